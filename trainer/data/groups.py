@@ -1,0 +1,202 @@
+"""Finite groups by name and monoids by table: the algebra under word problems. Imports no torch.
+
+Element order and composition follow the published state-tracking data (Schöne et al., "Implicit Language
+Models are RNNs", ICML 2025): the permutations of S_n in lexicographic order, so that index 0 is the identity;
+A_n the even ones among them in the same order; composition ``(a∘b)[i] = a[b[i]]``. Tables are indexed
+``table[a, b] = a∘b``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+Table = npt.NDArray[np.int32]
+
+MAX_ORDER = 5040
+"""Largest group: S7. Its table takes 100 MB; S8's would take 6.5 GB."""
+
+MAX_MONOID = 256
+"""Largest monoid table; associativity is checked over all triples."""
+
+PUBLISHED_MONOID: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3), (1, 3, 3, 3), (2, 1, 2, 3), (3, 3, 3, 3))
+"""The published monoid's rows: E (empty, or ends in b), A (ends in a), B, X (contains aa)."""
+
+_MONOIDS = {"EABX": PUBLISHED_MONOID, "published": PUBLISHED_MONOID}
+_FACTOR = re.compile(r"([SAZ])([0-9]{1,6})")
+_GROUP_REMEDY = "use S_n, A_n or Z_n with a number, such as S5, A5 or Z7, or a product such as A5xZ2"
+
+
+@dataclass(frozen=True, eq=False)
+class Algebra:
+    """A finite set with an associative product and an identity: a monoid, which may be a group.
+
+    ``table[a, b]`` is the index of ``a∘b``, an array of shape (order, order), read-only.
+    """
+
+    name: str
+    table: Table
+    identity: int
+
+    @property
+    def order(self) -> int:
+        """Number of elements."""
+        return int(self.table.shape[0])
+
+    def compose(self, a: int, b: int) -> int:
+        """Index of ``a∘b``."""
+        return int(self.table[a, b])
+
+
+def product(left: Algebra, right: Algebra) -> Algebra:
+    """Direct product; the pair (a, b) has index ``right.order·a + b``."""
+    size = left.order * right.order
+    table = left.table[:, None, :, None] * right.order + right.table[None, :, None, :]
+    return Algebra(
+        name=f"{left.name}x{right.name}",
+        table=_frozen(table.reshape(size, size)),
+        identity=left.identity * right.order + right.identity,
+    )
+
+
+def group_order(name: str) -> int:
+    """Order of a group by name, without building its table.
+
+    Raises:
+        ValueError: the name isn't ``S_n``, ``A_n``, ``Z_n`` or a product of them, or the group has more than
+            `MAX_ORDER` elements.
+    """
+    order = 1
+    for family, n in _factors(name):
+        # No factorial of a large n: 8! is over the limit already.
+        symmetric = math.factorial(min(n, 12))
+        order *= n if family == "Z" else symmetric if family == "S" else max(1, symmetric // 2)
+        if order > MAX_ORDER:
+            raise ValueError(
+                f"group {name!r} has more than {MAX_ORDER} elements, too many for a composition table; "
+                "choose a smaller one (S7, A7 and Z5040 are the largest)"
+            )
+    return order
+
+
+@lru_cache(maxsize=8)
+def group(name: str) -> Algebra:
+    """A finite group by name: ``S5``, ``A5``, ``Z7``, or a product such as ``A5xZ2``.
+
+    Index 0 is the identity. Z_n counts 0 … n-1 under addition; in a product the last factor runs fastest.
+
+    Raises:
+        ValueError: as `group_order`.
+    """
+    group_order(name)
+    result: Algebra | None = None
+    for family, n in _factors(name):
+        factor = _cyclic(n) if family == "Z" else _permutations(n, even_only=family == "A")
+        result = factor if result is None else product(result, factor)
+    assert result is not None
+    return Algebra(name=name, table=result.table, identity=result.identity)
+
+
+def monoid(definition: str | Sequence[Sequence[int]]) -> Algebra:
+    """A monoid by name (``"EABX"``, also called ``"published"``) or by its table of rows.
+
+    Names may be multiplied, as in ``"EABXxEABX"``. ``rows[a][b]`` is the index of ``a∘b``; the identity is
+    found in the table, at whatever index it stands.
+
+    Raises:
+        ValueError: unknown name; a table that isn't square, has entries outside it, isn't associative, or has
+            no two-sided identity; more than `MAX_MONOID` elements.
+    """
+    if not isinstance(definition, str):
+        return _monoid_from_rows("table", definition)
+    result: Algebra | None = None
+    for part in definition.split("x"):
+        if part not in _MONOIDS:
+            raise ValueError(
+                f"monoid {definition!r} is not known; use {' or '.join(_MONOIDS)}, or give a table of rows"
+            )
+        factor = _monoid_from_rows(part, _MONOIDS[part])
+        if result is not None and result.order * factor.order > MAX_MONOID:
+            raise ValueError(f"monoid {definition!r} has more than {MAX_MONOID} elements; use fewer factors")
+        result = factor if result is None else product(result, factor)
+    assert result is not None
+    return result
+
+
+def _factors(name: str) -> list[tuple[str, int]]:
+    factors = []
+    for part in name.split("x"):
+        match = _FACTOR.fullmatch(part)
+        if match is None or int(match[2]) < 1:
+            where = "" if part == name else f" (at {part!r})"
+            raise ValueError(f"group {name!r} is not known{where}; {_GROUP_REMEDY}")
+        factors.append((match[1], int(match[2])))
+    return factors
+
+
+def _cyclic(n: int) -> Algebra:
+    index = np.arange(n, dtype=np.int32)
+    return Algebra(f"Z{n}", _frozen((index[:, None] + index[None, :]) % n), 0)
+
+
+def _permutations(n: int, *, even_only: bool) -> Algebra:
+    elements = np.array(list(itertools.permutations(range(n))), dtype=np.int64)
+    if even_only:
+        inversions = sum(
+            (elements[:, i] > elements[:, j]).astype(np.int64) for i, j in itertools.combinations(range(n), 2)
+        )
+        elements = elements[np.broadcast_to(np.asarray(inversions), len(elements)) % 2 == 0]
+    # A permutation read as a number in base n; ascending in lexicographic order, so that searching finds it.
+    place = n ** np.arange(n - 1, -1, -1, dtype=np.int64)
+    codes = elements @ place
+    table = np.empty((len(elements), len(elements)), dtype=np.int32)
+    for index, a in enumerate(elements):
+        table[index] = np.searchsorted(codes, a[elements] @ place)
+    return Algebra(f"{'A' if even_only else 'S'}{n}", _frozen(table), 0)
+
+
+def _monoid_from_rows(name: str, rows: Sequence[Sequence[int]]) -> Algebra:
+    size = len(rows)
+    if not 1 <= size <= MAX_MONOID:
+        raise ValueError(f"a monoid table has 1 to {MAX_MONOID} rows, not {size}")
+    for a, row in enumerate(rows):
+        if len(row) != size:
+            raise ValueError(
+                f"the monoid table is not square: row {a} has {len(row)} entries, the table has {size} rows; "
+                f"give {size} rows of {size} entries"
+            )
+        for b, entry in enumerate(row):
+            if isinstance(entry, bool) or int(entry) != entry or not 0 <= entry < size:
+                raise ValueError(
+                    f"the monoid table's entry [{a}][{b}] is {entry!r}, not an element; "
+                    f"entries are indices from 0 to {size - 1}"
+                )
+    table = np.array(rows, dtype=np.int32)
+    for a in range(size):
+        left, right = table[table[a]], table[a][table]  # (a∘b)∘c and a∘(b∘c), over all b and c
+        if not np.array_equal(left, right):
+            b, c = (int(i) for i in np.argwhere(left != right)[0])
+            raise ValueError(
+                f"the monoid table is not associative: ({a}∘{b})∘{c} is {left[b, c]} but {a}∘({b}∘{c}) is "
+                f"{right[b, c]}; correct the table (prefix products have no meaning without associativity)"
+            )
+    index = np.arange(size)
+    for e in range(size):
+        if np.array_equal(table[e], index) and np.array_equal(table[:, e], index):
+            return Algebra(name, _frozen(table), e)
+    raise ValueError(
+        "the monoid table has no identity, an element whose row and column repeat the indices in order; add one"
+    )
+
+
+def _frozen(table: npt.NDArray[np.integer]) -> Table:
+    result = np.ascontiguousarray(table, dtype=np.int32)
+    result.setflags(write=False)
+    return result

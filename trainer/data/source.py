@@ -1,0 +1,146 @@
+"""What the training loop knows of data: sequences at numbered positions, and sets to evaluate on."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Batch = tuple[Tensor, Tensor]
+"""Inputs and labels, both int64 of shape (B, L) and aligned: ``labels[:, j]`` is the answer at token j."""
+
+
+class EvaluationFields(Protocol):
+    """The fields of a run's `evaluation` section that data read."""
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Lengths to evaluate at; empty means the training length."""
+
+    @property
+    def identity_probabilities(self) -> Sequence[float]:
+        """Word problems: identity probabilities to evaluate at; empty means the training one."""
+
+    @property
+    def sequences(self) -> int:
+        """Sequences in a set, at most."""
+
+    @property
+    def seed(self) -> int:
+        """Seed of everything drawn for evaluation."""
+
+
+class DataSource(ABC):
+    """An order of sequences, each at a *position*: a count of global samples since the start of the run.
+
+    What stands at a position depends on the source and its seed alone, never on how the run is cut into
+    batches, ranks, threads or restarts. So a checkpoint stores one number, and a run goes on with another
+    batch size or another number of ranks where it stopped.
+    """
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int | None:
+        """Number of token ids, all below it; None where the data don't say."""
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens in a sequence."""
+
+    @property
+    @abstractmethod
+    def samples(self) -> int | None:
+        """Sequences in an epoch; positions go on into the next one, in another order. None: endless."""
+
+    @abstractmethod
+    def batch(self, position: int, count: int) -> Batch:
+        """Sequences at positions [position, position + count).
+
+        Returns:
+            Inputs and labels, int64 (count, L), on the CPU, owned by the caller.
+        """
+
+    @abstractmethod
+    def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
+        """The sets to evaluate on, by name, in the order to report them.
+
+        Call it before training starts: it refuses what could not be evaluated later.
+
+        Raises:
+            ValueError: the data can't give what `evaluation` asks for.
+        """
+
+    def step_batch(self, step: int, *, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
+        """One rank's part of the global batch of a step, `batch_size` sequences over all ranks.
+
+        For a run whose batch size is the same at every step; else count positions and use `batch`.
+        """
+        first, count = rank_share(batch_size, rank=rank, world_size=world_size)
+        return self.batch(step * batch_size + first, count)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationSet:
+    """The first `sequences` positions of a source, under a name.
+
+    `settings` says what the set varies (``{"identity_probability": 0.5, "length": 64}``): for records and
+    plots.
+    """
+
+    name: str
+    source: DataSource
+    sequences: int
+    settings: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Tokens in a sequence."""
+        return self.source.length
+
+    def batches(self, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
+        """This rank's share of the set, in batches of at most `batch_size`; the last may be smaller.
+
+        Over all ranks every sequence comes exactly once, so that counts summed over ranks are the set's.
+        A rank's share, and so its number of batches, may differ from another's.
+        """
+        first, count = rank_share(self.sequences, rank=rank, world_size=world_size)
+        for start in range(first, first + count, batch_size):
+            yield self.source.batch(start, min(batch_size, first + count - start))
+
+
+def rank_share(count: int, *, rank: int, world_size: int) -> tuple[int, int]:
+    """First index and size of a rank's contiguous share of `count` items; the shares differ by one at most.
+
+    Raises:
+        ValueError: no such rank.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(
+            f"rank {rank} is not one of {world_size} ranks; ranks count from 0 to world_size - 1"
+        )
+    first = count * rank // world_size
+    return first, count * (rank + 1) // world_size - first
+
+
+def empty_batch(count: int, length: int, dtype: torch.dtype = torch.int64) -> Batch:
+    """Uninitialised inputs and labels of shape (count, length)."""
+    shape = (count, length)
+    return torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+
+
+def check_range(position: int, count: int) -> None:
+    """Refuse negative positions and empty batches.
+
+    Raises:
+        ValueError: `position` below 0 or `count` below 1.
+    """
+    if position < 0 or count < 1:
+        raise ValueError(
+            f"a batch begins at a position from 0 up and holds at least 1 sequence; got position {position}, "
+            f"count {count}"
+        )

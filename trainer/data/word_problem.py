@@ -1,0 +1,331 @@
+"""Word problems: track the product of a sequence of group elements, made on the fly.
+
+Token j is an element x_j; the label at j is the prefix product ``t_1 = x_1``, ``t_j = t_{j-1} ∘ x_j``,
+aligned with the inputs: no shift. With a monoid M beside the group G a token is a pair and its id is
+``|M|·g + m`` (for the published monoid ``4·g + m``). A token's group element is the identity with
+probability p and else uniform over all of G, the identity included: p = 0.9 is the paper's "10 % hard
+tokens". Its monoid element is always uniform.
+
+Task and conventions: Schöne et al., "Implicit Language Models are RNNs" (ICML 2025), Figs. 1 and 3, after
+Merrill et al., "The Illusion of State in State-Space Models" (2024). Shapes: B sequences, L tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.data import groups
+from trainer.data.drawing import Categorical
+from trainer.data.prefix_products import PrefixProducts
+from trainer.data.published_order import PublishedSequence, draw
+from trainer.data.source import Batch, DataSource, EvaluationFields, EvaluationSet, check_range, empty_batch
+
+DrawOrder = Literal["fast", "published"]
+MonoidDefinition = str | Sequence[Sequence[int]]
+
+BLOCK = 128
+"""Sequences drawn together in the fast order: block b of a stream holds positions [128·b, 128·(b + 1))."""
+
+_TRAINING, _EVALUATION = 0, 1
+_JOINT_LIMIT = 1024  # a joint table of G × M up to here: 8 MB, and half the look-ups of two tables
+_DTYPES = {torch.uint8: 8, torch.int16: 15, torch.int32: 31, torch.int64: 63}
+
+
+class WordProblem:
+    """A word problem over a group, optionally times a monoid.
+
+    Args:
+        group: such as ``"S5"``, ``"A5"``, ``"Z7"``, ``"A5xZ2"``; see `trainer.data.groups.group`.
+        monoid: None, ``"EABX"`` (the published one), or a table of rows; see `trainer.data.groups.monoid`.
+        identity_probability: p, from 0 to 1.
+        draw_order: ``"fast"``, or ``"published"`` for the published generator's numbers, bit by bit; about
+            a third as fast, and p is then met to 2^-24, as torch's `rand` resolves it.
+
+    Raises:
+        ValueError: an unknown group, monoid or order; a probability outside [0, 1].
+    """
+
+    def __init__(
+        self,
+        *,
+        group: str,
+        monoid: MonoidDefinition | None = None,
+        identity_probability: float,
+        draw_order: DrawOrder = "fast",
+    ) -> None:
+        if not 0 <= identity_probability <= 1:
+            raise ValueError(f"identity_probability {identity_probability} is no probability; give 0 to 1")
+        if draw_order not in get_args(DrawOrder):
+            raise ValueError(f"draw_order {draw_order!r} is not known; use 'fast' or 'published'")
+        self.group = groups.group(group)
+        self.monoid = None if monoid is None else groups.monoid(monoid)
+        self.identity_probability = float(identity_probability)
+        self.draw_order: DrawOrder = draw_order
+        self._definition = group, monoid
+        self._monoid_order = 1 if self.monoid is None else self.monoid.order
+        self._categorical = Categorical(self._probabilities()) if draw_order == "fast" else None
+        self._scans: tuple[PrefixProducts, ...]
+        if self.monoid is None:
+            self._scans = (PrefixProducts(self.group),)
+        elif self.vocab_size <= _JOINT_LIMIT:
+            self._scans = (PrefixProducts(groups.product(self.group, self.monoid)),)
+        else:
+            self._scans = (PrefixProducts(self.group), PrefixProducts(self.monoid))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, |G|·|M|."""
+        return self.group.order * self._monoid_order
+
+    def with_identity_probability(self, identity_probability: float) -> WordProblem:
+        """The same problem at another p."""
+        group, monoid = self._definition
+        return WordProblem(
+            group=group,
+            monoid=monoid,
+            identity_probability=identity_probability,
+            draw_order=self.draw_order,
+        )
+
+    def sample(
+        self,
+        n: int,
+        length: int,
+        generator: torch.Generator | None = None,
+        *,
+        dtype: torch.dtype = torch.int64,
+    ) -> Batch:
+        """Draw `n` sequences of `length` tokens.
+
+        In the published order the numbers are `generator`'s own, in that order. In the fast one a single
+        64-bit number is taken from it, which keys a counter-based stream: the same sequences on any number
+        of threads.
+
+        Args:
+            n: sequences, at least 1.
+            length: tokens in each, at least 1.
+            generator: on the CPU; None is torch's default one.
+            dtype: int64, or a smaller type that holds the vocabulary (uint8, int16, int32): it takes less
+                memory and a little less time.
+
+        Returns:
+            Inputs and labels, (n, length), on the CPU.
+
+        Raises:
+            ValueError: `n` or `length` below 1, a dtype too small, a generator on another device.
+        """
+        check_range(0, n)
+        _check_length(length)
+        self._check_dtype(dtype)
+        if generator is not None and generator.device.type != "cpu":
+            raise ValueError(
+                f"the generator is on {generator.device} but word problems are drawn on the CPU; "
+                "use torch.Generator()"
+            )
+        if self.draw_order == "published":
+            tokens = draw(
+                n,
+                length,
+                group_order=self.group.order,
+                monoid_order=self._monoid_order,
+                p=self.identity_probability,
+                generator=generator,
+            )
+            return self._compose(tokens, dtype=dtype)
+        seed = int(torch.randint(2**63 - 1, (), generator=generator))
+        return self._fast(0, n, length, key=(seed, _TRAINING), dtype=dtype)
+
+    def _probabilities(self) -> list[Fraction]:
+        p = Fraction(self.identity_probability)  # exact: a float is a dyadic fraction
+        other = (1 - p) / self.group.order / self._monoid_order
+        identity = other + p / self._monoid_order
+        return [identity] * self._monoid_order + [other] * (self.vocab_size - self._monoid_order)
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        if dtype not in _DTYPES or self.vocab_size > 1 << _DTYPES[dtype]:
+            fitting = [str(d) for d, bits in _DTYPES.items() if self.vocab_size <= 1 << bits]
+            raise ValueError(
+                f"dtype {dtype} can't hold a vocabulary of {self.vocab_size}; use {', '.join(fitting)}"
+            )
+
+    def _fast(
+        self,
+        position: int,
+        count: int,
+        length: int,
+        *,
+        key: tuple[int, int],
+        dtype: torch.dtype = torch.int64,
+    ) -> Batch:
+        """Positions [position, position + count) of the stream with this key, drawn block by block."""
+        assert self._categorical is not None
+        inputs, labels = empty_batch(count, length, dtype)
+        into_inputs, into_labels = inputs.numpy(), labels.numpy()
+        done = 0
+        while done < count:
+            block, skipped = divmod(position + done, BLOCK)
+            taken = min(BLOCK - skipped, count - done)
+            tokens_LB = self._categorical.draw(key, index=block, count=length * BLOCK).reshape(length, BLOCK)
+            tokens_LB = tokens_LB[:, skipped : skipped + taken]
+            into_inputs[done : done + taken] = tokens_LB.T
+            self._products(tokens_LB, into_labels[done : done + taken])
+            done += taken
+        return inputs, labels
+
+    def _compose(self, tokens_BL: npt.NDArray[np.int64], *, dtype: torch.dtype = torch.int64) -> Batch:
+        """Inputs and labels from drawn tokens, in blocks that stay in the cache."""
+        inputs, labels = empty_batch(len(tokens_BL), tokens_BL.shape[1], dtype)
+        inputs.numpy()[:] = tokens_BL
+        into_labels = labels.numpy()
+        for start in range(0, len(tokens_BL), BLOCK):
+            rows = slice(start, start + BLOCK)
+            self._products(tokens_BL[rows].T, into_labels[rows])
+        return inputs, labels
+
+    def _products(self, tokens_LB: npt.NDArray[np.integer], into_BL: npt.NDArray[np.integer]) -> None:
+        if len(self._scans) == 1:
+            into_BL[:] = self._scans[0](tokens_LB).T
+        else:
+            of_group, of_monoid = self._scans
+            group_LB, monoid_LB = np.divmod(tokens_LB, self._monoid_order)
+            into_BL[:] = (of_group(group_LB) * self._monoid_order + of_monoid(monoid_LB)).T
+
+
+class WordProblemStream(DataSource):
+    """An endless, reproducible stream of a word problem's sequences at numbered positions.
+
+    Fast order: position i lies in block ``i // 128``, whose random numbers are Philox's for the key (seed,
+    domain) and the counter (block): any range costs its own blocks and nothing before them, and batches,
+    ranks and restarts cut the same stream. A block is drawn time first, so a longer stream's sequences
+    begin with a shorter one's of the same seed and p. Training and evaluation are different domains: an
+    evaluation never meets training data, even with equal seeds.
+
+    Published order: position i is the i-th sample that the published generator draws after
+    ``torch.manual_seed(seed)``. Jumps cost time there (see `PublishedSequence`), and evaluation must have
+    another seed than training, or it evaluates on training data.
+
+    Args:
+        problem: what to draw.
+        length: tokens in a sequence.
+        seed: 0 to 2^64 - 1.
+    """
+
+    def __init__(self, problem: WordProblem, *, length: int, seed: int, _domain: int = _TRAINING) -> None:
+        _check_length(length)
+        if not 0 <= seed < 2**64:
+            raise ValueError(f"seed {seed} is out of range; use 0 to 2**64 - 1")
+        self.problem = problem
+        self._length = length
+        self._key = seed, _domain
+        self._published: PublishedSequence | None = None
+        if problem.draw_order == "published":
+            self._published = PublishedSequence(
+                length,
+                group_order=problem.group.order,
+                monoid_order=problem.vocab_size // problem.group.order,
+                p=problem.identity_probability,
+                seed=seed,
+            )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, |G|·|M|."""
+        return self.problem.vocab_size
+
+    @property
+    def length(self) -> int:
+        """Tokens in a sequence."""
+        return self._length
+
+    @property
+    def samples(self) -> None:
+        """None: the stream is endless."""
+        return None
+
+    def batch(self, position: int, count: int) -> Batch:
+        """See `DataSource.batch`."""
+        check_range(position, count)
+        if self._published is not None:
+            return self.problem._compose(self._published.tokens(position, count))
+        return self.problem._fast(position, count, self._length, key=self._key)
+
+    def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
+        """One set for every identity probability and length, named such as ``p0.5_L64``.
+
+        All are drawn with the evaluation seed, so that in the fast order the sets of one p and several
+        lengths begin with the same tokens.
+        """
+        sets = {}
+        for p in evaluation.identity_probabilities or (self.problem.identity_probability,):
+            problem = self.problem.with_identity_probability(p)
+            for length in evaluation.lengths or (self._length,):
+                name = f"p{p:g}_L{length}"
+                sets[name] = EvaluationSet(
+                    name=name,
+                    source=WordProblemStream(
+                        problem, length=length, seed=evaluation.seed, _domain=_EVALUATION
+                    ),
+                    sequences=evaluation.sequences,
+                    settings={"identity_probability": p, "length": length},
+                )
+        return sets
+
+
+class WordProblemFields(Protocol):
+    """The fields of a run's `data` section of kind ``word_problem``."""
+
+    @property
+    def group(self) -> str:
+        """Name of the group."""
+
+    @property
+    def monoid(self) -> MonoidDefinition | None:
+        """Name or table of the monoid."""
+
+    @property
+    def identity_probability(self) -> float:
+        """Probability of forcing a token to the identity."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in a training sequence."""
+
+    @property
+    def draw_order(self) -> DrawOrder:
+        """Fast, or the published one."""
+
+
+def build(spec: WordProblemFields, *, seed: int = 0, vocab_size: int | None = None) -> WordProblemStream:
+    """The training stream that a `data` section describes.
+
+    Args:
+        spec: the section.
+        seed: of the training sequences.
+        vocab_size: the model's, if it is to be checked.
+
+    Raises:
+        ValueError: as `WordProblem`; a model's vocabulary that is smaller than the problem's.
+    """
+    problem = WordProblem(
+        group=spec.group,
+        monoid=spec.monoid,
+        identity_probability=spec.identity_probability,
+        draw_order=spec.draw_order,
+    )
+    if vocab_size is not None and vocab_size < problem.vocab_size:
+        raise ValueError(
+            f"the word problem has {problem.vocab_size} tokens but the model's vocab_size is {vocab_size}; "
+            f"set model.vocab_size={problem.vocab_size}"
+        )
+    return WordProblemStream(problem, length=spec.length, seed=seed)
+
+
+def _check_length(length: int) -> None:
+    if length < 1:
+        raise ValueError(f"length {length} is too short; a sequence has at least 1 token")
