@@ -1,0 +1,131 @@
+"""What every spec is: frozen, complete, strict about keys; and how a field finds the kinds of its family.
+
+A *family* is the set of components that fit one place, such as all solvers. Its base class (`SolverSpec`) declares
+`family`; a field annotated with the base asks the registry *when it validates*, so that a kind registered later
+needs no rebuilding of the specs that may hold it. A third party opens a family of its own in the same way::
+
+    class SamplerSpec(ComponentSpec):
+        family: ClassVar[str] = "acme.sampler"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, ValidationError, core_schema
+
+from implicit_blocks import registry
+from implicit_blocks.suggestions import did_you_mean
+
+
+def refusal(message: str, *location: str | int, value: Any) -> ValidationError:
+    """An error to raise in a validator when it is one particular entry that is wrong.
+
+    Args:
+        message: what is wrong and what to do; for users.
+        location: keys from the spec under validation to that entry.
+        value: what stands there.
+    """
+    error = PydanticCustomError("refused", "{message}", {"message": message})
+    return ValidationError.from_exception_data("spec", [{"type": error, "loc": location, "input": value}])
+
+
+def together(errors: Sequence[ValidationError]) -> ValidationError:
+    """Several errors as one, so that all of them are shown."""
+    lines: list[InitErrorDetails] = []
+    for error in errors:
+        for line in error.errors():
+            reason = PydanticCustomError("refused", "{message}", {"message": line["msg"]})
+            lines.append({"type": reason, "loc": line["loc"], "input": line["input"]})
+    return ValidationError.from_exception_data("spec", lines)
+
+
+class Spec(BaseModel):
+    """A section of a spec. Frozen; unknown keys are refused, the nearest known one named.
+
+    A mapping without `kind` given for a field says what differs from the field's default: ``solver: {damping: 0.5}``.
+    So write specs out in full (`model_dump()` without exclusions): what is left out means the default's value.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_keys(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        known = cls.model_fields
+        unknown = [
+            refusal(f"unknown key {key!r}; {did_you_mean(str(key), known)}", str(key), value=value[key])
+            for key in value
+            if key not in known
+        ]
+        if unknown:
+            raise together(unknown)
+        return {key: _over_default(known[key].default, entry) for key, entry in value.items()}
+
+
+class ComponentSpec(Spec):
+    """Spec of a component that the registry can build. Subclasses give `kind` its literal and default."""
+
+    family: ClassVar[str]
+    """The family: set by the family's base class, inherited by its kinds."""
+
+    kind: str
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """The family's base consults the registry; a kind is an ordinary model."""
+        if "family" not in cls.__dict__:
+            return handler(source)
+        return core_schema.no_info_plain_validator_function(lambda value: _member(cls, value))
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """One of all kinds registered now, as a definition of its own; a kind requires its name."""
+        if "family" not in cls.__dict__:
+            json_schema = handler(schema)
+            handler.resolve_ref_schema(json_schema).setdefault("required", []).insert(0, "kind")
+            return json_schema
+        generator = handler.generate_json_schema  # type: ignore[attr-defined]  # pydantic types the handler too narrowly
+        name, reference = generator.get_cache_defs_ref_schema(f"family.{cls.family}:0")
+        if name not in generator.definitions:
+            # Entered before its kinds: a solver that wraps a solver refers back to it.
+            family = generator.definitions[name] = {"title": cls.__name__}
+            found = [registry.entry(cls.family, kind).spec for kind in registry.kinds(cls.family)]
+            family["oneOf"] = [handler(spec.__pydantic_core_schema__) for spec in found]
+        return reference
+
+
+def _over_default(default: Any, value: Any) -> Any:
+    if not isinstance(default, Spec) or not isinstance(value, Mapping) or "kind" in value:
+        return value
+    fields = dict(default)
+    return {**fields, **{key: _over_default(fields.get(key), entry) for key, entry in value.items()}}
+
+
+def _member(base: type[ComponentSpec], value: Any) -> Any:
+    """The spec of a family that a value stands for: a spec itself, or a mapping with `kind`."""
+    family = base.family
+    if isinstance(value, base):
+        if registry.entry(family, value.kind).spec is not type(value):
+            raise ValueError(
+                f"{type(value).__qualname__} is not what is registered as {family} {value.kind!r}; "
+                "register it under a kind of its own"
+            )
+        return value
+    known = ", ".join(registry.kinds(family))
+    if not isinstance(value, Mapping):
+        raise ValueError(f"a {family} is a mapping such as {{kind: …}}. Known kinds: {known}")
+    if not isinstance(value.get("kind"), str):
+        raise ValueError(f"the {family} names no kind; add `kind:`. Known: {known}")
+    try:
+        entry = registry.entry(family, value["kind"])
+    except registry.UnknownKindError as error:
+        raise refusal(str(error), "kind", value=value["kind"]) from None
+    return entry.spec.model_validate(value)

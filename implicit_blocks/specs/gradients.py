@@ -1,0 +1,76 @@
+"""What of the search is differentiated, and what that costs."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import PositiveInt, model_validator
+
+from implicit_blocks.specs.base import ComponentSpec, refusal
+from implicit_blocks.specs.solvers import Damping, PicardSpec, SolverSpec, Stopping
+
+
+class GradientSpec(ComponentSpec):
+    """Base of all gradient estimators' specs."""
+
+    family: ClassVar[str] = "gradient"
+    differentiates_solver: ClassVar[bool] = False
+    """Whether autograd goes through the solver's updates, which must then be differentiable."""
+
+    def forward_equivalents(self, iterations: float) -> float | None:
+        """Cost of one training step in forward passes of the map, given the iterations of the search.
+
+        A backward pass counts 2. None: not known (the default; override it so that costs can be estimated).
+        """
+        return None
+
+
+class PhantomSpec(GradientSpec):
+    """Search without gradients, then `steps` damped steps with: Geng et al., "On Training Implicit Models", 2021."""
+
+    kind: Literal["phantom"] = "phantom"
+    steps: PositiveInt = 4
+    """k of (s+k): differentiated steps after the search."""
+    damping: Damping = 0.8
+    """λ of those steps."""
+
+    def forward_equivalents(self, iterations: float) -> float:
+        """``iterations + 3 · steps``."""
+        return iterations + 3 * self.steps
+
+
+class UnrolledSpec(GradientSpec):
+    """Differentiate `steps` updates of the solver from the start, without stopping early."""
+
+    differentiates_solver: ClassVar[bool] = True
+
+    kind: Literal["unrolled"] = "unrolled"
+    steps: PositiveInt = 4
+    """Updates taken, all of them differentiated."""
+    checkpointing: bool = False
+    """Recompute each step in backward, so that memory does not grow with the steps."""
+
+    def forward_equivalents(self, iterations: float) -> float:
+        """``3 · steps``, or ``4 · steps`` with checkpointing: there is no search."""
+        return (4 if self.checkpointing else 3) * self.steps
+
+
+class ImplicitFunctionSpec(GradientSpec):
+    """The exact gradient by the implicit function theorem: an adjoint fixed point solved in backward."""
+
+    kind: Literal["implicit_function"] = "implicit_function"
+    solver: SolverSpec = PicardSpec()
+    """Solver of the adjoint equation."""
+    stopping: Stopping = Stopping(tolerance=1e-4, max_iterations=64)
+    """Stopping rule of the adjoint equation."""
+
+    def forward_equivalents(self, iterations: float) -> float:
+        """The search, a differentiated call, and one for each adjoint iteration, taken at their maximum."""
+        return iterations + 3 + self.stopping.max_iterations
+
+    @model_validator(mode="after")
+    def _whole_sequences(self) -> Self:
+        if self.stopping.scope != "sequence":
+            message = "the adjoint equation runs backwards through the tokens; its scope must be 'sequence'"
+            raise refusal(message, "stopping", "scope", value=self.stopping.scope)
+        return self

@@ -1,0 +1,195 @@
+"""Mixers and MLPs: what a layer is made of, and what it costs.
+
+Costs are stated by each spec itself, so that sizes are known without building anything. The methods may answer None,
+"not known"; a third party that overrides them makes its component visible to the estimates.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, NamedTuple, Self
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from implicit_blocks.specs.base import ComponentSpec, refusal
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters of one component."""
+
+    weights: int
+    """All of them but weight norm's gains."""
+    weight_normed_rows: int
+    """Output rows of its linear and convolution weights: one gain each under weight norm."""
+
+
+class _LayerPartSpec(ComponentSpec):
+    """What mixers and MLPs have in common."""
+
+    def check(self, d_model: int) -> None:
+        """Refuse a model width that doesn't fit.
+
+        Raises:
+            ValueError: says what doesn't divide what.
+        """
+        return None
+
+    def parameter_count(self, d_model: int) -> Parameters | None:
+        """Parameters of one such component, without the norm before it. None: not known."""
+        return None
+
+    def flops_per_token(self, d_model: int, length: int) -> float | None:
+        """Floating-point operations of a forward pass, a token, in sequences of `length`. None: not known.
+
+        A multiply-add counts 2; element-wise work is left out.
+        """
+        return None
+
+
+class MixerSpec(_LayerPartSpec):
+    """Base of all mixers' specs: what carries information between tokens."""
+
+    family: ClassVar[str] = "mixer"
+
+    def injection_width(self, d_model: int) -> int | None:
+        """Width of the injection that the mixer adds to its projections. None: not known."""
+        return None
+
+
+class MLPSpec(_LayerPartSpec):
+    """Base of all MLPs' specs: what works on each token by itself."""
+
+    family: ClassVar[str] = "mlp"
+
+
+class Mamba2Spec(MixerSpec):
+    """Mamba2's state-space mixer with one group: Dao & Gu, "Transformers are SSMs", 2024."""
+
+    kind: Literal["mamba2"] = "mamba2"
+    d_state: PositiveInt = 128
+    """State width N of each head."""
+    expand: PositiveInt = 2
+    """Inner width as a multiple of the model's."""
+    head_dim: PositiveInt = 64
+    """Width P of a head; divides the inner width."""
+    d_conv: PositiveInt = 4
+    """Width of the causal convolution."""
+    chunk_size: PositiveInt = 64
+    """Tokens that the scan takes at once: changes speed, not values."""
+    dt_min: PositiveFloat = 1e-3
+    """Initial time steps are log-uniform from here ..."""
+    dt_max: PositiveFloat = 1e-1
+    """... to here."""
+    a_min: PositiveFloat = 1.0
+    """Initial decay rates −A are uniform from here ..."""
+    a_max: PositiveFloat = 16.0
+    """... to here."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for low, high in (("dt_min", "dt_max"), ("a_min", "a_max")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least > most:
+                raise refusal(f"{low} {least} is above {high} {most}; exchange them", low, value=least)
+        return self
+
+    def check(self, d_model: int) -> None:
+        """`head_dim` must divide the inner width."""
+        d_inner = self.expand * d_model
+        if d_inner % self.head_dim:
+            raise ValueError(
+                f"the inner width expand × d_model = {self.expand} × {d_model} = {d_inner} is not divisible by "
+                f"head_dim {self.head_dim}; choose a head_dim that divides it"
+            )
+
+    def injection_width(self, d_model: int) -> int:
+        """Gate, x, B, C and dt: ``2 · d_inner + 2 · d_state + n_heads``."""
+        d_inner = self.expand * d_model
+        return 2 * d_inner + 2 * self.d_state + d_inner // self.head_dim
+
+    def parameter_count(self, d_model: int) -> Parameters:
+        """in_proj, convolution with bias, A, D and dt_bias for each head, gated norm, out_proj."""
+        d_inner = self.expand * d_model
+        projected, convolved = self.injection_width(d_model), d_inner + 2 * self.d_state
+        heads = d_inner // self.head_dim
+        weights = (
+            projected * d_model + convolved * (self.d_conv + 1) + 3 * heads + d_inner + d_model * d_inner
+        )
+        return Parameters(weights, projected + convolved + d_model)
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        """Projections, convolution, and the chunked scan.
+
+        In a chunk of Q tokens the scan forms all Q × Q products of C and B, the masked half too, and applies them
+        to every head's x (2 Q N + 2 Q d_inner a token); the state is written and read once a token
+        (4 N d_inner).
+        """
+        d_inner = self.expand * d_model
+        chunk = min(self.chunk_size, length)
+        projections = 2 * d_model * (self.injection_width(d_model) + d_inner)
+        convolution = 2 * self.d_conv * (d_inner + 2 * self.d_state)
+        scan = 2 * chunk * (self.d_state + d_inner) + 4 * self.d_state * d_inner
+        return float(projections + convolution + scan)
+
+
+class AttentionSpec(MixerSpec):
+    """Causal attention with rotary positions and, where asked for, grouped heads."""
+
+    kind: Literal["attention"] = "attention"
+    n_heads: PositiveInt
+    """Query heads; divide d_model into heads of an even width."""
+    n_kv_heads: PositiveInt | None = None
+    """Key and value heads, each shared by n_heads / n_kv_heads query heads; null: as many as query heads."""
+    rope_theta: PositiveFloat = 500_000.0
+    """Base of the rotary wavelengths."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> Self:
+        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
+            message = (
+                f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}; "
+                "choose a divisor, or null for as many as query heads"
+            )
+            raise refusal(message, "n_kv_heads", value=self.n_kv_heads)
+        return self
+
+    def check(self, d_model: int) -> None:
+        """`n_heads` must divide the width into even heads."""
+        if d_model % self.n_heads:
+            raise ValueError(
+                f"d_model {d_model} is not divisible by n_heads {self.n_heads}; choose a multiple of {self.n_heads}"
+            )
+        if (d_model // self.n_heads) % 2:
+            raise ValueError(
+                f"heads of width d_model / n_heads = {d_model} / {self.n_heads} = {d_model // self.n_heads} are odd, "
+                "and rotary positions need pairs; choose n_heads so that the width is even"
+            )
+
+    def injection_width(self, d_model: int) -> int:
+        """Queries, keys and values."""
+        return (self.n_heads + 2 * (self.n_kv_heads or self.n_heads)) * (d_model // self.n_heads)
+
+    def parameter_count(self, d_model: int) -> Parameters:
+        """Projections of q, k and v, and out; no biases."""
+        projected = self.injection_width(d_model)
+        return Parameters((projected + d_model) * d_model, projected + d_model)
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        """Projections, and scores and sums over the causal half: ``(length + 1) / 2`` keys a token on average."""
+        projections = 2 * d_model * (self.injection_width(d_model) + d_model)
+        return float(projections + 2 * d_model * (length + 1))
+
+
+class SwiGLUSpec(MLPSpec):
+    """``W_out (silu(W_gate z) · W_up z)``, no biases."""
+
+    kind: Literal["swiglu"] = "swiglu"
+    d_hidden: PositiveInt
+    """Hidden width; the paper takes ``int(2/3 · 4 · d_model)``."""
+
+    def parameter_count(self, d_model: int) -> Parameters:
+        """Three matrices."""
+        return Parameters(3 * d_model * self.d_hidden, 2 * self.d_hidden + d_model)
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        """Three matrix products."""
+        return float(6 * d_model * self.d_hidden)
