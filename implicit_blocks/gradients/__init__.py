@@ -1,1 +1,7 @@
-"""."""
+"""Gradient estimators: what of the search is differentiated, one a file."""
+
+from implicit_blocks.gradients.implicit_function import ImplicitFunction
+from implicit_blocks.gradients.phantom import Phantom, jacobian_free
+from implicit_blocks.gradients.unrolled import Unrolled
+
+__all__ = ["ImplicitFunction", "Phantom", "Unrolled", "jacobian_free"]

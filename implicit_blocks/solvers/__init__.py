@@ -1,1 +1,6 @@
-"""."""
+"""Solvers: update rules for ``z = f(z)``, one a file."""
+
+from implicit_blocks.solvers.anderson import Anderson
+from implicit_blocks.solvers.picard import Picard
+
+__all__ = ["Anderson", "Picard"]

@@ -1,0 +1,117 @@
+"""The map of a language model: its layers and final norm, bound to one window of tokens.
+
+Shape legend: B batch, L tokens of the window, D model width, U injection width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from implicit_blocks.interfaces import State, Window
+from implicit_blocks.layers import Block, BlockContext, RMSNorm
+from implicit_blocks.registry import build
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
+from implicit_blocks.weight_norm import HeldWeights, add_weight_norm
+
+
+class Backbone(nn.Module):
+    """``z → norm(layer_n(… layer_1(z, u) …, u))``; the final norm belongs to the map."""
+
+    def __init__(self, spec: ImplicitLMSpec | ExplicitLMSpec) -> None:
+        super().__init__()
+
+        def block() -> Block:
+            mlp = None if spec.mlp is None else build(spec.mlp, d_model=spec.d_model)
+            mixer = build(spec.mixer, d_model=spec.d_model)
+            return Block(mixer, mlp, d_model=spec.d_model, norm_eps=spec.norm_eps)
+
+        self.layers = nn.ModuleList(block() for _ in range(spec.n_layers))
+        self.norm = RMSNorm(spec.d_model, eps=spec.norm_eps)
+        self.dropout = spec.dropout
+        if spec.weight_norm:
+            add_weight_norm(self.layers)
+
+    @property
+    def injection_width(self) -> int:
+        """Width of ``u``, the same in every layer."""
+        width: int = self.layers[0].mixer.injection_width  # type: ignore[union-attr,assignment]  # Blocks hold Mixers
+        return width
+
+    def blocks(self) -> list[Block]:
+        """Return the layers, first to last."""
+        return list(self.layers)  # type: ignore[arg-type]  # all of them are Blocks
+
+    def initial_states(
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+    ) -> tuple[State, ...]:
+        """Return every layer's state before the first token."""
+        return tuple(
+            block.mixer.initial_state(batch_size, device=device, dtype=dtype, capacity=capacity)
+            for block in self.blocks()
+        )
+
+    def bind(
+        self,
+        window: Window,
+        *,
+        u_BLU: Tensor | None,
+        states: tuple[State, ...],
+        start_BLD: Tensor,
+        weights: HeldWeights,
+    ) -> BoundMap:
+        """Fix all that does not change while a window is iterated: weights, injection, masks, dropout, states."""
+        dropout = self.dropout if self.training else 0.0
+        contexts = tuple(
+            BlockContext(block.mixer.prepare(window), block.dropout_masks(start_BLD, dropout))
+            for block in self.blocks()
+        )
+        return BoundMap(self, window, u_BLU, states, contexts, weights)
+
+
+@dataclass(frozen=True)
+class BoundMap:
+    """The map ``f(z)`` of one window: pure, so it may be called any number of times, and again in backward."""
+
+    backbone: Backbone
+    window: Window
+    u_BLU: Tensor | None
+    states: tuple[State, ...]
+    contexts: tuple[BlockContext, ...]
+    weights: HeldWeights
+
+    def __call__(self, z_BLD: Tensor) -> Tensor:
+        """Return ``f(z)``, (B, L, D)."""
+        with self.weights.in_use():
+            for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
+                z_BLD = block(z_BLD, self.u_BLU, state, context)
+            return self.backbone.norm(z_BLD)  # type: ignore[no-any-return]  # nn.Module calls are untyped
+
+    def commit(self, z_BLD: Tensor) -> tuple[Tensor, tuple[State, ...]]:
+        """Return ``f(z)`` and every layer's state after the window."""
+        after = []
+        with self.weights.in_use():
+            for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
+                z_BLD, state_after = block.advance(z_BLD, self.u_BLU, state, context)
+                after.append(state_after)
+            return self.backbone.norm(z_BLD), tuple(after)
+
+    def select_rows(self, rows: Tensor) -> BoundMap:
+        """Return the map of these rows, (R,) int64 indices."""
+        window = self.window.select_rows(rows)
+
+        def context(block: Block, whole: BlockContext) -> BlockContext:
+            masks: Any = None if whole.masks is None else tuple(mask[rows] for mask in whole.masks)
+            return BlockContext(block.mixer.prepare(window), masks)
+
+        blocks = self.backbone.blocks()
+        return replace(
+            self,
+            window=window,
+            u_BLU=None if self.u_BLU is None else self.u_BLU[rows],
+            states=tuple(b.mixer.select_rows(s, rows) for b, s in zip(blocks, self.states, strict=True)),
+            contexts=tuple(context(b, c) for b, c in zip(blocks, self.contexts, strict=True)),
+        )

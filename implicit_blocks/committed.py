@@ -1,0 +1,103 @@
+"""What a model remembers of the tokens it has committed, and the windows that follow them.
+
+Shape legend: B batch, L tokens of a window, T committed tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.interfaces import State, Window
+
+if TYPE_CHECKING:
+    from implicit_blocks.backbone import Backbone
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The state between windows.
+
+    ``length`` counts the committed tokens T, padding included; ``next_position`` (1 or B,) the real ones.
+    ``valid_BT`` and ``documents_BT`` are None while there was no padding, and one document; ``layers`` holds each
+    mixer's state. Continuing from a state leaves it as it was, unless it was made with a ``capacity``: the buffers are
+    then shared, and a second continuation from the same state overwrites the first.
+    """
+
+    batch_size: int
+    length: int
+    next_position: Tensor
+    layers: tuple[State, ...]
+    valid_BT: Tensor | None = None
+    documents_BT: Tensor | None = None
+
+    def window(
+        self, length: int, *, valid_BL: Tensor | None, documents_BL: Tensor | None, dtype: torch.dtype
+    ) -> Window:
+        """Return the window of the next ``length`` tokens."""
+        valid = self._extend("valid", self.valid_BT, valid_BL, length, True)
+        documents = self._extend("documents", self.documents_BT, documents_BL, length, 0)
+        if valid is None:
+            positions = self.next_position[:, None] + torch.arange(length, device=self.next_position.device)
+        else:
+            steps = valid[:, self.length :].cumsum(1)
+            positions = (self.next_position[:, None] + steps - 1).clamp(min=0)
+        return Window(
+            batch_size=self.batch_size,
+            start=self.length,
+            length=length,
+            positions_BL=positions,
+            valid_BT=valid,
+            documents_BT=documents,
+            dtype=dtype,
+        )
+
+    def _extend(
+        self, name: str, before_BT: Tensor | None, new_BL: Tensor | None, length: int, default: bool | int
+    ) -> Tensor | None:
+        """Join what is said of the committed tokens and of new ones; silence means the default."""
+        shape = (self.batch_size, length)
+        if new_BL is not None and new_BL.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(new_BL.shape)}; the window's tokens have {shape}")
+        if before_BT is None and new_BL is None:
+            return None
+        like = before_BT if before_BT is not None else new_BL
+        assert like is not None
+        if before_BT is None:
+            before_BT = like.new_full((self.batch_size, self.length), default)
+        elif new_BL is None:
+            new_BL = before_BT.new_ones(shape) if name == "valid" else before_BT[:, -1:].expand(shape)
+        assert new_BL is not None
+        return torch.cat((before_BT, new_BL), dim=1)
+
+    def after(self, window: Window, layers: tuple[State, ...]) -> Committed:
+        """Return the state once ``window`` has been committed."""
+        taken: Tensor | int = window.length
+        if window.valid_BL is not None:
+            taken = window.valid_BL.sum(1)
+        return Committed(
+            batch_size=self.batch_size,
+            length=self.length + window.length,
+            next_position=self.next_position + taken,
+            layers=layers,
+            valid_BT=window.valid_BT,
+            documents_BT=window.documents_BT,
+        )
+
+    def select_rows(self, rows: Tensor, backbone: Backbone) -> Committed:
+        """Return the state of these rows, (R,) int64 indices; rows may repeat, as beam search needs."""
+        one_for_all = self.next_position.shape[0] == 1
+        return Committed(
+            batch_size=rows.numel(),
+            length=self.length,
+            next_position=self.next_position if one_for_all else self.next_position[rows],
+            layers=tuple(
+                block.mixer.select_rows(state, rows)
+                for block, state in zip(backbone.blocks(), self.layers, strict=True)
+            ),
+            valid_BT=None if self.valid_BT is None else self.valid_BT[rows],
+            documents_BT=None if self.documents_BT is None else self.documents_BT[rows],
+        )

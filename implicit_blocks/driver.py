@@ -1,0 +1,269 @@
+"""The loop: call ``f``, measure, stop, freeze, keep the best, drop what is done.
+
+One driver serves every solver. A solver proposes the next point; everything else, and the report, is here.
+
+Shape legend: B batch, L tokens of a row, E elements (B rows, or B · L tokens with prefix scope), F features.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from implicit_blocks.interfaces import Map, RowMap, Solution, Solver
+from implicit_blocks.specs import Stopping
+
+RELATIVE_FLOOR = 1e-9  # keeps the relative residual finite at f(z) = 0, as in the published rule
+
+
+@dataclass
+class Search:
+    """A solver with its stopping rule: calling it finds ``z = f(z)`` and says how that went.
+
+    Args:
+        solver: the update rule.
+        stopping: tolerance, iterations, norm, and scope. With scope ``sequence`` an element is a row of the batch;
+            with ``prefix`` it is a token, ``z`` is (B, L, …) and ``f`` must be causal in L: a token freezes once
+            its own residual and those of all tokens before it are under the tolerance, so that its value depends
+            on no later token.
+        valid: (B, L) bool, False at padding. Padding counts in no norm, and with prefix scope is frozen at its
+            start.
+        trace: keep the residual of every call.
+        compact: let rows that are done leave the batch, where ``f`` offers ``select_rows``. Rows that go on may
+            differ in the last digits from a run without, as matrix products of another size do.
+
+    An *iteration* is one call of ``f``. The residual is that of the undamped map, ``‖f(z) − z‖`` in the norm of the
+    element, divided by ``‖f(z)‖ + 1e-9`` with a relative norm, in float32 or better; padding is left out. The
+    returned value of an element is the ``f(z)`` whose residual was lowest; with prefix scope "residual" means there
+    the largest among the token and those before it, so that an element that converged returns the value it
+    converged with. An element whose ``f(z)`` is not finite (or so large that its norm is not) has *diverged*: it
+    leaves the loop with the best value it had. With prefix scope the tokens behind it leave too, since they can no
+    longer converge.
+
+    """
+
+    solver: Solver
+    stopping: Stopping
+    valid: Tensor | None = None
+    trace: bool = False
+    compact: bool = True
+
+    def __call__(self, f: Map, z0: Tensor) -> Solution:
+        """Search from ``z0`` (B, …), without gradients; at most ``max_iterations`` calls of ``f``."""
+        self._check(z0)
+        with torch.no_grad():
+            return _Loop(self, f, z0.detach()).run()
+
+    def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
+        """Return a solution with the value ``z`` of given ``z`` and ``f(z)``, measured as a search measures."""
+        self._check(z)
+        with torch.no_grad():
+            loop = _Loop(self, lambda z: z, z.detach())
+            residual = loop.residuals(loop.elements(z.detach()), loop.elements(fz.detach()))
+            diverged = ~residual.isfinite()
+            measured = loop.prefix_largest(residual.masked_fill(diverged, torch.inf))
+            loop.own_residual = residual
+            loop.iterations.fill_(iterations)
+            loop.converged, loop.diverged = measured <= self.stopping.tolerance, diverged
+            return loop.solution(z)
+
+    def _check(self, z0: Tensor) -> None:
+        if z0.ndim < 2:
+            raise ValueError(
+                f"z0 has shape {tuple(z0.shape)}; a search needs the batch and at least one more dimension"
+            )
+        if self.stopping.scope == "prefix" and z0.ndim < 3:
+            raise ValueError(
+                f"scope 'prefix' freezes tokens of (batch, tokens, …), but z0 has shape {tuple(z0.shape)}; "
+                "use scope 'sequence'"
+            )
+        if self.valid is not None and self.valid.shape != z0.shape[:2]:
+            raise ValueError(
+                f"valid has shape {tuple(self.valid.shape)}, z0 starts with {tuple(z0.shape[:2])}; "
+                "give one flag a token"
+            )
+
+
+class _Loop:
+    """One run of a search: the working set of rows, and what is known of each element."""
+
+    def __init__(self, search: Search, f: Map, z0: Tensor) -> None:
+        self.search, self.stopping, self.solver, self.f = search, search.stopping, search.solver, f
+        self.shape = z0.shape
+        self.tokens = z0.shape[1] if self.stopping.scope == "prefix" else 1
+        self.valid = search.valid
+        self.z = self.elements(z0)
+        self.best = self.z
+        count = (self.z.shape[0],)
+        precision = torch.promote_types(z0.dtype, torch.float32)
+        self.measured = z0.new_full(count, torch.inf, dtype=precision)  # lowest so far; of the prefix if so scoped
+        self.own_residual = self.measured
+        self.iterations = z0.new_zeros(count, dtype=torch.int64)
+        self.converged = z0.new_zeros(count, dtype=torch.bool)
+        self.diverged = self.converged
+        self.trace: list[Tensor] = []
+        if self.tokens > 1 and self.valid is not None:
+            self.converged = ~self.valid.reshape(-1)
+            self.own_residual = self.own_residual.masked_fill(self.converged, 0.0)
+
+    # ------------------------------------------------------------------------------------ layout
+
+    def elements(self, z: Tensor) -> Tensor:
+        """Lay (B, L, …) out as elements, (E, F)."""
+        return z.reshape(z.shape[0] * self.tokens, -1)
+
+    def call(self, z: Tensor) -> Tensor:
+        """Call the map on elements, (E, F)."""
+        return self.elements(self.f(z.view(z.shape[0] // self.tokens, *self.shape[1:])))
+
+    def prefix_largest(self, residual: Tensor) -> Tensor:
+        """With prefix scope, the largest residual among each token and those before it."""
+        if self.tokens == 1:
+            return residual
+        return residual.view(-1, self.tokens).cummax(1).values.reshape(-1)
+
+    def residuals(self, z: Tensor, fz: Tensor) -> Tensor:
+        """Return each element's residual, (E,), in float32 or better."""
+        difference, value = fz - z, fz
+        if self.valid is not None:
+            if self.tokens > 1:
+                difference = difference.masked_fill(~self.valid.reshape(-1, 1), 0.0)
+            else:
+                padding = ~self.valid.view(*self.valid.shape, *[1] * (len(self.shape) - 2))
+                shape = (-1, *self.shape[1:])
+                difference = difference.view(shape).masked_fill(padding, 0.0).flatten(1)
+                value = fz.view(shape).masked_fill(padding, 0.0).flatten(1)
+        precision = self.measured.dtype
+        norm = torch.linalg.vector_norm(difference, dim=1, dtype=precision)
+        if self.stopping.norm == "absolute":
+            return norm
+        return norm / (torch.linalg.vector_norm(value, dim=1, dtype=precision) + RELATIVE_FLOOR)
+
+    # ------------------------------------------------------------------------------------ the loop
+
+    def run(self) -> Solution:
+        results: _Results | None = None
+        active = ~self.converged
+        state = self.solver.init(self.z)
+        for iteration in range(1, self.stopping.max_iterations + 1):
+            fz = self.call(self.z)
+            active = self.measure(fz, active)
+            remaining = int(active.sum())
+            if remaining == 0 or iteration == self.stopping.max_iterations:
+                break
+            z, proposed = self.solver.update(self.z, fz, state, self.call)
+            if remaining < active.numel():
+                # torch.where, never arithmetic with the mask: a NaN in what is discarded must not spread
+                z = torch.where(active[:, None], z, self.best)
+                state = _where(active, proposed, state)
+            else:
+                state = proposed
+            self.z = z
+            if self.search.compact and remaining <= active.numel() // 2 and isinstance(self.f, RowMap):
+                rows_active = active.view(-1, self.tokens).any(1)
+                if 2 * int(rows_active.sum()) <= rows_active.numel():
+                    results = results or _Results(self)
+                    state, active = self.drop(results, rows_active, state, active)
+        if results is not None:
+            results.write(self)
+            results.restore(self)
+        return self.solution(self.best.view(self.shape))
+
+    def measure(self, fz: Tensor, active: Tensor) -> Tensor:
+        """Take in what ``f`` returned; return which elements go on, (E,) bool."""
+        residual = self.residuals(self.z, fz)
+        finite = residual.isfinite()
+        if self.tokens == 1:
+            measured = residual.masked_fill(~finite, torch.inf)
+        else:
+            left = torch.where(self.converged, 0.0, torch.inf).to(residual.dtype)
+            measured = self.prefix_largest(torch.where(active & finite, residual, left))
+        improved = active & (measured < self.measured)
+        self.best = torch.where(improved[:, None], fz, self.best)
+        self.measured = torch.where(improved, measured, self.measured)
+        self.own_residual = torch.where(improved, residual, self.own_residual)
+        self.iterations = self.iterations + active
+        reached = active & (measured <= self.stopping.tolerance)
+        self.converged = self.converged | reached
+        self.diverged = self.diverged | (active & ~finite)
+        if self.search.trace:
+            self.trace.append(residual.masked_fill(~active, torch.nan))
+        active = active & finite & ~reached
+        if self.tokens > 1:
+            behind = self.diverged.view(-1, self.tokens).cummax(1).values.reshape(-1)
+            active = active & ~behind
+        return active
+
+    def drop(self, results: _Results, rows: Tensor, state: Any, active: Tensor) -> tuple[Any, Tensor]:
+        """Let the rows that are done leave the working set; ``rows`` (B,) bool says which go on."""
+        results.write(self)
+        index = rows.nonzero().squeeze(1)
+        results.rows = results.rows[index]
+        kept = rows.repeat_interleave(self.tokens).nonzero().squeeze(1)
+        assert isinstance(self.f, RowMap)
+        self.f = self.f.select_rows(index)
+        self.valid = None if self.valid is None else self.valid[index]
+        self.z = self.z[kept]
+        for name in _Results.NAMES:
+            setattr(self, name, getattr(self, name)[kept])
+        return pytree.tree_map(lambda leaf: leaf[kept], state), active[kept]
+
+    def solution(self, z: Tensor) -> Solution:
+        """Return the report with the value ``z``."""
+        trace = torch.stack(self.trace) if self.trace else None
+        if self.stopping.scope != "prefix":
+            return Solution(
+                z, self.iterations, self.own_residual, self.converged, self.diverged, trace=trace
+            )
+        by_token = (-1, self.tokens)
+        return Solution.of_tokens(
+            z,
+            iterations=self.iterations.view(by_token),
+            residual=self.own_residual.view(by_token),
+            converged=self.converged.view(by_token),
+            diverged=self.diverged.view(by_token),
+            trace=None if trace is None else trace.view(len(self.trace), *by_token),
+        )
+
+
+class _Results:
+    """What is known of all rows, once some have left the working set."""
+
+    NAMES = ("best", "measured", "own_residual", "iterations", "converged", "diverged")
+
+    def __init__(self, loop: _Loop) -> None:
+        self.rows = torch.arange(loop.shape[0], device=loop.z.device)
+        self.tokens = loop.tokens
+        self.values = {name: getattr(loop, name).clone() for name in self.NAMES}
+        self.trace: list[Tensor] = []
+
+    def write(self, loop: _Loop) -> None:
+        """Write the working set's rows into the whole."""
+        tokens = torch.arange(self.tokens, device=self.rows.device)
+        index = (self.rows[:, None] * self.tokens + tokens).reshape(-1)
+        for name, whole in self.values.items():
+            whole[index] = getattr(loop, name)
+        for part in loop.trace:
+            whole = part.new_full((self.values["measured"].numel(),), torch.nan)
+            whole[index] = part
+            self.trace.append(whole)
+        loop.trace = []
+
+    def restore(self, loop: _Loop) -> None:
+        """Give the whole back to the loop."""
+        for name, whole in self.values.items():
+            setattr(loop, name, whole)
+        loop.trace = self.trace
+
+
+def _where(active: Tensor, new: Any, old: Any) -> Any:
+    """Take the new state for active elements; the old one stands still for the others."""
+
+    def choose(new_leaf: Tensor, old_leaf: Tensor) -> Tensor:
+        return torch.where(active.view(-1, *[1] * (new_leaf.ndim - 1)), new_leaf, old_leaf)
+
+    return pytree.tree_map(choose, new, old)

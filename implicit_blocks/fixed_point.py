@@ -1,0 +1,111 @@
+"""``FixedPoint``: an implicit layer from any map, for sequences or not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from implicit_blocks.driver import Search
+from implicit_blocks.gradients import Phantom
+from implicit_blocks.interfaces import GradientEstimator, Map, Solution, Solver
+from implicit_blocks.solvers import Picard
+from implicit_blocks.specs import Stopping
+
+
+def solve_fixed_point(
+    f: Map, z0: Tensor, *, solver: Solver, gradient: GradientEstimator, stopping: Stopping, **search: Any
+) -> Solution:
+    """Find ``z = f(z)``: by the gradient estimator while gradients are recorded, else by the search alone."""
+    bound = Search(solver=solver, stopping=stopping, **search)
+    return gradient(f, z0, bound) if torch.is_grad_enabled() else bound(f, z0)
+
+
+class FixedPoint(nn.Module):
+    """The layer whose output is the ``z`` with ``z = f(z, x)``.
+
+    ```python
+    layer = FixedPoint(lambda z, x: torch.tanh(linear(z) + x), stopping=Stopping(tolerance=1e-4))
+    solution = layer(x)             # solution.z is the output; .iterations, .residual, .converged say how it went
+    ```
+
+    Rows of the batch are solved side by side and stop on their own. Calling it never raises because a search did
+    not converge: look at ``solution.converged``.
+
+    Args:
+        f: any callable ``f(z, x)`` that returns ``z``'s shape, each row from its own row; a module's parameters become
+            this layer's.
+        solver: Picard by default.
+        gradient: phantom with its defaults; used while gradients are recorded. Without them the search alone runs.
+        stopping: tolerance, iterations, norm, scope.
+
+    """
+
+    def __init__(
+        self,
+        f: Callable[[Any, Any], Any],
+        *,
+        solver: Solver | None = None,
+        gradient: GradientEstimator | None = None,
+        stopping: Stopping | None = None,
+    ) -> None:
+        super().__init__()
+        self.f = f
+        self.solver = solver if solver is not None else Picard()
+        self.gradient = gradient if gradient is not None else Phantom()
+        self.stopping = stopping if stopping is not None else Stopping()
+
+    def forward(self, x: Any, z0: Any = None, *, trace: bool = False) -> Solution:
+        """Solve for the fixed point.
+
+        Args:
+            x: handed to ``f`` as it is: a tensor, or anything else if ``z0`` is given.
+            z0: the start, (B, …) with at least two dimensions; zeros of ``x``'s shape by default. It may be a tuple,
+                list or dict of tensors that lead with B and share a type: ``f`` is then called with, returns, and
+                the solution's ``z`` is, the same structure; residuals are over all of it.
+            trace: keep the residual of every iteration.
+
+        Raises:
+            ValueError: if there is no start, or ``f`` returns another shape.
+
+        """
+        if z0 is None:
+            if not isinstance(x, Tensor):
+                raise ValueError(f"x is a {type(x).__name__}, not a tensor; give the start z0")
+            z0 = torch.zeros_like(x)
+        if isinstance(z0, Tensor):
+            return self._solve(lambda z: self._checked(z, x), z0, trace)
+        return self._solve_structure(x, z0, trace)
+
+    def _solve(self, f: Map, z0: Tensor, trace: bool) -> Solution:
+        return solve_fixed_point(
+            f, z0, solver=self.solver, gradient=self.gradient, stopping=self.stopping, trace=trace
+        )
+
+    def _checked(self, z: Tensor, x: Any) -> Tensor:
+        fz: Tensor = self.f(z, x)
+        if fz.shape != z.shape:
+            raise ValueError(f"f returned shape {tuple(fz.shape)} for z of shape {tuple(z.shape)}; they must agree")
+        return fz
+
+    def _solve_structure(self, x: Any, z0: Any, trace: bool) -> Solution:
+        leaves, structure = pytree.tree_flatten(z0)
+        shapes = [leaf.shape for leaf in leaves]
+        widths = [leaf[0].numel() for leaf in leaves]
+
+        def pack(value: Any) -> Tensor:
+            parts = pytree.tree_leaves(value)
+            if [part.shape for part in parts] != shapes:
+                raise ValueError(f"f returned shapes {[tuple(p.shape) for p in parts]}; z has {shapes}")
+            return torch.cat([part.flatten(1) for part in parts], dim=1)
+
+        def unpack(packed: Tensor) -> Any:
+            parts = [part.reshape(shape) for part, shape in zip(packed.split(widths, 1), shapes, strict=True)]
+            return pytree.tree_unflatten(parts, structure)
+
+        leaves = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
+        solution = self._solve(lambda z: pack(self.f(unpack(z), x)), torch.cat(leaves, dim=1), trace)
+        return solution.with_value(unpack(solution.z), adjoint=solution.adjoint)

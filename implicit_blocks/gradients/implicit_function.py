@@ -1,0 +1,74 @@
+"""The exact gradient: the implicit function theorem, its linear equation solved by any solver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.driver import Search
+from implicit_blocks.interfaces import Adjoint, GradientEstimator, Map, SearchLike, Solution, Solver
+from implicit_blocks.solvers import Picard
+from implicit_blocks.specs import Stopping
+
+
+class ImplicitFunction(GradientEstimator):
+    """Differentiate the fixed point itself, however it was found.
+
+    At ``z = f(z, θ)`` the theorem gives ``dL/dθ = a ∂f/∂θ`` with ``a = dL/dz + a ∂f/∂z``: a fixed-point equation in
+    ``a``, solved in backward by ``solver`` to its own tolerance (Bai et al., "Deep Equilibrium Models", NeurIPS 2019).
+    Memory holds the activations of one call of ``f``, whatever the number of iterations. Exact as far as both
+    solves are: far from convergence it is the gradient of something else, so look at both residuals.
+
+    The solution's ``adjoint.solution`` reports the backward solve once it has run: iterations, residual, status.
+    The adjoint is solved in the precision of ``z``, also under autocast. Rows are solved side by side; the scope
+    is the whole row, since a token's gradient depends on those after it. Second derivatives are not offered.
+
+    Calls of ``f``: the search's and one more; in backward one vector-Jacobian product an iteration.
+
+    Args:
+        solver: solver of the adjoint equation; Picard by default.
+        stopping: its stopping rule; scope ``sequence``.
+
+    """
+
+    def __init__(self, *, solver: Solver | None = None, stopping: Stopping | None = None) -> None:
+        self.solver = solver if solver is not None else Picard()
+        self.stopping = stopping if stopping is not None else Stopping(tolerance=1e-4, max_iterations=64)
+        if self.stopping.scope != "sequence":
+            raise ValueError("the adjoint runs backwards through the tokens; give its stopping the scope 'sequence'")
+
+    def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
+        """Search, then attach the adjoint solve to one differentiated call."""
+        found = search(f, z0)
+        z = found.z.detach().requires_grad_()
+        fz = f(z)
+        adjoint = Adjoint()
+        backward = Search(solver=self.solver, stopping=self.stopping)
+        return found.with_value(_Implicit.apply(fz, z, backward, adjoint), adjoint=adjoint)
+
+
+class _Implicit(torch.autograd.Function):
+    """Identity on ``fz``; in backward, ``g`` becomes the solution of ``a = g + a ∂f/∂z``."""
+
+    @staticmethod
+    def forward(ctx: Any, fz: Tensor, z: Tensor, search: Search, adjoint: Adjoint) -> Tensor:
+        # The graph of fz is kept by reference: this node comes after it, so there is no cycle.
+        ctx.fz, ctx.z, ctx.search, ctx.adjoint = fz, z, search, adjoint
+        return fz.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
+        fz, z = ctx.fz, ctx.z
+        target = g.to(z.dtype)
+
+        def transposed(a: Tensor) -> Tensor:
+            with torch.enable_grad(), torch.autocast(a.device.type, enabled=False):
+                (product,) = torch.autograd.grad(fz, z, a.to(fz.dtype), retain_graph=True, allow_unused=True)
+            return target if product is None else target + product.to(target.dtype)
+
+        solution = ctx.search(transposed, target)
+        ctx.adjoint.solutions.append(solution)
+        return solution.z.to(fz.dtype), None, None, None

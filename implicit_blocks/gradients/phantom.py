@@ -1,0 +1,49 @@
+"""The phantom gradient: search without gradients, then a few damped steps with them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
+
+
+class Phantom(GradientEstimator):
+    """Differentiate ``steps`` damped Picard steps taken at the point that the search found.
+
+    The gradient is ``λ ∂f/∂θ · Σ_{i<steps} (λ ∂f/∂z + (1 − λ) I)^i``: the Neumann series of the implicit function
+    theorem's ``(I − ∂f/∂z)^{-1}``, damped and cut off (Geng et al., "On Training Implicit Models", NeurIPS 2021).
+    Biased, robust, and as cheap as a network of ``steps`` layers; memory holds the activations of the ``steps`` steps.
+    Where the gradient must be exact, use ``ImplicitFunction``.
+
+    Calls of ``f``: the search's and ``steps`` more. The solution's ``z`` is the point after those steps; its residual
+    and status are the search's.
+
+    Args:
+        steps: number of differentiated steps, at least 1.
+        damping: λ in (0, 1].
+
+    """
+
+    def __init__(self, *, steps: int = 4, damping: float = 0.8) -> None:
+        if steps < 1:
+            raise ValueError(f"steps is {steps}; choose at least 1")
+        if not 0 < damping <= 1:
+            raise ValueError(f"damping is {damping}; choose a number in (0, 1]")
+        self.steps, self.damping = steps, damping
+
+    def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
+        """Search, then take the differentiated steps."""
+        solution = search(f, z0)
+        z = solution.z
+        for _ in range(self.steps):
+            z = f(z) if self.damping == 1 else torch.lerp(z, f(z), self.damping)
+        return solution.with_value(z)
+
+
+def jacobian_free() -> Phantom:
+    """Return the Jacobian-free estimator (Fung et al., "JFB", AAAI 2022): one undamped phantom step.
+
+    The inverse ``(I − ∂f/∂z)^{-1}`` is replaced by the identity.
+    """
+    return Phantom(steps=1, damping=1.0)

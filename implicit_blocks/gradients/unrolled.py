@@ -1,0 +1,60 @@
+"""The unrolled gradient: differentiate every step of the solver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
+
+
+class Unrolled(GradientEstimator):
+    """Take ``steps`` updates of the solver from the start, never stopping, and differentiate them all.
+
+    Exact for the finite computation. A model trained by this alone learns a network of fixed depth: it need not
+    have a fixed point, and iterated further may give something else. Use it to get training going, then an
+    estimator that trains the fixed point itself.
+
+    Calls of ``f``: ``steps``. The residual reported is measured at the last of them.
+
+    Args:
+        steps: number of solver updates, at least 1.
+        checkpointing: keep only ``z`` (and the solver's state) of each step and compute the rest again in
+            backward: the activations of one step instead of ``steps``, for one more call of ``f`` a step.
+
+    """
+
+    def __init__(self, *, steps: int = 4, checkpointing: bool = False) -> None:
+        if steps < 1:
+            raise ValueError(f"steps is {steps}; choose at least 1")
+        self.steps, self.checkpointing = steps, checkpointing
+
+    def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
+        """Unroll the solver over whole rows."""
+        solver = search.solver
+        if not solver.differentiable:
+            raise ValueError(
+                f"the unrolled gradient differentiates the solver, but {type(solver).__name__} does not declare itself "
+                "differentiable; use solver picard or gradient phantom"
+            )
+
+        def elements(z: Tensor) -> Tensor:
+            return z.reshape(z0.shape[0], -1)
+
+        def call(z_EF: Tensor) -> Tensor:
+            return elements(f(z_EF.view(z0.shape)))
+
+        def step(z_EF: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
+            fz_EF = call(z_EF)
+            return fz_EF, *solver.update(z_EF, fz_EF, state, call)
+
+        z, state = elements(z0), solver.init(elements(z0))
+        for _ in range(self.steps):
+            before = z
+            fz, z, state = (
+                checkpoint(step, before, state, use_reentrant=False) if self.checkpointing else step(before, state)
+            )
+        report = search.report(before.view(z0.shape), fz.view(z0.shape), iterations=self.steps)
+        return report.with_value(z.view(z0.shape))

@@ -1,0 +1,1 @@
+"""What other ecosystems' checkpoints need to become ours."""

@@ -1,0 +1,307 @@
+"""The three abstractions that everything else combines: ``Solver``, ``GradientEstimator``, ``Mixer``.
+
+An implicit layer is a map ``f`` and a point where ``z = f(z)``. The driver (``implicit_blocks.driver``) owns the
+loop that finds the point; a *solver* is the rule for its next step, a *gradient estimator* says what of the search
+is differentiated, and a *mixer* is the part of ``f`` that mixes the tokens of a sequence.
+
+Shape legend: B batch, L tokens of a window, T tokens so far (committed and window), D model width,
+E elements of a search (rows, or tokens with prefix scope), F features of an element.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from implicit_blocks.registry import build
+from implicit_blocks.specs import ComponentSpec, Stopping
+
+State = Any  # a tensor, or nested tuples, lists and dicts of tensors
+
+Map = Callable[[Tensor], Tensor]
+
+
+@runtime_checkable
+class RowMap(Protocol):
+    """A map that can be restricted to some rows of its batch, so that converged rows can leave the loop."""
+
+    def __call__(self, z: Tensor, /) -> Tensor:
+        """Return ``f(z)``, of ``z``'s shape, (B, …)."""
+
+    def select_rows(self, rows: Tensor, /) -> RowMap:
+        """Return the same map for the rows with these indices, (R,) int64."""
+
+
+# --------------------------------------------------------------------------------------------- solution
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """How the backward solve of an implicit-function gradient went; ``solution`` is None until backward ran."""
+
+    solutions: list[Solution] = field(default_factory=list)
+
+    @property
+    def solution(self) -> Solution | None:
+        """The latest backward solve: its iterations, residual and status, one entry a row."""
+        return self.solutions[-1] if self.solutions else None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a search found and how it went, for each sequence, and with prefix scope for each token.
+
+    ``z`` (B, …) is, for every element, the ``f(z)`` whose residual was lowest. ``iterations`` (B,) int64 counts the
+    calls of ``f`` an element took part in; ``residual`` (B,) float32 or better is that of the returned value;
+    ``converged`` and ``diverged`` (B,) bool: neither is set where the iterations ran out. With prefix scope the
+    ``token_…`` fields (B, L) say the same of each token, and the row's entry is its worst token's; elsewhere they
+    are None. ``trace`` (iterations, B) or (iterations, B, L), on request, has the residual of every call, NaN once
+    an element had left the loop.
+    """
+
+    z: Tensor
+    iterations: Tensor
+    residual: Tensor
+    converged: Tensor
+    diverged: Tensor
+    token_iterations: Tensor | None = None
+    token_residual: Tensor | None = None
+    token_converged: Tensor | None = None
+    token_diverged: Tensor | None = None
+    trace: Tensor | None = None
+    adjoint: Adjoint | None = None
+
+    @classmethod
+    def of_tokens(
+        cls,
+        z: Tensor,
+        *,
+        iterations: Tensor,
+        residual: Tensor,
+        converged: Tensor,
+        diverged: Tensor,
+        trace: Tensor | None = None,
+    ) -> Self:
+        """Return the solution whose tokens fared so; all but ``z`` are (B, L)."""
+        return cls(
+            z=z,
+            iterations=iterations.amax(1),
+            residual=residual.amax(1),
+            converged=converged.all(1),
+            diverged=diverged.any(1),
+            token_iterations=iterations,
+            token_residual=residual,
+            token_converged=converged,
+            token_diverged=diverged,
+            trace=trace,
+        )
+
+    @classmethod
+    def concatenate(cls, windows: Sequence[Solution]) -> Solution:
+        """Join the solutions of consecutive windows: values along the tokens, a row's status from its worst window.
+
+        Traces and adjoints are per window and are not joined.
+        """
+        if len(windows) == 1:
+            return windows[0]
+
+        def join(name: str) -> Tensor | None:
+            parts = [getattr(window, name) for window in windows]
+            return None if any(part is None for part in parts) else torch.cat(parts, dim=1)
+
+        def stack(name: str) -> Tensor:
+            return torch.stack([getattr(window, name) for window in windows])
+
+        return cls(
+            z=torch.cat([window.z for window in windows], dim=1),
+            iterations=stack("iterations").amax(0),
+            residual=stack("residual").amax(0),
+            converged=stack("converged").all(0),
+            diverged=stack("diverged").any(0),
+            token_iterations=join("token_iterations"),
+            token_residual=join("token_residual"),
+            token_converged=join("token_converged"),
+            token_diverged=join("token_diverged"),
+        )
+
+    def with_value(self, z: Tensor, *, adjoint: Adjoint | None = None) -> Solution:
+        """Return the same report with another value: what a gradient estimator made of the search's ``z``."""
+        return replace(self, z=z, adjoint=adjoint)
+
+
+# --------------------------------------------------------------------------------------------- components
+
+
+class Component:
+    """A part that a spec can name: it is made from the spec's fields."""
+
+    @classmethod
+    def from_spec(cls, spec: ComponentSpec) -> Self:
+        """Make the component; the spec's fields are the constructor's keywords, nested components are built first."""
+        values = {name: getattr(spec, name) for name in type(spec).model_fields if name != "kind"}
+        return cls(**{n: build(v) if isinstance(v, ComponentSpec) else v for n, v in values.items()})
+
+
+class Solver(Component, ABC):
+    """An update rule for ``z = f(z)``: where to call ``f`` next, given what it returned.
+
+    The driver calls ``f``, measures, stops and freezes; a solver only proposes. It sees each *element* of the search
+    as one row of F features, (E, F): a whole sequence, or with prefix scope a single token. Elements are solved
+    side by side and must not influence each other. A state is made of tensors that all lead with E, counters
+    included, so that elements can be frozen, selected and dropped; ``update`` returns a new state and never
+    changes the old one in place.
+    """
+
+    differentiable: ClassVar[bool] = False
+    """Whether ``update`` may be differentiated, as the unrolled gradient does."""
+
+    @abstractmethod
+    def init(self, z0_EF: Tensor) -> State:
+        """Return the state before the first call of ``f``."""
+
+    @abstractmethod
+    def update(
+        self, z_EF: Tensor, fz_EF: Tensor, state: State, f: Map
+    ) -> tuple[Tensor, State]:
+        """Return the next point and state, given ``fz = f(z)``.
+
+        ``f`` is the driver's handle on the map for the same elements, for the rare rule that needs further calls.
+        """
+
+
+class SearchLike(Protocol):
+    """What a gradient estimator is given to search with; ``implicit_blocks.driver.Search`` is one."""
+
+    solver: Solver
+    stopping: Stopping
+
+    def __call__(self, f: Map, z0: Tensor, /) -> Solution:
+        """Search for ``z = f(z)`` from ``z0`` without recording gradients."""
+
+    def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
+        """Return a solution for a given pair ``z``, ``f(z)``, measured as a search would measure it."""
+
+
+class GradientEstimator(Component, ABC):
+    """What of the search for a fixed point is differentiated, and how."""
+
+    @abstractmethod
+    def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
+        """Find the fixed point of ``f`` from ``z0`` (B, …); the solution's ``z`` carries the gradient.
+
+        At most ``search.stopping.max_iterations`` calls of ``f`` go to the search, and a fixed number of the
+        estimator's own come on top (its ``steps``).
+        """
+
+
+# --------------------------------------------------------------------------------------------- mixers
+
+
+@dataclass(frozen=True)
+class Window:
+    """A run of tokens that is solved together, after ``start`` committed ones.
+
+    ``positions_BL`` (1 or B, L) int64 count the real tokens of each row (or document) from 0. ``valid_BT`` (B, T)
+    bool is False at padding, ``documents_BT`` (B, T) int64 numbers the documents packed into a row; both cover
+    the committed tokens too, T = start + length, and are None where there is no padding and one document. ``dtype``
+    is that of the residual stream.
+    """
+
+    batch_size: int
+    start: int
+    length: int
+    positions_BL: Tensor
+    valid_BT: Tensor | None = None
+    documents_BT: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+    shared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the window's tokens."""
+        return self.positions_BL.device
+
+    @property
+    def valid_BL(self) -> Tensor | None:
+        """Where the window's own tokens are real, (B, L) bool, or None: everywhere."""
+        return None if self.valid_BT is None else self.valid_BT[:, self.start :]
+
+    @property
+    def documents_BL(self) -> Tensor | None:
+        """The documents of the window's own tokens, (B, L) int64, or None: all of one."""
+        return None if self.documents_BT is None else self.documents_BT[:, self.start :]
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return ``make()``, made once a window however many layers ask: masks, rotation tables."""
+        if key not in self.shared:
+            self.shared[key] = make()
+        return self.shared[key]
+
+    def select_rows(self, rows: Tensor) -> Window:
+        """Return the window of these rows, (R,) int64 indices."""
+
+        positions = self.positions_BL if self.positions_BL.shape[0] == 1 else self.positions_BL[rows]
+        return replace(
+            self,
+            batch_size=rows.numel(),
+            positions_BL=positions,
+            valid_BT=None if self.valid_BT is None else self.valid_BT[rows],
+            documents_BT=None if self.documents_BT is None else self.documents_BT[rows],
+            shared={},
+        )
+
+
+class Mixer(nn.Module, ABC):
+    """Mixes a window of tokens, given the state left by the tokens before it.
+
+    Cutting a sequence into windows in any way must give the same values: one window of length L is training and
+    prefill, L windows of one token are decoding. ``forward`` may be called any number of times on a window, with
+    any ``z``, and never changes the state; ``advance``, called once when the window's fixed point is known, also
+    returns the state after it. A mixer is causal: a token's output depends on no later token, nor on padding.
+
+    A mixer is built as ``MyMixer(spec, d_model=…)`` and must build on the meta device; parameters of its own (beyond
+    those of its submodules) are initialized in ``reset_parameters``.
+    """
+
+    @property
+    @abstractmethod
+    def injection_width(self) -> int:
+        """Width of the injection ``u`` that the mixer adds to its input projection."""
+
+    @abstractmethod
+    def initial_state(
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+    ) -> State:
+        """Return the state before the first token; ``capacity`` tokens are foreseen where it is known (inference)."""
+
+    @abstractmethod
+    def select_rows(self, state: State, rows: Tensor) -> State:
+        """Return the state of the rows with these indices, (R,) int64."""
+
+    @abstractmethod
+    def prepare(self, window: Window) -> Any:
+        """Return what ``forward`` needs to know of a window (masks, rotation tables), made once, outside the loop."""
+
+    @abstractmethod
+    def forward(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: Any
+    ) -> Tensor:
+        """Return the mixed window, (B, L, D). Pure: ``state`` is read, never written."""
+
+    @abstractmethod
+    def advance(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: Any
+    ) -> tuple[Tensor, State]:
+        """Return ``forward``'s value and the state after the window; one pass for both."""
+
+    def output_projections(self) -> Sequence[nn.Module]:
+        """Return the linear layers that write into the residual stream, whose initial weights the model scales."""
+        return ()
+
+    def reset_parameters(self) -> None:
+        """Initialize the parameters that belong to the mixer itself."""

@@ -1,0 +1,157 @@
+"""The layers around a mixer: normalization, linear maps, the SwiGLU MLP, the residual block.
+
+Shape legend: B batch, L tokens of a window, D model width, F hidden width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+from torch.nn.utils import parametrize
+
+from implicit_blocks.interfaces import Mixer, State
+from implicit_blocks.specs import SwiGLUSpec
+from implicit_blocks.weight_norm import assign_weight
+
+
+def at_least_float32(tensor: Tensor) -> Tensor:
+    """Return the tensor in float32, or in float64 where it is that already."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+class RMSNorm(nn.Module):
+    """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension, computed in float32 or better.
+
+    Returns ``x``'s type, so that a float32 residual stream stays float32 in a bfloat16 model.
+    """
+
+    def __init__(self, width: int, *, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize (…, width)."""
+        wide = at_least_float32(x)
+        return F.rms_norm(wide, wide.shape[-1:], self.weight.to(wide.dtype), self.eps).to(x.dtype)
+
+    def reset_parameters(self) -> None:
+        """Set the weight to 1."""
+        nn.init.ones_(self.weight)
+
+
+class Linear(nn.Linear):
+    """A linear map that takes its input in any floating type and works in its weight's."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Map (…, in) to (…, out)."""
+        weight = self.weight
+        return F.linear(input.to(weight.dtype), weight, self.bias)
+
+
+class SwiGLU(nn.Module):
+    """``W_out (silu(W_gate z) · W_up z)``: N. Shazeer, "GLU variants improve transformer", 2020.
+
+    Args:
+        spec: its hidden width.
+        d_model: width of the residual stream.
+
+    """
+
+    def __init__(self, spec: SwiGLUSpec, *, d_model: int) -> None:
+        super().__init__()
+        self.gate_proj = Linear(d_model, spec.d_hidden, bias=False)
+        self.up_proj = Linear(d_model, spec.d_hidden, bias=False)
+        self.out_proj = Linear(spec.d_hidden, d_model, bias=False)
+
+    def forward(self, z_BLD: Tensor) -> Tensor:
+        """Map each token, (B, L, D) to (B, L, D)."""
+        hidden: Tensor = F.silu(self.gate_proj(z_BLD)) * self.up_proj(z_BLD)
+        out: Tensor = self.out_proj(hidden)
+        return out
+
+    def output_projections(self) -> Sequence[nn.Module]:
+        """Return the layer that writes into the residual stream."""
+        return (self.out_proj,)
+
+
+class BlockContext(NamedTuple):
+    """What a block needs to know of a window: its mixer's context, and the dropout masks of this forward pass."""
+
+    mixer: Any
+    masks: tuple[Tensor, Tensor] | None = None
+
+
+class Block(nn.Module):
+    """A pre-norm residual layer: ``z ← z + mixer(norm(z), u)``, then ``z ← z + mlp(norm(z))`` where there is one."""
+
+    def __init__(self, mixer: Mixer, mlp: nn.Module | None, *, d_model: int, norm_eps: float) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(d_model, eps=norm_eps)
+        self.mixer = mixer
+        self.mlp_norm = None if mlp is None else RMSNorm(d_model, eps=norm_eps)
+        self.mlp = mlp
+
+    def forward(self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: BlockContext) -> Tensor:
+        """Return the layer's output, (B, L, D)."""
+        return self._add(z_BLD, self.mixer(self.mixer_norm(z_BLD), u_BLU, state, context.mixer), context)
+
+    def advance(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: BlockContext
+    ) -> tuple[Tensor, State]:
+        """Return the layer's output and the state after the window."""
+        mixed, after = self.mixer.advance(self.mixer_norm(z_BLD), u_BLU, state, context.mixer)
+        return self._add(z_BLD, mixed, context), after
+
+    def _add(self, z: Tensor, mixed: Tensor, context: BlockContext) -> Tensor:
+        first, second = context.masks or (None, None)
+        z = z + (mixed if first is None else mixed * first)
+        if self.mlp is None or self.mlp_norm is None:
+            return z
+        hidden: Tensor = self.mlp(self.mlp_norm(z))
+        return z + (hidden if second is None else hidden * second)
+
+    def dropout_masks(self, z_BLD: Tensor, probability: float) -> tuple[Tensor, Tensor] | None:
+        """Draw the masks of one forward pass, scaled to keep the mean; the same for all its iterations."""
+        if probability == 0:
+            return None
+
+        def draw() -> Tensor:
+            return torch.empty_like(z_BLD).bernoulli_(1 - probability).div_(1 - probability)
+
+        return draw(), draw()
+
+    def output_projections(self) -> list[nn.Module]:
+        """Return the layers that write into the residual stream."""
+        projections = list(self.mixer.output_projections())
+        write = getattr(self.mlp, "output_projections", None)
+        return projections + (list(write()) if write is not None else [])
+
+
+def reset_linear_(module: nn.Module) -> None:
+    """Initialize a linear or convolution layer as torch does, uniform within 1/√fan_in, weight norm or not."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    fresh = torch.empty_like(weight, requires_grad=False)
+    nn.init.kaiming_uniform_(fresh, a=math.sqrt(5))
+    assign_weight(module, fresh)
+    bias = getattr(module, "bias", None)
+    if bias is not None:
+        bound = 1 / math.sqrt(fresh[0].numel())
+        nn.init.uniform_(bias, -bound, bound)
+
+
+def reset_parameters_(root: nn.Module) -> None:
+    """Initialize every module below ``root`` that has parameters of its own, in the order of ``modules()``."""
+    for module in root.modules():
+        if module is root:
+            continue
+        if parametrize.is_parametrized(module, "weight") or isinstance(module, nn.Linear):
+            reset_linear_(module)
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            reset()

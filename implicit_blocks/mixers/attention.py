@@ -1,0 +1,160 @@
+"""Causal attention with rotary positions and grouped heads, on the windowed contract.
+
+J. Su et al., "RoFormer", 2021 (rotary positions); J. Ainslie et al., "GQA", 2023 (grouped heads).
+
+Shape legend: B batch, L tokens of the window, T tokens so far, D model width, H query heads, K key and value heads,
+P head width, U injection width = (H + 2K) · P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from implicit_blocks.interfaces import Mixer, Window
+from implicit_blocks.layers import Linear
+from implicit_blocks.ops.attention import attend
+from implicit_blocks.specs import AttentionSpec
+
+
+class AttentionState(NamedTuple):
+    """Keys (rotated) and values of the committed tokens, (B, K, C, P), of which the first ``length`` count.
+
+    C is ``length`` itself, or a capacity reserved for inference: a window then writes behind the committed tokens,
+    and committing it moves ``length``.
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: int
+
+
+class AttentionContext(NamedTuple):
+    """Rotation tables (1 or B, 1, L, P / 2), and which keys a query sees, (…, L, T) bool or None: by ``causal``."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+    causal: bool
+
+
+class Attention(Mixer):
+    """``softmax(q k^T / √P) v`` over the token itself and those before it.
+
+    ``q, k, v = W z + u``: the injection comes before the rotation. No biases. The projections of q, k and v are one
+    matrix, rows in that order. The rotation pairs feature i of a head with feature i + P/2.
+
+    Args:
+        spec: numbers of heads and the rotary base.
+        d_model: width of the residual stream.
+
+    """
+
+    def __init__(self, spec: AttentionSpec, *, d_model: int) -> None:
+        super().__init__()
+        spec.check(d_model)
+        self.n_heads = spec.n_heads
+        self.n_kv_heads = spec.n_kv_heads or spec.n_heads
+        self.head_dim = d_model // spec.n_heads
+        self.rope_theta = spec.rope_theta
+        self.in_proj = Linear(d_model, self.injection_width, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
+
+    @property
+    def injection_width(self) -> int:
+        """Width of q, k and v together."""
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+    def initial_state(
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+    ) -> AttentionState:
+        """Return an empty cache, with room for ``capacity`` tokens where given."""
+        shape = (batch_size, self.n_kv_heads, capacity or 0, self.head_dim)
+        return AttentionState(
+            torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype), 0
+        )
+
+    def select_rows(self, state: AttentionState, rows: Tensor) -> AttentionState:
+        """Return the cache of these rows."""
+        return AttentionState(state.keys[rows], state.values[rows], state.length)
+
+    def prepare(self, window: Window) -> AttentionContext:
+        """Make the rotation tables and the mask of a window, shared by layers of equal shape."""
+        cos, sin = window.once(("rope", self.rope_theta, self.head_dim), lambda: self._rotations(window))
+        mask = window.once("attention mask", lambda: _mask(window))
+        return AttentionContext(cos, sin, mask, causal=mask is None and window.length > 1)
+
+    def _rotations(self, window: Window) -> tuple[Tensor, Tensor]:
+        half = self.head_dim // 2
+        exponent = torch.arange(half, device=window.device, dtype=torch.float64) / half
+        angles = window.positions_BL[:, None, :, None] * self.rope_theta**-exponent
+        return angles.cos().to(window.dtype), angles.sin().to(window.dtype)
+
+    def forward(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState, context: AttentionContext
+    ) -> Tensor:
+        """Attend from the window to itself and to the committed tokens."""
+        y, _, _ = self._attend(z_BLD, u_BLU, state, context)
+        return y
+
+    def advance(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState, context: AttentionContext
+    ) -> tuple[Tensor, AttentionState]:
+        """Attend, and keep the window's keys and values."""
+        y, keys, values = self._attend(z_BLD, u_BLU, state, context)
+        return y, AttentionState(keys, values, state.length + z_BLD.shape[1])
+
+    def _attend(
+        self, z: Tensor, u: Tensor | None, state: AttentionState, context: AttentionContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output, and the buffers that hold the keys and values with the window's behind the committed."""
+        batch, length, _ = z.shape
+        qkv = self.in_proj(z)
+        if u is not None:
+            qkv = qkv + u
+        heads = qkv.view(batch, length, self.n_heads + 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
+        rotated = self.n_heads + self.n_kv_heads
+        qk = _rotate(heads[:, :rotated], context.cos, context.sin).to(heads.dtype)
+        q, k, v = qk[:, : self.n_heads], qk[:, self.n_heads :], heads[:, rotated:]
+        end = state.length + length
+        keys, values = _extend(state.keys, state.length, k), _extend(state.values, state.length, v)
+        y = attend(q, keys[:, :, :end], values[:, :, :end], mask=context.mask, causal=context.causal)
+        out: Tensor = self.out_proj(y.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
+        return out, keys, values
+
+    def output_projections(self) -> Sequence[nn.Module]:
+        """Return the output projection."""
+        return (self.out_proj,)
+
+
+def _mask(window: Window) -> Tensor | None:
+    """Return which keys each query of the window sees, or None where position alone decides."""
+    if window.valid_BT is None and window.documents_BT is None and (window.start == 0 or window.length == 1):
+        return None
+    end = window.start + window.length
+    query = torch.arange(window.start, end, device=window.device)[:, None]
+    key = torch.arange(end, device=window.device)
+    mask = key <= query
+    if window.documents_BT is not None and window.documents_BL is not None:
+        mask = mask & (window.documents_BL[:, :, None] == window.documents_BT[:, None, :])
+    if window.valid_BT is not None:
+        mask = mask & window.valid_BT[:, None, :]
+    # A padding token sees itself, so that no softmax runs over nothing.
+    return mask if mask.ndim == 2 else (mask | (key == query))[:, None]
+
+
+def _rotate(x_BHLP: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x_BHLP.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _extend(buffer: Tensor, length: int, new: Tensor) -> Tensor:
+    """Put ``new`` behind the committed tokens: in place where inference has room, else by concatenation."""
+    end = length + new.shape[2]
+    if buffer.shape[2] >= end and not torch.is_grad_enabled():
+        buffer[:, :, length:end] = new
+        return buffer
+    return new if length == 0 else torch.cat((buffer[:, :, :length], new), dim=2)

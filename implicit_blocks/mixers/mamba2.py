@@ -1,0 +1,223 @@
+"""The Mamba2 mixer: a gated state-space layer with an input-dependent scan, on the windowed contract.
+
+T. Dao and A. Gu, "Transformers are SSMs", ICML 2024.
+
+Shape legend: B batch, L tokens of the window, D model width, I inner width = H · P, H heads, P head width, N state
+width, W convolution taps, C convolved channels = I + 2N, U injection width = 2I + 2N + H.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+
+from implicit_blocks.interfaces import Mixer, Window
+from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_linear_
+from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
+from implicit_blocks.ops.ssd import ssd
+from implicit_blocks.specs import Mamba2Spec
+
+
+class Mamba2State(NamedTuple):
+    """What the committed tokens leave: the convolution's last inputs, (B, W − 1, C), and the scan's h, (B, H, P, N).
+
+    ``h`` is kept in float32 or better.
+    """
+
+    conv_BWC: Tensor
+    h_BHPN: Tensor
+
+
+class Mamba2Context(NamedTuple):
+    """Padding and documents of a window; None where there are none of them."""
+
+    valid_BL: Tensor | None = None
+    last_taps_BW: Tensor | None = None  # where the W − 1 last real inputs stand in tail and window together
+    documents_BL: Tensor | None = None
+    tail_documents_BW: Tensor | None = None
+    initial_document_B: Tensor | None = None
+
+
+class DepthwiseConv(nn.Module):
+    """Weights (C, W), oldest tap first, and bias (C,) of a causal convolution that keeps channels apart."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, taps))
+        self.bias = nn.Parameter(torch.empty(channels))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize as torch does its convolutions."""
+        reset_linear_(self)
+
+
+class Mamba2(Mixer):
+    """Projection, short causal convolution, SSD scan, gated norm, projection.
+
+    ``[gate, x, B, C, dt] = W z + u``; ``x, B, C`` go through the convolution and SiLU; ``dt = softplus(dt + dt_bias)``,
+    ``A = −exp(A_log)``; ``h_t = exp(A dt_t) h_{t−1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t + D x_t``;
+    ``rms(y · silu(gate)) · w``, then the output projection. One group of B and C. ``A``, ``dt`` and the state are
+    kept in float32 or better, whatever the type of the projections.
+
+    Args:
+        spec: widths, and ranges of the initial A and dt.
+        d_model: width of the residual stream.
+
+    """
+
+    def __init__(self, spec: Mamba2Spec, *, d_model: int) -> None:
+        super().__init__()
+        spec.check(d_model)
+        self.spec = spec
+        self.d_inner = spec.expand * d_model
+        self.n_heads = self.d_inner // spec.head_dim
+        self.conv_width = self.d_inner + 2 * spec.d_state
+        self.in_proj = Linear(d_model, self.injection_width, bias=False)
+        self.conv = DepthwiseConv(self.conv_width, spec.d_conv)
+        self.A_log = nn.Parameter(torch.empty(self.n_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.n_heads))
+        self.D = nn.Parameter(torch.empty(self.n_heads))
+        self.norm = RMSNorm(self.d_inner)
+        self.out_proj = Linear(self.d_inner, d_model, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw A uniformly and dt log-uniformly from the spec's ranges; D is 1."""
+        with torch.no_grad():
+            self.A_log.uniform_(self.spec.a_min, self.spec.a_max).log_()
+            low, high = math.log(self.spec.dt_min), math.log(self.spec.dt_max)
+            dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp_()
+            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+            self.D.fill_(1.0)
+
+    @property
+    def injection_width(self) -> int:
+        """Width of gate, x, B, C and dt together."""
+        return self.d_inner + self.conv_width + self.n_heads
+
+    def initial_state(
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+    ) -> Mamba2State:
+        """Return zeros; the state's size does not depend on the number of tokens."""
+        wide = torch.promote_types(dtype, torch.float32)
+        h_shape = (batch_size, self.n_heads, self.spec.head_dim, self.spec.d_state)
+        return Mamba2State(
+            torch.zeros(batch_size, self.spec.d_conv - 1, self.conv_width, device=device, dtype=dtype),
+            torch.zeros(h_shape, device=device, dtype=wide),
+        )
+
+    def select_rows(self, state: Mamba2State, rows: Tensor) -> Mamba2State:
+        """Return the state of these rows."""
+        return Mamba2State(state.conv_BWC[rows], state.h_BHPN[rows])
+
+    def prepare(self, window: Window) -> Mamba2Context:
+        """Find where the convolution's next tail comes from, and the documents around the window."""
+        taps = self.spec.d_conv
+        return window.once(("mamba2", taps), lambda: _context(window, taps))  # type: ignore[no-any-return]
+
+    def forward(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
+    ) -> Tensor:
+        """Mix the window."""
+        gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
+        y, _ = self._scan(gate, conv_in, dt, state, context, return_final_state=False)
+        return y
+
+    def advance(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
+    ) -> tuple[Tensor, Mamba2State]:
+        """Mix the window and return the state after it."""
+        gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
+        y, h = self._scan(gate, conv_in, dt, state, context, return_final_state=True)
+        assert h is not None
+        if context.last_taps_BW is None:
+            tail = conv_tail(conv_in, state.conv_BWC, taps=self.spec.d_conv)
+        else:
+            inputs = torch.cat((state.conv_BWC.to(conv_in.dtype), conv_in), dim=1)
+            index = context.last_taps_BW[:, :, None].expand(-1, -1, inputs.shape[2])
+            tail = inputs.gather(1, index)
+        return y, Mamba2State(tail, h)
+
+    def _project(
+        self, z: Tensor, u: Tensor | None, context: Mamba2Context
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gate, what goes into the convolution, and dt; padding feeds nothing in."""
+        projected: Tensor = self.in_proj(z)
+        if u is not None:
+            projected = projected + u
+        gate, conv_in, dt = projected.split((self.d_inner, self.conv_width, self.n_heads), dim=-1)
+        dt = F.softplus(at_least_float32(dt) + at_least_float32(self.dt_bias))
+        if context.valid_BL is not None:
+            valid = context.valid_BL[:, :, None]
+            conv_in, dt = conv_in.where(valid, 0.0), dt.where(valid, 0.0)
+        return gate, conv_in, dt
+
+    def _scan(
+        self,
+        gate: Tensor,
+        conv_in: Tensor,
+        dt: Tensor,
+        state: Mamba2State,
+        context: Mamba2Context,
+        *,
+        return_final_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        batch, length, _ = conv_in.shape
+        conv_out = causal_conv(
+            conv_in,
+            self.conv.weight,
+            self.conv.bias,
+            tail_BWC=state.conv_BWC,
+            activation="silu",
+            documents_BL=context.documents_BL,
+            tail_documents_BW=context.tail_documents_BW,
+        )
+        x, B, C = conv_out.split((self.d_inner, self.spec.d_state, self.spec.d_state), dim=-1)
+        x = x.view(batch, length, self.n_heads, self.spec.head_dim)
+        y, h = ssd(
+            x,
+            dt,
+            -torch.exp(at_least_float32(self.A_log)),
+            B[:, :, None],
+            C[:, :, None],
+            initial_state_BHPN=state.h_BHPN,
+            chunk_size=self.spec.chunk_size,
+            documents_BL=context.documents_BL,
+            initial_document_B=context.initial_document_B,
+            return_final_state=return_final_state,
+        )
+        y = torch.addcmul(y, x, self.D[:, None].to(x.dtype)).view(batch, length, self.d_inner)
+        out: Tensor = self.out_proj(self.norm(y * F.silu(gate)))
+        return out, h
+
+    def output_projections(self) -> Sequence[nn.Module]:
+        """Return the output projection."""
+        return (self.out_proj,)
+
+
+def _context(window: Window, taps: int) -> Mamba2Context:
+    valid, documents = window.valid_BL, window.documents_BT
+    last = None
+    if valid is not None:
+        # The tail holds the last real inputs: with padding on the right they are not the window's last ones.
+        order = torch.arange(1, window.length + 1, device=window.device)
+        end = (valid * order).amax(1)  # how many tokens up to and with the last real one
+        last = end[:, None] + torch.arange(taps - 1, device=window.device)
+    if documents is None:
+        return Mamba2Context(valid, last)
+    start = window.start
+    before = documents[:, max(0, start - taps + 1) : start]
+    first = documents[:, :1].expand(-1, taps - 1 - before.shape[1])
+    return Mamba2Context(
+        valid,
+        last,
+        documents[:, start:],
+        torch.cat((first, before), dim=1),
+        documents[:, start - 1] if start else None,
+    )

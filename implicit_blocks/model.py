@@ -1,0 +1,326 @@
+"""Implicit language models and their explicit twins, in the order of the paper's equations.
+
+M. Schöne et al., "Implicit Language Models are RNNs: Balancing Parallelization and Expressivity", ICML 2025.
+
+Shape legend: B batch, L tokens, D model width, U injection width, V vocabulary (padded).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+
+from implicit_blocks.backbone import Backbone, BoundMap
+from implicit_blocks.committed import Committed
+from implicit_blocks.fixed_point import solve_fixed_point
+from implicit_blocks.interfaces import GradientEstimator, Solution, Solver
+from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_parameters_
+from implicit_blocks.registry import build
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Stopping
+from implicit_blocks.weight_norm import HeldWeights, add_weight_norm, assign_weight
+
+
+@dataclass(frozen=True)
+class LMOutput:
+    """``logits`` (B, L, V) float32 or better; ``loss`` where labels were given; how the search went; the state after."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+    solution: Solution | None = None
+    state: Committed | None = None
+
+
+class Injection(nn.Module):
+    """``u = W rms(x) + b``: what the embedded tokens add to every layer's input projection, once a forward pass."""
+
+    def __init__(self, spec: ImplicitLMSpec, width: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(spec.d_model, eps=spec.norm_eps)
+        self.proj = Linear(spec.d_model, width)
+        if spec.weight_norm:
+            add_weight_norm(self)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        """Return the injection, (B, L, U)."""
+        u: Tensor = self.proj(self.norm(x_BLD))
+        return u
+
+
+class LanguageModel(nn.Module, ABC):
+    """Embedding, layers, head, and the walk over windows; what happens within a window is the subclass's."""
+
+    def __init__(self, spec: ImplicitLMSpec | ExplicitLMSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.padded_vocab_size, spec.d_model)
+        self.backbone = Backbone(spec)
+        self.head = (
+            None if spec.tie_embeddings else Linear(spec.d_model, spec.padded_vocab_size, bias=False)
+        )
+
+    @abstractmethod
+    def bind(self, x_BLD: Tensor, state: Committed, **window: Any) -> tuple[BoundMap, Tensor]:
+        """Return the map of the next window and where its iteration starts, given the embedded tokens."""
+
+    @abstractmethod
+    def solve_window(self, f: BoundMap, start_BLD: Tensor, *, trace: bool) -> tuple[Tensor, Solution | None]:
+        """Return the point that the head reads (while gradients are recorded) or that is to be mapped once more."""
+
+    # ------------------------------------------------------------------------------------ forward
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        labels: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        state: Committed | None = None,
+        return_state: bool = False,
+        window_length: int | None = None,
+        trace: bool = False,
+    ) -> LMOutput:
+        """Predict from tokens (B, L).
+
+        Args:
+            input_ids: (B, L) int64, L at least 1.
+            labels: (B, L) int64, aligned with the inputs position by position; −100 is ignored. The loss is the mean
+                cross-entropy over the others, in nats.
+            attention_mask: (B, L), 0 or False at padding, left or right of a row's tokens.
+            documents: (B, L) int64, non-decreasing: no token sees those of another document.
+            state: what the tokens before left, from an earlier output; None: these are the first.
+            return_state: commit the tokens and return the state after them.
+            window_length: solve this many tokens at a time, committing them before the next; None solves all at
+                once. 1 is the paper's sequential mode, None its simultaneous mode; they agree as far as the tolerance.
+                With gradients, those of a window reach the windows before through the committed states.
+            trace: keep the residual of every iteration (with a single window).
+
+        Raises:
+            ValueError: where shapes do not fit, or the window is shorter than a token.
+
+        """
+        batch, length = self._check(input_ids, labels, state, window_length)
+        state = state if state is not None else self.initial_state(batch)
+        valid = _padding(attention_mask)
+        step = length if window_length is None else min(window_length, length)
+        commit = return_state or step < length
+        x_BLD = self.embedding(input_ids)
+        weights = HeldWeights(self)
+        outputs, solutions = [], []
+        for first in range(0, length, step):
+            part = slice(first, first + step)
+            f, start = self.bind(
+                x_BLD[:, part],
+                state,
+                weights=weights,
+                valid_BL=None if valid is None else valid[:, part],
+                documents_BL=None if documents is None else documents[:, part],
+            )
+            z, solution = self.solve_window(f, start, trace=trace)
+            z, state = self._finish(f, z, state, commit=commit)
+            outputs.append(z)
+            solutions.append(solution if solution is None else solution.with_value(z, adjoint=solution.adjoint))
+        logits = self._logits(outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1))
+        return LMOutput(
+            logits=logits,
+            loss=None if labels is None else _loss(logits, labels),
+            solution=Solution.concatenate([s for s in solutions if s is not None]) if solutions[0] else None,
+            state=state if return_state else None,
+        )
+
+    def _check(
+        self, input_ids: Tensor, labels: Tensor | None, state: Committed | None, window_length: int | None
+    ) -> tuple[int, int]:
+        if input_ids.ndim != 2 or 0 in input_ids.shape:
+            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; give (batch, tokens), neither of them 0")
+        if labels is not None and labels.shape != input_ids.shape:
+            raise ValueError(f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}")
+        if window_length is not None and window_length < 1:
+            raise ValueError(f"window_length is {window_length}; choose at least 1, or None for all at once")
+        if state is not None and state.batch_size != input_ids.shape[0]:
+            raise ValueError(f"the state has {state.batch_size} rows, input_ids {input_ids.shape[0]}")
+        return input_ids.shape[0], input_ids.shape[1]
+
+    def _finish(
+        self, f: BoundMap, z: Tensor, state: Committed, *, commit: bool
+    ) -> tuple[Tensor, Committed]:
+        """Map once more where the value is still owed, and commit where that is asked for."""
+        owed = self._owes_a_call()
+        if not commit:
+            return (f(z) if owed else z), state
+        mapped, layers = f.commit(z)
+        return (mapped if owed else z), state.after(f.window, layers)
+
+    @abstractmethod
+    def _owes_a_call(self) -> bool:
+        """Whether ``solve_window`` returns a point that is still to be mapped: the last call of an evaluation."""
+
+    def _logits(self, z_BLD: Tensor) -> Tensor:
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return at_least_float32(F.linear(z_BLD.to(weight.dtype), weight))
+
+    # ------------------------------------------------------------------------------------ states, parameters
+
+    @property
+    def stream_dtype(self) -> torch.dtype:
+        """The type of the residual stream: float32, or float64 in a float64 model."""
+        return torch.promote_types(self.embedding.weight.dtype, torch.float32)
+
+    def initial_state(self, batch_size: int, *, capacity: int | None = None) -> Committed:
+        """Return the state before the first token; with ``capacity``, caches are reserved for so many tokens."""
+        weight = self.embedding.weight
+        layers = self.backbone.initial_states(
+            batch_size, device=weight.device, dtype=weight.dtype, capacity=capacity
+        )
+        position = torch.zeros(1, dtype=torch.int64, device=weight.device)
+        return Committed(batch_size, 0, position, layers)
+
+    def reset_parameters(self) -> None:
+        """Initialize all parameters: embedding N(0, σ²), linear layers as torch does, the mixers as they say.
+
+        With ``scale_residual_init`` the projections that write into the residual stream start divided by the square
+        root of their number, so that its variance does not grow with depth. The published code intends this too,
+        but its weight norm undoes it in implicit models.
+        """
+        reset_parameters_(self)
+        nn.init.normal_(self.embedding.weight, std=self.spec.embedding_std)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight, std=self.spec.embedding_std)
+        if self.spec.scale_residual_init:
+            projections = [p for block in self.backbone.blocks() for p in block.output_projections()]
+            for projection in projections:
+                weight = projection.weight
+                assert isinstance(weight, Tensor)
+                assign_weight(projection, weight / math.sqrt(len(projections)))
+
+    def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+        """Return the parameters that weight decay applies to (matrices, the embedding) and the others, each once.
+
+        Not decayed: norms, biases, the gains of weight norm, and the mixers' vectors (A_log, dt_bias, D).
+        """
+        decayed, others = [], []
+        for name, parameter in self.named_parameters():
+            matrix = parameter.ndim >= 2 and not name.endswith("original0")
+            (decayed if matrix else others).append(parameter)
+        return decayed, others
+
+
+class ImplicitLM(LanguageModel):
+    """A language model whose layers are iterated to a fixed point.
+
+    ``x = embed(tokens)``; ``u = W rms(x) + b``; ``z* = f(z*, u)``; ``logits = E z*``. In training (``model.train()``)
+    the spec's solver, stopping and gradient are used; in evaluation those of ``at_evaluation``, and one more call of
+    ``f`` gives the output and the state to commit.
+
+    Args:
+        spec: every choice there is.
+
+    """
+
+    solver: Solver
+    gradient: GradientEstimator
+    stopping: Stopping
+    evaluation_solver: Solver
+    evaluation_stopping: Stopping
+
+    def __init__(self, spec: ImplicitLMSpec) -> None:
+        super().__init__(spec)
+        self.injection = Injection(spec, self.backbone.injection_width)
+        self._configure(spec)
+        self.reset_parameters()
+
+    def _configure(self, spec: ImplicitLMSpec) -> None:
+        self.spec = spec
+        self.solver, self.gradient, self.stopping = build(spec.solver), build(spec.gradient), spec.stopping
+        self.evaluation_solver = build(spec.at_evaluation.solver)
+        self.evaluation_stopping = spec.evaluation_stopping
+
+    def reconfigure(self, spec: ImplicitLMSpec) -> None:
+        """Take another solver, gradient and stopping, in training and evaluation, with the same weights.
+
+        Raises:
+            ValueError: if anything else differs from the model's spec.
+
+        """
+        free = spec.changeable
+        old, new = self.spec.model_dump(exclude=set(free)), spec.model_dump(exclude=set(free))
+        changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        if changed:
+            raise ValueError(
+                f"{', '.join(changed)} cannot change in a model that is built; only {', '.join(sorted(free))} can"
+            )
+        self._configure(spec)
+
+    def bind(self, x_BLD: Tensor, state: Committed, **window: Any) -> tuple[BoundMap, Tensor]:
+        """Return the map ``z → f(z, u)`` of the next window, and its start."""
+        weights: HeldWeights = window.pop("weights")
+        with weights.in_use():
+            u = self.injection(x_BLD)
+        stream = x_BLD.to(self.stream_dtype)
+        start = stream if self.spec.start == "embedding" else torch.zeros_like(stream)
+        of_tokens = state.window(x_BLD.shape[1], dtype=self.stream_dtype, **window)
+        f = self.backbone.bind(of_tokens, u_BLU=u, states=state.layers, start_BLD=start, weights=weights)
+        return f, start
+
+    def solve_window(self, f: BoundMap, start_BLD: Tensor, *, trace: bool) -> tuple[Tensor, Solution | None]:
+        """Find the fixed point."""
+        solution = solve_fixed_point(
+            f,
+            start_BLD,
+            solver=self.solver if self.training else self.evaluation_solver,
+            gradient=self.gradient,
+            stopping=self.stopping if self.training else self.evaluation_stopping,
+            valid=f.window.valid_BL,
+            trace=trace,
+        )
+        return solution.z, solution
+
+    def _owes_a_call(self) -> bool:
+        return not torch.is_grad_enabled()
+
+
+class ExplicitLM(LanguageModel):
+    """The explicit twin: the same layers applied once, to the embedding, without injection.
+
+    Args:
+        spec: every choice there is.
+
+    """
+
+    def __init__(self, spec: ExplicitLMSpec) -> None:
+        super().__init__(spec)
+        self.reset_parameters()
+
+    def bind(self, x_BLD: Tensor, state: Committed, **window: Any) -> tuple[BoundMap, Tensor]:
+        """Return the layers as a map of the next window, and the embedded tokens."""
+        weights: HeldWeights = window.pop("weights")
+        stream = x_BLD.to(self.stream_dtype)
+        of_tokens = state.window(x_BLD.shape[1], dtype=self.stream_dtype, **window)
+        f = self.backbone.bind(of_tokens, u_BLU=None, states=state.layers, start_BLD=stream, weights=weights)
+        return f, stream
+
+    def solve_window(self, f: BoundMap, start_BLD: Tensor, *, trace: bool) -> tuple[Tensor, Solution | None]:
+        """There is nothing to solve: the one call is still to come."""
+        return start_BLD, None
+
+    def _owes_a_call(self) -> bool:
+        return True
+
+
+def _padding(attention_mask: Tensor | None) -> Tensor | None:
+    """Return where tokens are real, or None where all are."""
+    if attention_mask is None:
+        return None
+    valid = attention_mask.bool()
+    return None if bool(valid.all()) else valid
+
+
+def _loss(logits: Tensor, labels: Tensor) -> Tensor:
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+    return total / (labels != -100).sum().clamp(min=1)

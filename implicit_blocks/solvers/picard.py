@@ -1,0 +1,47 @@
+"""Picard iteration: the next point is what ``f`` returned, or a step towards it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.interfaces import Map, Solver
+
+
+class Picard(Solver):
+    """``z ← (1 − λ) z + λ f(z)``.
+
+    Converges where ``f`` contracts, and with damping λ < 1 also where ``f`` overshoots (eigenvalues of its Jacobian
+    near −1 or complex). Holds nothing but the point itself. For stiff contractions (eigenvalues near 1) Anderson
+    needs far fewer iterations.
+
+    Args:
+        damping: λ in (0, 1]; 1 takes ``f(z)`` as it is.
+        undamped_first: take the first step whole, so that a start at zero does not weigh on the iterates (what the
+            published implementation does when it unrolls).
+
+    """
+
+    differentiable = True
+
+    def __init__(self, *, damping: float = 1.0, undamped_first: bool = False) -> None:
+        if not 0 < damping <= 1:
+            raise ValueError(f"damping is {damping}; choose a number in (0, 1]")
+        self.damping = damping
+        self.undamped_first = undamped_first and damping < 1
+
+    def init(self, z0_EF: Tensor) -> tuple[Tensor, ...]:
+        """Return an empty state, or a flag an element: whether the first step is still to come."""
+        return (z0_EF.new_ones(z0_EF.shape[0], dtype=torch.bool),) if self.undamped_first else ()
+
+    def update(
+        self, z_EF: Tensor, fz_EF: Tensor, state: tuple[Tensor, ...], f: Map
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Step towards ``f(z)``."""
+        if self.damping == 1:
+            return fz_EF, state
+        damped = torch.lerp(z_EF, fz_EF, self.damping)
+        if not self.undamped_first:
+            return damped, state
+        (first,) = state
+        return torch.where(first[:, None], fz_EF, damped), (torch.zeros_like(first),)

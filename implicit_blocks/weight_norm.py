@@ -1,0 +1,100 @@
+"""Weight norm for the matrices of a fixed-point map, computed once a forward pass.
+
+T. Salimans and D. Kingma, "Weight normalization", NeurIPS 2016: ``w = g · v / ‖v‖`` for each output row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+
+class WeightNorm(nn.Module):
+    """The parametrization ``(g, v) → g · v / ‖v‖``, rows being the first dimension.
+
+    ``g`` has the weight's number of dimensions, (rows, 1, …), ``v`` its shape. While a weight is *held* (see
+    ``HeldWeights``) the held value is returned and nothing is computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: Tensor | None = None
+
+    def forward(self, g: Tensor, v: Tensor) -> Tensor:
+        """Return the weight."""
+        return self.compute(g, v) if self._held is None else self._held
+
+    @staticmethod
+    def compute(g: Tensor, v: Tensor) -> Tensor:
+        """Return ``g · v / ‖v‖``, the norm taken in float32 or better, of ``v``'s type."""
+        v_wide = v.to(torch.promote_types(v.dtype, torch.float32))
+        return (g * (v_wide / _row_norm(v_wide))).to(v.dtype)
+
+    def right_inverse(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ``g = ‖weight‖`` and ``v = weight``: assigning a weight leaves it as it is."""
+        return _row_norm(weight), weight
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeightNorm:
+        return WeightNorm()  # a held value belongs to a forward pass, never to a copy
+
+
+def _row_norm(weight: Tensor) -> Tensor:
+    norm = torch.linalg.vector_norm(weight.flatten(1), dim=1)
+    return norm.view(-1, *[1] * (weight.ndim - 1))
+
+
+def add_weight_norm(module: nn.Module) -> None:
+    """Put weight norm on every parameter called ``weight`` of two or more dimensions in ``module``.
+
+    State-dict names become ``….parametrizations.weight.original0`` (g) and ``….original1`` (v).
+    """
+    for part in list(module.modules()):
+        weight = part._parameters.get("weight")
+        if weight is not None and weight.ndim >= 2:
+            parametrize.register_parametrization(part, "weight", WeightNorm(), unsafe=weight.is_meta)
+
+
+class HeldWeights:
+    """The weights of a module as they are now, to be used for as many calls as wanted.
+
+    Made once a forward pass, outside the fixed-point loop, in the gradient mode of the caller; a call made inside
+    ``with held.in_use():`` uses them, in the loop as in a later recomputation for backward. Gradients flow to the
+    parameters through the one computation.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._weights: list[tuple[WeightNorm, Tensor]] = []
+        for part in module.modules():
+            if not parametrize.is_parametrized(part, "weight"):
+                continue
+            chain = part.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
+            if isinstance(chain[0], WeightNorm):
+                self._weights.append((chain[0], WeightNorm.compute(chain.original0, chain.original1)))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Use the held weights within."""
+        before = [norm._held for norm, _ in self._weights]
+        for norm, weight in self._weights:
+            norm._held = weight
+        try:
+            yield
+        finally:
+            for (norm, _), held in zip(self._weights, before, strict=True):
+                norm._held = held
+
+
+@torch.no_grad()
+def assign_weight(module: nn.Module, weight: Tensor) -> None:
+    """Set ``module.weight`` to these values, whether it is a parameter or parametrized."""
+    if parametrize.is_parametrized(module, "weight"):
+        module.weight = weight
+    else:
+        parameter = module.weight
+        assert isinstance(parameter, Tensor)
+        parameter.copy_(weight)
