@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from implicit_blocks.ops.ssd.chunked import ssd_chunked
 from implicit_blocks.ops.ssd.chunked_autograd import ssd_chunked_autograd
 from implicit_blocks.ops.ssd.recurrence import ssd_recurrence
 
@@ -36,7 +37,7 @@ class Backend(Protocol):
 
 
 BACKENDS: dict[str, Backend] = {
-    "chunked": ssd_chunked_autograd,
+    "chunked": ssd_chunked,
     "chunked_autograd": ssd_chunked_autograd,
     "recurrence": ssd_recurrence,
 }
