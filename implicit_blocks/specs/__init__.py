@@ -1,8 +1,9 @@
 """Specs: what to build, as data. Importing them imports no torch."""
 
-from implicit_blocks.specs.base import ComponentSpec, Spec, refusal
+from implicit_blocks.specs.base import ComponentSpec, Spec, refusal, together
 from implicit_blocks.specs.gradients import GradientSpec, ImplicitFunctionSpec, PhantomSpec, UnrolledSpec
 from implicit_blocks.specs.layers import AttentionSpec, Mamba2Spec, MixerSpec, MLPSpec, Parameters, SwiGLUSpec
+from implicit_blocks.specs.merging import merge
 from implicit_blocks.specs.model import (
     AtEvaluation,
     ExplicitLMSpec,
@@ -10,12 +11,14 @@ from implicit_blocks.specs.model import (
     LanguageModelSpec,
     ModelSpec,
 )
+from implicit_blocks.specs.run import BaseRunSpec
 from implicit_blocks.specs.solvers import AndersonSpec, PicardSpec, SolverSpec, Stopping, StoppingOverrides
 
 __all__ = [
     "AndersonSpec",
     "AtEvaluation",
     "AttentionSpec",
+    "BaseRunSpec",
     "ComponentSpec",
     "ExplicitLMSpec",
     "GradientSpec",
@@ -35,5 +38,7 @@ __all__ = [
     "StoppingOverrides",
     "SwiGLUSpec",
     "UnrolledSpec",
+    "merge",
     "refusal",
+    "together",
 ]

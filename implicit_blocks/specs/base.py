@@ -10,11 +10,11 @@ needs no rebuilding of the specs that may hold it. A third party opens a family 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
-from pydantic.json_schema import JsonSchemaValue
+from pydantic.json_schema import CoreRef, GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, ValidationError, core_schema
 
 from implicit_blocks import registry
@@ -33,13 +33,19 @@ def refusal(message: str, *location: str | int, value: Any) -> ValidationError:
     return ValidationError.from_exception_data("spec", [{"type": error, "loc": location, "input": value}])
 
 
-def together(errors: Sequence[ValidationError]) -> ValidationError:
-    """Several errors as one, so that all of them are shown."""
+def together(errors: Iterable[ValidationError], *, under: Sequence[str | int] = ()) -> ValidationError:
+    """Several errors as one, so that all of them are shown.
+
+    Args:
+        errors: the errors of parts of the spec under validation.
+        under: keys from that spec to the parts.
+    """
     lines: list[InitErrorDetails] = []
-    for error in errors:
-        for line in error.errors():
-            reason = PydanticCustomError("refused", "{message}", {"message": line["msg"]})
-            lines.append({"type": reason, "loc": line["loc"], "input": line["input"]})
+    for line in (line for error in errors for line in error.errors()):
+        reason = PydanticCustomError(
+            "refused", "{message}", {"message": line["msg"].removeprefix("Value error, ")}
+        )
+        lines.append({"type": reason, "loc": (*under, *line["loc"]), "input": line["input"]})
     return ValidationError.from_exception_data("spec", lines)
 
 
@@ -92,14 +98,14 @@ class ComponentSpec(Spec):
             json_schema = handler(schema)
             handler.resolve_ref_schema(json_schema).setdefault("required", []).insert(0, "kind")
             return json_schema
-        generator = handler.generate_json_schema  # type: ignore[attr-defined]  # pydantic types the handler too narrowly
-        name, reference = generator.get_cache_defs_ref_schema(f"family.{cls.family}:0")
+        generator: GenerateJsonSchema = handler.generate_json_schema  # type: ignore[attr-defined]  # of the subclass
+        name, reference = generator.get_cache_defs_ref_schema(CoreRef(f"{cls.family}:0"))
         if name not in generator.definitions:
-            # Entered before its kinds: a solver that wraps a solver refers back to it.
-            family = generator.definitions[name] = {"title": cls.__name__}
+            # Entered before its kinds are: a solver that wraps a solver refers back to it.
+            generator.definitions[name] = one_of = {}
             found = [registry.entry(cls.family, kind).spec for kind in registry.kinds(cls.family)]
-            family["oneOf"] = [handler(spec.__pydantic_core_schema__) for spec in found]
-        return reference
+            one_of["oneOf"] = [generator.generate_inner(spec.__pydantic_core_schema__) for spec in found]
+        return {"allOf": [reference]}  # pydantic would write a bare reference out
 
 
 def _over_default(default: Any, value: Any) -> Any:

@@ -1,0 +1,17 @@
+"""What the library knows of a run's spec: it has a model. Its other sections are the trainer's."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from implicit_blocks.specs.base import ComponentSpec
+from implicit_blocks.specs.model import ModelSpec
+
+
+class BaseRunSpec(ComponentSpec):
+    """Base of what a YAML file describes as a whole."""
+
+    family: ClassVar[str] = "run"
+
+    model: ModelSpec
+    """The model that is trained."""

@@ -1,0 +1,114 @@
+"""A run's spec: model, data, training, phases, evaluation. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+from pydantic import NonNegativeInt, PositiveInt, ValidationError, model_validator
+
+from implicit_blocks import registry
+from implicit_blocks.specs import BaseRunSpec, Spec, refusal
+from trainer.specs.data import DataSpec, Probability, TokensSpec, WordProblemSpec
+from trainer.specs.phases import Phase, PhaseSpec, plan
+from trainer.specs.training import (
+    AdamWSpec,
+    OptimizerSpec,
+    ScheduleSpec,
+    TrainingSpec,
+    WarmupConstantSqrtSpec,
+    WarmupLinearSpec,
+)
+
+__all__ = [
+    "AdamWSpec",
+    "DataSpec",
+    "EvaluationSpec",
+    "OptimizerSpec",
+    "Phase",
+    "PhaseSpec",
+    "RunSpec",
+    "ScheduleSpec",
+    "TokensSpec",
+    "TrainingSpec",
+    "WarmupConstantSqrtSpec",
+    "WarmupLinearSpec",
+    "WordProblemSpec",
+]
+
+
+class EvaluationSpec(Spec):
+    """What the model is evaluated on."""
+
+    lengths: tuple[PositiveInt, ...] = ()
+    """Sequence lengths; none: the training length."""
+    identity_probabilities: tuple[Probability, ...] = ()
+    """Word problems: identity probabilities; none: the training one."""
+    sequences: PositiveInt = 256
+    """Sequences for each length and probability."""
+    batch_size: PositiveInt = 64
+    """Sequences that go through the model at once."""
+    last_tokens: PositiveInt = 10
+    """Accuracy is read on this many tokens at the end of each sequence."""
+    seed: NonNegativeInt = 1234
+    """Of the sequences drawn for evaluation."""
+    window_length: PositiveInt | None = None
+    """Tokens solved together: 1 is sequential mode; null: the whole sequence, simultaneous mode."""
+
+
+class RunSpec(BaseRunSpec):
+    """Everything that a training run depends on."""
+
+    kind: Literal["run"] = "run"
+    data: DataSpec
+    """What the model is trained on."""
+    training: TrainingSpec
+    """How."""
+    phases: tuple[PhaseSpec, ...] = ()
+    """Changes of solver and gradient on the way; none: one phase."""
+    evaluation: EvaluationSpec = EvaluationSpec()
+    """What is evaluated, on the way and at the end."""
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        return self.training.total_steps(self.data.length)
+
+    def phase_specs(self) -> list[Phase]:
+        """Name, first step, last step (exclusive), model and training spec of each phase."""
+        return plan(self.phases, model=self.model, training=self.training, total_steps=self.total_steps)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _vocabulary_of_the_data(cls, value: Any) -> Any:
+        """A model that names no vocabulary has that of its data, where they tell it."""
+        if not isinstance(value, Mapping):
+            return value
+        model, data = value.get("model"), value.get("data")
+        if not isinstance(model, Mapping) or model.get("vocab_size") is not None:
+            return value
+        try:
+            fields = registry.entry("model", str(model.get("kind"))).spec.model_fields
+            size = DataSpec.model_validate(data).vocab_size
+        except ValueError:  # the fields' own validation says what is wrong
+            return value
+        if size is None or "vocab_size" not in fields:
+            return value
+        return {**value, "model": {**model, "vocab_size": size}}
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        needed, rows = self.data.vocab_size, getattr(self.model, "vocab_size", None)
+        if needed is not None and rows is not None and rows < needed:
+            message = f"the data have {needed} tokens; give {needed} or more, or leave it out"
+            raise refusal(message, "model", "vocab_size", value=rows)
+        try:
+            self.training.schedule.check(self.total_steps)
+        except ValueError as error:
+            raise refusal(str(error), "training", "schedule", value=self.training.schedule) from None
+        shortest = min(self.evaluation.lengths or (self.data.length,))
+        if shortest < self.evaluation.last_tokens:
+            message = f"the shortest sequence evaluated has {shortest} tokens; give {shortest} or less"
+            raise refusal(message, "evaluation", "last_tokens", value=self.evaluation.last_tokens)
+        self.phase_specs()
+        return self

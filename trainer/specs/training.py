@@ -1,0 +1,147 @@
+"""How the model is trained: length of the run, batch, optimizer, schedule."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal, Self
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+from implicit_blocks.specs import ComponentSpec, Spec, refusal
+from trainer.schedule import steps_of
+from trainer.specs.spans import Span
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class OptimizerSpec(ComponentSpec):
+    """Base of all optimizers' specs."""
+
+    family: ClassVar[str] = "optimizer"
+
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+
+
+class AdamWSpec(OptimizerSpec):
+    """AdamW: Loshchilov & Hutter, 2019. Matrices decay; norms, biases, gains and the SSM's A, dt, D do not."""
+
+    kind: Literal["adamw"] = "adamw"
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """Decay rates of the two moments."""
+    weight_decay: NonNegativeFloat = 0.1
+    """Share of a weight removed a step, in units of the learning rate."""
+    eps: PositiveFloat = 1e-8
+    """Added to the denominator."""
+
+
+class ScheduleSpec(ComponentSpec):
+    """Base of all schedules' specs: the learning rate as a function of the step."""
+
+    family: ClassVar[str] = "schedule"
+
+    def check(self, total_steps: int) -> None:
+        """Refuse a run that is too short.
+
+        Raises:
+            ValueError: says what doesn't fit.
+        """
+        return None
+
+
+class WarmupConstantSqrtSpec(ScheduleSpec):
+    """Linear warm-up, constant, then a ``1 - sqrt`` decay."""
+
+    kind: Literal["warmup_constant_sqrt"] = "warmup_constant_sqrt"
+    warmup: Span = 0.01
+    """Length of the warm-up."""
+    decay: Span = 0.2
+    """Length of the decay, at the end of the run."""
+    final_learning_rate: NonNegativeFloat = 1e-5
+    """Rate of the last step."""
+
+    def check(self, total_steps: int) -> None:
+        """Warm-up and decay must fit."""
+        warmup, decay = steps_of(self.warmup, total_steps), steps_of(self.decay, total_steps)
+        if warmup + decay > total_steps:
+            raise ValueError(
+                f"a warm-up of {warmup} steps and a decay of {decay} don't fit into {total_steps} steps; "
+                "shorten them, or give shares of the run such as 0.1"
+            )
+
+
+class WarmupLinearSpec(ScheduleSpec):
+    """Linear warm-up, then a straight line down."""
+
+    kind: Literal["warmup_linear"] = "warmup_linear"
+    warmup: Span = 0.1
+    """Length of the warm-up."""
+    final_learning_rate: NonNegativeFloat = 0.0
+    """Rate of the last step."""
+
+    def check(self, total_steps: int) -> None:
+        """The warm-up must fit."""
+        warmup = steps_of(self.warmup, total_steps)
+        if warmup > total_steps:
+            raise ValueError(
+                f"a warm-up of {warmup} steps doesn't fit into {total_steps} steps; "
+                "shorten it, or give a share of the run such as 0.1"
+            )
+
+
+class TrainingSpec(Spec):
+    """The `training` section."""
+
+    max_steps: PositiveInt | None = None
+    """Length of the run in steps; or else give `max_tokens`."""
+    max_tokens: PositiveInt | None = None
+    """Length of the run in tokens, rounded up to whole steps."""
+    batch_size: PositiveInt
+    """Sequences in a step, over all ranks and micro-batches together."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences that a rank takes through the model at once; divides `batch_size`. Null: its whole share."""
+    seed: NonNegativeInt = 0
+    """Of the initial weights, the data and dropout."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest norm of the gradient; null: not clipped. The paper doesn't state its own for language models."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """Of the computation; weights and residuals are float32 in any case."""
+    optimizer: OptimizerSpec
+    """What makes a step of a gradient."""
+    schedule: ScheduleSpec = WarmupConstantSqrtSpec()
+    """Learning rate as a function of the step."""
+    log_every: PositiveInt = 10
+    """Steps between records in the metrics."""
+    evaluate_every: PositiveInt | None = None
+    """Steps between evaluations; null: at the end only."""
+    checkpoint_every: PositiveInt | None = None
+    """Steps between checkpoints; null: at the end only."""
+    keep_checkpoints: PositiveInt = 2
+    """How many of the newest checkpoints stay."""
+    threads: PositiveInt | None = None
+    """CPU threads; null: torch's choice. Results are the same to the last bit only for equal numbers."""
+
+    @model_validator(mode="after")
+    def _one_length(self) -> Self:
+        if self.max_steps is None and self.max_tokens is None:
+            raise ValueError("the length of the run is missing; give max_steps or max_tokens")
+        if self.max_steps is not None and self.max_tokens is not None:
+            message = f"max_steps {self.max_steps} and max_tokens {self.max_tokens} are both given; set one of them to null"
+            raise refusal(message, "max_steps", value=self.max_steps)
+        return self
+
+    @model_validator(mode="after")
+    def _whole_micro_batches(self) -> Self:
+        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+            message = (
+                f"batch_size {self.batch_size} is not divisible by micro_batch_size {self.micro_batch_size}; "
+                "choose a divisor"
+            )
+            raise refusal(message, "micro_batch_size", value=self.micro_batch_size)
+        return self
+
+    def total_steps(self, length: int) -> int:
+        """Steps of the run, in sequences of `length` tokens."""
+        if self.max_steps is not None:
+            return self.max_steps
+        assert self.max_tokens is not None
+        return -(-self.max_tokens // (self.batch_size * length))
