@@ -1,0 +1,130 @@
+"""The command line: ``python -m trainer --spec zoo/word_problem_s3.yaml [path.to.key=value …] …``.
+
+Exit codes: 0 done, 2 the request can't be carried out (said in a sentence), 3 the loss stopped being a
+number, 130 interrupted (the run is saved and can be resumed).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from implicit_blocks.specs import load_spec
+from trainer.errors import NonFiniteLossError
+from trainer.spec import RunSpec
+
+REFUSED = 2
+NOT_FINITE = 3
+INTERRUPTED = 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m trainer",
+        description="Train a model described by a spec.",
+        epilog="Settings of the spec can be changed on the spot: data.group=A4 training.max_steps=200",
+    )
+    made.add_argument("--spec", metavar="FILE", help="a YAML file, or the name of one in the zoo")
+    made.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the spec")
+    made.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder of the run (default runs/<spec>-<time>)"
+    )
+    made.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
+    made.add_argument(
+        "--checkpoint",
+        metavar="NAME",
+        help="resume from this checkpoint (such as step-00000120) and no other",
+    )
+    made.add_argument(
+        "--stop-at", type=int, metavar="STEP", help="save and stop after this step, to be resumed"
+    )
+    made.add_argument(
+        "--dry-run", action="store_true", help="print size, cost, memory and phases; train nothing"
+    )
+    made.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda where there is one)"
+    )
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    command = parser()
+    options = command.parse_intermixed_args(arguments)
+    if options.spec is None and not (options.resume and options.output):
+        command.error("give a spec by --spec, or a run to go on with by --resume --output DIR")
+    if options.stop_at is not None and options.stop_at < 1:
+        command.error(f"--stop-at {options.stop_at}: give a step from 1 up")
+    try:
+        return _carry_out(options, command=["python", "-m", "trainer", *(arguments or sys.argv[1:])])
+    except NonFiniteLossError as error:
+        return _refuse(str(error), NOT_FINITE)
+    except KeyboardInterrupt:
+        return _refuse("stopped at once; the last checkpoint can be resumed by --resume", INTERRUPTED)
+
+
+def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
+    # What the user asked for is checked here, where a ValueError is the answer to it and is shown without a
+    # traceback. While the run trains, a ValueError is a mistake in the program and keeps its traceback.
+    try:
+        name, spec = _spec(options)
+        if options.dry_run:
+            from trainer.dry_run import describe  # torch-free, so that it answers in a moment
+
+            print(describe(spec, name=name))
+            return 0
+        from trainer.run import build
+        from trainer.run_folder import folder_to_resume
+
+        resume = options.resume or options.checkpoint is not None
+        output = options.output
+        if output is None and resume:
+            output = folder_to_resume(name)
+        run = build(
+            spec,
+            name=name,
+            output=output,
+            device=options.device,
+            resume=resume,
+            checkpoint=options.checkpoint,
+            command=command,
+        )
+    except (ValueError, OSError) as error:
+        return _refuse(str(error), REFUSED)
+    parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    run.display.say(
+        f"{name}: {parameters:,} parameters on {run.manifest['device']}, writing to {run.folder.path}"
+    )
+    try:
+        summary = run.train(stop_at=options.stop_at)
+    except NonFiniteLossError as error:
+        kept = run.loop.last_checkpoint
+        where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
+        return _refuse(f"{error}; {where}", NOT_FINITE)
+    if summary is None:
+        print(f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}")
+        asked = options.stop_at is not None and run.loop.progress.step >= options.stop_at
+        return 0 if asked else INTERRUPTED
+    print(f"done in {summary['seconds']:.0f} s: {run.folder.summary_path}, {run.folder.report_path}")
+    return 0
+
+
+def _spec(options: argparse.Namespace) -> tuple[str, RunSpec]:
+    if options.spec is None:
+        source, name = str(options.output / "spec.yaml"), options.output.name
+        if not Path(source).is_file():
+            raise ValueError(f"nothing to resume: {options.output} holds no run (spec.yaml is missing)")
+    else:
+        source, name = options.spec, Path(options.spec).stem
+    spec = load_spec(source, options.overrides)
+    if not isinstance(spec, RunSpec):
+        raise ValueError(f"{source} is a spec of kind {spec.kind!r}; the trainer runs specs of kind 'run'")
+    return name, spec
+
+
+def _refuse(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code

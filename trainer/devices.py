@@ -1,0 +1,52 @@
+"""Choosing the device of a run, and refusing one that isn't there."""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+
+from trainer.errors import DeviceError
+
+
+def choose_device(name: str) -> torch.device:
+    """Return the device called ``name``; ``auto`` is CUDA where there is one, else the CPU.
+
+    Raises:
+        DeviceError: no such device on this machine, with those there are.
+
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise DeviceError(f"device {name!r} is not a device's name; use {_available()}") from error
+    if device.type == "cpu":
+        return device
+    if (
+        device.type == "cuda"
+        and torch.cuda.is_available()
+        and (device.index or 0) < torch.cuda.device_count()
+    ):
+        return device
+    if device.type == "mps" and torch.backends.mps.is_available():
+        return device
+    raise DeviceError(
+        f"device {name!r} is not there: this machine has {_available()}; choose one by --device"
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Return the device with the name of its hardware."""
+    if device.type == "cuda":
+        return f"{device} ({torch.cuda.get_device_name(device)})"
+    if device.type == "cpu":
+        return f"cpu ({platform.processor() or platform.machine()}, {torch.get_num_threads()} threads)"
+    return str(device)
+
+
+def _available() -> str:
+    names = ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+    names += ["mps"] if torch.backends.mps.is_available() else []
+    return ", ".join(names)

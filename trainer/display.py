@@ -1,0 +1,180 @@
+"""What a run shows while it trains: a live bar on a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+
+class Display(Protocol):
+    """Shows a run's progress; knows nothing of training."""
+
+    def start(self, *, step: int, total: int) -> None:
+        """Begin at ``step`` of ``total``."""
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Show the row of metrics of a finished step."""
+
+    def say(self, text: str) -> None:
+        """Print a message of one or more lines."""
+
+    def doing(self, text: str) -> None:
+        """Name what is being done between two steps."""
+
+    def close(self) -> None:
+        """Leave the terminal in order."""
+
+
+def duration(seconds: float) -> str:
+    """Return a time as ``45s``, ``3m05s`` or ``2h07m``."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+
+
+def magnitude(value: float) -> str:
+    """Return a count as ``950``, ``12.3k`` or ``4.5M``."""
+    for limit, divisor, suffix in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "B")):
+        if value < limit:
+            return f"{value / divisor:.0f}" if suffix == "" else f"{value / divisor:.1f}{suffix}"
+    return f"{value / 1e12:.1f}T"
+
+
+def describe(row: Mapping[str, Any], *, accuracy: bool) -> str:
+    """Return the metrics of a step in words: loss, accuracy, rate, and the search where there is one."""
+    parts = [f"loss {row['loss']:.4f}"]
+    if accuracy:
+        parts.append(f"acc {row['accuracy']:.1%}")
+    if row.get("iterations") is not None:
+        parts.append(f"iter {row['iterations']:.1f}/{row['iterations_max']}")
+        residual = row["residual"]  # None: not finite
+        parts.append("res non-finite" if residual is None else f"res {residual:.1e}")
+        if row["non_converged"]:
+            parts.append(f"open {row['non_converged']:.0%}")
+        if row["diverged"]:
+            parts.append(f"diverged {row['diverged']:.0%}")
+    parts += [f"|g| {row['gradient_norm']:.2f}", f"lr {row['learning_rate']:.1e}"]
+    parts.append(f"{magnitude(row['tokens_per_second'])} tok/s")
+    return "  ".join(parts)
+
+
+class _Pace:
+    """Estimates the time left from the pace of this process's own steps."""
+
+    def __init__(self, *, step: int, total: int) -> None:
+        self._total = total
+        self._first = step
+        self._start_seconds: float | None = None
+
+    def remaining(self, row: Mapping[str, Any]) -> float | None:
+        """Return the seconds left after ``row``, or None before there is anything to judge by."""
+        if self._start_seconds is None:
+            self._start_seconds = row["seconds"] - row["step_seconds"]
+        done = row["step"] - self._first
+        spent: float = row["seconds"] - self._start_seconds
+        return spent / done * (self._total - row["step"]) if done > 0 else None
+
+
+class PlainDisplay:
+    """One line every ``log_every`` steps, for logs and pipes."""
+
+    def __init__(self, *, log_every: int, accuracy: bool, stream: TextIO | None = None) -> None:
+        self._log_every = log_every
+        self._accuracy = accuracy
+        self._stream = stream
+        self._total = 0
+        self._pace: _Pace | None = None
+
+    def start(self, *, step: int, total: int) -> None:
+        """Begin at ``step`` of ``total``."""
+        self._total = total
+        self._pace = _Pace(step=step, total=total)
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Print the row if its step is a multiple of ``log_every``, or the first or the last."""
+        assert self._pace is not None
+        remaining = self._pace.remaining(row)
+        if row["step"] % self._log_every and row["step"] not in (1, self._total):
+            return
+        left = "" if remaining is None else f"  left {duration(remaining)}"
+        width = len(str(self._total))
+        self.say(
+            f"{row['step']:>{width}}/{self._total}  {row['phase']}  "
+            f"{describe(row, accuracy=self._accuracy)}{left}"
+        )
+
+    def say(self, text: str) -> None:
+        """Print a message."""
+        # Looked up at every call: tests and notebooks exchange sys.stdout.
+        print(text, file=self._stream or sys.stdout, flush=True)
+
+    def doing(self, text: str) -> None:
+        """Say nothing: a log needs no notes on the moment."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class RichDisplay:
+    """A live bar with the latest metrics, on a terminal."""
+
+    def __init__(self, *, accuracy: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._accuracy = accuracy
+        self._progress = Progress(
+            TextColumn("[bold]{task.fields[phase]}"),
+            BarColumn(bar_width=24),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[note]}"),
+            console=Console(),
+            refresh_per_second=4,
+        )
+        self._task = self._progress.add_task("train", total=None, phase="", left="", note="")
+        self._pace: _Pace | None = None
+
+    def start(self, *, step: int, total: int) -> None:
+        """Begin at ``step`` of ``total``."""
+        self._pace = _Pace(step=step, total=total)
+        self._progress.update(self._task, completed=step, total=total)
+        self._progress.start()
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Move the bar and show the row."""
+        assert self._pace is not None
+        remaining = self._pace.remaining(row)
+        self._progress.update(
+            self._task,
+            completed=row["step"],
+            phase=row["phase"],
+            note=describe(row, accuracy=self._accuracy),
+            left="" if remaining is None else f"{duration(remaining)} left",
+        )
+
+    def say(self, text: str) -> None:
+        """Print a message above the bar."""
+        self._progress.console.print(text, markup=False, highlight=False)
+
+    def doing(self, text: str) -> None:
+        """Show what is being done in the bar's line."""
+        self._progress.update(self._task, note=text)
+
+    def close(self) -> None:
+        """Stop the bar and leave its last state standing."""
+        self._progress.stop()
+
+
+def make_display(*, log_every: int, accuracy: bool) -> Display:
+    """Return a live display if standard output is a terminal and rich is installed, else a plain one."""
+    if sys.stdout.isatty():
+        try:
+            return RichDisplay(accuracy=accuracy)
+        except ImportError:
+            pass  # rich comes with the `train` extra; plain lines say the same
+    return PlainDisplay(log_every=log_every, accuracy=accuracy)

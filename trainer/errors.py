@@ -1,0 +1,42 @@
+"""What can go wrong in a run that the user should hear about in one sentence, without a traceback."""
+
+from __future__ import annotations
+
+
+class RunFolderError(ValueError):
+    """An output folder that can't be used as asked: it holds a run, or none where one was expected."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, cut short, altered, or of another model."""
+
+
+class DeviceError(ValueError):
+    """A device that isn't there."""
+
+
+class NonFiniteLossError(RuntimeError):
+    """The loss or the gradient stopped being a number; the update was not made.
+
+    Attributes:
+        step: the step (counted from 1) whose update was refused.
+        phase: the name of the phase it belongs to.
+        quantity: ``"loss"`` or ``"gradient norm"``.
+        value: what was measured, infinite or not a number.
+        samples: the global sample positions ``(first, one past the last)`` of the batch concerned.
+
+    """
+
+    def __init__(
+        self, *, step: int, phase: str, quantity: str, value: float, samples: tuple[int, int]
+    ) -> None:
+        self.step = step
+        self.phase = phase
+        self.quantity = quantity
+        self.value = value
+        self.samples = samples
+        super().__init__(
+            f"the {quantity} is {value} at step {step} (phase {phase!r}, "
+            f"samples {samples[0]} to {samples[1] - 1}); the update was not made; "
+            "lower training.optimizer.learning_rate or lengthen training.schedule.warmup"
+        )

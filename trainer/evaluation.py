@@ -1,0 +1,212 @@
+"""Evaluation: how good the answers are, always beside how far their fixed points had converged.
+
+Shape legend: B sequences, L tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainer.data.source import EvaluationSet
+from trainer.metrics import rounded
+from trainer.step import SearchStatistics, autocast, correct_and_scored, search_statistics
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationResult:
+    """A model's answers on one set.
+
+    ``loss`` is the mean cross-entropy (nats) of the scored tokens, ``accuracy_last`` the accuracy over the
+    last tokens of each sequence. ``search`` and ``iterations_by_position`` (L,) are None for an explicit
+    model, the latter also where iterations aren't counted by token. ``token_converged`` is the fraction of
+    tokens under the tolerance.
+    """
+
+    name: str
+    settings: Mapping[str, float]
+    length: int
+    sequences: int
+    loss: float
+    accuracy: float
+    accuracy_last: float
+    search: SearchStatistics | None
+    token_converged: float | None
+    accuracy_by_position: tuple[float, ...]
+    iterations_by_position: tuple[float, ...] | None
+    seconds: float
+
+    @property
+    def perplexity(self) -> float:
+        """``exp(loss)``; infinite where that is too large for a float."""
+        return math.exp(self.loss) if self.loss < 700.0 else math.inf
+
+    def as_row(self, *, by_position: bool) -> dict[str, Any]:
+        """Return the result as JSON values, with or without the values of every position."""
+        row: dict[str, Any] = {
+            "set": self.name,
+            **self.settings,
+            "length": self.length,
+            "sequences": self.sequences,
+            "loss": rounded(self.loss),
+            "perplexity": rounded(self.perplexity),
+            "accuracy": rounded(self.accuracy),
+            "accuracy_last": rounded(self.accuracy_last),
+            **search_row(self.search),
+            "token_converged": self.token_converged,
+            "seconds": rounded(self.seconds, 4),
+        }
+        if by_position:
+            row["accuracy_by_position"] = [rounded(value, 4) for value in self.accuracy_by_position]
+            iterations = self.iterations_by_position
+            row["iterations_by_position"] = (
+                None if iterations is None else [rounded(value, 4) for value in iterations]
+            )
+        return row
+
+
+def search_row(search: SearchStatistics | None) -> dict[str, Any]:
+    """Return the columns every row of metrics has about the search; all None for an explicit model."""
+    if search is None:
+        keys = ("iterations", "iterations_max", "residual", "residual_max", "non_converged", "diverged")
+        return dict.fromkeys(keys)
+    return {
+        "iterations": rounded(search.iterations),
+        "iterations_max": search.iterations_max,
+        "residual": rounded(search.residual),
+        "residual_max": rounded(search.residual_max),
+        "non_converged": rounded(search.non_converged),
+        "diverged": rounded(search.diverged),
+    }
+
+
+def evaluate(
+    model: nn.Module,
+    sets: Iterable[EvaluationSet],
+    *,
+    device: torch.device,
+    precision: str,
+    batch_size: int,
+    last_tokens: int,
+    window_length: int | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+) -> list[EvaluationResult]:
+    """Evaluate ``model`` on every set, in eval mode (its evaluation solver and stopping)."""
+    was_training = model.training
+    model.eval()
+    try:
+        results = []
+        for evaluation_set in sets:
+            announce(f"evaluating {evaluation_set.name}")
+            results.append(
+                _evaluate_set(
+                    model,
+                    evaluation_set,
+                    device=device,
+                    precision=precision,
+                    batch_size=batch_size,
+                    last_tokens=last_tokens,
+                    window_length=window_length,
+                )
+            )
+        return results
+    finally:
+        model.train(was_training)
+
+
+@torch.no_grad()
+def _evaluate_set(
+    model: nn.Module,
+    evaluation_set: EvaluationSet,
+    *,
+    device: torch.device,
+    precision: str,
+    batch_size: int,
+    last_tokens: int,
+    window_length: int | None,
+) -> EvaluationResult:
+    began = time.perf_counter()
+    length = evaluation_set.length
+    loss_sum = torch.zeros((), dtype=torch.float64)
+    correct_L = torch.zeros(length, dtype=torch.int64)
+    scored_L = torch.zeros(length, dtype=torch.int64)
+    iterations_L = torch.zeros(length, dtype=torch.float64)
+    per_sequence: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    tokens_converged: int | None = 0
+    sequences = 0
+    for inputs, labels in evaluation_set.batches(batch_size):
+        inputs_BL, labels_BL = inputs.to(device), labels.to(device)
+        with autocast(device, precision):
+            output = model(inputs_BL, labels=labels_BL, window_length=window_length)
+        correct_BL, scored_BL = correct_and_scored(output.logits, labels_BL)
+        scored = int(scored_BL.sum())
+        if scored > 0:
+            loss_sum += float(output.loss) * scored
+        correct_L += correct_BL.sum(0).cpu()
+        scored_L += scored_BL.sum(0).cpu()
+        sequences += inputs.shape[0]
+        solution = output.solution
+        if solution is None:
+            continue
+        per_sequence.append((solution.iterations, solution.residual, solution.converged, solution.diverged))
+        if solution.token_iterations is None or solution.token_converged is None:
+            tokens_converged = None
+        elif tokens_converged is not None:
+            iterations_L += solution.token_iterations.sum(0).cpu()
+            tokens_converged += int(solution.token_converged.sum())
+
+    by_token = bool(per_sequence) and tokens_converged is not None
+    return EvaluationResult(
+        name=evaluation_set.name,
+        settings=dict(evaluation_set.settings),
+        length=length,
+        sequences=sequences,
+        loss=float(loss_sum) / max(1, int(scored_L.sum())),
+        accuracy=_ratio(correct_L, scored_L),
+        accuracy_last=_ratio(correct_L[-last_tokens:], scored_L[-last_tokens:]),
+        search=search_statistics(*map(torch.cat, zip(*per_sequence, strict=True))) if per_sequence else None,
+        token_converged=rounded((tokens_converged or 0) / (sequences * length)) if by_token else None,
+        accuracy_by_position=tuple((correct_L / scored_L.clamp(min=1)).tolist()),
+        iterations_by_position=tuple((iterations_L / sequences).tolist()) if by_token else None,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _ratio(correct: Tensor, scored: Tensor) -> float:
+    return int(correct.sum()) / max(1, int(scored.sum()))
+
+
+def table(results: Iterable[EvaluationResult], *, last_tokens: int, words: bool) -> str:
+    """Return the results as aligned text: accuracies (``words``: there are right answers) or perplexities."""
+    rows = [["set", f"last {last_tokens}", "all", "loss"] if words else ["set", "perplexity", "loss"]]
+    results = list(results)
+    searched = any(result.search is not None for result in results)
+    if searched:
+        rows[0] += ["iterations", "max", "residual", "max", "converged"]
+    for result in results:
+        if words:
+            row = [result.name, f"{result.accuracy_last:.2%}", f"{result.accuracy:.2%}", f"{result.loss:.4f}"]
+        else:
+            row = [result.name, f"{result.perplexity:.3f}", f"{result.loss:.4f}"]
+        if result.search is not None:
+            search = result.search
+            row += [f"{search.iterations:.1f}", f"{search.iterations_max}", f"{search.residual:.1e}"]
+            row += [f"{search.residual_max:.1e}", f"{1.0 - search.non_converged:.1%}"]
+        rows.append(row)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            [
+                row[0].ljust(widths[0]),
+                *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)),
+            ]
+        )
+        for row in rows
+    ]
+    return "\n".join(lines)

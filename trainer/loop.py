@@ -1,0 +1,216 @@
+"""The training loop: steps, phases, evaluations, checkpoints, and what is left behind at the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from implicit_blocks.specs import ModelSpec
+from trainer.checkpoint import Progress, save_checkpoint, step_name
+from trainer.data.source import DataSource, EvaluationSet
+from trainer.display import Display
+from trainer.errors import NonFiniteLossError
+from trainer.evaluation import EvaluationResult, evaluate, search_row, table
+from trainer.interrupt import Interrupt
+from trainer.optimizers import set_learning_rate
+from trainer.run_folder import RunFolder
+from trainer.schedule import Schedule
+from trainer.spec import Phase, RunSpec
+from trainer.step import StepResult, training_step
+
+
+class Loop:
+    """Trains a model from where it stands to the end of the run, or to where it is told to stop.
+
+    Everything it works on is given: it builds nothing and reads no spec files. ``progress`` says how far
+    the run has come; a resumed run starts with its checkpoint's.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        schedule: Schedule,
+        data: DataSource,
+        evaluation_sets: Mapping[str, EvaluationSet],
+        folder: RunFolder,
+        device: torch.device,
+        display: Display,
+        spec_digest: str,
+        progress: Progress = Progress(),  # noqa: B008  # frozen
+    ) -> None:
+        self.spec = spec
+        self.model = model
+        self.optimizer = optimizer
+        self.schedule = schedule
+        self.data = data
+        self.evaluation_sets = evaluation_sets
+        self.folder = folder
+        self.device = device
+        self.display = display
+        self.progress = progress
+        self.phases = spec.phase_specs()
+        self.total_steps = spec.total_steps
+        self.last_row: dict[str, Any] = {}
+        self._spec_digest = spec_digest
+        self._began = time.perf_counter() - progress.seconds
+        self._saved_step: int | None = progress.step if progress.step > 0 else None
+        self._model_spec: ModelSpec = spec.model
+
+    # ------------------------------------------------------------------------------------ the run
+
+    def run(self, *, stop_at: int | None = None) -> list[EvaluationResult] | None:
+        """Train to the end and evaluate; return the results, or None if the run was stopped before its end.
+
+        A run that is stopped, by ``stop_at`` (a step) or by an interrupt, has saved a checkpoint.
+
+        Raises:
+            NonFiniteLossError: the loss or the gradient is not a number; the last checkpoint is as it was.
+
+        """
+        end = self.total_steps if stop_at is None else min(stop_at, self.total_steps)
+        self._began = time.perf_counter() - self.progress.seconds
+        self.display.start(step=self.progress.step, total=self.total_steps)
+        try:
+            with Interrupt() as interrupt:
+                while self.progress.step < end and not interrupt.requested:
+                    self._one_step()
+                self._save()
+            if self.progress.step < self.total_steps:
+                return None
+            self._enter_phase(
+                self.total_steps - 1
+            )  # a run resumed at its end has not been in its last phase yet
+            return self._evaluate()
+        finally:
+            self.display.close()
+            self.folder.metrics.close()
+            self.folder.evaluations.close()
+
+    def _one_step(self) -> None:
+        phase = self._enter_phase(self.progress.step)
+        training = phase.training
+        step = self.progress.step + 1
+        began = time.perf_counter()
+        rate = self.schedule.rate(step - 1, peak=training.optimizer.learning_rate)
+        set_learning_rate(self.optimizer, rate)
+        first = self.progress.samples
+        inputs, labels = self.data.batch(first, training.batch_size)
+
+        def refuse(quantity: str, value: float) -> NonFiniteLossError:
+            samples = (first, first + training.batch_size)
+            return NonFiniteLossError(
+                step=step, phase=phase.name, quantity=quantity, value=value, samples=samples
+            )
+
+        result = training_step(
+            self.model,
+            self.optimizer,
+            inputs,
+            labels,
+            device=self.device,
+            precision=training.precision,
+            micro_batch_size=training.micro_batch_size,
+            clip_norm=training.clip_norm,
+            last_tokens=self.spec.evaluation.last_tokens,
+            refuse=refuse,
+        )
+        now = time.perf_counter()
+        self.progress = replace(
+            self.progress,
+            step=step,
+            phase=phase.name,
+            samples=first + training.batch_size,
+            tokens=self.progress.tokens + inputs.numel(),
+            seconds=now - self._began,
+        )
+        self._record(result, rate=rate, tokens=inputs.numel(), step_seconds=now - began)
+        if self._due(training.evaluate_every) and step < self.total_steps:
+            self._evaluate()
+        if self._due(training.checkpoint_every):
+            self._save()
+
+    def _due(self, every: int | None) -> bool:
+        return every is not None and self.progress.step % every == 0
+
+    def _enter_phase(self, step: int) -> Phase:
+        phase = next(phase for phase in self.phases if phase.first_step <= step < phase.last_step)
+        if phase.model != self._model_spec:
+            self.model.reconfigure(phase.model)  # type: ignore[operator]  # the contract of language models
+            self._model_spec = phase.model
+            self.display.say(f"phase {phase.name}: steps {phase.first_step + 1} to {phase.last_step}")
+        return phase
+
+    # ------------------------------------------------------------------------------------ what is left behind
+
+    def _record(self, result: StepResult, *, rate: float, tokens: int, step_seconds: float) -> None:
+        self.last_row = {
+            "step": self.progress.step,
+            "phase": self.progress.phase,
+            # Losses and norms are not rounded: two runs can be compared to the last bit by their metrics.
+            "loss": result.loss,
+            "accuracy": result.accuracy,
+            "accuracy_last": result.accuracy_last,
+            "learning_rate": rate,
+            "gradient_norm": result.gradient_norm,
+            **search_row(result.search),
+            "tokens": self.progress.tokens,
+            "tokens_per_second": round(tokens / step_seconds, 1),
+            "step_seconds": round(step_seconds, 4),
+            "seconds": round(self.progress.seconds, 3),
+        }
+        self.folder.metrics.write(self.last_row)
+        self.display.step(self.last_row)
+
+    def _evaluate(self) -> list[EvaluationResult]:
+        evaluation = self.spec.evaluation
+        results = evaluate(
+            self.model,
+            self.evaluation_sets.values(),
+            device=self.device,
+            precision=self.spec.training.precision,
+            batch_size=evaluation.batch_size,
+            last_tokens=evaluation.last_tokens,
+            window_length=evaluation.window_length,
+            announce=self.display.doing,
+        )
+        self.progress = replace(self.progress, seconds=time.perf_counter() - self._began)
+        for result in results:
+            row = {
+                "step": self.progress.step,
+                "phase": self.progress.phase,
+                **result.as_row(by_position=False),
+            }
+            self.folder.evaluations.write(row)
+        if results:
+            words = self.spec.data.kind == "word_problem"
+            shown = table(results, last_tokens=evaluation.last_tokens, words=words)
+            self.display.say(f"evaluation after step {self.progress.step}\n{shown}")
+        return results
+
+    def _save(self) -> None:
+        if self._saved_step == self.progress.step or self.progress.step == 0:
+            return
+        self.display.doing("saving a checkpoint")
+        save_checkpoint(
+            self.folder.checkpoints,
+            model=self.model,
+            optimizer=self.optimizer,
+            progress=replace(self.progress, seconds=time.perf_counter() - self._began),
+            spec_digest=self._spec_digest,
+            keep=self.spec.training.keep_checkpoints,
+        )
+        self._saved_step = self.progress.step
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest checkpoint this loop wrote or started from."""
+        return None if self._saved_step is None else self.folder.checkpoints / step_name(self._saved_step)

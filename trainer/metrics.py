@@ -1,0 +1,70 @@
+"""Metrics as lines of JSON: one object a step in ``metrics.jsonl``, one a set in ``evaluations.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainer.files import write_atomically
+
+
+def json_value(value: Any) -> Any:
+    """Return ``value`` with what JSON can't say, infinity and NaN, as None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: json_value(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(entry) for entry in value]
+    return value
+
+
+def rounded(value: float, digits: int = 6) -> float:
+    """Return ``value`` with so many significant digits: what is measured needs no seventeen."""
+    return float(f"{value:.{digits}g}")
+
+
+class MetricsFile:
+    """A file of JSON lines, each with a ``step``, appended to in order and readable at any moment."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: TextIO | None = None
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Append one line and hand it to the operating system."""
+        if self._file is None:
+            self._file = self.path.open("a", encoding="utf-8")
+        self._file.write(json.dumps(json_value(row), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def truncate_after(self, step: int) -> None:
+        """Drop later steps' lines, and a last line cut short, so that a resumed run has each step once."""
+        self.close()
+        if self.path.exists():
+            kept = [
+                json.dumps(row, allow_nan=False) + "\n"
+                for row in read_metrics(self.path)
+                if row["step"] <= step
+            ]
+            write_atomically(self.path, "".join(kept))
+
+    def close(self) -> None:
+        """Close the file; the next line opens it again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics file; a last line that a crash cut short is left out."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error

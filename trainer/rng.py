@@ -1,0 +1,57 @@
+"""The state of every random number generator a run draws from, as plain JSON values."""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python, NumPy and PyTorch (every device) with ``seed``."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(state.cpu().numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of Python's, NumPy's and PyTorch's generators, CUDA devices included."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]  # a tuple when legacy
+    state: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "numpy": [str(name), base64.b64encode(keys.tobytes()).decode("ascii"), position, has_gauss, cached],  # type: ignore[union-attr]  # an array when legacy
+        "torch": _encode(torch.get_rng_state()),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = [_encode(device) for device in torch.cuda.get_rng_state_all()]
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Put every generator back where :func:`random_state` found it.
+
+    States of CUDA devices are restored as far as both machines have the devices: the run may go on on another
+    kind of machine, though then not to the last bit.
+    """
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state(
+        (name, np.frombuffer(base64.b64decode(keys), dtype=np.uint32), position, has_gauss, cached)
+    )
+    torch.set_rng_state(_decode(state["torch"]))
+    if torch.cuda.is_available():
+        for index, device in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(_decode(device), index)

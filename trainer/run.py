@@ -1,0 +1,208 @@
+"""A run, from its spec to its summary: builds the parts, makes or resumes the folder, trains, reports."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from implicit_blocks import registry
+from implicit_blocks.specs import load_spec
+from trainer.checkpoint import (
+    Progress,
+    list_checkpoints,
+    load_checkpoint,
+    newest_sound_checkpoint,
+    set_aside,
+    step_name,
+    verify_checkpoint,
+)
+from trainer.devices import choose_device, device_name
+from trainer.display import Display, make_display
+from trainer.errors import CheckpointError, RunFolderError
+from trainer.files import digest, write_json
+from trainer.loop import Loop
+from trainer.report import draw, read_run
+from trainer.rng import seed_everything
+from trainer.run_folder import RunFolder, default_folder, differences, make_manifest
+from trainer.spec import RunSpec
+from trainer.summary import summarize
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is ready to train, and its folder."""
+
+    name: str
+    spec: RunSpec
+    folder: RunFolder
+    model: nn.Module
+    loop: Loop
+    manifest: dict[str, Any]
+
+    @property
+    def display(self) -> Display:
+        """Where the run speaks."""
+        return self.loop.display
+
+    def train(self, *, stop_at: int | None = None) -> dict[str, Any] | None:
+        """Train, evaluate, and write ``summary.json`` and ``report.png``; return the summary.
+
+        Returns None where the run was stopped before its end, by ``stop_at`` (a step) or an interrupt; it
+        can be resumed then. Raises :class:`~trainer.errors.NonFiniteLossError` where the loss stops being a
+        number.
+        """
+        results = self.loop.run(stop_at=stop_at)
+        if results is None:
+            return None
+        summary = summarize(
+            name=self.name,
+            spec=self.spec,
+            model=self.model,
+            progress=self.loop.progress,
+            last_row=self.loop.last_row,
+            results=results,
+            manifest=self.manifest,
+        )
+        write_json(self.folder.summary_path, summary)
+        try:
+            draw([read_run(self.folder.path)], self.folder.report_path)
+        except ImportError:
+            self.display.say("no picture: matplotlib is not installed (pip install 'implicit_blocks[train]')")
+        return summary
+
+
+def build(
+    spec: RunSpec,
+    *,
+    name: str = "run",
+    output: Path | None = None,
+    device: str = "auto",
+    resume: bool = False,
+    checkpoint: str | None = None,
+    command: Sequence[str] | None = None,
+    display: Display | None = None,
+) -> Run:
+    """Build what ``spec`` describes, and make its folder, or find it and load its checkpoint.
+
+    Everything that may be refused is refused before the folder is made.
+
+    Args:
+        spec: the run.
+        name: what records call it.
+        output: its folder; None is ``runs/<name>-<time>``. To resume it must be given.
+        device: such as ``cpu`` or ``cuda:1``; ``auto`` is CUDA where there is one.
+        resume: go on with the run in ``output``, from its newest checkpoint that is whole.
+        checkpoint: go on from this one (such as ``step-00000120``) and no other.
+        command: what to note as the command.
+        display: where to show progress; None: a live bar on a terminal, else lines.
+
+    Raises:
+        ValueError: something in the spec can't be built, no such device, the folder holds another run, the
+            checkpoint is damaged or of another model.
+
+    """
+    training = spec.training
+    folder = RunFolder(output if output is not None else default_folder(name))
+    resume = resume or checkpoint is not None
+    dumped = spec.model_dump(mode="json")
+    changes = _changes(folder, spec) if resume else []
+    if not resume:
+        folder.require_free()
+    target = choose_device(device)
+    if training.threads is not None:
+        torch.set_num_threads(training.threads)
+
+    seed_everything(training.seed)
+    data = registry.build(spec.data, seed=training.seed, vocab_size=getattr(spec.model, "vocab_size", None))
+    sets = data.evaluation_sets(spec.evaluation)
+    # Built on the CPU and moved, so that the initial weights do not depend on the device.
+    seed_everything(training.seed)
+    model: nn.Module = registry.build(spec.model).to(target)
+    optimizer = registry.build(training.optimizer, model=model)
+    schedule = registry.build(training.schedule, total_steps=spec.total_steps)
+    display = display or make_display(log_every=training.log_every, accuracy=spec.data.kind == "word_problem")
+
+    manifest = make_manifest(
+        command=sys.argv if command is None else command,
+        device=device_name(target),
+        seed=training.seed,
+        threads=torch.get_num_threads(),
+    )
+    progress = Progress()
+    if resume:
+        path = _checkpoint_to_resume(folder, checkpoint, display)
+        progress = load_checkpoint(path, model=model, optimizer=optimizer, restore_random=True)
+        if progress.step > spec.total_steps:
+            raise RunFolderError(
+                f"{path} is {progress.step} steps into the run, but the spec ends at {spec.total_steps}; "
+                "raise training.max_steps"
+            )
+        _leave_later_checkpoints(folder, progress.step, display)
+        folder.metrics.truncate_after(progress.step)
+        folder.evaluations.truncate_after(progress.step)
+        folder.record_resume(spec=dumped, manifest=manifest, step=progress.step, changed=bool(changes))
+        display.say(f"resumed {folder.path} after step {progress.step}")
+        for change in changes:
+            display.say(f"  changed since it was started: {change}")
+    else:
+        folder.create(spec=dumped, manifest=manifest)
+
+    loop = Loop(
+        spec,
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule,
+        data=data,
+        evaluation_sets=sets,
+        folder=folder,
+        device=target,
+        display=display,
+        spec_digest=digest(dumped),
+        progress=progress,
+    )
+    return Run(name=name, spec=spec, folder=folder, model=model, loop=loop, manifest=manifest)
+
+
+def _changes(folder: RunFolder, spec: RunSpec) -> list[str]:
+    """Return how the run's spec differs from that in the folder; another model is refused."""
+    folder.require_run()
+    # Validated again, so that fields this version added have their defaults on both sides.
+    old = load_spec(str(folder.spec_path)).model_dump(mode="json")
+    changes = differences(old, spec.model_dump(mode="json"))
+    of_model = [change for change in changes if change.startswith("model")]
+    if of_model:
+        raise RunFolderError(
+            f"{folder.path} holds a run of another model, so it can't be resumed with this spec "
+            f"({'; '.join(of_model)}); resume it with its own spec, {folder.spec_path}, "
+            "or start anew in another folder"
+        )
+    return changes
+
+
+def _checkpoint_to_resume(folder: RunFolder, name: str | None, display: Display) -> Path:
+    if name is not None:
+        path = folder.checkpoints / (step_name(int(name)) if name.isdigit() else Path(name).name)
+        if not path.is_dir():
+            there = ", ".join(found.name for found in list_checkpoints(folder.checkpoints)) or "none"
+            raise CheckpointError(f"{folder.path} has no checkpoint {name!r}; there are: {there}")
+        verify_checkpoint(path)
+        return path
+    path, complaints = newest_sound_checkpoint(folder.checkpoints)
+    for complaint in complaints:
+        display.say(f"WARNING: {complaint}")
+    if complaints:
+        display.say(f"WARNING: going back to {path.name}, the newest checkpoint that is whole")
+    return path
+
+
+def _leave_later_checkpoints(folder: RunFolder, step: int, display: Display) -> None:
+    # They are damaged, or of a future that this run now leaves: a later resume must not jump there.
+    for path in list_checkpoints(folder.checkpoints):
+        if path.name > step_name(step):
+            display.say(f"set aside: {set_aside(path)}")

@@ -1,0 +1,151 @@
+"""The folder of a run: its resolved spec, where it ran, its metrics, checkpoints and report."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.errors import RunFolderError
+from trainer.files import write_atomically, write_json
+from trainer.metrics import MetricsFile
+
+_MARKS = ("spec.yaml", "manifest.json", "metrics.jsonl", "checkpoints")
+
+
+class RunFolder:
+    """The files of one run, under ``path``."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.spec_path = path / "spec.yaml"
+        self.manifest_path = path / "manifest.json"
+        self.summary_path = path / "summary.json"
+        self.report_path = path / "report.png"
+        self.checkpoints = path / "checkpoints"
+        self.metrics = MetricsFile(path / "metrics.jsonl")
+        self.evaluations = MetricsFile(path / "evaluations.jsonl")
+
+    @property
+    def holds_a_run(self) -> bool:
+        """Whether a run was begun here."""
+        return any((self.path / mark).exists() for mark in _MARKS)
+
+    def require_free(self) -> None:
+        """Refuse a folder that holds a run, or a path that is no folder."""
+        if self.holds_a_run:
+            raise RunFolderError(
+                f"the output folder {self.path} already holds a run; go on with it by --resume, "
+                "or give another folder by --output"
+            )
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(
+                f"the output {self.path} is a file, not a folder; give another one by --output"
+            )
+
+    def require_run(self) -> None:
+        """Refuse a folder that holds no run to resume."""
+        if not self.spec_path.is_file():
+            raise RunFolderError(
+                f"nothing to resume: {self.path} holds no run (spec.yaml is missing); "
+                "name its folder by --output, or start it without --resume"
+            )
+
+    def create(self, *, spec: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+        """Make the folder and write the resolved spec and the manifest."""
+        self.require_free()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._write_spec(spec)
+        write_json(self.manifest_path, dict(manifest))
+
+    def record_resume(
+        self, *, spec: Mapping[str, Any], manifest: Mapping[str, Any], step: int, changed: bool
+    ) -> None:
+        """Note in the manifest that the run goes on from ``step``; store a changed spec."""
+        history = (
+            json.loads(self.manifest_path.read_text(encoding="utf-8")) if self.manifest_path.exists() else {}
+        )
+        resumes = [*history.get("resumed", []), {"step": step, **manifest}]
+        write_json(self.manifest_path, {**history, "resumed": resumes})
+        if changed:
+            self.spec_path.rename(self.path / f"spec.until-step-{step:08d}.yaml")
+            self._write_spec(spec)
+
+    def _write_spec(self, spec: Mapping[str, Any]) -> None:
+        text = yaml.safe_dump(
+            dict(spec), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
+        )
+        write_atomically(self.spec_path, text)
+
+
+def default_folder(name: str, *, root: Path = Path("runs")) -> Path:
+    """Return ``runs/<name>-<UTC time>``, with a number behind it where that folder exists."""
+    stem = f"{name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}"
+    candidate, number = root / stem, 2
+    while candidate.exists():
+        candidate, number = root / f"{stem}-{number}", number + 1
+    return candidate
+
+
+def folder_to_resume(name: str, *, root: Path = Path("runs")) -> Path:
+    """Return the one run of the spec ``name`` under ``runs``; with several the user must say which."""
+    found = sorted(path for path in root.glob(f"{name}-*") if RunFolder(path).spec_path.is_file())
+    # A name may continue another one (word_problem_s3 and word_problem_s3_explicit are told apart by the
+    # time's digit).
+    found = [path for path in found if path.name[len(name) + 1 :][:1].isdigit()]
+    if not found:
+        raise RunFolderError(
+            f"nothing to resume: there is no run of {name} under {root}/; name its folder by --output"
+        )
+    if len(found) > 1:
+        listed = ", ".join(map(str, found))
+        raise RunFolderError(f"several runs of {name} could be resumed: {listed}; name one by --output")
+    return found[0]
+
+
+def make_manifest(*, command: Sequence[str], device: str, seed: int, threads: int) -> dict[str, Any]:
+    """Return what must be known to repeat a run: versions, machine, device, seed, command."""
+    return {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": list(command),
+        "seed": seed,
+        "device": device,
+        "threads": threads,
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str | None]:
+    """Return the versions of the packages that shape a run's numbers."""
+    found: dict[str, str | None] = {}
+    for name in ("implicit_blocks", "torch", "numpy", "pydantic", "safetensors", "matplotlib"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Return the paths at which two nested JSON values differ, each with both values."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        found: list[str] = []
+        for key in [*old, *(key for key in new if key not in old)]:
+            inner = f"{path}.{key}" if path else str(key)
+            if key not in old:
+                found.append(f"{inner}: not set → {new[key]!r}")
+            elif key not in new:
+                found.append(f"{inner}: {old[key]!r} → not set")
+            else:
+                found += differences(old[key], new[key], inner)
+        return found
+    return [] if old == new else [f"{path}: {old!r} → {new!r}"]

@@ -1,0 +1,115 @@
+"""Learning-rate schedules: a peak rate and a step give the rate of that step.
+
+A schedule knows the length of the run and nothing else, so that a phase may change the peak
+(``phases[i].training.optimizer.learning_rate``) without moving the warm-up or the decay.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from typing import Protocol
+
+
+class Schedule(ABC):
+    """The learning rate of every step of a run."""
+
+    @abstractmethod
+    def rate(self, step: int, *, peak: float) -> float:
+        """Return the learning rate of the update at ``step`` (counted from 0), for a given peak rate."""
+
+
+class _WarmUpFields(Protocol):
+    @property
+    def warmup(self) -> float | int: ...
+    @property
+    def final_learning_rate(self) -> float: ...
+
+
+class _SqrtFields(_WarmUpFields, Protocol):
+    @property
+    def decay(self) -> float | int: ...
+
+
+def steps_of(amount: float | int, total_steps: int) -> int:
+    """Return ``amount`` in steps: a float below 1 is a fraction of the run, anything else is steps already.
+
+    A fraction is rounded to the nearest step; the fraction 1.0 is the whole run.
+    """
+    if isinstance(amount, float) and amount <= 1.0:
+        return round(amount * total_steps)
+    return int(amount)
+
+
+def _warm_up(step: int, warmup_steps: int) -> float:
+    # (step + 1): the first update would otherwise have rate 0 and be wasted.
+    return min(1.0, (step + 1) / warmup_steps) if warmup_steps > 0 else 1.0
+
+
+class WarmupConstantSqrt(Schedule):
+    """Linear warm-up, a constant peak, then ``1 - sqrt`` decay down to a final rate.
+
+    Over the last ``decay_steps`` the rate is ``final + (peak - final) (1 - sqrt(progress))`` (Hägele et al.,
+    "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024).
+    """
+
+    def __init__(self, *, total_steps: int, warmup_steps: int, decay_steps: int, final_rate: float) -> None:
+        if warmup_steps + decay_steps > total_steps:
+            raise ValueError(
+                f"training.schedule: a warm-up of {warmup_steps} steps and a decay of {decay_steps} do not "
+                f"fit into {total_steps} steps; shorten one of them or give fractions of the run"
+            )
+        self.total_steps = total_steps
+        self.warmup_steps = warmup_steps
+        self.decay_steps = decay_steps
+        self.final_rate = final_rate
+
+    def rate(self, step: int, *, peak: float) -> float:
+        """Return the learning rate of the update at ``step``."""
+        decay_from = self.total_steps - self.decay_steps
+        if step < decay_from or self.decay_steps == 0:
+            return peak * _warm_up(step, self.warmup_steps)
+        # The last step of the run gets the final rate exactly.
+        progress = min(1.0, (step - decay_from + 1) / self.decay_steps)
+        return self.final_rate + (peak - self.final_rate) * (1.0 - math.sqrt(progress))
+
+
+class WarmupLinear(Schedule):
+    """Linear warm-up, then a straight line down to a final rate at the end of the run."""
+
+    def __init__(self, *, total_steps: int, warmup_steps: int, final_rate: float) -> None:
+        if warmup_steps > total_steps:
+            raise ValueError(
+                f"training.schedule: a warm-up of {warmup_steps} steps does not fit into {total_steps} "
+                "steps; shorten it or give a fraction of the run"
+            )
+        self.total_steps = total_steps
+        self.warmup_steps = warmup_steps
+        self.final_rate = final_rate
+
+    def rate(self, step: int, *, peak: float) -> float:
+        """Return the learning rate of the update at ``step``."""
+        if step < self.warmup_steps:
+            return peak * _warm_up(step, self.warmup_steps)
+        falling = self.total_steps - self.warmup_steps
+        progress = min(1.0, (step - self.warmup_steps) / max(1, falling))
+        return peak + (self.final_rate - peak) * progress
+
+
+def build_warmup_constant_sqrt(spec: _SqrtFields, *, total_steps: int) -> WarmupConstantSqrt:
+    """Build the schedule of kind ``warmup_constant_sqrt`` for a run of ``total_steps``."""
+    return WarmupConstantSqrt(
+        total_steps=total_steps,
+        warmup_steps=steps_of(spec.warmup, total_steps),
+        decay_steps=steps_of(spec.decay, total_steps),
+        final_rate=spec.final_learning_rate,
+    )
+
+
+def build_warmup_linear(spec: _WarmUpFields, *, total_steps: int) -> WarmupLinear:
+    """Build the schedule of kind ``warmup_linear`` for a run of ``total_steps``."""
+    return WarmupLinear(
+        total_steps=total_steps,
+        warmup_steps=steps_of(spec.warmup, total_steps),
+        final_rate=spec.final_learning_rate,
+    )

@@ -1,0 +1,178 @@
+"""One training step: gradients of a global batch in micro-batches, the checks, the update.
+
+Shape legend: B sequences of a micro-batch, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+IGNORED = -100
+"""The label of a position that is not scored."""
+
+
+@dataclass(frozen=True)
+class SearchStatistics:
+    """How the searches of a batch for their fixed points went; residuals are measured, never assumed."""
+
+    iterations: float
+    iterations_max: int
+    residual: float
+    residual_max: float
+    non_converged: float
+    diverged: float
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one training step measured; ``search`` is None for an explicit model."""
+
+    loss: float
+    accuracy: float
+    accuracy_last: float
+    gradient_norm: float
+    search: SearchStatistics | None
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
+    """Return the context a model's passes run in: bfloat16 autocast, or nothing for float32."""
+    if precision == "bfloat16":
+        return torch.autocast(device.type, dtype=torch.bfloat16)  # type: ignore[return-value]  # its __enter__ returns itself
+    return nullcontext()
+
+
+def correct_and_scored(logits_BLV: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where the most likely token is the label, and where there is a label, both bool (B, L)."""
+    scored_BL = labels_BL != IGNORED
+    return (logits_BLV.argmax(-1) == labels_BL) & scored_BL, scored_BL
+
+
+def training_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: Tensor,
+    labels: Tensor,
+    *,
+    device: torch.device,
+    precision: str,
+    micro_batch_size: int | None,
+    clip_norm: float | None,
+    last_tokens: int,
+    refuse: Callable[[str, float], Exception],
+) -> StepResult:
+    """Make one update from a global batch of ``inputs`` and ``labels``, int64 (batch, L).
+
+    The loss is the mean over the batch's scored tokens, however it is cut into micro-batches. Before the
+    update the loss and the gradient norm are read; where one isn't finite, ``refuse(quantity, value)`` is
+    raised and weights and optimizer state stay as they were.
+    """
+    model.train()
+    size = micro_batch_size or inputs.shape[0]
+    scored_total = max(1, int((labels != IGNORED).sum()))
+    tally = _Tally(device)
+    optimizer.zero_grad(set_to_none=True)
+    for first in range(0, inputs.shape[0], size):
+        inputs_BL = inputs[first : first + size].to(device, non_blocking=True)
+        labels_BL = labels[first : first + size]
+        share = int((labels_BL != IGNORED).sum()) / scored_total
+        if share == 0.0:
+            continue  # a mean over no label at all would be NaN
+        labels_BL = labels_BL.to(device, non_blocking=True)
+        with autocast(device, precision):
+            output = model(inputs_BL, labels=labels_BL)
+        loss = output.loss * share
+        loss.backward()
+        tally.add(loss.detach(), output, labels_BL, last_tokens)
+
+    # One reading from the device for the check: the update must not be made with what isn't a number.
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    limit = math.inf if clip_norm is None else clip_norm
+    norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+    loss_value, norm_value = torch.stack([tally.loss, norm.to(tally.loss)]).tolist()
+    if not math.isfinite(loss_value):
+        raise refuse("loss", loss_value)
+    if not math.isfinite(norm_value):
+        raise refuse("gradient norm", norm_value)
+    optimizer.step()
+    return tally.result(loss=loss_value, gradient_norm=norm_value)
+
+
+class _Tally:
+    """Sums over the micro-batches of a step, kept on the device until the end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.loss = torch.zeros((), device=device)
+        self._correct = torch.zeros(
+            4, device=device
+        )  # correct, scored, correct among the last, scored among the last
+        self._iterations: list[Tensor] = []
+        self._residual: list[Tensor] = []
+        self._converged: list[Tensor] = []
+        self._diverged: list[Tensor] = []
+
+    def add(self, loss: Tensor, output: object, labels_BL: Tensor, last_tokens: int) -> None:
+        self.loss = self.loss + loss.to(self.loss)
+        logits = output.logits.detach()  # type: ignore[attr-defined]  # the contract of language models
+        correct_BL, scored_BL = correct_and_scored(logits, labels_BL)
+        last_correct, last_scored = correct_BL[:, -last_tokens:], scored_BL[:, -last_tokens:]
+        self._correct += torch.stack(
+            [part.sum() for part in (correct_BL, scored_BL, last_correct, last_scored)]
+        )
+        solution = output.solution  # type: ignore[attr-defined]  # the same
+        if solution is not None:
+            self._iterations.append(solution.iterations)
+            self._residual.append(solution.residual)
+            self._converged.append(solution.converged)
+            self._diverged.append(solution.diverged)
+
+    def result(self, *, loss: float, gradient_norm: float) -> StepResult:
+        correct, scored, last_correct, last_scored = self._correct.tolist()
+        return StepResult(
+            loss=loss,
+            accuracy=correct / max(1.0, scored),
+            accuracy_last=last_correct / max(1.0, last_scored),
+            gradient_norm=gradient_norm,
+            search=self._search(),
+        )
+
+    def _search(self) -> SearchStatistics | None:
+        if not self._iterations:
+            return None
+        return search_statistics(
+            torch.cat(self._iterations),
+            torch.cat(self._residual),
+            torch.cat(self._converged),
+            torch.cat(self._diverged),
+        )
+
+
+def search_statistics(
+    iterations: Tensor, residual: Tensor, converged: Tensor, diverged: Tensor
+) -> SearchStatistics:
+    """Summarize the searches of many sequences, all of shape (B,), with one reading from the device."""
+    residual = residual.float()
+    counts = iterations.float()
+    mean, largest, mean_residual, largest_residual, met, lost = torch.stack(
+        [
+            counts.mean(),
+            counts.max(),
+            residual.mean(),
+            residual.max(),
+            converged.float().mean(),
+            diverged.float().mean(),
+        ]
+    ).tolist()
+    return SearchStatistics(
+        iterations=mean,
+        iterations_max=int(largest),
+        residual=mean_residual,
+        residual_max=largest_residual,
+        non_converged=1.0 - met,
+        diverged=lost,
+    )

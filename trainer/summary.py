@@ -1,0 +1,74 @@
+"""What a finished run leaves for people and programs to read: ``summary.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from trainer.checkpoint import Progress
+from trainer.evaluation import EvaluationResult
+from trainer.metrics import json_value
+from trainer.run_folder import differences
+from trainer.spec import RunSpec, WordProblemSpec
+
+
+def summarize(
+    *,
+    name: str,
+    spec: RunSpec,
+    model: nn.Module,
+    progress: Progress,
+    last_row: Mapping[str, Any],
+    results: Sequence[EvaluationResult],
+    manifest: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the summary of a finished run as JSON values; ``seconds`` is its wall time over all sessions."""
+    summary = {
+        "name": name,
+        "task": spec.data.kind,
+        "model": spec.model.kind,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "steps": progress.step,
+        "tokens": progress.tokens,
+        "samples": progress.samples,
+        "seconds": round(progress.seconds, 1),
+        "seed": spec.training.seed,
+        "training_length": spec.data.length,
+        "last_tokens": spec.evaluation.last_tokens,
+        "chance": _chance(spec),
+        "phases": [
+            {
+                "name": phase.name,
+                "first_step": phase.first_step,
+                "last_step": phase.last_step,
+                "changes": differences(
+                    {
+                        "model": spec.model.model_dump(mode="json"),
+                        "training": spec.training.model_dump(mode="json"),
+                    },
+                    {
+                        "model": phase.model.model_dump(mode="json"),
+                        "training": phase.training.model_dump(mode="json"),
+                    },
+                ),
+            }
+            for phase in spec.phase_specs()
+        ],
+        "final": dict(last_row),
+        "evaluation": [result.as_row(by_position=True) for result in results],
+        "device": manifest["device"],
+        "threads": manifest["threads"],
+        "versions": manifest["versions"],
+        "command": manifest["command"],
+    }
+    value: dict[str, Any] = json_value(summary)
+    return value
+
+
+def _chance(spec: RunSpec) -> float | None:
+    """Return the accuracy of guessing, where every answer is equally likely: a group without a monoid."""
+    if isinstance(spec.data, WordProblemSpec) and spec.data.monoid is None:
+        return 1.0 / spec.data.vocab_size
+    return None
