@@ -229,7 +229,7 @@ def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
     # is stored, the others are noted as aliases.
     stored: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    seen: dict[tuple[int, int, torch.Size], str] = {}
+    seen: dict[Any, str] = {}
     for name, tensor in tensors.items():
         key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
         if tensor.numel() > 0 and key in seen:

@@ -217,7 +217,7 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
         color = _COLORS[run_index % len(_COLORS)]
         axes.plot(steps, losses, linewidth=0.8, alpha=0.28, color=color)
         axes.plot(steps, smoothed(losses), linewidth=1.9, color=color, label=run.label)
-    phases = next((run.summary["phases"] for run in runs if len(run.summary["phases"]) > 1), [])
+    phases: list[dict[str, Any]] = next((run.summary["phases"] for run in runs if len(run.summary["phases"]) > 1), [])
     for phase in phases:
         if phase["first_step"] > 0:
             axes.axvline(phase["first_step"], color=_GREY, linewidth=0.9, linestyle=(0, (1, 2)))

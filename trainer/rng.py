@@ -28,10 +28,12 @@ def _decode(text: str) -> torch.Tensor:
 def random_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and PyTorch's generators, CUDA devices included."""
     version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # type: ignore[misc]  # a tuple when legacy
+    numpy_state: Any = np.random.get_state(legacy=True)  # typed as a dictionary too, which it is not when legacy
+    name, keys, position, has_gauss, cached = numpy_state
+    keys_text = base64.b64encode(keys.tobytes()).decode("ascii")
     state: dict[str, Any] = {
         "python": [version, list(internal), gauss],
-        "numpy": [str(name), base64.b64encode(keys.tobytes()).decode("ascii"), position, has_gauss, cached],  # type: ignore[union-attr]  # an array when legacy
+        "numpy": [str(name), keys_text, position, has_gauss, cached],
         "torch": _encode(torch.get_rng_state()),
     }
     if torch.cuda.is_available():

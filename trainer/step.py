@@ -43,7 +43,7 @@ class StepResult:
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
     """Return the context a model's passes run in: bfloat16 autocast, or nothing for float32."""
     if precision == "bfloat16":
-        return torch.autocast(device.type, dtype=torch.bfloat16)  # type: ignore[return-value]  # its __enter__ returns itself
+        return torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext()
 
 

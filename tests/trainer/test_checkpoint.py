@@ -1,0 +1,200 @@
+"""Checkpoints of a stand-in model: exact, atomic, and never trusted when they are damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.checkpoint import (
+    Progress,
+    list_checkpoints,
+    load_checkpoint,
+    newest_sound_checkpoint,
+    save_checkpoint,
+    verify_checkpoint,
+)
+from trainer.errors import CheckpointError
+from trainer.rng import random_state, restore_random_state, seed_everything
+
+
+class Tied(nn.Module):
+    """A model with one weight under two names, as tied embeddings may be."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(3, width)
+        self.head = nn.Linear(width, 3, bias=True)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.embedding(ids))
+        return logits
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = (model(torch.randint(3, (5,))) ** 2).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, keep: int = 2) -> Path:
+    return save_checkpoint(
+        folder, model=model, optimizer=optimizer, progress=Progress(step=step), spec_digest="d", keep=keep
+    )
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
+    seed_everything(0)
+    model = Tied()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 3)
+    return save(tmp_path / "checkpoints", model, optimizer, 3), model, optimizer
+
+
+def test_goes_on_to_the_last_bit(trained: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
+    path, model, optimizer = trained
+    expected = train(model, optimizer, 4)
+
+    seed_everything(99)
+    again = Tied()
+    optimizer_again = optimizer_of(again)
+    progress = load_checkpoint(path, model=again, optimizer=optimizer_again, restore_random=True)
+    assert progress == Progress(step=3)
+    assert train(again, optimizer_again, 4) == expected
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    assert again.head.weight is again.embedding.weight
+
+
+def test_generators_are_put_back() -> None:
+    import random
+
+    import numpy as np
+
+    seed_everything(5)
+    random.gauss(0, 1)
+    state = json.loads(json.dumps(random_state()))
+
+    def draw() -> list[float]:
+        return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))]
+
+    expected = draw()
+    restore_random_state(state)
+    assert draw() == expected
+
+
+def test_keeps_the_last_and_ignores_what_a_crash_left(
+    trained: tuple[Path, nn.Module, torch.optim.Optimizer],
+) -> None:
+    path, model, optimizer = trained
+    folder = path.parent
+    half = folder / "step-00000009.tmp-4711"
+    half.mkdir()
+    (half / "model.safetensors").write_bytes(b"half")
+    assert newest_sound_checkpoint(folder) == (path, [])
+    for step in (4, 5, 6):
+        save(folder, model, optimizer, step)
+    assert [found.name for found in list_checkpoints(folder)] == ["step-00000005", "step-00000006"]
+    assert not half.exists()
+
+
+def test_a_crash_in_the_middle_of_a_save_leaves_the_previous_one(
+    trained: tuple[Path, nn.Module, torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model, optimizer = trained
+
+    class PowerCutError(Exception):
+        pass
+
+    def cut(*args: object, **kwargs: object) -> None:
+        raise PowerCutError
+
+    # At each of the moments in turn: before the tensors, before the state, before the rename.
+    for target in ("trainer.checkpoint._save_tensors", "trainer.checkpoint.write_json", "pathlib.Path.rename"):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, cut)
+            with pytest.raises(PowerCutError):
+                save(path.parent, model, optimizer, 8)
+        assert newest_sound_checkpoint(path.parent) == (path, [])
+    assert save(path.parent, model, optimizer, 8).name == "step-00000008"
+
+
+def test_the_same_step_can_be_saved_again(trained: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
+    path, model, optimizer = trained
+    train(model, optimizer, 1)
+    assert save(path.parent, model, optimizer, 3) == path
+    loaded = Tied()
+    load_checkpoint(path, model=loaded)
+    assert torch.equal(loaded.head.weight, model.state_dict()["head.weight"])
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "complaint"),
+    [
+        ("model.safetensors", "cut", "model.safetensors is cut short"),
+        ("model.safetensors", "flip", "model.safetensors was altered"),
+        ("optimizer.safetensors", "cut", "optimizer.safetensors is cut short"),
+        ("optimizer.safetensors", "remove", "optimizer.safetensors is missing"),
+        ("state.json", "cut", "state.json is cut short or not JSON"),
+        ("state.json", "edit", "state.json was altered"),
+        ("state.json", "remove", "state.json is missing"),
+    ],
+)
+def test_damage_is_named_and_the_checkpoint_before_it_found(
+    trained: tuple[Path, nn.Module, torch.optim.Optimizer], name: str, damage: str, complaint: str
+) -> None:
+    path, model, optimizer = trained
+    newer = save(path.parent, model, optimizer, 7)
+    file = newer / name
+    content = bytearray(file.read_bytes())
+    if damage == "cut":
+        file.write_bytes(content[: len(content) // 2])
+    elif damage == "flip":
+        content[-3] ^= 1
+        file.write_bytes(content)
+    elif damage == "edit":
+        file.write_bytes(bytes(content).replace(b'"step": 7', b'"step": 6'))
+    else:
+        file.unlink()
+    with pytest.raises(CheckpointError, match=complaint):
+        verify_checkpoint(newer)
+    found, complaints = newest_sound_checkpoint(path.parent)
+    assert found == path
+    assert len(complaints) == 1
+    assert complaint in complaints[0]
+
+
+def test_without_a_whole_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        newest_sound_checkpoint(tmp_path)
+    (tmp_path / "step-00000001").mkdir()
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*state\.json is missing"):
+        newest_sound_checkpoint(tmp_path)
+
+
+def test_another_model_is_refused_before_anything_is_loaded(
+    trained: tuple[Path, nn.Module, torch.optim.Optimizer],
+) -> None:
+    path, *_ = trained
+    wider = Tied(width=6)
+    before = wider.embedding.weight.clone()
+    with pytest.raises(CheckpointError, match=r"another model: it has embedding.weight of shape \(3, 4\)"):
+        load_checkpoint(path, model=wider)
+    assert torch.equal(wider.embedding.weight, before)
+    with pytest.raises(CheckpointError, match="it has embedding.weight, which the model lacks"):
+        load_checkpoint(path, model=nn.Linear(2, 2))
