@@ -1,6 +1,6 @@
 """The hook through which components register, built-ins and third parties alike.
 
-A plugin is a module with functions marked `hookimpl`, named by an entry point of the group `implicit_blocks`::
+A plugin is a module with functions marked `hookimpl`, named by an entry point of group `implicit_blocks`::
 
     @implicit_blocks.hookimpl
     def register_components(add):
@@ -34,7 +34,7 @@ class Add(Protocol):
     """What a plugin is handed to register with: one call for each kind."""
 
     def __call__(self, family: str, spec_class: type[Any], builder: Builder) -> None:
-        """Register ``spec_class`` (its ``kind`` has the kind's name as default) and its builder in a family."""
+        """Register a spec class, the default of whose ``kind`` names it, and its builder in a family."""
 
 
 hookspec: _Marker = pluggy.HookspecMarker(GROUP)
@@ -45,6 +45,6 @@ hookimpl: _Marker = pluggy.HookimplMarker(GROUP)
 def register_components(add: Add) -> None:
     """Call ``add`` for every kind that the plugin brings.
 
-    All of a plugin's kinds are registered, or none: an error raised here, or a kind that is taken, refuses the
-    plugin as a whole and leaves every other one alone.
+    All of a plugin's kinds are registered, or none: an error raised here, or a kind that is taken, refuses
+    the plugin as a whole and leaves every other one alone.
     """

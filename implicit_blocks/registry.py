@@ -1,8 +1,8 @@
 """Which kinds there are: (family, kind) → spec class and builder, for built-ins and plugins alike.
 
-Plugins are found by the entry-point group `implicit_blocks` and loaded at the first lookup, in the order of their
-names. One that can't be used is named in `failures()` and takes nothing else down. The environment variable
-`IMPLICIT_BLOCKS_PLUGINS` switches third parties off (``none``) or allows some (``acme,other``).
+Plugins are found by the entry-point group `implicit_blocks` and loaded at the first lookup, in the order of
+their names. One that can't be used is named in `failures()` and takes nothing else down. The environment
+variable `IMPLICIT_BLOCKS_PLUGINS` switches third parties off (``none``) or allows some (``acme,other``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Entry:
                 target = getattr(target, name)
         except (ImportError, AttributeError) as error:
             raise ImportError(
-                f"{self.family} {self.kind!r} of {self.owner} is built by {self.builder!r}, which can't be imported: {error}"
+                f"{self.family} {self.kind!r} of {self.owner} is built by {self.builder!r}, "
+                f"which can't be imported: {error}"
             ) from error
         return cast(Callable[..., Any], target)
 
@@ -95,7 +96,7 @@ def add(
     Args:
         family: the family, equal to ``spec_class.family``.
         spec_class: a `ComponentSpec` subclass.
-        builder: called as ``builder(spec, **context)``; or an import string, resolved when something is built.
+        builder: called as ``builder(spec, **context)``; or an import string, resolved when it is called for.
         owner: the distribution that brings the kind.
         version: its version; looked up where absent.
 
@@ -104,7 +105,7 @@ def add(
     """
     entry = _checked_entry(family, spec_class, builder, owner, version or _version_of(owner))
     with _lock:
-        # Built-ins and plugins come first, so that a clash with them is found here and not at some later lookup.
+        # Built-ins and plugins come first, so that a clash with them is found here and not at a later lookup.
         _load()
         _refuse_clash(entry, _state.entries)
         _state.entries[family, entry.kind] = entry
@@ -114,7 +115,7 @@ def entry(family: str, kind: str) -> Entry:
     """What is registered under a family and a kind.
 
     Raises:
-        UnknownKindError: nothing is; names the nearest known one, and plugins that failed or are switched off.
+        UnknownKindError: nothing is; names the nearest known kind, and plugins that failed or are off.
     """
     _load()
     found = _state.entries.get((family, kind))
@@ -233,7 +234,7 @@ def _register(plugin: object, name: str, owner: str, version: str) -> None:
     manager.check_pending()  # a hook of an unknown name
     if not manager.hook.register_components.get_hookimpls():
         raise ValueError(
-            "has no function `register_components` marked with implicit_blocks.hookimpl, so it registers nothing"
+            "it registers nothing; mark a function `register_components(add)` with implicit_blocks.hookimpl"
         )
     staged: dict[tuple[str, str], Entry] = {}
 
@@ -262,7 +263,7 @@ def _checked_entry(family: str, spec_class: type[Any], builder: Builder, owner: 
     kind = spec_class.model_fields["kind"].default
     if not (isinstance(kind, str) and kind):
         raise ValueError(
-            f'{spec_class.__qualname__} names no kind; give it a field `kind: Literal["…"] = "…"` with its name'
+            f'{spec_class.__qualname__} names no kind; give it a field `kind: Literal["…"] = "…"`'
         )
     if not (callable(builder) or (isinstance(builder, str) and re.fullmatch(r"[\w.]+:[\w.]+", builder))):
         raise ValueError(

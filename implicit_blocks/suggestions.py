@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """``did you mean 'picard'? Known: anderson, picard``, or without the question where nothing is near."""
+    """Say ``did you mean 'picard'? Known: anderson, picard``, without the question where nothing is near."""
     names = sorted(known)
     near = nearest(name, names)
-    question = f"did you mean {near!r}? " if near else ""
-    return f"{question}Known: {', '.join(names) or 'none'}"
+    listed = ", ".join(names) or "none"
+    return f"did you mean {near!r}? Known: {listed}" if near else f"known: {listed}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import NonNegativeInt, PositiveInt, model_validator
 
 from implicit_blocks import registry
 from implicit_blocks.specs import BaseRunSpec, Spec, refusal
@@ -87,12 +87,13 @@ class RunSpec(BaseRunSpec):
         model, data = value.get("model"), value.get("data")
         if not isinstance(model, Mapping) or model.get("vocab_size") is not None:
             return value
-        try:
-            fields = registry.entry("model", str(model.get("kind"))).spec.model_fields
-            size = DataSpec.model_validate(data).vocab_size
-        except ValueError:  # the fields' own validation says what is wrong
+        if model.get("kind") not in registry.kinds("model"):
             return value
-        if size is None or "vocab_size" not in fields:
+        try:
+            size = DataSpec.model_validate(data).vocab_size
+        except ValueError:  # said by the field's own validation; a missing vocabulary would only distract
+            size = 1
+        if size is None or "vocab_size" not in registry.entry("model", model["kind"]).spec.model_fields:
             return value
         return {**value, "model": {**model, "vocab_size": size}}
 

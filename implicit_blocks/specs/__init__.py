@@ -1,8 +1,10 @@
 """Specs: what to build, as data. Importing them imports no torch."""
 
-from implicit_blocks.specs.base import ComponentSpec, Spec, refusal, together
+from implicit_blocks.specs.base import ComponentSpec, Spec
+from implicit_blocks.specs.errors import refusal, together
 from implicit_blocks.specs.gradients import GradientSpec, ImplicitFunctionSpec, PhantomSpec, UnrolledSpec
 from implicit_blocks.specs.layers import AttentionSpec, Mamba2Spec, MixerSpec, MLPSpec, Parameters, SwiGLUSpec
+from implicit_blocks.specs.loading import load_spec, resolve, zoo_names
 from implicit_blocks.specs.merging import merge
 from implicit_blocks.specs.model import (
     AtEvaluation,
@@ -13,6 +15,7 @@ from implicit_blocks.specs.model import (
 )
 from implicit_blocks.specs.run import BaseRunSpec
 from implicit_blocks.specs.solvers import AndersonSpec, PicardSpec, SolverSpec, Stopping, StoppingOverrides
+from implicit_blocks.specs.tree import SpecError
 
 __all__ = [
     "AndersonSpec",
@@ -34,11 +37,15 @@ __all__ = [
     "PicardSpec",
     "SolverSpec",
     "Spec",
+    "SpecError",
     "Stopping",
     "StoppingOverrides",
     "SwiGLUSpec",
     "UnrolledSpec",
+    "load_spec",
     "merge",
     "refusal",
+    "resolve",
     "together",
+    "zoo_names",
 ]

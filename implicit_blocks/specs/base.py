@@ -1,8 +1,9 @@
 """What every spec is: frozen, complete, strict about keys; and how a field finds the kinds of its family.
 
-A *family* is the set of components that fit one place, such as all solvers. Its base class (`SolverSpec`) declares
-`family`; a field annotated with the base asks the registry *when it validates*, so that a kind registered later
-needs no rebuilding of the specs that may hold it. A third party opens a family of its own in the same way::
+A *family* is the set of components that fit one place, such as all solvers. Its base class (`SolverSpec`)
+declares `family`; a field annotated with the base asks the registry *when it validates*, so that a kind
+registered later needs no rebuilding of the specs that may hold it. A third party opens a family of its own in
+the same way::
 
     class SamplerSpec(ComponentSpec):
         family: ClassVar[str] = "acme.sampler"
@@ -10,50 +11,24 @@ needs no rebuilding of the specs that may hold it. A third party opens a family 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import CoreRef, GenerateJsonSchema, JsonSchemaValue
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, ValidationError, core_schema
+from pydantic_core import CoreSchema, core_schema
 
 from implicit_blocks import registry
+from implicit_blocks.specs.errors import refusal, together
 from implicit_blocks.suggestions import did_you_mean
-
-
-def refusal(message: str, *location: str | int, value: Any) -> ValidationError:
-    """An error to raise in a validator when it is one particular entry that is wrong.
-
-    Args:
-        message: what is wrong and what to do; for users.
-        location: keys from the spec under validation to that entry.
-        value: what stands there.
-    """
-    error = PydanticCustomError("refused", "{message}", {"message": message})
-    return ValidationError.from_exception_data("spec", [{"type": error, "loc": location, "input": value}])
-
-
-def together(errors: Iterable[ValidationError], *, under: Sequence[str | int] = ()) -> ValidationError:
-    """Several errors as one, so that all of them are shown.
-
-    Args:
-        errors: the errors of parts of the spec under validation.
-        under: keys from that spec to the parts.
-    """
-    lines: list[InitErrorDetails] = []
-    for line in (line for error in errors for line in error.errors()):
-        reason = PydanticCustomError(
-            "refused", "{message}", {"message": line["msg"].removeprefix("Value error, ")}
-        )
-        lines.append({"type": reason, "loc": (*under, *line["loc"]), "input": line["input"]})
-    return ValidationError.from_exception_data("spec", lines)
 
 
 class Spec(BaseModel):
     """A section of a spec. Frozen; unknown keys are refused, the nearest known one named.
 
-    A mapping without `kind` given for a field says what differs from the field's default: ``solver: {damping: 0.5}``.
-    So write specs out in full (`model_dump()` without exclusions): what is left out means the default's value.
+    A mapping without `kind` given for a field says what differs from the field's default, as in
+    ``solver: {damping: 0.5}``. So write specs out in full (`model_dump()` without exclusions): what is left
+    out means the default's value.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -65,7 +40,12 @@ class Spec(BaseModel):
             return value
         known = cls.model_fields
         unknown = [
-            refusal(f"unknown key {key!r}; {did_you_mean(str(key), known)}", str(key), value=value[key])
+            refusal(
+                f"unknown key {key!r}; {did_you_mean(str(key), known)}",
+                str(key),
+                value=value[key],
+                of_key=True,
+            )
             for key in value
             if key not in known
         ]

@@ -6,7 +6,8 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import PositiveInt, model_validator
 
-from implicit_blocks.specs.base import ComponentSpec, refusal
+from implicit_blocks.specs.base import ComponentSpec
+from implicit_blocks.specs.errors import refusal
 from implicit_blocks.specs.solvers import Damping, PicardSpec, SolverSpec, Stopping
 
 
@@ -26,7 +27,10 @@ class GradientSpec(ComponentSpec):
 
 
 class PhantomSpec(GradientSpec):
-    """Search without gradients, then `steps` damped steps with: Geng et al., "On Training Implicit Models", 2021."""
+    """Search without gradients, then `steps` damped steps with.
+
+    Geng et al., "On Training Implicit Models", NeurIPS 2021. Biased: the gradient of a truncated series.
+    """
 
     kind: Literal["phantom"] = "phantom"
     steps: PositiveInt = 4

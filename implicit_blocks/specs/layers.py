@@ -1,7 +1,7 @@
 """Mixers and MLPs: what a layer is made of, and what it costs.
 
-Costs are stated by each spec itself, so that sizes are known without building anything. The methods may answer None,
-"not known"; a third party that overrides them makes its component visible to the estimates.
+Costs are stated by each spec itself, so that sizes are known without building anything. The methods may
+answer None, "not known"; a third party that overrides them makes its component visible to the estimates.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import ClassVar, Literal, NamedTuple, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from implicit_blocks.specs.base import ComponentSpec, refusal
+from implicit_blocks.specs.base import ComponentSpec
+from implicit_blocks.specs.errors import refusal
 
 
 class Parameters(NamedTuple):
@@ -80,7 +81,7 @@ class Mamba2Spec(MixerSpec):
     dt_max: PositiveFloat = 1e-1
     """... to here."""
     a_min: PositiveFloat = 1.0
-    """Initial decay rates −A are uniform from here ..."""
+    """Initial decay rates -A are uniform from here ..."""
     a_max: PositiveFloat = 16.0
     """... to here."""
 
@@ -97,8 +98,8 @@ class Mamba2Spec(MixerSpec):
         d_inner = self.expand * d_model
         if d_inner % self.head_dim:
             raise ValueError(
-                f"the inner width expand × d_model = {self.expand} × {d_model} = {d_inner} is not divisible by "
-                f"head_dim {self.head_dim}; choose a head_dim that divides it"
+                f"the inner width expand * d_model = {self.expand} * {d_model} = {d_inner} is not divisible "
+                f"by head_dim {self.head_dim}; choose a head_dim that divides it"
             )
 
     def injection_width(self, d_model: int) -> int:
@@ -119,8 +120,8 @@ class Mamba2Spec(MixerSpec):
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Projections, convolution, and the chunked scan.
 
-        In a chunk of Q tokens the scan forms all Q × Q products of C and B, the masked half too, and applies them
-        to every head's x (2 Q N + 2 Q d_inner a token); the state is written and read once a token
+        In a chunk of Q tokens the scan forms all Q × Q products of C and B, the masked half too, and applies
+        them to every head's x (2 Q N + 2 Q d_inner a token); the state is written and read once a token
         (4 N d_inner).
         """
         d_inner = self.expand * d_model
@@ -156,12 +157,14 @@ class AttentionSpec(MixerSpec):
         """`n_heads` must divide the width into even heads."""
         if d_model % self.n_heads:
             raise ValueError(
-                f"d_model {d_model} is not divisible by n_heads {self.n_heads}; choose a multiple of {self.n_heads}"
+                f"d_model {d_model} is not divisible by n_heads {self.n_heads}; "
+                f"choose a multiple of {self.n_heads}"
             )
-        if (d_model // self.n_heads) % 2:
+        width = d_model // self.n_heads
+        if width % 2:
             raise ValueError(
-                f"heads of width d_model / n_heads = {d_model} / {self.n_heads} = {d_model // self.n_heads} are odd, "
-                "and rotary positions need pairs; choose n_heads so that the width is even"
+                f"the head width d_model / n_heads = {d_model} / {self.n_heads} = {width} is odd, and rotary "
+                "positions turn pairs; choose n_heads so that it is even"
             )
 
     def injection_width(self, d_model: int) -> int:
@@ -174,7 +177,7 @@ class AttentionSpec(MixerSpec):
         return Parameters((projected + d_model) * d_model, projected + d_model)
 
     def flops_per_token(self, d_model: int, length: int) -> float:
-        """Projections, and scores and sums over the causal half: ``(length + 1) / 2`` keys a token on average."""
+        """Projections, and scores and sums over the causal half, ``(length + 1) / 2`` keys on average."""
         projections = 2 * d_model * (self.injection_width(d_model) + d_model)
         return float(projections + 2 * d_model * (length + 1))
 

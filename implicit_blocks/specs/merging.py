@@ -1,8 +1,8 @@
 """Laying one spec over another: `extends`, phases and the command line all merge by these rules.
 
-A mapping that names another `kind` replaces what was there; every other mapping merges, key by key; lists and scalars
-replace. A model that is switched to its *twin* keeps the fields that both kinds know, and the phases, which told the
-old one how to search, go.
+A mapping that names another `kind` replaces what was there; every other mapping merges, key by key; lists and
+scalars replace. A model that is switched to its *twin* keeps the fields that both kinds know, and the phases,
+which told the old one how to search, go.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Section:
     merged = Section(base)
     for key, value in over.items():
         below = merged.get(key)
-        both = isinstance(value, Mapping) and isinstance(below, Mapping)
-        merged.put(key, merge(below, value) if both else value, like=over)
+        if isinstance(value, Mapping) and isinstance(below, Mapping):
+            value = merge(below, value)
+        merged.put(key, value, like=over)
     return merged
 
 

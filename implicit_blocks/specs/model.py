@@ -6,7 +6,8 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from implicit_blocks.specs.base import ComponentSpec, Spec, refusal
+from implicit_blocks.specs.base import ComponentSpec, Spec
+from implicit_blocks.specs.errors import refusal
 from implicit_blocks.specs.gradients import GradientSpec, PhantomSpec
 from implicit_blocks.specs.layers import MixerSpec, MLPSpec
 from implicit_blocks.specs.solvers import PicardSpec, SolverSpec, Stopping, StoppingOverrides
@@ -123,7 +124,7 @@ class ImplicitLMSpec(LanguageModelSpec):
             if solver.couples_tokens and stopping.scope == "prefix":
                 where = ".".join((*place[:-1], "stopping.scope"))
                 message = (
-                    f"solver {solver.kind!r} mixes the tokens of a row, and scope 'prefix' promises that no token "
+                    f"solver {solver.kind!r} mixes the tokens of a row; scope 'prefix' promises that none "
                     f"depends on later ones; set {where} to 'sequence' or choose another solver"
                 )
                 raise refusal(message, *place, value=solver)

@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from implicit_blocks.specs.base import ComponentSpec, Spec
 
 Damping = Annotated[float, Field(gt=0, le=1)]
-"""λ in ``z ← (1 − λ) z + λ f(z)``: 1 is the plain step."""
+"""λ in ``z ← (1 - λ) z + λ f(z)``: 1 is the plain step."""
 
 Norm = Literal["relative", "absolute"]
 Scope = Literal["sequence", "prefix"]
@@ -26,7 +26,7 @@ class SolverSpec(ComponentSpec):
 
 
 class PicardSpec(SolverSpec):
-    """``z ← (1 − damping) z + damping f(z)``."""
+    """``z ← (1 - damping) z + damping f(z)``."""
 
     differentiable: ClassVar[bool] = True
 
@@ -59,9 +59,9 @@ class Stopping(Spec):
     max_iterations: PositiveInt = 32
     """Calls of f at most, in the search."""
     norm: Norm = "relative"
-    """Residual ``‖f(z) − z‖ / ‖f(z)‖`` (relative) or ``‖f(z) − z‖`` (absolute)."""
+    """Residual ``‖f(z) - z‖ / ‖f(z)‖`` (relative) or ``‖f(z) - z‖`` (absolute)."""
     scope: Scope = "sequence"
-    """`sequence`: a sequence stops as a whole. `prefix`: a token stops once it and all before it have converged."""
+    """`sequence`: stops as a whole. `prefix`: a token stops once it and all before it have converged."""
 
 
 class StoppingOverrides(Spec):

@@ -17,7 +17,7 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something was written: a line and column of a file, counted from 1, or a word of the command line."""
+    """Where something was written: line and column of a file, from 1, or a word of the command line."""
 
     source: str
     line: int | None = None

@@ -55,7 +55,9 @@ class WordProblemSpec(DataSpec):
     @field_validator("monoid", mode="before")
     @classmethod
     def _known_monoid(cls, monoid: object) -> object:
-        if isinstance(monoid, str | list | tuple):
+        if monoid is not None:
+            if not isinstance(monoid, str | list | tuple):
+                raise ValueError("a monoid is a name such as EABX, or a table of rows")
             groups.monoid(monoid)
         return monoid
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from implicit_blocks.specs import ModelSpec, Spec, merge, refusal, together
 from implicit_blocks.suggestions import did_you_mean
@@ -21,9 +21,9 @@ class PhaseSpec(Spec):
     """What records call it."""
     until: Span | None = None
     """Where it ends: a step, or a share of the run. Null: the end of the run, so only in the last phase."""
-    model: dict[str, Any] = {}
+    model: dict[str, Any] = Field(default_factory=dict)
     """Changes to the model's solver, gradient, stopping and at_evaluation."""
-    training: dict[str, Any] = {}
+    training: dict[str, Any] = Field(default_factory=dict)
     """Changes to clip_norm and optimizer.learning_rate."""
 
 
@@ -83,10 +83,10 @@ def _ends(phases: Sequence[PhaseSpec], total_steps: int) -> list[int]:
             )
             raise refusal(message, *where, value=phase.until)
         if not left and end != total_steps:
-            message = f"the last phase ends at step {end} of {total_steps}; leave `until` out, so that it goes to the end"
+            message = f"the last phase ends at step {end} of {total_steps}; leave out where it ends"
             raise refusal(message, *where, value=phase.until)
         if end <= start:
-            message = f"phase {phase.name!r} ends at step {end}, where it begins at {start}; phases follow one another"
+            message = f"phase {phase.name!r} begins at step {start} and ends at {end}; end it later"
             raise refusal(message, *where, value=phase.until)
         ends.append(end)
     return ends
@@ -118,4 +118,4 @@ def _refuse_others(
     for key, value in changes.items():
         if key not in allowed:
             message = f"a phase can't change {key!r} {what}; {did_you_mean(key, allowed)}"
-            raise refusal(message, *where, key, value=value)
+            raise refusal(message, *where, key, value=value, of_key=True)

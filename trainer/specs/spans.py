@@ -18,4 +18,4 @@ def _span(value: Any) -> int | float:
 
 
 Span = Annotated[int | float, PlainValidator(_span, json_schema_input_type=int | float)]
-"""An integer counts steps; a float from 0.0 to 1.0 is a share of the run, so 1 is one step and 1.0 the whole run."""
+"""An integer counts steps, a float from 0.0 to 1.0 a share of the run: 1 is one step, 1.0 the whole run."""

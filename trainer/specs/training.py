@@ -23,7 +23,7 @@ class OptimizerSpec(ComponentSpec):
 
 
 class AdamWSpec(OptimizerSpec):
-    """AdamW: Loshchilov & Hutter, 2019. Matrices decay; norms, biases, gains and the SSM's A, dt, D do not."""
+    """AdamW: Loshchilov & Hutter, 2019. Matrices decay; norms, biases, gains, an SSM's A, dt, D don't."""
 
     kind: Literal["adamw"] = "adamw"
     betas: tuple[Beta, Beta] = (0.9, 0.95)
@@ -102,7 +102,7 @@ class TrainingSpec(Spec):
     seed: NonNegativeInt = 0
     """Of the initial weights, the data and dropout."""
     clip_norm: PositiveFloat | None = 1.0
-    """Largest norm of the gradient; null: not clipped. The paper doesn't state its own for language models."""
+    """Largest norm of the gradient; null: not clipped. The paper doesn't state its own."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; weights and residuals are float32 in any case."""
     optimizer: OptimizerSpec
@@ -125,7 +125,8 @@ class TrainingSpec(Spec):
         if self.max_steps is None and self.max_tokens is None:
             raise ValueError("the length of the run is missing; give max_steps or max_tokens")
         if self.max_steps is not None and self.max_tokens is not None:
-            message = f"max_steps {self.max_steps} and max_tokens {self.max_tokens} are both given; set one of them to null"
+            both = f"max_steps {self.max_steps} and max_tokens {self.max_tokens} are both given"
+            message = f"{both}; set one of them to null"
             raise refusal(message, "max_steps", value=self.max_steps)
         return self
 

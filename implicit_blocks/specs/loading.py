@@ -1,0 +1,122 @@
+"""Reading a run's spec: a zoo name or a YAML file, what it extends, and changes from the command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from implicit_blocks import registry
+from implicit_blocks.specs.errors import explain
+from implicit_blocks.specs.merging import merge_runs
+from implicit_blocks.specs.overrides import apply_overrides
+from implicit_blocks.specs.run import BaseRunSpec
+from implicit_blocks.specs.tree import Place, Section, SpecError, read_yaml
+from implicit_blocks.suggestions import did_you_mean
+
+_SUFFIXES = (".yaml", ".yml")
+DEFAULT_KIND = "run"
+"""Kind of run spec of a file that names none."""
+
+
+def load_spec(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> BaseRunSpec:
+    """The run spec of a zoo name (``"mamba2_130m"``) or a YAML file.
+
+    Args:
+        name_or_path: a name in the zoo, or a path; a path that isn't there is looked for in the zoo.
+        overrides: changes such as ``"model.solver.kind=anderson"``, the values in YAML.
+
+    Raises:
+        SpecError: a ValueError that names place, value and remedy, a line for each thing that is wrong.
+    """
+    tree = resolve(name_or_path, overrides)
+    kind = tree.get("kind", DEFAULT_KIND)
+    try:
+        spec = registry.entry("run", str(kind)).spec
+    except registry.UnknownKindError as error:
+        remedy = (
+            "" if registry.kinds("run") else "; install the distribution, which brings the trainer's sections"
+        )
+        raise SpecError(f"{tree.value_places.get('kind', name_or_path)}: kind: {error}{remedy}") from None
+    try:
+        loaded: BaseRunSpec = spec.model_validate(tree)
+    except ValidationError as error:
+        raise explain(error, tree, source=str(name_or_path)) from None
+    return loaded
+
+
+def resolve(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Section:
+    """What `load_spec` validates: the file with everything it extends and all changes, merged.
+
+    Raises:
+        SpecError: a file that isn't there or isn't YAML, `extends` in a circle, a malformed change.
+    """
+    path = _find(os.fspath(name_or_path), folder=None, place=None)
+    return apply_overrides(_read(path, chain=()), overrides)
+
+
+def zoo_folder() -> Path | None:
+    """Where the shipped specs are, if they are installed."""
+    found = importlib.util.find_spec("zoo")  # located, not imported: the library stands without it
+    locations = found.submodule_search_locations if found else None
+    return Path(next(iter(locations))) if locations else None
+
+
+def zoo_names() -> list[str]:
+    """Names of the shipped specs."""
+    folder = zoo_folder()
+    return sorted(path.stem for path in folder.glob("*.yaml")) if folder else []
+
+
+def _read(path: Path, *, chain: tuple[Path, ...]) -> Section:
+    """A file laid over what it extends."""
+    tree = read_yaml(path, name=_shown(path))
+    place = tree.value_places.get("extends")
+    parents = tree.pop("extends", [])
+    chain = (*chain, path)
+    merged = Section()
+    for parent in [parents] if isinstance(parents, str) else parents or []:
+        if not isinstance(parent, str):
+            raise SpecError(f"{place}: extends: a name, a path or a list of them, not {parent!r}")
+        found = _find(parent, folder=path.parent, place=place)
+        if found in chain:
+            circle = " extends ".join(_shown(link) for link in (*chain[chain.index(found) :], found))
+            raise SpecError(f"{place}: extends: in a circle: {circle}; remove one of them")
+        merged = merge_runs(merged, _read(found, chain=chain))
+    return merge_runs(merged, tree)
+
+
+def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
+    """The file that a name or a path means.
+
+    A path is relative to ``folder`` (the extending file's) or the working directory; a bare name means the
+    zoo's, or in `extends` first a neighbour's. What isn't there is looked for in the zoo.
+    """
+    is_path = name.endswith(_SUFFIXES) or os.sep in name or "/" in name
+    zoo = zoo_folder()
+    beside = (folder or Path()) / name
+    candidates = [beside] if is_path or folder else []
+    if zoo is not None:
+        candidates += [zoo / name, zoo / name.removeprefix("zoo/")]
+    for candidate in candidates:
+        for suffix in ("", *_SUFFIXES):
+            file = candidate.with_name(candidate.name + suffix)
+            if file.is_file():
+                return file.resolve()
+    stem = Path(name).name
+    for suffix in _SUFFIXES:
+        stem = stem.removesuffix(suffix)
+    looked = f"no file {str(beside)!r}, and " if is_path else ""
+    where = f"{place}: extends: " if place else ""
+    raise SpecError(f"{where}{looked}no spec {stem!r} in the zoo; {did_you_mean(stem, zoo_names())}")
+
+
+def _shown(path: Path) -> str:
+    """A path as a user would write it."""
+    zoo = zoo_folder()
+    if zoo is not None and path.is_relative_to(zoo.resolve()):
+        return str(Path("zoo") / path.relative_to(zoo.resolve()))
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)

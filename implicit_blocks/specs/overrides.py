@@ -1,0 +1,60 @@
+"""Changes from the command line: ``model.solver.damping=0.5``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from implicit_blocks.specs.merging import merge_runs
+from implicit_blocks.specs.tree import Place, Section, SpecError, parse_yaml
+
+
+def apply_overrides(tree: Section, overrides: Sequence[str]) -> Section:
+    """The tree with all changes laid on it.
+
+    Each is ``path.to.key=value``, the value in YAML; an element of a list is named by its index or its `name`,
+    as in ``phases.free.until=0.9``. Changes of a `kind` come first, whatever their order, so that settings
+    beside them belong to the new component.
+
+    Raises:
+        SpecError: not of that form.
+    """
+    parsed = [_parse(text) for text in overrides]
+    for keys, value, place in sorted(parsed, key=lambda change: change[0][-1] != "kind"):
+        tree = merge_runs(tree, _nested(tree, keys, value, place))
+    return tree
+
+
+def _parse(text: str) -> tuple[list[str], Any, Place]:
+    name, equals, value = text.partition("=")
+    keys = name.strip().split(".")
+    if not equals or not all(keys):
+        raise SpecError(f"{text!r} changes nothing; write path.to.key=value, such as training.max_steps=200")
+    place = Place(f"command line, {text!r}")
+    return keys, parse_yaml(value, source=place.source, at=place), place
+
+
+def _nested(tree: Any, keys: Sequence[str], value: Any, place: Place) -> Any:
+    """The value, wrapped in what leads to it from the tree's root."""
+    if not keys:
+        return value
+    if isinstance(tree, list):
+        index = _index(tree, keys[0], place)
+        inner = _nested(tree[index], keys[1:], value, place)
+        both = isinstance(tree[index], Section) and isinstance(inner, Section)
+        return [*tree[:index], merge_runs(tree[index], inner) if both else inner, *tree[index + 1 :]]
+    key = keys[0]
+    below = tree.get(key) if isinstance(tree, Section) else None
+    section = Section({key: _nested(below, keys[1:], value, place)})
+    section.key_places[key] = section.value_places[key] = place
+    return section
+
+
+def _index(items: list[Any], word: str, place: Place) -> int:
+    names = [item.get("name") if isinstance(item, Section) else None for item in items]
+    if word in names:
+        return names.index(word)
+    if word.isdecimal() and int(word) < len(items):
+        return int(word)
+    known = ", ".join(str(name if name is not None else index) for index, name in enumerate(names))
+    raise SpecError(f"{place}: {word!r} names no element of a list of {len(items)}; known: {known or 'none'}")
