@@ -1,0 +1,308 @@
+"""The loop: what is measured, when it stops, what is frozen, what is returned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import implicit_blocks as ib
+from implicit_blocks.testing.solvers import contraction
+
+
+def search(**options) -> ib.Search:
+    stopping = {k: options.pop(k) for k in ("tolerance", "max_iterations", "norm", "scope") if k in options}
+    options.setdefault("solver", ib.Picard())
+    return ib.Search(stopping=ib.Stopping(**stopping), **options)
+
+
+class Counted:
+    """A map that counts its calls and offers its rows, for compaction."""
+
+    def __init__(self, f, calls=None, rows=None):
+        self.f, self.calls, self.rows = f, calls if calls is not None else [], rows
+
+    def __call__(self, z):
+        self.calls.append(len(z))
+        return self.f(z, self.rows if self.rows is not None else torch.arange(len(z)))
+
+    def select_rows(self, rows):
+        return Counted(self.f, self.calls, rows if self.rows is None else self.rows[rows])
+
+
+RATES = torch.tensor([0.1, 0.5, 0.9, 0.97], dtype=torch.float64)
+
+
+def scaled(z, rows):
+    """Contracts each row at a rate of its own, towards 1."""
+    rate = RATES[rows].view(-1, *[1] * (z.ndim - 1))
+    return rate * z + (1 - rate)
+
+
+def test_each_row_stops_by_itself_and_reports_its_own_residual():
+    f = Counted(scaled)
+    z0 = torch.zeros(4, 3, dtype=torch.float64)
+    solution = search(tolerance=1e-6, max_iterations=500, compact=False)(f, z0)
+    assert solution.converged.all()
+    assert solution.iterations.tolist() == sorted(solution.iterations.tolist())
+    assert solution.iterations[0] < 10 < solution.iterations[3]
+    assert (solution.residual <= 1e-6).all()
+    assert len(f.calls) == solution.iterations.max()
+    torch.testing.assert_close(solution.z, torch.ones_like(z0), atol=1e-4, rtol=0)
+
+
+def curved(z, rows):
+    """Each entry with a fixed point of its own, so that Anderson too takes some iterations."""
+    offset = torch.arange(z[0].numel(), dtype=z.dtype).view(z.shape[1:]) / 3
+    return scaled(torch.sin(z) + offset, rows)
+
+
+@pytest.mark.parametrize("solver", [ib.Picard(), ib.Picard(damping=0.7), ib.Anderson(memory=2)])
+@pytest.mark.parametrize("scope", ["sequence", "prefix"])
+def test_rows_that_are_done_leave_the_batch_and_nothing_else_changes(solver, scope):
+    z0 = torch.zeros(4, 3, 2, dtype=torch.float64)
+    options = {"solver": solver, "tolerance": 1e-8, "max_iterations": 900, "scope": scope, "trace": True}
+    f = Counted(curved)
+    compacted = search(**options)(f, z0)
+    whole = search(**options, compact=False)(Counted(curved), z0)
+    assert f.calls[0] == 4
+    assert f.calls[-1] == 1
+    assert sum(f.calls) <= 0.75 * 4 * len(f.calls)
+    assert torch.equal(compacted.iterations, whole.iterations)
+    assert torch.equal(compacted.z, whole.z)
+    assert torch.equal(compacted.residual, whole.residual)
+    assert torch.equal(compacted.trace.isnan(), whole.trace.isnan())
+    torch.testing.assert_close(compacted.trace, whole.trace, equal_nan=True)
+
+
+def test_a_frozen_value_never_changes_by_a_bit():
+    z0 = torch.zeros(4, 3, dtype=torch.float64)
+    alone = search(tolerance=1e-3, max_iterations=500)(lambda z: scaled(z, torch.arange(1)), z0[:1])
+    together = search(tolerance=1e-3, max_iterations=500, compact=False)(Counted(scaled), z0)
+    assert torch.equal(alone.z[0], together.z[0])
+
+
+def test_residual_is_of_the_undamped_map():
+    f, _ = contraction(0.5)
+    z0 = torch.ones(4, 12, dtype=torch.float64)
+    solution = search(solver=ib.Picard(damping=0.1), tolerance=0.0, max_iterations=1)(f, z0)
+    expected = (f(z0) - z0).norm(dim=1) / (f(z0).norm(dim=1) + 1e-9)
+    torch.testing.assert_close(solution.residual, expected)
+    absolute = search(norm="absolute", tolerance=0.0, max_iterations=1)(f, z0)
+    torch.testing.assert_close(absolute.residual, (f(z0) - z0).norm(dim=1))
+
+
+def test_residual_is_measured_in_float32_for_bfloat16():
+    f, _ = contraction(0.5, dtype=torch.bfloat16)
+    solution = search(tolerance=0.0, max_iterations=3)(f, torch.zeros(4, 12, dtype=torch.bfloat16))
+    assert solution.z.dtype == torch.bfloat16
+    assert solution.residual.dtype == torch.float32
+
+
+def test_lowest_residual_is_returned_when_iterations_run_out():
+    """A map that first approaches, then leaves: the best value is not the last."""
+    values = iter([1.0, 1.5, 1.6, 3.0, 9.0])
+    solution = search(tolerance=0.0, max_iterations=5, norm="absolute")(
+        lambda z: torch.full_like(z, next(values)), torch.zeros(2, 1)
+    )
+    assert torch.equal(solution.z, torch.full((2, 1), 1.6))
+    assert not solution.converged.any()
+    assert not solution.diverged.any()
+    torch.testing.assert_close(solution.residual, torch.full((2,), 0.1))
+
+
+def test_divergence_costs_one_row_and_keeps_its_best():
+    def f(z):
+        fz = 0.5 * z + 1
+        fz[1] = torch.where(z[1] > 1.4, torch.nan, fz[1])
+        return fz
+
+    solution = search(tolerance=1e-6, max_iterations=100)(f, torch.zeros(3, 2))
+    assert solution.diverged.tolist() == [False, True, False]
+    assert solution.converged.tolist() == [True, False, True]
+    assert torch.equal(solution.z[1], torch.full((2,), 1.5))
+    torch.testing.assert_close(solution.z[0], torch.full((2,), 2.0), atol=1e-4, rtol=0)
+
+
+def test_divergence_in_the_first_call_returns_the_start():
+    solution = search(max_iterations=4)(lambda z: z * torch.inf, torch.ones(2, 3))
+    assert solution.diverged.all()
+    assert torch.equal(solution.z, torch.ones(2, 3))
+    assert solution.residual.isinf().all()
+
+
+# ------------------------------------------------------------------------------------------- prefix scope
+
+
+def causal_map(z):
+    """Each token contracts towards the mean of the tokens up to it, at its own rate."""
+    length = z.shape[1]
+    mean = z.cumsum(1) / torch.arange(1, length + 1, dtype=z.dtype)[:, None]
+    rate = torch.linspace(0.2, 0.8, length, dtype=z.dtype)[:, None]
+    return rate * mean + (1 - rate) * torch.linspace(1, 2, length, dtype=z.dtype)[:, None]
+
+
+def test_prefix_scope_freezes_in_order_and_reports_each_token():
+    z0 = torch.zeros(2, 6, 3, dtype=torch.float64)
+    solution = search(scope="prefix", tolerance=1e-6, max_iterations=200)(causal_map, z0)
+    assert solution.token_converged.all()
+    iterations = solution.token_iterations[0].tolist()
+    assert iterations == sorted(iterations)
+    assert iterations[0] < iterations[-1]
+    assert torch.equal(solution.iterations, solution.token_iterations.amax(1))
+    assert torch.equal(solution.residual, solution.token_residual.amax(1))
+
+
+@given(cut=st.integers(1, 5), seed=st.integers(0, 50))
+@settings(max_examples=20, deadline=None)
+def test_prefix_scope_is_independent_of_what_follows(cut, seed):
+    z0 = torch.randn(2, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    options = {"scope": "prefix", "tolerance": 1e-3, "max_iterations": 100}
+
+    def first(z):
+        whole = torch.cat((z, torch.zeros(2, 6 - z.shape[1], 3, dtype=z.dtype)), dim=1)
+        return causal_map(whole)[:, : z.shape[1]]
+
+    whole, part = search(**options)(causal_map, z0), search(**options)(first, z0[:, :cut])
+    assert torch.equal(whole.z[:, :cut], part.z)
+    assert torch.equal(whole.token_iterations[:, :cut], part.token_iterations)
+
+
+def test_prefix_scope_does_not_hide_a_token_in_the_norm_of_a_long_sequence():
+    def f(z):
+        fz = torch.ones_like(z)
+        fz[:, 50] = -z[:, 50] + 1  # never settles
+        return fz
+
+    z0 = torch.full((1, 100, 4), 0.8)
+    assert search(tolerance=0.1, max_iterations=20)(f, z0).converged.all()
+    solution = search(tolerance=0.1, max_iterations=20, scope="prefix")(f, z0)
+    assert not solution.converged.any()
+    assert solution.token_converged[0, :50].all()
+    assert not solution.token_converged[0, 50:].any()
+
+
+def test_prefix_scope_after_a_diverged_token():
+    def f(z):
+        fz = 0.5 * z + 1
+        fz[0, 2] = torch.where(z[0, 2] > 1, torch.nan, fz[0, 2])
+        return fz
+
+    solution = search(scope="prefix", tolerance=1e-6, max_iterations=60)(f, torch.zeros(2, 5, 2))
+    assert solution.token_diverged.tolist() == [[False, False, True, False, False], [False] * 5]
+    assert solution.token_converged.tolist() == [[True, True, False, False, False], [True] * 5]
+    assert solution.z.isfinite().all()
+
+
+@pytest.mark.parametrize("scope", ["sequence", "prefix"])
+def test_padding_counts_in_no_norm(scope):
+    valid = torch.ones(2, 6, dtype=torch.bool)
+    valid[0, 4:] = False
+
+    def f(z):
+        fz = causal_map(z)
+        fz[0, 4:] = -10 * z[0, 4:] + 7  # what stands at padding never settles
+        return fz
+
+    z0 = torch.zeros(2, 6, 3, dtype=torch.float64)
+    options = {"scope": scope, "tolerance": 1e-5, "max_iterations": 100}
+    padded = search(**options, valid=valid)(f, z0)
+    alone = search(**options)(lambda z: causal_map(torch.nn.functional.pad(z, (0, 0, 0, 2)))[:, :4], z0[:1, :4])
+    assert padded.converged.all()
+    assert torch.equal(padded.z[:1, :4], alone.z)
+    assert padded.iterations[0] == alone.iterations[0]
+
+
+def test_trace_has_every_residual():
+    solution = search(tolerance=1e-4, max_iterations=100, trace=True)(Counted(scaled), torch.zeros(4, 3).double())
+    assert solution.trace.shape == (solution.iterations.max(), 4)
+    assert torch.equal((~solution.trace.isnan()).sum(0), solution.iterations)
+    last = solution.trace[solution.iterations - 1, torch.arange(4)]
+    torch.testing.assert_close(last, solution.residual)
+
+
+def test_bad_shapes_are_refused():
+    with pytest.raises(ValueError, match="at least one more dimension"):
+        search()(lambda z: z, torch.zeros(3))
+    with pytest.raises(ValueError, match="use scope 'sequence'"):
+        search(scope="prefix")(lambda z: z, torch.zeros(3, 4))
+    with pytest.raises(ValueError, match="one flag a token"):
+        search(valid=torch.ones(2, 2, dtype=torch.bool))(lambda z: z, torch.zeros(2, 3, 4))
+
+
+# ------------------------------------------------------------------------------------------- solvers
+
+
+@given(rate=st.floats(0.0, 0.95), seed=st.integers(0, 1000), rows=st.integers(1, 4), features=st.integers(1, 10))
+@settings(max_examples=40, deadline=None)
+@pytest.mark.parametrize("solver", [ib.Picard(), ib.Picard(damping=0.6), ib.Anderson(), ib.Anderson(memory=1)])
+def test_solvers_find_the_fixed_points_of_random_contractions(solver, rate, seed, rows, features):
+    f, expected = contraction(rate, rows=rows, features=features, seed=seed)
+    solution = search(solver=solver, tolerance=1e-10, max_iterations=3000)(f, torch.zeros_like(expected))
+    assert solution.converged.all()
+    torch.testing.assert_close(solution.z, expected, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("linear", [True, False], ids=["linear", "nonlinear"])
+def test_anderson_saves_iterations_on_a_stiff_contraction(dtype, linear):
+    """At least 30 % of Picard's, here far more."""
+    affine, _ = contraction(0.98, features=40, dtype=dtype)
+    f = affine if linear else lambda z: torch.tanh(0.5 * affine(z)) * 2
+    z0, tolerance = torch.zeros(4, 40, dtype=dtype), 1e-5
+    picard = search(tolerance=tolerance, max_iterations=3000)(f, z0)
+    anderson = search(solver=ib.Anderson(), tolerance=tolerance, max_iterations=3000)(f, z0)
+    assert picard.converged.all()
+    assert anderson.converged.all()
+    print(picard.iterations, anderson.iterations)
+    assert (anderson.iterations <= 0.7 * picard.iterations).all()
+
+
+def test_anderson_falls_back_to_the_last_accepted_value():
+    """Where an extrapolated point is worse, the next call is at the last accepted f(z)."""
+    points = []
+
+    def f(z):
+        points.append(z.clone())
+        return torch.where(z > 1, -3.0 * z, 0.9 * z + 0.2)
+
+    search(solver=ib.Anderson(memory=2), tolerance=0.0, max_iterations=8)(f, torch.zeros(1, 1))
+    values = [0.2 + 0.9 * float(p) if float(p) <= 1 else -3.0 * float(p) for p in points]
+    residuals = [abs(v - float(p)) for v, p in zip(values, points, strict=True)]
+    accepted, rejected = 0, 0
+    for k in range(1, len(points) - 1):
+        if residuals[k] > residuals[accepted] and abs(float(points[k]) - values[k - 1]) > 1e-6:
+            rejected += 1
+            assert float(points[k + 1]) == pytest.approx(values[accepted], rel=1e-5)
+        else:
+            accepted = k
+    assert rejected > 0
+
+
+def test_anderson_at_the_fixed_point_stays_finite():
+    solution = search(solver=ib.Anderson(), tolerance=0.0, max_iterations=12)(
+        lambda z: torch.ones_like(z), torch.ones(2, 3)
+    )
+    assert torch.equal(solution.z, torch.ones(2, 3))
+    zero = search(solver=ib.Anderson(), tolerance=-0.0, max_iterations=12)(torch.zeros_like, torch.ones(2, 3))
+    assert torch.equal(zero.z, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ib.Picard(damping=0.0),
+        lambda: ib.Picard(damping=1.1),
+        lambda: ib.Anderson(memory=0),
+        lambda: ib.Anderson(damping=2.0),
+        lambda: ib.Anderson(regularization=-1.0),
+        lambda: ib.Phantom(steps=0),
+        lambda: ib.Phantom(damping=0.0),
+        lambda: ib.Unrolled(steps=0),
+        lambda: ib.ImplicitFunction(stopping=ib.Stopping(scope="prefix")),
+    ],
+)
+def test_options_out_of_range_are_refused(make):
+    with pytest.raises(ValueError, match=r"choose|give"):
+        make()

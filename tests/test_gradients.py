@@ -1,0 +1,259 @@
+"""Gradient estimators against what they claim to compute, in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import implicit_blocks as ib
+from implicit_blocks.gradients import jacobian_free
+
+ROWS, WIDTH = 3, 5
+TIGHT = ib.Stopping(tolerance=1e-13, max_iterations=500)
+
+
+def problem(seed=0, rate=0.3):
+    """A nonlinear contraction f(z, x; W), its parameters and its input."""
+    torch.manual_seed(seed)
+    weight = nn.Parameter(rate * torch.linalg.qr(torch.randn(WIDTH, WIDTH).double())[0])
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
+
+    def f(z, x):
+        return torch.tanh(z @ weight.T + x) + 0.3 * torch.sin(x * z)
+
+    return f, weight, x
+
+
+def jacobians(f, z, x, weight):
+    """Dense ∂f/∂z, ∂f/∂x and ∂f/∂W of each row at z."""
+    dz, dx, dw = [], [], []
+    for row in range(ROWS):
+        zi, xi = z[row].detach(), x[row].detach()
+        dz.append(torch.autograd.functional.jacobian(lambda v, xi=xi: f(v[None], xi[None])[0], zi))
+        dx.append(torch.autograd.functional.jacobian(lambda v, zi=zi: f(zi[None], v[None])[0], xi))
+        out = f(zi[None], xi[None])[0]
+        dw.append(torch.stack([torch.autograd.grad(o, weight, retain_graph=True)[0] for o in out]))
+    return torch.stack(dz), torch.stack(dx), torch.stack(dw)
+
+
+def upstream(z):
+    """The gradient of ``weighted`` in z."""
+    return torch.randn(z.shape, dtype=z.dtype, generator=torch.Generator().manual_seed(9))
+
+
+def weighted(z):
+    return (z * upstream(z)).sum()
+
+
+def expected_gradients(f, z, x, weight, series):
+    """``g · series(∂f/∂z) · ∂f/∂·`` for each row."""
+    dz, dx, dw = jacobians(f, z, x, weight)
+    adjoint = torch.stack([upstream(z)[row] @ series(dz[row]) for row in range(ROWS)])
+    return torch.einsum("bi,bijk->jk", adjoint, dw), torch.einsum("bi,bij->bj", adjoint, dx)
+
+
+@pytest.mark.parametrize("backward", [ib.Picard(), ib.Picard(damping=0.7), ib.Anderson()])
+@pytest.mark.parametrize("forward", [ib.Picard(), ib.Anderson()])
+def test_implicit_function_gradient_is_the_dense_inverse(forward, backward):
+    f, weight, x = problem()
+    layer = ib.FixedPoint(
+        f, solver=forward, gradient=ib.ImplicitFunction(solver=backward, stopping=TIGHT), stopping=TIGHT
+    )
+    solution = layer(x)
+    weighted(solution.z).backward()
+    eye = torch.eye(WIDTH, dtype=torch.float64)
+    dw, dx = expected_gradients(f, solution.z, x, weight, lambda j: torch.linalg.inv(eye - j))
+    torch.testing.assert_close(weight.grad, dw, atol=1e-10, rtol=1e-9)
+    torch.testing.assert_close(x.grad, dx, atol=1e-10, rtol=1e-9)
+    report = solution.adjoint.solution
+    assert report.converged.all()
+    assert (report.residual <= 1e-13).all()
+    assert (report.iterations > 1).all()
+
+
+def test_implicit_function_gradient_against_finite_differences():
+    f, weight, x = problem()
+    layer = ib.FixedPoint(f, gradient=ib.ImplicitFunction(stopping=TIGHT), stopping=TIGHT)
+    assert torch.autograd.gradcheck(lambda x, w: layer(x).z, (x, weight))
+
+
+@pytest.mark.parametrize(("steps", "damping"), [(1, 1.0), (1, 0.8), (4, 0.8), (6, 0.5)])
+def test_phantom_gradient_is_its_formula(steps, damping):
+    """λ ∂f/∂θ Σ_{i<k} (λ ∂f/∂z + (1 − λ) I)^i, at a point converged so far that the steps do not move it."""
+    f, weight, x = problem()
+    layer = ib.FixedPoint(f, gradient=ib.Phantom(steps=steps, damping=damping), stopping=TIGHT)
+    solution = layer(x)
+    weighted(solution.z).backward()
+
+    def series(jacobian):
+        eye = torch.eye(WIDTH, dtype=torch.float64)
+        step = damping * jacobian + (1 - damping) * eye
+        return damping * sum(torch.linalg.matrix_power(step, i) for i in range(steps))
+
+    dw, dx = expected_gradients(f, solution.z, x, weight, series)
+    torch.testing.assert_close(weight.grad, dw, atol=1e-10, rtol=1e-9)
+    torch.testing.assert_close(x.grad, dx, atol=1e-10, rtol=1e-9)
+
+
+def test_jacobian_free_is_one_undamped_phantom_step():
+    preset = jacobian_free()
+    assert (type(preset), preset.steps, preset.damping) == (ib.Phantom, 1, 1.0)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(
+    "solver", [ib.Picard(), ib.Picard(damping=0.8, undamped_first=True), ib.Anderson(memory=2)]
+)
+def test_unrolled_gradient_is_that_of_the_computation(solver, checkpointing):
+    f, weight, x = problem()
+    layer = ib.FixedPoint(f, solver=solver, gradient=ib.Unrolled(steps=4, checkpointing=checkpointing))
+    assert torch.autograd.gradcheck(lambda x, w: layer(x).z, (x, weight))
+
+
+def test_unrolled_steps_are_the_solvers():
+    f, _, x = problem()
+    layer = ib.FixedPoint(f, solver=ib.Picard(damping=0.8, undamped_first=True), gradient=ib.Unrolled(steps=3))
+    z = f(torch.zeros_like(x), x)
+    for _ in range(2):
+        z = 0.2 * z + 0.8 * f(z, x)
+    solution = layer(x)
+    torch.testing.assert_close(solution.z, z)
+    assert (solution.iterations == 3).all()
+
+
+def test_unrolled_memory_does_not_grow_with_steps_when_checkpointed():
+    """What is kept a further step is z itself, not the activations within f."""
+    x = torch.randn(8, 16)
+    net = nn.Sequential(nn.Linear(16, 512), nn.Tanh(), nn.Linear(512, 512), nn.Tanh(), nn.Linear(512, 16))
+
+    def saved(steps, checkpointing):
+        layer = ib.FixedPoint(
+            lambda z, x: net(z) + x, gradient=ib.Unrolled(steps=steps, checkpointing=checkpointing)
+        )
+        total, seen = 0, set()
+
+        def pack(tensor):
+            nonlocal total
+            if tensor.data_ptr() not in seen and not isinstance(tensor, nn.Parameter):
+                seen.add(tensor.data_ptr())
+                total += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            out = layer(x)
+        del out
+        return total
+
+    grown = saved(12, True) - saved(4, True)
+    assert grown <= 8 * 3 * x.numel()
+    assert saved(12, False) - saved(4, False) > 50 * grown / 3
+
+
+def test_an_undifferentiable_solver_is_refused():
+    class Opaque(ib.Picard):
+        differentiable = False
+
+    f, _, x = problem()
+    with pytest.raises(ValueError, match="does not declare itself"):
+        ib.FixedPoint(f, solver=Opaque(), gradient=ib.Unrolled())(x)
+
+
+# ------------------------------------------------------------------------------------------- the layer
+
+
+def test_two_solves_before_one_backward():
+    f, weight, x = problem()
+    layer = ib.FixedPoint(f, gradient=ib.ImplicitFunction(stopping=TIGHT), stopping=TIGHT)
+    first, second = layer(x), layer(2 * x)
+    (weighted(first.z) + 3 * weighted(second.z)).backward()
+    together = weight.grad.clone()
+    weight.grad = None
+    weighted(layer(x).z).backward()
+    (3 * weighted(layer(2 * x).z)).backward()
+    torch.testing.assert_close(together, weight.grad)
+    assert first.adjoint.solution is not second.adjoint.solution
+
+
+def test_a_solve_feeds_another():
+    f, weight, x = problem()
+    layer = ib.FixedPoint(f, gradient=ib.ImplicitFunction(stopping=TIGHT), stopping=TIGHT)
+    assert torch.autograd.gradcheck(lambda x, w: layer(layer(x).z).z, (x, weight))
+
+
+@pytest.mark.parametrize("gradient", [ib.Phantom(), ib.Unrolled(), ib.ImplicitFunction()])
+def test_autocast(gradient):
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 16)
+    with torch.no_grad():
+        linear.weight *= 0.4
+    layer = ib.FixedPoint(lambda z, x: torch.tanh(linear(z) + x), gradient=gradient)
+    exact = copy.deepcopy(linear)
+    x = torch.randn(4, 16)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x).z.square().mean().backward()
+    found = linear.weight.grad
+    assert found.dtype == torch.float32
+    layer.f = lambda z, x: torch.tanh(exact(z) + x)
+    layer(x).z.square().mean().backward()
+    assert (found - exact.weight.grad).norm() < 0.1 * exact.weight.grad.norm()
+
+
+def test_without_gradients_the_search_alone_runs():
+    f, _, x = problem()
+    calls = []
+    layer = ib.FixedPoint(
+        lambda z, x: calls.append(1) or f(z, x), stopping=ib.Stopping(tolerance=0.0, max_iterations=7)
+    )
+    with torch.no_grad():
+        layer(x)
+    assert len(calls) == 7
+    calls.clear()
+    layer(x)
+    assert len(calls) == 7 + 4
+
+
+def test_structured_values():
+    linear = nn.Linear(6, 6).double()
+    with torch.no_grad():
+        linear.weight *= 0.3
+
+    def f(z, x):
+        joined = torch.cat((z["a"].flatten(1), z["b"]), dim=1)
+        out = torch.tanh(linear(joined) + x)
+        return {"a": out[:, :4].view(-1, 2, 2), "b": out[:, 4:]}
+
+    x = torch.randn(3, 6, dtype=torch.float64)
+    start = {"a": torch.zeros(3, 2, 2, dtype=torch.float64), "b": torch.zeros(3, 2, dtype=torch.float64)}
+    layer = ib.FixedPoint(f, gradient=ib.ImplicitFunction(stopping=TIGHT), stopping=TIGHT)
+    solution = layer(x, start)
+    plain = ib.FixedPoint(lambda z, x: torch.tanh(linear(z) + x), stopping=TIGHT)
+    joined = torch.cat((solution.z["a"].flatten(1), solution.z["b"]), dim=1)
+    torch.testing.assert_close(joined, plain(x).z, atol=1e-10, rtol=0)
+    joined.sum().backward()
+    assert linear.weight.grad.abs().sum() > 0
+
+
+def test_layer_errors():
+    with pytest.raises(ValueError, match="give the start z0"):
+        ib.FixedPoint(lambda z, x: z)(("no", "tensor"))
+    with pytest.raises(ValueError, match="they must agree"):
+        ib.FixedPoint(lambda z, x: z[:, :1])(torch.zeros(2, 3))
+
+
+def test_parameters_of_the_map_are_the_layers():
+    linear = nn.Linear(3, 3)
+
+    class Map(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, z, x):
+            return torch.tanh(self.linear(z) + x)
+
+    layer = ib.FixedPoint(Map())
+    assert set(layer.parameters()) == set(linear.parameters())
+    assert torch.equal(copy.deepcopy(layer)(torch.ones(2, 3)).z, layer(torch.ones(2, 3)).z)
