@@ -59,7 +59,7 @@ class Loop:
         self.progress = progress
         self.phases = spec.phase_specs()
         self.total_steps = spec.total_steps
-        self.last_row: dict[str, Any] = {}
+        self.last_row: dict[str, Any] = folder.metrics.last_row() or {}
         self._spec_digest = spec_digest
         self._began = time.perf_counter() - progress.seconds
         self._saved_step: int | None = progress.step if progress.step > 0 else None

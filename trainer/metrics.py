@@ -52,6 +52,11 @@ class MetricsFile:
             ]
             write_atomically(self.path, "".join(kept))
 
+    def last_row(self) -> dict[str, Any] | None:
+        """Return the latest line's object, or None where there is none."""
+        rows = list(read_metrics(self.path)) if self.path.exists() else []
+        return rows[-1] if rows else None
+
     def close(self) -> None:
         """Close the file; the next line opens it again."""
         if self._file is not None:

@@ -40,7 +40,7 @@ def _set(tree: dict[str, Any], path: str, value: Any) -> None:
     tree[last] = value
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def small() -> Callable[..., RunSpec]:
     """Return a maker of small run specs: ``small({"training.max_steps": 12})``."""
 

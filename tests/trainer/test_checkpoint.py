@@ -124,7 +124,11 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_previous_one(
         raise PowerCutError
 
     # At each of the moments in turn: before the tensors, before the state, before the rename.
-    for target in ("trainer.checkpoint._save_tensors", "trainer.checkpoint.write_json", "pathlib.Path.rename"):
+    for target in (
+        "trainer.checkpoint._save_tensors",
+        "trainer.checkpoint.write_json",
+        "pathlib.Path.rename",
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(target, cut)
             with pytest.raises(PowerCutError):
@@ -196,5 +200,5 @@ def test_another_model_is_refused_before_anything_is_loaded(
     with pytest.raises(CheckpointError, match=r"another model: it has embedding.weight of shape \(3, 4\)"):
         load_checkpoint(path, model=wider)
     assert torch.equal(wider.embedding.weight, before)
-    with pytest.raises(CheckpointError, match="it has embedding.weight, which the model lacks"):
+    with pytest.raises(CheckpointError, match=r"it has embedding.weight, which the model lacks"):
         load_checkpoint(path, model=nn.Linear(2, 2))

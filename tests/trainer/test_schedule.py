@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from trainer.schedule import WarmupConstantSqrt, WarmupLinear, steps_of
@@ -21,7 +23,7 @@ def test_warm_up_constant_sqrt_has_its_three_parts() -> None:
     halfway = 1e-5 + (1e-3 - 1e-5) * (1 - 0.5**0.5)
     assert rates[89] == pytest.approx(halfway)
     assert rates[99] == pytest.approx(1e-5)
-    assert all(later <= earlier for earlier, later in zip(rates[80:], rates[81:], strict=False))
+    assert all(later <= earlier for earlier, later in pairwise(rates[80:]))
 
 
 def test_warm_up_linear_falls_in_a_straight_line() -> None:

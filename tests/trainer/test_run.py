@@ -1,0 +1,299 @@
+"""Whole runs of a tiny model: what they leave behind, exact resume, phases, and stops."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer.checkpoint import list_checkpoints
+from trainer.errors import CheckpointError, NonFiniteLossError, RunFolderError
+from trainer.metrics import read_metrics
+from trainer.run import build
+from trainer.spec import RunSpec
+
+Small = Callable[..., RunSpec]
+
+CURRICULUM: dict[str, Any] = {
+    "training.max_steps": 12,
+    "training.checkpoint_every": 3,
+    "training.evaluate_every": 4,
+    "training.optimizer.weight_decay": 0.1,
+    "model.dropout": 0.1,  # draws from torch's generator at every step
+    "phases": [
+        {
+            "name": "unrolled",
+            "until": 0.4,
+            "model": {"gradient": {"kind": "unrolled", "steps": 3}},
+            "training": {"optimizer": {"learning_rate": 4e-3}},
+        },
+        {"name": "free", "training": {"clip_norm": 0.1}},
+    ],
+}
+
+
+def losses(folder: Path) -> list[tuple[Any, ...]]:
+    kept = ("step", "phase", "loss", "gradient_norm", "learning_rate", "iterations", "residual", "accuracy")
+    return [tuple(row[key] for key in kept) for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return load_file(list_checkpoints(folder / "checkpoints")[-1] / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that was never interrupted."""
+    folder: Path = tmp_path_factory.mktemp("whole") / "run"
+    build(small(CURRICULUM), name="whole", output=folder, device="cpu").train()
+    return folder
+
+
+def test_a_run_leaves_everything_behind(whole: Path, small: Small) -> None:
+    names = {path.name for path in whole.iterdir()}
+    assert names == {
+        "spec.yaml", "manifest.json", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "summary.json",
+        "report.png",
+    }  # fmt: skip
+    rows = list(read_metrics(whole / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == list(range(1, 13))
+    assert {row["phase"] for row in rows[:5]} == {"unrolled"}
+    assert {row["phase"] for row in rows[5:]} == {"free"}
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert [row["tokens"] for row in rows] == [8 * 12 * step for step in range(1, 13)]
+    # Unrolled takes its steps whatever happens; the search after it stops at its tolerance or its maximum.
+    assert {row["iterations_max"] for row in rows[:5]} == {3}
+
+    evaluations = list(read_metrics(whole / "evaluations.jsonl"))
+    assert [row["step"] for row in evaluations] == [4, 4, 8, 8, 12, 12]
+    assert {row["set"] for row in evaluations} == {"p0.5_L12", "p0.5_L16"}
+
+    summary = json.loads((whole / "summary.json").read_text())
+    assert summary["steps"] == 12
+    assert summary["chance"] == pytest.approx(1 / 6)
+    assert summary["phases"][0]["changes"][-1] == "training.optimizer.learning_rate: 0.002 → 0.004"
+    longest = summary["evaluation"][1]
+    assert len(longest["accuracy_by_position"]) == len(longest["iterations_by_position"]) == 16
+    # Accuracy stands beside how far it had converged.
+    assert {"accuracy_last", "residual", "residual_max", "non_converged", "iterations"} <= longest.keys()
+    assert (whole / "report.png").stat().st_size > 10_000
+
+    manifest = json.loads((whole / "manifest.json").read_text())
+    assert manifest["versions"]["torch"] == torch.__version__.split("+")[0] or manifest["versions"]["torch"]
+    assert manifest["seed"] == 0
+
+    from implicit_blocks.specs import load_spec
+
+    assert load_spec(whole / "spec.yaml") == small(CURRICULUM)
+
+
+@pytest.mark.parametrize("stop_at", [3, 5, 7])
+def test_a_run_in_two_parts_equals_the_whole_to_the_last_bit(
+    whole: Path, small: Small, tmp_path: Path, stop_at: int
+) -> None:
+    folder = tmp_path / "run"
+    first = build(small(CURRICULUM), output=folder, device="cpu")
+    assert first.train(stop_at=stop_at) is None
+    assert not (folder / "summary.json").exists()
+    torch.rand(7)  # whatever happened in between
+    summary = build(small(CURRICULUM), output=folder, device="cpu", resume=True).train()
+    assert summary is not None
+    assert losses(folder) == losses(whole)
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(folder)[name]), name
+    assert [row["step"] for row in read_metrics(folder / "evaluations.jsonl")] == [4, 4, 8, 8, 12, 12]
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(
+    whole: Path, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    run = build(small(CURRICULUM), output=folder, device="cpu")
+    steps = 0
+
+    class KilledError(BaseException):
+        pass
+
+    def dying(row: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == 8:
+            raise KilledError
+
+    monkeypatch.setattr(run.display, "step", dying)
+    with pytest.raises(KilledError):
+        run.train()
+    # Steps 7 and 8 were logged but not saved: they are made again, and stand in the file once.
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 9, "lo')
+    build(small(CURRICULUM), output=folder, device="cpu", resume=True).train()
+    assert losses(folder) == losses(whole)
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+    whole: Path, small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    build(small(CURRICULUM), output=folder, device="cpu").train(stop_at=7)
+    damaged = folder / "checkpoints" / "step-00000007"
+    content = (damaged / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(content[:-10])
+    with pytest.raises(CheckpointError, match=r"step-00000007: model\.safetensors is cut short"):
+        build(small(CURRICULUM), output=folder, device="cpu", checkpoint="step-00000007")
+    capsys.readouterr()
+    build(small(CURRICULUM), output=folder, device="cpu", resume=True).train()
+    shown = capsys.readouterr().out
+    assert "WARNING: checkpoint" in shown
+    assert "model.safetensors is cut short" in shown
+    assert "going back to step-00000006" in shown
+    assert losses(folder) == losses(whole)
+    assert (folder / "checkpoints" / "left-step-00000007").is_dir()
+
+
+def test_an_earlier_checkpoint_can_be_asked_for_by_name(whole: Path, small: Small, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    build(small(CURRICULUM), output=folder, device="cpu").train(stop_at=7)
+    with pytest.raises(
+        CheckpointError, match="no checkpoint 'step-00000002'; there are: step-00000006, step-00000007"
+    ):
+        build(small(CURRICULUM), output=folder, device="cpu", checkpoint="step-00000002")
+    run = build(small(CURRICULUM), output=folder, device="cpu", checkpoint="6")
+    assert run.loop.progress.step == 6
+    run.train()
+    assert losses(folder) == losses(whole)
+
+
+def test_micro_batches_do_not_change_the_run(whole: Path, small: Small, tmp_path: Path) -> None:
+    without_dropout = {**CURRICULUM, "model.dropout": 0.0}
+    one, cut = tmp_path / "one", tmp_path / "cut"
+    build(small(without_dropout), output=one, device="cpu").train()
+    build(small({**without_dropout, "training.micro_batch_size": 2}), output=cut, device="cpu").train()
+    for row, other in zip(losses(one), losses(cut), strict=True):
+        assert other[2:] == pytest.approx(row[2:], rel=2e-3)
+        assert other[2] == pytest.approx(row[2], rel=1e-5)
+
+
+def test_bfloat16_trains(small: Small, tmp_path: Path) -> None:
+    summary = build(small({"training.precision": "bfloat16"}), output=tmp_path / "run", device="cpu").train()
+    assert summary is not None
+    assert summary["final"]["loss"] < 3
+
+
+def test_the_seed_gives_weights_and_data(small: Small, tmp_path: Path) -> None:
+    found = {}
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        spec = small({"training.seed": seed, "training.max_steps": 1})
+        build(spec, output=tmp_path / name, device="cpu").train()
+        found[name] = losses(tmp_path / name)
+    assert found["a"] == found["b"] != found["c"]
+
+
+def test_a_loss_that_is_no_number_stops_the_run_before_the_update(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    run = build(small(CURRICULUM), output=folder, device="cpu")
+    batch, forward = run.loop.data.batch, run.model.forward
+    asked = 0
+
+    def counting(position: int, count: int) -> Any:
+        nonlocal asked
+        asked += 1
+        return batch(position, count)
+
+    def poisoned(*args: Any, **kwargs: Any) -> Any:
+        output = forward(*args, **kwargs)
+        if asked == 5 and run.model.training:
+            output.loss.data.fill_(float("nan"))
+        return output
+
+    monkeypatch.setattr(run.loop.data, "batch", counting)
+    monkeypatch.setattr(run.model, "forward", poisoned)
+    with pytest.raises(
+        NonFiniteLossError, match=r"loss is nan at step 5 \(phase 'unrolled', samples 32 to 39\)"
+    ):
+        run.train()
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert all(bool(value.isfinite().all()) for value in run.model.state_dict().values())
+    assert run.loop.last_checkpoint == folder / "checkpoints" / "step-00000003"
+    # The cause removed, the run goes on from there.
+    assert build(small(CURRICULUM), output=folder, device="cpu", resume=True).train() is not None
+
+
+def test_an_infinite_gradient_stops_the_run_too(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build(small(), output=tmp_path / "run", device="cpu")
+    weight = next(run.model.parameters())
+    weight.register_hook(lambda gradient: gradient * float("inf"))
+    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    with pytest.raises(NonFiniteLossError, match=r"the gradient norm is (nan|inf) at step 1"):
+        run.train()
+    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+
+
+def test_a_folder_with_a_run_is_not_written_into(whole: Path, small: Small) -> None:
+    before = (whole / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunFolderError, match="already holds a run; go on with it by --resume"):
+        build(small(CURRICULUM), output=whole, device="cpu")
+    assert (whole / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_of_another_model_is_not_resumed(whole: Path, small: Small) -> None:
+    spec = small({**CURRICULUM, "model.d_model": 32, "model.stopping.tolerance": 0.1})
+    with pytest.raises(RunFolderError, match=r"d_model: 16 → 32; .*tolerance: 0.05 → 0.1") as refusal:
+        build(spec, output=whole, device="cpu", resume=True)
+    assert "start anew in another folder" in str(refusal.value)
+
+
+def test_other_settings_may_change_on_resume_and_are_told(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    build(small(), output=folder, device="cpu").train()
+    longer = small({"training.max_steps": 6})
+    run = build(longer, output=folder, device="cpu", resume=True)
+    assert "changed since it was started: training.max_steps: 4 → 6" in capsys.readouterr().out
+    run.train()
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert (folder / "spec.until-step-00000004.yaml").is_file()
+    assert json.loads((folder / "manifest.json").read_text())["resumed"][0]["step"] == 4
+    with pytest.raises(RunFolderError, match="6 steps into the run, but the spec ends at 4"):
+        build(small(), output=folder, device="cpu", resume=True)
+
+
+def test_a_finished_run_is_only_evaluated_again(small: Small, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    first = build(small(), output=folder, device="cpu").train()
+    again = build(small(), output=folder, device="cpu", resume=True).train()
+    assert first is not None
+    assert again is not None
+    assert again["steps"] == 4
+    assert again["final"] == first["final"]
+    for row, other in zip(first["evaluation"], again["evaluation"], strict=True):
+        assert {**row, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_nothing_to_resume(small: Small, tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"holds no run \(spec.yaml is missing\)"):
+        build(small(), output=tmp_path / "nowhere", device="cpu", resume=True)
+
+
+def test_an_explicit_model_trains_without_a_search(small: Small, tmp_path: Path) -> None:
+    explicit = {
+        "model": {
+            "kind": "explicit_lm",
+            "d_model": 16,
+            "n_layers": 1,
+            "mixer": {"kind": "attention", "n_heads": 2},
+        }
+    }
+    summary = build(small(explicit), output=tmp_path / "run", device="cpu").train()
+    assert summary is not None
+    assert summary["final"]["iterations"] is None
+    assert summary["evaluation"][0]["iterations_by_position"] is None
