@@ -9,7 +9,7 @@ from trainer import spec
 @hookimpl
 def register_components(add: Add) -> None:
     """Register the run spec, data sources, optimizers and schedules."""
-    add("run", spec.RunSpec, "trainer.run:run")
+    add("run", spec.RunSpec, "trainer.run:build")
     add("data", spec.WordProblemSpec, "trainer.data.word_problem:build")
     add("data", spec.TokensSpec, "trainer.data.tokens:build")
     add("optimizer", spec.AdamWSpec, "trainer.optimizers:build_adamw")

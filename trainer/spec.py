@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import NonNegativeInt, PositiveInt, model_validator
+from pydantic import PositiveInt, model_validator
 
 from implicit_blocks import registry
 from implicit_blocks.specs import BaseRunSpec, Spec, refusal
@@ -15,6 +15,7 @@ from trainer.specs.training import (
     AdamWSpec,
     OptimizerSpec,
     ScheduleSpec,
+    Seed,
     TrainingSpec,
     WarmupConstantSqrtSpec,
     WarmupLinearSpec,
@@ -50,7 +51,7 @@ class EvaluationSpec(Spec):
     """Sequences that go through the model at once."""
     last_tokens: PositiveInt = 10
     """Accuracy is read on this many tokens at the end of each sequence."""
-    seed: NonNegativeInt = 1234
+    seed: Seed = 1234
     """Of the sequences drawn for evaluation."""
     window_length: PositiveInt | None = None
     """Tokens solved together: 1 is sequential mode; null: the whole sequence, simultaneous mode."""

@@ -12,8 +12,8 @@ from implicit_blocks.specs.tree import Place, Section, SpecError, parse_yaml
 def apply_overrides(tree: Section, overrides: Sequence[str]) -> Section:
     """The tree with all changes laid on it.
 
-    Each is ``path.to.key=value``, the value in YAML; an element of a list is named by its index or its `name`,
-    as in ``phases.free.until=0.9``. Changes of a `kind` come first, whatever their order, so that settings
+    Each is ``path.to.key=value``, the value in YAML; an element of a list goes by its index or its `name`, as
+    in ``phases.free.until=0.9``. Changes of a `kind` come first, whatever their order, so that settings
     beside them belong to the new component.
 
     Raises:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from implicit_blocks.specs import ComponentSpec, Spec, refusal
 from trainer.schedule import steps_of
 from trainer.specs.spans import Span
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
+Seed = Annotated[int, Field(ge=0, lt=2**64)]
 
 
 class OptimizerSpec(ComponentSpec):
@@ -99,7 +100,7 @@ class TrainingSpec(Spec):
     """Sequences in a step, over all ranks and micro-batches together."""
     micro_batch_size: PositiveInt | None = None
     """Sequences that a rank takes through the model at once; divides `batch_size`. Null: its whole share."""
-    seed: NonNegativeInt = 0
+    seed: Seed = 0
     """Of the initial weights, the data and dropout."""
     clip_norm: PositiveFloat | None = 1.0
     """Largest norm of the gradient; null: not clipped. The paper doesn't state its own."""
