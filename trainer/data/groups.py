@@ -27,7 +27,11 @@ MAX_MONOID = 256
 """Largest monoid table; associativity is checked over all triples."""
 
 PUBLISHED_MONOID: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3), (1, 3, 3, 3), (2, 1, 2, 3), (3, 3, 3, 3))
-"""The published monoid's rows: E (empty, or ends in b), A (ends in a), B, X (contains aa)."""
+"""The published monoid's rows, for E, A, B, X: E is the identity, X absorbs.
+
+Its source describes it as words over a and b without "aa"; the table itself is stricter, since A∘B is X: a
+product of A's and B's is X unless A stands at the end at most. The table is what the published data follow.
+"""
 
 _MONOIDS = {"EABX": PUBLISHED_MONOID, "published": PUBLISHED_MONOID}
 _FACTOR = re.compile(r"([SAZ])([0-9]{1,6})")
@@ -192,7 +196,7 @@ def _monoid_from_rows(name: str, rows: Sequence[Sequence[int]]) -> Algebra:
         if np.array_equal(table[e], index) and np.array_equal(table[:, e], index):
             return Algebra(name, _frozen(table), e)
     raise ValueError(
-        "the monoid table has no identity, an element whose row and column repeat the indices in order; add one"
+        "the monoid table has no identity, an element whose row and column are the indices in order; add one"
     )
 
 
