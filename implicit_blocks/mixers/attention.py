@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear
 from implicit_blocks.ops.attention import attend
+from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks.specs import AttentionSpec
 
 
@@ -83,15 +84,14 @@ class Attention(Mixer):
 
     def prepare(self, window: Window) -> AttentionContext:
         """Make the rotation tables and the mask of a window, shared by layers of equal shape."""
-        cos, sin = window.once(("rope", self.rope_theta, self.head_dim), lambda: self._rotations(window))
+        cos, sin = window.once(
+            ("rope", self.rope_theta, self.head_dim),
+            lambda: rotation_tables(
+                window.positions_BL, head_dim=self.head_dim, theta=self.rope_theta, dtype=window.dtype
+            ),
+        )
         mask = window.once("attention mask", lambda: _mask(window))
         return AttentionContext(cos, sin, mask, causal=mask is None and window.length > 1)
-
-    def _rotations(self, window: Window) -> tuple[Tensor, Tensor]:
-        half = self.head_dim // 2
-        exponent = torch.arange(half, device=window.device, dtype=torch.float64) / half
-        angles = window.positions_BL[:, None, :, None] * self.rope_theta**-exponent
-        return angles.cos().to(window.dtype), angles.sin().to(window.dtype)
 
     def forward(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState, context: AttentionContext
@@ -117,7 +117,7 @@ class Attention(Mixer):
             qkv = qkv + u
         heads = qkv.view(batch, length, self.n_heads + 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
         rotated = self.n_heads + self.n_kv_heads
-        qk = _rotate(heads[:, :rotated], context.cos, context.sin).to(heads.dtype)
+        qk = rotate(heads[:, :rotated], context.cos, context.sin).to(heads.dtype)
         q, k, v = qk[:, : self.n_heads], qk[:, self.n_heads :], heads[:, rotated:]
         end = state.length + length
         keys, values = _extend(state.keys, state.length, k), _extend(state.values, state.length, v)
@@ -144,11 +144,6 @@ def _mask(window: Window) -> Tensor | None:
         mask = mask & window.valid_BT[:, None, :]
     # A padding token sees itself, so that no softmax runs over nothing.
     return mask if mask.ndim == 2 else (mask | (key == query))[:, None]
-
-
-def _rotate(x_BHLP: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x_BHLP.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def _extend(buffer: Tensor, length: int, new: Tensor) -> Tensor:
