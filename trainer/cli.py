@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from implicit_blocks.specs import load_spec
-from trainer.errors import NonFiniteLossError
+from trainer.errors import DataError, NonFiniteLossError
 from trainer.spec import RunSpec
 
 REFUSED = 2
@@ -60,8 +60,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.error(f"--stop-at {options.stop_at}: give a step from 1 up")
     try:
         return _carry_out(options, command=["python", "-m", "trainer", *(arguments or sys.argv[1:])])
-    except NonFiniteLossError as error:
-        return _refuse(str(error), NOT_FINITE)
     except KeyboardInterrupt:
         return _refuse("stopped at once; the last checkpoint can be resumed by --resume", INTERRUPTED)
 
@@ -100,10 +98,10 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
     )
     try:
         summary = run.train(stop_at=options.stop_at)
-    except NonFiniteLossError as error:
+    except (NonFiniteLossError, DataError) as error:
         kept = run.loop.last_checkpoint
         where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
-        return _refuse(f"{error}; {where}", NOT_FINITE)
+        return _refuse(f"{error}; {where}", NOT_FINITE if isinstance(error, NonFiniteLossError) else REFUSED)
     if summary is None:
         print(f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}")
         asked = options.stop_at is not None and run.loop.progress.step >= options.stop_at

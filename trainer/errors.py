@@ -15,6 +15,10 @@ class DeviceError(ValueError):
     """A device that isn't there."""
 
 
+class DataError(ValueError):
+    """Training data that turn out unusable as they are read, such as a token id outside the vocabulary."""
+
+
 class NonFiniteLossError(RuntimeError):
     """The loss or the gradient stopped being a number; the update was not made.
 

@@ -15,7 +15,7 @@ from implicit_blocks.specs import ModelSpec
 from trainer.checkpoint import Progress, save_checkpoint, step_name
 from trainer.data.source import DataSource, EvaluationSet
 from trainer.display import Display
-from trainer.errors import NonFiniteLossError
+from trainer.errors import DataError, NonFiniteLossError
 from trainer.evaluation import EvaluationResult, evaluate, search_row, table
 from trainer.interrupt import Interrupt
 from trainer.optimizers import set_learning_rate
@@ -74,6 +74,7 @@ class Loop:
 
         Raises:
             NonFiniteLossError: the loss or the gradient is not a number; the last checkpoint is as it was.
+            DataError: the data of a step can't be used; the same.
 
         """
         end = self.total_steps if stop_at is None else min(stop_at, self.total_steps)
@@ -103,7 +104,10 @@ class Loop:
         rate = self.schedule.rate(step - 1, peak=training.optimizer.learning_rate)
         set_learning_rate(self.optimizer, rate)
         first = self.progress.samples
-        inputs, labels = self.data.batch(first, training.batch_size)
+        try:
+            inputs, labels = self.data.batch(first, training.batch_size)
+        except ValueError as error:
+            raise DataError(f"the data of step {step} can't be used: {error}") from error
 
         def refuse(quantity: str, value: float) -> NonFiniteLossError:
             samples = (first, first + training.batch_size)

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +74,9 @@ def draw(runs: Sequence[RunRecord], output: Path, *, title: str | None = None) -
     figure = Figure(figsize=(15.0, 4.9), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     answers, search, loss = figure.subplots(1, 3)
-    if all(run.words for run in runs):
+    if not any(run.evaluation for run in runs):
+        _nothing(answers, "nothing was evaluated: there are no validation data")
+    elif all(run.words for run in runs):
         _draw_accuracy(answers, runs)
     else:
         _draw_perplexity(answers, runs)
@@ -148,7 +152,7 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
             textcoords="offset points", ha="right", fontsize=8.5, color=_GREY,
         )  # fmt: skip
     lengths_axis(axes, sorted({row["length"] for run in runs for row in run.evaluation}))
-    _mark_training_length(axes, runs, at_top=False)
+    _mark_training_length(axes, runs)
     last = runs[0].summary["last_tokens"]
     axes.set_ylim(0, 103)
     axes.set_ylabel(f"accuracy over the last {last} tokens (%)")
@@ -176,7 +180,7 @@ def _draw_perplexity(axes: Axes, runs: Sequence[RunRecord]) -> None:
     axes.set_ylabel("validation perplexity")
     axes.set_xlabel("sequence length (tokens)")
     axes.set_title("Perplexity against length")
-    _mark_training_length(axes, runs, at_top=False)
+    _mark_training_length(axes, runs)
     _legend(axes)
 
 
@@ -199,25 +203,39 @@ def _draw_iterations(axes: Axes, runs: Sequence[RunRecord]) -> None:
     axes.set_xlabel("position (tokens)")
     axes.set_ylabel("iterations, mean over sequences")
     if not drawn:
-        axes.set_axis_off()
-        axes.text(
-            0.5, 0.5, "no iterations to show", ha="center", va="center", transform=axes.transAxes, color=_GREY
-        )
+        _nothing(axes, "no iterations to show")
         return
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
-    _mark_training_length(axes, runs, at_top=False)
+    _mark_training_length(axes, runs)
     _legend(axes)
 
 
+def _nothing(axes: Axes, why: str) -> None:
+    axes.set_axis_off()
+    axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color=_GREY)
+
+
 def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
+    positive = [row["loss"] for run in runs for row in run.metrics if row["loss"]]
+    logarithmic = bool(positive) and min(positive) < max(positive) / 20
     for run_index, run in enumerate(runs):
-        steps = [row["step"] for row in run.metrics]
-        losses = [row["loss"] for row in run.metrics]
+        points = [(row["step"], row["loss"]) for row in run.metrics if row["loss"] or not logarithmic]
+        steps, losses = [step for step, _ in points], [loss for _, loss in points]
         color = _COLORS[run_index % len(_COLORS)]
         axes.plot(steps, losses, linewidth=0.8, alpha=0.28, color=color)
-        axes.plot(steps, smoothed(losses), linewidth=1.9, color=color, label=run.label)
-    phases: list[dict[str, Any]] = next((run.summary["phases"] for run in runs if len(run.summary["phases"]) > 1), [])
+        # A curve seems to run through the middle of its points only if it is smoothed on the scale it is drawn on.
+        middle = (
+            [math.exp(v) for v in smoothed([math.log(v) for v in losses])]
+            if logarithmic
+            else smoothed(losses)
+        )
+        axes.plot(steps, middle, linewidth=1.9, color=color, label=run.label)
+    if logarithmic:
+        axes.set_yscale("log")
+    curricula: list[list[dict[str, Any]]] = [run.summary["phases"] for run in runs]
+    phases = max(curricula, key=len)
+    phases = phases if len(phases) > 1 else []
     for phase in phases:
         if phase["first_step"] > 0:
             axes.axvline(phase["first_step"], color=_GREY, linewidth=0.9, linestyle=(0, (1, 2)))
@@ -225,9 +243,6 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
             phase["name"], (phase["first_step"], 0.0), xycoords=("data", "axes fraction"), xytext=(4, 5),
             textcoords="offset points", fontsize=8.5, color=_GREY, rotation=90, va="bottom",
         )  # fmt: skip
-    positive = [row["loss"] for run in runs for row in run.metrics if row["loss"]]
-    if positive and min(positive) < max(positive) / 20:
-        axes.set_yscale("log")
     axes.set_xlabel("step")
     axes.set_ylabel("training loss (nats a token)")
     axes.set_title("Training loss")
@@ -236,13 +251,13 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
 
 
 def smoothed(values: Sequence[float], *, share: float = 0.03) -> list[float]:
-    """Return the exponential moving average of ``values``, over about this share of them."""
-    decay = 1.0 - 1.0 / max(1.0, share * len(values))
-    mean, weight, result = 0.0, 0.0, []
-    for value in values:
-        mean = decay * mean + (1.0 - decay) * value
-        weight = decay * weight + (1.0 - decay)
-        result.append(mean / weight)
+    """Return the mean of each value's neighbours, so many to both sides that they are ``share`` of all."""
+    reach = round(share * len(values) / 2)
+    sums = [0.0, *accumulate(values)]
+    result = []
+    for index in range(len(values)):
+        first, last = max(0, index - reach), min(len(values), index + reach + 1)
+        result.append((sums[last] - sums[first]) / (last - first))
     return result
 
 
@@ -257,15 +272,15 @@ def lengths_axis(axes: Axes, lengths: Sequence[int]) -> None:
     axes.set_xlim(min(lengths) / 1.15, max(lengths) * 1.15)
 
 
-def _mark_training_length(axes: Axes, runs: Sequence[RunRecord], *, at_top: bool) -> None:
+def _mark_training_length(axes: Axes, runs: Sequence[RunRecord]) -> None:
     lengths = {run.summary["training_length"] for run in runs}
     if len(lengths) != 1:
         return
     (length,) = lengths
     axes.axvline(length, color=_GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
     axes.annotate(
-        "trained at", (length, 0.985 if at_top else 0.03), xycoords=("data", "axes fraction"), xytext=(4, 0),
-        textcoords="offset points", fontsize=8.5, color=_GREY, va="top" if at_top else "bottom",
+        "training length", (length, 0.03), xycoords=("data", "axes fraction"), xytext=(4, 0),
+        textcoords="offset points", fontsize=8.5, color=_GREY, va="bottom",
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def _decode(text: str) -> torch.Tensor:
 def random_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's and PyTorch's generators, CUDA devices included."""
     version, internal, gauss = random.getstate()
-    numpy_state: Any = np.random.get_state(legacy=True)  # typed as a dictionary too, which it is not when legacy
+    numpy_state: Any = np.random.get_state(legacy=True)  # a tuple, where legacy
     name, keys, position, has_gauss, cached = numpy_state
     keys_text = base64.b64encode(keys.tobytes()).decode("ascii")
     state: dict[str, Any] = {

@@ -1,0 +1,194 @@
+"""The command line: what it accepts, and how it refuses: one message, no traceback, nothing written."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from trainer.cli import main
+from trainer.metrics import read_metrics
+
+S3 = "zoo/word_problem_s3.yaml"
+TINY = [
+    "model.d_model=16", "model.mixer.d_state=8", "model.mixer.head_dim=8", "training.batch_size=4",
+    "training.threads=1", "data.length=12", "evaluation.lengths=[12, 14]", "evaluation.sequences=4",
+    "model.at_evaluation.stopping.max_iterations=8",
+]  # fmt: skip
+
+
+def run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    capsys.readouterr()
+    code = main(arguments)
+    shown = capsys.readouterr()
+    return code, shown.out, shown.err
+
+
+def test_trains_with_changes_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    changes = [
+        "data.group=A4", "data.identity_probability=0.25", "training.max_steps=4",
+        "model.solver.kind=anderson",
+    ]  # fmt: skip
+    code, out, err = run(["--spec", S3, *changes, "--output", str(folder), "--device", "cpu", *TINY], capsys)
+    assert (code, err) == (0, "")
+    assert "evaluation after step 4" in out
+    rows = list(read_metrics(folder / "metrics.jsonl"))
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert {"loss", "accuracy", "learning_rate", "gradient_norm", "iterations", "residual"} <= rows[0].keys()
+    spec = yaml.safe_load((folder / "spec.yaml").read_text())
+    assert spec["model"]["vocab_size"] == 12  # A4's, though the zoo's group is S3
+    assert spec["model"]["solver"] == {
+        "kind": "anderson", "memory": 5, "damping": 1.0, "regularization": 1e-6,
+    }  # fmt: skip
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["chance"] == pytest.approx(1 / 12)
+
+
+def test_stops_and_goes_on_from_the_folder_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    start = ["--spec", S3, "training.max_steps=4", "--output", str(folder), *TINY]
+    code, out, _ = run([*start, "--stop-at", "2"], capsys)
+    assert code == 0
+    assert f"stopped after step 2; go on by: --resume --output {folder}" in out
+    code, out, _ = run([*start], capsys)
+    assert code == 2
+    code, out, _ = run(["--resume", "--output", str(folder)], capsys)
+    assert code == 0
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_the_default_folder_is_named_by_spec_and_time_and_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    start = ["--spec", "word_problem_s3", "training.max_steps=3", *TINY]
+    assert run([*start, "--stop-at", "1"], capsys)[0] == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert folder.name.startswith("word_problem_s3-20")
+    assert run([*start, "--stop-at", "2", "--resume"], capsys)[0] == 0
+    assert run([*start, "--stop-at", "1"], capsys)[0] == 0
+    code, _, err = run([*start, "--resume"], capsys)
+    assert code == 2
+    assert "several runs of word_problem_s3 could be resumed" in err
+    code, _, err = run(["--spec", "word_problem_s3_explicit", "--resume"], capsys)
+    assert code == 2
+    assert "there is no run of word_problem_s3_explicit" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--spec", "zoo/word_problem_s4.yaml"], ["word_problem_s4", "word_problem_s3"]),
+        (["--spec", S3, "model.solver.kind=andersen"], ["model.solver.kind", "andersen", "anderson"]),
+        (["--spec", S3, "trainig.max_steps=3"], ["trainig", "training"]),
+        (["--spec", S3, "training.max_step=3"], ["training.max_step", "max_steps"]),
+        (["--spec", S3, "model.stopping.tolerance=-1"], ["model.stopping.tolerance", "-1"]),
+        (["--spec", S3, "model.gradient.steps=0"], ["model.gradient.steps", "0"]),
+        (["--spec", S3, "model.mixer.head_dim=48"], ["head_dim", "48", "128"]),
+        (["--spec", S3, "model.vocab_size=5"], ["model.vocab_size", "5", "6"]),
+        (["--spec", S3, "data.group=Q8"], ["data.group", "Q8"]),
+        (["--spec", S3, "evaluation.window_length=0"], ["evaluation.window_length", "0"]),
+        (["--spec", S3, "--device", "cuda:7"], ["cuda:7", "cpu", "--device"]),
+        (["--spec", S3, "--device", "gpu"], ["'gpu'", "cpu"]),
+        (["--spec", "llama_130m"], ["data.path=PATH"]),
+        (["--spec", "llama_130m", "data.path=nowhere.bin"], ["nowhere.bin"]),
+        (["--spec", S3, "--resume"], ["nothing to resume"]),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy_and_nothing_is_written(
+    arguments: list[str], parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    code, _, err = run([*arguments, "--output", str(folder)], capsys)
+    assert code == 2
+    assert err.startswith("error: ")
+    assert "Traceback" not in err
+    for part in parts:
+        assert part in err
+    assert not folder.exists()
+
+
+def test_yaml_that_does_not_parse_is_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text("extends: word_problem_s3\nmodel: {d_model: 16\ndata: 3\n")
+    code, _, err = run(["--spec", str(path)], capsys)
+    assert code == 2
+    assert "broken.yaml:3:5: not valid YAML" in err
+
+
+def test_a_loss_that_is_no_number_has_an_exit_code_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    changes = [
+        "training.max_steps=40", "training.optimizer.learning_rate=1e30", "training.checkpoint_every=1",
+        "training.clip_norm=null", "training.schedule.warmup=0",
+    ]  # fmt: skip
+    code, _, err = run(["--spec", S3, *TINY, *changes, "--output", str(folder)], capsys)
+    assert code == 3
+    assert "the update was not made" in err
+    assert "phase 'unrolled'" in err
+    assert "the last checkpoint" in err
+    steps = [row["step"] for row in read_metrics(folder / "metrics.jsonl")]
+    assert f"step-{steps[-1]:08d}, is intact" in err
+
+
+def test_an_id_outside_the_vocabulary_stops_the_run_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "tokens.bin"
+    np.arange(200, dtype=np.uint16).tofile(path)
+    changes = [
+        f"data.path={path}", "data.dtype=uint16", "data.length=8", "model.vocab_size=50", "model.d_model=16",
+        "model.n_layers=1", "model.mixer.n_heads=2", "model.mlp.d_hidden=8", "training.batch_size=4",
+        "training.micro_batch_size=4", "training.max_tokens=96", "evaluation.last_tokens=4",
+    ]  # fmt: skip
+    code, _, err = run(["--spec", "llama_130m", *changes, "--output", str(tmp_path / "run")], capsys)
+    assert code == 2
+    assert "the data of step 1 can't be used" in err
+    assert "tokens.bin" in err
+
+
+def test_dry_run_knows_the_largest_spec_without_torch(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-X",
+        "importtime",
+        "-m",
+        "trainer",
+        "--spec",
+        "zoo/llama_1.3b.yaml",
+        "--dry-run",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert "1,324,083,184: embedding 103.0M" in done.stdout
+    assert "(4+1)" in done.stdout
+    assert "(32+4)" in done.stdout
+    assert "memory about" in done.stdout
+    assert " torch" not in done.stderr
+
+
+def test_dry_run_reads_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.zeros(5000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    named = ["--spec", "llama_130m", f"data.path={tmp_path}", "--dry-run"]
+    code, out, _ = run([*named, "data.dtype=uint16"], capsys)
+    assert code == 0
+    assert "5,000 tokens in 1 files" in out
+    code, _, err = run(["--spec", "llama_130m", "data.path=nowhere", "--dry-run"], capsys)
+    assert code == 2
+    assert "nowhere" in err
+
+
+def test_a_spec_or_a_run_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+    assert "give a spec by --spec" in capsys.readouterr().err
