@@ -1,0 +1,14 @@
+"""Sliding-window attention, a mixer for `implicit_blocks`: the module that its entry point names."""
+
+from __future__ import annotations
+
+from implicit_blocks.hookspecs import Add, hookimpl
+from implicit_blocks_sliding_window.spec import SlidingWindowAttentionSpec
+
+__all__ = ["SlidingWindowAttentionSpec", "register_components"]
+
+
+@hookimpl
+def register_components(add: Add) -> None:
+    """Register the mixer. The builder is an import string, so that knowing the kind imports no torch."""
+    add("mixer", SlidingWindowAttentionSpec, "implicit_blocks_sliding_window.mixer:SlidingWindowAttention")

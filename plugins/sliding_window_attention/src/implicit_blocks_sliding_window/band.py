@@ -1,0 +1,130 @@
+"""Attention in a band: each token sees itself and the w − 1 before it, at a cost linear in length.
+
+The queries are L new tokens; the keys are S ≤ w − 1 earlier ones and the L new ones. Tokens stand without
+gaps, so that their distance is the difference of their indices. A long run of tokens is cut into blocks of
+C ≥ w: a block needs its own keys and the w − 1 before it, so that L · (C + w − 1) scores are computed
+instead of L².
+
+Shape legend: B batch, L new tokens, S earlier ones, T = S + L, C tokens of a block, N blocks after the first,
+R = C + w − 1 keys of such a block, H query heads, K key and value heads, P head width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+
+from implicit_blocks.ops.attention import attend
+
+MINIMUM_BLOCK = 64
+"""Narrow windows share blocks of this many tokens: smaller products cost more than the scores they save."""
+
+
+class BandMasks(NamedTuple):
+    """Which keys the queries see, made once for a window of tokens.
+
+    ``first`` (1 or B, 1, F, S + F) bool is that of the first block, of F queries: C, or L where there is no
+    other. None means by ``causal``. ``blocks`` (1 or B · N, 1, C, R) bool is that of the blocks after it, None
+    where there are none.
+    """
+
+    first: Tensor | None
+    causal: bool
+    blocks: Tensor | None
+
+
+def attend_in_band(
+    q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, masks: BandMasks, *, window: int
+) -> Tensor:
+    """Return each query's attention over the ``window`` keys that end at its own, (B, H, L, P)."""
+    length, earlier = q_BHLP.shape[2], k_BKTP.shape[2] - q_BHLP.shape[2]
+    block = _first_block(length, window)
+    end = earlier + block
+    y = attend(
+        q_BHLP[:, :, :block],
+        k_BKTP[:, :, :end],
+        v_BKTP[:, :, :end],
+        mask=masks.first,
+        causal=masks.causal,
+    )
+    if masks.blocks is None:
+        return y
+    start = end - (window - 1)  # the first key that a query of the second block sees
+    queries = _blocks(q_BHLP[:, :, block:], block, block)
+    keys, values = (_blocks(x[:, :, start:], block + window - 1, block) for x in (k_BKTP, v_BKTP))
+    rest = attend(queries, keys, values, mask=masks.blocks)
+    batch, heads, _, width = q_BHLP.shape
+    rest = rest.view(batch, -1, heads, block, width).transpose(1, 2).reshape(batch, heads, -1, width)
+    return torch.cat((y, rest[:, :, : length - block]), dim=2)
+
+
+def band_masks(
+    length: int,
+    earlier: int,
+    *,
+    window: int,
+    device: torch.device,
+    known_B: Tensor | None = None,
+    documents_BT: Tensor | None = None,
+) -> BandMasks:
+    """Return the masks for ``length`` new tokens behind ``earlier`` ones.
+
+    Args:
+        length: new tokens L, at least 1.
+        earlier: earlier tokens S, at most ``window − 1``.
+        window: w, tokens that a token sees.
+        device: of the masks.
+        known_B: how many of the S earlier slots hold a token, the last ones of each row; None: all.
+        documents_BT: (B, T) documents of earlier and new tokens, if a token is to see its own only.
+
+    """
+    block = _first_block(length, window)
+    query = torch.arange(earlier, earlier + block, device=device)[:, None]
+    key = torch.arange(earlier + block, device=device)
+    first: Tensor | None = None
+    if known_B is None and documents_BT is None:
+        # The causal path and no mask at all spare the kernel a look at each pair.
+        if earlier + block > window or (earlier > 0 and block > 1):
+            first = ((key <= query) & (key > query - window))[None, None]
+    else:
+        seen = ((key <= query) & (key > query - window))[None]
+        if known_B is not None:
+            seen = seen & (key >= earlier - known_B[:, None])[:, None]
+        if documents_BT is not None:
+            near = documents_BT[:, : earlier + block]
+            seen = seen & (near[:, earlier:, None] == near[:, None, :])
+        first = seen[:, None]
+    blocks = None if block == length else _later_blocks(length, block, window, device, documents_BT)
+    return BandMasks(first, causal=first is None and block > 1, blocks=blocks)
+
+
+def _later_blocks(
+    length: int, block: int, window: int, device: torch.device, documents_BT: Tensor | None
+) -> Tensor:
+    """Return the mask of the blocks after the first: the band alone is the same for all of them."""
+    query = torch.arange(block, device=device)[:, None]
+    key = torch.arange(block + window - 1, device=device)
+    band = ((key >= query) & (key < query + window))[None, None]
+    if documents_BT is None:
+        return band
+    documents = documents_BT[:, documents_BT.shape[1] - length + block - (window - 1) :, None]
+    keys = _blocks(documents[:, None], block + window - 1, block)
+    return band & (keys[:, :, window - 1 :] == keys.mT)  # the last C keys of a block are its queries' own
+
+
+def _first_block(length: int, window: int) -> int:
+    """Return how many queries the first block takes: all, unless there are enough to save something."""
+    block = max(window, MINIMUM_BLOCK)
+    return block if length > 2 * block else length
+
+
+def _blocks(x_BHTP: Tensor, size: int, step: int) -> Tensor:
+    """Cut T tokens into overlapping blocks, one every ``step``, zeros behind: (B · N, H, size, P)."""
+    batch, heads, tokens, width = x_BHTP.shape
+    count = -(-(tokens - (size - step)) // step)
+    padded = F.pad(x_BHTP, (0, 0, 0, count * step + size - step - tokens))
+    blocks = padded.unfold(2, size, step)  # (B, H, N, P, size)
+    return blocks.permute(0, 2, 1, 4, 3).reshape(batch * count, heads, size, width)

@@ -1,0 +1,199 @@
+"""Sliding-window attention on the windowed contract: I. Beltagy et al., "Longformer", 2020; Mistral 7B, 2023.
+
+Two windows meet here: the spec's ``window`` w, the tokens that a token sees, and the `Window` of tokens that
+is solved together. "The window" below is the latter.
+
+Shape legend: B batch, L tokens of the window, S kept tokens, T = S + L, D model width, H query heads, K key
+and value heads, P head width, U injection width = (H + 2K) · P.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from implicit_blocks import Mixer, Window
+from implicit_blocks.layers import Linear
+from implicit_blocks.ops.rotary import rotate, rotation_tables
+from implicit_blocks_sliding_window.band import BandMasks, attend_in_band, band_masks
+from implicit_blocks_sliding_window.spec import SlidingWindowAttentionSpec
+
+
+class SlidingWindowState(NamedTuple):
+    """Keys (rotated) and values of the last real tokens, (B, K, S, P), the latest of each row at the end.
+
+    S is the number of committed tokens, padding included, up to w − 1. Rows with fewer real tokens leave
+    slots at the front unused: the next window's masks know which.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+class SlidingWindowContext(NamedTuple):
+    """What a window needs to know: rotation tables, masks, and how padding is moved out of the way.
+
+    Padding must not count in the distance between tokens. So where there is some, the real tokens of each row
+    are moved to its front (``order``, (B, L) int64), attention runs over tokens without gaps, and the result
+    is moved back (``places``, (B, L)). ``kept`` (B, S) are the earlier and moved tokens that the state after
+    the window keeps. All three are None without padding.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    masks: BandMasks
+    order: Tensor | None = None
+    places: Tensor | None = None
+    kept: Tensor | None = None
+
+
+class SlidingWindowAttention(Mixer):
+    """``softmax(q k^T / √P) v`` over the token itself and the w − 1 real tokens of its document before it.
+
+    ``q, k, v = W z + u``, then the rotation, as in the library's attention. The state stays as small as w − 1
+    tokens, and the cost of a window of L tokens grows as L · w.
+
+    Args:
+        spec: window, numbers of heads and the rotary base.
+        d_model: width of the residual stream.
+
+    """
+
+    def __init__(self, spec: SlidingWindowAttentionSpec, *, d_model: int) -> None:
+        super().__init__()
+        spec.check(d_model)
+        self.window = spec.window
+        self.n_heads = spec.n_heads
+        self.n_kv_heads = spec.n_kv_heads or spec.n_heads
+        self.head_dim = d_model // spec.n_heads
+        self.rope_theta = spec.rope_theta
+        self.in_proj = Linear(d_model, self.injection_width, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
+
+    @property
+    def injection_width(self) -> int:
+        """Width of q, k and v together."""
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+
+    def initial_state(
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+    ) -> SlidingWindowState:
+        """Return an empty state; it needs no room reserved, since it stops growing."""
+        empty = torch.zeros(batch_size, self.n_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
+        return SlidingWindowState(empty, empty)
+
+    def select_rows(self, state: SlidingWindowState, rows: Tensor) -> SlidingWindowState:
+        """Return the state of these rows."""
+        return SlidingWindowState(state.keys[rows], state.values[rows])
+
+    def prepare(self, window: Window) -> SlidingWindowContext:
+        """Make rotation tables, masks and the order of tokens, shared by layers of equal shape."""
+        key = (type(self), self.window, self.rope_theta, self.head_dim)
+        context: SlidingWindowContext = window.once(key, lambda: self._context(window))
+        return context
+
+    def _context(self, window: Window) -> SlidingWindowContext:
+        earlier = min(window.start, self.window - 1)
+        positions, documents = window.positions_BL, window.documents_BL
+        order = places = kept = known = None
+        if window.valid_BT is not None and window.valid_BL is not None:
+            order = _real_first(window.valid_BL)
+            places = order.argsort(1)
+            positions = positions.expand_as(order).gather(1, order)
+            known = window.valid_BT[:, : window.start].sum(1).clamp(max=earlier)
+            kept = self._kept(window, earlier)
+            documents = None if documents is None else documents.gather(1, order)
+        if documents is not None:
+            documents = torch.cat((_earlier_documents(window, earlier), documents), dim=1)
+        cos, sin = rotation_tables(
+            positions, head_dim=self.head_dim, theta=self.rope_theta, dtype=window.dtype
+        )
+        masks = band_masks(
+            window.length,
+            earlier,
+            window=self.window,
+            device=window.device,
+            known_B=known if earlier else None,
+            documents_BT=documents,
+        )
+        return SlidingWindowContext(cos, sin, masks, order, places, kept)
+
+    def _kept(self, window: Window, earlier: int) -> Tensor:
+        """Return where the last real tokens stand among earlier and moved ones, (B, S)."""
+        assert window.valid_BL is not None
+        slots = min(window.start + window.length, self.window - 1)
+        end = earlier + window.valid_BL.sum(1, keepdim=True)
+        # What would lie before the first slot is in a slot that `known` calls unused.
+        return (end - slots + torch.arange(slots, device=window.device)).clamp(min=0)
+
+    def forward(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: SlidingWindowState, context: SlidingWindowContext
+    ) -> Tensor:
+        """Attend from the window to itself and to the kept tokens."""
+        y, _, _ = self._attend(z_BLD, u_BLU, state, context)
+        return y
+
+    def advance(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: SlidingWindowState, context: SlidingWindowContext
+    ) -> tuple[Tensor, SlidingWindowState]:
+        """Attend, and keep the last w − 1 keys and values."""
+        y, keys, values = self._attend(z_BLD, u_BLU, state, context)
+        return y, SlidingWindowState(self._last(keys, context), self._last(values, context))
+
+    def _attend(
+        self, z: Tensor, u: Tensor | None, state: SlidingWindowState, context: SlidingWindowContext
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the output, and keys and values of the kept tokens and the window's, (B, K, S + L, P)."""
+        batch, length, _ = z.shape
+        qkv = self.in_proj(z)
+        if u is not None:
+            qkv = qkv + u
+        if context.order is not None:
+            qkv = _take(qkv, context.order)
+        heads = qkv.view(batch, length, self.n_heads + 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
+        rotated = self.n_heads + self.n_kv_heads
+        qk = rotate(heads[:, :rotated], context.cos, context.sin).to(heads.dtype)
+        q, k, v = qk[:, : self.n_heads], qk[:, self.n_heads :], heads[:, rotated:]
+        keys = torch.cat((state.keys.to(k.dtype), k), dim=2)
+        values = torch.cat((state.values.to(v.dtype), v), dim=2)
+        y = attend_in_band(q, keys, values, context.masks, window=self.window)
+        out: Tensor = self.out_proj(y.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
+        if context.places is not None:
+            out = _take(out, context.places)
+        return out, keys, values
+
+    def _last(self, x_BKTP: Tensor, context: SlidingWindowContext) -> Tensor:
+        """Return the kept ones of earlier and new tokens, in storage of their own."""
+        if context.kept is not None:
+            index = context.kept[:, None, :, None].expand(-1, x_BKTP.shape[1], -1, x_BKTP.shape[3])
+            return x_BKTP.gather(2, index)
+        tokens = x_BKTP.shape[2]
+        first = max(0, tokens - (self.window - 1))
+        # A view would keep the whole window's keys alive for as long as the state lives.
+        return x_BKTP[:, :, first:].clone(memory_format=torch.contiguous_format)
+
+    def output_projections(self) -> Sequence[Linear]:
+        """Return the output projection."""
+        return (self.out_proj,)
+
+
+def _real_first(valid_BL: Tensor) -> Tensor:
+    """Return the order that moves the real tokens of each row to its front, in their own order."""
+    return (~valid_BL).to(torch.int8).argsort(dim=1, stable=True)
+
+
+def _take(x_BLF: Tensor, index_BL: Tensor) -> Tensor:
+    return x_BLF.gather(1, index_BL[:, :, None].expand(-1, -1, x_BLF.shape[2]))
+
+
+def _earlier_documents(window: Window, earlier: int) -> Tensor:
+    """Return the documents of the last ``earlier`` real tokens before the window, (B, S), as in the state."""
+    assert window.documents_BT is not None
+    documents = window.documents_BT[:, : window.start]
+    if window.valid_BT is not None:
+        valid = window.valid_BT[:, : window.start]
+        documents = documents.gather(1, valid.to(torch.int8).argsort(dim=1, stable=True))
+    return documents[:, window.start - earlier :]

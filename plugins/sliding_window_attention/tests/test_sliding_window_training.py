@@ -1,0 +1,41 @@
+"""The run spec that the plugin ships, trained by the trainer, which knows the mixer by its name alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+SPEC = Path(str(files("implicit_blocks_sliding_window"))) / "zoo" / "word_problem_s3_sliding_window.yaml"
+SMALL = [
+    "training.batch_size=16",
+    "evaluation.sequences=16",
+    "evaluation.batch_size=16",
+    "evaluation.lengths=[32]",
+]
+
+
+def train(output: Path, *changes: str) -> list[dict]:
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "--spec",
+        str(SPEC),
+        "--output",
+        str(output),
+        *SMALL,
+        *changes,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_loss_falls(tmp_path):
+    records = train(tmp_path / "run", "training.max_steps=24", "training.log_every=1")
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) >= 24
+    assert sum(losses[-4:]) < 0.97 * sum(losses[:4])
