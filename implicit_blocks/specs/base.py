@@ -79,7 +79,7 @@ class ComponentSpec(Spec):
             handler.resolve_ref_schema(json_schema).setdefault("required", []).insert(0, "kind")
             return json_schema
         generator: GenerateJsonSchema = handler.generate_json_schema  # type: ignore[attr-defined]  # of the subclass
-        name, reference = generator.get_cache_defs_ref_schema(CoreRef(f"{cls.family}:0"))
+        name, reference = generator.get_cache_defs_ref_schema(CoreRef(f"{cls.family.replace('.', '_')}:0"))
         if name not in generator.definitions:
             # Entered before its kinds are: a solver that wraps a solver refers back to it.
             generator.definitions[name] = one_of = {}

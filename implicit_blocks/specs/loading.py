@@ -75,10 +75,11 @@ def _read(path: Path, *, chain: tuple[Path, ...]) -> Section:
     """A file laid over what it extends."""
     tree = read_yaml(path, name=_shown(path))
     place = tree.value_places.get("extends")
-    parents = tree.pop("extends", [])
+    named = tree.pop("extends", None)
+    parents = named if isinstance(named, list) else [] if named is None else [named]
     chain = (*chain, path)
     merged = Section()
-    for parent in [parents] if isinstance(parents, str) else parents or []:
+    for parent in parents:
         if not isinstance(parent, str):
             raise SpecError(f"{place}: extends: a name, a path or a list of them, not {parent!r}")
         found = _find(parent, folder=path.parent, place=place)
@@ -109,7 +110,7 @@ def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
     stem = Path(name).name
     for suffix in _SUFFIXES:
         stem = stem.removesuffix(suffix)
-    looked = f"no file {str(beside)!r}, and " if is_path else ""
+    looked = f"no file {_shown(beside)!r}, and " if is_path else ""
     where = f"{place}: extends: " if place else ""
     raise SpecError(f"{where}{looked}no spec {stem!r} in the zoo; {did_you_mean(stem, zoo_names())}")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,11 +127,17 @@ for _tag, _pattern, _first in (
     ("int", r"[-+]?[0-9][0-9_]*|0o[0-7]+|0x[0-9a-fA-F]+", list("-+0123456789")),
     (
         "float",
-        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.inf|\.nan",
         list("-+.0123456789"),
     ),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})\\Z"), _first)
+
+_CONVERT: dict[str, Callable[[str], Any]] = {
+    "bool": lambda text: text.lower() == "true",
+    "int": lambda text: int(text.replace("_", ""), 0 if text[:2] in ("0o", "0x") else 10),
+    "float": lambda text: float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan")),
+}
 
 
 @dataclass
@@ -145,13 +151,24 @@ class _Reader:
     def value(self, node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> Any:
         if node in above:
             raise SpecError(f"{self.place(node)}: an anchor that holds itself; write the values out")
-        if isinstance(node, yaml.MappingNode):
-            return self.section(node, (*above, node))
-        if isinstance(node, yaml.SequenceNode):
-            return [self.value(item, (*above, node)) for item in node.value]
-        return self.scalar(node)
+        tag = node.tag.removeprefix("tag:yaml.org,2002:")
+        match node, tag:
+            case yaml.MappingNode(), "map":
+                return self.section(node, (*above, node))
+            case yaml.SequenceNode(), "seq":
+                return [self.value(item, (*above, node)) for item in node.value]
+            case yaml.ScalarNode(), "null":
+                return None
+            case yaml.ScalarNode(), "str":
+                return node.value
+            case yaml.ScalarNode(), ("bool" | "int" | "float"):
+                try:
+                    return _CONVERT[tag](node.value)
+                except ValueError:
+                    raise SpecError(f"{self.place(node)}: {node.value!r} is no {tag}") from None
+        raise SpecError(f"{self.place(node)}: tag {node.tag!r} has no meaning here; remove it")
 
-    def section(self, node: yaml.MappingNode, above: tuple[yaml.Node, ...]) -> Section:
+    def section(self, node: yaml.Node, above: tuple[yaml.Node, ...]) -> Section:
         section = Section()
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
@@ -164,27 +181,3 @@ class _Reader:
             section[key] = self.value(value_node, above)
             section.key_places[key], section.value_places[key] = place, self.place(value_node)
         return section
-
-    def scalar(self, node: yaml.Node) -> Any:
-        text, tag = node.value, node.tag.removeprefix("tag:yaml.org,2002:")
-        match tag:
-            case "null":
-                return None
-            case "bool":
-                return text.lower() == "true"
-            case "int":
-                digits = text.replace("_", "")
-                return int(digits, 0 if digits[:2] in ("0o", "0x") else 10)
-            case "float":
-                return float(
-                    text.replace("_", "")
-                    .replace(".inf", "inf")
-                    .replace(".Inf", "inf")
-                    .replace(".INF", "inf")
-                    .replace(".nan", "nan")
-                    .replace(".NaN", "nan")
-                    .replace(".NAN", "nan")
-                )
-            case "str":
-                return text
-        raise SpecError(f"{self.place(node)}: tag {node.tag!r} has no meaning here; remove it")

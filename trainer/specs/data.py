@@ -71,5 +71,6 @@ class TokensSpec(DataSpec):
     validation_path: str | None = None
     """The same for held-out text."""
     length: PositiveInt = 2048
+    """Tokens in a training sequence."""
     dtype: Literal["uint16", "uint32"] | None = None
     """Type of the ids in the files; null: as the files say."""

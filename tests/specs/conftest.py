@@ -1,0 +1,59 @@
+"""Fixtures for specs and plugins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from implicit_blocks import registry
+
+Install = Callable[..., Path]
+
+
+@pytest.fixture
+def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A registry that loads plugins anew, with the third parties that this environment has switched off."""
+    monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
+    with registry.isolated():
+        yield registry
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install distributions of one module each, `install(name, source)`; call it before any lookup."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(folder)
+    names: list[str] = []
+
+    def put(name: str, source: str, *, version: str = "1.2.3") -> Path:
+        (folder / f"{name}_module.py").write_text(source)
+        info = folder / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[implicit_blocks]\n{name} = {name}_module\n")
+        names.append(name)
+        monkeypatch.setenv(registry.PLUGINS_VARIABLE, ",".join(names))
+        return folder
+
+    with registry.isolated():
+        yield put
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
+    """Write a file in a folder that becomes the working directory; gives its name."""
+    folder = tmp_path / "specs"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+
+    def put(name: str, text: str) -> str:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return name
+
+    return put

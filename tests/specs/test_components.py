@@ -1,0 +1,253 @@
+"""Components' specs: bounds, round trips, and what doesn't fit together."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from implicit_blocks import registry
+from implicit_blocks.specs import (
+    AndersonSpec,
+    AtEvaluation,
+    AttentionSpec,
+    ComponentSpec,
+    ExplicitLMSpec,
+    GradientSpec,
+    ImplicitFunctionSpec,
+    ImplicitLMSpec,
+    Mamba2Spec,
+    ModelSpec,
+    PhantomSpec,
+    PicardSpec,
+    SolverSpec,
+    Stopping,
+    StoppingOverrides,
+    SwiGLUSpec,
+    UnrolledSpec,
+)
+
+counts = st.integers(1, 10_000)
+damping = st.floats(0, 1, exclude_min=True)
+tolerance = st.floats(0, 1e6)
+norm = st.sampled_from(["relative", "absolute"])
+scope = st.sampled_from(["sequence", "prefix"])
+solvers = st.one_of(
+    st.builds(PicardSpec, damping=damping, undamped_first=st.booleans()),
+    st.builds(AndersonSpec, memory=counts, damping=damping, regularization=tolerance),
+)
+stoppings = st.builds(Stopping, tolerance=tolerance, max_iterations=counts, norm=norm, scope=scope)
+gradients = st.one_of(
+    st.builds(PhantomSpec, steps=counts, damping=damping),
+    st.builds(UnrolledSpec, steps=counts, checkpointing=st.booleans()),
+    st.builds(
+        ImplicitFunctionSpec,
+        solver=solvers,
+        stopping=st.builds(Stopping, tolerance=tolerance, max_iterations=counts),
+    ),
+)
+evaluations = st.builds(
+    AtEvaluation,
+    solver=solvers,
+    stopping=st.builds(
+        StoppingOverrides,
+        tolerance=st.none() | tolerance,
+        max_iterations=st.none() | counts,
+        norm=st.none() | norm,
+        scope=st.none() | scope,
+    ),
+)
+shared: dict[str, Any] = {
+    "vocab_size": counts,
+    "pad_vocab_to": st.integers(1, 128),
+    "d_model": st.sampled_from([64, 128, 256]),
+    "n_layers": counts,
+    "mixer": st.one_of(
+        st.builds(Mamba2Spec, d_state=counts, head_dim=st.sampled_from([32, 64])),
+        st.builds(AttentionSpec, n_heads=st.just(8), n_kv_heads=st.sampled_from([None, 1, 2, 8])),
+    ),
+    "mlp": st.none() | st.builds(SwiGLUSpec, d_hidden=counts),
+    "dropout": st.floats(0, 1, exclude_max=True),
+}
+models = st.one_of(
+    st.builds(ExplicitLMSpec, **shared),
+    st.builds(
+        ImplicitLMSpec,
+        **shared,
+        start=st.sampled_from(["zeros", "embedding"]),
+        solver=solvers,
+        gradient=gradients,
+        stopping=stoppings,
+        at_evaluation=evaluations,
+    ),
+)
+
+
+@settings(max_examples=60)
+@given(models)
+def test_a_model_survives_python_and_json(spec: ModelSpec) -> None:
+    assert ModelSpec.model_validate(spec.model_dump()) == spec
+    assert type(spec).model_validate_json(spec.model_dump_json()) == spec
+    assert hash(ModelSpec.model_validate(spec.model_dump())) == hash(spec)
+
+
+@settings(max_examples=60)
+@given(stoppings, evaluations)
+def test_evaluation_keeps_what_it_does_not_override(training: Stopping, evaluation: AtEvaluation) -> None:
+    overrides, rule = evaluation.stopping, evaluation.stopping.over(training)
+    for name in ("tolerance", "norm"):
+        assert getattr(rule, name) == (
+            getattr(training, name) if getattr(overrides, name) is None else getattr(overrides, name)
+        )
+    assert rule.max_iterations == (overrides.max_iterations or 4 * training.max_iterations)
+    assert rule.scope == (overrides.scope or "prefix")
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields", "message"),
+    [
+        (PicardSpec, {"damping": 0}, "greater than 0"),
+        (PicardSpec, {"damping": 1.5}, "less than or equal to 1"),
+        (AndersonSpec, {"memory": 0}, "greater than 0"),
+        (AndersonSpec, {"regularization": -1e-6}, "greater than or equal to 0"),
+        (Stopping, {"tolerance": -0.1}, "greater than or equal to 0"),
+        (Stopping, {"tolerance": float("nan")}, "finite"),
+        (Stopping, {"max_iterations": 0}, "greater than 0"),
+        (Stopping, {"scope": "batch"}, "'sequence' or 'prefix'"),
+        (PhantomSpec, {"steps": 0}, "greater than 0"),
+        (UnrolledSpec, {"steps": 2.5}, "integer"),
+        (ImplicitFunctionSpec, {"stopping": {"scope": "prefix"}}, "backwards through the tokens"),
+        (Mamba2Spec, {"dt_min": 0.5}, "dt_min 0.5 is above dt_max 0.1"),
+        (Mamba2Spec, {"chunk_size": 0}, "greater than 0"),
+        (AttentionSpec, {"n_heads": 8, "n_kv_heads": 3}, "n_heads 8 is not divisible by n_kv_heads 3"),
+        (PicardSpec, {"dampng": 0.5}, "unknown key 'dampng'; did you mean 'damping'"),
+        (PicardSpec, {"kind": "anderson"}, "'picard'"),
+    ],
+)
+def test_what_is_out_of_range_is_refused(
+    spec: type[ComponentSpec], fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        spec(**fields)
+
+
+def model(**fields: Any) -> ImplicitLMSpec:
+    return ImplicitLMSpec(
+        **{"vocab_size": 6, "d_model": 64, "n_layers": 1, "mixer": {"kind": "mamba2"}, **fields}
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "message"),
+    [
+        (
+            {"mixer": {"kind": "mamba2", "head_dim": 48}},
+            ("mixer",),
+            "= 2 * 64 = 128 is not divisible by head_dim 48",
+        ),
+        (
+            {"d_model": 100, "mixer": {"kind": "attention", "n_heads": 12}},
+            ("mixer",),
+            "choose a multiple of 12",
+        ),
+        ({"d_model": 60, "mixer": {"kind": "attention", "n_heads": 12}}, ("mixer",), "60 / 12 = 5 is odd"),
+        ({"vocab_size": 0}, ("vocab_size",), "greater than 0"),
+        ({"n_layers": 0}, ("n_layers",), "greater than 0"),
+        ({"dropout": 1}, ("dropout",), "less than 1"),
+        ({"mixer": "mamba2"}, ("mixer",), "is a mapping such as"),
+        ({"mixer": {"d_state": 3}}, ("mixer",), "names no kind"),
+        ({"solver": {"kind": 3}}, ("solver",), "names no kind"),
+        ({"solver": {"kind": "picad"}}, ("solver", "kind"), "did you mean 'picard'"),
+        (
+            {"gradient": {"kind": "implicit_function", "solver": {"dampin": 1}}},
+            ("gradient", "solver", "dampin"),
+            "damping",
+        ),
+        (
+            {"at_evaluation": {"stopping": {"max_iteration": 3}}},
+            ("at_evaluation", "stopping", "max_iteration"),
+            "max_iterations",
+        ),
+    ],
+)
+def test_errors_name_the_entry(fields: dict[str, Any], place: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        model(**fields)
+    [error] = caught.value.errors()
+    assert error["loc"] == place
+    assert message in error["msg"]
+
+
+def test_all_unknown_keys_are_named_at_once() -> None:
+    with pytest.raises(ValidationError) as caught:
+        model(solvr={}, gradeint={})
+    assert [error["loc"] for error in caught.value.errors()] == [("solvr",), ("gradeint",)]
+
+
+def test_a_mapping_without_kind_lies_over_the_default() -> None:
+    spec = model(
+        solver={"undamped_first": True},
+        gradient={"kind": "implicit_function", "stopping": {"tolerance": 1e-6}},
+        at_evaluation={"solver": {"undamped_first": True}},
+    )
+    assert spec.solver == PicardSpec(undamped_first=True)
+    assert spec.gradient == ImplicitFunctionSpec(stopping=Stopping(tolerance=1e-6, max_iterations=64))
+    assert spec.at_evaluation.solver == PicardSpec(damping=0.8, undamped_first=True)
+    assert model(at_evaluation={"solver": {"kind": "picard"}}).at_evaluation.solver == PicardSpec(damping=1)
+
+
+def test_specs_are_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        model().d_model = 3
+
+
+def test_the_vocabulary_is_padded_up() -> None:
+    assert model(vocab_size=50277, pad_vocab_to=16).padded_vocab_size == 50288
+    assert model(vocab_size=50277).padded_vocab_size == 50277
+
+
+class RowwiseSpec(SolverSpec):
+    couples_tokens: ClassVar[bool] = True
+    kind: Literal["test.rowwise"] = "test.rowwise"
+
+
+class ThirdPartyGradientSpec(GradientSpec):
+    differentiates_solver: ClassVar[bool] = True
+    kind: Literal["test.through"] = "test.through"
+
+
+@pytest.mark.usefixtures("fresh_registry")
+class TestWhatDoesNotCombine:
+    def test_differentiating_a_solver_that_is_not_differentiable(self) -> None:
+        registry.add("solver", RowwiseSpec, "m:f", owner="test")
+        registry.add("gradient", ThirdPartyGradientSpec, "m:f", owner="test")
+        for gradient in ("unrolled", "test.through"):
+            with pytest.raises(ValidationError, match=r"solver 'test.rowwise' is not differentiable; choose"):
+                model(solver={"kind": "test.rowwise"}, gradient={"kind": gradient})
+            model(solver={"kind": "anderson"}, gradient={"kind": gradient})
+
+    def test_mixing_tokens_where_none_may_depend_on_later_ones(self) -> None:
+        registry.add("solver", RowwiseSpec, "m:f", owner="test")
+        rowwise = {"kind": "test.rowwise"}
+        model(solver=rowwise)
+        with pytest.raises(ValidationError, match=r"set stopping.scope to 'sequence'"):
+            model(solver=rowwise, stopping={"scope": "prefix"})
+        with pytest.raises(ValidationError, match=r"set at_evaluation.stopping.scope to 'sequence'"):
+            model(at_evaluation={"solver": rowwise})
+        model(at_evaluation={"solver": rowwise, "stopping": {"scope": "sequence"}})
+
+
+@pytest.mark.parametrize(
+    ("gradient", "iterations", "passes"),
+    [
+        (PhantomSpec(steps=1), 4, 7),
+        (UnrolledSpec(steps=8), 32, 24),
+        (UnrolledSpec(steps=8, checkpointing=True), 32, 32),
+        (ImplicitFunctionSpec(stopping=Stopping(max_iterations=10)), 5, 18),
+    ],
+)
+def test_gradients_tell_their_cost(gradient: GradientSpec, iterations: int, passes: int) -> None:
+    assert gradient.forward_equivalents(iterations) == passes

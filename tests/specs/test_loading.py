@@ -1,0 +1,302 @@
+"""Loading specs: names, paths, extends, changes from the command line, and what is said when one is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from implicit_blocks.specs import AndersonSpec, Mamba2Spec, PhantomSpec, SpecError, load_spec, resolve
+
+Write = Callable[[str, str], str]
+
+SMALL = """\
+model:
+  kind: implicit_lm
+  d_model: 64
+  n_layers: 1
+  mixer: {kind: mamba2, head_dim: 32}
+  solver: {kind: picard, damping: 0.5}
+data: {kind: word_problem, group: S3, length: 32}
+training:
+  max_steps: 100
+  batch_size: 8
+  optimizer: {kind: adamw, learning_rate: 1e-3}
+phases:
+  - {name: unrolled, until: 0.5, model: {gradient: {kind: unrolled}}}
+  - {name: free}
+"""
+
+
+def error_of(name: str, overrides: list[str] | None = None) -> str:
+    with pytest.raises(SpecError) as caught:
+        load_spec(name, overrides or [])
+    return str(caught.value)
+
+
+def test_a_name_a_path_into_the_zoo_and_a_path_here_mean_the_same(write: Write) -> None:
+    by_name = load_spec("word_problem_s3")
+    assert load_spec("zoo/word_problem_s3.yaml") == by_name  # the working directory has no zoo
+    assert load_spec("zoo/word_problem_s3") == by_name
+    assert load_spec(write("mine.yaml", "extends: word_problem_s3\n")) == by_name
+
+
+def test_names_may_have_dots(write: Write) -> None:
+    assert load_spec("llama_1.3b").model.d_model == 2048
+    assert load_spec("llama_1.3b_explicit").model.kind == "explicit_lm"
+
+
+def test_a_file_here_comes_before_the_zoo(write: Write) -> None:
+    path = write("zoo/word_problem_s3.yaml", SMALL)
+    assert load_spec(path).training.max_steps == 100
+
+
+@pytest.mark.parametrize("name", ["mamba_130m", "zoo/mamba_130m.yaml", "./mamba_130m.yaml"])
+def test_what_is_not_there_names_the_nearest(write: Write, name: str) -> None:
+    message = error_of(name)
+    assert "no spec 'mamba_130m' in the zoo; did you mean 'mamba2_130m'? Known: llama_1.3b" in message
+    assert ("no file" in message) == (name != "mamba_130m")
+
+
+class TestExtends:
+    def test_a_neighbour_a_path_and_the_zoo(self, write: Write) -> None:
+        write("base/parts.yaml", SMALL)
+        write("beside.yaml", "extends: base/parts\nmodel: {n_layers: 2}")
+        name = write("top.yaml", "extends: beside\ntraining: {max_steps: 7}")
+        spec = load_spec(name)
+        assert (spec.model.n_layers, spec.training.max_steps) == (2, 7)
+
+    def test_later_ones_lie_over_earlier_ones(self, write: Write) -> None:
+        write("a.yaml", SMALL)
+        write("b.yaml", "model: {n_layers: 2}\ntraining: {max_steps: 5}")
+        name = write("c.yaml", "extends: [a, b]\ntraining: {max_steps: 6}")
+        spec = load_spec(name)
+        assert (spec.model.n_layers, spec.training.max_steps) == (2, 6)
+
+    def test_two_ways_to_one_base_are_no_circle(self, write: Write) -> None:
+        write("base.yaml", SMALL)
+        write("left.yaml", "extends: base\nmodel: {n_layers: 2}")
+        write("right.yaml", "extends: base\ntraining: {batch_size: 4}")
+        load_spec(write("both.yaml", "extends: [left, right]"))
+
+    def test_in_a_circle(self, write: Write) -> None:
+        write("a.yaml", "model: {}\nextends: b")
+        write("b.yaml", "extends: [c.yaml]")
+        write("c.yaml", "extends: a")
+        assert error_of("a.yaml") == (
+            "c.yaml:1:10: extends: in a circle: a.yaml extends b.yaml extends c.yaml extends a.yaml; "
+            "remove one of them"
+        )
+        write("self.yaml", "extends: self")
+        assert error_of("self.yaml").startswith(
+            "self.yaml:1:10: extends: in a circle: self.yaml extends self.yaml"
+        )
+
+    @pytest.mark.parametrize("value", ["3", "[word_problem_s3, 3]", "{a: b}"])
+    def test_what_names_nothing(self, write: Write, value: str) -> None:
+        assert "a.yaml:1:10: extends: a name, a path or a list of them" in error_of(
+            write("a.yaml", f"extends: {value}")
+        )
+
+    def test_a_missing_one_is_named_with_the_place(self, write: Write) -> None:
+        message = error_of(write("a.yaml", "extends: base/word_problem_s4"))
+        assert message.startswith("a.yaml:1:10: extends: no file 'base/word_problem_s4', and no spec")
+        assert "did you mean 'word_problem_s3'" in message
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("old", "new", "message"),
+        [
+            (
+                "kind: picard",
+                "kind: picad",
+                "x.yaml:6:18: model.solver.kind: unknown solver 'picad'; "
+                "did you mean 'picard'? Known: anderson, picard",
+            ),
+            (
+                "damping: 0.5",
+                "dampng: 0.5",
+                "x.yaml:6:26: model.solver.dampng: unknown key 'dampng'; did you mean 'damping'? "
+                "Known: damping, kind, undamped_first",
+            ),
+            (
+                "damping: 0.5",
+                "damping: 2",
+                "x.yaml:6:35: model.solver.damping: should be less than or equal to 1; got 2",
+            ),
+            ("training:", "trainng:", "x.yaml:8:1: trainng: unknown key 'trainng'; did you mean 'training'?"),
+            ("head_dim: 32", "head_dim: 48", "x.yaml:5:10: model.mixer: the inner width expand * d_model"),
+            ("  d_model: 64\n", "", "x.yaml:2:3: model.d_model: is missing; add it"),
+            ("length: 32", "length: 0", "x.yaml:7:47: data.length: should be greater than 0; got 0"),
+            (
+                "max_steps: 100",
+                "max_steps: -1",
+                "x.yaml:9:14: training.max_steps: should be greater than 0; got -1",
+            ),
+            (
+                "max_steps: 100",
+                "max_tokens: many",
+                "x.yaml:9:15: training.max_tokens: should be a valid integer",
+            ),
+            ("  max_steps: 100\n", "", "the length of the run is missing; give max_steps or max_tokens"),
+            (
+                "max_steps: 100",
+                "max_steps: 9\n  max_tokens: 9",
+                "x.yaml:9:14: training.max_steps: max_steps 9 and",
+            ),
+            ("group: S3", "group: S99", "x.yaml:7:35: data.group: group 'S99' has more than 5040 elements"),
+            (
+                "group: S3",
+                "group: D4",
+                "x.yaml:7:35: data.group: group 'D4' is not known; use S_n, A_n or Z_n",
+            ),
+            (
+                "{kind: unrolled}",
+                "{kind: unroled}",
+                "x.yaml:13:59: phases.0.model.gradient.kind: unknown gradient",
+            ),
+            (
+                "{kind: unrolled}",
+                "{steps: 0}",
+                "x.yaml:13:60: phases.0.model.gradient.steps: should be greater than 0",
+            ),
+            ("until: 0.5", "until: 1.5", "x.yaml:13:29: phases.0.until: give a number of steps"),
+            (
+                "{name: free}",
+                "{name: free, untill: 3}",
+                "phases.1.untill: unknown key 'untill'; did you mean 'until'",
+            ),
+            ("max_steps: 100", "max_steps: [1", "not valid YAML"),
+            ("n_layers: 1", "n_layers: 1\n  n_layers: 2", "x.yaml:5:3: key 'n_layers' is given twice"),
+            (
+                "data:",
+                "kind: rum\ndata:",
+                "x.yaml:7:7: kind: unknown run 'rum'; did you mean 'run'? Known: run",
+            ),
+        ],
+    )
+    def test_are_named_with_place_value_and_remedy(
+        self, write: Write, old: str, new: str, message: str
+    ) -> None:
+        assert old in SMALL
+        assert message in error_of(write("x.yaml", SMALL.replace(old, new)))
+
+    def test_all_of_them_are_named(self, write: Write) -> None:
+        text = (
+            SMALL.replace("damping: 0.5", "damping: 5")
+            .replace("S3", "Q3")
+            .replace("batch_size: 8", "batch_size: 0")
+        )
+        places = [line.partition(": ")[0] for line in error_of(write("x.yaml", text)).splitlines()]
+        assert places == ["x.yaml:6:35", "x.yaml:7:35", "x.yaml:10:15"]
+
+    def test_the_file_that_says_it_is_named(self, write: Write) -> None:
+        write("base.yaml", SMALL.replace("damping: 0.5", "damping: 5"))
+        assert error_of(write("x.yaml", "extends: base")).startswith("base.yaml:6:35: model.solver.damping")
+
+    def test_an_explicit_model_has_no_solver(self, write: Write) -> None:
+        text = "extends: word_problem_s3_explicit\nmodel: {solver: {kind: picard}}"
+        assert "x.yaml:2:9: model.solver: unknown key 'solver'" in error_of(write("x.yaml", text))
+
+
+class TestTwins:
+    def test_the_explicit_one_keeps_what_both_know(self, write: Write) -> None:
+        write("x.yaml", SMALL + "evaluation: {lengths: [64]}")
+        spec: Any = load_spec(write("y.yaml", "extends: x\nmodel: {kind: explicit_lm}"))
+        assert spec.model.model_dump()["mixer"] == Mamba2Spec(head_dim=32).model_dump()
+        assert "solver" not in spec.model.model_dump()
+        assert spec.model.weight_norm is False
+        assert spec.phases == ()
+        assert spec.evaluation.lengths == (64,)
+        assert load_spec("x.yaml", ["model.kind=explicit_lm"]) == spec
+
+    def test_phases_of_its_own_stay(self, write: Write) -> None:
+        write("x.yaml", SMALL)
+        text = "extends: x\nmodel: {kind: explicit_lm}\nphases: [{name: only, training: {clip_norm: 0.5}}]"
+        [phase] = load_spec(write("y.yaml", text)).phase_specs()
+        assert (phase.name, phase.training.clip_norm) == ("only", 0.5)
+
+    def test_back_again(self, write: Write) -> None:
+        write("x.yaml", SMALL)
+        write("y.yaml", "extends: x\nmodel: {kind: explicit_lm}")
+        spec = load_spec(write("z.yaml", "extends: y\nmodel: {kind: implicit_lm}"))
+        assert (spec.model.d_model, spec.model.gradient) == (64, PhantomSpec())
+
+
+class TestOverrides:
+    def test_the_readmes_example(self, write: Write) -> None:
+        spec = load_spec(
+            write("x.yaml", SMALL),
+            [
+                "data.group=A4",
+                "data.identity_probability=0.25",
+                "training.max_steps=200",
+                "model.solver.kind=anderson",
+            ],
+        )
+        assert (spec.data.group, spec.data.identity_probability, spec.total_steps) == ("A4", 0.25, 200)
+        assert spec.model.solver == AndersonSpec()
+        assert spec.model.vocab_size == 12
+
+    @pytest.mark.parametrize("order", [1, -1])
+    def test_a_kind_comes_before_its_settings(self, write: Write, order: int) -> None:
+        changes = ["model.solver.kind=anderson", "model.solver.memory=3"][::order]
+        assert load_spec(write("x.yaml", SMALL), changes).model.solver == AndersonSpec(memory=3)
+
+    def test_later_ones_win_and_values_are_yaml(self, write: Write) -> None:
+        tree = resolve(
+            write("x.yaml", SMALL),
+            [
+                "training.seed=1",
+                "training.seed=2",
+                "training.clip_norm=null",
+                "evaluation.lengths=[8, 1e1]",
+                "model.solver={kind: anderson, memory: 2}",
+                "data.path=a=b",
+                "training.schedule.warmup=",
+            ],
+        )
+        assert tree["training"]["seed"] == 2
+        assert tree["training"]["clip_norm"] is None
+        assert tree["training"]["schedule"] == {"warmup": None}
+        assert tree["evaluation"] == {"lengths": [8, 10.0]}
+        assert tree["model"]["solver"] == {"kind": "anderson", "memory": 2}
+        assert tree["data"]["path"] == "a=b"
+
+    @pytest.mark.parametrize("phase", ["unrolled", "0"])
+    def test_list_elements_by_name_and_index(self, write: Write, phase: str) -> None:
+        name = write("x.yaml", SMALL)
+        spec = load_spec(name, [f"phases.{phase}.until=10", f"phases.{phase}.model.gradient.steps=3"])
+        first, second = spec.phase_specs()
+        assert (first.last_step, second.first_step) == (10, 10)
+        assert first.model.gradient.model_dump() == {"kind": "unrolled", "steps": 3, "checkpointing": False}
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (
+                "model.solver.kind=picad",
+                "command line, 'model.solver.kind=picad': model.solver.kind: unknown solver",
+            ),
+            ("model.solvr.kind=picard", "model.solvr: unknown key 'solvr'; did you mean 'solver'?"),
+            ("trainig.max_steps=3", "trainig: unknown key 'trainig'; did you mean 'training'?"),
+            ("model.d_model.width=3", "model.d_model: should be a valid integer; got {'width': 3}"),
+            ("phases.fre.until=3", "'fre' names no element of a list of 2; known: unrolled, free"),
+            ("phases.2.until=3", "'2' names no element"),
+            ("training.max_steps=[3", "command line, 'training.max_steps=[3': not valid YAML"),
+            ("training.max_steps", "'training.max_steps' changes nothing; write path.to.key=value"),
+            ("training..max_steps=3", "changes nothing; write path.to.key=value"),
+            ("=3", "changes nothing; write path.to.key=value"),
+        ],
+    )
+    def test_mistakes(self, write: Write, change: str, message: str) -> None:
+        assert message in error_of(write("x.yaml", SMALL), [change])
+
+
+def test_an_error_is_a_value_error_without_more_than_the_message(write: Write) -> None:
+    with pytest.raises(ValueError, match=re.escape("x.yaml:1:1: nonsense: unknown")) as caught:
+        load_spec(write("x.yaml", "nonsense: 1\n" + SMALL))
+    assert caught.value.__suppress_context__

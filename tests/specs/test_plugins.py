@@ -1,0 +1,149 @@
+"""Plugins: found by entry point, isolated when they fail, refused as a whole when they clash."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from implicit_blocks import registry
+from implicit_blocks.specs import ImplicitLMSpec, load_spec
+
+GOOD = """
+from typing import Literal
+import implicit_blocks as ib
+
+class {name}Spec(ib.SolverSpec):
+    '''Half steps.'''
+    kind: Literal["{kind}"] = "{kind}"
+    share: float = 0.5
+
+def build_it(spec, **context):
+    return spec.share, context
+
+@ib.hookimpl
+def register_components(add):
+    add("solver", {name}Spec, "{name}_module:build_it")
+"""
+MIXER = """
+from typing import Literal
+import implicit_blocks as ib
+from pydantic import PositiveInt
+
+class ShiftSpec(ib.MixerSpec):
+    kind: Literal["acme.shift"] = "acme.shift"
+    distance: PositiveInt = 1
+
+@ib.hookimpl
+def register_components(add):
+    add("mixer", ShiftSpec, lambda spec, d_model: (spec, d_model))
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forget_modules():
+    before = set(sys.modules)
+    yield
+    for name in set(sys.modules) - before:
+        if name.endswith("_module"):
+            del sys.modules[name]
+
+
+def good(name: str, kind: str) -> str:
+    return GOOD.format(name=name, kind=kind)
+
+
+def test_a_plugin_brings_a_kind_that_specs_made_before_it_accept(install) -> None:
+    install("acme", good("acme", "acme.half"))
+    spec = ImplicitLMSpec(
+        vocab_size=6,
+        d_model=64,
+        n_layers=1,
+        mixer={"kind": "mamba2"},
+        solver={"kind": "acme.half", "share": 0.25},
+    )
+    assert type(spec.solver).__name__ == "acmeSpec"
+    assert registry.build(spec.solver, extra=1) == (0.25, {"extra": 1})
+    entry = registry.entry("solver", "acme.half")
+    assert (entry.owner, entry.version) == ("acme", "1.2.3")
+    assert ImplicitLMSpec.model_validate_json(spec.model_dump_json()) == spec
+    assert "acme.half" in str(ImplicitLMSpec.model_json_schema())
+
+
+def test_a_plugins_kind_is_used_from_yaml_by_name_alone(install, write) -> None:
+    install("acme", MIXER)
+    name = write(
+        "shift.yaml",
+        "extends: word_problem_s3\nmodel: {mixer: {kind: acme.shift, distance: 3}}\n",
+    )
+    mixer = load_spec(name).model.mixer
+    assert mixer.model_dump() == {"kind": "acme.shift", "distance": 3}
+    assert registry.build(mixer, d_model=8) == (mixer, 8)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import no_such_module_anywhere", "No module named 'no_such_module_anywhere'"),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("def broken(:", "SyntaxError"),
+        ("value = 1", "it registers nothing"),
+        (good("bad", "").replace('Literal[""] = ""', "str"), "names no kind"),
+        (
+            good("bad", "x").replace('add("solver"', 'add("solvr"'),
+            "is a spec of family 'solver', not 'solvr'",
+        ),
+        (good("bad", "x").replace('"bad_module:build_it"', "3"), "give a callable or 'package.module:Name'"),
+        (good("bad", "x").replace("(add)", "(add, more)"), "more"),
+        (good("bad", "x").replace("def register_components", "def register_component"), "register_component"),
+    ],
+    ids=["import", "exit", "syntax", "nothing", "no-kind", "family", "builder", "arguments", "hook-name"],
+)
+def test_a_plugin_that_fails_is_named_and_takes_nothing_else_down(install, source: str, reason: str) -> None:
+    install("bad", source)
+    install("fine", good("fine", "fine.half"))
+    [failure] = registry.failures()
+    assert (failure.name, failure.owner, failure.version) == ("bad", "bad", "1.2.3")
+    assert reason in failure.reason
+    assert {"picard", "anderson", "fine.half"} <= set(registry.kinds("solver"))
+    assert "word_problem" in registry.kinds("data")
+
+
+def test_an_unknown_kind_mentions_the_plugin_that_may_have_had_it(install) -> None:
+    install("bad", "import no_such_module_anywhere")
+    with pytest.raises(registry.UnknownKindError, match=r"unknown solver 'bad.half'.*plugin 'bad' could not"):
+        registry.entry("solver", "bad.half")
+
+
+def test_a_clash_refuses_the_second_plugin_as_a_whole(install) -> None:
+    install("first", good("first", "half"))
+    both = good("second", "second.other").replace(
+        'add("solver"', 'add("solver", secondSpec, "m:f")\n    add("solver"'
+    )
+    install("second", both)
+    install("third", good("third", "picard"))
+    reasons = {failure.name: failure.reason for failure in registry.failures()}
+    assert set(reasons) == {"second", "third"}
+    assert "solver 'picard' is already registered by implicit_blocks" in reasons["third"]
+    assert "choose another kind, such as 'third.picard'" in reasons["third"]
+    assert registry.kinds("solver") == ["anderson", "half", "picard"]
+
+
+def test_the_variable_switches_third_parties_off_and_not_our_own(install, monkeypatch) -> None:
+    install("acme", good("acme", "acme.half"))
+    monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
+    assert registry.kinds("solver") == ["anderson", "picard"]
+    assert "acme" in registry.switched_off()
+    assert "word_problem" in registry.kinds("data")
+    with pytest.raises(registry.UnknownKindError, match="IMPLICIT_BLOCKS_PLUGINS switches off: acme"):
+        registry.entry("solver", "acme.half")
+
+
+def test_the_variable_allows_some(install, monkeypatch) -> None:
+    install("acme", good("acme", "acme.half"))
+    install("other", good("other", "other.half"))
+    monkeypatch.setenv(registry.PLUGINS_VARIABLE, " other , missing ")
+    assert registry.kinds("solver") == ["anderson", "other.half", "picard"]
+    [failure] = registry.failures()
+    assert failure.name == "missing"
+    assert "no plugin of that name is installed" in failure.reason

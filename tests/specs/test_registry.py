@@ -1,0 +1,112 @@
+"""The registry: kinds by family, builders resolved when something is built."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import pytest
+from pydantic import ValidationError
+
+from implicit_blocks import registry
+from implicit_blocks.specs import ComponentSpec, PicardSpec, SolverSpec, Spec
+
+
+class HalfSpec(SolverSpec):
+    """Half steps."""
+
+    kind: Literal["half"] = "half"
+
+
+class SamplerSpec(ComponentSpec):
+    """A family of a third party's own."""
+
+    family: ClassVar[str] = "acme.sampler"
+
+
+class GreedySpec(SamplerSpec):
+    """The likeliest token."""
+
+    kind: Literal["greedy"] = "greedy"
+
+
+class BeamSpec(SamplerSpec):
+    """Holds another of its family."""
+
+    kind: Literal["beam"] = "beam"
+    inner: SamplerSpec = GreedySpec()
+
+
+class DecodingSpec(Spec):
+    sampler: SamplerSpec
+
+
+@pytest.mark.usefixtures("fresh_registry")
+class TestAdd:
+    def test_build_calls_the_builder_with_spec_and_context(self) -> None:
+        registry.add("solver", HalfSpec, lambda spec, **context: (spec, context), owner="me")
+        assert registry.build(HalfSpec(), width=3) == (HalfSpec(), {"width": 3})
+        assert registry.entry("solver", "half").version == "unknown"
+
+    def test_a_builder_by_name_is_imported_when_it_builds(self) -> None:
+        registry.add("solver", HalfSpec, "fractions:Fraction.from_float", owner="me")
+        assert registry.entry("solver", "half").resolve_builder()(0.5).denominator == 2
+
+    def test_a_builder_that_is_not_there_is_named(self) -> None:
+        registry.add("solver", HalfSpec, "fractions:Fractoin", owner="me")
+        with pytest.raises(ImportError, match="solver 'half' of me is built by 'fractions:Fractoin'"):
+            registry.build(HalfSpec())
+
+    def test_a_taken_kind_is_refused(self) -> None:
+        class Picard(SolverSpec):
+            kind: Literal["picard"] = "picard"
+
+        with pytest.raises(ValueError, match="already registered by implicit_blocks"):
+            registry.add("solver", Picard, "m:f", owner="me")
+        with pytest.raises(ValueError, match="is registered with PicardSpec, not "):
+            registry.build(Picard())
+
+    def test_what_is_no_spec_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="is no ComponentSpec"):
+            registry.add("solver", dict, "m:f", owner="me")
+
+    def test_a_third_party_opens_a_family(self) -> None:
+        with pytest.raises(ValidationError, match=r"unknown acme.sampler 'greedy'; known: none"):
+            DecodingSpec(sampler={"kind": "greedy"})
+        for spec in (GreedySpec, BeamSpec):
+            registry.add("acme.sampler", spec, "m:f", owner="acme")
+        spec = DecodingSpec(sampler={"kind": "beam", "inner": {"kind": "beam"}})
+        assert spec.sampler == BeamSpec(inner=BeamSpec())
+        assert DecodingSpec.model_validate(spec.model_dump()) == spec
+        schema = DecodingSpec.model_json_schema()  # refers to itself
+        assert schema["$defs"]["acme_sampler"]["oneOf"] == [
+            {"$ref": "#/$defs/BeamSpec"},
+            {"$ref": "#/$defs/GreedySpec"},
+        ]
+
+    def test_isolation_ends(self) -> None:
+        with registry.isolated():
+            registry.add("solver", HalfSpec, "m:f", owner="me")
+        assert "half" not in registry.kinds("solver")
+
+
+def test_an_unknown_kind_names_the_nearest_and_all(fresh_registry) -> None:
+    with pytest.raises(registry.UnknownKindError) as caught:
+        registry.entry("solver", "picad")
+    assert str(caught.value).startswith(
+        "unknown solver 'picad'; did you mean 'picard'? Known: anderson, picard"
+    )
+    assert isinstance(caught.value, ValueError)
+
+
+def test_a_spec_of_an_unregistered_class_is_refused_where_it_is_used() -> None:
+    with pytest.raises(ValidationError, match="unknown solver 'half'"):
+        SolverSpec.model_validate(HalfSpec())
+
+
+def test_build_wants_a_spec() -> None:
+    with pytest.raises(ValueError, match=r"build\(\) takes a component's spec"):
+        registry.build({"kind": "picard"})
+
+
+def test_the_base_of_a_family_validates_any_of_its_kinds() -> None:
+    assert SolverSpec.model_validate({"kind": "picard", "damping": 0.5}) == PicardSpec(damping=0.5)

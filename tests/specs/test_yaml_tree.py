@@ -1,0 +1,134 @@
+"""YAML with places: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from implicit_blocks.specs.merging import merge
+from implicit_blocks.specs.tree import Place, SpecError, parse_yaml, place_of, read_yaml
+
+scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+trees = st.recursive(
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+)
+
+
+@given(trees)
+def test_reads_back_what_yaml_writes(tree: object) -> None:
+    assert parse_yaml(yaml.safe_dump(tree), source="x") == tree
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("3E4", 3e4),
+        ("207e9", 207e9),
+        (".5", 0.5),
+        ("1.", 1.0),
+        ("-.inf", -math.inf),
+        ("1_000", 1000),
+        ("0x10", 16),
+        ("0o10", 8),
+        ("010", 10),
+        ("no", "no"),
+        ("on", "on"),
+        ("True", True),
+        ("12:30", "12:30"),
+        ("2024-01-01", "2024-01-01"),
+        ("~", None),
+        ("", None),
+        ("'1e-3'", "1e-3"),
+        ("1e-3x", "1e-3x"),
+    ],
+)
+def test_plain_scalars_follow_yaml_1_2(text: str, value: object) -> None:
+    parsed = parse_yaml(text, source="x")
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+def test_places_of_keys_values_and_what_lies_in_lists() -> None:
+    tree = parse_yaml("a:\n  b: 1\n  c: [x, {d: 2}]\n", source="f.yaml")
+    assert str(place_of(tree, ("a", "b"))) == "f.yaml:2:6"
+    assert str(place_of(tree, ("a", "b"), key=True)) == "f.yaml:2:3"
+    assert str(place_of(tree, ("a", "c", 1, "d"))) == "f.yaml:3:14"
+    assert str(place_of(tree, ("a", "c", 0))) == "f.yaml:3:6"
+    assert str(place_of(tree, ("a", "nothing"))) == "f.yaml:2:3"
+    assert place_of(tree, ("nothing",)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1, 2", "f:1:9: not valid YAML"),
+        ("a: 1\n b: 2", "f:2:3: not valid YAML"),
+        ("a:\n\t- 1", "f:2:1: not valid YAML"),
+        ("a: 1\na: 2", "f:2:1: key 'a' is given twice, first at f:1:1; keep one"),
+        ("a: &x [*x]", "f:1:4: an anchor that holds itself"),
+        ("a: *x", "f:1:4: not valid YAML: found undefined alias"),
+        ("a: !!python/object:os.system {}", "has no meaning here"),
+        ("a: !tuple [1]", "f:1:4: tag '!tuple' has no meaning here"),
+        ("a: !!int x", "f:1:4: 'x' is no int"),
+        ("a: !!map x", "f:1:4: tag 'tag:yaml.org,2002:map' has no meaning here"),
+        ("{a: 1}: 2", "f:1:1: a key is a word"),
+        ("a: 1\n---\nb: 2", "f:2:1: not valid YAML"),
+        ("a: \x00", "not valid YAML"),
+    ],
+)
+def test_what_is_not_a_spec_is_refused_with_its_place(text: str, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        parse_yaml(text, source="f")
+    assert message in str(caught.value)
+
+
+def test_anchors_are_read() -> None:
+    assert parse_yaml("a: &x {b: 1}\nc: *x", source="f") == {"a": {"b": 1}, "c": {"b": 1}}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "f:1:1: a spec is a mapping"),
+        (b"- 1", "f:1:1: a spec is a mapping"),
+        (b"a: \xff", "f: byte 3 is not UTF-8"),
+    ],
+)
+def test_files_that_hold_no_mapping(tmp_path, content: bytes, message: str) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(content)
+    with pytest.raises(SpecError, match=message):
+        read_yaml(path, name="f")
+
+
+def test_a_folder_is_no_file(tmp_path) -> None:
+    with pytest.raises(SpecError, match="can't be read: Is a directory"):
+        read_yaml(tmp_path, name="folder")
+
+
+def test_merging_keeps_places_and_leaves_its_arguments_alone() -> None:
+    base = parse_yaml("a: {b: 1, c: 2}\nd: [1]", source="base")
+    over = parse_yaml("a: {c: 3}\nd: [2, 3]", source="over")
+    merged = merge(base, over)
+    assert merged == {"a": {"b": 1, "c": 3}, "d": [2, 3]}
+    assert base == {"a": {"b": 1, "c": 2}, "d": [1]}
+    assert place_of(merged, ("a", "b")) == Place("base", 1, 8)
+    assert place_of(merged, ("a", "c")) == Place("over", 1, 8)
+
+
+def test_another_kind_replaces() -> None:
+    base = {"solver": {"kind": "picard", "damping": 0.5}}
+    assert merge(base, {"solver": {"kind": "anderson"}}) == {"solver": {"kind": "anderson"}}
+    assert merge(base, {"solver": {"kind": "picard"}}) == base
+    assert merge(base, {"solver": {"damping": 0.8}}) == {"solver": {"kind": "picard", "damping": 0.8}}
+    assert merge(base, {"solver": None}) == {"solver": None}
+
+
+@given(trees.filter(lambda tree: isinstance(tree, dict)))
+def test_merging_with_itself_or_nothing_changes_nothing(tree: dict[str, object]) -> None:
+    assert merge(tree, {}) == tree == merge({}, tree) == merge(tree, tree)
