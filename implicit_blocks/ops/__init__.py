@@ -1,6 +1,5 @@
-"""Operators on sequences: a plain torch reference beside every accelerated backend, one dispatcher each."""
+"""Operators on sequences: a plain torch reference beside every accelerated backend, one dispatcher each.
 
-from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
-from implicit_blocks.ops.ssd import ssd
-
-__all__ = ["causal_conv", "conv_tail", "ssd"]
+Import each from its own package (``from implicit_blocks.ops.ssd import ssd``): exported here, the functions
+would hide the packages of the same names.
+"""

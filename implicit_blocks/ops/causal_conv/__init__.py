@@ -7,7 +7,10 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - torch's own name for it
+
+from implicit_blocks.ops.causal_conv.plain import convolve
+from implicit_blocks.ops.causal_conv.tiled import TiledConvolution, convolve_tiled
+from implicit_blocks.ops.transforms import is_transformed
 
 __all__ = ["causal_conv", "conv_tail"]
 
@@ -22,7 +25,9 @@ def causal_conv(
     documents_BL: Tensor | None = None,
     tail_documents_BW: Tensor | None = None,
 ) -> Tensor:
-    """Convolve each channel with its own W taps, the last on the current token: ``y_t = b + Σ_k w_k x_{t-W+1+k}``.
+    """Convolve each channel with its own W taps: ``y_t = b + Σ_k w_k x_{t-W+1+k}``.
+
+    Sums are taken in float32 or better.
 
     Args:
         x_BLC: the window's inputs.
@@ -38,32 +43,32 @@ def causal_conv(
 
     Raises:
         ValueError: if the tail or the weight does not fit, or the activation is unknown.
+
     """
-    length, channels = x_BLC.shape[1:]
-    taps = weight_CW.shape[1]
-    if weight_CW.shape[0] != channels:
+    channels, taps = weight_CW.shape
+    if channels != x_BLC.shape[2]:
         raise ValueError(
-            f"the weight has {weight_CW.shape[0]} channels and the input {channels}; they must agree"
+            f"the weight has {channels} channels and the input {x_BLC.shape[2]}; they must agree"
         )
     if activation not in (None, "silu"):
         raise ValueError(f"unknown activation {activation!r}; choose 'silu' or None")
-    full = _with_tail(x_BLC, tail_BWC, taps)
-    weight_WC = weight_CW.to(x_BLC.dtype).t()
-    documents = None
+    tail = _checked_tail(x_BLC, tail_BWC, taps)
+    same_BLW = None
     if documents_BL is not None:
         if tail_documents_BW is None:
             tail_documents_BW = documents_BL[:, :1].expand(-1, taps - 1)
-        documents = torch.cat([tail_documents_BW, documents_BL], dim=1)
-    y = x_BLC * weight_WC[taps - 1]
-    for k in range(taps - 1):
-        shifted = full[:, k : k + length]
-        if documents is not None:
-            same_BL = documents[:, k : k + length] == documents_BL
-            shifted = torch.where(same_BL[..., None], shifted, 0.0)
-        y = torch.addcmul(y, shifted, weight_WC[k])
-    if bias_C is not None:
-        y = y + bias_C.to(y.dtype)
-    return F.silu(y) if activation == "silu" else y
+        history = torch.cat([tail_documents_BW, documents_BL], dim=1)
+        same_BLW = history.unfold(1, taps, 1) == documents_BL[..., None]
+
+    silu = activation == "silu"
+    if is_transformed():
+        full = torch.cat([tail.to(x_BLC.dtype), x_BLC], dim=1)
+        return convolve(full, weight_CW, bias_C, silu, same_BLW).to(x_BLC.dtype)
+    differentiable = (x_BLC, tail, weight_CW, bias_C)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
+        y: Tensor = TiledConvolution.apply(*differentiable, silu, same_BLW)  # type: ignore[no-untyped-call] # torch leaves it untyped
+        return y
+    return convolve_tiled(*differentiable, silu, same_BLW)
 
 
 def conv_tail(x_BLC: Tensor, tail_BWC: Tensor | None, *, taps: int) -> Tensor:
@@ -73,19 +78,21 @@ def conv_tail(x_BLC: Tensor, tail_BWC: Tensor | None, *, taps: int) -> Tensor:
         x_BLC: the window's inputs, any length.
         tail_BWC: the W-1 inputs before the window, (B, W-1, C); None is zeros.
         taps: W.
+
     """
-    if x_BLC.shape[1] >= taps - 1:
+    missing = max(taps - 1 - x_BLC.shape[1], 0)
+    if not missing:
         return x_BLC[:, x_BLC.shape[1] - (taps - 1) :].clone()
-    return _with_tail(x_BLC, tail_BWC, taps)[:, -(taps - 1) :].clone()
+    tail = _checked_tail(x_BLC, tail_BWC, taps)
+    return torch.cat([tail[:, taps - 1 - missing :].to(x_BLC.dtype), x_BLC], dim=1)
 
 
-def _with_tail(x_BLC: Tensor, tail_BWC: Tensor | None, taps: int) -> Tensor:
-    """Put the tail in front of the window."""
-    if tail_BWC is None:
-        return F.pad(x_BLC, (0, 0, taps - 1, 0))
+def _checked_tail(x_BLC: Tensor, tail_BWC: Tensor | None, taps: int) -> Tensor:
     expected = (x_BLC.shape[0], taps - 1, x_BLC.shape[2])
+    if tail_BWC is None:
+        return x_BLC.new_zeros(expected)
     if tail_BWC.shape != expected:
         raise ValueError(
             f"the tail must have shape (B, W-1, C) = {expected}, but has {tuple(tail_BWC.shape)}"
         )
-    return torch.cat([tail_BWC.to(x_BLC.dtype), x_BLC], dim=1)
+    return tail_BWC

@@ -11,6 +11,7 @@ from torch import Tensor
 from implicit_blocks.ops.ssd.chunked import ssd_chunked
 from implicit_blocks.ops.ssd.chunked_autograd import ssd_chunked_autograd
 from implicit_blocks.ops.ssd.recurrence import ssd_recurrence
+from implicit_blocks.ops.transforms import without_autocast
 
 __all__ = ["BACKENDS", "Backend", "ssd"]
 
@@ -71,8 +72,8 @@ def ssd(
         initial_state_BHPN: the state after the tokens before the window; None is zero.
         chunk_size: tokens handled by dense products at once; a matter of speed and memory, not of values
             beyond rounding.
-        documents_BL: a number for each token's document, non-decreasing along a row; the state is cut where it
-            changes. None: each row is one document.
+        documents_BL: a number for each token's document, non-decreasing along a row; the state is cut where
+            it changes. None: each row is one document.
         initial_document_B: the document that the initial state belongs to; None: the first token's.
         return_final_state: whether to return the state after the last token.
         backend: a key of ``BACKENDS``; None is the plain default, "chunked".
@@ -83,23 +84,25 @@ def ssd(
 
     Raises:
         ValueError: for an unknown backend, or shapes that do not fit together.
+
     """
     name = "chunked" if backend is None else backend
     if name not in BACKENDS:
         raise ValueError(f"unknown SSD backend {name!r}; choose one of {', '.join(sorted(BACKENDS))}")
     _check_shapes(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, initial_state_BHPN, chunk_size, documents_BL)
-    return BACKENDS[name](
-        x_BLHP,
-        dt_BLH,
-        A_H,
-        B_BLGN,
-        C_BLGN,
-        initial_state_BHPN=initial_state_BHPN,
-        chunk_size=chunk_size,
-        documents_BL=documents_BL,
-        initial_document_B=initial_document_B,
-        return_final_state=return_final_state,
-    )
+    with without_autocast(x_BLHP.device.type):
+        return BACKENDS[name](
+            x_BLHP,
+            dt_BLH,
+            A_H,
+            B_BLGN,
+            C_BLGN,
+            initial_state_BHPN=initial_state_BHPN,
+            chunk_size=chunk_size,
+            documents_BL=documents_BL,
+            initial_document_B=initial_document_B,
+            return_final_state=return_final_state,
+        )
 
 
 def _check_shapes(

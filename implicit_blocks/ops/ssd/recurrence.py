@@ -25,7 +25,7 @@ def ssd_recurrence(
     initial_document_B: Tensor | None = None,
     return_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run ``h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t`` literally (Mamba2, eq. 1 with scalar A).
+    """Run ``h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t`` literally (Mamba2, eq. 1).
 
     Arguments and results are those of :func:`implicit_blocks.ops.ssd.ssd`; ``chunk_size`` has no meaning
     here. Slow (several operator calls a token, and as many nodes in the graph): for tests, not for training.

@@ -1,0 +1,21 @@
+"""What an operator has to know of the transformations it runs under."""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+def is_transformed() -> bool:
+    """Whether a ``torch.func`` transform or forward-mode differentiation is under way.
+
+    An ``autograd.Function`` that writes into buffers supports neither. torch has no public question for it;
+    ``autograd.Function.apply`` asks the same.
+    """
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[None]:
+    """Switch autocast off: operators choose the types of their accumulations themselves."""
+    if not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
