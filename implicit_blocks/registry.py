@@ -46,10 +46,11 @@ class Entry:
     version: str
 
     def resolve_builder(self) -> Callable[..., Any]:
-        """The builder itself, imported now if it was registered by name.
+        """Give the builder itself, imported now if it was registered by name.
 
         Raises:
             ImportError: there is nothing of that name; says which kind needs it.
+
         """
         if not isinstance(self.builder, str):
             return self.builder
@@ -102,6 +103,7 @@ def add(
 
     Raises:
         ValueError: the kind is taken, or spec class, family and builder don't fit.
+
     """
     entry = _checked_entry(family, spec_class, builder, owner, version or _version_of(owner))
     with _lock:
@@ -112,10 +114,11 @@ def add(
 
 
 def entry(family: str, kind: str) -> Entry:
-    """What is registered under a family and a kind.
+    """Look up what is registered under a family and a kind.
 
     Raises:
         UnknownKindError: nothing is; names the nearest known kind, and plugins that failed or are off.
+
     """
     _load()
     found = _state.entries.get((family, kind))
@@ -156,6 +159,7 @@ def build(spec: Any, **context: Any) -> Any:
     Raises:
         UnknownKindError: the spec's kind is not registered.
         ValueError: the spec is of another class than the registered one.
+
     """
     family, kind = getattr(type(spec), "family", None), getattr(spec, "kind", None)
     if not isinstance(family, str) or not isinstance(kind, str):
@@ -282,7 +286,7 @@ def _refuse_clash(new: Entry, entries: dict[tuple[str, str], Entry]) -> None:
 
 
 def _absent_plugins() -> str:
-    """What may explain an unknown kind: plugins that are installed but not in use."""
+    """Name what may explain an unknown kind: plugins that are installed but not in use."""
     notes = [f"plugin {failure.name!r} could not be used: {failure.reason}" for failure in _state.failures]
     if _state.switched_off:
         notes.append(f"{PLUGINS_VARIABLE} switches off: {', '.join(_state.switched_off)}")

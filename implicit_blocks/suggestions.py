@@ -15,7 +15,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name most like this one, if any is."""
+    """Find the known name most like this one, if any is."""
     by_folded = {candidate.casefold(): candidate for candidate in known}
     matches = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
     return by_folded[matches[0]] if matches else None

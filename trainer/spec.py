@@ -82,7 +82,7 @@ class RunSpec(BaseRunSpec):
     @model_validator(mode="before")
     @classmethod
     def _vocabulary_of_the_data(cls, value: Any) -> Any:
-        """A model that names no vocabulary has that of its data, where they tell it."""
+        """Give a model that names no vocabulary that of its data, where they tell it."""
         if not isinstance(value, Mapping):
             return value
         model, data = value.get("model"), value.get("data")

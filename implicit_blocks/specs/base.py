@@ -64,7 +64,7 @@ class ComponentSpec(Spec):
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """The family's base consults the registry; a kind is an ordinary model."""
+        """Let the family's base consult the registry; a kind is an ordinary model."""
         if "family" not in cls.__dict__:
             return handler(source)
         return core_schema.no_info_plain_validator_function(lambda value: _member(cls, value))
@@ -96,7 +96,7 @@ def _over_default(default: Any, value: Any) -> Any:
 
 
 def _member(base: type[ComponentSpec], value: Any) -> Any:
-    """The spec of a family that a value stands for: a spec itself, or a mapping with `kind`."""
+    """Find the spec of a family that a value stands for: a spec itself, or a mapping with `kind`."""
     family = base.family
     if isinstance(value, base):
         if registry.entry(family, value.kind).spec is not type(value):

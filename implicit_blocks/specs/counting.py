@@ -96,6 +96,7 @@ def training_flops_per_token(
 
     Returns:
         None where a component doesn't tell its cost.
+
     """
     flops = count_flops(spec, length=length)
     if flops is None or flops.layers is None or flops.injection is None:

@@ -21,6 +21,7 @@ def refusal(message: str, *location: str | int, value: Any, of_key: bool = False
         location: keys from the spec under validation to that entry.
         value: what stands there.
         of_key: whether it is the key that is wrong, not its value.
+
     """
     return _error([_details(message, location, value, kind=_OF_KEY if of_key else _OF_VALUE)])
 
@@ -31,6 +32,7 @@ def together(errors: Iterable[ValidationError], *, under: Sequence[str | int] = 
     Args:
         errors: the errors of parts of the spec under validation.
         under: keys from that spec to the parts.
+
     """
     lines = []
     for details in (details for error in errors for details in error.errors(include_url=False)):
@@ -46,6 +48,7 @@ def explain(error: ValidationError, tree: Any, *, source: str) -> SpecError:
         error: what validation found.
         tree: what was validated, with places.
         source: what to name where the tree remembers no place.
+
     """
     lines = []
     for details in error.errors(include_url=False):

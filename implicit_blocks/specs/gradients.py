@@ -39,7 +39,7 @@ class PhantomSpec(GradientSpec):
     """λ of those steps."""
 
     def forward_equivalents(self, iterations: float) -> float:
-        """``iterations + 3 · steps``."""
+        """Count ``iterations + 3 · steps``."""
         return iterations + 3 * self.steps
 
 
@@ -55,7 +55,7 @@ class UnrolledSpec(GradientSpec):
     """Recompute each step in backward, so that memory does not grow with the steps."""
 
     def forward_equivalents(self, iterations: float) -> float:
-        """``3 · steps``, or ``4 · steps`` with checkpointing: there is no search."""
+        """Count ``3 · steps``, or ``4 · steps`` with checkpointing: there is no search."""
         return (4 if self.checkpointing else 3) * self.steps
 
 
@@ -69,7 +69,7 @@ class ImplicitFunctionSpec(GradientSpec):
     """Stopping rule of the adjoint equation."""
 
     def forward_equivalents(self, iterations: float) -> float:
-        """The search, a differentiated call, and one for each adjoint iteration, taken at their maximum."""
+        """Count the search, a differentiated call, and the adjoint iterations at their maximum."""
         return iterations + 3 + self.stopping.max_iterations
 
     @model_validator(mode="after")

@@ -31,6 +31,7 @@ class _LayerPartSpec(ComponentSpec):
 
         Raises:
             ValueError: says what doesn't divide what.
+
         """
         return None
 
@@ -94,7 +95,7 @@ class Mamba2Spec(MixerSpec):
         return self
 
     def check(self, d_model: int) -> None:
-        """`head_dim` must divide the inner width."""
+        """Refuse a `head_dim` that doesn't divide the inner width."""
         d_inner = self.expand * d_model
         if d_inner % self.head_dim:
             raise ValueError(
@@ -103,12 +104,12 @@ class Mamba2Spec(MixerSpec):
             )
 
     def injection_width(self, d_model: int) -> int:
-        """Gate, x, B, C and dt: ``2 · d_inner + 2 · d_state + n_heads``."""
+        """Count gate, x, B, C and dt: ``2 · d_inner + 2 · d_state + n_heads``."""
         d_inner = self.expand * d_model
         return 2 * d_inner + 2 * self.d_state + d_inner // self.head_dim
 
     def parameter_count(self, d_model: int) -> Parameters:
-        """in_proj, convolution with bias, A, D and dt_bias for each head, gated norm, out_proj."""
+        """Count in_proj, convolution with bias, A, D and dt_bias for each head, gated norm, out_proj."""
         d_inner = self.expand * d_model
         projected, convolved = self.injection_width(d_model), d_inner + 2 * self.d_state
         heads = d_inner // self.head_dim
@@ -118,7 +119,7 @@ class Mamba2Spec(MixerSpec):
         return Parameters(weights, projected + convolved + d_model)
 
     def flops_per_token(self, d_model: int, length: int) -> float:
-        """Projections, convolution, and the chunked scan.
+        """Count projections, convolution, and the chunked scan.
 
         In a chunk of Q tokens the scan forms all Q × Q products of C and B, the masked half too, and applies
         them to every head's x (2 Q N + 2 Q d_inner a token); the state is written and read once a token
@@ -154,7 +155,7 @@ class AttentionSpec(MixerSpec):
         return self
 
     def check(self, d_model: int) -> None:
-        """`n_heads` must divide the width into even heads."""
+        """Refuse an `n_heads` that doesn't divide the width into even heads."""
         if d_model % self.n_heads:
             raise ValueError(
                 f"d_model {d_model} is not divisible by n_heads {self.n_heads}; "
@@ -168,16 +169,16 @@ class AttentionSpec(MixerSpec):
             )
 
     def injection_width(self, d_model: int) -> int:
-        """Queries, keys and values."""
+        """Count queries, keys and values."""
         return (self.n_heads + 2 * (self.n_kv_heads or self.n_heads)) * (d_model // self.n_heads)
 
     def parameter_count(self, d_model: int) -> Parameters:
-        """Projections of q, k and v, and out; no biases."""
+        """Count the projections of q, k and v, and out; no biases."""
         projected = self.injection_width(d_model)
         return Parameters((projected + d_model) * d_model, projected + d_model)
 
     def flops_per_token(self, d_model: int, length: int) -> float:
-        """Projections, and scores and sums over the causal half, ``(length + 1) / 2`` keys on average."""
+        """Count projections, and scores and sums over the causal half, ``(length + 1) / 2`` on average."""
         projections = 2 * d_model * (self.injection_width(d_model) + d_model)
         return float(projections + 2 * d_model * (length + 1))
 
@@ -190,9 +191,9 @@ class SwiGLUSpec(MLPSpec):
     """Hidden width; the paper takes ``int(2/3 · 4 · d_model)``."""
 
     def parameter_count(self, d_model: int) -> Parameters:
-        """Three matrices."""
+        """Count three matrices."""
         return Parameters(3 * d_model * self.d_hidden, 2 * self.d_hidden + d_model)
 
     def flops_per_token(self, d_model: int, length: int) -> float:
-        """Three matrix products."""
+        """Count three matrix products."""
         return float(6 * d_model * self.d_hidden)

@@ -23,7 +23,7 @@ DEFAULT_KIND = "run"
 
 
 def load_spec(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> BaseRunSpec:
-    """The run spec of a zoo name (``"mamba2_130m"``) or a YAML file.
+    """Load the run spec of a zoo name (``"mamba2_130m"``) or a YAML file.
 
     Args:
         name_or_path: a name in the zoo, or a path; a path that isn't there is looked for in the zoo.
@@ -31,6 +31,7 @@ def load_spec(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = (
 
     Raises:
         SpecError: a ValueError that names place, value and remedy, a line for each thing that is wrong.
+
     """
     tree = resolve(name_or_path, overrides)
     kind = tree.get("kind", DEFAULT_KIND)
@@ -49,30 +50,37 @@ def load_spec(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = (
 
 
 def resolve(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Section:
-    """What `load_spec` validates: the file with everything it extends and all changes, merged.
+    """Merge what `load_spec` validates: the file, everything it extends, and all changes.
 
     Raises:
         SpecError: a file that isn't there or isn't YAML, `extends` in a circle, a malformed change.
+
     """
     path = _find(os.fspath(name_or_path), folder=None, place=None)
     return apply_overrides(_read(path, chain=()), overrides)
 
 
+def spec_name(name_or_path: str | os.PathLike[str]) -> str:
+    """Name a spec by its file: ``llama_1.3b`` for ``zoo/llama_1.3b.yaml``, and for the bare name too."""
+    path = Path(name_or_path)
+    return path.stem if path.suffix in _SUFFIXES else path.name
+
+
 def zoo_folder() -> Path | None:
-    """Where the shipped specs are, if they are installed."""
+    """Locate the shipped specs, if they are installed."""
     found = importlib.util.find_spec("zoo")  # located, not imported: the library stands without it
     locations = found.submodule_search_locations if found else None
     return Path(next(iter(locations))) if locations else None
 
 
 def zoo_names() -> list[str]:
-    """Names of the shipped specs."""
+    """List the names of the shipped specs."""
     folder = zoo_folder()
     return sorted(path.stem for path in folder.glob("*.yaml")) if folder else []
 
 
 def _read(path: Path, *, chain: tuple[Path, ...]) -> Section:
-    """A file laid over what it extends."""
+    """Read a file and lay it over what it extends."""
     tree = read_yaml(path, name=_shown(path))
     place = tree.value_places.get("extends")
     named = tree.pop("extends", None)
@@ -91,7 +99,7 @@ def _read(path: Path, *, chain: tuple[Path, ...]) -> Section:
 
 
 def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
-    """The file that a name or a path means.
+    """Find the file that a name or a path means.
 
     A path is relative to ``folder`` (the extending file's) or the working directory; a bare name means the
     zoo's, or in `extends` first a neighbour's. What isn't there is looked for in the zoo.
@@ -107,16 +115,14 @@ def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
             file = candidate.with_name(candidate.name + suffix)
             if file.is_file():
                 return file.resolve()
-    stem = Path(name).name
-    for suffix in _SUFFIXES:
-        stem = stem.removesuffix(suffix)
+    stem = spec_name(name)
     looked = f"no file {_shown(beside)!r}, and " if is_path else ""
     where = f"{place}: extends: " if place else ""
     raise SpecError(f"{where}{looked}no spec {stem!r} in the zoo; {did_you_mean(stem, zoo_names())}")
 
 
 def _shown(path: Path) -> str:
-    """A path as a user would write it."""
+    """Write a path as a user would."""
     zoo = zoo_folder()
     if zoo is not None and path.is_relative_to(zoo.resolve()):
         return str(Path("zoo") / path.relative_to(zoo.resolve()))

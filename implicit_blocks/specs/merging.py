@@ -15,7 +15,7 @@ from implicit_blocks.specs.tree import Section
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> Section:
-    """``base`` with ``over`` laid on it; neither is changed."""
+    """Lay ``over`` on ``base``; neither is changed."""
     if "kind" in over and "kind" in base and over["kind"] != base["kind"]:
         return Section(over)
     merged = Section(base)
@@ -33,7 +33,7 @@ def merge_runs(base: Mapping[str, Any], over: Mapping[str, Any]) -> Section:
 
 
 def _as_twin(base: Section, over: Mapping[str, Any]) -> Section:
-    """Without what a new kind of model has no use for."""
+    """Leave out what a new kind of model has no use for."""
     model, change = base.get("model"), over.get("model")
     if not isinstance(model, Mapping) or not isinstance(change, Mapping):
         return base

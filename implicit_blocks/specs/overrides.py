@@ -10,7 +10,7 @@ from implicit_blocks.specs.tree import Place, Section, SpecError, parse_yaml
 
 
 def apply_overrides(tree: Section, overrides: Sequence[str]) -> Section:
-    """The tree with all changes laid on it.
+    """Lay all changes on the tree.
 
     Each is ``path.to.key=value``, the value in YAML; an element of a list goes by its index or its `name`, as
     in ``phases.free.until=0.9``. Changes of a `kind` come first, whatever their order, so that settings
@@ -18,6 +18,7 @@ def apply_overrides(tree: Section, overrides: Sequence[str]) -> Section:
 
     Raises:
         SpecError: not of that form.
+
     """
     parsed = [_parse(text) for text in overrides]
     for keys, value, place in sorted(parsed, key=lambda change: change[0][-1] != "kind"):
@@ -35,7 +36,7 @@ def _parse(text: str) -> tuple[list[str], Any, Place]:
 
 
 def _nested(tree: Any, keys: Sequence[str], value: Any, place: Place) -> Any:
-    """The value, wrapped in what leads to it from the tree's root."""
+    """Wrap the value in what leads to it from the tree's root."""
     if not keys:
         return value
     if isinstance(tree, list):

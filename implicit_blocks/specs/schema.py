@@ -12,20 +12,22 @@ _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def run_schema(kind: str = DEFAULT_KIND) -> dict[str, Any]:
-    """Schema of a complete run spec, as it is after merging.
+    """Describe a complete run spec, as it is after merging.
 
     Raises:
         UnknownKindError: no such kind of run.
+
     """
     spec: type[BaseRunSpec] = registry.entry("run", kind).spec
     return {"$schema": _DIALECT, **_tidy(spec.model_json_schema())}
 
 
 def file_schema(kind: str = DEFAULT_KIND) -> dict[str, Any]:
-    """Schema of a YAML file: as `run_schema`, but anything may be left to `extends` or the command line.
+    """Describe a YAML file: as `run_schema`, but anything may be left to `extends` or the command line.
 
     Raises:
         UnknownKindError: no such kind of run.
+
     """
     schema: dict[str, Any] = _partial(run_schema(kind))
     names = {"type": "string", "description": "A zoo name, or a path relative to this file."}
@@ -37,7 +39,7 @@ def file_schema(kind: str = DEFAULT_KIND) -> dict[str, Any]:
 
 
 def _tidy(node: Any) -> Any:
-    """Without the wrapper around references that pydantic needs."""
+    """Remove the wrapper around references that pydantic needs."""
     if isinstance(node, list):
         return [_tidy(item) for item in node]
     if not isinstance(node, dict):
@@ -51,7 +53,7 @@ def _tidy(node: Any) -> Any:
 
 
 def _partial(node: Any, *, in_properties: bool = False) -> Any:
-    """Nothing is required; where one of several kinds is meant and none named, any of them will do."""
+    """Require nothing; where one of several kinds is meant and none named, let any of them do."""
     if isinstance(node, list):
         return [_partial(item) for item in node]
     if not isinstance(node, dict):

@@ -77,7 +77,7 @@ class StoppingOverrides(Spec):
     """Null: `prefix`, so that no answer depends on later tokens, padding or other sequences."""
 
     def over(self, training: Stopping) -> Stopping:
-        """The rule of evaluation, given that of training."""
+        """Give the rule of evaluation, over that of training."""
         return Stopping(
             tolerance=training.tolerance if self.tolerance is None else self.tolerance,
             max_iterations=4 * training.max_iterations

@@ -48,12 +48,13 @@ class Section(dict[str, Any]):
 
 
 def place_of(tree: Any, location: Sequence[str | int], *, key: bool = False) -> Place | None:
-    """Where the entry at a location was written, or else the nearest entry that holds it.
+    """Tell where the entry at a location was written, or else the nearest that holds it.
 
     Args:
         tree: sections and lists.
         location: keys and list indices from the root; what the tree doesn't have is passed over.
         key: the place of the entry's key, not of its value.
+
     """
     place = None
     for depth, step in enumerate(location):
@@ -69,7 +70,7 @@ def place_of(tree: Any, location: Sequence[str | int], *, key: bool = False) -> 
 
 
 def read_yaml(path: Path, *, name: str) -> Section:
-    """The mapping that a file holds.
+    """Read the mapping that a file holds.
 
     Args:
         path: the file.
@@ -77,6 +78,7 @@ def read_yaml(path: Path, *, name: str) -> Section:
 
     Raises:
         SpecError: not UTF-8, not YAML, not a mapping, or a key given twice.
+
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -91,7 +93,7 @@ def read_yaml(path: Path, *, name: str) -> Section:
 
 
 def parse_yaml(text: str, *, source: str, at: Place | None = None) -> Any:
-    """What a YAML text says, mappings as `Section`.
+    """Read a YAML text, mappings as `Section`.
 
     Args:
         text: one document, by the YAML 1.2 rules for plain scalars: ``1e-3`` is a number, ``no`` is a word.
@@ -100,6 +102,7 @@ def parse_yaml(text: str, *, source: str, at: Place | None = None) -> Any:
 
     Raises:
         SpecError: it isn't YAML, or gives a key twice.
+
     """
     try:
         node = yaml.compose(text, Loader=_Loader)

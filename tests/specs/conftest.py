@@ -15,7 +15,7 @@ Install = Callable[..., Path]
 
 @pytest.fixture
 def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A registry that loads plugins anew, with the third parties that this environment has switched off."""
+    """Load plugins anew, without the third parties of this environment."""
     monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
     with registry.isolated():
         yield registry

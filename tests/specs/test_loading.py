@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 
-from implicit_blocks.specs import AndersonSpec, Mamba2Spec, PhantomSpec, SpecError, load_spec, resolve
+from implicit_blocks.specs import (
+    AndersonSpec,
+    Mamba2Spec,
+    PhantomSpec,
+    SpecError,
+    load_spec,
+    resolve,
+    spec_name,
+)
 
 Write = Callable[[str, str], str]
 
@@ -46,6 +54,9 @@ def test_a_name_a_path_into_the_zoo_and_a_path_here_mean_the_same(write: Write) 
 def test_names_may_have_dots(write: Write) -> None:
     assert load_spec("llama_1.3b").model.d_model == 2048
     assert load_spec("llama_1.3b_explicit").model.kind == "explicit_lm"
+    assert {spec_name(name) for name in ("llama_1.3b", "zoo/llama_1.3b.yaml", "x/llama_1.3b.yml")} == {
+        "llama_1.3b"
+    }
 
 
 def test_a_file_here_comes_before_the_zoo(write: Write) -> None:

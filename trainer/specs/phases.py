@@ -40,10 +40,11 @@ class Phase(NamedTuple):
 def plan(
     phases: Sequence[PhaseSpec], *, model: ModelSpec, training: TrainingSpec, total_steps: int
 ) -> list[Phase]:
-    """The phases of a run; without any, one named ``train``.
+    """Work out the phases of a run; without any, one named ``train``.
 
     Raises:
         ValidationError: phases that overlap, end early or change what they can't; located from the run spec.
+
     """
     if not phases:
         return [Phase("train", 0, total_steps, model, training)]
@@ -62,7 +63,7 @@ def plan(
 
 
 def _ends(phases: Sequence[PhaseSpec], total_steps: int) -> list[int]:
-    """The step before which each phase ends. Shares are rounded so that every phase has a step."""
+    """Find the step before which each phase ends; shares are rounded so that every phase has a step."""
     if len(phases) > total_steps:
         raise refusal(f"{len(phases)} phases don't fit into {total_steps} steps", "phases", value=phases)
     ends: list[int] = []

@@ -45,6 +45,7 @@ class ScheduleSpec(ComponentSpec):
 
         Raises:
             ValueError: says what doesn't fit.
+
         """
         return None
 
@@ -61,7 +62,7 @@ class WarmupConstantSqrtSpec(ScheduleSpec):
     """Rate of the last step."""
 
     def check(self, total_steps: int) -> None:
-        """Warm-up and decay must fit."""
+        """Refuse a warm-up and a decay that don't fit."""
         warmup, decay = steps_of(self.warmup, total_steps), steps_of(self.decay, total_steps)
         if warmup + decay > total_steps:
             raise ValueError(
@@ -80,7 +81,7 @@ class WarmupLinearSpec(ScheduleSpec):
     """Rate of the last step."""
 
     def check(self, total_steps: int) -> None:
-        """The warm-up must fit."""
+        """Refuse a warm-up that doesn't fit."""
         warmup = steps_of(self.warmup, total_steps)
         if warmup > total_steps:
             raise ValueError(
@@ -142,7 +143,7 @@ class TrainingSpec(Spec):
         return self
 
     def total_steps(self, length: int) -> int:
-        """Steps of the run, in sequences of `length` tokens."""
+        """Count the steps of the run, in sequences of `length` tokens."""
         if self.max_steps is not None:
             return self.max_steps
         assert self.max_tokens is not None
