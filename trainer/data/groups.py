@@ -171,13 +171,15 @@ def _monoid_from_rows(name: str, rows: Sequence[Sequence[int]]) -> Algebra:
     if not 1 <= size <= MAX_MONOID:
         raise ValueError(f"a monoid table has 1 to {MAX_MONOID} rows, not {size}")
     for a, row in enumerate(rows):
+        if not isinstance(row, Sequence | np.ndarray):
+            raise ValueError(f"row {a} of the monoid table is {row!r}; give a row of {size} indices")
         if len(row) != size:
             raise ValueError(
                 f"the monoid table is not square: row {a} has {len(row)} entries, the table has {size} rows; "
                 f"give {size} rows of {size} entries"
             )
         for b, entry in enumerate(row):
-            if isinstance(entry, bool) or int(entry) != entry or not 0 <= entry < size:
+            if not isinstance(entry, int | np.integer) or isinstance(entry, bool) or not 0 <= entry < size:
                 raise ValueError(
                     f"the monoid table's entry [{a}][{b}] is {entry!r}, not an element; "
                     f"entries are indices from 0 to {size - 1}"

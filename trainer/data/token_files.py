@@ -43,7 +43,8 @@ class Shard:
             first = int(wrong[0])
             raise ValueError(
                 f"token id {tokens[first]} at offset {start + first} of {self.path} is outside the "
-                f"vocabulary of {vocab_size}; check the file's dtype, or that it was made with this model's tokenizer"
+                f"vocabulary of {vocab_size}; "
+                "check the file's dtype, or that it was made with this model's tokenizer"
             )
         return tokens
 

@@ -44,8 +44,8 @@ class WordProblem:
         group: such as ``"S5"``, ``"A5"``, ``"Z7"``, ``"A5xZ2"``; see `trainer.data.groups.group`.
         monoid: None, ``"EABX"`` (the published one), or a table of rows; see `trainer.data.groups.monoid`.
         identity_probability: p, from 0 to 1.
-        draw_order: ``"fast"``, or ``"published"`` for the published generator's numbers, bit by bit; about
-            a third as fast, and p is then met to 2^-24, as torch's `rand` resolves it.
+        draw_order: ``"fast"``, or ``"published"`` for the published generator's numbers, bit by bit;
+            about a third as fast, and p is then met to 2^-24, as torch's `rand` resolves it.
 
     Raises:
         ValueError: an unknown group, monoid or order; a probability outside [0, 1].

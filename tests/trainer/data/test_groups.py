@@ -128,6 +128,8 @@ def test_the_identity_may_stand_anywhere() -> None:
         ([[0, 1], [1, 2]], r"entry \[1\]\[1\] is 2, not an element"),
         ([[0, 1], [1, -1]], r"entry \[1\]\[1\] is -1"),
         ([[0, 1], [1, 0.5]], r"entry \[1\]\[1\] is 0.5"),
+        (["01", "10"], r"entry \[0\]\[0\] is '0'"),
+        ([0, 1], r"row 0 of the monoid table is 0; give a row of 2 indices"),
         ([[0, 0], [0, 0]], "no identity"),
         ([[0, 1, 2], [1, 2, 0], [2, 1, 0]], r"not associative: \(1∘1\)∘1 is"),
     ],

@@ -1,0 +1,235 @@
+"""Token files and the samples cut from them."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.tokens import TokenData, build, write_tokens
+
+SHAKESPEARE = Path(__file__).parents[4] / "shared" / "data" / "tinyshakespeare"
+
+
+def shards(folder: Path, sizes: list[int]) -> np.ndarray:
+    """Shards of consecutive numbers, alternately raw and .npy; all tokens in a row."""
+    tokens = np.arange(sum(sizes))
+    start = 0
+    for i, size in enumerate(sizes):
+        suffix = "npy" if i % 2 else "bin"
+        write_tokens(folder / f"shard_{i:03d}.{suffix}", tokens[start : start + size], vocab_size=1000)
+        start += size
+    return tokens
+
+
+def test_samples_are_cut_from_the_shards_in_a_row(tmp_path: Path) -> None:
+    tokens = shards(tmp_path, [30, 1, 2, 47, 21])  # 101 tokens: ten samples of 10 and the last label
+    data = TokenData(tmp_path, length=10)
+    assert (data.tokens, data.samples, data.vocab_size, data.length) == (101, 10, 1000, 10)
+    for i in range(10):
+        assert data.sample(i).tolist() == tokens[10 * i : 10 * i + 11].tolist()
+    with pytest.raises(ValueError, match="sample 10 is not one of 10"):
+        data.sample(10)
+
+
+def test_every_epoch_has_every_sample_once_in_another_order(tmp_path: Path) -> None:
+    shards(tmp_path, [50, 51])
+    data = TokenData(tmp_path, length=5, seed=1)
+    inputs, labels = data.batch(0, 60)
+    assert inputs.dtype == labels.dtype == torch.int64
+    assert inputs.is_contiguous()
+    assert labels.is_contiguous()
+    assert torch.equal(inputs + 1, labels)
+    epochs = [inputs[20 * e : 20 * (e + 1), 0].tolist() for e in range(3)]
+    assert all(sorted(epoch) == list(range(0, 100, 5)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert epochs[0] != sorted(epochs[0])
+    other = TokenData(tmp_path, length=5, seed=2).batch(0, 20)[0]
+    assert other[:, 0].tolist() != epochs[0]
+
+
+@settings(deadline=None, max_examples=50)
+@given(position=st.integers(0, 100), count=st.integers(1, 60), world_size=st.integers(1, 5))
+def test_batches_and_ranks_cut_one_order(
+    tmp_path_factory: pytest.TempPathFactory, position: int, count: int, world_size: int
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "one_order"
+    if not folder.exists():
+        folder.mkdir()
+        shards(folder, [70, 31])
+    data = TokenData(folder, length=5, seed=4)
+    inputs, labels = data.batch(0, 160)
+    assert torch.equal(data.batch(position, count)[0], inputs[position : position + count])
+    assert torch.equal(data.batch(position, count)[1], labels[position : position + count])
+    parts = [data.step_batch(2, batch_size=11, rank=r, world_size=world_size) for r in range(world_size)]
+    assert torch.equal(torch.cat([part[0] for part in parts]), inputs[22:33])
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "uint16"), (65536, "uint16"), (65537, "uint32")])
+@pytest.mark.parametrize("suffix", ["bin", "npy"])
+def test_write_and_read(tmp_path: Path, vocab_size: int, dtype: str, suffix: str) -> None:
+    path = write_tokens(tmp_path / f"a.{suffix}", [0, vocab_size - 1, 1], vocab_size=vocab_size)
+    assert json.loads((tmp_path / "a.json").read_text()) == {
+        "dtype": dtype,
+        "count": 3,
+        "vocab_size": vocab_size,
+    }
+    data = TokenData(path, length=2)
+    assert data.sample(0).tolist() == [0, vocab_size - 1, 1]
+    if suffix == "bin":
+        assert (
+            path.read_bytes()
+            == np.array([0, vocab_size - 1, 1], dtype=f"<u{2 if dtype == 'uint16' else 4}").tobytes()
+        )
+
+
+def test_without_a_sidecar(tmp_path: Path) -> None:
+    np.arange(10, dtype="<u4").tofile(tmp_path / "a.bin")
+    assert TokenData(tmp_path / "a.bin", length=3, dtype="uint32").sample(2).tolist() == [6, 7, 8, 9]
+    assert TokenData(tmp_path / "a.bin", length=3, dtype="uint32").vocab_size is None
+    with pytest.raises(ValueError, match=r"type of the tokens in .*a\.bin is unknown; set dtype"):
+        TokenData(tmp_path / "a.bin", length=3)
+    np.save(tmp_path / "b.npy", np.arange(10, dtype=np.int32))
+    assert TokenData(tmp_path / "b.npy", length=3).sample(0).tolist() == [0, 1, 2, 3]
+
+
+def test_ids_are_checked_as_they_are_read(tmp_path: Path) -> None:
+    tokens = np.arange(50)
+    write_tokens(tmp_path / "a.bin", tokens[:20], vocab_size=50)
+    write_tokens(tmp_path / "b.bin", tokens[20:], vocab_size=50)
+    raw = np.fromfile(tmp_path / "b.bin", dtype="<u2")
+    raw[7] = 60000
+    raw.tofile(tmp_path / "b.bin")
+    data = TokenData(tmp_path, length=7)
+    data.sample(0)
+    message = r"token id 60000 at offset 7 of .*b\.bin is outside the vocabulary of 50"
+    with pytest.raises(ValueError, match=message):
+        data.batch(0, 7)
+    (tmp_path / "c").mkdir()
+    np.save(tmp_path / "c" / "c.npy", np.array([1, 2, -1, 3]))
+    with pytest.raises(ValueError, match="token id -1 at offset 2"):
+        TokenData(tmp_path / "c", length=3).sample(0)
+    assert TokenData(tmp_path / "a.bin", length=7, vocab_size=60).vocab_size == 50
+    with pytest.raises(
+        ValueError, match=r"vocabulary of 50 by their sidecar, but the model has vocab_size 10"
+    ):
+        TokenData(tmp_path / "a.bin", length=7, vocab_size=10)
+
+
+def test_refuses_files(tmp_path: Path) -> None:
+    path = tmp_path / "a.bin"
+    with pytest.raises(ValueError, match="there is no token file or folder"):
+        TokenData(path, length=3)
+    with pytest.raises(ValueError, match=r"holds no \.bin or \.npy file"):
+        TokenData(tmp_path, length=3)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"a\.bin is empty"):
+        TokenData(path, length=3, dtype="uint16")
+    path.write_bytes(b"12345")
+    with pytest.raises(ValueError, match=r"5 bytes, not a multiple of 2 \(uint16\): cut short"):
+        TokenData(path, length=3, dtype="uint16")
+    with pytest.raises(ValueError, match="dtype 'int8' is not a token type"):
+        TokenData(path, length=3, dtype="int8")  # type: ignore[arg-type]  # wrong on purpose
+    write_tokens(path, range(10), vocab_size=10)
+    with pytest.raises(ValueError, match=r"holds 10 tokens, too few for one sample of length 10"):
+        TokenData(path, length=10)
+    with pytest.raises(ValueError, match="length 0 is too short"):
+        TokenData(path, length=0)
+    with pytest.raises(ValueError, match="seed -1 is out of range"):
+        TokenData(path, length=2, seed=-1)
+    with pytest.raises(ValueError, match="holds uint16 by its sidecar, but dtype uint32"):
+        TokenData(path, length=3, dtype="uint32")
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="holds 9 tokens where its sidecar says 10: cut short"):
+        TokenData(path, length=3)
+
+
+def test_refuses_npy_files(tmp_path: Path) -> None:
+    path = write_tokens(tmp_path / "a.npy", range(10), vocab_size=10)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match=r"a\.npy can't be read as \.npy"):
+        TokenData(path, length=3)
+    np.save(path, np.zeros((2, 2), dtype=np.uint16))
+    with pytest.raises(ValueError, match=r"holds uint16 of shape \(2, 2\)"):
+        TokenData(path, length=3)
+    np.save(path, np.zeros(10))
+    with pytest.raises(ValueError, match="holds float64"):
+        TokenData(path, length=3)
+    np.save(path, np.zeros(10, dtype=np.int64))
+    with pytest.raises(ValueError, match="holds int64 by its header, not uint16"):
+        TokenData(path, length=3)
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "message"),
+    [
+        ("{", "not readable as JSON"),
+        ("[]", "holds list, not an object"),
+        ('{"dtype": "float16"}', "dtype 'float16'"),
+        ('{"count": "ten"}', "count 'ten'; count is a number"),
+        ('{"vocab_size": 0}', "vocab_size 0"),
+    ],
+)
+def test_refuses_sidecars(tmp_path: Path, sidecar: str, message: str) -> None:
+    path = write_tokens(tmp_path / "a.bin", range(10), vocab_size=10)
+    (tmp_path / "a.json").write_text(sidecar)
+    with pytest.raises(ValueError, match=message):
+        TokenData(path, length=3)
+
+
+def test_refuses_shards_of_two_tokenizers(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "a.bin", range(10), vocab_size=10)
+    write_tokens(tmp_path / "b.bin", range(10), vocab_size=11)
+    with pytest.raises(ValueError, match=r"different vocabularies, \[10, 11\]"):
+        TokenData(tmp_path, length=3)
+
+
+def test_refuses_to_write(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"suffix '\.txt'"):
+        write_tokens(tmp_path / "a.txt", [1], vocab_size=2)
+    with pytest.raises(ValueError, match="ids run from 0 to 2; all must be from 0 to 1"):
+        write_tokens(tmp_path / "a.bin", [0, 2], vocab_size=2)
+    with pytest.raises(ValueError, match="'uint16' does not hold a vocabulary of 65537"):
+        write_tokens(tmp_path / "a.bin", [0], vocab_size=65537, dtype="uint16")
+    with pytest.raises(ValueError, match=r"shape \(0,\)"):
+        write_tokens(tmp_path / "a.bin", [], vocab_size=2)
+
+
+def test_evaluation_sets(tmp_path: Path) -> None:
+    train = write_tokens(tmp_path / "train.bin", range(100), vocab_size=100)
+    valid = write_tokens(tmp_path / "valid.bin", range(41), vocab_size=100)
+    wanted = SimpleNamespace(lengths=(4, 40), identity_probabilities=(), sequences=6, seed=9)
+    spec = SimpleNamespace(path=str(train), validation_path=str(valid), length=8, dtype=None)
+    data = build(spec, seed=1, vocab_size=128)
+    sets = data.evaluation_sets(wanted)
+    assert {name: s.sequences for name, s in sets.items()} == {"L4": 6, "L40": 1}
+    (batch,) = sets["L40"].batches(16)
+    assert batch[1].tolist() == [list(range(1, 41))]
+    rows = torch.cat([inputs for inputs, _ in sets["L4"].batches(4)])
+    assert len(rows.unique(dim=0)) == 6
+    wanted.lengths = (41,)
+    with pytest.raises(ValueError, match=r"valid\.bin holds 41 tokens, too few for one sample of length 41"):
+        data.evaluation_sets(wanted)
+    assert TokenData(train, length=8).evaluation_sets(wanted) == {}
+    spec.path = None
+    with pytest.raises(ValueError, match=r"data\.path is not set"):
+        build(spec)
+
+
+def test_real_text(tmp_path: Path) -> None:
+    texts = sorted(p for p in SHAKESPEARE.glob("*") if p.is_file() and p.stat().st_size > 100_000)
+    if not texts:
+        pytest.skip(f"no text under {SHAKESPEARE.name}: the data folder is not beside the repository")
+    text = texts[0].read_bytes()
+    data = TokenData(
+        write_tokens(tmp_path / "t.bin", np.frombuffer(text, np.uint8), vocab_size=256), length=512
+    )
+    assert data.samples == (len(text) - 1) // 512
+    seen = torch.cat([data.batch(i, 64)[0] for i in range(0, data.samples, 64)])[: data.samples]
+    counts = torch.bincount(seen.reshape(-1), minlength=256)
+    cut = np.frombuffer(text, np.uint8)[: 512 * data.samples]
+    assert counts.tolist() == np.bincount(cut, minlength=256).tolist()
