@@ -148,7 +148,7 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
     if chance:
         axes.axhline(100.0 * chance, color=_GREY, linewidth=1.0, linestyle=(0, (1, 2)))
         axes.annotate(
-            "chance", (1.0, 100.0 * chance), xycoords=("axes fraction", "data"), xytext=(-4, 3),
+            "chance", (1.0, 100.0 * chance), xycoords=("axes fraction", "data"), xytext=(-4, -11),
             textcoords="offset points", ha="right", fontsize=8.5, color=_GREY,
         )  # fmt: skip
     lengths_axis(axes, sorted({row["length"] for run in runs for row in run.evaluation}))
@@ -224,12 +224,9 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
         steps, losses = [step for step, _ in points], [loss for _, loss in points]
         color = _COLORS[run_index % len(_COLORS)]
         axes.plot(steps, losses, linewidth=0.8, alpha=0.28, color=color)
-        # A curve seems to run through the middle of its points only if it is smoothed on the scale it is drawn on.
-        middle = (
-            [math.exp(v) for v in smoothed([math.log(v) for v in losses])]
-            if logarithmic
-            else smoothed(losses)
-        )
+        # A curve runs through the middle of its points only if it is smoothed on the scale it is drawn on.
+        middle = smoothed([math.log(loss) for loss in losses] if logarithmic else losses)
+        middle = [math.exp(value) for value in middle] if logarithmic else middle
         axes.plot(steps, middle, linewidth=1.9, color=color, label=run.label)
     if logarithmic:
         axes.set_yscale("log")

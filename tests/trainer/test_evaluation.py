@@ -1,0 +1,159 @@
+"""Evaluation against a stand-in whose answers and searches are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+
+from trainer.data.source import DataSource, EvaluationSet
+from trainer.evaluation import evaluate, table
+
+LENGTH, VOCABULARY = 6, 5
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    loss: Tensor | None
+    solution: Any
+
+
+@dataclass
+class Searched:
+    iterations: Tensor
+    residual: Tensor
+    converged: Tensor
+    diverged: Tensor
+    token_iterations: Tensor | None
+    token_converged: Tensor | None
+
+
+class Echo(nn.Module):
+    """Answers each token with itself; iterates as often as its position says, and gives up after 4."""
+
+    def __init__(self, *, by_token: bool = True, implicit: bool = True) -> None:
+        super().__init__()
+        self.by_token, self.implicit = by_token, implicit
+        self.windows: list[int | None] = []
+
+    def forward(self, input_ids: Tensor, *, labels: Tensor, window_length: int | None = None) -> Output:
+        assert not self.training
+        assert not torch.is_grad_enabled()
+        self.windows.append(window_length)
+        batch, length = input_ids.shape
+        logits = 3.0 * F.one_hot(input_ids, VOCABULARY).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+        iterations = torch.arange(1, length + 1).expand(batch, length)
+        rows = torch.ones(batch, dtype=torch.bool)
+        searched = Searched(
+            iterations=iterations.amax(1),
+            residual=torch.linspace(0.1, 0.2, batch),
+            converged=~rows,
+            diverged=~rows,
+            token_iterations=iterations if self.by_token else None,
+            token_converged=iterations <= 4 if self.by_token else None,
+        )
+        return Output(logits, loss, searched if self.implicit else None)
+
+
+class Fixed(DataSource):
+    """Labels equal the inputs at even positions of the stream only; the first token is not scored."""
+
+    vocab_size = VOCABULARY
+    length = LENGTH
+    samples = None
+
+    def batch(self, position: int, count: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.ones(count, LENGTH, dtype=torch.int64)
+        labels = inputs.clone()
+        labels[(torch.arange(position, position + count) % 2).bool()] = 2
+        labels[:, 0] = -100
+        return inputs, labels
+
+    def evaluation_sets(self, evaluation: object) -> dict[str, EvaluationSet]:
+        raise NotImplementedError
+
+
+def results(model: nn.Module, batch_size: int = 3, **options: Any) -> Any:
+    chosen = EvaluationSet(name="fixed", source=Fixed(), sequences=8, settings={"identity_probability": 0.5})
+    (found,) = evaluate(
+        model,
+        [chosen],
+        device=torch.device("cpu"),
+        precision="float32",
+        batch_size=batch_size,
+        last_tokens=2,
+        **options,
+    )
+    return found
+
+
+def test_accuracy_loss_and_search_are_those_of_the_whole_set() -> None:
+    model = Echo().train()
+    found = results(model)
+    assert model.training  # returned as it was
+    assert found.sequences == 8
+    assert found.accuracy == found.accuracy_last == 0.5
+    assert found.accuracy_by_position == (0.0, 0.5, 0.5, 0.5, 0.5, 0.5)  # the first position has no label
+    right = -torch.log_softmax(torch.tensor([3.0, 0, 0, 0, 0]), 0)[0]
+    assert found.loss == pytest.approx(float(right) + 1.5)  # half of the answers miss by 3 nats
+    assert found.search.iterations == LENGTH
+    assert found.search.non_converged == 1.0
+    assert found.token_converged == pytest.approx(4 / 6, rel=1e-4)
+    assert found.iterations_by_position == (1, 2, 3, 4, 5, 6)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8, 100])
+def test_the_batch_size_changes_nothing(batch_size: int) -> None:
+    expected, found = results(Echo()), results(Echo(), batch_size=batch_size)
+    assert found.loss == pytest.approx(expected.loss)
+    assert found.accuracy_by_position == expected.accuracy_by_position
+
+
+def test_without_counts_by_token_there_is_no_curve() -> None:
+    found = results(Echo(by_token=False))
+    assert found.iterations_by_position is None
+    assert found.token_converged is None
+    assert found.search.iterations == LENGTH
+
+
+def test_an_explicit_model_has_no_search() -> None:
+    found = results(Echo(implicit=False))
+    assert found.search is None
+    assert found.as_row(by_position=True)["residual"] is None
+    assert "converged" not in table([found], last_tokens=2, words=True)
+
+
+def test_windows_are_passed_on() -> None:
+    model = Echo()
+    results(model, window_length=1)
+    assert set(model.windows) == {1}
+
+
+def test_the_table_states_convergence_beside_accuracy() -> None:
+    shown = table([results(Echo())], last_tokens=2, words=True).splitlines()
+    assert shown[0].split() == [
+        "set", "last", "2", "all", "loss", "iterations", "max", "residual", "max", "converged",
+    ]  # fmt: skip
+    assert shown[1].split() == [
+        "fixed",
+        "50.00%",
+        "50.00%",
+        "1.6816",
+        "6.0",
+        "6",
+        "1.5e-01",
+        "2.0e-01",
+        "0.0%",
+    ]
+
+
+def test_a_perplexity_too_large_for_a_float_is_infinite() -> None:
+    from dataclasses import replace
+
+    assert replace(results(Echo()), loss=1e4).perplexity == float("inf")

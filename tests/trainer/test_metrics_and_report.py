@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.display import PlainDisplay, duration, magnitude
+from trainer.metrics import MetricsFile, json_value, read_metrics
+from trainer.report import draw, main, read_run, smoothed
+from trainer.run_folder import differences
+
+
+def test_metrics_have_no_values_that_json_lacks(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write({"step": 1, "loss": 1 / 3, "residual": math.inf, "rows": [math.nan, 2]})
+    file.close()
+    (row,) = read_metrics(file.path)
+    assert row == {"step": 1, "loss": 1 / 3, "residual": None, "rows": [None, 2]}
+    assert json_value({"a": (1.0, math.nan)}) == {"a": [1.0, None]}
+
+
+def test_truncation_leaves_each_step_once(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in range(1, 6):
+        file.write({"step": step})
+    with file.path.open("a") as raw:
+        raw.write('{"step": 6, "los')
+    file.truncate_after(3)
+    file.write({"step": 4})
+    file.close()
+    assert [row["step"] for row in read_metrics(file.path)] == [1, 2, 3, 4]
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: not JSON"):
+        list(read_metrics(path))
+
+
+def test_differences_name_paths_and_both_values() -> None:
+    old = {"a": 1, "b": {"c": [1, 2], "d": None}}
+    new = {"a": 1, "b": {"c": [1, 3], "e": 4}}
+    assert differences(old, new) == ["b.c: [1, 2] → [1, 3]", "b.d: None → not set", "b.e: not set → 4"]
+    assert differences(old, old) == []
+
+
+def test_numbers_are_shown_for_people() -> None:
+    assert [duration(s) for s in (5, 65, 7265)] == ["5s", "1m05s", "2h01m"]
+    assert [magnitude(n) for n in (950, 12_345, 4.5e6, 2.07e11)] == ["950", "12.3k", "4.5M", "207.0B"]
+    assert smoothed([1.0, 1.0, 1.0]) == [1.0, 1.0, 1.0]
+    assert smoothed([0.0, 3.0, 6.0], share=0.7) == [1.5, 3.0, 4.5]
+
+
+def test_plain_lines_come_every_so_many_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    display = PlainDisplay(log_every=10, accuracy=True)
+    display.start(step=0, total=25)
+    for step in range(1, 26):
+        row = {
+            "step": step, "phase": "train", "loss": 1.0, "accuracy": 0.5, "gradient_norm": 1.0,
+            "seconds": 2.0 * step, "learning_rate": 1e-3, "tokens_per_second": 1500.0, "step_seconds": 2.0,
+            "iterations": 3.0,
+            "iterations_max": 4, "residual": None, "non_converged": 0.25, "diverged": 0.5,
+        }  # fmt: skip
+        display.step(row)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("/")[0].strip() for line in lines] == ["1", "10", "20", "25"]
+    assert lines[1].endswith("left 30s")
+    assert "iter 3.0/4  res non-finite  open 25%  diverged 50%" in lines[1]
+
+
+def fake_run(folder: Path, *, name: str, implicit: bool, task: str = "word_problem") -> Path:
+    folder.mkdir()
+    rows: list[dict[str, Any]] = []
+    for p in (0.5, 0.0):
+        for length in (32, 64):
+            rows.append(
+                {
+                    "identity_probability": p, "length": length, "accuracy_last": 0.9, "perplexity": 12.0,
+                    "non_converged": 0.5 if implicit else None, "iterations": 8.0 if implicit else None,
+                    "iterations_by_position": [1.0 * i for i in range(length)] if implicit else None,
+                }
+            )  # fmt: skip
+    summary = {
+        "name": name, "task": task, "parameters": 10, "steps": 50, "last_tokens": 10, "chance": 1 / 6,
+        "training_length": 32, "evaluation": rows,
+        "phases": [{"name": "bounded", "first_step": 0, "last_step": 40}, {"name": "free", "first_step": 40}],
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+    lines = [json.dumps({"step": step, "loss": 2.0 / step}) for step in range(1, 51)]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def test_runs_are_drawn_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = [
+        fake_run(tmp_path / "a", name="implicit", implicit=True),
+        fake_run(tmp_path / "b", name="explicit", implicit=False),
+    ]
+    picture = tmp_path / "pictures" / "both.png"
+    assert main([*map(str, runs), "--output", str(picture), "--label", "one", "--label", "two"]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    draw([read_run(runs[1])], tmp_path / "explicit.png")  # no iterations to show
+    draw(
+        [read_run(fake_run(tmp_path / "t", name="text", implicit=True, task="tokens"))], tmp_path / "text.png"
+    )
+
+
+def test_a_run_that_did_not_finish_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "summary.json is missing" in capsys.readouterr().err
