@@ -149,7 +149,7 @@ def main() -> int:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(
-        f"lowest int64 rate in the fast order, by processor time: {worst:,} sequences/s; required {REQUIRED:,}"
+        f"lowest int64 rate in the fast order by processor time: {worst:,} sequences/s, required {REQUIRED:,}"
     )
     return 0 if worst >= REQUIRED else 1
 

@@ -17,13 +17,14 @@ _CELLS = 1 << 16
 
 
 def random_words(key: tuple[int, int], *, stream: int, index: int, count: int) -> npt.NDArray[np.uint64]:
-    """The first `count` 64-bit words of one of Philox's streams.
+    """Give the first `count` 64-bit words of one of Philox's streams.
 
     Args:
         key: two 64-bit numbers: a seed, and what the numbers are for.
         stream: streams of the same key and index share no word.
         index: which block of numbers, from 0 up.
         count: words.
+
     """
     counter = np.array([0, stream, index, 0], dtype=np.uint64)
     generator = np.random.Philox(key=np.array(key, dtype=np.uint64), counter=counter)
@@ -42,6 +43,7 @@ class Categorical:
 
     Args:
         probabilities: exact, summing to 1.
+
     """
 
     def __init__(self, probabilities: Sequence[Fraction]) -> None:

@@ -71,11 +71,12 @@ def product(left: Algebra, right: Algebra) -> Algebra:
 
 
 def group_order(name: str) -> int:
-    """Order of a group by name, without building its table.
+    """Tell the order of a group by name, without building its table.
 
     Raises:
         ValueError: the name isn't ``S_n``, ``A_n``, ``Z_n`` or a product of them, or the group has more than
             `MAX_ORDER` elements.
+
     """
     order = 1
     for family, n in _factors(name):
@@ -92,12 +93,13 @@ def group_order(name: str) -> int:
 
 @lru_cache(maxsize=8)
 def group(name: str) -> Algebra:
-    """A finite group by name: ``S5``, ``A5``, ``Z7``, or a product such as ``A5xZ2``.
+    """Build a finite group by name: ``S5``, ``A5``, ``Z7``, or a product such as ``A5xZ2``.
 
     Index 0 is the identity. Z_n counts 0 … n-1 under addition; in a product the last factor runs fastest.
 
     Raises:
         ValueError: as `group_order`.
+
     """
     group_order(name)
     result: Algebra | None = None
@@ -109,7 +111,7 @@ def group(name: str) -> Algebra:
 
 
 def monoid(definition: str | Sequence[Sequence[int]]) -> Algebra:
-    """A monoid by name (``"EABX"``, also called ``"published"``) or by its table of rows.
+    """Build a monoid by name (``"EABX"``, also called ``"published"``) or by its table of rows.
 
     Names may be multiplied, as in ``"EABXxEABX"``. ``rows[a][b]`` is the index of ``a∘b``; the identity is
     found in the table, at whatever index it stands.
@@ -117,6 +119,7 @@ def monoid(definition: str | Sequence[Sequence[int]]) -> Algebra:
     Raises:
         ValueError: unknown name; a table that isn't square, has entries outside it, isn't associative, or has
             no two-sided identity; more than `MAX_MONOID` elements.
+
     """
     if not isinstance(definition, str):
         return _monoid_from_rows("table", definition)

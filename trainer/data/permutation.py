@@ -25,6 +25,7 @@ def permute(positions: npt.NDArray[np.int64], n: int, *, seed: int, epoch: int) 
         n: samples, 1 to 2^62.
         seed: 0 to 2^64 - 1.
         epoch: from 0 up; every epoch has another permutation.
+
     """
     # Two halves of equal width whose square covers n with less than 4 n to spare.
     half = max(1, ((n - 1).bit_length() + 1) // 2)

@@ -36,6 +36,7 @@ class PrefixProducts:
 
         Returns:
             int64, (L, B).
+
         """
         length, batch = tokens_LB.shape
         size = math.isqrt(length - 1) + 1

@@ -49,10 +49,11 @@ class PublishedSplit:
         return self.inputs.shape[1]
 
     def batch(self, position: int, count: int) -> Batch:
-        """Samples [position, position + count) in the file's order: inputs and labels, int64, (count, L).
+        """Give samples [position, position + count) of the file: inputs and labels, int64, (count, L).
 
         Raises:
             ValueError: samples beyond the end; ids outside the vocabulary.
+
         """
         check_range(position, count)
         if position + count > len(self):
@@ -73,7 +74,7 @@ class PublishedSplit:
 
 
 def published_name(split: str, *, group: str, length: int, identity_probability: float) -> str:
-    """The file name that the published script gives a split (``train`` or ``test``)."""
+    """Name the file of a split (``train`` or ``test``) as the published script does."""
     return f"{split}_{group}_L{length}_P{int(100 * identity_probability):03d}.bin"
 
 
@@ -97,6 +98,7 @@ def write_published(
     Raises:
         ValueError: shapes that differ or aren't two-dimensional; ids outside the vocabulary; a type that
             doesn't hold it.
+
     """
     _check_shapes(Path(path), inputs_BL, targets_BL)
     if dtype not in _INTEGERS or vocab_size - 1 > torch.iinfo(dtype).max:
@@ -123,6 +125,7 @@ def read_published(path: str | Path, *, mmap: bool = True) -> PublishedSplit:
 
     Raises:
         ValueError: no such file; not in the format described above; cut short.
+
     """
     path = Path(path)
     if not path.is_file():

@@ -59,20 +59,22 @@ class DataSource(ABC):
 
     @abstractmethod
     def batch(self, position: int, count: int) -> Batch:
-        """Sequences at positions [position, position + count).
+        """Give the sequences at positions [position, position + count).
 
         Returns:
             Inputs and labels, int64 (count, L), on the CPU, owned by the caller.
+
         """
 
     @abstractmethod
     def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
-        """The sets to evaluate on, by name, in the order to report them.
+        """Give the sets to evaluate on, by name, in the order to report them.
 
         Call it before training starts: it refuses what could not be evaluated later.
 
         Raises:
             ValueError: the data can't give what `evaluation` asks for.
+
         """
 
     def step_batch(self, step: int, *, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
@@ -103,7 +105,7 @@ class EvaluationSet:
         return self.source.length
 
     def batches(self, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-        """This rank's share of the set, in batches of at most `batch_size`; the last may be smaller.
+        """Go through this rank's share of the set, in batches of `batch_size`; the last may be smaller.
 
         Over all ranks every sequence comes exactly once, so that counts summed over ranks are the set's.
         A rank's share, and so its number of batches, may differ from another's.
@@ -118,6 +120,7 @@ def rank_share(count: int, *, rank: int, world_size: int) -> tuple[int, int]:
 
     Raises:
         ValueError: no such rank.
+
     """
     if not 0 <= rank < world_size:
         raise ValueError(
@@ -138,6 +141,7 @@ def check_range(position: int, count: int) -> None:
 
     Raises:
         ValueError: `position` below 0 or `count` below 1.
+
     """
     if position < 0 or count < 1:
         raise ValueError(

@@ -35,6 +35,7 @@ class Shard:
 
         Raises:
             ValueError: an id outside the vocabulary, with the file and the token's offset in it.
+
         """
         tokens = self.tokens[start:stop].astype(np.int64)
         limit = vocab_size if vocab_size is not None else np.iinfo(np.int64).max
@@ -50,7 +51,7 @@ class Shard:
 
 
 def open_shards(path: str | Path, *, dtype: TokenDtype | None = None) -> list[Shard]:
-    """The shards at a path: a file, or every ``.bin`` and ``.npy`` of a folder in the order of their names.
+    """Open the shards at a path: a file, or a folder's ``.bin`` and ``.npy`` files in the order of names.
 
     Args:
         path: file or folder.
@@ -59,6 +60,7 @@ def open_shards(path: str | Path, *, dtype: TokenDtype | None = None) -> list[Sh
     Raises:
         ValueError: nothing there; an empty file, or one cut short; a type that is unknown or contradicts the
             sidecar or the header; shards with different vocabularies; an unreadable sidecar.
+
     """
     path = Path(path)
     if dtype is not None and dtype not in get_args(TokenDtype):
@@ -98,6 +100,7 @@ def write_tokens(
 
     Raises:
         ValueError: another suffix, ids outside the vocabulary, a type too small for it, or no tokens.
+
     """
     path = Path(path)
     if path.suffix not in (".bin", ".npy"):

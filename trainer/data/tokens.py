@@ -36,6 +36,7 @@ class TokenData(DataSource):
 
     Raises:
         ValueError: as `open_shards`; fewer than L + 1 tokens; a vocabulary smaller than the sidecars'.
+
     """
 
     def __init__(
@@ -93,10 +94,11 @@ class TokenData(DataSource):
         return self._samples
 
     def sample(self, index: int) -> npt.NDArray[np.int64]:
-        """The L + 1 tokens of a sample, counted in the files' order, int64.
+        """Read the L + 1 tokens of a sample, counted in the files' order, int64.
 
         Raises:
             ValueError: no such sample, or an id outside the vocabulary.
+
         """
         if not 0 <= index < self._samples:
             raise ValueError(f"sample {index} is not one of {self._samples}; they count from 0")
@@ -107,6 +109,7 @@ class TokenData(DataSource):
 
         Raises:
             ValueError: an id outside the vocabulary, with its file and offset.
+
         """
         check_range(position, count)
         indices = np.empty(count, dtype=np.int64)
@@ -177,7 +180,7 @@ class TokenFields(Protocol):
 
 
 def build(spec: TokenFields, *, seed: int = 0, vocab_size: int | None = None) -> TokenData:
-    """The training tokens that a `data` section names.
+    """Open the training tokens that a `data` section names.
 
     Args:
         spec: the section.
@@ -186,6 +189,7 @@ def build(spec: TokenFields, *, seed: int = 0, vocab_size: int | None = None) ->
 
     Raises:
         ValueError: no path; else as `TokenData`.
+
     """
     if spec.path is None:
         raise ValueError("data.path is not set; give a token file or a folder of them, data.path=PATH")

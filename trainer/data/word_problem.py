@@ -49,6 +49,7 @@ class WordProblem:
 
     Raises:
         ValueError: an unknown group, monoid or order; a probability outside [0, 1].
+
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class WordProblem:
         return self.group.order * self._monoid_order
 
     def with_identity_probability(self, identity_probability: float) -> WordProblem:
-        """The same problem at another p."""
+        """Give the same problem at another p."""
         group, monoid = self._definition
         return WordProblem(
             group=group,
@@ -119,6 +120,7 @@ class WordProblem:
 
         Raises:
             ValueError: `n` or `length` below 1, a dtype too small, a generator on another device.
+
         """
         check_range(0, n)
         _check_length(length)
@@ -179,7 +181,7 @@ class WordProblem:
         return inputs, labels
 
     def _compose(self, tokens_BL: npt.NDArray[np.int64], *, dtype: torch.dtype = torch.int64) -> Batch:
-        """Inputs and labels from drawn tokens, in blocks that stay in the cache."""
+        """Make inputs and labels of drawn tokens, in blocks that stay in the cache."""
         inputs, labels = empty_batch(len(tokens_BL), tokens_BL.shape[1], dtype)
         inputs.numpy()[:] = tokens_BL
         into_labels = labels.numpy()
@@ -214,6 +216,7 @@ class WordProblemStream(DataSource):
         problem: what to draw.
         length: tokens in a sequence.
         seed: 0 to 2^64 - 1.
+
     """
 
     def __init__(self, problem: WordProblem, *, length: int, seed: int, _domain: int = _TRAINING) -> None:
@@ -302,7 +305,7 @@ class WordProblemFields(Protocol):
 
 
 def build(spec: WordProblemFields, *, seed: int = 0, vocab_size: int | None = None) -> WordProblemStream:
-    """The training stream that a `data` section describes.
+    """Make the training stream that a `data` section describes.
 
     Args:
         spec: the section.
@@ -311,6 +314,7 @@ def build(spec: WordProblemFields, *, seed: int = 0, vocab_size: int | None = No
 
     Raises:
         ValueError: as `WordProblem`; a model's vocabulary that is smaller than the problem's.
+
     """
     problem = WordProblem(
         group=spec.group,
