@@ -11,7 +11,7 @@ Q length of one chunk (i, j are positions in it, written as two Qs).
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.ssd.recurrence import accumulation_dtype
+from implicit_blocks.ops.ssd.recurrence import LOWEST_LOG_DECAY, accumulation_dtype
 
 
 def ssd_chunked_autograd(
@@ -68,7 +68,8 @@ def _chunk(
 
     # Sums of log decays in float64: their differences decide, and a float32 sum over a chunk whose decays are
     # strong has lost the digits of the weak ones.
-    s_BHQ = (dt_BQH.double() * A_H.double()).cumsum(1).transpose(1, 2)
+    log_decay_BQH = (dt_BQH.double() * A_H.double()).clamp_min(LOWEST_LOG_DECAY)
+    s_BHQ = log_decay_BQH.cumsum(1).transpose(1, 2)
     keep_QQ = torch.ones(length, length, dtype=torch.bool, device=x_BQHP.device).tril()
     keep = keep_QQ
     from_start = to_end = None

@@ -33,13 +33,14 @@ def ssd_step(
     x_dt = (x_BLHP.to(dtype).reshape(batch, heads, width) * dt_BH1).view(batch * groups, -1, 1)
     B_b1N = B_BLGN.to(dtype).reshape(batch * groups, 1, d_state)
     C_bN1 = C_BLGN.to(dtype).reshape(batch * groups, d_state, 1)
-    h_bFN = x_dt * B_b1N
-    if initial_state_BHPN is not None:
+    if initial_state_BHPN is None:
+        before = x_dt.new_zeros(batch, heads, width, d_state)
+    else:
         before = initial_state_BHPN.to(dtype)
-        if documents_BL is not None and initial_document_B is not None:
-            same_B = documents_BL[:, 0] == initial_document_B
-            before = torch.where(same_B[:, None, None, None], before, 0.0)
-        decay_BH11 = torch.exp(dt_BH1 * A_H.to(dtype)[:, None])[..., None]
-        h_bFN = h_bFN + (before * decay_BH11).reshape(h_bFN.shape)
+    if documents_BL is not None and initial_document_B is not None:
+        same_B = documents_BL[:, 0] == initial_document_B
+        before = torch.where(same_B[:, None, None, None], before, 0.0)
+    decay_BH11 = torch.exp(dt_BH1 * A_H.to(dtype)[:, None])[..., None]
+    h_bFN = (before * decay_BH11).reshape(x_dt.shape[0], -1, d_state) + x_dt * B_b1N
     y_BLHP = torch.bmm(h_bFN, C_bN1).view(x_BLHP.shape).to(x_BLHP.dtype)
     return y_BLHP, h_bFN.view(batch, heads, width, d_state) if return_final_state else None

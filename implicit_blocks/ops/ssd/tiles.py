@@ -116,6 +116,7 @@ class BackwardRows(Rows):
         self.pairs_bRQQ = self.pairs_hQQ.view_as(self.decay_bRQQ)
         self.pairs_BHQQ = self.pairs_hQQ.view_as(self.decay_BHQQ)
         self.dh_BHPN = self.new_state()
+        self.wide_BHQQ = torch.empty_like(self.pairs_BHQQ, dtype=torch.float64)
         self.scratch_BHPN = self.new_state()
         self.has_dh = dfinal_BHPN is not None
         if dfinal_BHPN is not None:
@@ -150,7 +151,9 @@ class BackwardRows(Rows):
         # The gradient of the log decay from j to i, without the diagonal: nothing decays there, and in strong
         # decays its rounding would drown the rest.
         self.pairs_bRQQ.mul_(self.gram_strict[k])
-        torch.sub(self.pairs_BHQQ.sum(3), self.pairs_BHQQ.sum(2), out=within_BHQ)
+        # In float64: the sums of rows and columns must cancel where a strong decay lets nothing pass.
+        self.wide_BHQQ.copy_(self.pairs_BHQQ)
+        torch.sub(self.wide_BHQQ.sum(3), self.wide_BHQQ.sum(2), out=within_BHQ)
         self.decay_bRQQ.mul_(self.gram[k])
         torch.bmm(self.decay_hQQ.mT, dy_hQP, out=self.by_head_hQP)
         dx_dt_BQHP = self.by_head_BHQP.transpose(1, 2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from implicit_blocks.ops.ssd.recurrence import accumulation_dtype
+from implicit_blocks.ops.ssd.recurrence import LOWEST_LOG_DECAY, accumulation_dtype
 
 # Bytes of the largest intermediate of a tile, on a CPU; some six of them are alive at once. Half and twice as
 # many cost about the same, at 130M widths and with many rows of small heads; an eighth costs 30 % more.
@@ -52,9 +52,11 @@ class Window:
 
         dt_BHKQ = self.cut(inputs.dt).permute(0, 3, 1, 2)
         # Log decays are summed in float64: only their differences count, and a float32 sum over strong decays
-        # has lost the digits of the weak ones. The bound keeps them finite in float32; exp is 0 long before.
-        log_decay = (dt_BHKQ.double() * inputs.A.double()[:, None, None]).cumsum(3)
-        self.log_decay_BHKQ = log_decay.clamp_(min=-1e30)
+        # has lost the digits of the weak ones. Even a float64 sum has, over absurd ones; what is cut off here
+        # decays to zero in float64 all the same.
+        log_decay = dt_BHKQ.double() * inputs.A.double()[:, None, None]
+        self.cut_off_BHKQ = log_decay < LOWEST_LOG_DECAY
+        self.log_decay_BHKQ = log_decay.clamp_(min=LOWEST_LOG_DECAY).cumsum(3)
         carry_in = self.log_decay_BHKQ.exp()
         carry_out = (self.log_decay_BHKQ[..., -1:] - self.log_decay_BHKQ).exp_()
         self.B_KbQN, self.C_KbQN = self.by_chunk(inputs.B), self.by_chunk(inputs.C)
@@ -123,8 +125,9 @@ class Window:
         # chunk, to itself or a later token, or the state after it.
         suffix_QQ = torch.ones(self.chunk, self.chunk, dtype=torch.float64, device=dgram_KbQQ.device).tril_()
         to_end = given.to_end.double()
-        da_BHKQ = given.within.double() @ suffix_QQ + (to_end.cumsum(3) - to_end)
+        da_BHKQ = given.within @ suffix_QQ + (to_end.cumsum(3) - to_end)
         da_BHKQ += given.through[..., None]
+        da_BHKQ.masked_fill_(self.cut_off_BHKQ, 0.0)
         dA_H = (da_BHKQ * self.dt_BHKQ).sum((0, 2, 3))
         ddt_BHKQ = given.direct + da_BHKQ * self.inputs.A.double()[:, None, None]
         return ddt_BHKQ.permute(0, 2, 3, 1).flatten(1, 2)[:, : self.length], dA_H
@@ -140,7 +143,7 @@ class Window:
 class DecayGradients:
     """Parts of the gradients of log decays and step sizes, gathered tile by tile: (B, H, K, Q)."""
 
-    within: Tensor  # what arrives at a token from earlier ones, less what leaves it for later ones
+    within: Tensor  # what arrives at a token from earlier ones, less what leaves it for later ones; float64
     to_end: Tensor  # from a token to the state after its chunk
     through: Tensor  # from state to state, (B, H, K)
     direct: Tensor  # of dt where it multiplies x
@@ -148,6 +151,10 @@ class DecayGradients:
     @classmethod
     def zeros(cls, window: Window) -> "DecayGradients":
         """Nothing gathered yet."""
-        per_chunk = (window.batch, window.heads, window.chunks)
-        per_token = (*per_chunk, window.chunk)
-        return cls(*(window.dt_BHKQ.new_zeros(s) for s in (per_token, per_token, per_chunk, per_token)))
+        per_chunk = window.dt_BHKQ.new_zeros(window.dt_BHKQ.shape[:3])
+        return cls(
+            within=torch.zeros_like(window.log_decay_BHKQ),
+            to_end=torch.zeros_like(window.dt_BHKQ),
+            through=per_chunk,
+            direct=torch.zeros_like(window.dt_BHKQ),
+        )
