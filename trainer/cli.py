@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from implicit_blocks.specs import load_spec
+from trainer.display import duration
 from trainer.errors import DataError, NonFiniteLossError
 from trainer.spec import RunSpec
 
@@ -106,15 +107,18 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         print(f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}")
         asked = options.stop_at is not None and run.loop.progress.step >= options.stop_at
         return 0 if asked else INTERRUPTED
-    print(f"done in {summary['seconds']:.0f} s: {run.folder.summary_path}, {run.folder.report_path}")
+    written = [path for path in (run.folder.summary_path, run.folder.report_path) if path.exists()]
+    print(f"done in {duration(summary['seconds'])}: {', '.join(map(str, written))}")
     return 0
 
 
 def _spec(options: argparse.Namespace) -> tuple[str, RunSpec]:
     if options.spec is None:
-        source, name = str(options.output / "spec.yaml"), options.output.name
-        if not Path(source).is_file():
-            raise ValueError(f"nothing to resume: {options.output} holds no run (spec.yaml is missing)")
+        from trainer.run_folder import RunFolder
+
+        folder = RunFolder(options.output)
+        folder.require_run()
+        source, name = str(folder.spec_path), folder.run_name()
     else:
         source, name = options.spec, Path(options.spec).stem
     spec = load_spec(source, options.overrides)

@@ -120,30 +120,36 @@ class PlainDisplay:
 
 
 class RichDisplay:
-    """A live bar with the latest metrics, on a terminal."""
+    """A live bar on a terminal, the latest metrics in a line below it."""
 
     def __init__(self, *, accuracy: bool) -> None:
         from rich.console import Console
+        from rich.live import Live
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._accuracy = accuracy
         self._progress = Progress(
             TextColumn("[bold]{task.fields[phase]}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=40),
             MofNCompleteColumn(),
             TextColumn("{task.fields[left]}"),
-            TextColumn("{task.fields[note]}"),
-            console=Console(),
-            refresh_per_second=4,
         )
-        self._task = self._progress.add_task("train", total=None, phase="", left="", note="")
+        self._task = self._progress.add_task("train", total=None, phase="", left="")
+        self._live = Live(console=Console(), refresh_per_second=4)
+        self._show("")
         self._pace: _Pace | None = None
+
+    def _show(self, note: str) -> None:
+        from rich.console import Group
+        from rich.text import Text
+
+        self._live.update(Group(self._progress, Text(note, no_wrap=True, overflow="ellipsis")))
 
     def start(self, *, step: int, total: int) -> None:
         """Begin at ``step`` of ``total``."""
         self._pace = _Pace(step=step, total=total)
         self._progress.update(self._task, completed=step, total=total)
-        self._progress.start()
+        self._live.start()
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Move the bar and show the row."""
@@ -153,21 +159,22 @@ class RichDisplay:
             self._task,
             completed=row["step"],
             phase=row["phase"],
-            note=describe(row, accuracy=self._accuracy),
             left="" if remaining is None else f"{duration(remaining)} left",
         )
+        self._show(describe(row, accuracy=self._accuracy))
 
     def say(self, text: str) -> None:
         """Print a message above the bar."""
-        self._progress.console.print(text, markup=False, highlight=False)
+        # soft_wrap: long paths stay in one piece and can be copied.
+        self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def doing(self, text: str) -> None:
-        """Show what is being done in the bar's line."""
-        self._progress.update(self._task, note=text)
+        """Show what is being done below the bar."""
+        self._show(text)
 
     def close(self) -> None:
         """Stop the bar and leave its last state standing."""
-        self._progress.stop()
+        self._live.stop()
 
 
 def make_display(*, log_every: int, accuracy: bool) -> Display:

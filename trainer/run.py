@@ -129,6 +129,7 @@ def build(
     display = display or make_display(log_every=training.log_every, accuracy=spec.data.kind == "word_problem")
 
     manifest = make_manifest(
+        name=name,
         command=sys.argv if command is None else command,
         device=device_name(target),
         seed=training.seed,

@@ -58,6 +58,12 @@ class RunFolder:
                 "name its folder by --output, or start it without --resume"
             )
 
+    def run_name(self) -> str:
+        """Return the name its run was started under; the folder's own where the manifest doesn't tell."""
+        if self.manifest_path.is_file():
+            return str(json.loads(self.manifest_path.read_text(encoding="utf-8")).get("name", self.path.name))
+        return self.path.name
+
     def create(self, *, spec: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
         """Make the folder and write the resolved spec and the manifest."""
         self.require_free()
@@ -110,9 +116,12 @@ def folder_to_resume(name: str, *, root: Path = Path("runs")) -> Path:
     return found[0]
 
 
-def make_manifest(*, command: Sequence[str], device: str, seed: int, threads: int) -> dict[str, Any]:
+def make_manifest(
+    *, name: str, command: Sequence[str], device: str, seed: int, threads: int
+) -> dict[str, Any]:
     """Return what must be known to repeat a run: versions, machine, device, seed, command."""
     return {
+        "name": name,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": list(command),
         "seed": seed,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.display import PlainDisplay, duration, magnitude
+from trainer.display import PlainDisplay, RichDisplay, duration, magnitude
 from trainer.metrics import MetricsFile, json_value, read_metrics
 from trainer.report import draw, main, read_run, smoothed
 from trainer.run_folder import differences
@@ -55,21 +55,35 @@ def test_numbers_are_shown_for_people() -> None:
     assert smoothed([0.0, 3.0, 6.0], share=0.7) == [1.5, 3.0, 4.5]
 
 
+def step_row(step: int) -> dict[str, Any]:
+    return {
+        "step": step, "phase": "train", "loss": 1.0, "accuracy": 0.5, "gradient_norm": 1.0,
+        "seconds": 2.0 * step, "learning_rate": 1e-3, "tokens_per_second": 1500.0, "step_seconds": 2.0,
+        "iterations": 3.0, "iterations_max": 4, "residual": None, "non_converged": 0.25, "diverged": 0.5,
+    }  # fmt: skip
+
+
 def test_plain_lines_come_every_so_many_steps(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainDisplay(log_every=10, accuracy=True)
     display.start(step=0, total=25)
     for step in range(1, 26):
-        row = {
-            "step": step, "phase": "train", "loss": 1.0, "accuracy": 0.5, "gradient_norm": 1.0,
-            "seconds": 2.0 * step, "learning_rate": 1e-3, "tokens_per_second": 1500.0, "step_seconds": 2.0,
-            "iterations": 3.0,
-            "iterations_max": 4, "residual": None, "non_converged": 0.25, "diverged": 0.5,
-        }  # fmt: skip
-        display.step(row)
+        display.step(step_row(step))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("/")[0].strip() for line in lines] == ["1", "10", "20", "25"]
     assert lines[1].endswith("left 30s")
     assert "iter 3.0/4  res non-finite  open 25%  diverged 50%" in lines[1]
+
+
+def test_the_live_display_shows_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    display = RichDisplay(accuracy=True)
+    display.start(step=0, total=4)
+    display.say("a message [with] brackets")
+    display.step(step_row(2))
+    display.doing("evaluating")
+    display.close()
+    shown = capsys.readouterr().out
+    assert "a message [with] brackets" in shown
+    assert "2/4" in shown
 
 
 def fake_run(folder: Path, *, name: str, implicit: bool, task: str = "word_problem") -> Path:

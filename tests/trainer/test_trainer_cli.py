@@ -63,6 +63,7 @@ def test_stops_and_goes_on_from_the_folder_alone(tmp_path: Path, capsys: pytest.
     assert code == 2
     code, out, _ = run(["--resume", "--output", str(folder)], capsys)
     assert code == 0
+    assert json.loads((folder / "summary.json").read_text())["name"] == "word_problem_s3"
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
