@@ -339,7 +339,7 @@ def _largest_saved_and_made(length: int, backend: str) -> tuple[int, int]:
     largest = 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def] # torch's hook
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             nonlocal largest
             out = func(*args, **(kwargs or {}))
             for t in out if isinstance(out, (tuple, list)) else (out,):

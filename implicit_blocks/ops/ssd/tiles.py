@@ -114,9 +114,9 @@ class BackwardRows(Rows):
         self.gram_strict = window.gram_KbQQ[:, self.groups_rows, None].tril(-1).unbind()
         self.pairs_hQQ = torch.empty_like(self.decay_hQQ)
         self.pairs_bRQQ = self.pairs_hQQ.view_as(self.decay_bRQQ)
-        self.pairs_BHQQ = self.pairs_hQQ.view_as(self.decay_BHQQ)
         self.dh_BHPN = self.new_state()
-        self.wide_BHQQ = torch.empty_like(self.pairs_BHQQ, dtype=torch.float64)
+        suffix_QQ = torch.ones(self.chunk, self.chunk, dtype=self.dtype, device=self.dh_BHPN.device).triu_()
+        self.suffix_hQQ = suffix_QQ.expand_as(self.pairs_hQQ)
         self.scratch_BHPN = self.new_state()
         self.has_dh = dfinal_BHPN is not None
         if dfinal_BHPN is not None:
@@ -137,7 +137,6 @@ class BackwardRows(Rows):
 
         ``dB`` and ``dC`` get what passes the states; what passes the Gram matrix follows from ``dgram``.
         """
-        within_BHQ, to_end_BHQ = decay.within[self.rows, :, k], decay.to_end[self.rows, :, k]
         x_BQHP, dt_BHQ = self.x[k].to(self.dtype), self.dt[k]
         dy_BQHP = dy_BQHP.to(self.dtype)
         dy_hQP = dy_BQHP.transpose(1, 2).reshape(self.by_head_hQP.shape)
@@ -148,14 +147,14 @@ class BackwardRows(Rows):
         torch.bmm(dy_hQP, self.by_head_hQP.mT, out=self.pairs_hQQ)
         self.pairs_bRQQ.mul_(self.decay_bRQQ)
         torch.sum(self.pairs_bRQQ, 1, keepdim=True, out=dgram_b1QQ)
-        # The gradient of the log decay from j to i, without the diagonal: nothing decays there, and in strong
-        # decays its rounding would drown the rest.
+        # The gradient of the log decay from j to i; the diagonal decays nothing.
         self.pairs_bRQQ.mul_(self.gram_strict[k])
-        # In float64: the sums of rows and columns must cancel where a strong decay lets nothing pass.
-        self.wide_BHQQ.copy_(self.pairs_BHQQ)
-        torch.sub(self.wide_BHQQ.sum(3), self.wide_BHQQ.sum(2), out=within_BHQ)
         self.decay_bRQQ.mul_(self.gram[k])
         torch.bmm(self.decay_hQQ.mT, dy_hQP, out=self.by_head_hQP)
+        # Token t's decay is passed from every j < t to every i ≥ t. Differences of sums of rows and columns
+        # would be cheaper, but their rounding drowns what passes a strong decay.
+        torch.bmm(self.suffix_hQQ, self.pairs_hQQ, out=self.decay_hQQ)
+        torch.sum(self.decay_BHQQ.tril_(-1), 3, out=decay.within[self.rows, :, k])
         dx_dt_BQHP = self.by_head_BHQP.transpose(1, 2)
 
         # To the state after the chunk: h = through·h_before + Σ_j carry_out_j dt_j x_j B_jᵀ.
@@ -165,7 +164,9 @@ class BackwardRows(Rows):
             torch.bmm(self.fold(weighted_BQHP), dh_bFN, out=dB_bQN)
             product_bQF = self.product.view(self.by_token_bQF.shape)
             dweighted_BQHP = self.unfold(torch.bmm(self.B[k], dh_bFN.mT, out=product_bQF))
-            torch.sum(weighted_BQHP.mul_(dweighted_BQHP).transpose(1, 2), 3, out=to_end_BHQ)
+            torch.sum(
+                weighted_BQHP.mul_(dweighted_BQHP).transpose(1, 2), 3, out=decay.to_end[self.rows, :, k]
+            )
             dx_dt_BQHP = torch.addcmul(
                 dx_dt_BQHP, dweighted_BQHP, _per_token(self.carry_out[k]), out=dweighted_BQHP
             )
@@ -185,7 +186,7 @@ class BackwardRows(Rows):
         torch.bmm(dy_scaled, h_bFN, out=dC_bQN)
         product_bQF = torch.bmm(self.C[k], h_bFN.mT, out=self.product.view(self.by_token_bQF.shape))
         arriving_BQHP = self.unfold(product_bQF.mul_(dy_scaled))
-        within_BHQ += arriving_BQHP.sum(3).transpose(1, 2)
+        torch.sum(arriving_BQHP.transpose(1, 2), 3, out=decay.from_start[self.rows, :, k])
         if self.has_dh:
             self.dh_BHPN.mul_(self.carry_in[k][..., -1, None, None])
             torch.mul(self.dh_BHPN, h_BHPN, out=self.scratch_BHPN)

@@ -123,9 +123,8 @@ class Window:
         self._cut_documents(dgram_KbQQ)
         # A token's decay is passed by everything that goes from an earlier token, or the state before the
         # chunk, to itself or a later token, or the state after it.
-        suffix_QQ = torch.ones(self.chunk, self.chunk, dtype=torch.float64, device=dgram_KbQQ.device).tril_()
-        to_end = given.to_end.double()
-        da_BHKQ = given.within @ suffix_QQ + (to_end.cumsum(3) - to_end)
+        from_start, to_end = given.from_start.double(), given.to_end.double()
+        da_BHKQ = given.within + from_start.flip(3).cumsum(3).flip(3) + (to_end.cumsum(3) - to_end)
         da_BHKQ += given.through[..., None]
         da_BHKQ.masked_fill_(self.cut_off_BHKQ, 0.0)
         dA_H = (da_BHKQ * self.dt_BHKQ).sum((0, 2, 3))
@@ -143,7 +142,8 @@ class Window:
 class DecayGradients:
     """Parts of the gradients of log decays and step sizes, gathered tile by tile: (B, H, K, Q)."""
 
-    within: Tensor  # what arrives at a token from earlier ones, less what leaves it for later ones; float64
+    within: Tensor  # what passes a token's decay from other tokens of the chunk to it or others
+    from_start: Tensor  # from the state before the chunk to a token
     to_end: Tensor  # from a token to the state after its chunk
     through: Tensor  # from state to state, (B, H, K)
     direct: Tensor  # of dt where it multiplies x
@@ -153,7 +153,8 @@ class DecayGradients:
         """Nothing gathered yet."""
         per_chunk = window.dt_BHKQ.new_zeros(window.dt_BHKQ.shape[:3])
         return cls(
-            within=torch.zeros_like(window.log_decay_BHKQ),
+            within=torch.zeros_like(window.dt_BHKQ),
+            from_start=torch.zeros_like(window.dt_BHKQ),
             to_end=torch.zeros_like(window.dt_BHKQ),
             through=per_chunk,
             direct=torch.zeros_like(window.dt_BHKQ),
