@@ -27,8 +27,8 @@ class BandMasks(NamedTuple):
     """Which keys the queries see, made once for a window of tokens.
 
     ``first`` (1 or B, 1, F, S + F) bool is that of the first block, of F queries: C, or L where there is no
-    other. None means by ``causal``. ``blocks`` (1 or B · N, 1, C, R) bool is that of the blocks after it, None
-    where there are none.
+    other. None means by ``causal``. ``blocks`` (1 or B · N, 1, C, R) bool is that of the blocks after it,
+    None where there are none.
     """
 
     first: Tensor | None

@@ -47,8 +47,8 @@ class SlidingWindowAttentionSpec(MixerSpec):
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count projections, and scores and sums over the keys that a token sees.
 
-        Token t of `length` sees min(t, window) keys: their mean is taken. The blocks in which they are computed are wider: what
-        is masked is left out here, as it is for causal attention.
+        Token t of `length` sees min(t, window) keys: their mean is taken. The blocks in which they are
+        computed are wider: what is masked is left out here, as it is for causal attention.
         """
         projections = 2 * d_model * (self.injection_width(d_model) + d_model)
         growing = min(length, self.window)

@@ -1,0 +1,59 @@
+"""Third parties' distributions, built as wheels and installed in a folder, for programs of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+DISTRIBUTIONS = Path(__file__).with_name("distributions")
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def _pip(*arguments: object, cwd: Path) -> None:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Install every distribution of `distributions/` from a wheel; return the folder they are in."""
+    base = tmp_path_factory.mktemp("third_parties")
+    sources = shutil.copytree(DISTRIBUTIONS, base / "sources")  # building writes into the source folder
+    options = ("--no-deps", "--no-index", "--quiet")
+    _pip(
+        "wheel", *options, "--no-build-isolation", "-w", base / "wheels", *sorted(sources.iterdir()), cwd=base
+    )
+    wheels = sorted((base / "wheels").glob("*.whl"))
+    assert len(wheels) == len(list(sources.iterdir()))
+    _pip("install", *options, "--target", base / "site", *wheels, cwd=base)
+    return base / "site"
+
+
+@pytest.fixture
+def run(site: Path, tmp_path: Path) -> Run:
+    """Run ``python …`` with the third parties installed; ``plugins`` sets the variable that allows them."""
+
+    def start(*arguments: str, plugins: str | None = None) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        environment.pop("IMPLICIT_BLOCKS_PLUGINS", None)
+        if plugins is not None:
+            environment["IMPLICIT_BLOCKS_PLUGINS"] = plugins
+        return subprocess.run(
+            [sys.executable, "-W", "error", *arguments],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+
+    return start

@@ -1,0 +1,25 @@
+"""A plugin that brings a kind of its own and one that is taken."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import implicit_blocks as ib
+
+
+class OwnSpec(ib.SolverSpec):
+    """A kind that nobody else has."""
+
+    kind: Literal["acme.own"] = "acme.own"
+
+
+class PicardSpec(ib.SolverSpec):
+    """A kind that is built in."""
+
+    kind: Literal["picard"] = "picard"
+
+
+@ib.hookimpl
+def register_components(add):
+    add("solver", OwnSpec, "acme_clash:Nothing")
+    add("solver", PicardSpec, "acme_clash:Nothing")
