@@ -1,0 +1,83 @@
+# Everything sets itself up: `make demo` and `make test` need python3 (3.11 or later, with venv), make, and a network.
+#
+#   make demo       train the implicit model and its explicit twin on S3, side by side; draw the comparison
+#   make test       lint, types, tests
+#   make test-all   the same with the tests that take minutes
+#   make test-gpu   the tests that need a CUDA device
+#   make format     let ruff sort out the layout
+#   make clean      forget the virtual environment and what tools left behind
+#
+# PYTHON=python3.12 chooses the interpreter, VENV=dir the virtual environment, JOBS=4 the test processes.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SUFFIXES:
+
+VENV ?= .venv
+JOBS ?= 2
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check
+PLUGINS := $(wildcard plugins/*/pyproject.toml)
+PLUGIN_FOLDERS := $(PLUGINS:/pyproject.toml=)
+
+# One thread a process: the processes share the cores between them.
+export OMP_NUM_THREADS ?= 1
+# Somebody else's packages on the path would be tested instead of the pinned ones.
+unexport PYTHONPATH PYTHONHOME
+
+.PHONY: help demo test test-all test-gpu lint types format setup setup-dev clean
+
+help:
+	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
+
+demo: setup
+	@$(BIN)/python benchmarks/demo.py
+
+test: lint types
+	@$(BIN)/python -m pytest -n $(JOBS)
+
+test-all: lint types
+	@$(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
+
+test-gpu: setup-dev
+	@$(BIN)/python -m pytest -m gpu
+
+lint: setup-dev
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet || { echo "the layout is off in some files: make format" >&2; exit 1; }
+
+types: setup-dev
+	@$(BIN)/python -m mypy
+
+format: setup-dev
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+setup: $(VENV)/.installed
+
+setup-dev: $(VENV)/.installed-dev
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info plugins/*/build plugins/*/src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+# Stamps: what was installed is installed again only when what it was installed from has changed.
+
+$(VENV)/.created:
+	@tools/create_venv.sh $(VENV) $(PYTHON)
+	@touch $@
+
+# Torch is asked for by its pinned version, and everything else with it; the project is built by the pinned
+# setuptools, not by the newest one.
+$(VENV)/.installed: $(VENV)/.created constraints.txt pyproject.toml
+	@echo "Installing the pinned dependencies into $(VENV) (a minute or two the first time) …"
+	@$(PIP_INSTALL) -c constraints.txt setuptools
+	@$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[train]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed $(PLUGINS)
+	@echo "Installing the development tools and the plugins …"
+	@$(PIP_INSTALL) -c constraints.txt --no-build-isolation -e '.[dev]'
+	@for folder in $(PLUGIN_FOLDERS); do $(PIP_INSTALL) --no-deps --no-build-isolation -e "$$folder"; done
+	@touch $@
