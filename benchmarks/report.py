@@ -1,0 +1,51 @@
+"""What every benchmark writes down beside its figures: when, where, with which versions."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def cpu_model() -> str:
+    """Name the processor; where a virtual machine hides its name, family, model and stepping still tell it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines[:30])}
+    return (
+        f"{fields.get('model name', platform.machine())} "
+        f"(family {fields.get('cpu family')}, model {fields.get('model')}, stepping {fields.get('stepping')})"
+    )
+
+
+def machine() -> dict[str, Any]:
+    """Describe the machine, its load at this moment, and the versions."""
+    described: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "cpu": cpu_model(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg() if hasattr(os, "getloadavg") else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if torch.cuda.is_available():
+        described["gpu"] = torch.cuda.get_device_name()
+        described["cuda"] = torch.version.cuda
+    return described
+
+
+def write(name: str, result: dict[str, Any]) -> Path:
+    """Write ``results/NAME.json``."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return path
