@@ -75,6 +75,8 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
 
             print(describe(spec, name=name))
             return 0
+        import torch
+
         from trainer.run import build
         from trainer.run_folder import folder_to_resume
 
@@ -103,6 +105,13 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         kept = run.loop.last_checkpoint
         where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
         return _refuse(f"{error}; {where}", NOT_FINITE if isinstance(error, NonFiniteLossError) else REFUSED)
+    except torch.OutOfMemoryError as error:
+        step, what = run.loop.progress.step + 1, str(error).partition(". GPU")[0]
+        return _refuse(
+            f"{run.manifest['device']} is out of memory at step {step} ({str(error).partition('. GPU')[0]}); "
+            "lower training.micro_batch_size or data.length (--dry-run estimates what a step takes)",
+            REFUSED,
+        )
     if summary is None:
         print(f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}")
         asked = options.stop_at is not None and run.loop.progress.step >= options.stop_at

@@ -21,7 +21,7 @@ _LOGIT_COPIES = 3
 _VALUES_A_WEIGHT_COLUMN = 2
 """Values a layer keeps for backward, a token, for each output of its matrices: the output, and what the next
 operation makes of it. Against measured peaks of the paper's models in bfloat16 this is right for attention
-with a fused kernel and some 30 % too much for Mamba2 with one; plain PyTorch kernels keep more."""
+with a fused kernel and up to 40 % too much for Mamba2 with one; plain PyTorch kernels keep more."""
 
 
 @dataclass(frozen=True, kw_only=True)

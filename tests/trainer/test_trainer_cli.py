@@ -10,10 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
+from implicit_blocks.specs import load_spec
 from trainer.cli import main
+from trainer.dry_run import estimate_memory
 from trainer.metrics import read_metrics
+from trainer.spec import RunSpec
 
 S3 = "zoo/word_problem_s3.yaml"
 TINY = [
@@ -193,3 +197,37 @@ def test_a_spec_or_a_run_must_be_named(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="2"):
         main([])
     assert "give a spec by --spec" in capsys.readouterr().err
+
+
+def test_a_device_without_enough_memory_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 86.00 MiB. GPU 0 has little left."
+        )
+
+    monkeypatch.setattr("trainer.loop.training_step", full)
+    code, _, err = run(["--spec", S3, *TINY, "--output", str(tmp_path / "run"), "--device", "cpu"], capsys)
+    assert code == 2
+    assert "out of memory at step 1 (CUDA out of memory. Tried to allocate 86.00 MiB)" in err
+    assert "lower training.micro_batch_size" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "phase", "measured"),
+    [
+        ("llama_130m_explicit", 0, 19.5), ("llama_130m", 0, 19.9), ("llama_130m", 1, 41.4),
+        ("llama_1.3b", 0, 46.1), ("mamba2_130m", 0, 18.4), ("mamba2_130m", 1, 34.8), ("mamba2_1.3b", 0, 42.0),
+    ],
+)  # fmt: skip
+def test_estimated_memory_is_near_that_of_the_published_implementation(
+    name: str, phase: int, measured: float
+) -> None:
+    spec = load_spec(name)
+    assert isinstance(spec, RunSpec)
+    memory = estimate_memory(spec, spec.phase_specs()[phase])
+    assert memory is not None
+    assert memory.total / 1e9 == pytest.approx(
+        measured, rel=0.35
+    )  # peak GB on an H100, the same micro-batches
