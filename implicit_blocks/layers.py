@@ -27,17 +27,24 @@ def at_least_float32(tensor: Tensor) -> Tensor:
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension, computed in float32 or better.
 
+    With ``groups`` the mean is over each of so many equal parts of the width by itself.
+
     Returns ``x``'s type, so that a float32 residual stream stays float32 in a bfloat16 model.
     """
 
-    def __init__(self, width: int, *, eps: float = 1e-5) -> None:
+    def __init__(self, width: int, *, eps: float = 1e-5, groups: int = 1) -> None:
         super().__init__()
         self.eps = eps
+        self.groups = groups
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize (…, width)."""
         wide = at_least_float32(x)
+        if self.groups > 1:
+            parts = wide.unflatten(-1, (self.groups, -1))
+            normed = F.rms_norm(parts, parts.shape[-1:], eps=self.eps).flatten(-2)
+            return (normed * self.weight.to(wide.dtype)).to(x.dtype)
         return F.rms_norm(wide, wide.shape[-1:], self.weight.to(wide.dtype), self.eps).to(x.dtype)
 
     def reset_parameters(self) -> None:
@@ -65,9 +72,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, spec: SwiGLUSpec, *, d_model: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(d_model, spec.d_hidden, bias=False)
-        self.up_proj = Linear(d_model, spec.d_hidden, bias=False)
-        self.out_proj = Linear(spec.d_hidden, d_model, bias=False)
+        self.gate_proj = Linear(d_model, spec.d_hidden, bias=spec.bias)
+        self.up_proj = Linear(d_model, spec.d_hidden, bias=spec.bias)
+        self.out_proj = Linear(spec.d_hidden, d_model, bias=spec.bias)
 
     def forward(self, z_BLD: Tensor) -> Tensor:
         """Map each token, (B, L, D) to (B, L, D)."""

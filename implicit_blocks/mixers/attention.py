@@ -45,11 +45,11 @@ class AttentionContext(NamedTuple):
 class Attention(Mixer):
     """``softmax(q k^T / √P) v`` over the token itself and those before it.
 
-    ``q, k, v = W z + u``: the injection comes before the rotation. No biases. The projections of q, k and v are one
+    ``q, k, v = W z + u``: the injection comes before the rotation. The projections of q, k and v are one
     matrix, rows in that order. The rotation pairs feature i of a head with feature i + P/2.
 
     Args:
-        spec: numbers of heads and the rotary base.
+        spec: numbers of heads, rotary positions, biases.
         d_model: width of the residual stream.
 
     """
@@ -59,10 +59,11 @@ class Attention(Mixer):
         spec.check(d_model)
         self.n_heads = spec.n_heads
         self.n_kv_heads = spec.n_kv_heads or spec.n_heads
-        self.head_dim = d_model // spec.n_heads
+        self.head_dim = spec.head_width(d_model)
         self.rope_theta = spec.rope_theta
-        self.in_proj = Linear(d_model, self.injection_width, bias=False)
-        self.out_proj = Linear(d_model, d_model, bias=False)
+        self.rope_scaling = spec.rope_scaling
+        self.in_proj = Linear(d_model, self.injection_width, bias=spec.bias)
+        self.out_proj = Linear(self.n_heads * self.head_dim, d_model, bias=spec.bias)
 
     @property
     def injection_width(self) -> int:
@@ -85,9 +86,13 @@ class Attention(Mixer):
     def prepare(self, window: Window) -> AttentionContext:
         """Make the rotation tables and the mask of a window, shared by layers of equal shape."""
         cos, sin = window.once(
-            ("rope", self.rope_theta, self.head_dim),
+            ("rope", self.rope_theta, self.head_dim, self.rope_scaling),
             lambda: rotation_tables(
-                window.positions_BL, head_dim=self.head_dim, theta=self.rope_theta, dtype=window.dtype
+                window.positions_BL,
+                head_dim=self.head_dim,
+                theta=self.rope_theta,
+                dtype=window.dtype,
+                scaling=self.rope_scaling,
             ),
         )
         mask = window.once("attention mask", lambda: _mask(window))

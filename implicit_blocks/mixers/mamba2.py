@@ -2,8 +2,8 @@
 
 T. Dao and A. Gu, "Transformers are SSMs", ICML 2024.
 
-Shape legend: B batch, L tokens of the window, D model width, I inner width = H · P, H heads, P head width, N state
-width, W convolution taps, C convolved channels = I + 2N, U injection width = 2I + 2N + H.
+Shape legend: B batch, L tokens of the window, D model width, I inner width = H · P, H heads, P head width, G groups,
+N state width, W convolution taps, C convolved channels = I + 2GN, U injection width = 2I + 2GN + H.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Mamba2Context(NamedTuple):
 
 
 class DepthwiseConv(nn.Module):
-    """Weights (C, W), oldest tap first, and bias (C,) of a causal convolution that keeps channels apart."""
+    """Weights (C, W), oldest tap first, and bias (C,) or None of a causal convolution that keeps channels apart."""
 
-    def __init__(self, channels: int, taps: int) -> None:
+    def __init__(self, channels: int, taps: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, taps))
-        self.bias = nn.Parameter(torch.empty(channels))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -62,8 +62,9 @@ class Mamba2(Mixer):
 
     ``[gate, x, B, C, dt] = W z + u``; ``x, B, C`` go through the convolution and SiLU; ``dt = softplus(dt + dt_bias)``,
     ``A = −exp(A_log)``; ``h_t = exp(A dt_t) h_{t−1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t + D x_t``;
-    ``rms(y · silu(gate)) · w``, then the output projection. One group of B and C. ``A``, ``dt`` and the state are
-    kept in float32 or better, whatever the type of the projections.
+    ``rms(y · silu(gate)) · w``, then the output projection. The H / G heads of a group share B and C, and the norm
+    takes each group by itself, unless the spec says otherwise. ``A``, ``dt`` and the state are kept in float32 or
+    better, whatever the type of the projections.
 
     Args:
         spec: widths, and ranges of the initial A and dt.
@@ -77,14 +78,14 @@ class Mamba2(Mixer):
         self.spec = spec
         self.d_inner = spec.expand * d_model
         self.n_heads = self.d_inner // spec.head_dim
-        self.conv_width = self.d_inner + 2 * spec.d_state
-        self.in_proj = Linear(d_model, self.injection_width, bias=False)
-        self.conv = DepthwiseConv(self.conv_width, spec.d_conv)
+        self.conv_width = self.d_inner + 2 * spec.n_groups * spec.d_state
+        self.in_proj = Linear(d_model, self.injection_width, bias=spec.bias)
+        self.conv = DepthwiseConv(self.conv_width, spec.d_conv, bias=spec.conv_bias)
         self.A_log = nn.Parameter(torch.empty(self.n_heads))
         self.dt_bias = nn.Parameter(torch.empty(self.n_heads))
         self.D = nn.Parameter(torch.empty(self.n_heads))
-        self.norm = RMSNorm(self.d_inner)
-        self.out_proj = Linear(self.d_inner, d_model, bias=False)
+        self.norm = RMSNorm(self.d_inner, eps=spec.norm_eps, groups=spec.norm_groups or spec.n_groups)
+        self.out_proj = Linear(self.d_inner, d_model, bias=spec.bias)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -178,14 +179,15 @@ class Mamba2(Mixer):
             documents_BL=context.documents_BL,
             tail_documents_BW=context.tail_documents_BW,
         )
-        x, B, C = conv_out.split((self.d_inner, self.spec.d_state, self.spec.d_state), dim=-1)
+        groups, maps = self.spec.n_groups, self.spec.n_groups * self.spec.d_state
+        x, B, C = conv_out.split((self.d_inner, maps, maps), dim=-1)
         x = x.view(batch, length, self.n_heads, self.spec.head_dim)
         y, h = ssd(
             x,
             dt,
             -torch.exp(at_least_float32(self.A_log)),
-            B[:, :, None],
-            C[:, :, None],
+            B.unflatten(-1, (groups, -1)),
+            C.unflatten(-1, (groups, -1)),
             initial_state_BHPN=state.h_BHPN,
             chunk_size=self.spec.chunk_size,
             documents_BL=context.documents_BL,

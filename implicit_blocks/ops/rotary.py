@@ -5,14 +5,23 @@ Shape legend: B batch, L tokens, H heads, P head width.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-__all__ = ["rotate", "rotation_tables"]
+from implicit_blocks.specs import RopeScaling
+
+__all__ = ["rotate", "rotation_tables", "scaled_frequencies"]
 
 
 def rotation_tables(
-    positions_BL: Tensor, *, head_dim: int, theta: float, dtype: torch.dtype
+    positions_BL: Tensor,
+    *,
+    head_dim: int,
+    theta: float,
+    dtype: torch.dtype,
+    scaling: RopeScaling | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angles ``position · theta^(−2i / P)``, each (B, 1, L, P / 2).
 
@@ -21,12 +30,32 @@ def rotation_tables(
         head_dim: head width P, even.
         theta: base of the wavelengths.
         dtype: of the tables; the angles are computed in float64, so that far positions stay exact.
+        scaling: how the frequencies ``theta^(−2i / P)`` are lowered; None leaves them.
 
     """
     half = head_dim // 2
     exponent = torch.arange(half, device=positions_BL.device, dtype=torch.float64) / half
-    angles = positions_BL[:, None, :, None] * theta**-exponent
+    frequencies = theta**-exponent
+    if scaling is not None:
+        frequencies = scaled_frequencies(frequencies, scaling)
+    angles = positions_BL[:, None, :, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """Return the frequencies, in radians a token, lowered for long texts.
+
+    ``linear`` divides all by the factor (position interpolation: S. Chen et al., 2023). ``llama3`` divides those
+    whose wavelength exceeds the original length / low_freq_factor, keeps those whose wavelength is below the
+    original length / high_freq_factor, and interpolates between (Llama 3.1).
+    """
+    lowered = frequencies / scaling.factor
+    if scaling.rope_type == "linear":
+        return lowered
+    turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept) * lowered + kept * frequencies
 
 
 def rotate(x_BHLP: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

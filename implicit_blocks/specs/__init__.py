@@ -3,7 +3,15 @@
 from implicit_blocks.specs.base import ComponentSpec, Spec
 from implicit_blocks.specs.errors import refusal, together
 from implicit_blocks.specs.gradients import GradientSpec, ImplicitFunctionSpec, PhantomSpec, UnrolledSpec
-from implicit_blocks.specs.layers import AttentionSpec, Mamba2Spec, MixerSpec, MLPSpec, Parameters, SwiGLUSpec
+from implicit_blocks.specs.layers import (
+    AttentionSpec,
+    Mamba2Spec,
+    MixerSpec,
+    MLPSpec,
+    Parameters,
+    RopeScaling,
+    SwiGLUSpec,
+)
 from implicit_blocks.specs.loading import load_spec, resolve, spec_name, zoo_names
 from implicit_blocks.specs.merging import merge
 from implicit_blocks.specs.model import (
@@ -35,6 +43,7 @@ __all__ = [
     "Parameters",
     "PhantomSpec",
     "PicardSpec",
+    "RopeScaling",
     "SolverSpec",
     "Spec",
     "SpecError",

@@ -6,11 +6,11 @@ answer None, "not known"; a third party that overrides them makes its component 
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
-from pydantic import PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from implicit_blocks.specs.base import ComponentSpec
+from implicit_blocks.specs.base import ComponentSpec, Spec
 from implicit_blocks.specs.errors import refusal
 
 
@@ -64,7 +64,7 @@ class MLPSpec(_LayerPartSpec):
 
 
 class Mamba2Spec(MixerSpec):
-    """Mamba2's state-space mixer with one group: Dao & Gu, "Transformers are SSMs", 2024."""
+    """Mamba2's state-space mixer: Dao & Gu, "Transformers are SSMs", 2024."""
 
     kind: Literal["mamba2"] = "mamba2"
     d_state: PositiveInt = 128
@@ -73,6 +73,8 @@ class Mamba2Spec(MixerSpec):
     """Inner width as a multiple of the model's."""
     head_dim: PositiveInt = 64
     """Width P of a head; divides the inner width."""
+    n_groups: PositiveInt = 1
+    """Groups of heads that share B and C; divide the number of heads."""
     d_conv: PositiveInt = 4
     """Width of the causal convolution."""
     chunk_size: PositiveInt = 64
@@ -85,6 +87,14 @@ class Mamba2Spec(MixerSpec):
     """Initial decay rates -A are uniform from here ..."""
     a_max: PositiveFloat = 16.0
     """... to here."""
+    bias: bool = False
+    """Whether the input and output projections have biases."""
+    conv_bias: bool = True
+    """Whether the convolution has a bias."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square in the gated norm."""
+    norm_groups: PositiveInt | None = None
+    """Parts of the inner width that the gated norm takes each by itself; null: as many as n_groups."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -95,42 +105,78 @@ class Mamba2Spec(MixerSpec):
         return self
 
     def check(self, d_model: int) -> None:
-        """Refuse a `head_dim` that doesn't divide the inner width."""
+        """Refuse a `head_dim` that doesn't divide the inner width, and groups that don't."""
         d_inner = self.expand * d_model
         if d_inner % self.head_dim:
             raise ValueError(
                 f"the inner width expand * d_model = {self.expand} * {d_model} = {d_inner} is not divisible "
                 f"by head_dim {self.head_dim}; choose a head_dim that divides it"
             )
+        heads = d_inner // self.head_dim
+        if heads % self.n_groups:
+            raise ValueError(
+                f"the {heads} heads are not divisible by n_groups {self.n_groups}; choose a divisor"
+            )
+        if self.norm_groups is not None and d_inner % self.norm_groups:
+            raise ValueError(
+                f"the inner width {d_inner} is not divisible by norm_groups {self.norm_groups}; "
+                "choose a divisor"
+            )
 
     def injection_width(self, d_model: int) -> int:
-        """Count gate, x, B, C and dt: ``2 · d_inner + 2 · d_state + n_heads``."""
+        """Count gate, x, B, C and dt: ``2 · d_inner + 2 · n_groups · d_state + n_heads``."""
         d_inner = self.expand * d_model
-        return 2 * d_inner + 2 * self.d_state + d_inner // self.head_dim
+        return 2 * d_inner + 2 * self.n_groups * self.d_state + d_inner // self.head_dim
 
     def parameter_count(self, d_model: int) -> Parameters:
-        """Count in_proj, convolution with bias, A, D and dt_bias for each head, gated norm, out_proj."""
+        """Count in_proj, convolution, A, D and dt_bias for each head, gated norm, out_proj, biases."""
         d_inner = self.expand * d_model
-        projected, convolved = self.injection_width(d_model), d_inner + 2 * self.d_state
+        projected, convolved = self.injection_width(d_model), d_inner + 2 * self.n_groups * self.d_state
         heads = d_inner // self.head_dim
-        weights = (
-            projected * d_model + convolved * (self.d_conv + 1) + 3 * heads + d_inner + d_model * d_inner
-        )
+        convolution = convolved * (self.d_conv + self.conv_bias)
+        biases = (projected + d_model) * self.bias
+        weights = projected * d_model + convolution + 3 * heads + d_inner + d_model * d_inner + biases
         return Parameters(weights, projected + convolved + d_model)
 
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count projections, convolution, and the chunked scan.
 
-        In a chunk of Q tokens the scan forms all Q × Q products of C and B, the masked half too, and applies
-        them to every head's x (2 Q N + 2 Q d_inner a token); the state is written and read once a token
-        (4 N d_inner).
+        In a chunk of Q tokens the scan forms all Q × Q products of each group's C and B, the masked half too,
+        and applies them to every head's x (2 Q G N + 2 Q d_inner a token); the state is written and read once
+        a token (4 N d_inner).
         """
         d_inner = self.expand * d_model
         chunk = min(self.chunk_size, length)
         projections = 2 * d_model * (self.injection_width(d_model) + d_inner)
-        convolution = 2 * self.d_conv * (d_inner + 2 * self.d_state)
-        scan = 2 * chunk * (self.d_state + d_inner) + 4 * self.d_state * d_inner
+        maps = self.n_groups * self.d_state
+        convolution = 2 * self.d_conv * (d_inner + 2 * maps)
+        scan = 2 * chunk * (maps + d_inner) + 4 * self.d_state * d_inner
         return float(projections + convolution + scan)
+
+
+class RopeScaling(Spec):
+    """How rotary wavelengths are stretched for long texts; names and meaning are those of transformers."""
+
+    rope_type: Literal["linear", "llama3"]
+    """`linear` divides all frequencies by the factor; `llama3` the low ones only, with a smooth passage."""
+    factor: Annotated[float, Field(ge=1)]
+    """By how much frequencies are divided."""
+    low_freq_factor: PositiveFloat = 1.0
+    """llama3: wavelengths above original_max_position_embeddings / low_freq_factor take the whole factor."""
+    high_freq_factor: PositiveFloat = 4.0
+    """llama3: wavelengths below original_max_position_embeddings / high_freq_factor stay as they are."""
+    original_max_position_embeddings: PositiveInt = 8192
+    """llama3: tokens of the texts that the model was first trained on."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            message = (
+                f"low_freq_factor {self.low_freq_factor} is not below high_freq_factor "
+                f"{self.high_freq_factor}; exchange them"
+            )
+            raise refusal(message, "low_freq_factor", value=self.low_freq_factor)
+        return self
 
 
 class AttentionSpec(MixerSpec):
@@ -138,11 +184,17 @@ class AttentionSpec(MixerSpec):
 
     kind: Literal["attention"] = "attention"
     n_heads: PositiveInt
-    """Query heads; divide d_model into heads of an even width."""
+    """Query heads; divide d_model into heads of an even width, unless that is given."""
     n_kv_heads: PositiveInt | None = None
     """Key and value heads, each shared by n_heads / n_kv_heads query heads; null: as many as query heads."""
     rope_theta: PositiveFloat = 500_000.0
     """Base of the rotary wavelengths."""
+    rope_scaling: RopeScaling | None = None
+    """Stretched wavelengths; null: as they are."""
+    head_dim: PositiveInt | None = None
+    """Width of a head, even; null: d_model / n_heads."""
+    bias: bool = False
+    """Whether the projections of q, k and v, and out, have biases."""
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:
@@ -155,7 +207,13 @@ class AttentionSpec(MixerSpec):
         return self
 
     def check(self, d_model: int) -> None:
-        """Refuse an `n_heads` that doesn't divide the width into even heads."""
+        """Refuse an `n_heads` that doesn't divide the width into even heads, or an odd `head_dim`."""
+        if self.head_dim is not None:
+            if self.head_dim % 2:
+                raise ValueError(
+                    f"head_dim {self.head_dim} is odd, and rotary positions turn pairs; make it even"
+                )
+            return
         if d_model % self.n_heads:
             raise ValueError(
                 f"d_model {d_model} is not divisible by n_heads {self.n_heads}; "
@@ -168,31 +226,40 @@ class AttentionSpec(MixerSpec):
                 "positions turn pairs; choose n_heads so that it is even"
             )
 
+    def head_width(self, d_model: int) -> int:
+        """Width of a head."""
+        return self.head_dim or d_model // self.n_heads
+
     def injection_width(self, d_model: int) -> int:
         """Count queries, keys and values."""
-        return (self.n_heads + 2 * (self.n_kv_heads or self.n_heads)) * (d_model // self.n_heads)
+        return (self.n_heads + 2 * (self.n_kv_heads or self.n_heads)) * self.head_width(d_model)
 
     def parameter_count(self, d_model: int) -> Parameters:
-        """Count the projections of q, k and v, and out; no biases."""
-        projected = self.injection_width(d_model)
-        return Parameters((projected + d_model) * d_model, projected + d_model)
+        """Count the projections of q, k and v, and out."""
+        projected, attended = self.injection_width(d_model), self.n_heads * self.head_width(d_model)
+        rows = projected + d_model
+        return Parameters((projected + attended) * d_model + rows * self.bias, rows)
 
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count projections, and scores and sums over the causal half, ``(length + 1) / 2`` on average."""
-        projections = 2 * d_model * (self.injection_width(d_model) + d_model)
-        return float(projections + 2 * d_model * (length + 1))
+        attended = self.n_heads * self.head_width(d_model)
+        projections = 2 * d_model * (self.injection_width(d_model) + attended)
+        return float(projections + 2 * attended * (length + 1))
 
 
 class SwiGLUSpec(MLPSpec):
-    """``W_out (silu(W_gate z) · W_up z)``, no biases."""
+    """``W_out (silu(W_gate z) · W_up z)``."""
 
     kind: Literal["swiglu"] = "swiglu"
     d_hidden: PositiveInt
     """Hidden width; the paper takes ``int(2/3 · 4 · d_model)``."""
+    bias: bool = False
+    """Whether the three layers have biases."""
 
     def parameter_count(self, d_model: int) -> Parameters:
         """Count three matrices."""
-        return Parameters(3 * d_model * self.d_hidden, 2 * self.d_hidden + d_model)
+        rows = 2 * self.d_hidden + d_model
+        return Parameters(3 * d_model * self.d_hidden + rows * self.bias, rows)
 
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count three matrix products."""
