@@ -63,7 +63,7 @@ class Backbone(nn.Module):
         start_BLD: Tensor,
         weights: HeldWeights,
     ) -> BoundMap:
-        """Fix all that does not change while a window is iterated: weights, injection, masks, dropout, states."""
+        """Fix what does not change while a window is iterated: weights, injection, masks, dropout, states."""
         dropout = self.dropout if self.training else 0.0
         contexts = tuple(
             BlockContext(block.mixer.prepare(window), block.dropout_masks(start_BLD, dropout))
@@ -74,7 +74,7 @@ class Backbone(nn.Module):
 
 @dataclass(frozen=True)
 class BoundMap:
-    """The map ``f(z)`` of one window: pure, so it may be called any number of times, and again in backward."""
+    """The map ``f(z)`` of one window: pure, to be called any number of times, and again in backward."""
 
     backbone: Backbone
     window: Window

@@ -22,9 +22,9 @@ class Committed:
     """The state between windows.
 
     ``length`` counts the committed tokens T, padding included; ``next_position`` (1 or B,) the real ones.
-    ``valid_BT`` and ``documents_BT`` are None while there was no padding, and one document; ``layers`` holds each
-    mixer's state. Continuing from a state leaves it as it was, unless it was made with a ``capacity``: the buffers are
-    then shared, and a second continuation from the same state overwrites the first.
+    ``valid_BT`` and ``documents_BT`` are None while there was no padding, and one document; ``layers`` holds
+    each mixer's state. Continuing from a state leaves it as it was, unless it was made with a ``capacity``:
+    the buffers are then shared, and a second continuation from the same state overwrites the first.
     """
 
     batch_size: int

@@ -26,23 +26,23 @@ class Search:
 
     Args:
         solver: the update rule.
-        stopping: tolerance, iterations, norm, and scope. With scope ``sequence`` an element is a row of the batch;
-            with ``prefix`` it is a token, ``z`` is (B, L, …) and ``f`` must be causal in L: a token freezes once
-            its own residual and those of all tokens before it are under the tolerance, so that its value depends
-            on no later token.
-        valid: (B, L) bool, False at padding. Padding counts in no norm, and with prefix scope is frozen at its
-            start.
+        stopping: tolerance, iterations, norm, and scope. With scope ``sequence`` an element is a row of the
+            batch; with ``prefix`` it is a token, ``z`` is (B, L, …) and ``f`` must be causal in L: a token
+            freezes once its own residual and those of all tokens before it are under the tolerance, so that
+            its value depends on no later token.
+        valid: (B, L) bool, False at padding. Padding counts in no norm, and with prefix scope is frozen at
+            its start.
         trace: keep the residual of every call.
-        compact: let rows that are done leave the batch, where ``f`` offers ``select_rows``. Rows that go on may
-            differ in the last digits from a run without, as matrix products of another size do.
+        compact: let rows that are done leave the batch, where ``f`` offers ``select_rows``. Rows that go on
+            may differ in the last digits from a run without, as matrix products of another size do.
 
-    An *iteration* is one call of ``f``. The residual is that of the undamped map, ``‖f(z) − z‖`` in the norm of the
-    element, divided by ``‖f(z)‖ + 1e-9`` with a relative norm, in float32 or better; padding is left out. The
-    returned value of an element is the ``f(z)`` whose residual was lowest; with prefix scope "residual" means there
-    the largest among the token and those before it, so that an element that converged returns the value it
-    converged with. An element whose ``f(z)`` is not finite (or so large that its norm is not) has *diverged*: it
-    leaves the loop with the best value it had. With prefix scope the tokens behind it leave too, since they can no
-    longer converge.
+    An *iteration* is one call of ``f``. The residual is that of the undamped map, ``‖f(z) − z‖`` in the norm
+    of the element, divided by ``‖f(z)‖ + 1e-9`` with a relative norm, in float32 or better; padding is left
+    out. The returned value of an element is the ``f(z)`` whose residual was lowest; with prefix scope
+    "residual" means there the largest among the token and those before it, so that an element that converged
+    returns the value it converged with. An element whose ``f(z)`` is not finite (or so large that its norm is
+    not) has *diverged*: it leaves the loop with the best value it had. With prefix scope the tokens behind it
+    leave too, since they can no longer converge.
 
     """
 
@@ -59,7 +59,7 @@ class Search:
             return _Loop(self, f, z0.detach()).run()
 
     def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
-        """Return a solution with the value ``z`` of given ``z`` and ``f(z)``, measured as a search measures."""
+        """Return a solution with the value ``z``, given ``f(z)`` too, measured as a search measures."""
         self._check(z)
         with torch.no_grad():
             loop = _Loop(self, lambda z: z, z.detach())
@@ -100,7 +100,8 @@ class _Loop:
         self.best = self.z
         count = (self.z.shape[0],)
         precision = torch.promote_types(z0.dtype, torch.float32)
-        self.measured = z0.new_full(count, torch.inf, dtype=precision)  # lowest so far; of the prefix if so scoped
+        # The lowest so far; with prefix scope of the token and those before it.
+        self.measured = z0.new_full(count, torch.inf, dtype=precision)
         self.own_residual = self.measured
         self.iterations = z0.new_zeros(count, dtype=torch.int64)
         self.converged = z0.new_zeros(count, dtype=torch.bool)
@@ -216,9 +217,7 @@ class _Loop:
         """Return the report with the value ``z``."""
         trace = torch.stack(self.trace) if self.trace else None
         if self.stopping.scope != "prefix":
-            return Solution(
-                z, self.iterations, self.own_residual, self.converged, self.diverged, trace=trace
-            )
+            return Solution(z, self.iterations, self.own_residual, self.converged, self.diverged, trace=trace)
         by_token = (-1, self.tokens)
         return Solution.of_tokens(
             z,

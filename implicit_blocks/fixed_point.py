@@ -29,17 +29,18 @@ class FixedPoint(nn.Module):
 
     ```python
     layer = FixedPoint(lambda z, x: torch.tanh(linear(z) + x), stopping=Stopping(tolerance=1e-4))
-    solution = layer(x)             # solution.z is the output; .iterations, .residual, .converged say how it went
+    solution = layer(x)     # solution.z is the output; .iterations, .residual, .converged say how it went
     ```
 
-    Rows of the batch are solved side by side and stop on their own. Calling it never raises because a search did
-    not converge: look at ``solution.converged``.
+    Rows of the batch are solved side by side and stop on their own. Calling it never raises because a search
+    did not converge: look at ``solution.converged``.
 
     Args:
-        f: any callable ``f(z, x)`` that returns ``z``'s shape, each row from its own row; a module's parameters become
-            this layer's.
+        f: any callable ``f(z, x)`` that returns ``z``'s shape, each row from its own row; a module's
+            parameters become this layer's.
         solver: Picard by default.
-        gradient: phantom with its defaults; used while gradients are recorded. Without them the search alone runs.
+        gradient: phantom with its defaults; used while gradients are recorded. Without them the search alone
+            runs.
         stopping: tolerance, iterations, norm, scope.
 
     """
@@ -63,9 +64,9 @@ class FixedPoint(nn.Module):
 
         Args:
             x: handed to ``f`` as it is: a tensor, or anything else if ``z0`` is given.
-            z0: the start, (B, …) with at least two dimensions; zeros of ``x``'s shape by default. It may be a tuple,
-                list or dict of tensors that lead with B and share a type: ``f`` is then called with, returns, and
-                the solution's ``z`` is, the same structure; residuals are over all of it.
+            z0: the start, (B, …) with at least two dimensions; zeros of ``x``'s shape by default. It may be a
+                tuple, list or dict of tensors that lead with B and share a type: ``f`` is then called with,
+                returns, and the solution's ``z`` is, the same structure; residuals are over all of it.
             trace: keep the residual of every iteration.
 
         Raises:
@@ -88,7 +89,9 @@ class FixedPoint(nn.Module):
     def _checked(self, z: Tensor, x: Any) -> Tensor:
         fz: Tensor = self.f(z, x)
         if fz.shape != z.shape:
-            raise ValueError(f"f returned shape {tuple(fz.shape)} for z of shape {tuple(z.shape)}; they must agree")
+            raise ValueError(
+                f"f returned shape {tuple(fz.shape)} for z of shape {tuple(z.shape)}; they must agree"
+            )
         return fz
 
     def _solve_structure(self, x: Any, z0: Any, trace: bool) -> Solution:

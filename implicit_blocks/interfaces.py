@@ -1,8 +1,8 @@
 """The three abstractions that everything else combines: ``Solver``, ``GradientEstimator``, ``Mixer``.
 
-An implicit layer is a map ``f`` and a point where ``z = f(z)``. The driver (``implicit_blocks.driver``) owns the
-loop that finds the point; a *solver* is the rule for its next step, a *gradient estimator* says what of the search
-is differentiated, and a *mixer* is the part of ``f`` that mixes the tokens of a sequence.
+An implicit layer is a map ``f`` and a point where ``z = f(z)``. The driver (``implicit_blocks.driver``) owns
+the loop that finds the point; a *solver* is the rule for its next step, a *gradient estimator* says what of
+the search is differentiated, and a *mixer* is the part of ``f`` that mixes the tokens of a sequence.
 
 Shape legend: B batch, L tokens of a window, T tokens so far (committed and window), D model width,
 E elements of a search (rows, or tokens with prefix scope), F features of an element.
@@ -42,7 +42,7 @@ class RowMap(Protocol):
 
 @dataclass(frozen=True)
 class Adjoint:
-    """How the backward solve of an implicit-function gradient went; ``solution`` is None until backward ran."""
+    """How the backward solve of an implicit-function gradient went; ``solution`` is None before it ran."""
 
     solutions: list[Solution] = field(default_factory=list)
 
@@ -56,12 +56,12 @@ class Adjoint:
 class Solution:
     """What a search found and how it went, for each sequence, and with prefix scope for each token.
 
-    ``z`` (B, …) is, for every element, the ``f(z)`` whose residual was lowest. ``iterations`` (B,) int64 counts the
-    calls of ``f`` an element took part in; ``residual`` (B,) float32 or better is that of the returned value;
-    ``converged`` and ``diverged`` (B,) bool: neither is set where the iterations ran out. With prefix scope the
-    ``token_…`` fields (B, L) say the same of each token, and the row's entry is its worst token's; elsewhere they
-    are None. ``trace`` (iterations, B) or (iterations, B, L), on request, has the residual of every call, NaN once
-    an element had left the loop.
+    ``z`` (B, …) is, for every element, the ``f(z)`` whose residual was lowest. ``iterations`` (B,) int64
+    counts the calls of ``f`` an element took part in; ``residual`` (B,) float32 or better is that of the
+    returned value; ``converged`` and ``diverged`` (B,) bool: neither is set where the iterations ran out.
+    With prefix scope the ``token_…`` fields (B, L) say the same of each token, and the row's entry is its
+    worst token's; elsewhere they are None. ``trace`` (iterations, B) or (iterations, B, L), on request, has
+    the residual of every call, NaN once an element had left the loop.
     """
 
     z: Tensor
@@ -103,7 +103,7 @@ class Solution:
 
     @classmethod
     def concatenate(cls, windows: Sequence[Solution]) -> Solution:
-        """Join the solutions of consecutive windows: values along the tokens, a row's status from its worst window.
+        """Join the solutions of consecutive windows: values along the tokens, status from the worst window.
 
         Traces and adjoints are per window and are not joined.
         """
@@ -142,7 +142,7 @@ class Component:
 
     @classmethod
     def from_spec(cls, spec: ComponentSpec) -> Self:
-        """Make the component; the spec's fields are the constructor's keywords, nested components are built first."""
+        """Make the component: the spec's fields are the constructor's keywords, nested ones built first."""
         values = {name: getattr(spec, name) for name in type(spec).model_fields if name != "kind"}
         return cls(**{n: build(v) if isinstance(v, ComponentSpec) else v for n, v in values.items()})
 
@@ -150,11 +150,11 @@ class Component:
 class Solver(Component, ABC):
     """An update rule for ``z = f(z)``: where to call ``f`` next, given what it returned.
 
-    The driver calls ``f``, measures, stops and freezes; a solver only proposes. It sees each *element* of the search
-    as one row of F features, (E, F): a whole sequence, or with prefix scope a single token. Elements are solved
-    side by side and must not influence each other. A state is made of tensors that all lead with E, counters
-    included, so that elements can be frozen, selected and dropped; ``update`` returns a new state and never
-    changes the old one in place.
+    The driver calls ``f``, measures, stops and freezes; a solver only proposes. It sees each *element* of the
+    search as one row of F features, (E, F): a whole sequence, or with prefix scope a single token. Elements
+    are solved side by side and must not influence each other. A state is made of tensors that all lead with
+    E, counters included, so that elements can be frozen, selected and dropped; ``update`` returns a new state
+    and never changes the old one in place.
     """
 
     differentiable: ClassVar[bool] = False
@@ -165,12 +165,11 @@ class Solver(Component, ABC):
         """Return the state before the first call of ``f``."""
 
     @abstractmethod
-    def update(
-        self, z_EF: Tensor, fz_EF: Tensor, state: State, f: Map
-    ) -> tuple[Tensor, State]:
+    def update(self, z_EF: Tensor, fz_EF: Tensor, state: State, f: Map) -> tuple[Tensor, State]:
         """Return the next point and state, given ``fz = f(z)``.
 
-        ``f`` is the driver's handle on the map for the same elements, for the rare rule that needs further calls.
+        ``f`` is the driver's handle on the map for the same elements, for the rare rule that needs further
+        calls.
         """
 
 
@@ -206,10 +205,10 @@ class GradientEstimator(Component, ABC):
 class Window:
     """A run of tokens that is solved together, after ``start`` committed ones.
 
-    ``positions_BL`` (1 or B, L) int64 count the real tokens of each row (or document) from 0. ``valid_BT`` (B, T)
-    bool is False at padding, ``documents_BT`` (B, T) int64 numbers the documents packed into a row; both cover
-    the committed tokens too, T = start + length, and are None where there is no padding and one document. ``dtype``
-    is that of the residual stream.
+    ``positions_BL`` (1 or B, L) int64 count the real tokens of each row (or document) from 0. ``valid_BT``
+    (B, T) bool is False at padding, ``documents_BT`` (B, T) int64 numbers the documents packed into a row;
+    both cover the committed tokens too, T = start + length, and are None where there is no padding and one
+    document. ``dtype`` is that of the residual stream.
     """
 
     batch_size: int
@@ -244,7 +243,6 @@ class Window:
 
     def select_rows(self, rows: Tensor) -> Window:
         """Return the window of these rows, (R,) int64 indices."""
-
         positions = self.positions_BL if self.positions_BL.shape[0] == 1 else self.positions_BL[rows]
         return replace(
             self,
@@ -259,13 +257,14 @@ class Window:
 class Mixer(nn.Module, ABC):
     """Mixes a window of tokens, given the state left by the tokens before it.
 
-    Cutting a sequence into windows in any way must give the same values: one window of length L is training and
-    prefill, L windows of one token are decoding. ``forward`` may be called any number of times on a window, with
-    any ``z``, and never changes the state; ``advance``, called once when the window's fixed point is known, also
-    returns the state after it. A mixer is causal: a token's output depends on no later token, nor on padding.
+    Cutting a sequence into windows in any way must give the same values: one window of length L is training
+    and prefill, L windows of one token are decoding. ``forward`` may be called any number of times on a
+    window, with any ``z``, and never changes the state; ``advance``, called once when the window's fixed
+    point is known, also returns the state after it. A mixer is causal: a token's output depends on no later
+    token, nor on padding.
 
-    A mixer is built as ``MyMixer(spec, d_model=…)`` and must build on the meta device; parameters of its own (beyond
-    those of its submodules) are initialized in ``reset_parameters``.
+    A mixer is built as ``MyMixer(spec, d_model=…)`` and must build on the meta device; parameters of its own
+    (beyond those of its submodules) are initialized in ``reset_parameters``.
     """
 
     @property
@@ -277,7 +276,7 @@ class Mixer(nn.Module, ABC):
     def initial_state(
         self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
     ) -> State:
-        """Return the state before the first token; ``capacity`` tokens are foreseen where it is known (inference)."""
+        """Return the state before the first token; ``capacity`` tokens are foreseen, where that is known."""
 
     @abstractmethod
     def select_rows(self, state: State, rows: Tensor) -> State:
@@ -285,12 +284,10 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def prepare(self, window: Window) -> Any:
-        """Return what ``forward`` needs to know of a window (masks, rotation tables), made once, outside the loop."""
+        """Return what ``forward`` needs to know of a window (masks, rotations), made once, before the loop."""
 
     @abstractmethod
-    def forward(
-        self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: Any
-    ) -> Tensor:
+    def forward(self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: Any) -> Tensor:
         """Return the mixed window, (B, L, D). Pure: ``state`` is read, never written."""
 
     @abstractmethod
@@ -300,7 +297,7 @@ class Mixer(nn.Module, ABC):
         """Return ``forward``'s value and the state after the window; one pass for both."""
 
     def output_projections(self) -> Sequence[nn.Module]:
-        """Return the linear layers that write into the residual stream, whose initial weights the model scales."""
+        """Return the linear layers that write into the residual stream: the model scales their start."""
         return ()
 
     def reset_parameters(self) -> None:

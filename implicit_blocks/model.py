@@ -28,7 +28,7 @@ from implicit_blocks.weight_norm import HeldWeights, add_weight_norm, assign_wei
 
 @dataclass(frozen=True)
 class LMOutput:
-    """``logits`` (B, L, V) float32 or better; ``loss`` where labels were given; how the search went; the state after."""
+    """Logits (B, L, V) in float32 or better, the loss if labels were given, the search, the state after."""
 
     logits: Tensor
     loss: Tensor | None = None
@@ -37,7 +37,7 @@ class LMOutput:
 
 
 class Injection(nn.Module):
-    """``u = W rms(x) + b``: what the embedded tokens add to every layer's input projection, once a forward pass."""
+    """``u = W rms(x) + b``: what the embedded tokens add to every layer's input projection."""
 
     def __init__(self, spec: ImplicitLMSpec, width: int) -> None:
         super().__init__()
@@ -60,9 +60,7 @@ class LanguageModel(nn.Module, ABC):
         self.spec = spec
         self.embedding = nn.Embedding(spec.padded_vocab_size, spec.d_model)
         self.backbone = Backbone(spec)
-        self.head = (
-            None if spec.tie_embeddings else Linear(spec.d_model, spec.padded_vocab_size, bias=False)
-        )
+        self.head = None if spec.tie_embeddings else Linear(spec.d_model, spec.padded_vocab_size, bias=False)
 
     @abstractmethod
     def bind(self, x_BLD: Tensor, state: Committed, **window: Any) -> tuple[BoundMap, Tensor]:
@@ -70,7 +68,7 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def solve_window(self, f: BoundMap, start_BLD: Tensor, *, trace: bool) -> tuple[Tensor, Solution | None]:
-        """Return the point that the head reads (while gradients are recorded) or that is to be mapped once more."""
+        """Return the point that the head reads (while gradients are recorded) or that is mapped once more."""
 
     # ------------------------------------------------------------------------------------ forward
 
@@ -90,15 +88,16 @@ class LanguageModel(nn.Module, ABC):
 
         Args:
             input_ids: (B, L) int64, L at least 1.
-            labels: (B, L) int64, aligned with the inputs position by position; −100 is ignored. The loss is the mean
-                cross-entropy over the others, in nats.
+            labels: (B, L) int64, aligned with the inputs position by position; −100 is ignored. The loss is
+                the mean cross-entropy over the others, in nats.
             attention_mask: (B, L), 0 or False at padding, left or right of a row's tokens.
             documents: (B, L) int64, non-decreasing: no token sees those of another document.
             state: what the tokens before left, from an earlier output; None: these are the first.
             return_state: commit the tokens and return the state after them.
-            window_length: solve this many tokens at a time, committing them before the next; None solves all at
-                once. 1 is the paper's sequential mode, None its simultaneous mode; they agree as far as the tolerance.
-                With gradients, those of a window reach the windows before through the committed states.
+            window_length: solve this many tokens at a time, committing them before the next; None solves all
+                at once. 1 is the paper's sequential mode, None its simultaneous mode; they agree as far as
+                the tolerance. With gradients, those of a window reach the windows before through the
+                committed states.
             trace: keep the residual of every iteration (with a single window).
 
         Raises:
@@ -125,7 +124,9 @@ class LanguageModel(nn.Module, ABC):
             z, solution = self.solve_window(f, start, trace=trace)
             z, state = self._finish(f, z, state, commit=commit)
             outputs.append(z)
-            solutions.append(solution if solution is None else solution.with_value(z, adjoint=solution.adjoint))
+            solutions.append(
+                solution if solution is None else solution.with_value(z, adjoint=solution.adjoint)
+            )
         logits = self._logits(outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1))
         return LMOutput(
             logits=logits,
@@ -138,7 +139,9 @@ class LanguageModel(nn.Module, ABC):
         self, input_ids: Tensor, labels: Tensor | None, state: Committed | None, window_length: int | None
     ) -> tuple[int, int]:
         if input_ids.ndim != 2 or 0 in input_ids.shape:
-            raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; give (batch, tokens), neither of them 0")
+            raise ValueError(
+                f"input_ids has shape {tuple(input_ids.shape)}; give (batch, tokens), neither of them 0"
+            )
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}")
         if window_length is not None and window_length < 1:
@@ -147,9 +150,7 @@ class LanguageModel(nn.Module, ABC):
             raise ValueError(f"the state has {state.batch_size} rows, input_ids {input_ids.shape[0]}")
         return input_ids.shape[0], input_ids.shape[1]
 
-    def _finish(
-        self, f: BoundMap, z: Tensor, state: Committed, *, commit: bool
-    ) -> tuple[Tensor, Committed]:
+    def _finish(self, f: BoundMap, z: Tensor, state: Committed, *, commit: bool) -> tuple[Tensor, Committed]:
         """Map once more where the value is still owed, and commit where that is asked for."""
         owed = self._owes_a_call()
         if not commit:
@@ -159,7 +160,7 @@ class LanguageModel(nn.Module, ABC):
 
     @abstractmethod
     def _owes_a_call(self) -> bool:
-        """Whether ``solve_window`` returns a point that is still to be mapped: the last call of an evaluation."""
+        """Whether ``solve_window`` returns a point still to be mapped: the last call of an evaluation."""
 
     def _logits(self, z_BLD: Tensor) -> Tensor:
         weight = self.embedding.weight if self.head is None else self.head.weight
@@ -173,7 +174,7 @@ class LanguageModel(nn.Module, ABC):
         return torch.promote_types(self.embedding.weight.dtype, torch.float32)
 
     def initial_state(self, batch_size: int, *, capacity: int | None = None) -> Committed:
-        """Return the state before the first token; with ``capacity``, caches are reserved for so many tokens."""
+        """Return the state before the first token; caches are reserved for ``capacity`` tokens, if given."""
         weight = self.embedding.weight
         layers = self.backbone.initial_states(
             batch_size, device=weight.device, dtype=weight.dtype, capacity=capacity
@@ -184,9 +185,9 @@ class LanguageModel(nn.Module, ABC):
     def reset_parameters(self) -> None:
         """Initialize all parameters: embedding N(0, σ²), linear layers as torch does, the mixers as they say.
 
-        With ``scale_residual_init`` the projections that write into the residual stream start divided by the square
-        root of their number, so that its variance does not grow with depth. The published code intends this too,
-        but its weight norm undoes it in implicit models.
+        With ``scale_residual_init`` the projections that write into the residual stream start divided by the
+        square root of their number, so that its variance does not grow with depth. The published code intends
+        this too, but its weight norm undoes it in implicit models.
         """
         reset_parameters_(self)
         nn.init.normal_(self.embedding.weight, std=self.spec.embedding_std)
@@ -200,7 +201,7 @@ class LanguageModel(nn.Module, ABC):
                 assign_weight(projection, weight / math.sqrt(len(projections)))
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters that weight decay applies to (matrices, the embedding) and the others, each once.
+        """Return the parameters that weight decay applies to (matrices, embedding) and the others, each once.
 
         Not decayed: norms, biases, the gains of weight norm, and the mixers' vectors (A_log, dt_bias, D).
         """
@@ -214,9 +215,9 @@ class LanguageModel(nn.Module, ABC):
 class ImplicitLM(LanguageModel):
     """A language model whose layers are iterated to a fixed point.
 
-    ``x = embed(tokens)``; ``u = W rms(x) + b``; ``z* = f(z*, u)``; ``logits = E z*``. In training (``model.train()``)
-    the spec's solver, stopping and gradient are used; in evaluation those of ``at_evaluation``, and one more call of
-    ``f`` gives the output and the state to commit.
+    ``x = embed(tokens)``; ``u = W rms(x) + b``; ``z* = f(z*, u)``; ``logits = E z*``. In training
+    (``model.train()``) the spec's solver, stopping and gradient are used; in evaluation those of
+    ``at_evaluation``, and one more call of ``f`` gives the output and the state to commit.
 
     Args:
         spec: every choice there is.
@@ -253,7 +254,8 @@ class ImplicitLM(LanguageModel):
         changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
         if changed:
             raise ValueError(
-                f"{', '.join(changed)} cannot change in a model that is built; only {', '.join(sorted(free))} can"
+                f"{', '.join(changed)} cannot change in a model that is built; "
+                f"only {', '.join(sorted(free))} can"
             )
         self._configure(spec)
 

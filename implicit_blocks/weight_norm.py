@@ -62,9 +62,9 @@ def add_weight_norm(module: nn.Module) -> None:
 class HeldWeights:
     """The weights of a module as they are now, to be used for as many calls as wanted.
 
-    Made once a forward pass, outside the fixed-point loop, in the gradient mode of the caller; a call made inside
-    ``with held.in_use():`` uses them, in the loop as in a later recomputation for backward. Gradients flow to the
-    parameters through the one computation.
+    Made once a forward pass, outside the fixed-point loop, in the gradient mode of the caller; a call made
+    inside ``with held.in_use():`` uses them, in the loop as in a later recomputation for backward. Gradients
+    flow to the parameters through the one computation.
     """
 
     def __init__(self, module: nn.Module) -> None:

@@ -208,14 +208,18 @@ def test_padding_counts_in_no_norm(scope):
     z0 = torch.zeros(2, 6, 3, dtype=torch.float64)
     options = {"scope": scope, "tolerance": 1e-5, "max_iterations": 100}
     padded = search(**options, valid=valid)(f, z0)
-    alone = search(**options)(lambda z: causal_map(torch.nn.functional.pad(z, (0, 0, 0, 2)))[:, :4], z0[:1, :4])
+    alone = search(**options)(
+        lambda z: causal_map(torch.nn.functional.pad(z, (0, 0, 0, 2)))[:, :4], z0[:1, :4]
+    )
     assert padded.converged.all()
     assert torch.equal(padded.z[:1, :4], alone.z)
     assert padded.iterations[0] == alone.iterations[0]
 
 
 def test_trace_has_every_residual():
-    solution = search(tolerance=1e-4, max_iterations=100, trace=True)(Counted(scaled), torch.zeros(4, 3).double())
+    solution = search(tolerance=1e-4, max_iterations=100, trace=True)(
+        Counted(scaled), torch.zeros(4, 3).double()
+    )
     assert solution.trace.shape == (solution.iterations.max(), 4)
     assert torch.equal((~solution.trace.isnan()).sum(0), solution.iterations)
     last = solution.trace[solution.iterations - 1, torch.arange(4)]
@@ -234,9 +238,13 @@ def test_bad_shapes_are_refused():
 # ------------------------------------------------------------------------------------------- solvers
 
 
-@given(rate=st.floats(0.0, 0.95), seed=st.integers(0, 1000), rows=st.integers(1, 4), features=st.integers(1, 10))
+@given(
+    rate=st.floats(0.0, 0.95), seed=st.integers(0, 1000), rows=st.integers(1, 4), features=st.integers(1, 10)
+)
 @settings(max_examples=40, deadline=None)
-@pytest.mark.parametrize("solver", [ib.Picard(), ib.Picard(damping=0.6), ib.Anderson(), ib.Anderson(memory=1)])
+@pytest.mark.parametrize(
+    "solver", [ib.Picard(), ib.Picard(damping=0.6), ib.Anderson(), ib.Anderson(memory=1)]
+)
 def test_solvers_find_the_fixed_points_of_random_contractions(solver, rate, seed, rows, features):
     f, expected = contraction(rate, rows=rows, features=features, seed=seed)
     solution = search(solver=solver, tolerance=1e-10, max_iterations=3000)(f, torch.zeros_like(expected))

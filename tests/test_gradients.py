@@ -16,7 +16,7 @@ TIGHT = ib.Stopping(tolerance=1e-13, max_iterations=500)
 
 
 def problem(seed=0, rate=0.3):
-    """A nonlinear contraction f(z, x; W), its parameters and its input."""
+    """Return a nonlinear contraction f(z, x; W), its parameters and its input."""
     torch.manual_seed(seed)
     weight = nn.Parameter(rate * torch.linalg.qr(torch.randn(WIDTH, WIDTH).double())[0])
     x = torch.randn(ROWS, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -40,7 +40,7 @@ def jacobians(f, z, x, weight):
 
 
 def upstream(z):
-    """The gradient of ``weighted`` in z."""
+    """Return the gradient of ``weighted`` in z."""
     return torch.randn(z.shape, dtype=z.dtype, generator=torch.Generator().manual_seed(9))
 
 
@@ -115,7 +115,9 @@ def test_unrolled_gradient_is_that_of_the_computation(solver, checkpointing):
 
 def test_unrolled_steps_are_the_solvers():
     f, _, x = problem()
-    layer = ib.FixedPoint(f, solver=ib.Picard(damping=0.8, undamped_first=True), gradient=ib.Unrolled(steps=3))
+    layer = ib.FixedPoint(
+        f, solver=ib.Picard(damping=0.8, undamped_first=True), gradient=ib.Unrolled(steps=3)
+    )
     z = f(torch.zeros_like(x), x)
     for _ in range(2):
         z = 0.2 * z + 0.8 * f(z, x)

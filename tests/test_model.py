@@ -28,7 +28,7 @@ def spec_of(mixer, *, tolerance=1e-12, max_iterations=400, **changes):
 
 
 def contracting(mixer, dtype=torch.float64, **changes):
-    """A model whose fixed point converges fast: the injection outweighs z on the way in, the layers z on the way out."""
+    """Return a model that converges fast: the injection outweighs z going in, the layers outweigh z going out."""
     model = ib.build(spec_of(mixer, **changes))
     with torch.no_grad():
         for block in model.backbone.blocks():
@@ -45,7 +45,9 @@ def tokens(rows=3, length=LENGTH):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize(("dtype", "tolerance", "error"), [(torch.float64, 1e-12, 1e-9), (torch.float32, 1e-6, 1e-4)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance", "error"), [(torch.float64, 1e-12, 1e-9), (torch.float32, 1e-6, 1e-4)]
+)
 def test_simultaneous_sequential_and_any_window_agree(mixer, dtype, tolerance, error):
     model = contracting(mixer, dtype, tolerance=tolerance).eval()
     ids = tokens()
@@ -66,7 +68,10 @@ def test_simultaneous_sequential_and_any_window_agree(mixer, dtype, tolerance, e
 def test_windows_never_recompute_the_tokens_before_them(mixer):
     model = contracting(mixer, tolerance=1e-6).eval()
     seen = []
-    forward, advance = type(model.backbone.blocks()[0].mixer).forward, type(model.backbone.blocks()[0].mixer).advance
+    forward, advance = (
+        type(model.backbone.blocks()[0].mixer).forward,
+        type(model.backbone.blocks()[0].mixer).advance,
+    )
 
     def watch(method):
         def call(self, z, u, state, context):
@@ -90,7 +95,9 @@ def test_windows_never_recompute_the_tokens_before_them(mixer):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_calls_of_a_training_step_and_of_an_evaluation(mixer):
-    model = contracting(mixer, stopping=ib.Stopping(tolerance=0.0, max_iterations=6), max_iterations=9, tolerance=0.0)
+    model = contracting(
+        mixer, stopping=ib.Stopping(tolerance=0.0, max_iterations=6), max_iterations=9, tolerance=0.0
+    )
     calls = []
     model.backbone.norm.register_forward_hook(lambda *_: calls.append(1))
     model.train()(tokens(), labels=tokens())
@@ -205,9 +212,14 @@ def test_selected_rows_of_a_state_go_on_as_they_would_have():
             torch.testing.assert_close(found, model(more, state=state).logits[rows], atol=1e-9, rtol=0)
 
 
-# ------------------------------------------------------------------------------------------- every combination
+# ------------------------------------------------------------------------------------------- every
+# combination
 
-SOLVERS = {"picard": ib.PicardSpec(), "damped": ib.PicardSpec(damping=0.8), "anderson": ib.AndersonSpec(memory=3)}
+SOLVERS = {
+    "picard": ib.PicardSpec(),
+    "damped": ib.PicardSpec(damping=0.8),
+    "anderson": ib.AndersonSpec(memory=3),
+}
 GRADIENTS = {
     "phantom": ib.PhantomSpec(steps=2),
     "jacobian-free": ib.PhantomSpec(steps=1, damping=1.0),
@@ -220,7 +232,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize(
     ("mixer", "solver", "gradient"),
-    [pytest.param(*parts, id="-".join(parts)) for parts in itertools.product(MIXERS, SOLVERS, GRADIENTS)]
+    [pytest.param(*parts, id="-".join(parts)) for parts in itertools.product(MIXERS, SOLVERS, GRADIENTS)],
 )
 def test_every_combination_trains(mixer, solver, gradient):
     model = contracting(
@@ -253,10 +265,13 @@ def test_explicit_twin_is_the_same_spec_with_one_field_changed():
         out.loss.backward()
         with torch.no_grad():
             whole = explicit.eval()(tokens()).logits
-            torch.testing.assert_close(explicit(tokens(), window_length=3).logits, whole, atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(
+                explicit(tokens(), window_length=3).logits, whole, atol=1e-5, rtol=1e-4
+            )
 
 
-# ------------------------------------------------------------------------------------------- weights, dropout, precision
+# ------------------------------------------------------------------------------------------- weights,
+# dropout, precision
 
 
 @pytest.mark.parametrize("gradient", [ib.PhantomSpec(), ib.UnrolledSpec(steps=3, checkpointing=True)])
@@ -324,7 +339,9 @@ def test_initialization():
     assert block.mixer.out_proj.weight.abs().max().item() == pytest.approx(scale / 8, rel=0.02)
     assert block.mlp.out_proj.weight.abs().max().item() == pytest.approx(scale / 24**0.5, rel=0.05)
     unscaled = ib.build(spec.model_copy(update={"scale_residual_init": False}))
-    assert unscaled.backbone.blocks()[0].mixer.out_proj.weight.abs().max().item() == pytest.approx(1 / 8, rel=0.02)
+    assert unscaled.backbone.blocks()[0].mixer.out_proj.weight.abs().max().item() == pytest.approx(
+        1 / 8, rel=0.02
+    )
     mamba = ib.build(spec_of("mamba2", d_model=64)).backbone.blocks()[0].mixer
     assert mamba.A_log.exp().min() >= 1
     assert mamba.A_log.exp().max() <= 16
@@ -338,16 +355,22 @@ def test_decay_groups_hold_every_parameter_once():
     for mixer in MIXERS:
         model = ib.build(spec_of(mixer))
         decayed, others = model.decay_groups()
-        assert len({id(p) for p in decayed + others}) == len(decayed + others) == len(list(model.parameters()))
+        assert (
+            len({id(p) for p in decayed + others}) == len(decayed + others) == len(list(model.parameters()))
+        )
         assert all(p.ndim >= 2 for p in decayed)
         assert any(p is model.embedding.weight for p in decayed)
-        assert not any(name.endswith("original1") and p in set(others) for name, p in model.named_parameters())
+        assert not any(
+            name.endswith("original1") and p in set(others) for name, p in model.named_parameters()
+        )
 
 
 @pytest.mark.parametrize("gradient", [ib.PhantomSpec(), ib.UnrolledSpec(steps=3, checkpointing=True)])
 def test_dropout_has_one_mask_for_all_iterations_of_a_pass(gradient):
     """The map of a pass is one map: iterated, it still converges; and each pass has another."""
-    model = contracting("attention", dropout=0.5, stopping=ib.Stopping(tolerance=1e-10, max_iterations=300)).train()
+    model = contracting(
+        "attention", dropout=0.5, stopping=ib.Stopping(tolerance=1e-10, max_iterations=300)
+    ).train()
     first = model(tokens())
     assert first.solution.converged.all()
     assert not torch.equal(first.logits, model(tokens()).logits)
@@ -409,7 +432,9 @@ def test_labels_are_aligned_and_minus_100_is_ignored():
     labels[:, ::2] = -100
     with torch.no_grad():
         out = model(ids, labels=labels)
-        expected = nn.functional.cross_entropy(out.logits[:, 1::2].reshape(-1, 19), labels[:, 1::2].reshape(-1))
+        expected = nn.functional.cross_entropy(
+            out.logits[:, 1::2].reshape(-1, 19), labels[:, 1::2].reshape(-1)
+        )
         torch.testing.assert_close(out.loss, expected)
         assert model(ids, labels=torch.full_like(ids, -100)).loss == 0
 
@@ -420,8 +445,14 @@ def test_labels_are_aligned_and_minus_100_is_ignored():
         ({"input_ids": torch.zeros(3, dtype=torch.int64)}, "give \\(batch, tokens\\)"),
         ({"input_ids": torch.zeros(3, 0, dtype=torch.int64)}, "neither of them 0"),
         ({"input_ids": torch.zeros(1, 3, dtype=torch.int64), "window_length": 0}, "choose at least 1"),
-        ({"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.zeros(1, 2)}, "labels have shape"),
-        ({"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.zeros(1, 2)}, "has shape"),
+        (
+            {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.zeros(1, 2)},
+            "labels have shape",
+        ),
+        (
+            {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.zeros(1, 2)},
+            "has shape",
+        ),
     ],
 )
 def test_bad_arguments_are_refused(arguments, message):

@@ -39,7 +39,7 @@ def close(actual, expected, tolerance):
 
 
 def bound_map(model, input_ids):
-    """The map of one window, and where it starts."""
+    """Return the map of one window, and where it starts."""
     from implicit_blocks.weight_norm import HeldWeights
 
     x = model.embedding(input_ids)
@@ -66,7 +66,7 @@ def test_embedding_injection_and_the_map(name):
 
 
 def shifted(labels):
-    """The published loss compares position i with label i + 1."""
+    """Return the published loss, which compares position i with label i + 1."""
     return torch.cat((labels[:, 1:], labels.new_full((len(labels), 1), -100)), dim=1)
 
 

@@ -16,14 +16,16 @@ from implicit_blocks.specs import Stopping
 class ImplicitFunction(GradientEstimator):
     """Differentiate the fixed point itself, however it was found.
 
-    At ``z = f(z, θ)`` the theorem gives ``dL/dθ = a ∂f/∂θ`` with ``a = dL/dz + a ∂f/∂z``: a fixed-point equation in
-    ``a``, solved in backward by ``solver`` to its own tolerance (Bai et al., "Deep Equilibrium Models", NeurIPS 2019).
-    Memory holds the activations of one call of ``f``, whatever the number of iterations. Exact as far as both
-    solves are: far from convergence it is the gradient of something else, so look at both residuals.
+    At ``z = f(z, θ)`` the theorem gives ``dL/dθ = a ∂f/∂θ`` with ``a = dL/dz + a ∂f/∂z``: a fixed-point
+    equation in ``a``, solved in backward by ``solver`` to its own tolerance (Bai et al., "Deep Equilibrium
+    Models", NeurIPS 2019). Memory holds the activations of one call of ``f``, whatever the number of
+    iterations. Exact as far as both solves are: far from convergence it is the gradient of something else, so
+    look at both residuals.
 
-    The solution's ``adjoint.solution`` reports the backward solve once it has run: iterations, residual, status.
-    The adjoint is solved in the precision of ``z``, also under autocast. Rows are solved side by side; the scope
-    is the whole row, since a token's gradient depends on those after it. Second derivatives are not offered.
+    The solution's ``adjoint.solution`` reports the backward solve once it has run: iterations, residual,
+    status. The adjoint is solved in the precision of ``z``, also under autocast. Rows are solved side by
+    side; the scope is the whole row, since a token's gradient depends on those after it. Second derivatives
+    are not offered.
 
     Calls of ``f``: the search's and one more; in backward one vector-Jacobian product an iteration.
 
@@ -37,7 +39,9 @@ class ImplicitFunction(GradientEstimator):
         self.solver = solver if solver is not None else Picard()
         self.stopping = stopping if stopping is not None else Stopping(tolerance=1e-4, max_iterations=64)
         if self.stopping.scope != "sequence":
-            raise ValueError("the adjoint runs backwards through the tokens; give its stopping the scope 'sequence'")
+            raise ValueError(
+                "the adjoint runs backwards through the tokens; give its stopping the scope 'sequence'"
+            )
 
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then attach the adjoint solve to one differentiated call."""

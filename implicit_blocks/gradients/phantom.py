@@ -11,13 +11,13 @@ from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solut
 class Phantom(GradientEstimator):
     """Differentiate ``steps`` damped Picard steps taken at the point that the search found.
 
-    The gradient is ``λ ∂f/∂θ · Σ_{i<steps} (λ ∂f/∂z + (1 − λ) I)^i``: the Neumann series of the implicit function
-    theorem's ``(I − ∂f/∂z)^{-1}``, damped and cut off (Geng et al., "On Training Implicit Models", NeurIPS 2021).
-    Biased, robust, and as cheap as a network of ``steps`` layers; memory holds the activations of the ``steps`` steps.
-    Where the gradient must be exact, use ``ImplicitFunction``.
+    The gradient is ``λ ∂f/∂θ · Σ_{i<steps} (λ ∂f/∂z + (1 − λ) I)^i``: the Neumann series of the implicit
+    function theorem's ``(I − ∂f/∂z)^{-1}``, damped and cut off (Geng et al., "On Training Implicit Models",
+    NeurIPS 2021). Biased, robust, and as cheap as a network of ``steps`` layers; memory holds the activations
+    of the ``steps`` steps. Where the gradient must be exact, use ``ImplicitFunction``.
 
-    Calls of ``f``: the search's and ``steps`` more. The solution's ``z`` is the point after those steps; its residual
-    and status are the search's.
+    Calls of ``f``: the search's and ``steps`` more. The solution's ``z`` is the point after those steps; its
+    residual and status are the search's.
 
     Args:
         steps: number of differentiated steps, at least 1.

@@ -13,9 +13,9 @@ from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solut
 class Unrolled(GradientEstimator):
     """Take ``steps`` updates of the solver from the start, never stopping, and differentiate them all.
 
-    Exact for the finite computation. A model trained by this alone learns a network of fixed depth: it need not
-    have a fixed point, and iterated further may give something else. Use it to get training going, then an
-    estimator that trains the fixed point itself.
+    Exact for the finite computation. A model trained by this alone learns a network of fixed depth: it need
+    not have a fixed point, and iterated further may give something else. Use it to get training going, then
+    an estimator that trains the fixed point itself.
 
     Calls of ``f``: ``steps``. The residual reported is measured at the last of them.
 
@@ -36,8 +36,8 @@ class Unrolled(GradientEstimator):
         solver = search.solver
         if not solver.differentiable:
             raise ValueError(
-                f"the unrolled gradient differentiates the solver, but {type(solver).__name__} does not declare itself "
-                "differentiable; use solver picard or gradient phantom"
+                f"the unrolled gradient differentiates the solver, but {type(solver).__name__} does not "
+                "declare itself differentiable; use solver picard or gradient phantom"
             )
 
         def elements(z: Tensor) -> Tensor:
@@ -54,7 +54,9 @@ class Unrolled(GradientEstimator):
         for _ in range(self.steps):
             before = z
             fz, z, state = (
-                checkpoint(step, before, state, use_reentrant=False) if self.checkpointing else step(before, state)
+                checkpoint(step, before, state, use_reentrant=False)
+                if self.checkpointing
+                else step(before, state)
             )
         report = search.report(before.view(z0.shape), fz.view(z0.shape), iterations=self.steps)
         return report.with_value(z.view(z0.shape))

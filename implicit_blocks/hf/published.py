@@ -1,7 +1,7 @@
 """Configurations and weights of the published implementation of "Implicit Language Models are RNNs".
 
-Its names on the left of the tables, ours on the right. Weight norm is ``weight_g``, ``weight_v`` there and torch's
-parametrization here; q, k and v are three matrices there and the rows of one here.
+Its names on the left of the tables, ours on the right. Weight norm is ``weight_g``, ``weight_v`` there and
+torch's parametrization here; q, k and v are three matrices there and the rows of one here.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TIED = "criterion.decoder.weight"
 
 
 def import_spec(config: Mapping[str, Any]) -> ImplicitLMSpec:
-    """Return the spec of a published ``config.json`` (model types ``implicit_llama3`` and ``implicit_mamba2``).
+    """Return the spec of a published ``config.json``, of type ``implicit_llama3`` or ``implicit_mamba2``.
 
     Raises:
         ValueError: for another model type, or an explicit backbone.
@@ -53,7 +53,9 @@ def import_spec(config: Mapping[str, Any]) -> ImplicitLMSpec:
     backbone, block = config["backbone_config"], config["backbone_config"]["block_cfg"]
     solver, training = config["deq_params"]["solver"], config["deq_params"]["training"]
     if config["backbone_type"] != "implicit":
-        raise ValueError(f"backbone_type is {config['backbone_type']!r}; only 'implicit' can be imported here")
+        raise ValueError(
+            f"backbone_type is {config['backbone_type']!r}; only 'implicit' can be imported here"
+        )
     d_model = backbone["d_model"]
     family: dict[str, Any]
     match config["model_type"]:
@@ -91,7 +93,7 @@ def import_spec(config: Mapping[str, Any]) -> ImplicitLMSpec:
 
 
 def import_name(name: str) -> str:
-    """Return our name of a published parameter; q, k and v keep theirs (``mixer.wq.…``) until they are joined.
+    """Return our name of a published parameter; until joined, q, k and v keep theirs (``mixer.wq.…``).
 
     Raises:
         ValueError: for a name that the published implementation doesn't use.
@@ -106,7 +108,7 @@ def import_name(name: str) -> str:
 
 
 def import_tensors(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename and reshape published parameters, or their gradients, to those of ``ImplicitLM``'s state dict."""
+    """Rename and reshape published parameters, or their gradients, to those of ``ImplicitLM``."""
     renamed = {import_name(name): tensor for name, tensor in published.items() if name != _TIED}
     imported = {}
     for name, tensor in renamed.items():

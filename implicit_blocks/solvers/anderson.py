@@ -1,7 +1,8 @@
 """Anderson acceleration: extrapolate from the last few points to where the residual would vanish.
 
-D. G. Anderson, "Iterative procedures for nonlinear integral equations", J. ACM 12, 1965; H. F. Walker and P. Ni,
-"Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal. 49, 2011 (the difference form used here).
+D. G. Anderson, "Iterative procedures for nonlinear integral equations", J. ACM 12, 1965; H. F. Walker and P.
+Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal. 49, 2011 (the difference form
+used here).
 """
 
 from __future__ import annotations
@@ -29,17 +30,19 @@ class Anderson(Solver):
     """Mix the last ``memory`` points with the newest so that the mixed residual is smallest.
 
     With ``g = f(z) − z``, newest point k and earlier points j, find ``γ = argmin ‖g_k + Σ γ_j (g_j − g_k)‖² +
-    ρ ‖γ‖²`` and go to the same combination of ``f(z)``, stepping the fraction ``damping`` of the mixed residual. ρ is
-    ``regularization`` times the mean diagonal of the Gram matrix of the differences, so that the choice does not
-    depend on the scale of ``z``; the Gram matrix is formed in float32 or better and solved in float64.
+    ρ ‖γ‖²`` and go to the same combination of ``f(z)``, stepping the fraction ``damping`` of the mixed
+    residual. ρ is ``regularization`` times the mean diagonal of the Gram matrix of the differences, so that
+    the choice does not depend on the scale of ``z``; the Gram matrix is formed in float32 or better and
+    solved in float64.
 
-    Safeguard, at no extra call: where the residual measured at an extrapolated point is larger than at the last
-    accepted point, that point is dropped and the search goes on from the last accepted ``f(z)``, as Picard would.
+    Safeguard, at no extra call: where the residual measured at an extrapolated point is larger than at the
+    last accepted point, that point is dropped and the search goes on from the last accepted ``f(z)``, as
+    Picard would.
 
-    Costs 2 · memory extra copies of ``z`` and about as many passes over them an iteration: for maps that are cheap
-    beside their state, or that Picard solves in a handful of iterations, it does not pay. With scope ``sequence`` the
-    mixing weights couple the tokens of a row, so that a token depends on later ones; with ``prefix`` each token
-    mixes by itself.
+    Costs 2 · memory extra copies of ``z`` and about as many passes over them an iteration: for maps that are
+    cheap beside their state, or that Picard solves in a handful of iterations, it does not pay. With scope
+    ``sequence`` the mixing weights couple the tokens of a row, so that a token depends on later ones; with
+    ``prefix`` each token mixes by itself.
 
     Args:
         memory: number of earlier points mixed with the newest, at least 1 (1 is the secant method).

@@ -11,14 +11,14 @@ from implicit_blocks.interfaces import Map, Solver
 class Picard(Solver):
     """``z ← (1 − λ) z + λ f(z)``.
 
-    Converges where ``f`` contracts, and with damping λ < 1 also where ``f`` overshoots (eigenvalues of its Jacobian
-    near −1 or complex). Holds nothing but the point itself. For stiff contractions (eigenvalues near 1) Anderson
-    needs far fewer iterations.
+    Converges where ``f`` contracts, and with damping λ < 1 also where ``f`` overshoots (eigenvalues of its
+    Jacobian near −1 or complex). Holds nothing but the point itself. For stiff contractions (eigenvalues near
+    1) Anderson needs far fewer iterations.
 
     Args:
         damping: λ in (0, 1]; 1 takes ``f(z)`` as it is.
-        undamped_first: take the first step whole, so that a start at zero does not weigh on the iterates (what the
-            published implementation does when it unrolls).
+        undamped_first: take the first step whole, so that a start at zero does not weigh on the iterates
+            (what the published implementation does when it unrolls).
 
     """
 

@@ -16,6 +16,6 @@ def require(condition: bool, component: str, contract: str, remedy: str) -> None
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return ``‖actual − expected‖ / ‖expected‖`` (or the numerator where ``expected`` is 0); NaN counts as infinite."""
+    """Return ``‖actual − expected‖ / ‖expected‖`` (the numerator where that is 0); NaN counts as infinite."""
     error = float((actual - expected).norm() / (expected.norm() or 1.0))
     return error if error == error else float("inf")

@@ -32,7 +32,9 @@ TOLERANCE = 1e-9  # everything runs in float64
 def _make(spec: MixerSpec, d_model: int) -> Mixer:
     torch.manual_seed(0)
     mixer: Mixer = build(spec, d_model=d_model).double()
-    require(isinstance(mixer, Mixer), type(mixer).__name__, "is a Mixer", "derive it from implicit_blocks.Mixer")
+    require(
+        isinstance(mixer, Mixer), type(mixer).__name__, "is a Mixer", "derive it from implicit_blocks.Mixer"
+    )
     with torch.no_grad():  # parameters that start at 0 or 1 would hide mistakes
         for parameter in mixer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -109,7 +111,10 @@ def window_splits(spec: MixerSpec, d_model: int = D_MODEL) -> None:
     for injection in (u, None):
         whole = _forward(mixer, z, injection)
         require(
-            whole.shape == z.shape, type(mixer).__name__, "shape", f"{tuple(whole.shape)} came out of {tuple(z.shape)}"
+            whole.shape == z.shape,
+            type(mixer).__name__,
+            "shape",
+            f"{tuple(whole.shape)} came out of {tuple(z.shape)}",
         )
         for cuts in ([LENGTH], [1, LENGTH], [4, 5, LENGTH], list(range(1, LENGTH + 1))):
             parts, _ = _run(mixer, z, injection, cuts)
@@ -118,13 +123,14 @@ def window_splits(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                 error < TOLERANCE,
                 type(mixer).__name__,
                 "window splits",
-                f"windows ending at {cuts} differ from one window by {error:.1e}; look at the state and positions",
+                f"windows ending at {cuts} differ from one window by {error:.1e}; "
+                "look at the state and positions",
             )
 
 
 @torch.no_grad()
 def state_untouched(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Iterating on a window changes neither the committed state nor later answers."""
+    """Check that iterating on a window changes neither the committed state nor later answers."""
     mixer = _make(spec, d_model)
     z, u = _inputs(mixer, d_model)
     _, state = _run(mixer, z, u, [4])
@@ -150,7 +156,7 @@ def state_untouched(spec: MixerSpec, d_model: int = D_MODEL) -> None:
 
 @torch.no_grad()
 def batch_independence(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """A row's output does not depend on the other rows; ``select_rows`` picks the rows of a state."""
+    """Check that no row depends on other rows, and that ``select_rows`` picks the rows of a state."""
     mixer = _make(spec, d_model)
     z, u = _inputs(mixer, d_model)
     whole, state = _run(mixer, z, u, [5, LENGTH])
@@ -168,23 +174,31 @@ def batch_independence(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             pytree.tree_leaves(mixer.select_rows(state, index)), pytree.tree_leaves(alone_state), strict=True
         )
         fits = all(relative_error(a, b) < TOLERANCE if isinstance(a, Tensor) else a == b for a, b in leaves)
-        require(fits, type(mixer).__name__, "select_rows", f"row {row} of the state is not what row {row} alone leaves")
+        require(
+            fits,
+            type(mixer).__name__,
+            "select_rows",
+            f"row {row} of the state is not what row {row} alone leaves",
+        )
 
 
 @torch.no_grad()
 def padding(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Padding, left or right, changes no real token's output, whatever stands there."""
+    """Check that padding, left or right, changes no real token's output, whatever stands there."""
     mixer = _make(spec, d_model)
     z, u = _inputs(mixer, d_model)
     for name, real in (("left", slice(3, LENGTH)), ("right", slice(0, LENGTH - 3))):
         valid = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
         valid[:, real] = True
-        error = relative_error(_forward(mixer, z, u, valid=valid)[:, real], _forward(mixer, z[:, real], u[:, real]))
+        error = relative_error(
+            _forward(mixer, z, u, valid=valid)[:, real], _forward(mixer, z[:, real], u[:, real])
+        )
         require(
             error < TOLERANCE,
             type(mixer).__name__,
             "padding",
-            f"padding on the {name} moved real tokens by {error:.1e}; honour window.valid_BL and positions_BL",
+            f"padding on the {name} moved real tokens by {error:.1e}; "
+            "honour window.valid_BL and positions_BL",
         )
 
 
@@ -215,12 +229,13 @@ def gradients(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             abs(numeric - analytic) <= 1e-6 * max(1.0, abs(numeric)),
             type(mixer).__name__,
             "gradients",
-            f"along a random direction of {name} the gradient says {analytic:.8g}, finite differences {numeric:.8g}",
+            f"along a random direction of {name} the gradient says {analytic:.8g}, "
+            f"finite differences {numeric:.8g}",
         )
 
 
 def copies(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """A deep copy, and a mixer that loads the state dict, compute the same."""
+    """Check that a deep copy, and a mixer that loads the state dict, compute the same."""
     mixer = _make(spec, d_model)
     z, u = _inputs(mixer, d_model)
     loaded: Mixer = build(spec, d_model=d_model).double()
@@ -232,12 +247,13 @@ def copies(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                 torch.equal(_forward(other, z, u), expected),
                 type(mixer).__name__,
                 name,
-                "the copy computes something else; keep everything learned in parameters or persistent buffers",
+                "the copy computes something else; "
+                "keep everything learned in parameters or persistent buffers",
             )
 
 
 def meta_build(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """It builds on the meta device, and after ``to_empty`` and loading a state dict computes the same."""
+    """Check that it builds on the meta device, and computes the same once it has loaded a state dict."""
     mixer = _make(spec, d_model)
     with torch.device("meta"):
         empty: Mixer = build(spec, d_model=d_model)

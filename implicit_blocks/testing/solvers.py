@@ -18,9 +18,14 @@ ROWS, FEATURES = 4, 12
 
 
 def contraction(
-    rate: float, *, rows: int = ROWS, features: int = FEATURES, dtype: torch.dtype = torch.float64, seed: int = 0
+    rate: float,
+    *,
+    rows: int = ROWS,
+    features: int = FEATURES,
+    dtype: torch.dtype = torch.float64,
+    seed: int = 0,
 ) -> tuple[Map, Tensor]:
-    """Return an affine map with symmetric Jacobians of spectral radius ``rate`` in each row, and its fixed point."""
+    """Return an affine map, its Jacobians symmetric with spectral radius ``rate``, and its fixed point."""
     generator = torch.Generator().manual_seed(seed)
     random = torch.randn(rows, features, features, dtype=torch.float64, generator=generator)
     basis, _ = torch.linalg.qr(random)
@@ -37,7 +42,7 @@ def _search(solver: Solver, **stopping: Any) -> Search:
 
 
 def contractions(solver: Solver) -> None:
-    """It finds the fixed point of contractions, every row of them, and says so."""
+    """Check that it finds the fixed point of contractions, every row of them, and says so."""
     for rate in (0.3, 0.9):
         f, expected = contraction(rate)
         solution = _search(solver, tolerance=1e-10, max_iterations=2000)(f, torch.zeros_like(expected))
@@ -56,12 +61,15 @@ def one_iteration(solver: Solver) -> None:
     z0 = torch.randn_like(expected)
     solution = _search(solver, tolerance=1e-10, max_iterations=1)(f, z0)
     require(
-        torch.equal(solution.z, f(z0)), type(solver).__name__, "one iteration", "init must not change the first point"
+        torch.equal(solution.z, f(z0)),
+        type(solver).__name__,
+        "one iteration",
+        "init must not change the first point",
     )
 
 
 def elements_apart(solver: Solver) -> None:
-    """An element's path depends on no other element, even one that turns into NaN."""
+    """Check that an element's path depends on no other element, even one that turns into NaN."""
     f, expected = contraction(0.8)
     z0 = torch.zeros_like(expected)
 
@@ -82,7 +90,7 @@ def elements_apart(solver: Solver) -> None:
 
 
 def best_survives(solver: Solver) -> None:
-    """A NaN in a later step does not cost the best value so far."""
+    """Check that a NaN in a later step does not cost the best value so far."""
     f, expected = contraction(0.8)
     calls = 0
 
@@ -101,7 +109,7 @@ def best_survives(solver: Solver) -> None:
 
 
 def state_layout(solver: Solver) -> None:
-    """Every tensor of the state leads with the elements, and ``update`` does not change the state it is given."""
+    """Check that the state's tensors lead with the elements, and that ``update`` writes into none of them."""
     f, expected = contraction(0.5)
     z = torch.randn_like(expected)
     state = solver.init(z)
@@ -116,14 +124,21 @@ def state_layout(solver: Solver) -> None:
             "every leaf of the state must be a tensor that leads with the elements, counters included",
         )
         same = all(torch.equal(a, b) for a, b in zip(leaves, pytree.tree_leaves(before), strict=True))
-        require(same, type(solver).__name__, "state layout", "update must return a new state, not write into the old")
+        require(
+            same,
+            type(solver).__name__,
+            "state layout",
+            "update must return a new state, not write into the old",
+        )
         state = after
 
 
 def low_precision(solver: Solver) -> None:
-    """It works on bfloat16 values, and ends near the fixed point."""
+    """Check that it works on bfloat16 values, and ends near the fixed point."""
     f, expected = contraction(0.5, dtype=torch.bfloat16)
-    solution = _search(solver, tolerance=2e-2, max_iterations=60)(f, torch.zeros_like(expected, dtype=torch.bfloat16))
+    solution = _search(solver, tolerance=2e-2, max_iterations=60)(
+        f, torch.zeros_like(expected, dtype=torch.bfloat16)
+    )
     error = relative_error(solution.z.double(), expected)
     require(
         solution.z.dtype == torch.bfloat16 and error < 0.1,

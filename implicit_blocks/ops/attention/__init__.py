@@ -19,8 +19,8 @@ def attend(
 ) -> Tensor:
     """Return ``softmax(q k^T / √P) v``, (B, H, L, P).
 
-    ``mask`` (…, L, T) bool says which keys a query sees; ``causal`` (with L = T, without mask) lets it see itself and
-    what comes before.
+    ``mask`` (…, L, T) bool says which keys a query sees; ``causal`` (with L = T, without mask) lets it see
+    itself and what comes before.
     """
     return scaled_dot_product_attention(
         q_BHLP,
@@ -35,7 +35,7 @@ def attend(
 def attend_reference(
     q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, *, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """The same, written out: the oracle of ``attend``."""
+    """Return the same, written out: the oracle of ``attend``."""
     group = q_BHLP.shape[1] // k_BKTP.shape[1]
     k, v = k_BKTP.repeat_interleave(group, dim=1), v_BKTP.repeat_interleave(group, dim=1)
     scores = q_BHLP @ k.mT / math.sqrt(q_BHLP.shape[-1])
