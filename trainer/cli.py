@@ -108,7 +108,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
     except torch.OutOfMemoryError as error:
         step, what = run.loop.progress.step + 1, str(error).partition(". GPU")[0]
         return _refuse(
-            f"{run.manifest['device']} is out of memory at step {step} ({str(error).partition('. GPU')[0]}); "
+            f"{run.manifest['device']} is out of memory at step {step} ({what}); "
             "lower training.micro_batch_size or data.length (--dry-run estimates what a step takes)",
             REFUSED,
         )

@@ -228,6 +228,5 @@ def test_estimated_memory_is_near_that_of_the_published_implementation(
     assert isinstance(spec, RunSpec)
     memory = estimate_memory(spec, spec.phase_specs()[phase])
     assert memory is not None
-    assert memory.total / 1e9 == pytest.approx(
-        measured, rel=0.35
-    )  # peak GB on an H100, the same micro-batches
+    # Peak GB on an H100, the same micro-batches, fused kernels: an estimate may be too careful, not too hopeful.
+    assert measured <= memory.total / 1e9 <= 1.4 * measured
