@@ -284,7 +284,7 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def prepare(self, window: Window) -> Any:
-        """Return what ``forward`` needs to know of a window (masks, rotations), made once, before the loop."""
+        """Return what ``forward`` needs to know of a window (masks, rotations), made once for the loop."""
 
     @abstractmethod
     def forward(self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: Any) -> Tensor:

@@ -28,7 +28,7 @@ def spec_of(mixer, *, tolerance=1e-12, max_iterations=400, **changes):
 
 
 def contracting(mixer, dtype=torch.float64, **changes):
-    """Return a model that converges fast: the injection outweighs z going in, the layers outweigh z going out."""
+    """Return a model that converges fast: the injection outweighs z going in, the layers z going out."""
     model = ib.build(spec_of(mixer, **changes))
     with torch.no_grad():
         for block in model.backbone.blocks():
