@@ -6,11 +6,14 @@ import torch
 
 
 def is_transformed() -> bool:
-    """Whether a ``torch.func`` transform or forward-mode differentiation is under way.
+    """Whether a ``torch.func`` transform, forward-mode differentiation or compilation is under way.
 
-    An ``autograd.Function`` that writes into buffers supports neither. torch has no public question for it;
+    An ``autograd.Function`` that writes into buffers supports none of them, and a compiler fuses plain
+    operators better than it sees through tiles. torch has no public question for the first two;
     ``autograd.Function.apply`` asks the same.
     """
+    if torch.compiler.is_compiling():
+        return True
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 

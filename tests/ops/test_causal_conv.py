@@ -160,3 +160,9 @@ def test_what_does_not_fit() -> None:
         causal_conv(x, weight, bias, tail_BWC=tail[:, :2])
     with pytest.raises(ValueError, match="unknown activation 'gelu'"):
         causal_conv(x, weight, bias, activation="gelu")  # type: ignore[arg-type] # the point of the test
+
+
+def test_no_graph_break() -> None:
+    inputs = make((1, 9, 3, 4))[:3]
+    compiled = torch.compile(lambda *t: causal_conv(*t, activation="silu"), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs), causal_conv(*inputs, activation="silu"))

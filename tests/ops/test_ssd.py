@@ -328,7 +328,7 @@ def test_rows_do_not_depend_on_their_mates() -> None:
 
 
 def _largest_saved_and_made(length: int, backend: str) -> tuple[int, int]:
-    """Numbers kept for the backward pass, and the numbers in the largest tensor made by forward and backward."""
+    """Numbers kept for the backward pass, and the bytes of the largest tensor made on the way."""
     inputs = make(Shape(1, length, 2, 4, 8), torch.float32, state=False)
     saved: dict[int, int] = {}
 
@@ -396,3 +396,9 @@ def test_backends_keep_the_gradients_asked_for() -> None:
             y, _ = ssd(*inputs[:5], initial_state_BHPN=inputs[5], chunk_size=8, backend=backend)
             found.append(torch.autograd.grad(y.sum(), [inputs[i] for i in needed]))
         compare(found[0], found[1], 1e-10)
+
+
+def test_no_graph_break() -> None:
+    inputs = make(Shape(1, 20, 2, 4, 8), torch.float32)
+    compiled = torch.compile(lambda *t: ssd(*t, chunk_size=8)[0], backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(*inputs[:5]), ssd(*inputs[:5])[0])

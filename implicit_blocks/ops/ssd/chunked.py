@@ -36,7 +36,8 @@ def ssd_chunked(
     """Scan tile by tile (Mamba2, section 6), a single token by one step of the recurrence.
 
     Arguments and results are those of :func:`implicit_blocks.ops.ssd.ssd`. Time and memory are linear in L.
-    Second derivatives, forward mode and ``torch.func`` go through :func:`ssd_chunked_autograd`.
+    Second derivatives, forward mode, ``torch.func`` and ``torch.compile`` go through
+    :func:`ssd_chunked_autograd`.
     """
     if x_BLHP.shape[1] == 1:
         return ssd_step(
