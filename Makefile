@@ -18,7 +18,7 @@ SHELL := bash
 VENV ?= .venv
 JOBS ?= 2
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-input --disable-pip-version-check
+PIP_INSTALL := $(BIN)/python -m pip install -qq --no-input --disable-pip-version-check
 PLUGINS := $(wildcard plugins/*/pyproject.toml)
 PLUGIN_FOLDERS := $(PLUGINS:/pyproject.toml=)
 

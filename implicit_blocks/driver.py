@@ -139,10 +139,11 @@ class _Loop:
                 difference = difference.view(shape).masked_fill(padding, 0.0).flatten(1)
                 value = fz.view(shape).masked_fill(padding, 0.0).flatten(1)
         precision = self.measured.dtype
-        norm = torch.linalg.vector_norm(difference, dim=1, dtype=precision)
+        norm: Tensor = torch.linalg.vector_norm(difference, dim=1, dtype=precision)
         if self.stopping.norm == "absolute":
             return norm
-        return norm / (torch.linalg.vector_norm(value, dim=1, dtype=precision) + RELATIVE_FLOOR)
+        size: Tensor = torch.linalg.vector_norm(value, dim=1, dtype=precision)
+        return norm / (size + RELATIVE_FLOOR)
 
     # ------------------------------------------------------------------------------------ the loop
 

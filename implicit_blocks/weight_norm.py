@@ -44,7 +44,7 @@ class WeightNorm(nn.Module):
 
 
 def _row_norm(weight: Tensor) -> Tensor:
-    norm = torch.linalg.vector_norm(weight.flatten(1), dim=1)
+    norm: Tensor = torch.linalg.vector_norm(weight.flatten(1), dim=1)
     return norm.view(-1, *[1] * (weight.ndim - 1))
 
 
@@ -72,7 +72,7 @@ class HeldWeights:
         for part in module.modules():
             if not parametrize.is_parametrized(part, "weight"):
                 continue
-            chain = part.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
+            chain: Any = part.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
             if isinstance(chain[0], WeightNorm):
                 self._weights.append((chain[0], WeightNorm.compute(chain.original0, chain.original1)))
 

@@ -50,7 +50,8 @@ class ImplicitFunction(GradientEstimator):
         fz = f(z)
         adjoint = Adjoint()
         backward = Search(solver=self.solver, stopping=self.stopping)
-        return found.with_value(_Implicit.apply(fz, z, backward, adjoint), adjoint=adjoint)
+        value = _Implicit.apply(fz, z, backward, adjoint)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return found.with_value(value, adjoint=adjoint)
 
 
 class _Implicit(torch.autograd.Function):
@@ -63,7 +64,7 @@ class _Implicit(torch.autograd.Function):
         return fz.detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         fz, z = ctx.fz, ctx.z
         target = g.to(z.dtype)
