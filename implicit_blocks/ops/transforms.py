@@ -19,6 +19,7 @@ def is_transformed() -> bool:
 
 def without_autocast(device_type: str) -> AbstractContextManager[None]:
     """Switch autocast off: operators choose the types of their accumulations themselves."""
-    if not torch.is_autocast_enabled(device_type):
+    available = torch.amp.is_autocast_available(device_type)  # not on the meta device
+    if not available or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)

@@ -402,3 +402,14 @@ def test_no_graph_break() -> None:
     inputs = make(Shape(1, 20, 2, 4, 8), torch.float32)
     compiled = torch.compile(lambda *t: ssd(*t, chunk_size=8)[0], backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs[:5]), ssd(*inputs[:5])[0])
+
+
+@pytest.mark.parametrize("length", [1, 70])
+def test_shapes_without_values(length: int) -> None:
+    """On the meta device, for counting operations and memory."""
+    inputs = [t.detach().to("meta").requires_grad_() for t in make(Shape(2, length, 4, 8, 16), torch.float32)]
+    y, h = ssd(*inputs[:5], initial_state_BHPN=inputs[5], return_final_state=True)
+    assert y.shape == inputs[0].shape
+    assert h is not None
+    assert h.shape == inputs[5].shape
+    (y.sum() + h.sum()).backward()
