@@ -228,5 +228,5 @@ def test_estimated_memory_is_near_that_of_the_published_implementation(
     assert isinstance(spec, RunSpec)
     memory = estimate_memory(spec, spec.phase_specs()[phase])
     assert memory is not None
-    # Peak GB on an H100, the same micro-batches, fused kernels: an estimate may be too careful, not too hopeful.
+    # Peak GB on an H100, the same micro-batches, fused kernels: it may be too careful, never too hopeful.
     assert measured <= memory.total / 1e9 <= 1.4 * measured
