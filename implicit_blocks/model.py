@@ -22,6 +22,7 @@ from implicit_blocks.fixed_point import solve_fixed_point
 from implicit_blocks.interfaces import GradientEstimator, Solution, Solver
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_parameters_
 from implicit_blocks.registry import build
+from implicit_blocks.search_options import SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Stopping
 from implicit_blocks.weight_norm import HeldWeights, add_weight_norm, assign_weight
 
@@ -32,6 +33,15 @@ class LMOutput:
 
     logits: Tensor
     loss: Tensor | None = None
+    solution: Solution | None = None
+    state: Committed | None = None
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What the head reads, (B, L, D); how the search went; the state after, where it was asked for."""
+
+    hidden_BLD: Tensor
     solution: Solution | None = None
     state: Committed | None = None
 
@@ -67,7 +77,9 @@ class LanguageModel(nn.Module, ABC):
         """Return the map of the next window and where its iteration starts, given the embedded tokens."""
 
     @abstractmethod
-    def solve_window(self, f: BoundMap, start_BLD: Tensor, *, trace: bool) -> tuple[Tensor, Solution | None]:
+    def solve_window(
+        self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions | None, trace: bool
+    ) -> tuple[Tensor, Solution | None]:
         """Return the point that the head reads (while gradients are recorded) or that is mapped once more."""
 
     # ------------------------------------------------------------------------------------ forward
@@ -82,6 +94,7 @@ class LanguageModel(nn.Module, ABC):
         state: Committed | None = None,
         return_state: bool = False,
         window_length: int | None = None,
+        search: SearchOptions | None = None,
         trace: bool = False,
     ) -> LMOutput:
         """Predict from tokens (B, L).
@@ -98,18 +111,54 @@ class LanguageModel(nn.Module, ABC):
                 at once. 1 is the paper's sequential mode, None its simultaneous mode; they agree as far as
                 the tolerance. With gradients, those of a window reach the windows before through the
                 committed states.
+            search: how this call's search differs from the spec's; an explicit model has none and ignores it.
             trace: keep the residual of every iteration (with a single window).
 
         Raises:
             ValueError: where shapes do not fit, or the window is shorter than a token.
 
         """
-        batch, length = self._check(input_ids, labels, state, window_length)
+        self._check(input_ids, labels)
+        encoded = self.encode(
+            self.embedding(input_ids),
+            attention_mask=attention_mask,
+            documents=documents,
+            state=state,
+            return_state=return_state,
+            window_length=window_length,
+            search=search,
+            trace=trace,
+        )
+        logits = self._logits(encoded.hidden_BLD)
+        return LMOutput(
+            logits=logits,
+            loss=None if labels is None else _loss(logits, labels),
+            solution=encoded.solution,
+            state=encoded.state,
+        )
+
+    def encode(
+        self,
+        x_BLD: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        documents: Tensor | None = None,
+        state: Committed | None = None,
+        return_state: bool = False,
+        window_length: int | None = None,
+        search: SearchOptions | None = None,
+        trace: bool = False,
+    ) -> Encoded:
+        """Return what the head reads, given embedded tokens (B, L, D); arguments as for ``forward``."""
+        batch, length = x_BLD.shape[:2]
+        if window_length is not None and window_length < 1:
+            raise ValueError(f"window_length is {window_length}; choose at least 1, or None for all at once")
+        if state is not None and state.batch_size != batch:
+            raise ValueError(f"the state has {state.batch_size} rows, the tokens {batch}")
         state = state if state is not None else self.initial_state(batch)
         valid = _padding(attention_mask)
         step = length if window_length is None else min(window_length, length)
         commit = return_state or step < length
-        x_BLD = self.embedding(input_ids)
         weights = HeldWeights(self)
         outputs, solutions = [], []
         for first in range(0, length, step):
@@ -121,34 +170,25 @@ class LanguageModel(nn.Module, ABC):
                 valid_BL=None if valid is None else valid[:, part],
                 documents_BL=None if documents is None else documents[:, part],
             )
-            z, solution = self.solve_window(f, start, trace=trace)
+            z, solution = self.solve_window(f, start, search=search, trace=trace)
             z, state = self._finish(f, z, state, commit=commit)
             outputs.append(z)
             solutions.append(
                 solution if solution is None else solution.with_value(z, adjoint=solution.adjoint)
             )
-        logits = self._logits(outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1))
-        return LMOutput(
-            logits=logits,
-            loss=None if labels is None else _loss(logits, labels),
-            solution=Solution.concatenate([s for s in solutions if s is not None]) if solutions[0] else None,
-            state=state if return_state else None,
+        return Encoded(
+            outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1),
+            Solution.concatenate([s for s in solutions if s is not None]) if solutions[0] else None,
+            state if return_state else None,
         )
 
-    def _check(
-        self, input_ids: Tensor, labels: Tensor | None, state: Committed | None, window_length: int | None
-    ) -> tuple[int, int]:
+    def _check(self, input_ids: Tensor, labels: Tensor | None) -> None:
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(
                 f"input_ids has shape {tuple(input_ids.shape)}; give (batch, tokens), neither of them 0"
             )
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}")
-        if window_length is not None and window_length < 1:
-            raise ValueError(f"window_length is {window_length}; choose at least 1, or None for all at once")
-        if state is not None and state.batch_size != input_ids.shape[0]:
-            raise ValueError(f"the state has {state.batch_size} rows, input_ids {input_ids.shape[0]}")
-        return input_ids.shape[0], input_ids.shape[1]
 
     def _finish(self, f: BoundMap, z: Tensor, state: Committed, *, commit: bool) -> tuple[Tensor, Committed]:
         """Map once more where the value is still owed, and commit where that is asked for."""
@@ -224,6 +264,7 @@ class ImplicitLM(LanguageModel):
 
     """
 
+    spec: ImplicitLMSpec  # narrower than the base class says
     solver: Solver
     gradient: GradientEstimator
     stopping: Stopping
@@ -270,14 +311,21 @@ class ImplicitLM(LanguageModel):
         f = self.backbone.bind(of_tokens, u_BLU=u, states=state.layers, start_BLD=start, weights=weights)
         return f, start
 
-    def solve_window(self, f: BoundMap, start_BLD: Tensor, *, trace: bool) -> tuple[Tensor, Solution | None]:
+    def solve_window(
+        self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions | None, trace: bool
+    ) -> tuple[Tensor, Solution | None]:
         """Find the fixed point."""
+        search = search if search is not None else SearchOptions()
+        solver = self.solver if self.training else self.evaluation_solver
+        if search.changes_solver:
+            of_spec = self.spec.solver if self.training else self.spec.at_evaluation.solver
+            solver = build(search.solver(of_spec))
         solution = solve_fixed_point(
             f,
             start_BLD,
-            solver=self.solver if self.training else self.evaluation_solver,
+            solver=solver,
             gradient=self.gradient,
-            stopping=self.stopping if self.training else self.evaluation_stopping,
+            stopping=search.stopping(self.stopping if self.training else self.evaluation_stopping),
             valid=f.window.valid_BL,
             trace=trace,
         )
@@ -307,7 +355,9 @@ class ExplicitLM(LanguageModel):
         f = self.backbone.bind(of_tokens, u_BLU=None, states=state.layers, start_BLD=stream, weights=weights)
         return f, stream
 
-    def solve_window(self, f: BoundMap, start_BLD: Tensor, *, trace: bool) -> tuple[Tensor, Solution | None]:
+    def solve_window(
+        self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions | None, trace: bool
+    ) -> tuple[Tensor, Solution | None]:
         """There is nothing to solve: the one call is still to come."""
         return start_BLD, None
 
