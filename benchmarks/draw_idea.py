@@ -22,8 +22,8 @@ ORANGE, BLUE = "#d9730d", "#2b6cb0"
 # From far off to converged: the same blue as the implicit model's, getting full.
 SETTLING = LinearSegmentedColormap.from_list("settling", ["#eef4fb", "#a9c8e8", "#5b94cc", BLUE])
 TOKENS = 8
-# Iterations of each token. Side by side, a token has converged only once all before it have; one after another,
-# each starts behind a prefix that has.
+# Iterations of each token. Side by side, a token has converged only once all before it have; one after
+# another, each starts behind a prefix that has.
 TOGETHER = (2, 3, 3, 5, 5, 6, 7, 7)
 IN_TURN = (2, 3, 2, 4, 3, 3, 4, 2)
 
@@ -121,8 +121,8 @@ def draw_grid(axes: Axes, title: str, below: str, *, sequential: bool) -> None:
         axes.plot([token + 0.05, token + 0.95], [count, count], color=INK, linewidth=2.2, zorder=3)
         if sequential and token + 1 < TOKENS:
             # The state that a finished token leaves is where the next one starts.
-            axes.plot([token + 0.5, token + 1.0, token + 1.0], [count + 0.12, count + 0.12, 0.5], color=ORANGE,
-                      linewidth=1.5, zorder=4, solid_joinstyle="round")  # fmt: skip
+            way = ([token + 0.5, token + 1.0, token + 1.0], [count + 0.12, count + 0.12, 0.5])
+            axes.plot(*way, color=ORANGE, linewidth=1.5, zorder=4, solid_joinstyle="round")
             arrow(axes, (token + 1.0, 0.5), (token + 1.22, 0.5), color=ORANGE)
     axes.set(xlim=(-0.85, TOKENS + 0.05), ylim=(-0.75, rows + 0.25))
     axes.annotate("", (-0.22, rows), (-0.22, 0), arrowprops={"arrowstyle": "-|>", "color": GREY})
@@ -144,8 +144,10 @@ def main() -> None:
     draw_implicit(implicit)
     draw_grid(simultaneous, "Simultaneous", "all tokens side by side: training and reading", sequential=False)
     draw_grid(sequential, "Sequential", "token by token, handing on a state (orange)", sequential=True)
-    figure.text(0.70, 0.025, "two ways to the same fixed point: the numbers say when a cell is computed, the bars where a token has converged", ha="center",
-                fontsize=10.5, color=GREY)  # fmt: skip
+    caption = "the numbers say when a cell is computed, the bars where a token has converged"
+    figure.text(
+        0.70, 0.025, f"two ways to the same fixed point: {caption}", ha="center", fontsize=10.5, color=GREY
+    )
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(OUTPUT, dpi=130)
     print(OUTPUT)
