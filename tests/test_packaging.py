@@ -1,0 +1,286 @@
+"""What the distribution promises: README, public names, docstrings, wheel, pinned versions, file sizes."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import itertools
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+
+import implicit_blocks as ib
+from implicit_blocks.specs.counting import count_parameters
+from implicit_blocks.testing import check_solver
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+# Adding a name here is a promise to keep it; taking one away breaks somebody's code.
+PUBLIC_NAMES = [
+    "Adjoint",
+    "Anderson",
+    "AndersonSpec",
+    "AtEvaluation",
+    "Attention",
+    "AttentionSpec",
+    "ComponentSpec",
+    "ExplicitLM",
+    "ExplicitLMSpec",
+    "FixedPoint",
+    "GradientEstimator",
+    "GradientSpec",
+    "ImplicitFunction",
+    "ImplicitFunctionSpec",
+    "ImplicitLM",
+    "ImplicitLMSpec",
+    "LMOutput",
+    "MLPSpec",
+    "Mamba2",
+    "Mamba2Spec",
+    "Map",
+    "Mixer",
+    "MixerSpec",
+    "ModelSpec",
+    "Phantom",
+    "PhantomSpec",
+    "Picard",
+    "PicardSpec",
+    "RowMap",
+    "Search",
+    "SearchLike",
+    "Solution",
+    "Solver",
+    "SolverSpec",
+    "Stopping",
+    "StoppingOverrides",
+    "SwiGLUSpec",
+    "Unrolled",
+    "UnrolledSpec",
+    "Window",
+    "build",
+    "hookimpl",
+    "jacobian_free",
+    "load_spec",
+    "solve_fixed_point",
+]
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """Return the fenced blocks of a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def commands() -> list[list[str]]:
+    """Return the words of every shell command in README and CONTRIBUTING."""
+    lines = itertools.chain.from_iterable(
+        block.splitlines() for text in (README, CONTRIBUTING) for block in blocks(text, "sh")
+    )
+    return [shlex.split(line, comments=True) for line in lines if line.strip()]
+
+
+# -------------------------------------------------------------------------------- README
+
+
+def test_readme_python_runs_in_order():
+    namespace: dict[str, object] = {}
+    examples = blocks(README, "python")
+    assert len(examples) >= 3
+    for number, code in enumerate(examples, 1):
+        exec(compile(code, f"README.md, example {number}", "exec"), namespace)
+    together, in_turn = namespace["together"], namespace["in_turn"]
+    both = together.solution.converged & in_turn.solution.converged
+    tolerance = namespace["spec"].model.evaluation_stopping.tolerance
+    torch.testing.assert_close(together.logits[both], in_turn.logits[both], atol=50 * tolerance, rtol=0)
+    registered: list[tuple[object, ...]] = []
+    namespace["register_components"](lambda *component: registered.append(component))
+    assert registered == [("solver", namespace["HalfwaySpec"], namespace["Halfway"].from_spec)]
+    check_solver(namespace["Halfway"]())
+
+
+def test_readme_yaml_is_a_spec(tmp_path):
+    (example,) = blocks(README, "yaml")
+    path = tmp_path / "mine.yaml"
+    path.write_text(example, encoding="utf-8")
+    spec = ib.load_spec(path)
+    assert (spec.model.mixer.kind, spec.model.solver.kind, spec.data.group) == ("attention", "anderson", "A4")
+
+
+def test_readme_entry_point_is_in_the_hook_s_group():
+    (example,) = blocks(README, "toml")
+    assert "implicit_blocks" in tomllib.loads(example)["project"]["entry-points"]
+
+
+def test_documented_commands_exist():
+    targets = set(
+        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    )
+    seen = set()
+    for words in commands():
+        seen.add(words[0])
+        if words[0] == "make":
+            assert words[1] in targets, words
+        elif words[0] == "python":
+            assert words[1] == "-m", words
+            assert importlib.util.find_spec(words[2]) is not None, words
+    assert seen >= {"make", "python"}
+
+
+@pytest.mark.parametrize("words", [w for w in commands() if "--spec" in w], ids=" ".join)
+def test_documented_runs_are_valid(words, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    spec = words[words.index("--spec") + 1]
+    ib.load_spec(spec, [word for word in words if re.match(r"[a-z_.]+=", word)])
+
+
+def test_links_lead_to_files():
+    for text in (README, CONTRIBUTING):
+        for target in re.findall(r"\]\(([^)#]+)\)", text):
+            assert (ROOT / target).exists(), target
+
+
+def test_readme_lists_the_zoo_with_its_parameters():
+    rows = re.findall(
+        r"^\| `(\w+[\w.]*)` \| (\d+) \S (\d+) \| ([\d.]+) M(?: \(([\d.]+) M\))? \|", README, re.MULTILINE
+    )
+    listed = {row[0] for row in rows}
+    present = {path.stem for path in (ROOT / "zoo").glob("*.yaml")}
+    assert listed == {name for name in present if not name.endswith(("_bounded", "_explicit"))}
+    for name, layers, width, implicit, explicit in rows:
+        model = ib.load_spec(name).model
+        assert (model.n_layers, model.d_model) == (int(layers), int(width))
+        assert f"{count_parameters(model).total / 1e6:.1f}" == implicit, name
+        if explicit:
+            assert (
+                f"{count_parameters(ib.load_spec(f'{name}_explicit').model).total / 1e6:.1f}" == explicit
+            ), name
+
+
+# -------------------------------------------------------------------------------- the library
+
+
+def test_public_names_are_pinned_and_resolve():
+    assert sorted(ib.__all__) == sorted(PUBLIC_NAMES)
+    for name in PUBLIC_NAMES:
+        assert getattr(ib, name) is not None
+    assert dir(ib) == sorted(ib.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ib.nothing
+
+
+def sources() -> list[Path]:
+    """Return the Python files that are installed, the plugins' too."""
+    folders = [ROOT / "implicit_blocks", ROOT / "trainer", ROOT / "zoo", *ROOT.glob("plugins/*/src/*")]
+    return sorted(path for folder in folders if folder.is_dir() for path in folder.rglob("*.py"))
+
+
+def test_everything_public_has_a_docstring():
+    missing = []
+    for path in sources():
+        module = ast.parse(path.read_text(encoding="utf-8"))
+        public = [
+            node
+            for node in module.body
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+        ]
+        names = [node.name for node in public if not ast.get_docstring(node)]
+        names += [] if ast.get_docstring(module) else ["the module"]
+        missing += [f"{path.relative_to(ROOT)}: {name}" for name in names]
+    assert not missing
+
+
+def test_no_file_is_longer_than_500_lines():
+    folders = ("implicit_blocks", "trainer", "zoo", "plugins", "tests", "benchmarks")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    long = {
+        str(path.relative_to(ROOT)): n
+        for path in files
+        if (n := len(path.read_text("utf-8").splitlines())) > 500
+    }
+    assert not long
+
+
+# -------------------------------------------------------------------------------- the distribution
+
+
+def test_wheel_holds_packages_and_zoo_and_nothing_else(tmp_path):
+    source = tmp_path / "source"  # building writes into the source folder
+    source.mkdir()
+    for folder in ("implicit_blocks", "trainer", "zoo"):
+        shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source / file)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
+    done = subprocess.run(
+        [*pip, "--no-build-isolation", "-w", tmp_path / "wheels", source],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "wheels").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        information = [name for name in archive.namelist() if ".dist-info/" in name]
+    expected = {
+        str(path.relative_to(ROOT))
+        for folder in ("implicit_blocks", "trainer", "zoo")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".yaml", ".typed"}
+    }
+    assert held == expected
+    assert any(name.endswith("licenses/LICENSE") for name in information)
+
+
+def pinned() -> dict[str, str]:
+    """Return name and version of every line of the constraints."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split("==") for line in lines if line.strip() and not line.startswith("#")]
+    return {name.lower().replace("_", "-"): version for name, version in pairs}
+
+
+def test_constraints_pin_every_dependency_within_its_bounds():
+    project, versions = PYPROJECT["project"], pinned()
+    extras = project["optional-dependencies"]
+    listed = [
+        *PYPROJECT["build-system"]["requires"],
+        *project["dependencies"],
+        *extras["train"],
+        *extras["dev"],
+    ]
+    for text in listed:
+        requirement = Requirement(text)
+        name = requirement.name.lower().replace("_", "-")
+        if name != "implicit-blocks":
+            assert requirement.specifier.contains(versions[name]), text
+    assert versions["torch"] == "2.13.0"
+    assert set(extras) >= {"train", "hf", "cuda", "dev"}
+
+
+def test_plugins_ask_for_versions_that_there_are():
+    for path in ROOT.glob("plugins/*/pyproject.toml"):
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        (asked,) = (r for r in map(Requirement, project["dependencies"]) if r.name == "implicit_blocks")
+        assert asked.specifier.contains(PYPROJECT["project"]["version"])
+        assert (path.parent / project["readme"]).is_file()
