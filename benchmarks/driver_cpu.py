@@ -1,9 +1,9 @@
-"""What the driver adds to the bare map on the CPU: Picard through it against a Python loop over the same ``f``.
+"""What the driver adds to the bare map on the CPU: Picard through it against a loop over the same ``f``.
 
-The map is the one of the zoo's 130M models (``--model llama_130m`` or ``mamba2_130m``) in float32 on random weights,
-iterated a fixed number of times. They run alternately; the medians of processor time are compared.
+The map is the one of the zoo's 130M models (``llama_130m`` and ``mamba2_130m``) in float32 on random
+weights, iterated a fixed number of times. They run alternately; the medians of processor time are compared.
 
-    python benchmarks/driver_cpu.py [--model llama_130m] [--length 256] [--iterations 4] [--repeats 9] [--threads 1]
+    python benchmarks/driver_cpu.py [--models llama_130m] [--length 256] [--iterations 4]
 """
 
 from __future__ import annotations

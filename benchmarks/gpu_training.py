@@ -2,10 +2,11 @@
 
     python benchmarks/gpu_training.py [--works llama_130m mamba2_130m …] [--compile] [--steps 8]
 
-A *work* is a zoo model with a batch: those of ``WORKS``, the shapes that the published implementation was timed at on
-an H100 (its figures stand beside ours). Synthetic tokens; bfloat16 autocast, float32 masters, fused AdamW. The time is
-that of whole steps (forward, backward, clipping, optimizer), the median of ``--steps`` after warming up, by CUDA
-events. Model FLOPs are counted by ``implicit_blocks.specs.counting`` from the iterations taken.
+A *work* is a zoo model with a batch: those of ``WORKS``, the shapes that the published implementation was
+timed at on an H100 (its figures stand beside ours). Synthetic tokens; bfloat16 autocast, float32 masters,
+fused AdamW. The time is that of whole steps (forward, backward, clipping, optimizer), the median of
+``--steps`` after warming up, by CUDA events. Model FLOPs are counted by ``implicit_blocks.specs.counting``
+from the iterations taken.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", default=list(WORKS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--compile", action="store_true", help="compile the map")
-    parser.add_argument("--fixed", type=int, default=None, help="take so many iterations, whatever the residual")
+    parser.add_argument(
+        "--fixed", type=int, default=None, help="take so many iterations, whatever the residual"
+    )
     parser.add_argument("--output", default="gpu_training")
     arguments = parser.parse_args()
     rows = []

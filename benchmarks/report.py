@@ -15,7 +15,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def cpu_model() -> str:
-    """Name the processor; where a virtual machine hides its name, family, model and stepping still tell it."""
+    """Name the processor; where a virtual machine hides its name, family and model still tell it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

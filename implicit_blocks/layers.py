@@ -88,14 +88,14 @@ class SwiGLU(nn.Module):
 
 
 class BlockContext(NamedTuple):
-    """What a block needs to know of a window: its mixer's context, and the dropout masks of this forward pass."""
+    """What a block needs to know of a window: its mixer's context, this forward pass's dropout masks."""
 
     mixer: Any
     masks: tuple[Tensor, Tensor] | None = None
 
 
 class Block(nn.Module):
-    """A pre-norm residual layer: ``z ← z + mixer(norm(z), u)``, then ``z ← z + mlp(norm(z))`` where there is one."""
+    """A pre-norm residual layer: ``z ← z + mixer(norm(z), u)``, and with an MLP ``z ← z + mlp(norm(z))``."""
 
     def __init__(self, mixer: Mixer, mlp: nn.Module | None, *, d_model: int, norm_eps: float) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Block(nn.Module):
 
 
 def reset_linear_(module: nn.Module) -> None:
-    """Initialize a linear or convolution layer as torch does, uniform within 1/√fan_in, weight norm or not."""
+    """Initialize a linear or convolution layer as torch does, uniform in 1/√fan_in, weight norm or not."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     fresh = torch.empty_like(weight, requires_grad=False)
@@ -154,7 +154,7 @@ def reset_linear_(module: nn.Module) -> None:
 
 
 def reset_parameters_(root: nn.Module) -> None:
-    """Initialize every module below ``root`` that has parameters of its own, in the order of ``modules()``."""
+    """Initialize every module below ``root`` with parameters of its own, in the order of ``modules()``."""
     for module in root.modules():
         if module is root:
             continue

@@ -2,8 +2,8 @@
 
 J. Su et al., "RoFormer", 2021 (rotary positions); J. Ainslie et al., "GQA", 2023 (grouped heads).
 
-Shape legend: B batch, L tokens of the window, T tokens so far, D model width, H query heads, K key and value heads,
-P head width, U injection width = (H + 2K) · P.
+Shape legend: B batch, L tokens of the window, T tokens so far, D model width, H query heads, K key and value
+heads, P head width, U injection width = (H + 2K) · P.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from implicit_blocks.specs import AttentionSpec
 class AttentionState(NamedTuple):
     """Keys (rotated) and values of the committed tokens, (B, K, C, P), of which the first ``length`` count.
 
-    C is ``length`` itself, or a capacity reserved for inference: a window then writes behind the committed tokens,
-    and committing it moves ``length``.
+    C is ``length`` itself, or a capacity reserved for inference: a window then writes behind the committed
+    tokens, and committing it moves ``length``.
     """
 
     keys: Tensor
@@ -34,7 +34,7 @@ class AttentionState(NamedTuple):
 
 
 class AttentionContext(NamedTuple):
-    """Rotation tables (1 or B, 1, L, P / 2), and which keys a query sees, (…, L, T) bool or None: by ``causal``."""
+    """Rotations (1 or B, 1, L, P / 2), and which keys a query sees, (…, L, T) bool or None: by ``causal``."""
 
     cos: Tensor
     sin: Tensor
@@ -115,7 +115,7 @@ class Attention(Mixer):
     def _attend(
         self, z: Tensor, u: Tensor | None, state: AttentionState, context: AttentionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output, and the buffers that hold the keys and values with the window's behind the committed."""
+        """Return the output, and the buffers of keys and values with the window's behind the committed."""
         batch, length, _ = z.shape
         qkv = self.in_proj(z)
         if u is not None:

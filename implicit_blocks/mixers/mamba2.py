@@ -2,8 +2,8 @@
 
 T. Dao and A. Gu, "Transformers are SSMs", ICML 2024.
 
-Shape legend: B batch, L tokens of the window, D model width, I inner width = H · P, H heads, P head width, G groups,
-N state width, W convolution taps, C convolved channels = I + 2GN, U injection width = 2I + 2GN + H.
+Shape legend: B batch, L tokens of the window, D model width, I inner width = H · P, H heads, P head width, G
+groups, N state width, W convolution taps, C convolved channels = I + 2GN, U injection width = 2I + 2GN + H.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from implicit_blocks.specs import Mamba2Spec
 
 
 class Mamba2State(NamedTuple):
-    """What the committed tokens leave: the convolution's last inputs, (B, W − 1, C), and the scan's h, (B, H, P, N).
+    """What committed tokens leave: the convolution's last inputs, (B, W − 1, C), the scan's h, (B, H, P, N).
 
     ``h`` is kept in float32 or better.
     """
@@ -44,7 +44,7 @@ class Mamba2Context(NamedTuple):
 
 
 class DepthwiseConv(nn.Module):
-    """Weights (C, W), oldest tap first, and bias (C,) or None of a causal convolution that keeps channels apart."""
+    """Weights (C, W), oldest tap first, and bias (C,) or None of a causal convolution, channel by channel."""
 
     def __init__(self, channels: int, taps: int, *, bias: bool = True) -> None:
         super().__init__()
@@ -60,11 +60,11 @@ class DepthwiseConv(nn.Module):
 class Mamba2(Mixer):
     """Projection, short causal convolution, SSD scan, gated norm, projection.
 
-    ``[gate, x, B, C, dt] = W z + u``; ``x, B, C`` go through the convolution and SiLU; ``dt = softplus(dt + dt_bias)``,
-    ``A = −exp(A_log)``; ``h_t = exp(A dt_t) h_{t−1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t + D x_t``;
-    ``rms(y · silu(gate)) · w``, then the output projection. The H / G heads of a group share B and C, and the norm
-    takes each group by itself, unless the spec says otherwise. ``A``, ``dt`` and the state are kept in float32 or
-    better, whatever the type of the projections.
+    ``[gate, x, B, C, dt] = W z + u``; ``x, B, C`` go through the convolution and SiLU; ``dt = softplus(dt +
+    dt_bias)``, ``A = −exp(A_log)``; ``h_t = exp(A dt_t) h_{t−1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t + D x_t``;
+    ``rms(y · silu(gate)) · w``, then the output projection. The H / G heads of a group share B and C, and the
+    norm takes each group by itself, unless the spec says otherwise. ``A``, ``dt`` and the state are kept in
+    float32 or better, whatever the type of the projections.
 
     Args:
         spec: widths, and ranges of the initial A and dt.
@@ -145,9 +145,7 @@ class Mamba2(Mixer):
             tail = inputs.gather(1, index)
         return y, Mamba2State(tail, h)
 
-    def _project(
-        self, z: Tensor, u: Tensor | None, context: Mamba2Context
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, z: Tensor, u: Tensor | None, context: Mamba2Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gate, what goes into the convolution, and dt; padding feeds nothing in."""
         projected: Tensor = self.in_proj(z)
         if u is not None:

@@ -45,9 +45,9 @@ def rotation_tables(
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
     """Return the frequencies, in radians a token, lowered for long texts.
 
-    ``linear`` divides all by the factor (position interpolation: S. Chen et al., 2023). ``llama3`` divides those
-    whose wavelength exceeds the original length / low_freq_factor, keeps those whose wavelength is below the
-    original length / high_freq_factor, and interpolates between (Llama 3.1).
+    ``linear`` divides all by the factor (position interpolation: S. Chen et al., 2023). ``llama3`` divides
+    those whose wavelength exceeds the original length / low_freq_factor, keeps those whose wavelength is
+    below the original length / high_freq_factor, and interpolates between (Llama 3.1).
     """
     lowered = frequencies / scaling.factor
     if scaling.rope_type == "linear":

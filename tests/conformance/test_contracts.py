@@ -10,7 +10,9 @@ from implicit_blocks.testing import MIXER_CONTRACTS, SOLVER_CONTRACTS
 MIXERS = {
     "mamba2": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4),
     "mamba2-one-chunk": ib.Mamba2Spec(d_state=4, expand=1, head_dim=4, chunk_size=64),
-    "mamba2-groups": ib.Mamba2Spec(d_state=4, head_dim=4, n_groups=2, bias=True, conv_bias=False, chunk_size=4),
+    "mamba2-groups": ib.Mamba2Spec(
+        d_state=4, head_dim=4, n_groups=2, bias=True, conv_bias=False, chunk_size=4
+    ),
     "attention": ib.AttentionSpec(n_heads=4),
     "attention-grouped": ib.AttentionSpec(n_heads=4, n_kv_heads=2, rope_theta=100.0),
     "attention-llama3": ib.AttentionSpec(

@@ -101,10 +101,32 @@ def test_bfloat16_autocast_trains(mixer):
 
 
 def test_a_run_of_the_trainer(tmp_path):
-    command = [sys.executable, "-m", "trainer", "--spec", "word_problem_s3", "--output", str(tmp_path / "run")]
-    changes = ["training.max_steps=6", "phases.unrolled.until=3", "evaluation.sequences=16", "evaluation.lengths=[16]"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "--spec",
+        "word_problem_s3",
+        "--output",
+        str(tmp_path / "run"),
+    ]
+    changes = [
+        "training.max_steps=6",
+        "phases.unrolled.until=3",
+        "evaluation.sequences=16",
+        "evaluation.lengths=[16]",
+    ]
     subprocess.run([*command, "--device", "cuda", *changes], check=True)
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 7))
-    resumed = [sys.executable, "-m", "trainer", "--resume", "--output", str(tmp_path / "run"), "--device", "cuda"]
+    resumed = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "--resume",
+        "--output",
+        str(tmp_path / "run"),
+        "--device",
+        "cuda",
+    ]
     subprocess.run(resumed, check=True)
