@@ -245,7 +245,8 @@ class LanguageModel(nn.Module, ABC):
 
         Not decayed: norms, biases, the gains of weight norm, and the mixers' vectors (A_log, dt_bias, D).
         """
-        decayed, others = [], []
+        decayed: list[nn.Parameter] = []
+        others: list[nn.Parameter] = []
         for name, parameter in self.named_parameters():
             matrix = parameter.ndim >= 2 and not name.endswith("original0")
             (decayed if matrix else others).append(parameter)
