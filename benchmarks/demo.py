@@ -95,6 +95,10 @@ def draw(folder: Path) -> Path:
     command = [sys.executable, "-m", "trainer.report", *(str(folder / name) for name in SPECS)]
     for name in SPECS:
         command += ["--label", name]
+    command += [
+        "--title",
+        "Products in S3: one layer iterated to its fixed point, and the same layer run once",
+    ]
     subprocess.run([*command, "--output", str(picture)], check=True, stdout=subprocess.DEVNULL)
     return picture
 

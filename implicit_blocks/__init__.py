@@ -1,1 +1,157 @@
-"""."""
+"""Implicit sequence models: fixed points of state-space and attention layers, made of interchangeable parts.
+
+Names are imported when first used, so that specs can be read and checked without importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from implicit_blocks.driver import Search
+    from implicit_blocks.fixed_point import FixedPoint, solve_fixed_point
+    from implicit_blocks.gradients import ImplicitFunction, Phantom, Unrolled, jacobian_free
+    from implicit_blocks.hookspecs import hookimpl
+    from implicit_blocks.interfaces import (
+        Adjoint,
+        GradientEstimator,
+        Map,
+        Mixer,
+        RowMap,
+        SearchLike,
+        Solution,
+        Solver,
+        Window,
+    )
+    from implicit_blocks.mixers import Attention, Mamba2
+    from implicit_blocks.model import ExplicitLM, ImplicitLM, LMOutput
+    from implicit_blocks.registry import build
+    from implicit_blocks.solvers import Anderson, Picard
+    from implicit_blocks.specs import (
+        AndersonSpec,
+        AtEvaluation,
+        AttentionSpec,
+        ComponentSpec,
+        ExplicitLMSpec,
+        GradientSpec,
+        ImplicitFunctionSpec,
+        ImplicitLMSpec,
+        Mamba2Spec,
+        MixerSpec,
+        MLPSpec,
+        ModelSpec,
+        PhantomSpec,
+        PicardSpec,
+        SolverSpec,
+        Stopping,
+        StoppingOverrides,
+        SwiGLUSpec,
+        UnrolledSpec,
+        load_spec,
+    )
+
+_HOMES = {
+    "driver": ["Search"],
+    "fixed_point": ["FixedPoint", "solve_fixed_point"],
+    "gradients": ["ImplicitFunction", "Phantom", "Unrolled", "jacobian_free"],
+    "hookspecs": ["hookimpl"],
+    "interfaces": [
+        "Adjoint",
+        "GradientEstimator",
+        "Map",
+        "Mixer",
+        "RowMap",
+        "SearchLike",
+        "Solution",
+        "Solver",
+        "Window",
+    ],
+    "mixers": ["Attention", "Mamba2"],
+    "model": ["ExplicitLM", "ImplicitLM", "LMOutput"],
+    "registry": ["build"],
+    "solvers": ["Anderson", "Picard"],
+    "specs": [
+        "AndersonSpec",
+        "AtEvaluation",
+        "AttentionSpec",
+        "ComponentSpec",
+        "ExplicitLMSpec",
+        "GradientSpec",
+        "ImplicitFunctionSpec",
+        "ImplicitLMSpec",
+        "MLPSpec",
+        "Mamba2Spec",
+        "MixerSpec",
+        "ModelSpec",
+        "PhantomSpec",
+        "PicardSpec",
+        "SolverSpec",
+        "Stopping",
+        "StoppingOverrides",
+        "SwiGLUSpec",
+        "UnrolledSpec",
+        "load_spec",
+    ],
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Adjoint",
+    "Anderson",
+    "AndersonSpec",
+    "AtEvaluation",
+    "Attention",
+    "AttentionSpec",
+    "ComponentSpec",
+    "ExplicitLM",
+    "ExplicitLMSpec",
+    "FixedPoint",
+    "GradientEstimator",
+    "GradientSpec",
+    "ImplicitFunction",
+    "ImplicitFunctionSpec",
+    "ImplicitLM",
+    "ImplicitLMSpec",
+    "LMOutput",
+    "MLPSpec",
+    "Mamba2",
+    "Mamba2Spec",
+    "Map",
+    "Mixer",
+    "MixerSpec",
+    "ModelSpec",
+    "Phantom",
+    "PhantomSpec",
+    "Picard",
+    "PicardSpec",
+    "RowMap",
+    "Search",
+    "SearchLike",
+    "Solution",
+    "Solver",
+    "SolverSpec",
+    "Stopping",
+    "StoppingOverrides",
+    "SwiGLUSpec",
+    "Unrolled",
+    "UnrolledSpec",
+    "Window",
+    "build",
+    "hookimpl",
+    "jacobian_free",
+    "load_spec",
+    "solve_fixed_point",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'implicit_blocks' has no attribute {name!r}")
+    value = getattr(import_module(f"implicit_blocks.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
