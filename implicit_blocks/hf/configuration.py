@@ -1,0 +1,209 @@
+"""Configurations of transformers, each around one model spec.
+
+The spec is the one source of what a model is; the fields beside it are those that transformers and tools
+built on it read, and always follow the spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from transformers import PreTrainedConfig
+
+from implicit_blocks import registry
+from implicit_blocks.hf.remote_code import auto_map
+from implicit_blocks.specs import (
+    AttentionSpec,
+    ImplicitLMSpec,
+    LanguageModelSpec,
+    Mamba2Spec,
+    ModelSpec,
+    SwiGLUSpec,
+)
+
+_FOLLOWING = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "layer_types",
+    "tie_word_embeddings",
+    "initializer_range",
+)
+
+
+class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' classes are Any to the checker
+    """What both families share; see ``from_spec``."""
+
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache_params", "solution"]
+    class_stem: ClassVar[str]
+    layer_type: ClassVar[str]
+
+    spec: dict[str, Any] | None = None
+    vocab_size: int | None = None
+    hidden_size: int | None = None
+    num_hidden_layers: int | None = None
+    max_position_embeddings: int = 2048
+    layer_types: list[str] | None = None
+    tie_word_embeddings: bool | None = None
+    initializer_range: float | None = None
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Check the spec, let the other fields follow it, and refuse those given otherwise."""
+        given = {name: kwargs.pop(name, None) for name in self._derived()}
+        given |= {name: getattr(self, name) for name in _FOLLOWING}
+        kwargs.pop("auto_map", None)
+        self.set_model_spec(self._default_spec() if self.spec is None else self._checked(self.spec))
+        for name, value in given.items():
+            if value is not None and value != getattr(self, name):
+                raise ValueError(
+                    f"{name} is {value!r}, and the spec makes it {getattr(self, name)!r}; give a spec "
+                    f"({type(self).__name__}.from_spec) and leave {name} out"
+                )
+        self.auto_map = auto_map(self.class_stem)
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_spec(cls, spec: ModelSpec, **fields: Any) -> Self:
+        """Return the configuration of a spec, implicit or explicit; ``fields`` are transformers' own."""
+        return cls(spec=spec.model_dump(mode="json"), **fields)
+
+    @property
+    def model_spec(self) -> LanguageModelSpec:
+        """The spec."""
+        return self._checked(self.spec)
+
+    def set_model_spec(self, spec: LanguageModelSpec) -> None:
+        """Take another spec, and let the other fields follow it."""
+        self.spec = spec.model_dump(mode="json")
+        self.vocab_size = spec.padded_vocab_size  # the width of the logits, which is what transformers means
+        self.hidden_size = spec.d_model
+        self.num_hidden_layers = spec.n_layers
+        self.layer_types = [self.layer_type] * spec.n_layers
+        self.tie_word_embeddings = spec.tie_embeddings
+        self.initializer_range = spec.embedding_std
+        for name, value in self._of_layers(spec).items():
+            setattr(self, name, value)
+
+    def to_diff_dict(self) -> dict[str, Any]:
+        """Return what is saved, the whole spec too where it is the default's, which may change one day."""
+        saved: dict[str, Any] = super().to_diff_dict()
+        return saved | {
+            name: getattr(self, name) for name in ("spec", *_FOLLOWING, "max_position_embeddings")
+        }
+
+    def _checked(self, fields: Mapping[str, Any] | ModelSpec | None) -> LanguageModelSpec:
+        if isinstance(fields, Mapping):
+            kind = fields.get("kind")
+            if not isinstance(kind, str):
+                raise ValueError(
+                    "the spec of the configuration names no kind; it is a model spec written out in full"
+                )
+            fields = registry.entry("model", kind).spec.model_validate(fields)
+        if not isinstance(fields, LanguageModelSpec):
+            raise ValueError(
+                f"a model of kind {getattr(fields, 'kind', None)!r} has no class of transformers; "
+                "choose implicit_lm or explicit_lm"
+            )
+        self._check_mixer(fields)
+        return fields
+
+    def _default_spec(self) -> LanguageModelSpec:
+        raise NotImplementedError
+
+    def _check_mixer(self, spec: LanguageModelSpec) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def _derived(cls) -> tuple[str, ...]:
+        return ()
+
+    def _of_layers(self, spec: LanguageModelSpec) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
+        """Do nothing: every saved folder carries what ``trust_remote_code`` needs."""
+
+
+class ImplicitLlamaConfig(_ImplicitConfig):
+    """Configuration of models whose layers attend: Llama's, made implicit, or their explicit twins.
+
+    ``ImplicitLlamaConfig.from_spec(spec)`` is the way to make one; without a spec it is the 130M model's.
+    """
+
+    model_type = "implicit_blocks_llama"
+    class_stem: ClassVar[str] = "ImplicitLlama"
+    layer_type: ClassVar[str] = "full_attention"
+
+    def _default_spec(self) -> LanguageModelSpec:
+        mixer, mlp = AttentionSpec(n_heads=12), SwiGLUSpec(d_hidden=2048)
+        return ImplicitLMSpec(vocab_size=50277, d_model=768, n_layers=12, mixer=mixer, mlp=mlp)
+
+    def _check_mixer(self, spec: LanguageModelSpec) -> None:
+        if isinstance(spec.mixer, Mamba2Spec):
+            raise ValueError(
+                f"{type(self).__name__} is of attention models, and the mixer is 'mamba2'; "
+                "use ImplicitMamba2Config"
+            )
+
+    @classmethod
+    def _derived(cls) -> tuple[str, ...]:
+        return ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+
+    def _of_layers(self, spec: LanguageModelSpec) -> dict[str, Any]:
+        heads = getattr(spec.mixer, "n_heads", 1)
+        return {
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(spec.mixer, "n_kv_heads", None) or heads,
+            "head_dim": getattr(spec.mixer, "head_dim", None) or spec.d_model // heads,
+            "intermediate_size": getattr(spec.mlp, "d_hidden", None),
+        }
+
+
+class ImplicitMamba2Config(_ImplicitConfig):
+    """Configuration of models whose layers are Mamba2's, made implicit, or their explicit twins.
+
+    ``ImplicitMamba2Config.from_spec(spec)`` is the way to make one; without a spec it is the 130M model's.
+    """
+
+    model_type = "implicit_blocks_mamba2"
+    class_stem: ClassVar[str] = "ImplicitMamba2"
+    layer_type: ClassVar[str] = "linear_attention"
+
+    def _default_spec(self) -> LanguageModelSpec:
+        return ImplicitLMSpec(vocab_size=50277, pad_vocab_to=16, d_model=768, n_layers=24, mixer=Mamba2Spec())
+
+    def _check_mixer(self, spec: LanguageModelSpec) -> None:
+        if not isinstance(spec.mixer, Mamba2Spec):
+            raise ValueError(
+                f"{type(self).__name__} is of Mamba2 models, and the mixer is {spec.mixer.kind!r}; "
+                "use ImplicitLlamaConfig"
+            )
+
+    @classmethod
+    def _derived(cls) -> tuple[str, ...]:
+        return ("state_size", "expand", "head_dim", "num_heads", "n_groups", "conv_kernel")
+
+    def _of_layers(self, spec: LanguageModelSpec) -> dict[str, Any]:
+        mixer = spec.mixer
+        assert isinstance(mixer, Mamba2Spec)
+        return {
+            "state_size": mixer.d_state,
+            "expand": mixer.expand,
+            "head_dim": mixer.head_dim,
+            "num_heads": mixer.expand * spec.d_model // mixer.head_dim,
+            "n_groups": mixer.n_groups,
+            "conv_kernel": mixer.d_conv,
+        }
+
+
+def config_class_for(spec: ModelSpec) -> type[ImplicitLlamaConfig] | type[ImplicitMamba2Config]:
+    """Return the configuration class of a spec's family: by its mixer, Mamba2's or any other."""
+    return (
+        ImplicitMamba2Config if isinstance(getattr(spec, "mixer", None), Mamba2Spec) else ImplicitLlamaConfig
+    )

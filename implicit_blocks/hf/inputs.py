@@ -1,0 +1,89 @@
+"""What transformers' callers give beside the tokens, in the library's terms.
+
+Shape legend: B batch, L tokens of this call, T tokens so far, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from implicit_blocks.committed import Committed
+from implicit_blocks.suggestions import did_you_mean
+
+_KNOBS = ("tolerance", "max_iterations", "damping", "window_length")
+_WITHOUT_EFFECT = frozenset(
+    {
+        "num_items_in_batch",  # the loss takes it
+        "token_type_ids",  # tokenizers add it unasked
+        "cache_position",
+        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),  # position_ids say the same
+        "seq_idx",
+    }
+)
+_UNAVAILABLE = ("output_attentions", "output_hidden_states")
+
+
+def check_options(model: str, options: Mapping[str, Any]) -> None:
+    """Refuse what is asked for and cannot be given, and names that nobody knows.
+
+    Raises:
+        ValueError: for attention weights and layers' outputs.
+        TypeError: for an unknown name.
+
+    """
+    for name, value in options.items():
+        if name in _UNAVAILABLE:
+            if value:
+                raise ValueError(f"{model} has no {name.removeprefix('output_')} to output; leave {name} out")
+        elif name not in _WITHOUT_EFFECT:
+            raise TypeError(f"{model}.forward has no argument {name!r}; {did_you_mean(name, _KNOBS)}")
+
+
+def mask_of_these(attention_mask: Tensor | None, x_BLD: Tensor, *, past: int) -> Tensor | None:
+    """Return the mask of this call's tokens, (B, L), from one of these or of all so far."""
+    if attention_mask is None:
+        return None
+    batch, length = x_BLD.shape[:2]
+    if tuple(attention_mask.shape) not in ((batch, length), (batch, past + length)):
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}; give one flag a token, "
+            f"{(batch, length)}, or with the {past} tokens before {(batch, past + length)}"
+        )
+    return attention_mask[:, -length:]
+
+
+def documents_of(
+    position_ids: Tensor | None, mask_BL: Tensor | None, x_BLD: Tensor, state: Committed | None
+) -> Tensor | None:
+    """Return the documents that positions separate, (B, L) int64, or None where they only count the tokens.
+
+    Raises:
+        ValueError: for positions that neither count the tokens nor restart at 0.
+
+    """
+    if position_ids is None:
+        return None
+    batch, length = x_BLD.shape[:2]
+    if tuple(position_ids.shape) not in ((1, length), (batch, length)):
+        raise ValueError(f"position_ids have shape {tuple(position_ids.shape)}; give {(batch, length)}")
+    positions = position_ids.expand(batch, length)
+    first = 0 if state is None else state.next_position[:, None]
+    if mask_BL is None:
+        steps = positions.new_ones(batch, length).cumsum(1)
+        counted = positions == first + steps - 1
+    else:
+        counted = (positions == first + mask_BL.cumsum(1) - 1) | ~mask_BL.bool()
+    if bool(counted.all()):
+        return None
+    unpadded = mask_BL is None or bool(mask_BL.all())
+    starts = positions == 0
+    follows = positions[:, 1:] == positions[:, :-1] + 1
+    if state is None and unpadded and bool(starts[:, 0].all()) and bool((starts[:, 1:] | follows).all()):
+        return starts.cumsum(1) - 1
+    raise ValueError(
+        "position_ids do not count the tokens that the attention mask leaves, nor restart at 0 with each "
+        "document; leave them out"
+    )

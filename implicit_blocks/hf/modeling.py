@@ -1,0 +1,439 @@
+"""The models as classes of transformers: thin wrappers around ``ImplicitLM`` and ``ExplicitLM``.
+
+What transformers asks of a model is here (caches, labels that are shifted, masks of all tokens so far, tied
+weights); what is computed is the library's model, called once.
+
+Shape legend: B batch, L tokens of this call, T tokens so far, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from implicit_blocks.hf.cache import ImplicitCache
+from implicit_blocks.hf.configuration import ImplicitLlamaConfig, ImplicitMamba2Config
+from implicit_blocks.hf.inputs import check_options, documents_of, mask_of_these
+from implicit_blocks.hf.remote_code import write_shim
+from implicit_blocks.interfaces import Solution
+from implicit_blocks.layers import Linear, at_least_float32
+from implicit_blocks.model import Encoded, LanguageModel
+from implicit_blocks.registry import build
+from implicit_blocks.search_options import SearchOptions
+
+
+@dataclass
+class ImplicitModelOutput(ModelOutput):  # type: ignore[misc]  # transformers' classes are Any to the checker
+    """``last_hidden_state`` (B, L, D), what a head reads; the family's cache; how the search went."""
+
+    last_hidden_state: Tensor | None = None
+    past_key_values: ImplicitCache | None = None
+    cache_params: ImplicitCache | None = None
+    solution: Solution | None = None
+
+
+@dataclass
+class ImplicitCausalLMOutput(ModelOutput):  # type: ignore[misc]  # the same
+    """``loss`` where labels were given, ``logits`` (B, L or fewer, V), the cache, how the search went."""
+
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    past_key_values: ImplicitCache | None = None
+    cache_params: ImplicitCache | None = None
+    solution: Solution | None = None
+
+
+class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
+    base_model_prefix = "model"
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = False  # a spec's gradient says what is recomputed
+    _no_split_modules = ("ImplicitLM", "ExplicitLM")  # the loop runs on one device
+    # Vectors that decide rates and scales: bfloat16 would move them. Matched as regular expressions.
+    _keep_in_fp32_modules_strict = (r"A_log$", r"dt_bias$", r"mixer\.D$", r"norm\.weight$")
+    _supports_sdpa = True  # attention is torch's own operator; no other implementation can be chosen
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
+        """Do nothing: every saved folder carries what ``trust_remote_code`` needs."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save as transformers does, with the file that ``trust_remote_code`` needs.
+
+        Before the weights, so that it is there where they are pushed to the hub in the same call.
+        """
+        if not os.path.isfile(save_directory) and kwargs.get("is_main_process", True):
+            Path(save_directory).mkdir(parents=True, exist_ok=True)
+            write_shim(Path(save_directory), self.config.class_stem)
+        super().save_pretrained(save_directory, *args, **kwargs)
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Initialize what a checkpoint left out; without a checkpoint the constructor did it."""
+        parameters = list(self.parameters())
+        if not getattr(self, "_made_on_meta", False) or any(p.is_meta for p in parameters):
+            return
+        loaded = [p for p in parameters if getattr(p, "_is_hf_initialized", False)]
+        if len(loaded) == len(parameters):
+            return
+        kept = [(p, p.detach().clone()) for p in loaded]
+        for module in self.modules():
+            if isinstance(module, LanguageModel):
+                module.reset_parameters()
+            elif isinstance(module, Linear) and module is self.get_output_embeddings():
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+        for parameter, value in kept:
+            parameter.copy_(value)
+
+    def _note_where_made(self, lm: LanguageModel) -> None:
+        self._made_on_meta = lm.embedding.weight.is_meta
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the head, in models that have one."""
+        return getattr(self, "lm_head", None)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Make the cache of ``generate``: one of ours, all its room reserved where it is to be static."""
+        name = self._cache_name
+        given = model_kwargs.get(name)
+        if given is not None:
+            if generation_config.cache_implementation is not None:
+                raise ValueError(f"cache_implementation and {name} were both given; leave one of them out")
+            given._is_user_defined = True
+            return
+        if generation_config.use_cache is False:
+            return
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic", "static"):
+            raise ValueError(
+                f"cache_implementation {implementation!r} is not for these models; "
+                "choose 'dynamic' or 'static'"
+            )
+        model_kwargs[name] = ImplicitCache(max_cache_length + 1 if implementation == "static" else None)
+
+    @property
+    def _cache_name(self) -> str:
+        return "cache_params" if isinstance(self.config, ImplicitMamba2Config) else "past_key_values"
+
+
+class _ImplicitModel(_ImplicitPreTrained):
+    """Tokens to what a head reads."""
+
+    def __init__(self, config: ImplicitLlamaConfig | ImplicitMamba2Config) -> None:
+        super().__init__(config)
+        # The head is the causal model's, so the library's model is built as if it were tied: without one.
+        spec = config.model_spec.model_copy(update={"tie_embeddings": True})
+        self.lm = cast(LanguageModel, build(spec))
+        self._note_where_made(self.lm)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding."""
+        return self.lm.embedding
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Take another embedding, of the vocabulary's new size."""
+        self.lm.embedding = value
+
+    def _encode(
+        self,
+        input_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: Any,
+        use_cache: bool | None,
+        window_length: int | None,
+        search: SearchOptions,
+        options: dict[str, Any],
+    ) -> tuple[Encoded, ImplicitCache | None]:
+        check_options(type(self).__name__, options)
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, and not both")
+        if cache is not None and not isinstance(cache, ImplicitCache):
+            raise ValueError(
+                f"the cache is a {type(cache).__name__}; pass an implicit_blocks.hf.ImplicitCache, "
+                "or none and use_cache=True"
+            )
+        x_BLD = self.lm.embedding(input_ids) if inputs_embeds is None else inputs_embeds
+        if x_BLD.ndim != 3 or 0 in x_BLD.shape:
+            raise ValueError(
+                f"the tokens have shape {tuple(x_BLD.shape[:-1])}; give (batch, tokens), neither of them 0"
+            )
+        if use_cache is None:
+            use_cache = bool(self.config.use_cache) and not self.training
+        if use_cache and cache is None:
+            cache = ImplicitCache()
+        state = None if cache is None else cache.state
+        if state is None and cache is not None and cache.capacity is not None:
+            state = self.lm.initial_state(len(x_BLD), capacity=cache.capacity)
+        mask = mask_of_these(attention_mask, x_BLD, past=0 if state is None else state.length)
+        encoded = self.lm.encode(
+            x_BLD,
+            attention_mask=mask,
+            documents=documents_of(position_ids, mask, x_BLD, state),
+            state=state,
+            return_state=bool(use_cache),
+            window_length=window_length,
+            search=search,
+        )
+        if not use_cache:
+            return encoded, None
+        assert encoded.state is not None
+        cache.commit(encoded.state, self.lm.backbone)
+        return encoded, cache
+
+
+class _ImplicitForCausalLM(_ImplicitPreTrained, GenerationMixin):  # type: ignore[misc]  # the same
+    """Tokens to logits: the model and the head, which may be the embedding."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.lm.embedding.weight"}  # noqa: RUF012  # read by transformers
+    model: Any
+    _model_class: type[_ImplicitModel]
+
+    def __init__(self, config: ImplicitLlamaConfig | ImplicitMamba2Config) -> None:
+        super().__init__(config)
+        self.model = self._model_class(config)
+        spec = config.model_spec
+        self.lm_head = Linear(spec.d_model, spec.padded_vocab_size, bias=False)
+        nn.init.normal_(self.lm_head.weight, std=spec.embedding_std)
+        self._note_where_made(self.model.lm)
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding."""
+        return cast(nn.Module, self.model.lm.embedding)
+
+    def set_input_embeddings(self, value: nn.Embedding) -> None:
+        """Take another embedding, of the vocabulary's new size."""
+        self.model.lm.embedding = value
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        """Take another head, of the vocabulary's new size."""
+        head = Linear(new_embeddings.in_features, new_embeddings.out_features, bias=False, device="meta")
+        head.weight = new_embeddings.weight
+        self.lm_head = head
+
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Resize embedding and head as transformers does; the spec follows."""
+        resized: nn.Module = super().resize_token_embeddings(*args, **kwargs)
+        rows = self.model.lm.embedding.weight.shape[0]
+        changes = {"vocab_size": rows, "pad_vocab_to": 1}
+        if rows != self.config.model_spec.padded_vocab_size:
+            self.config.set_model_spec(self.config.model_spec.model_copy(update=changes))
+            self.model.lm.spec = self.model.lm.spec.model_copy(update=changes)
+        return resized
+
+    def _predict(
+        self, encoded: Encoded, labels: Tensor | None, logits_to_keep: int | Tensor, options: dict[str, Any]
+    ) -> dict[str, Any]:
+        hidden = encoded.hidden_BLD
+        if isinstance(logits_to_keep, Tensor):
+            hidden = hidden[:, logits_to_keep]
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+        logits = at_least_float32(self.lm_head(hidden))
+        loss = None
+        if labels is not None:
+            kept = {"num_items_in_batch": options.get("num_items_in_batch")}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kept)
+        return {"loss": loss, "logits": logits, "solution": encoded.solution}
+
+
+class ImplicitLlamaModel(_ImplicitModel):
+    """Attention layers iterated to a fixed point, or applied once, without a head."""
+
+    config_class = ImplicitLlamaConfig
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ImplicitCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        window_length: int | None = None,
+        tolerance: float | None = None,
+        max_iterations: int | None = None,
+        damping: float | None = None,
+        return_dict: bool | None = None,
+        **options: Any,
+    ) -> ImplicitModelOutput | tuple[Any, ...]:
+        """Solve for what a head reads; arguments as of ``ImplicitLlamaForCausalLM``."""
+        search = SearchOptions(tolerance=tolerance, max_iterations=max_iterations, damping=damping)
+        encoded, cache = self._encode(
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            use_cache,
+            window_length,
+            search,
+            options,
+        )
+        found = ImplicitModelOutput(encoded.hidden_BLD, past_key_values=cache, solution=encoded.solution)
+        return found.to_tuple() if return_dict is False else found
+
+
+class ImplicitMamba2Model(_ImplicitModel):
+    """Mamba2 layers iterated to a fixed point, or applied once, without a head."""
+
+    config_class = ImplicitMamba2Config
+    _is_stateful = True
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache_params: ImplicitCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        window_length: int | None = None,
+        tolerance: float | None = None,
+        max_iterations: int | None = None,
+        damping: float | None = None,
+        return_dict: bool | None = None,
+        **options: Any,
+    ) -> ImplicitModelOutput | tuple[Any, ...]:
+        """Solve for what a head reads; arguments as of ``ImplicitMamba2ForCausalLM``."""
+        search = SearchOptions(tolerance=tolerance, max_iterations=max_iterations, damping=damping)
+        encoded, cache = self._encode(
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            cache_params,
+            use_cache,
+            window_length,
+            search,
+            options,
+        )
+        found = ImplicitModelOutput(encoded.hidden_BLD, cache_params=cache, solution=encoded.solution)
+        return found.to_tuple() if return_dict is False else found
+
+
+class ImplicitLlamaForCausalLM(_ImplicitForCausalLM):
+    """A language model of attention layers, implicit or its explicit twin."""
+
+    config_class = ImplicitLlamaConfig
+    _model_class = ImplicitLlamaModel
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ImplicitCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        window_length: int | None = None,
+        tolerance: float | None = None,
+        max_iterations: int | None = None,
+        damping: float | None = None,
+        return_dict: bool | None = None,
+        **options: Any,
+    ) -> ImplicitCausalLMOutput | tuple[Any, ...]:
+        """Predict the next tokens.
+
+        Args:
+            input_ids: (B, L) tokens, after those in the cache.
+            attention_mask: (B, L) or (B, T), 0 at padding on either side.
+            position_ids: need not be given: positions are counted from the mask. Restarts from 0 in an
+                unpadded row separate documents, which do not see each other; other positions are refused.
+            past_key_values: the cache of an earlier call; it is changed, and returned.
+            inputs_embeds: (B, L, D) embedded tokens instead of ``input_ids``.
+            labels: (B, L), **shifted here** as everywhere in transformers: give ``input_ids``; −100 is
+                ignored.
+            use_cache: return a cache; the configuration's by default, and not in training.
+            logits_to_keep: compute the logits of so many last tokens, or of those with these indices; 0:
+                of all.
+            window_length: solve so many tokens at a time; 1 is the paper's sequential mode, None solves all.
+            tolerance: of the search, instead of the spec's; so are the next two. Explicit models ignore them.
+            max_iterations: calls of the map at most.
+            damping: share of f(z) in a step of the solver.
+            return_dict: False gives a tuple.
+            options: of transformers' callers; ``num_items_in_batch`` is the number of tokens to average
+                the loss over.
+
+        Raises:
+            ValueError: where shapes do not fit, or something cannot be done.
+            TypeError: for an unknown argument.
+
+        """
+        search = SearchOptions(tolerance=tolerance, max_iterations=max_iterations, damping=damping)
+        encoded, cache = self.model._encode(
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            past_key_values,
+            use_cache,
+            window_length,
+            search,
+            options,
+        )
+        found = ImplicitCausalLMOutput(
+            **self._predict(encoded, labels, logits_to_keep, options), past_key_values=cache
+        )
+        return found.to_tuple() if return_dict is False else found
+
+
+class ImplicitMamba2ForCausalLM(_ImplicitForCausalLM):
+    """A language model of Mamba2 layers, implicit or its explicit twin."""
+
+    config_class = ImplicitMamba2Config
+    _model_class = ImplicitMamba2Model
+    _is_stateful = True
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache_params: ImplicitCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        window_length: int | None = None,
+        tolerance: float | None = None,
+        max_iterations: int | None = None,
+        damping: float | None = None,
+        return_dict: bool | None = None,
+        **options: Any,
+    ) -> ImplicitCausalLMOutput | tuple[Any, ...]:
+        """Predict the next tokens: ``ImplicitLlamaForCausalLM.forward``, the cache being ``cache_params``."""
+        search = SearchOptions(tolerance=tolerance, max_iterations=max_iterations, damping=damping)
+        encoded, cache = self.model._encode(
+            input_ids,
+            inputs_embeds,
+            attention_mask,
+            position_ids,
+            cache_params,
+            use_cache,
+            window_length,
+            search,
+            options,
+        )
+        found = ImplicitCausalLMOutput(
+            **self._predict(encoded, labels, logits_to_keep, options), cache_params=cache
+        )
+        return found.to_tuple() if return_dict is False else found
