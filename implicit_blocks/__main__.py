@@ -1,4 +1,4 @@
-"""``python -m implicit_blocks``: what is installed, and the schema of specs."""
+"""``python -m implicit_blocks``: what is installed, the schema of specs, and checkpoints of other kinds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from implicit_blocks import registry
@@ -26,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m implicit_blocks", description=__doc__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_list, _add_schema):
+    for add in (_add_list, _add_schema, _add_convert, _add_export):
         add(commands)
     return parser
 
@@ -67,6 +68,58 @@ def _add_schema(commands: Any) -> None:
 def _schema(options: argparse.Namespace) -> None:
     schema = run_schema() if options.complete else file_schema()
     print(json.dumps(schema, indent=2, ensure_ascii=False))
+
+
+def _add_convert(commands: Any) -> None:
+    command = commands.add_parser(
+        "convert", help="a published checkpoint, a Llama or Mamba2 of transformers, into one of ours; or back"
+    )
+    command.add_argument("source", type=Path, help="folder with config.json and weights")
+    command.add_argument("destination", type=Path, help="new folder")
+    command.add_argument("--to", choices=("transformers", "published"), default="transformers")
+    command.add_argument(
+        "--implicit",
+        action="store_true",
+        help="make an explicit model the start of an implicit one, to be fine-tuned",
+    )
+    command.add_argument("--max-shard-size", default="5GB", help="size of a file of weights (5GB)")
+    command.set_defaults(command=_convert)
+
+
+def _convert(options: argparse.Namespace) -> None:
+    from implicit_blocks.hf.convert import convert
+
+    convert(
+        options.source,
+        options.destination,
+        to=options.to,
+        implicit=options.implicit,
+        max_shard_size=options.max_shard_size,
+    )
+
+
+def _add_export(commands: Any) -> None:
+    command = commands.add_parser("export", help="a spec's model as a folder of transformers")
+    command.add_argument("spec", help="name in the zoo, or YAML file")
+    command.add_argument("destination", type=Path, help="new folder")
+    command.add_argument(
+        "--checkpoint", type=Path, help="weights, or the trainer's checkpoint; else fresh ones"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of fresh weights (0)")
+    command.add_argument("--max-shard-size", default="5GB", help="size of a file of weights (5GB)")
+    command.set_defaults(command=_export)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from implicit_blocks.hf.convert import export
+
+    export(
+        options.spec,
+        options.destination,
+        checkpoint=options.checkpoint,
+        seed=options.seed,
+        max_shard_size=options.max_shard_size,
+    )
 
 
 def _summary(spec: type[Any]) -> str:

@@ -1,11 +1,13 @@
-"""Configurations and weights of the published implementation of "Implicit Language Models are RNNs".
+"""Configurations and weights of the published "Implicit Language Models are RNNs", both ways.
 
-Its names on the left of the tables, ours on the right. Weight norm is ``weight_g``, ``weight_v`` there and
-torch's parametrization here; q, k and v are three matrices there and the rows of one here.
+Its names on the left of the tables, ours on the right. Weight norm is ``weight_g``, ``weight_v`` there
+and torch's parametrization here; q, k and v are three matrices there and the rows of one here; a
+convolution's weight has a dimension of 1 more there.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -14,20 +16,297 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.specs import (
+    AndersonSpec,
     AtEvaluation,
     AttentionSpec,
+    ExplicitLMSpec,
+    GradientSpec,
+    ImplicitFunctionSpec,
     ImplicitLMSpec,
     Mamba2Spec,
     PhantomSpec,
     PicardSpec,
+    SolverSpec,
     Stopping,
     StoppingOverrides,
     SwiGLUSpec,
 )
 
+MODEL_TYPES = ("implicit_llama3", "implicit_mamba2")
+
+_NORM_MODES = {"rel": "relative", "abs": "absolute"}
+_BLOCK_FIELDS = {
+    "implicit_mamba2": {
+        "d_state": "d_state",
+        "expand": "expand",
+        "headdim": "head_dim",
+        "ngroups": "n_groups",
+        "d_conv": "d_conv",
+        "chunk_size": "chunk_size",
+        "dt_min": "dt_min",
+        "dt_max": "dt_max",
+        "bias": "bias",
+        "conv_bias": "conv_bias",
+    },
+    "implicit_llama3": {"n_head": "n_heads", "rope_theta": "rope_theta", "bias": "bias"},
+}
+
+# ------------------------------------------------------------------------------------ configurations in
+
+
+def import_spec(config: Mapping[str, Any]) -> ImplicitLMSpec | ExplicitLMSpec:
+    """Return the spec of a published ``config.json``, model type ``implicit_llama3`` or ``implicit_mamba2``.
+
+    What steers training beside the model (pretraining steps, regularization of the Jacobian, weight
+    decay) is not part of a model's spec, and is left.
+
+    Raises:
+        ValueError: for another model type, for fields that are missing, and for choices that no spec can
+            make.
+
+    """
+    model_type = config.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise ValueError(f"model_type is {model_type!r}; known are {' and '.join(MODEL_TYPES)}")
+    try:
+        backbone = config["backbone_config"]
+        _refuse_unknown_choices(config)
+        explicit = "explicit" in config["backbone_type"]
+        fields = _common_fields(config, backbone)
+        if explicit:
+            return ExplicitLMSpec(**fields)
+        return ImplicitLMSpec(**fields, **_search_fields(config["deq_params"], backbone))
+    except KeyError as error:
+        raise ValueError(f"the configuration of this {model_type} model lacks {error.args[0]!r}") from None
+
+
+def _refuse_unknown_choices(config: Mapping[str, Any]) -> None:
+    backbone = config["backbone_config"]
+    block = backbone["block_cfg"]
+    block_type = "mamba2" if config["model_type"] == "implicit_mamba2" else "transformer"
+    complaints = [
+        f"{name} is {value!r}; only {wanted!r} is known"
+        for name, value, wanted in (
+            ("block_type", backbone.get("block_type", block_type), block_type),
+            ("pre_norm", backbone.get("pre_norm", True), True),
+            ("rms_norm", backbone.get("rms_norm", True), True),
+            ("head_bias", config.get("head_bias", False), False),
+            ("d_embed", config.get("d_embed") or backbone["d_model"], backbone["d_model"]),
+            (
+                "mlp_type",
+                backbone.get("mlp_type", "llama_mlp") if backbone["d_inner"] else "llama_mlp",
+                "llama_mlp",
+            ),
+        )
+        if value != wanted
+    ]
+    unknown = sorted(block.keys() - _BLOCK_FIELDS[config["model_type"]].keys())
+    complaints += [f"block_cfg has {name} = {block[name]!r}, which no spec can say" for name in unknown]
+    if complaints:
+        raise ValueError("; ".join(complaints))
+
+
+def _common_fields(config: Mapping[str, Any], backbone: Mapping[str, Any]) -> dict[str, Any]:
+    names = _BLOCK_FIELDS[config["model_type"]]
+    block = {names[name]: value for name, value in backbone["block_cfg"].items()}
+    mamba = config["model_type"] == "implicit_mamba2"
+    # What the published Mamba2 reads is n_tokens, and Llama vocab_size.
+    counts = ("n_tokens", "vocab_size") if mamba else ("vocab_size", "n_tokens")
+    hidden = backbone["d_inner"]
+    return {
+        "vocab_size": next(config[name] for name in (*counts, counts[0]) if name in config),
+        "pad_vocab_to": config["pad_vocab_size_multiple"] if config.get("pad_vocab", False) else 1,
+        "d_model": backbone["d_model"],
+        "n_layers": backbone["n_layer"],
+        "mixer": Mamba2Spec(**block) if mamba else AttentionSpec(**block),
+        "mlp": SwiGLUSpec(d_hidden=int(2 * hidden / 3)) if hidden else None,
+        "norm_eps": backbone.get("norm_epsilon", 1e-5),
+        "dropout": backbone.get("dropout", 0.0),
+        "tie_embeddings": config.get("tie_embeddings", True),
+    }
+
+
+def _search_fields(deq: Mapping[str, Any], backbone: Mapping[str, Any]) -> dict[str, Any]:
+    solver, training = deq["solver"], deq["training"]
+    # The published evaluation takes the cap where it is given, else a multiple of training's.
+    cap = solver["eval_f_max_iter"] or int(solver["f_max_iter"] * solver["eval_factor"])
+    gradient: GradientSpec = PhantomSpec(steps=training["grad"], damping=training["tau"])
+    if training.get("ift") or training.get("hook_ift"):
+        backward = Stopping(
+            tolerance=solver["b_tol"],
+            max_iterations=solver["b_max_iter"],
+            norm=_norm_mode(solver["b_stop_mode"]),
+        )
+        gradient = ImplicitFunctionSpec(solver=_solver(solver["b_solver"]), stopping=backward)
+    return {
+        "weight_norm": backbone.get("do_weight_norm", True),
+        "start": "embedding" if backbone.get("init_z_mode") == "input" else "zeros",
+        "solver": _solver(solver["f_solver"]),
+        "gradient": gradient,
+        "stopping": Stopping(
+            tolerance=solver["f_tol"],
+            max_iterations=solver["f_max_iter"],
+            norm=_norm_mode(solver["f_stop_mode"]),
+        ),
+        "at_evaluation": AtEvaluation(
+            solver=PicardSpec(damping=training["tau"]), stopping=StoppingOverrides(max_iterations=cap)
+        ),
+    }
+
+
+def _solver(name: str) -> SolverSpec:
+    if name == "fixed_point_iter":
+        return PicardSpec()
+    if name == "anderson":
+        return AndersonSpec()
+    raise ValueError(f"the solver is {name!r}; known are fixed_point_iter and anderson")
+
+
+def _norm_mode(name: str) -> Any:
+    if name not in _NORM_MODES:
+        raise ValueError(f"the stopping mode is {name!r}; known are rel and abs")
+    return _NORM_MODES[name]
+
+
+# ------------------------------------------------------------------------------------ configurations out
+
+
+def export_config(
+    spec: ImplicitLMSpec | ExplicitLMSpec, original: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the published ``config.json`` of a spec.
+
+    Args:
+        spec: what to export.
+        original: the published configuration that the model was imported from: returned as it was, where
+            it still says the same, so that a round trip changes nothing.
+
+    Raises:
+        ValueError: where the published implementation has no way to say it.
+
+    """
+    if original is not None and import_spec(original) == spec:
+        return copy.deepcopy(dict(original))
+    mixer, implicit = spec.mixer, isinstance(spec, ImplicitLMSpec)
+    mamba = isinstance(mixer, Mamba2Spec)
+    model_type = MODEL_TYPES[mamba]
+    block = {theirs: getattr(mixer, ours, None) for theirs, ours in _BLOCK_FIELDS[model_type].items()}
+    hidden = 0 if spec.mlp is None else _their_hidden(getattr(spec.mlp, "d_hidden", 0))
+    backbone = {
+        "block_cfg": block,
+        "block_type": "mamba2" if mamba else "transformer",
+        "d_inner": hidden,
+        "d_model": spec.d_model,
+        "dropout": spec.dropout,
+        "n_layer": spec.n_layers,
+        "pre_norm": True,
+        "rms_norm": True,
+    }
+    backbone |= {} if mamba else {"mlp_type": "llama_mlp"}
+    backbone |= {} if spec.norm_eps == 1e-5 else {"norm_epsilon": spec.norm_eps}
+    config = {
+        "architectures": ["ImplicitMambaForCausalLM" if mamba else "ImplicitLlamaForCausalLM"],
+        "backbone_config": backbone,
+        "backbone_type": "implicit" if implicit else "explicit",
+        "d_embed": spec.d_model,
+        "deq_params": {},
+        "dropout": 0.0,
+        "head_bias": False,
+        "model_type": model_type,
+        "pad_vocab": spec.pad_vocab_to > 1,
+        "pad_vocab_size_multiple": spec.pad_vocab_to if spec.pad_vocab_to > 1 else 8,
+        "tie_embeddings": spec.tie_embeddings,
+        "vocab_size": spec.vocab_size,
+    }
+    config |= {"n_tokens": spec.vocab_size} if mamba else {}
+    if isinstance(spec, ImplicitLMSpec):
+        backbone |= {"init_gain": 0.5, "pretrain_iter": 4, "pretrain_steps": 0}
+        backbone |= {} if spec.weight_norm else {"do_weight_norm": False}
+        backbone |= {} if spec.start == "zeros" else {"init_z_mode": "input"}
+        config["deq_params"] = _deq_params(spec)
+    try:
+        again: Any = import_spec(config)
+    except ValueError as error:
+        raise ValueError(f"the published implementation cannot say this spec: {error}") from None
+    ours, theirs = spec.model_dump(), again.model_dump()
+    lost = [name for name, value in ours.items() if name not in _BESIDE and theirs[name] != value]
+    if lost:
+        raise ValueError(
+            "the published implementation cannot say what the spec says of "
+            f"{', '.join(f'{name} ({ours[name]!r})' for name in lost)}"
+        )
+    return config
+
+
+_BESIDE = (
+    "embedding_std",
+    "scale_residual_init",
+    "at_evaluation",
+)  # of beginnings, and of another stopping rule
+
+
+def _their_hidden(hidden: int) -> int:
+    """Find the number whose two thirds are the hidden width."""
+    theirs = -(-3 * hidden // 2)
+    assert int(2 * theirs / 3) == hidden
+    return theirs
+
+
+def _deq_params(spec: ImplicitLMSpec) -> dict[str, Any]:
+    modes = {ours: theirs for theirs, ours in _NORM_MODES.items()}
+    gradient, evaluation = spec.gradient, spec.at_evaluation.solver
+    tau = gradient.damping if isinstance(gradient, PhantomSpec) else getattr(evaluation, "damping", 1.0)
+    backward = gradient.stopping if isinstance(gradient, ImplicitFunctionSpec) else Stopping(tolerance=1e-3)
+    back_solver = gradient.solver if isinstance(gradient, ImplicitFunctionSpec) else PicardSpec()
+    names = {"picard": "fixed_point_iter", "anderson": "anderson"}
+    return {
+        "norm": {
+            "norm_clip": False,
+            "norm_clip_val": 1.0,
+            "norm_no_scale": False,
+            "norm_target_norm": 1.0,
+            "norm_type": "weight_norm",
+            "sn_n_power_iters": 1,
+        },
+        "regularization": {
+            "jac_incremental": 0,
+            "jac_loss_freq": 0.0,
+            "jac_loss_weight": 0.0,
+            "sradius_mode": True,
+        },
+        "solver": {
+            "b_max_iter": backward.max_iterations,
+            "b_solver": names.get(back_solver.kind, back_solver.kind),
+            "b_stop_mode": modes[backward.norm],
+            "b_tol": backward.tolerance,
+            "eval_f_max_iter": spec.evaluation_stopping.max_iterations,
+            "eval_factor": 4.0,
+            "f_max_iter": spec.stopping.max_iterations,
+            "f_solver": names.get(spec.solver.kind, spec.solver.kind),
+            "f_stop_mode": modes[spec.stopping.norm],
+            "f_tol": spec.stopping.tolerance,
+        },
+        "training": {
+            "core": "sliced",
+            "gamma": 0.8,
+            "grad": getattr(gradient, "steps", 1),
+            "hook_ift": False,
+            "ift": isinstance(gradient, ImplicitFunctionSpec),
+            "indexing": [],
+            "n_states": 1,
+            "sup_gap": -1,
+            "sup_loc": [],
+            "tau": tau,
+        },
+    }
+
+
+# ------------------------------------------------------------------------------------ tensors
+
 _LAYER = r"backbone\.layers\.(?P<layer>\d+)\."
 _RENAMED = [
     (r"word_emb\.emb\.", "embedding."),
+    (r"criterion\.decoder\.", "head."),
     (r"backbone\.injection_norm\.", "injection.norm."),
     (r"backbone\.injection\.", "injection.proj."),
     (r"backbone\.norm_f\.", "backbone.norm."),
@@ -40,60 +319,11 @@ _RENAMED = [
     (_LAYER + r"mixer\.", "backbone.layers.{layer}.mixer."),
 ]
 _NORMED = {"weight_g": "parametrizations.weight.original0", "weight_v": "parametrizations.weight.original1"}
-_TIED = "criterion.decoder.weight"
-
-
-def import_spec(config: Mapping[str, Any]) -> ImplicitLMSpec:
-    """Return the spec of a published ``config.json``, of type ``implicit_llama3`` or ``implicit_mamba2``.
-
-    Raises:
-        ValueError: for another model type, or an explicit backbone.
-
-    """
-    backbone, block = config["backbone_config"], config["backbone_config"]["block_cfg"]
-    solver, training = config["deq_params"]["solver"], config["deq_params"]["training"]
-    if config["backbone_type"] != "implicit":
-        raise ValueError(
-            f"backbone_type is {config['backbone_type']!r}; only 'implicit' can be imported here"
-        )
-    d_model = backbone["d_model"]
-    family: dict[str, Any]
-    match config["model_type"]:
-        case "implicit_mamba2":
-            widths = {"d_state": block["d_state"], "expand": block["expand"], "head_dim": block["headdim"]}
-            family = {"mixer": Mamba2Spec(**widths)}
-        case "implicit_llama3":
-            hidden = backbone["d_inner"] or 4 * d_model
-            family = {
-                "mixer": AttentionSpec(n_heads=block["n_head"]),
-                "mlp": SwiGLUSpec(d_hidden=int(2 / 3 * hidden)),
-            }
-        case other:
-            raise ValueError(f"model_type is {other!r}; known are implicit_llama3 and implicit_mamba2")
-    return ImplicitLMSpec(
-        vocab_size=config["vocab_size"],
-        pad_vocab_to=config["pad_vocab_size_multiple"] if config["pad_vocab"] else 1,
-        d_model=d_model,
-        n_layers=backbone["n_layer"],
-        dropout=backbone["dropout"],
-        tie_embeddings=config["tie_embeddings"],
-        solver=PicardSpec(),
-        gradient=PhantomSpec(steps=training["grad"], damping=training["tau"]),
-        stopping=Stopping(
-            tolerance=solver["f_tol"],
-            max_iterations=solver["f_max_iter"],
-            norm="relative" if solver["f_stop_mode"] == "rel" else "absolute",
-        ),
-        at_evaluation=AtEvaluation(
-            solver=PicardSpec(damping=training["tau"]),
-            stopping=StoppingOverrides(max_iterations=solver["eval_f_max_iter"]),
-        ),
-        **family,
-    )
+_EMBEDDING, _HEAD = "word_emb.emb.weight", "criterion.decoder.weight"
 
 
 def import_name(name: str) -> str:
-    """Return our name of a published parameter; until joined, q, k and v keep theirs (``mixer.wq.…``).
+    """Return our name of a published parameter; q, k and v keep theirs (``mixer.wq.…``) until they are one.
 
     Raises:
         ValueError: for a name that the published implementation doesn't use.
@@ -107,9 +337,10 @@ def import_name(name: str) -> str:
     raise ValueError(f"{name!r} is no parameter of the published implementation")
 
 
-def import_tensors(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename and reshape published parameters, or their gradients, to those of ``ImplicitLM``."""
-    renamed = {import_name(name): tensor for name, tensor in published.items() if name != _TIED}
+def import_tensors(published: Mapping[str, Tensor], *, tied: bool = True) -> dict[str, Tensor]:
+    """Rename and reshape published parameters, or their gradients, to those of our models' state dicts."""
+    skipped = {_HEAD} if tied else set()
+    renamed = {import_name(name): tensor for name, tensor in published.items() if name not in skipped}
     imported = {}
     for name, tensor in renamed.items():
         if ".mixer.conv." in name and tensor.ndim == 3:  # (C, 1, W) there, (C, W) here
@@ -121,3 +352,32 @@ def import_tensors(published: Mapping[str, Tensor]) -> dict[str, Tensor]:
             name, tensor = name.replace(".wq.", ".in_proj."), torch.cat(parts)
         imported[name] = tensor
     return imported
+
+
+def export_tensors(state: Mapping[str, Tensor], spec: ImplicitLMSpec | ExplicitLMSpec) -> dict[str, Tensor]:
+    """Rename and reshape our state dict to the published one, tied head included; also of meta tensors."""
+    exported = {}
+    for name, tensor in state.items():
+        theirs = _export_name(name)
+        if ".mixer.conv." in name and tensor.ndim == 2:
+            tensor = tensor.unsqueeze(1)
+        if not isinstance(spec.mixer, Mamba2Spec) and ".mixer.in_proj." in name:
+            for part, rows in zip(("wq", "wk", "wv"), tensor.chunk(3), strict=True):
+                exported[theirs.replace(".in_proj.", f".{part}.")] = rows
+            continue
+        exported[theirs] = tensor
+    if spec.tie_embeddings:
+        exported[_HEAD] = exported[_EMBEDDING]
+    return exported
+
+
+def _export_name(name: str) -> str:
+    for theirs, ours in _NORMED.items():
+        name = name.replace(ours, theirs)
+    for pattern, ours in _RENAMED:
+        escaped = re.escape(ours).replace(r"\{layer\}", r"(?P<layer>\d+)")
+        match = re.match(escaped, name)
+        if match:
+            stem = pattern.replace(_LAYER, f"backbone.layers.{match.groupdict().get('layer')}.")
+            return stem.replace("\\", "") + name[match.end() :]
+    raise ValueError(f"{name!r} has no counterpart in the published implementation")
