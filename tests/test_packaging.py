@@ -134,6 +134,8 @@ def test_documented_commands_exist():
         elif words[0] == "python":
             assert words[1] == "-m", words
             assert importlib.util.find_spec(words[2]) is not None, words
+    for program in re.findall(r"`python (benchmarks/\w+\.py)", README):
+        assert (ROOT / program).is_file(), program
     assert seen >= {"make", "python"}
 
 
