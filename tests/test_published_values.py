@@ -115,6 +115,6 @@ def test_sequential_logits(name, window_length):
     model = model_of(name, at_evaluation=tight).eval()
     with torch.no_grad():
         out = model(expected["input_ids"], window_length=window_length)
-    # The published solve stopped at 1e-6 or at 400 iterations: for mamba2_tiny 1.8e-5 from the fixed point, where a
-    # float64 solve to 1e-13 puts it. Ours is asked to be nearer.
+    # The published solve stopped at 1e-6 or at 400 iterations: for mamba2_tiny 1.8e-5 from the fixed point,
+    # where a float64 solve to 1e-13 puts it. Ours is asked to be nearer.
     close(out.logits, expected["sequential.logits"], 3e-5)
