@@ -110,11 +110,11 @@ def test_sequential_logits(name, window_length):
         pytest.skip("the random weights of this case do not converge with several tokens in a window")
     spec, _, expected = case(name)
     tight = spec.at_evaluation.model_copy(
-        update={"stopping": ib.StoppingOverrides(tolerance=2e-7, max_iterations=2000)}
+        update={"stopping": ib.StoppingOverrides(tolerance=1e-6, max_iterations=400)}
     )
     model = model_of(name, at_evaluation=tight).eval()
     with torch.no_grad():
         out = model(expected["input_ids"], window_length=window_length)
-    # The published solve stopped at 1e-6 or at 400 iterations: for mamba2_tiny 1.8e-5 from the fixed point,
-    # where a float64 solve to 1e-13 puts it. Ours is asked to be nearer.
-    close(out.logits, expected["sequential.logits"], 3e-5)
+    # With the published tolerance and cap on iterations: in mamba2_deep they leave the logits 1.5e-4 from the fixed
+    # point of a float64 solve, in mamba2_tiny 1.8e-5, so only the same rule gives the same numbers, to a few roundings.
+    close(out.logits, expected["sequential.logits"], 2e-5)

@@ -34,8 +34,9 @@ class Mamba2State(NamedTuple):
 
 
 class Mamba2Context(NamedTuple):
-    """Padding and documents of a window; None where there are none of them."""
+    """Padding and documents of a window, None where there are none of them; whether tokens stand before it."""
 
+    begins: bool
     valid_BL: Tensor | None = None
     last_taps_BW: Tensor | None = None  # where the W − 1 last real inputs stand in tail and window together
     documents_BL: Tensor | None = None
@@ -186,7 +187,7 @@ class Mamba2(Mixer):
             -torch.exp(at_least_float32(self.A_log)),
             B.unflatten(-1, (groups, -1)),
             C.unflatten(-1, (groups, -1)),
-            initial_state_BHPN=state.h_BHPN,
+            initial_state_BHPN=None if context.begins else state.h_BHPN,  # zeros, which cost products
             chunk_size=self.spec.chunk_size,
             documents_BL=context.documents_BL,
             initial_document_B=context.initial_document_B,
@@ -210,11 +211,12 @@ def _context(window: Window, taps: int) -> Mamba2Context:
         end = (valid * order).amax(1)  # how many tokens up to and with the last real one
         last = end[:, None] + torch.arange(taps - 1, device=window.device)
     if documents is None:
-        return Mamba2Context(valid, last)
+        return Mamba2Context(window.start == 0, valid, last)
     start = window.start
     before = documents[:, max(0, start - taps + 1) : start]
     first = documents[:, :1].expand(-1, taps - 1 - before.shape[1])
     return Mamba2Context(
+        start == 0,
         valid,
         last,
         documents[:, start:],
