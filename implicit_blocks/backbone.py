@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.interfaces import State, Window
 from implicit_blocks.layers import Block, BlockContext, RMSNorm
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
-from implicit_blocks.weight_norm import HeldWeights, add_weight_norm
+from implicit_blocks.weight_norm import add_weight_norm
 
 
 class Backbone(nn.Module):

@@ -18,6 +18,8 @@ from implicit_blocks.interfaces import Mixer, State
 from implicit_blocks.specs import SwiGLUSpec
 from implicit_blocks.weight_norm import assign_weight
 
+PADDING = 64  # widths in multiples of this keep bfloat16 rows aligned for the fast matrix kernels
+
 
 def at_least_float32(tensor: Tensor) -> Tensor:
     """Return the tensor in float32, or in float64 where it is that already."""
@@ -53,12 +55,50 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear map that takes its input in any floating type and works in its weight's."""
+    """A linear map that takes its input in any floating type and works in its weight's.
+
+    Args:
+        in_features: width of the input.
+        out_features: width of the output.
+        bias: whether to add one.
+        pad_in: see ``pad_out``; for the layer that takes such an output.
+        pad_out: while weights are held on a GPU, add zero rows up to a multiple of 64, so that an odd width keeps
+            the matrix units' fast kernels; the output is then so much wider, with zeros.
+
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        pad_in: bool = False,
+        pad_out: bool = False,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias)
+        self.pad_in, self.pad_out = pad_in, pad_out
+        self.held: tuple[Tensor, Tensor | None] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (…, in) to (…, out)."""
-        weight = self.weight
-        return F.linear(input.to(weight.dtype), weight, self.bias)
+        weight, bias = (self.weight, self.bias) if self.held is None else self.held
+        return F.linear(input.to(weight.dtype), weight, bias)
+
+    def prepared(self) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias as a pass of many calls wants them: in autocast's type, padded."""
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
+        device = weight.device.type
+        if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
+            weight = weight.to(torch.get_autocast_dtype(device))
+            bias = None if bias is None else bias.to(weight.dtype)
+        rows = -weight.shape[0] % PADDING if self.pad_out and device == "cuda" else 0
+        columns = -weight.shape[1] % PADDING if self.pad_in and device == "cuda" else 0
+        if rows or columns:
+            weight = F.pad(weight, (0, columns, 0, rows))
+            bias = None if bias is None else F.pad(bias, (0, rows))
+        return weight, bias
 
 
 class SwiGLU(nn.Module):
@@ -72,9 +112,9 @@ class SwiGLU(nn.Module):
 
     def __init__(self, spec: SwiGLUSpec, *, d_model: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(d_model, spec.d_hidden, bias=spec.bias)
-        self.up_proj = Linear(d_model, spec.d_hidden, bias=spec.bias)
-        self.out_proj = Linear(spec.d_hidden, d_model, bias=spec.bias)
+        self.gate_proj = Linear(d_model, spec.d_hidden, bias=spec.bias, pad_out=True)
+        self.up_proj = Linear(d_model, spec.d_hidden, bias=spec.bias, pad_out=True)
+        self.out_proj = Linear(spec.d_hidden, d_model, bias=spec.bias, pad_in=True)
 
     def forward(self, z_BLD: Tensor) -> Tensor:
         """Map each token, (B, L, D) to (B, L, D)."""

@@ -19,12 +19,13 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from implicit_blocks.backbone import Backbone, BoundMap
 from implicit_blocks.committed import Committed
 from implicit_blocks.fixed_point import solve_fixed_point
+from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.interfaces import GradientEstimator, Solution, Solver
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_parameters_
 from implicit_blocks.registry import build
 from implicit_blocks.search_options import SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Stopping
-from implicit_blocks.weight_norm import HeldWeights, add_weight_norm, assign_weight
+from implicit_blocks.weight_norm import add_weight_norm, assign_weight
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,6 @@ T. Salimans and D. Kingma, "Weight normalization", NeurIPS 2016: ``w = g · v / 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,16 +16,16 @@ class WeightNorm(nn.Module):
     """The parametrization ``(g, v) → g · v / ‖v‖``, rows being the first dimension.
 
     ``g`` has the weight's number of dimensions, (rows, 1, …), ``v`` its shape. While a weight is *held* (see
-    ``HeldWeights``) the held value is returned and nothing is computed.
+    ``implicit_blocks.held_weights``) the held value is returned and nothing is computed.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._held: Tensor | None = None
+        self.held: Tensor | None = None
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
         """Return the weight."""
-        return self.compute(g, v) if self._held is None else self._held
+        return self.compute(g, v) if self.held is None else self.held
 
     @staticmethod
     def compute(g: Tensor, v: Tensor) -> Tensor:
@@ -43,6 +41,9 @@ class WeightNorm(nn.Module):
         return WeightNorm()  # a held value belongs to a forward pass, never to a copy
 
 
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
 def _row_norm(weight: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(weight.flatten(1), dim=1)
     return norm.view(-1, *[1] * (weight.ndim - 1))
@@ -56,37 +57,10 @@ def add_weight_norm(module: nn.Module) -> None:
     for part in list(module.modules()):
         weight = part._parameters.get("weight")
         if weight is not None and weight.ndim >= 2:
+            plain = type(part)
             parametrize.register_parametrization(part, "weight", WeightNorm(), unsafe=weight.is_meta)
-
-
-class HeldWeights:
-    """The weights of a module as they are now, to be used for as many calls as wanted.
-
-    Made once a forward pass, outside the fixed-point loop, in the gradient mode of the caller; a call made
-    inside ``with held.in_use():`` uses them, in the loop as in a later recomputation for backward. Gradients
-    flow to the parameters through the one computation.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._weights: list[tuple[WeightNorm, Tensor]] = []
-        for part in module.modules():
-            if not parametrize.is_parametrized(part, "weight"):
-                continue
-            chain: Any = part.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
-            if isinstance(chain[0], WeightNorm):
-                self._weights.append((chain[0], WeightNorm.compute(chain.original0, chain.original1)))
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Use the held weights within."""
-        before = [norm._held for norm, _ in self._weights]
-        for norm, weight in self._weights:
-            norm._held = weight
-        try:
-            yield
-        finally:
-            for (norm, _), held in zip(self._weights, before, strict=True):
-                norm._held = held
+            # torch makes a class for each instance; one for all of a kind lets compiled code serve every layer.
+            part.__class__ = _CLASSES.setdefault(plain, type(part))
 
 
 @torch.no_grad()

@@ -1,0 +1,46 @@
+"""Weights made ready once a forward pass: weight norm computed, cast for autocast, padded for the matrix units."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from implicit_blocks.layers import Linear
+from implicit_blocks.weight_norm import WeightNorm
+
+
+class HeldWeights:
+    """The weights of a module as they are now, to be used for as many calls as wanted.
+
+    Made once a forward pass, outside the fixed-point loop, in the gradient and autocast mode of the caller; a
+    call made inside ``with held.in_use():`` uses them, in the loop as in a later recomputation for backward.
+    Gradients flow to the parameters through the one computation.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        # Holders have an attribute ``held``: our linear layers, and the weight norm of anything else.
+        self._held: list[tuple[Any, Any]] = []
+        for part in module.modules():
+            if isinstance(part, Linear):
+                self._held.append((part, part.prepared()))
+            elif parametrize.is_parametrized(part, "weight"):
+                chain: Any = part.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
+                if isinstance(chain[0], WeightNorm):
+                    weight: Tensor = WeightNorm.compute(chain.original0, chain.original1)
+                    self._held.append((chain[0], weight))
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Use the held weights within."""
+        before = [holder.held for holder, _ in self._held]
+        for holder, value in self._held:
+            holder.held = value
+        try:
+            yield
+        finally:
+            for (holder, _), value in zip(self._held, before, strict=True):
+                holder.held = value
