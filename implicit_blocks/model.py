@@ -22,6 +22,7 @@ from implicit_blocks.fixed_point import solve_fixed_point
 from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.interfaces import GradientEstimator, Solution, Solver
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_parameters_
+from implicit_blocks.ops.cross_entropy import linear_cross_entropy
 from implicit_blocks.registry import build
 from implicit_blocks.search_options import SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Stopping
@@ -30,12 +31,16 @@ from implicit_blocks.weight_norm import add_weight_norm, assign_weight
 
 @dataclass(frozen=True)
 class LMOutput:
-    """Logits (B, L, V) in float32 or better, the loss if labels were given, the search, the state after."""
+    """Logits (B, L, V) in float32 or better, the loss if labels were given, the search, the state after.
 
-    logits: Tensor
+    Where logits were not asked for they are None, and ``predictions`` (B, L) int64 has the most likely tokens.
+    """
+
+    logits: Tensor | None
     loss: Tensor | None = None
     solution: Solution | None = None
     state: Committed | None = None
+    predictions: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class LanguageModel(nn.Module, ABC):
         window_length: int | None = None,
         search: SearchOptions | None = None,
         trace: bool = False,
+        return_logits: bool = True,
     ) -> LMOutput:
         """Predict from tokens (B, L).
 
@@ -114,12 +120,16 @@ class LanguageModel(nn.Module, ABC):
                 committed states.
             search: how this call's search differs from the spec's; an explicit model has none and ignores it.
             trace: keep the residual of every iteration (with a single window).
+            return_logits: False computes the loss in chunks of tokens, so that (B, L, V) never exists; needs
+                labels.
 
         Raises:
             ValueError: where shapes do not fit, or the window is shorter than a token.
 
         """
         self._check(input_ids, labels)
+        if labels is None and not return_logits:
+            raise ValueError("return_logits=False leaves nothing to return without labels; give labels")
         encoded = self.encode(
             self.embedding(input_ids),
             attention_mask=attention_mask,
@@ -130,6 +140,17 @@ class LanguageModel(nn.Module, ABC):
             search=search,
             trace=trace,
         )
+        if labels is not None and not return_logits:
+            total, predictions = linear_cross_entropy(
+                encoded.hidden_BLD.flatten(0, 1), self._head_weight, labels.flatten()
+            )
+            return LMOutput(
+                logits=None,
+                loss=total / (labels != -100).sum().clamp(min=1),
+                solution=encoded.solution,
+                state=encoded.state,
+                predictions=predictions.view_as(labels),
+            )
         logits = self._logits(encoded.hidden_BLD)
         return LMOutput(
             logits=logits,
@@ -203,8 +224,12 @@ class LanguageModel(nn.Module, ABC):
     def _owes_a_call(self) -> bool:
         """Whether ``solve_window`` returns a point still to be mapped: the last call of an evaluation."""
 
+    @property
+    def _head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
     def _logits(self, z_BLD: Tensor) -> Tensor:
-        weight = self.embedding.weight if self.head is None else self.head.weight
+        weight = self._head_weight
         return at_least_float32(F.linear(z_BLD.to(weight.dtype), weight))
 
     # ------------------------------------------------------------------------------------ states, parameters

@@ -439,6 +439,22 @@ def test_labels_are_aligned_and_minus_100_is_ignored():
         assert model(ids, labels=torch.full_like(ids, -100)).loss == 0
 
 
+def test_the_loss_without_logits_is_the_same():
+    model = contracting("attention", tie_embeddings=False).train()
+    ids, labels = tokens(), tokens()
+    labels[:, ::3] = -100
+    whole, chunked = model(ids, labels=labels), model(ids, labels=labels, return_logits=False)
+    assert chunked.logits is None
+    assert torch.equal(chunked.predictions, whole.logits.argmax(-1))
+    parameters = list(model.parameters())
+    for a, b in zip(
+        torch.autograd.grad(whole.loss, parameters), torch.autograd.grad(chunked.loss, parameters), strict=True
+    ):
+        torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-7)
+    with pytest.raises(ValueError, match="give labels"):
+        model(ids, return_logits=False)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -144,7 +144,7 @@ def _evaluate_set(
         inputs_BL, labels_BL = inputs.to(device), labels.to(device)
         with autocast(device, precision):
             output = model(inputs_BL, labels=labels_BL, window_length=window_length)
-        correct_BL, scored_BL = correct_and_scored(output.logits, labels_BL)
+        correct_BL, scored_BL = correct_and_scored(output.logits.argmax(-1), labels_BL)
         scored = int(scored_BL.sum())
         if scored > 0:
             loss_sum += float(output.loss) * scored

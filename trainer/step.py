@@ -47,10 +47,10 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Non
     return nullcontext()
 
 
-def correct_and_scored(logits_BLV: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
+def correct_and_scored(predictions_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
     """Return where the most likely token is the label, and where there is a label, both bool (B, L)."""
     scored_BL = labels_BL != IGNORED
-    return (logits_BLV.argmax(-1) == labels_BL) & scored_BL, scored_BL
+    return (predictions_BL == labels_BL) & scored_BL, scored_BL
 
 
 def training_step(
@@ -85,7 +85,7 @@ def training_step(
             continue  # a mean over no label at all would be NaN
         labels_BL = labels_BL.to(device, non_blocking=True)
         with autocast(device, precision):
-            output = model(inputs_BL, labels=labels_BL)
+            output = model(inputs_BL, labels=labels_BL, return_logits=False)
         loss = output.loss * share
         loss.backward()
         tally.add(loss.detach(), output, labels_BL, last_tokens)
@@ -118,8 +118,8 @@ class _Tally:
 
     def add(self, loss: Tensor, output: object, labels_BL: Tensor, last_tokens: int) -> None:
         self.loss = self.loss + loss.to(self.loss)
-        logits = output.logits.detach()  # type: ignore[attr-defined]  # the contract of language models
-        correct_BL, scored_BL = correct_and_scored(logits, labels_BL)
+        predictions = output.predictions  # type: ignore[attr-defined]  # the contract of language models
+        correct_BL, scored_BL = correct_and_scored(predictions, labels_BL)
         last_correct, last_scored = correct_BL[:, -last_tokens:], scored_BL[:, -last_tokens:]
         self._correct += torch.stack(
             [part.sum() for part in (correct_BL, scored_BL, last_correct, last_scored)]

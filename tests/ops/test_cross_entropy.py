@@ -1,0 +1,39 @@
+"""The chunked loss against torch's, in value, predictions and gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from implicit_blocks.ops import cross_entropy
+from implicit_blocks.ops.cross_entropy import linear_cross_entropy
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_equals_the_loss_of_whole_logits(monkeypatch, rows, dtype):
+    monkeypatch.setattr(cross_entropy, "CHUNK_ENTRIES", rows * 13)
+    z = torch.randn(17, 6, dtype=dtype, requires_grad=True)
+    weight = torch.randn(13, 6, dtype=dtype, requires_grad=True)
+    labels = torch.randint(13, (17,))
+    labels[::4] = -100
+    loss, predictions = linear_cross_entropy(z, weight, labels)
+    found = torch.autograd.grad(3 * loss, (z, weight))
+    logits = z @ weight.T
+    expected = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    assert torch.equal(predictions, logits.argmax(1))
+    for a, b in zip(found, torch.autograd.grad(3 * expected, (z, weight)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_without_gradients_and_under_autocast():
+    z, weight, labels = torch.randn(9, 8), torch.randn(30, 8, requires_grad=True), torch.randint(30, (9,))
+    with torch.no_grad():
+        exact, _ = linear_cross_entropy(z, weight, labels)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss, _ = linear_cross_entropy(z, weight, labels)
+    loss.backward()
+    torch.testing.assert_close(loss, exact, rtol=2e-2, atol=0)
+    assert weight.grad.dtype == torch.float32
