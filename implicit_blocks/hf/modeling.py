@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_outputs import ModelOutput
 
 from implicit_blocks.hf.cache import ImplicitCache
@@ -74,10 +75,11 @@ class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
         super().save_pretrained(save_directory, *args, **kwargs)
 
     @torch.no_grad()
+    @guard_torch_init_functions()  # type: ignore[untyped-decorator]  # transformers' are Any to the checker
     def initialize_weights(self) -> None:
         """Initialize what a checkpoint left out; without a checkpoint the constructor did it."""
         parameters = list(self.parameters())
-        if not getattr(self, "_made_on_meta", False) or any(p.is_meta for p in parameters):
+        if not getattr(self, "_made_on_meta", False) or all(p.is_meta for p in parameters):
             return
         loaded = [p for p in parameters if getattr(p, "_is_hf_initialized", False)]
         if len(loaded) == len(parameters):
@@ -97,36 +99,6 @@ class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
     def get_output_embeddings(self) -> nn.Module | None:
         """Return the head, in models that have one."""
         return getattr(self, "lm_head", None)
-
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        """Make the cache of ``generate``: one of ours, all its room reserved where it is to be static."""
-        name = self._cache_name
-        given = model_kwargs.get(name)
-        if given is not None:
-            if generation_config.cache_implementation is not None:
-                raise ValueError(f"cache_implementation and {name} were both given; leave one of them out")
-            given._is_user_defined = True
-            return
-        if generation_config.use_cache is False:
-            return
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic", "static"):
-            raise ValueError(
-                f"cache_implementation {implementation!r} is not for these models; "
-                "choose 'dynamic' or 'static'"
-            )
-        model_kwargs[name] = ImplicitCache(max_cache_length + 1 if implementation == "static" else None)
-
-    @property
-    def _cache_name(self) -> str:
-        return "cache_params" if isinstance(self.config, ImplicitMamba2Config) else "past_key_values"
 
 
 class _ImplicitModel(_ImplicitPreTrained):
@@ -223,7 +195,8 @@ class _ImplicitForCausalLM(_ImplicitPreTrained, GenerationMixin):  # type: ignor
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
         """Take another head, of the vocabulary's new size."""
-        head = Linear(new_embeddings.in_features, new_embeddings.out_features, bias=False, device="meta")
+        with torch.device("meta"):
+            head = Linear(new_embeddings.in_features, new_embeddings.out_features, bias=False)
         head.weight = new_embeddings.weight
         self.lm_head = head
 
@@ -251,6 +224,44 @@ class _ImplicitForCausalLM(_ImplicitPreTrained, GenerationMixin):  # type: ignor
             kept = {"num_items_in_batch": options.get("num_items_in_batch")}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kept)
         return {"loss": loss, "logits": logits, "solution": encoded.solution}
+
+    # ------------------------------------------------------------------------------------ generate
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Make the cache of ``generate``: one of ours, all its room reserved where it is to be static."""
+        name = self._cache_name
+        given = model_kwargs.get(name)
+        if given is not None:
+            if generation_config.cache_implementation is not None:
+                raise ValueError(f"cache_implementation and {name} were both given; leave one of them out")
+            given._is_user_defined = True
+            return
+        if generation_config.use_cache is False:
+            return
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic", "static"):
+            raise ValueError(
+                f"cache_implementation {implementation!r} is not for these models; "
+                "choose 'dynamic' or 'static'"
+            )
+        model_kwargs[name] = ImplicitCache(max_cache_length + 1 if implementation == "static" else None)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Leave positions out of ``generate``: they are counted from the mask."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("position_ids", None)
+        return inputs
+
+    @property
+    def _cache_name(self) -> str:
+        return "cache_params" if isinstance(self.config, ImplicitMamba2Config) else "past_key_values"
 
 
 class ImplicitLlamaModel(_ImplicitModel):

@@ -1,0 +1,84 @@
+"""transformers' Trainer and peft's LoRA train both families as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # after the skip
+
+
+class Cycles(torch.utils.data.Dataset):
+    """Counting modulo 7 from anywhere: learnt at once."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = (torch.arange(12) + index) % 7
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def trainer_of(model, folder, **arguments):
+    common = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "seed": 0, "logging_steps": 5}
+    settings = {
+        "per_device_train_batch_size": 8,
+        "learning_rate": 1e-2,
+        "max_steps": 15,
+        "save_strategy": "no",
+    }
+    return Trainer(
+        model=model,
+        args=TrainingArguments(output_dir=str(folder), **(common | settings | arguments)),
+        train_dataset=Cycles(),
+        eval_dataset=Cycles(),
+    )
+
+
+@pytest.mark.parametrize("kind", ["implicit", "accumulating"])
+def test_trainer(family, kind, tiny_model, tmp_path):
+    more = {"gradient_accumulation_steps": 2, "max_steps": 8} if kind == "accumulating" else {}
+    trainer = trainer_of(tiny_model(family).train(), tmp_path / "run", **more)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    after = trainer.evaluate()["eval_loss"]
+    assert after < 0.85 * before
+    trainer.save_model(str(tmp_path / "model"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    batch = {name: tensor[None] for name, tensor in Cycles()[3].items()}
+    with torch.no_grad():
+        expected = trainer.model.eval()(**batch)
+        assert torch.equal(loaded(**batch).logits, expected.logits)
+
+
+# peft asks transformers for a name that transformers has renamed
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_trains_and_saves(family, tiny_model, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    base = tiny_model(family)
+    frozen = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    targets = ["mixer.in_proj", "mixer.out_proj"]
+    settings = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(base, settings)
+    trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trainable) == 2 * 2 * 2
+    assert all("lora_" in name for name in trainable)
+    trainer = trainer_of(model.train(), tmp_path / "run", max_steps=10)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    model.eval().save_pretrained(tmp_path / "adapter")
+    ids = Cycles()[2]["input_ids"][None]
+    with torch.no_grad():
+        expected = model(ids).logits
+        again = peft.PeftModel.from_pretrained(tiny_model(family), tmp_path / "adapter").eval()
+        torch.testing.assert_close(again(ids).logits, expected)
+        assert not torch.allclose(tiny_model(family)(ids).logits, expected, atol=1e-3)
+    state = again.get_base_model().state_dict()
+    for name, tensor in frozen.items():
+        kept = name if name in state else name.replace("_proj.", "_proj.base_layer.")
+        assert torch.equal(state[kept], tensor), name
+    tokens = again.generate(input_ids=ids, max_new_tokens=3, do_sample=False, pad_token_id=18)
+    assert tokens.shape == (1, 15)
