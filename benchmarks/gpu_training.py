@@ -76,7 +76,7 @@ def measure(work: str, arguments: argparse.Namespace) -> dict[str, Any]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            out = model(ids[:, :-1], labels=ids[:, 1:])
+            out = model(ids[:, :-1], labels=ids[:, 1:], return_logits=False)
         out.loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Weights made ready once a forward pass: weight norm computed, cast for autocast, padded for the matrix units."""
+"""Weights made ready once a forward pass: weight norm computed, cast for autocast, padded."""
 
 from __future__ import annotations
 

@@ -62,8 +62,10 @@ class Linear(nn.Linear):
         out_features: width of the output.
         bias: whether to add one.
         pad_in: see ``pad_out``; for the layer that takes such an output.
-        pad_out: while weights are held on a GPU, add zero rows up to a multiple of 64, so that an odd width keeps
-            the matrix units' fast kernels; the output is then so much wider, with zeros.
+        pad_out: while weights are held on a GPU, add zero rows up to a multiple of 64, so that an odd width
+            keeps the matrix units' fast kernels; the output is then so much wider, with zeros.
+        device: as for ``nn.Linear``.
+        dtype: as for ``nn.Linear``.
 
     """
 
@@ -75,8 +77,10 @@ class Linear(nn.Linear):
         *,
         pad_in: bool = False,
         pad_out: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__(in_features, out_features, bias=bias)
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.pad_in, self.pad_out = pad_in, pad_out
         self.held: tuple[Tensor, Tensor | None] | None = None
 

@@ -33,7 +33,7 @@ from implicit_blocks.weight_norm import add_weight_norm, assign_weight
 class LMOutput:
     """Logits (B, L, V) in float32 or better, the loss if labels were given, the search, the state after.
 
-    Where logits were not asked for they are None, and ``predictions`` (B, L) int64 has the most likely tokens.
+    Where logits were not asked for they are None, and ``predictions`` (B, L) int64 has the likeliest tokens.
     """
 
     logits: Tensor | None

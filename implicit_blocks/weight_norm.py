@@ -59,7 +59,7 @@ def add_weight_norm(module: nn.Module) -> None:
         if weight is not None and weight.ndim >= 2:
             plain = type(part)
             parametrize.register_parametrization(part, "weight", WeightNorm(), unsafe=weight.is_meta)
-            # torch makes a class for each instance; one for all of a kind lets compiled code serve every layer.
+            # torch makes a class for each instance; with one for all, compiled code serves every layer.
             part.__class__ = _CLASSES.setdefault(plain, type(part))
 
 

@@ -448,7 +448,9 @@ def test_the_loss_without_logits_is_the_same():
     assert torch.equal(chunked.predictions, whole.logits.argmax(-1))
     parameters = list(model.parameters())
     for a, b in zip(
-        torch.autograd.grad(whole.loss, parameters), torch.autograd.grad(chunked.loss, parameters), strict=True
+        torch.autograd.grad(whole.loss, parameters),
+        torch.autograd.grad(chunked.loss, parameters),
+        strict=True,
     ):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-7)
     with pytest.raises(ValueError, match="give labels"):

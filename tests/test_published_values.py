@@ -115,6 +115,6 @@ def test_sequential_logits(name, window_length):
     model = model_of(name, at_evaluation=tight).eval()
     with torch.no_grad():
         out = model(expected["input_ids"], window_length=window_length)
-    # With the published tolerance and cap on iterations: in mamba2_deep they leave the logits 1.5e-4 from the fixed
-    # point of a float64 solve, in mamba2_tiny 1.8e-5, so only the same rule gives the same numbers, to a few roundings.
+    # With the published tolerance and cap on iterations: in mamba2_deep they leave the logits 1.5e-4 from the
+    # fixed point of a float64 solve, in mamba2_tiny 1.8e-5; only the same rule gives the same numbers.
     close(out.logits, expected["sequential.logits"], 2e-5)

@@ -17,7 +17,9 @@ from trainer.spec import Phase, RunSpec, TokensSpec, WordProblemSpec
 
 _FLOAT32 = 4
 _LOGIT_COPIES = 3
-"""Float32 arrays of the logits' size alive at once: the logits, their log-softmax, their gradient."""
+"""Float32 arrays of the size of a chunk's logits alive at once."""
+_LOGIT_CHUNK = 1 << 27
+"""Entries of a chunk's logits, as `implicit_blocks.ops.cross_entropy` cuts them."""
 _VALUES_A_WEIGHT_COLUMN = 2
 """Values a layer keeps for backward, a token, for each output of its matrices: the output, and what the next
 operation makes of it. Against measured peaks of the paper's models in bfloat16 this is right for attention
@@ -64,7 +66,12 @@ def estimate_memory(spec: RunSpec, phase: Phase) -> Memory | None:
         gradients=_FLOAT32 * counts.total,
         optimizer=2 * _FLOAT32 * counts.total,
         activations=round(tokens * passes * model.n_layers * layer),
-        logits=_LOGIT_COPIES * _FLOAT32 * tokens * model.padded_vocab_size,
+        # A chunk of them at a time, and the head's own gradient, kept until backward.
+        logits=_FLOAT32
+        * (
+            _LOGIT_COPIES * min(tokens * model.padded_vocab_size, _LOGIT_CHUNK)
+            + model.padded_vocab_size * model.d_model
+        ),
     )
 
 

@@ -34,7 +34,7 @@ class Mamba2State(NamedTuple):
 
 
 class Mamba2Context(NamedTuple):
-    """Padding and documents of a window, None where there are none of them; whether tokens stand before it."""
+    """Whether the window begins a sequence; its padding and documents, None where there are none."""
 
     begins: bool
     valid_BL: Tensor | None = None
@@ -173,7 +173,7 @@ class Mamba2(Mixer):
             conv_in,
             self.conv.weight,
             self.conv.bias,
-            tail_BWC=state.conv_BWC,
+            tail_BWC=None if context.begins else state.conv_BWC,
             activation="silu",
             documents_BL=context.documents_BL,
             tail_documents_BW=context.tail_documents_BW,

@@ -22,9 +22,9 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropy of ``z Wᵀ`` against the labels, and the most likely tokens, (T,) int64.
 
-    Gradients are computed with the loss, chunk by chunk, and only scaled in backward: the memory is one chunk's
-    logits, and the head is multiplied three times, never again. The products run in ``z``'s type, or autocast's;
-    softmax and loss in float32 or better. Second derivatives are not offered.
+    Gradients are computed with the loss, chunk by chunk, and only scaled in backward: the memory is one
+    chunk's logits, and the head is multiplied three times, never again. The products run in the head's type,
+    or autocast's; softmax and loss in float32 or better. Second derivatives are not offered.
 
     Args:
         z_TD: what the head reads.
@@ -38,7 +38,9 @@ def linear_cross_entropy(
         compute = torch.get_autocast_dtype(device)
     else:
         compute = weight_VD.dtype
-    loss, predictions = _LinearCrossEntropy.apply(z_TD, weight_VD, labels_T, ignored, compute)
+    loss, predictions = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        z_TD, weight_VD, labels_T, ignored, compute
+    )
     return loss, predictions
 
 
@@ -81,12 +83,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_z[part] = gradient @ head
                 if grad_weight is not None:
                     grad_weight += gradient.mT @ z_part
-            ctx.save_for_backward(grad_z, None if grad_weight is None else grad_weight[:vocabulary].to(weight.dtype))
+            if grad_weight is not None:
+                grad_weight = grad_weight[:vocabulary].to(weight.dtype)
+            ctx.save_for_backward(grad_z, grad_weight)
             ctx.mark_non_differentiable(predictions)
             return loss, predictions
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]  # torch leaves it untyped
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_z, grad_weight = ctx.saved_tensors
         return (

@@ -237,7 +237,7 @@ def test_function_transforms(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 80])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "mamba_ssm"])
 def test_bfloat16_inputs(backend: str, length: int) -> None:
     """The result is that of the rounded inputs in float32: only y is rounded."""
     inputs = make(Shape(2, length, 4, 8, 16), torch.float32)

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from implicit_blocks.ops.causal_conv import cuda
 from implicit_blocks.ops.causal_conv.plain import convolve
 from implicit_blocks.ops.causal_conv.tiled import TiledConvolution, convolve_tiled
 from implicit_blocks.ops.transforms import is_transformed
@@ -53,6 +54,8 @@ def causal_conv(
     if activation not in (None, "silu"):
         raise ValueError(f"unknown activation {activation!r}; choose 'silu' or None")
     tail = _checked_tail(x_BLC, tail_BWC, taps)
+    if cuda.suits(x_BLC, tail_BWC, documents_BL):
+        return cuda.convolve_cuda(x_BLC, tail_BWC, weight_CW, bias_C, activation == "silu")
     same_BLW = None
     if documents_BL is not None:
         if tail_documents_BW is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from implicit_blocks.ops.ssd.chunked import ssd_chunked
 from implicit_blocks.ops.ssd.chunked_autograd import ssd_chunked_autograd
+from implicit_blocks.ops.ssd.mamba_ssm import ssd_mamba_ssm, suits
 from implicit_blocks.ops.ssd.recurrence import ssd_recurrence
 from implicit_blocks.ops.transforms import without_autocast
 
@@ -40,6 +41,7 @@ class Backend(Protocol):
 BACKENDS: dict[str, Backend] = {
     "chunked": ssd_chunked,
     "chunked_autograd": ssd_chunked_autograd,
+    "mamba_ssm": ssd_mamba_ssm,
     "recurrence": ssd_recurrence,
 }
 
@@ -76,7 +78,8 @@ def ssd(
             it changes. None: each row is one document.
         initial_document_B: the document that the initial state belongs to; None: the first token's.
         return_final_state: whether to return the state after the last token.
-        backend: a key of ``BACKENDS``; None is the plain default, "chunked".
+        backend: a key of ``BACKENDS``; None takes mamba-ssm's kernels where they are installed and suit the
+            inputs (a GPU, 16-bit floats), else the plain "chunked".
 
     Returns:
         ``y_BLHP`` in the type of x, and the final state (in float32, or in float64 if any input is), or
@@ -84,14 +87,16 @@ def ssd(
 
     Raises:
         ValueError: for an unknown backend, or shapes that do not fit together.
+        ImportError: for a backend asked for by name whose package is missing.
 
     """
-    name = "chunked" if backend is None else backend
-    if name not in BACKENDS:
-        raise ValueError(f"unknown SSD backend {name!r}; choose one of {', '.join(sorted(BACKENDS))}")
+    if backend is None:
+        backend = "mamba_ssm" if suits(x_BLHP, initial_state_BHPN, documents_BL) else "chunked"
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown SSD backend {backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
     _check_shapes(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, initial_state_BHPN, chunk_size, documents_BL)
     with without_autocast(x_BLHP.device.type):
-        return BACKENDS[name](
+        return BACKENDS[backend](
             x_BLHP,
             dt_BLH,
             A_H,

@@ -1,0 +1,41 @@
+"""Which accelerated packages are here: looked for once, a failure said once, with its reason."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from functools import cache
+from types import ModuleType
+
+import torch
+
+_LOG = logging.getLogger(__name__)
+
+
+@cache
+def load(module: str) -> ModuleType | str:
+    """Import an accelerated module; return it, or the reason why it can't be used."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        reason = f"{error.name or module} is not installed"
+    except (
+        Exception
+    ) as error:  # compiled packages that don't fit fail in any way at all
+        reason = f"importing {module} failed: {type(error).__name__}: {error}"
+    if torch.cuda.is_available():
+        _LOG.info("plain PyTorch in place of %s: %s", module, reason)
+    return reason
+
+
+def require(module: str, *, package: str) -> ModuleType:
+    """Import an accelerated module that was asked for by name.
+
+    Raises:
+        ImportError: saying what is missing and how to get it.
+
+    """
+    found = load(module)
+    if isinstance(found, str):
+        raise ImportError(f"{found}; install {package} for your card (pip install 'implicit_blocks[cuda]')")
+    return found
