@@ -19,9 +19,7 @@ def load(module: str) -> ModuleType | str:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         reason = f"{error.name or module} is not installed"
-    except (
-        Exception
-    ) as error:  # compiled packages that don't fit fail in any way at all
+    except Exception as error:  # compiled packages that don't fit fail in any way at all
         reason = f"importing {module} failed: {type(error).__name__}: {error}"
     if torch.cuda.is_available():
         _LOG.info("plain PyTorch in place of %s: %s", module, reason)

@@ -185,7 +185,7 @@ def published_folder(case: Path, folder: Path, kind: str = "one file") -> Path:
 
 
 def by_the_published_rule(model: Any, ids: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Step token by token, damped, until ``‖f(z) − z‖ / (‖z‖ + 1e-6)`` is under the tolerance; map once more."""
+    """Step by token, damped, until ``‖f(z) − z‖ / (‖z‖ + 1e-6)`` is under the tolerance; map once more."""
 
     def solve_window(f: Any, z: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
         for _ in range(399):
