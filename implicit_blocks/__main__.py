@@ -82,6 +82,11 @@ def _add_convert(commands: Any) -> None:
         action="store_true",
         help="make an explicit model the start of an implicit one, to be fine-tuned",
     )
+    command.add_argument(
+        "--fold-weight-norm",
+        action="store_true",
+        help="the same function without weight norm, as merging LoRA with peft needs",
+    )
     command.add_argument("--max-shard-size", default="5GB", help="size of a file of weights (5GB)")
     command.set_defaults(command=_convert)
 
@@ -94,6 +99,7 @@ def _convert(options: argparse.Namespace) -> None:
         options.destination,
         to=options.to,
         implicit=options.implicit,
+        fold=options.fold_weight_norm,
         max_shard_size=options.max_shard_size,
     )
 

@@ -13,6 +13,7 @@ from implicit_blocks.hf.folders import (
     Checkpoint,
     copy_tokenizer,
     empty_state,
+    fold_weight_norm,
     read_checkpoint,
     write_published,
     write_transformers,
@@ -29,6 +30,7 @@ def convert(
     *,
     to: Literal["transformers", "published"] = "transformers",
     implicit: bool = False,
+    fold: bool = False,
     max_shard_size: str = "5GB",
 ) -> None:
     """Convert a checkpoint; the destination is written whole, or not at all.
@@ -38,6 +40,7 @@ def convert(
         destination: a new or empty folder.
         to: a folder for transformers, or for the published implementation.
         implicit: make an explicit model the start of an implicit one.
+        fold: fold weight norm into the weights, as merging LoRA with peft needs.
         max_shard_size: size that a file of weights may have, such as ``500MB``.
 
     Raises:
@@ -46,6 +49,8 @@ def convert(
     """
     size = _bytes(max_shard_size)
     checkpoint = read_checkpoint(source, as_start=implicit)
+    if fold:
+        checkpoint = fold_weight_norm(checkpoint)
     with whole_folder(destination) as folder:
         if to == "published":
             write_published(checkpoint, folder, max_shard_bytes=size)

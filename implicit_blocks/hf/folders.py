@@ -18,6 +18,7 @@ from implicit_blocks.hf.checkpoint_files import CONFIG, check_tensors, read_conf
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
+from implicit_blocks.weight_norm import WeightNorm
 
 if TYPE_CHECKING:
     from implicit_blocks.hf.modeling import ImplicitLlamaForCausalLM, ImplicitMamba2ForCausalLM
@@ -247,3 +248,19 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
+
+
+def fold_weight_norm(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the same function without weight norm: every ``g · v / ‖v‖`` becomes the weight itself.
+
+    For tools that write to weights, which weight norm computes anew: peft's merging of LoRA would be lost
+    there without a word. Training goes on otherwise than it would have.
+    """
+    stem = ".parametrizations.weight.original"
+    state = {name: tensor for name, tensor in checkpoint.state.items() if stem not in name}
+    for name, g in checkpoint.state.items():
+        if name.endswith(f"{stem}0"):
+            layer = name.removesuffix(f"{stem}0")
+            state[f"{layer}.weight"] = WeightNorm.compute(g, checkpoint.state[f"{layer}{stem}1"])
+    spec = checkpoint.spec.model_copy(update={"weight_norm": False})
+    return Checkpoint(spec, state, checkpoint.fields, checkpoint.published)

@@ -57,7 +57,13 @@ class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
     supports_gradient_checkpointing = False  # a spec's gradient says what is recomputed
     _no_split_modules = ("ImplicitLM", "ExplicitLM")  # the loop runs on one device
     # Vectors that decide rates and scales: bfloat16 would move them. Matched as regular expressions.
-    _keep_in_fp32_modules_strict = (r"A_log$", r"dt_bias$", r"mixer\.D$", r"norm\.weight$")
+    _keep_in_fp32_modules_strict = (
+        r"A_log$",
+        r"dt_bias$",
+        r"mixer\.D$",
+        r"norm\.weight$",
+        r"weight\.original0$",  # weight norm's gains
+    )
     _supports_sdpa = True  # attention is torch's own operator; no other implementation can be chosen
 
     @classmethod

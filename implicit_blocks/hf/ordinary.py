@@ -223,7 +223,7 @@ def as_start(
         bound = d_model**-0.5
         directions = torch.empty(width, d_model, dtype=torch.float32).uniform_(-bound, bound)
         stem = "injection.proj.parametrizations.weight."
-        new[stem + "original0"] = like.new_zeros(width, 1)
+        new[stem + "original0"] = torch.zeros(width, 1)
         new[stem + "original1"] = directions.to(like.dtype)
     else:
         new["injection.proj.weight"] = like.new_zeros(width, d_model)
@@ -235,4 +235,4 @@ def _normed(name: str, weight: Tensor) -> dict[str, Tensor]:
     length = torch.linalg.vector_norm(wide.flatten(1), dim=1).view(-1, *[1] * (weight.ndim - 1))
     direction = torch.where(length > 0, wide, torch.ones_like(wide)).to(weight.dtype)
     stem = name.removesuffix("weight") + "parametrizations.weight."
-    return {stem + "original0": length.to(weight.dtype), stem + "original1": direction}
+    return {stem + "original0": length, stem + "original1": direction}  # a rounded gain would move the weight

@@ -90,6 +90,7 @@ def _refuse_unknown_choices(config: Mapping[str, Any]) -> None:
             ("block_type", backbone.get("block_type", block_type), block_type),
             ("pre_norm", backbone.get("pre_norm", True), True),
             ("rms_norm", backbone.get("rms_norm", True), True),
+            ("norm_epsilon", backbone.get("norm_epsilon", 1e-5), 1e-5),  # the injection's norm has no other
             ("head_bias", config.get("head_bias", False), False),
             ("d_embed", config.get("d_embed") or backbone["d_model"], backbone["d_model"]),
             (
@@ -120,7 +121,6 @@ def _common_fields(config: Mapping[str, Any], backbone: Mapping[str, Any]) -> di
         "n_layers": backbone["n_layer"],
         "mixer": Mamba2Spec(**block) if mamba else AttentionSpec(**block),
         "mlp": SwiGLUSpec(d_hidden=int(2 * hidden / 3)) if hidden else None,
-        "norm_eps": backbone.get("norm_epsilon", 1e-5),
         "dropout": backbone.get("dropout", 0.0),
         "tie_embeddings": config.get("tie_embeddings", True),
     }
@@ -203,7 +203,6 @@ def export_config(
         "rms_norm": True,
     }
     backbone |= {} if mamba else {"mlp_type": "llama_mlp"}
-    backbone |= {} if spec.norm_eps == 1e-5 else {"norm_epsilon": spec.norm_eps}
     config = {
         "architectures": ["ImplicitMambaForCausalLM" if mamba else "ImplicitLlamaForCausalLM"],
         "backbone_config": backbone,
@@ -230,6 +229,11 @@ def export_config(
         raise ValueError(f"the published implementation cannot say this spec: {error}") from None
     ours, theirs = spec.model_dump(), again.model_dump()
     lost = [name for name, value in ours.items() if name not in _BESIDE and theirs[name] != value]
+    if isinstance(spec, ImplicitLMSpec) and (
+        again.evaluation_stopping != spec.evaluation_stopping
+        or again.at_evaluation.solver != spec.at_evaluation.solver
+    ):
+        lost.append("at_evaluation")
     if lost:
         raise ValueError(
             "the published implementation cannot say what the spec says of "
@@ -238,11 +242,7 @@ def export_config(
     return config
 
 
-_BESIDE = (
-    "embedding_std",
-    "scale_residual_init",
-    "at_evaluation",
-)  # of beginnings, and of another stopping rule
+_BESIDE = ("embedding_std", "scale_residual_init", "at_evaluation")  # of beginnings; compared apart
 
 
 def _their_hidden(hidden: int) -> int:

@@ -160,6 +160,11 @@ def test_what_the_published_implementation_cannot_say_is_refused():
     grouped = spec.model_copy(update={"mixer": ib.AttentionSpec(n_heads=12, n_kv_heads=4)})
     with pytest.raises(ValueError, match="mixer"):
         published.export_config(grouped)
+    strict = ib.AtEvaluation(stopping=ib.StoppingOverrides(tolerance=1e-4))
+    with pytest.raises(ValueError, match="at_evaluation"):
+        published.export_config(spec.model_copy(update={"at_evaluation": strict}))
+    with pytest.raises(ValueError, match="norm_eps"):
+        published.export_config(spec.model_copy(update={"norm_eps": 1e-6}))
 
 
 # ------------------------------------------------------------------------------------ folders
@@ -214,10 +219,14 @@ def test_golden_values_through_from_pretrained(name, reference, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     expected = load_file(reference / name / "expected.safetensors")
     ids, labels = expected["input_ids"], expected["labels"]
+    if name == "mamba2_deep":  # the first tokens say the same, by causality, and take a third of the time
+        sequential = {key: t for key, t in expected.items() if key.endswith(("l.logits", "row0.logits"))}
+        expected |= {key: t.view(-1, 40, 61)[:, :16] for key, t in sequential.items()}
+    ids = ids[:, : expected["sequential.logits"].shape[1]]
     with torch.no_grad():
         found = model(ids, window_length=1, tolerance=1e-6, max_iterations=400).logits
         assert relative(found, expected["sequential.logits"]) <= 1e-4
-        loose = expected["sequential_tol0.05_row0.logits"].view(1, *found.shape[1:])
+        loose = expected["sequential_tol0.05_row0.logits"].reshape(1, *found.shape[1:])
         assert relative(by_the_published_rule(to_library(model), ids[:1], 0.05), loose) <= 1e-4
         # Ours differs from that rule, and so do its loose answers: it measures against ‖f(z)‖, not ‖z‖, and
         # maps the f(z) it stopped at, where the published one maps z + 0.8 (f(z) − z): points 0.2 · 0.05,
@@ -226,7 +235,7 @@ def test_golden_values_through_from_pretrained(name, reference, tmp_path):
         exact = expected["sequential.logits"][:1]
         assert relative(row, exact) <= 1.1 * relative(loose, exact)
     model.train()
-    out = model(ids, labels=labels)
+    out = model(expected["input_ids"], labels=labels)
     assert relative(out.logits.detach(), expected["phantom12+4.logits"]) <= 1e-4
     assert relative(out.loss.detach(), expected["phantom12+4.loss"]) <= 1e-4
     out.loss.backward()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from implicit_blocks.__main__ import main
+
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # after the skip
@@ -82,3 +84,31 @@ def test_lora_trains_and_saves(family, tiny_model, tmp_path):
         assert torch.equal(state[kept], tensor), name
     tokens = again.generate(input_ids=ids, max_new_tokens=3, do_sample=False, pad_token_id=18)
     assert tokens.shape == (1, 15)
+
+
+# peft asks transformers for a name that transformers has renamed
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_merges_into_weights_that_are_not_normed(family, tiny_model, tmp_path):
+    """Into weight norm's computed weights peft's merging would be lost, so it is folded first."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    normed = tiny_model(family)
+    normed.save_pretrained(tmp_path / "normed")
+    assert main(["convert", str(tmp_path / "normed"), str(tmp_path / "folded"), "--fold-weight-norm"]) == 0
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "folded")
+    ids = Cycles()[2]["input_ids"][None]
+    with torch.no_grad():
+        torch.testing.assert_close(base(ids).logits, normed(ids).logits, atol=1e-5, rtol=1e-4)
+    targets = ["mixer.in_proj", "mixer.out_proj"]
+    settings = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(base, settings).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(0.1)
+        expected = model(ids).logits
+        merged = model.merge_and_unload()
+        torch.testing.assert_close(merged(ids).logits, expected, atol=1e-5, rtol=1e-4)
+    merged.save_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(loaded(ids).logits, expected, atol=1e-5, rtol=1e-4)
