@@ -66,8 +66,7 @@ def measure(work: str, arguments: argparse.Namespace) -> dict[str, Any]:
     with torch.device("cuda"):
         model = ib.build(spec).train()
     if arguments.compile:
-        for block in model.backbone.blocks():
-            block.compile(dynamic=False)
+        model.compile_layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     ids = torch.randint(spec.vocab_size, (batch, length + 1), device="cuda")
     torch.cuda.reset_peak_memory_stats()

@@ -266,6 +266,15 @@ class LanguageModel(nn.Module, ABC):
                 assert isinstance(weight, Tensor)
                 assign_weight(projection, weight / math.sqrt(len(projections)))
 
+    def compile_layers(self) -> None:
+        """Compile the layers with ``torch.compile``: minutes at the first call of a shape, fused ones after.
+
+        One compiled layer serves all of a kind. Worth it where windows keep one shape for many calls, as in
+        training.
+        """
+        for block in self.backbone.blocks():
+            block.compile(dynamic=False)
+
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters that weight decay applies to (matrices, embedding) and the others, each once.
 

@@ -124,6 +124,13 @@ def build(
     # Built on the CPU and moved, so that the initial weights do not depend on the device.
     seed_everything(training.seed)
     model: nn.Module = registry.build(spec.model).to(target)
+    if training.compile_layers:
+        compile_layers = getattr(model, "compile_layers", None)
+        if compile_layers is None:
+            raise ValueError(
+                f"model {spec.model.kind!r} has no layers to compile; set training.compile_layers=false"
+            )
+        compile_layers()
     optimizer = registry.build(training.optimizer, model=model)
     schedule = registry.build(training.schedule, total_steps=spec.total_steps)
     display = display or make_display(log_every=training.log_every, accuracy=spec.data.kind == "word_problem")

@@ -18,7 +18,8 @@ SHAPES = {"B2-L256-H4-P64-G1-N128": (2, 256, 4, 64, 1, 128), "B3-L300-H8-P64-G2-
 
 
 def error(found, expected):
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("with_state", [False, True], ids=["start", "state"])

@@ -130,3 +130,17 @@ def test_a_run_of_the_trainer(tmp_path):
         "cuda",
     ]
     subprocess.run(resumed, check=True)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_compiled_layers_compute_the_same(mixer):
+    model = contracting(mixer, stopping=ib.Stopping(tolerance=0.0, max_iterations=4)).cuda().train()
+    ids = tokens(rows=4, length=64).cuda()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        expected = model(ids, labels=ids, return_logits=False).loss
+    model.compile_layers()
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        found = model(ids, labels=ids, return_logits=False).loss
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=0)
+    found.backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

@@ -55,7 +55,8 @@ def causal_conv(
         raise ValueError(f"unknown activation {activation!r}; choose 'silu' or None")
     tail = _checked_tail(x_BLC, tail_BWC, taps)
     if cuda.suits(x_BLC, tail_BWC, documents_BL):
-        return cuda.convolve_cuda(x_BLC, tail_BWC, weight_CW, bias_C, activation == "silu")
+        y_BLC: Tensor = cuda.convolve_cuda(x_BLC, tail_BWC, weight_CW, bias_C, activation == "silu")
+        return y_BLC
     same_BLW = None
     if documents_BL is not None:
         if tail_documents_BW is None:

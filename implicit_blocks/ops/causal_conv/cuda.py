@@ -19,6 +19,7 @@ def suits(x_BLC: Tensor, tail_BWC: Tensor | None, documents_BL: Tensor | None) -
     return x_BLC.stride(2) == 1 and aligned and not isinstance(load(MODULE), str)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled already; torch leaves it untyped
 def convolve_cuda(
     x_BLC: Tensor, tail_BWC: Tensor | None, weight_CW: Tensor, bias_C: Tensor | None, silu: bool
 ) -> Tensor:

@@ -27,6 +27,7 @@ def suits(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tenso
     return not isinstance(load(MODULE), str)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled already; torch leaves it untyped
 def ssd_mamba_ssm(
     x_BLHP: Tensor,
     dt_BLH: Tensor,
