@@ -15,6 +15,7 @@ from implicit_blocks.hf.folders import (
     empty_state,
     fold_weight_norm,
     read_checkpoint,
+    special_tokens,
     write_published,
     write_transformers,
 )
@@ -99,7 +100,7 @@ def export(
         state = read_file(file)
         check_tensors(state, empty_state(spec), what=str(file))
     length = getattr(getattr(load_spec(spec_name), "data", None), "length", None)
-    fields = {} if length is None else {"max_position_embeddings": length}
+    fields = special_tokens(spec) | ({} if length is None else {"max_position_embeddings": length})
     with whole_folder(destination) as folder:
         write_transformers(Checkpoint(spec, dict(state), fields), folder, max_shard_size=max_shard_size)
 

@@ -37,7 +37,7 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-_NEOX_VOCABULARY = 50277  # in it, token 0 ends a text
+_NEOX_VOCABULARY = 50277  # GPT-NeoX-20B's, in which token 0 ends a text
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ def _of_published(folder: Path, config: dict[str, Any]) -> Checkpoint:
     if spec.tie_embeddings:  # the published files have the tied head twice, once, or under either name
         tensors = _tie(tensors)
     check_tensors(tensors, expected, what=str(folder))
-    tokens = {"bos_token_id": 0, "eos_token_id": 0} if spec.vocab_size == _NEOX_VOCABULARY else {}
-    return Checkpoint(spec, published.import_tensors(tensors, tied=spec.tie_embeddings), tokens, config)
+    state = published.import_tensors(tensors, tied=spec.tie_embeddings)
+    return Checkpoint(spec, state, special_tokens(spec), config)
 
 
 def _tie(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -131,6 +131,11 @@ def _of_ours(folder: Path, config: dict[str, Any]) -> Checkpoint:
     check_tensors(state, empty_state(spec), what=str(folder))
     kept = {name: config[name] for name in _TOKEN_FIELDS if name in config}
     return Checkpoint(spec, state, kept, config.get("published_config"))
+
+
+def special_tokens(spec: LMSpec) -> dict[str, Any]:
+    """Return the fields for the tokens that begin and end a text, known from the size of a vocabulary."""
+    return {"bos_token_id": 0, "eos_token_id": 0} if spec.vocab_size == _NEOX_VOCABULARY else {}
 
 
 def empty_state(spec: LMSpec) -> dict[str, Tensor]:
