@@ -5,6 +5,8 @@ A plugin is a module with functions marked `hookimpl`, named by an entry point o
     @implicit_blocks.hookimpl
     def register_components(add):
         add("mixer", ShiftSpec, Shift)
+
+Run specs in a folder ``zoo`` of the module's package are found by name, behind those of the library's own.
 """
 
 from __future__ import annotations

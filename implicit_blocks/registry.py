@@ -82,6 +82,7 @@ class _State:
     entries: dict[tuple[str, str], Entry] = field(default_factory=dict)
     failures: list[PluginFailure] = field(default_factory=list)
     switched_off: list[str] = field(default_factory=list)
+    modules: dict[str, str] = field(default_factory=dict)
     loaded: bool = False
 
 
@@ -124,7 +125,7 @@ def entry(family: str, kind: str) -> Entry:
     found = _state.entries.get((family, kind))
     if found is None:
         raise UnknownKindError(
-            f"unknown {family} {kind!r}; {did_you_mean(kind, kinds(family))}{_absent_plugins()}"
+            f"unknown {family} {kind!r}; {did_you_mean(kind, kinds(family))}{absent_plugins()}"
         )
     return found
 
@@ -151,6 +152,21 @@ def switched_off() -> list[str]:
     """Names of the installed plugins that `IMPLICIT_BLOCKS_PLUGINS` keeps out."""
     _load()
     return list(_state.switched_off)
+
+
+def plugin_modules() -> dict[str, str]:
+    """Modules of the third parties' plugins in use, by the names of their entry points."""
+    _load()
+    return dict(_state.modules)
+
+
+def absent_plugins() -> str:
+    """Name, in brackets, what may explain that something is unknown: plugins installed but not in use."""
+    _load()
+    notes = [f"plugin {failure.name!r} could not be used: {failure.reason}" for failure in _state.failures]
+    if _state.switched_off:
+        notes.append(f"{PLUGINS_VARIABLE} switches off: {', '.join(_state.switched_off)}")
+    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def build(spec: Any, **context: Any) -> Any:
@@ -221,6 +237,8 @@ def _load_entry_point(point: EntryPoint) -> None:
     try:
         plugin = point.load()
         _register(plugin, point.name, owner, version)
+        if not _is_own(point):
+            _state.modules[point.name] = point.module
     except (KeyboardInterrupt, MemoryError):
         raise
     except (
@@ -283,14 +301,6 @@ def _refuse_clash(new: Entry, entries: dict[tuple[str, str], Entry]) -> None:
             f"{new.family} {new.kind!r} is already registered by {taken.owner} {taken.version}; "
             f"choose another kind, such as '{new.owner.replace('-', '_')}.{new.kind}'"
         )
-
-
-def _absent_plugins() -> str:
-    """Name what may explain an unknown kind: plugins that are installed but not in use."""
-    notes = [f"plugin {failure.name!r} could not be used: {failure.reason}" for failure in _state.failures]
-    if _state.switched_off:
-        notes.append(f"{PLUGINS_VARIABLE} switches off: {', '.join(_state.switched_off)}")
-    return f" ({'; '.join(notes)})" if notes else ""
 
 
 def _is_own(point: EntryPoint) -> bool:

@@ -26,7 +26,8 @@ def load_spec(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = (
     """Load the run spec of a zoo name (``"mamba2_130m"``) or a YAML file.
 
     Args:
-        name_or_path: a name in the zoo, or a path; a path that isn't there is looked for in the zoo.
+        name_or_path: a name in the zoo, or a path; a path that isn't there is looked for in the zoo. The
+            shipped zoo comes first, then those of plugins: the folders ``zoo`` in their packages.
         overrides: changes such as ``"model.solver.kind=anderson"``, the values in YAML.
 
     Raises:
@@ -79,6 +80,16 @@ def zoo_names() -> list[str]:
     return sorted(path.stem for path in folder.glob("*.yaml")) if folder else []
 
 
+def _plugin_zoos() -> list[Path]:
+    """Locate the folders ``zoo`` in the packages of the plugins in use."""
+    folders = []
+    for module in registry.plugin_modules().values():
+        found = importlib.util.find_spec(module)
+        package = importlib.util.find_spec(found.parent) if found and found.parent else None
+        folders += [Path(place) / "zoo" for place in (package and package.submodule_search_locations) or ()]
+    return [folder for folder in folders if folder.is_dir()]
+
+
 def _read(path: Path, *, chain: tuple[Path, ...]) -> Section:
     """Read a file and lay it over what it extends."""
     tree = read_yaml(path, name=_shown(path))
@@ -102,7 +113,8 @@ def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
     """Find the file that a name or a path means.
 
     A path is relative to ``folder`` (the extending file's) or the working directory; a bare name means the
-    zoo's, or in `extends` first a neighbour's. What isn't there is looked for in the zoo.
+    zoo's, or in `extends` first a neighbour's. What isn't there is looked for in the zoo, at last in the
+    plugins' (which are loaded only then).
     """
     is_path = name.endswith(_SUFFIXES) or os.sep in name or "/" in name
     zoo = zoo_folder()
@@ -111,14 +123,34 @@ def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
     if zoo is not None:
         candidates += [zoo / name, zoo / name.removeprefix("zoo/")]
     for candidate in candidates:
-        for suffix in ("", *_SUFFIXES):
-            file = candidate.with_name(candidate.name + suffix)
-            if file.is_file():
-                return file.resolve()
+        if file := _file(candidate):
+            return file
     stem = spec_name(name)
-    looked = f"no file {_shown(beside)!r}, and " if is_path else ""
     where = f"{place}: extends: " if place else ""
-    raise SpecError(f"{where}{looked}no spec {stem!r} in the zoo; {did_you_mean(stem, zoo_names())}")
+    plugin_zoos = _plugin_zoos()
+    found = [file for folder in plugin_zoos if (file := _file(folder / name.removeprefix("zoo/")))]
+    if len(found) > 1:
+        listed = ", ".join(map(_shown, found))
+        raise SpecError(f"{where}several plugins bring a spec {stem!r}: {listed}; give the path of one")
+    if found:
+        return found[0]
+    looked = ""
+    if is_path:
+        looked = f"{_shown(beside)!r} is a folder, " if beside.is_dir() else f"no file {_shown(beside)!r}, "
+    known = sorted({*zoo_names(), *(path.stem for folder in plugin_zoos for path in folder.glob("*.yaml"))})
+    raise SpecError(
+        f"{where}{looked}{'and ' if looked else ''}no spec {stem!r} in the zoo; "
+        f"{did_you_mean(stem, known)}{registry.absent_plugins()}"
+    )
+
+
+def _file(candidate: Path) -> Path | None:
+    """Find the file of that name, with or without the suffix."""
+    for suffix in ("", *_SUFFIXES):
+        file = candidate.with_name(candidate.name + suffix)
+        if file.is_file():
+            return file.resolve()
+    return None
 
 
 def _shown(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,24 @@ def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
-    """Install distributions of one module each, `install(name, source)`; call it before any lookup."""
+    """Install distributions of one module each, `install(name, source)`; call it before any lookup.
+
+    With `zoo`, files by name, the module is a package with that folder in it.
+    """
     folder = tmp_path / "site"
     folder.mkdir()
     monkeypatch.syspath_prepend(folder)
     names: list[str] = []
 
-    def put(name: str, source: str, *, version: str = "1.2.3") -> Path:
-        (folder / f"{name}_module.py").write_text(source)
+    def put(name: str, source: str, *, version: str = "1.2.3", zoo: Mapping[str, str] | None = None) -> Path:
+        if zoo is None:
+            (folder / f"{name}_module.py").write_text(source)
+        else:
+            package = folder / f"{name}_module"
+            (package / "zoo").mkdir(parents=True)
+            (package / "__init__.py").write_text(source)
+            for file, text in zoo.items():
+                (package / "zoo" / file).write_text(text)
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")

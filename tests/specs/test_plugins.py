@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from implicit_blocks import registry
-from implicit_blocks.specs import ImplicitLMSpec, load_spec
+from implicit_blocks.specs import ImplicitLMSpec, SpecError, load_spec
 
 GOOD = """
 from typing import Literal
@@ -79,6 +79,42 @@ def test_a_plugins_kind_is_used_from_yaml_by_name_alone(install, write) -> None:
     mixer = load_spec(name).model.mixer
     assert mixer.model_dump() == {"kind": "acme.shift", "distance": 3}
     assert registry.build(mixer, d_model=8) == (mixer, 8)
+
+
+SHIFTED = {"shifted.yaml": "extends: word_problem_s3\nmodel: {mixer: {kind: acme.shift, distance: 3}}\n"}
+
+
+@pytest.mark.parametrize("name", ["shifted", "zoo/shifted.yaml", "mine.yaml"])
+def test_a_plugins_zoo_is_found_by_name(install, write, name: str) -> None:
+    install("acme", MIXER, zoo=SHIFTED)
+    write("mine.yaml", "extends: shifted\n")
+    assert load_spec(name).model.mixer.model_dump() == {"kind": "acme.shift", "distance": 3}
+
+
+def test_a_plugins_zoo_comes_after_the_shipped_one(install) -> None:
+    install("acme", MIXER, zoo={"word_problem_s3.yaml": SHIFTED["shifted.yaml"]})
+    assert load_spec("word_problem_s3").model.mixer.kind == "mamba2"
+
+
+def test_two_plugins_specs_of_one_name_are_not_guessed_between(install) -> None:
+    install("acme", MIXER, zoo=SHIFTED)
+    install("other", good("other", "other.half"), zoo=SHIFTED)
+    with pytest.raises(
+        SpecError, match=r"several plugins bring a spec 'shifted': .*acme_module.*other_module"
+    ):
+        load_spec("shifted")
+
+
+def test_a_spec_of_a_plugin_that_is_not_in_use_is_explained(install, monkeypatch) -> None:
+    install("acme", MIXER, zoo=SHIFTED)
+    with pytest.raises(SpecError, match="no spec 'shifte' in the zoo; did you mean 'shifted'"):
+        load_spec("shifte")
+    monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
+    with (
+        registry.isolated(),
+        pytest.raises(SpecError, match=r"no spec 'shifted' in the zoo; .*PLUGINS switches off: .*acme"),
+    ):
+        load_spec("shifted")
 
 
 @pytest.mark.parametrize(
