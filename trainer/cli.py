@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from implicit_blocks.specs import load_spec
+from implicit_blocks.specs import load_spec, spec_name
 from trainer.display import duration
 from trainer.errors import DataError, NonFiniteLossError
 from trainer.spec import RunSpec
@@ -129,7 +129,7 @@ def _spec(options: argparse.Namespace) -> tuple[str, RunSpec]:
         folder.require_run()
         source, name = str(folder.spec_path), folder.run_name()
     else:
-        source, name = options.spec, Path(options.spec).stem
+        source, name = options.spec, spec_name(options.spec)
     spec = load_spec(source, options.overrides)
     if not isinstance(spec, RunSpec):
         raise ValueError(f"{source} is a spec of kind {spec.kind!r}; the trainer runs specs of kind 'run'")

@@ -182,6 +182,13 @@ def test_dry_run_knows_the_largest_spec_without_torch(tmp_path: Path) -> None:
     assert " torch" not in done.stderr
 
 
+@pytest.mark.parametrize("spec", ["llama_1.3b", "zoo/llama_1.3b.yaml"])
+def test_a_dot_in_a_name_is_no_suffix(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(["--spec", spec, "--dry-run"], capsys)
+    assert code == 0
+    assert out.startswith("llama_1.3b (implicit_lm)\n")
+
+
 def test_dry_run_reads_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.zeros(5000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
     named = ["--spec", "llama_130m", f"data.path={tmp_path}", "--dry-run"]
