@@ -235,5 +235,9 @@ def test_estimated_memory_is_near_that_of_the_published_implementation(
     assert isinstance(spec, RunSpec)
     memory = estimate_memory(spec, spec.phase_specs()[phase])
     assert memory is not None
+    # Where ours takes the loss in chunks of tokens, theirs keeps the logits of all, three times in float32.
+    assert spec.training.micro_batch_size is not None
+    logits = 3 * 4 * spec.training.micro_batch_size * spec.data.length * spec.model.padded_vocab_size
+    estimate = memory.total - memory.logits + logits
     # Peak GB on an H100, the same micro-batches, fused kernels: it may be too careful, never too hopeful.
-    assert measured <= memory.total / 1e9 <= 1.4 * measured
+    assert measured <= estimate / 1e9 <= 1.4 * measured
