@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from implicit_blocks.layers import Linear
+from implicit_blocks.layers import Linear, SwiGLU
 from implicit_blocks.weight_norm import WeightNorm
 
 
@@ -25,7 +25,9 @@ class HeldWeights:
         # Holders have an attribute ``held``: our linear layers, and the weight norm of anything else.
         self._held: list[tuple[Any, Any]] = []
         for part in module.modules():
-            if isinstance(part, Linear):
+            if isinstance(part, SwiGLU):
+                part.choose_padding()  # before its layers' turn
+            elif isinstance(part, Linear):
                 self._held.append((part, part.prepared()))
             elif parametrize.is_parametrized(part, "weight"):
                 chain: Any = part.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized

@@ -57,32 +57,14 @@ class RMSNorm(nn.Module):
 class Linear(nn.Linear):
     """A linear map that takes its input in any floating type and works in its weight's.
 
-    Args:
-        in_features: width of the input.
-        out_features: width of the output.
-        bias: whether to add one.
-        pad_in: see ``pad_out``; for the layer that takes such an output.
-        pad_out: while weights are held on a GPU, add zero rows up to a multiple of 64, so that an odd width
-            keeps the matrix units' fast kernels; the output is then so much wider, with zeros.
-        device: as for ``nn.Linear``.
-        dtype: as for ``nn.Linear``.
-
+    While weights are held on a GPU, zero rows (``pad_out``) or columns (``pad_in``) are added up to a multiple
+    of 64, where the owner of the layers says so: odd widths lose the matrix units' fast kernels. The output is
+    then so much wider, with zeros.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        pad_in: bool = False,
-        pad_out: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
-        self.pad_in, self.pad_out = pad_in, pad_out
-        self.held: tuple[Tensor, Tensor | None] | None = None
+    pad_in = False
+    pad_out = False
+    held: tuple[Tensor, Tensor | None] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (…, in) to (…, out)."""
@@ -116,9 +98,17 @@ class SwiGLU(nn.Module):
 
     def __init__(self, spec: SwiGLUSpec, *, d_model: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(d_model, spec.d_hidden, bias=spec.bias, pad_out=True)
-        self.up_proj = Linear(d_model, spec.d_hidden, bias=spec.bias, pad_out=True)
-        self.out_proj = Linear(spec.d_hidden, d_model, bias=spec.bias, pad_in=True)
+        self.gate_proj = Linear(d_model, spec.d_hidden, bias=spec.bias)
+        self.up_proj = Linear(d_model, spec.d_hidden, bias=spec.bias)
+        self.out_proj = Linear(spec.d_hidden, d_model, bias=spec.bias)
+
+    def choose_padding(self) -> None:
+        """Pad the hidden width while weights are held, unless something wraps a layer and counts on its width."""
+        plain = all(isinstance(layer, Linear) for layer in self.children())
+        for layer in self.modules():
+            if isinstance(layer, Linear):
+                layer.pad_out = plain and layer is not self.out_proj
+                layer.pad_in = plain and layer is self.out_proj
 
     def forward(self, z_BLD: Tensor) -> Tensor:
         """Map each token, (B, L, D) to (B, L, D)."""

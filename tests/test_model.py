@@ -476,3 +476,14 @@ def test_the_loss_without_logits_is_the_same():
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         ib.build(spec_of("attention"))(**arguments)
+
+
+def test_padding_for_the_gpu_gives_way_to_whatever_wraps_a_layer():
+    """A wrapper such as a low-rank adapter adds to the layer's output and counts on its width."""
+    mlp = contracting("attention").backbone.blocks()[0].mlp
+    mlp.choose_padding()
+    assert (mlp.gate_proj.pad_out, mlp.up_proj.pad_out, mlp.out_proj.pad_in) == (True, True, True)
+    inner = mlp.up_proj
+    mlp.up_proj = nn.Sequential(inner)
+    mlp.choose_padding()
+    assert not any(layer.pad_out or layer.pad_in for layer in (mlp.gate_proj, inner, mlp.out_proj))
