@@ -30,8 +30,8 @@ class Search:
             batch; with ``prefix`` it is a token, ``z`` is (B, L, …) and ``f`` must be causal in L: a token
             freezes once its own residual and those of all tokens before it are under the tolerance, so that
             its value depends on no later token.
-        valid: (B, L) bool, False at padding. Padding counts in no norm, and with prefix scope is frozen at
-            its start.
+        valid: (B, L) bool, False at padding, which stands still at its start and counts in no norm: neither
+            the stopping rule nor the solver sees it move.
         trace: keep the residual of every call.
         compact: let rows that are done leave the batch, where ``f`` offers ``select_rows``. Rows that go on
             may differ in the last digits from a run without, as matrix products of another size do.
@@ -72,10 +72,13 @@ class Search:
             return loop.solution(z)
 
     def _check(self, z0: Tensor) -> None:
-        if z0.ndim < 2:
+        if z0.ndim < 2 or not z0.numel():
             raise ValueError(
-                f"z0 has shape {tuple(z0.shape)}; a search needs the batch and at least one more dimension"
+                f"z0 has shape {tuple(z0.shape)}; a search needs the batch and at least one more dimension, "
+                "none of them 0"
             )
+        if not z0.is_floating_point():
+            raise ValueError(f"z0 is {z0.dtype}; a search needs floating-point numbers")
         if self.stopping.scope == "prefix" and z0.ndim < 3:
             raise ValueError(
                 f"scope 'prefix' freezes tokens of (batch, tokens, …), but z0 has shape {tuple(z0.shape)}; "
@@ -119,7 +122,13 @@ class _Loop:
 
     def call(self, z: Tensor) -> Tensor:
         """Call the map on elements, (E, F)."""
-        return self.elements(self.f(z.view(z.shape[0] // self.tokens, *self.shape[1:])))
+        whole = z.view(z.shape[0] // self.tokens, *self.shape[1:])
+        value = self.f(whole)
+        if self.valid is not None:
+            # A solver that mixes whole rows, as Anderson does, would weigh what happens at padding.
+            valid = self.valid.view(*self.valid.shape, *[1] * (len(self.shape) - 2))
+            value = torch.where(valid, value, whole)
+        return self.elements(value)
 
     def prefix_largest(self, residual: Tensor) -> Tensor:
         """With prefix scope, the largest residual among each token and those before it."""

@@ -195,8 +195,9 @@ def test_prefix_scope_after_a_diverged_token():
     assert solution.z.isfinite().all()
 
 
+@pytest.mark.parametrize("solver", [ib.Picard(), ib.Anderson(memory=2)])
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
-def test_padding_counts_in_no_norm(scope):
+def test_padding_counts_in_no_norm(scope, solver):
     valid = torch.ones(2, 6, dtype=torch.bool)
     valid[0, 4:] = False
 
@@ -206,13 +207,14 @@ def test_padding_counts_in_no_norm(scope):
         return fz
 
     z0 = torch.zeros(2, 6, 3, dtype=torch.float64)
-    options = {"scope": scope, "tolerance": 1e-5, "max_iterations": 100}
+    options = {"scope": scope, "tolerance": 1e-5, "max_iterations": 100, "solver": solver}
     padded = search(**options, valid=valid)(f, z0)
     alone = search(**options)(
         lambda z: causal_map(torch.nn.functional.pad(z, (0, 0, 0, 2)))[:, :4], z0[:1, :4]
     )
     assert padded.converged.all()
-    assert torch.equal(padded.z[:1, :4], alone.z)
+    # Sums over rows of another length may differ in their last digits.
+    torch.testing.assert_close(padded.z[:1, :4], alone.z, atol=1e-12, rtol=0)
     assert padded.iterations[0] == alone.iterations[0]
 
 
