@@ -54,6 +54,10 @@ class FixedPoint(nn.Module):
         stopping: Stopping | None = None,
     ) -> None:
         super().__init__()
+        for name, part, base in (("solver", solver, Solver), ("gradient", gradient, GradientEstimator)):
+            if part is not None and not isinstance(part, base):
+                example = "Anderson(memory=5)" if base is Solver else "Phantom(steps=4)"
+                raise ValueError(f"{name} is {part!r}; give a {base.__name__} such as {example}")
         self.f = f
         self.solver = solver if solver is not None else Picard()
         self.gradient = gradient if gradient is not None else Phantom()
@@ -70,7 +74,8 @@ class FixedPoint(nn.Module):
             trace: keep the residual of every iteration.
 
         Raises:
-            ValueError: if there is no start, or ``f`` returns another shape.
+            ValueError: if there is no start, it is empty or not floating-point, or ``f`` returns another
+                shape.
 
         """
         if z0 is None:
@@ -88,6 +93,8 @@ class FixedPoint(nn.Module):
 
     def _checked(self, z: Tensor, x: Any) -> Tensor:
         fz: Tensor = self.f(z, x)
+        if not isinstance(fz, Tensor):
+            raise ValueError(f"f returned a {type(fz).__name__} for a tensor; it must return one")
         if fz.shape != z.shape:
             raise ValueError(
                 f"f returned shape {tuple(fz.shape)} for z of shape {tuple(z.shape)}; they must agree"

@@ -178,7 +178,7 @@ class LanguageModel(nn.Module, ABC):
         if state is not None and state.batch_size != batch:
             raise ValueError(f"the state has {state.batch_size} rows, the tokens {batch}")
         state = state if state is not None else self.initial_state(batch)
-        valid = _padding(attention_mask)
+        valid = _padding(attention_mask, (batch, length))
         step = length if window_length is None else min(window_length, length)
         commit = return_state or step < length
         weights = HeldWeights(self)
@@ -401,10 +401,12 @@ class ExplicitLM(LanguageModel):
         return True
 
 
-def _padding(attention_mask: Tensor | None) -> Tensor | None:
-    """Return where tokens are real, or None where all are."""
+def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
+    """Return where tokens are real, (B, L) bool, or None where all are."""
     if attention_mask is None:
         return None
+    if attention_mask.shape != shape:
+        raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, the tokens {shape}")
     valid = attention_mask.bool()
     return None if bool(valid.all()) else valid
 

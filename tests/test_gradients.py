@@ -243,6 +243,16 @@ def test_layer_errors():
         ib.FixedPoint(lambda z, x: z)(("no", "tensor"))
     with pytest.raises(ValueError, match="they must agree"):
         ib.FixedPoint(lambda z, x: z[:, :1])(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="f returned a tuple"):
+        ib.FixedPoint(lambda z, x: (z, z))(torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="floating-point"):
+        ib.FixedPoint(lambda z, x: z)(torch.zeros(2, 3, dtype=torch.int64))
+    with pytest.raises(ValueError, match="none of them 0"):
+        ib.FixedPoint(lambda z, x: z)(torch.zeros(0, 3))
+    with pytest.raises(ValueError, match="solver is 'anderson'; give a Solver such as Anderson"):
+        ib.FixedPoint(lambda z, x: z, solver="anderson")
+    with pytest.raises(ValueError, match=r"gradient is .*; give a GradientEstimator such as Phantom"):
+        ib.FixedPoint(lambda z, x: z, gradient=ib.PhantomSpec())
 
 
 def test_parameters_of_the_map_are_the_layers():

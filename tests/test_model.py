@@ -468,8 +468,8 @@ def test_the_loss_without_logits_is_the_same():
             "labels have shape",
         ),
         (
-            {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.zeros(1, 2)},
-            "has shape",
+            {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.ones(1, 2)},
+            "attention_mask has shape",
         ),
     ],
 )
