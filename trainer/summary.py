@@ -24,7 +24,7 @@ def summarize(
     results: Sequence[EvaluationResult],
     manifest: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the summary of a finished run as JSON values; ``seconds`` is its wall time over all sessions."""
+    """Return the summary of a finished run as JSON values; ``seconds`` is its wall time, resumes included."""
     summary = {
         "name": name,
         "task": spec.data.kind,

@@ -111,7 +111,7 @@ def test_phases_that_do_not_cover_the_run_or_change_what_they_cannot(phases: lis
 
 def test_more_phases_than_steps() -> None:
     refused(
-        "2 phases don't fit into 1 steps",
+        "2 phases don't fit into a run of length 1; give it 2 steps or more",
         training={"max_steps": 1},
         phases=[{"name": "a", "until": 0.5}, {"name": "b"}],
     )

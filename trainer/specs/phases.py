@@ -65,7 +65,11 @@ def plan(
 def _ends(phases: Sequence[PhaseSpec], total_steps: int) -> list[int]:
     """Find the step before which each phase ends; shares are rounded so that every phase has a step."""
     if len(phases) > total_steps:
-        raise refusal(f"{len(phases)} phases don't fit into {total_steps} steps", "phases", value=phases)
+        message = (
+            f"{len(phases)} phases don't fit into a run of length {total_steps}; "
+            f"give it {len(phases)} steps or more, or leave phases out"
+        )
+        raise refusal(message, "phases", value=phases)
     ends: list[int] = []
     for index, phase in enumerate(phases):
         start, left = (ends[-1] if ends else 0), len(phases) - index - 1

@@ -114,7 +114,7 @@ class TrainingSpec(Spec):
     schedule: ScheduleSpec = WarmupConstantSqrtSpec()
     """Learning rate as a function of the step."""
     log_every: PositiveInt = 10
-    """Steps between records in the metrics."""
+    """Steps between lines of progress, where no terminal shows a bar; the metrics have every step."""
     evaluate_every: PositiveInt | None = None
     """Steps between evaluations; null: at the end only."""
     checkpoint_every: PositiveInt | None = None
