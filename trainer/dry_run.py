@@ -56,7 +56,7 @@ def estimate_memory(spec: RunSpec, phase: Phase) -> Memory | None:
     if None in sizes:
         return None
     columns = sum(size.weights / model.d_model for size in sizes if size is not None)
-    tokens = (phase.training.micro_batch_size or phase.training.batch_size) * spec.data.length
+    tokens = phase.training.sequences_at_once * spec.data.length
     width = 2 if phase.training.precision == "bfloat16" else _FLOAT32
     # Beside what the matrices make: the residual stream, in float32, before each branch.
     layer = _VALUES_A_WEIGHT_COLUMN * columns * width + len(parts) * model.d_model * _FLOAT32
@@ -100,7 +100,7 @@ def describe(spec: RunSpec, *, name: str) -> str:
             [
                 f"{spec.total_steps:,} steps of {training.batch_size:,} x {spec.data.length:,} = "
                 f"{tokens:,} tokens, {magnitude(spec.total_steps * tokens)} tokens in all",
-                f"micro-batches of {training.micro_batch_size or training.batch_size}, {training.precision}, "
+                f"micro-batches of {training.sequences_at_once}, {training.precision}, "
                 f"{training.optimizer.kind}, {training.schedule.kind}",
             ],
         ),

@@ -122,7 +122,7 @@ class Loop:
             labels,
             device=self.device,
             precision=training.precision,
-            micro_batch_size=training.micro_batch_size,
+            micro_batch_size=training.sequences_at_once,
             clip_norm=training.clip_norm,
             last_tokens=self.spec.evaluation.last_tokens,
             refuse=refuse,

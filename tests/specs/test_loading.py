@@ -153,11 +153,6 @@ class TestMistakes:
                 "x.yaml:9:15: training.max_tokens: should be a valid integer",
             ),
             ("  max_steps: 100\n", "", "the length of the run is missing; give max_steps or max_tokens"),
-            (
-                "max_steps: 100",
-                "max_steps: 9\n  max_tokens: 9",
-                "x.yaml:9:14: training.max_steps: max_steps 9 and",
-            ),
             ("group: S3", "group: S99", "x.yaml:7:35: data.group: group 'S99' has more than 5040 elements"),
             (
                 "group: S3",

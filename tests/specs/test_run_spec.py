@@ -135,6 +135,16 @@ def test_tokens_make_whole_steps() -> None:
     assert (steps(1), steps(8 * 32), steps(8 * 32 + 1), steps(1e6)) == (1, 1, 2, 3907)
 
 
+def test_of_two_lengths_the_shorter_holds() -> None:
+    assert run(training={"max_steps": 2, "max_tokens": 1e6}).total_steps == 2
+    assert run(training={"max_steps": 9, "max_tokens": 8 * 32}).total_steps == 1
+
+
+def test_a_small_batch_is_one_micro_batch() -> None:
+    training = run(training={"batch_size": 2, "micro_batch_size": 8}).training
+    assert training.sequences_at_once == 2
+
+
 def test_the_vocabulary_comes_from_the_data() -> None:
     assert run().model.vocab_size == 6
     assert run(data={"group": "A5", "monoid": "EABX"}).model.vocab_size == 240

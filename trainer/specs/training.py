@@ -94,13 +94,14 @@ class TrainingSpec(Spec):
     """The `training` section."""
 
     max_steps: PositiveInt | None = None
-    """Length of the run in steps; or else give `max_tokens`."""
+    """Length of the run in steps."""
     max_tokens: PositiveInt | None = None
-    """Length of the run in tokens, rounded up to whole steps."""
+    """Length of the run in tokens, rounded up to whole steps. With both, the shorter one holds."""
     batch_size: PositiveInt
     """Sequences in a step, over all ranks and micro-batches together."""
     micro_batch_size: PositiveInt | None = None
-    """Sequences that a rank takes through the model at once; divides `batch_size`. Null: its whole share."""
+    """Sequences that a rank takes through the model at once, at most; divides a larger `batch_size`. Null: all
+    of its share."""
     seed: Seed = 0
     """Of the initial weights, the data and dropout."""
     clip_norm: PositiveFloat | None = 1.0
@@ -125,18 +126,14 @@ class TrainingSpec(Spec):
     """CPU threads; null: torch's choice. Results are the same to the last bit only for equal numbers."""
 
     @model_validator(mode="after")
-    def _one_length(self) -> Self:
+    def _some_length(self) -> Self:
         if self.max_steps is None and self.max_tokens is None:
             raise ValueError("the length of the run is missing; give max_steps or max_tokens")
-        if self.max_steps is not None and self.max_tokens is not None:
-            both = f"max_steps {self.max_steps} and max_tokens {self.max_tokens} are both given"
-            message = f"{both}; set one of them to null"
-            raise refusal(message, "max_steps", value=self.max_steps)
         return self
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> Self:
-        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
+        if self.batch_size % self.sequences_at_once:
             message = (
                 f"batch_size {self.batch_size} is not divisible by micro_batch_size {self.micro_batch_size}; "
                 "choose a divisor"
@@ -144,9 +141,14 @@ class TrainingSpec(Spec):
             raise refusal(message, "micro_batch_size", value=self.micro_batch_size)
         return self
 
+    @property
+    def sequences_at_once(self) -> int:
+        """Sequences that go through the model together."""
+        return min(self.micro_batch_size or self.batch_size, self.batch_size)
+
     def total_steps(self, length: int) -> int:
         """Count the steps of the run, in sequences of `length` tokens."""
-        if self.max_steps is not None:
-            return self.max_steps
-        assert self.max_tokens is not None
-        return -(-self.max_tokens // (self.batch_size * length))
+        lengths = [] if self.max_steps is None else [self.max_steps]
+        if self.max_tokens is not None:
+            lengths.append(-(-self.max_tokens // (self.batch_size * length)))
+        return min(lengths)
