@@ -35,6 +35,12 @@ def test_holds_every_model_and_its_twins() -> None:
     assert set(twins + others) <= set(zoo_names())
 
 
+@pytest.mark.parametrize("name", ["mamba2_state_tracking", "word_problem_s3", "llama_130m"])
+def test_another_solver_is_a_matter_of_its_kind(name: str) -> None:
+    spec: Any = load_spec(name, ["model.solver.kind=anderson"])
+    assert spec.phase_specs()[-1].model.solver.kind == "anderson"
+
+
 def test_files_do_not_repeat_one_another() -> None:
     folder = zoo_folder()
     assert folder is not None
