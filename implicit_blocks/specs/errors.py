@@ -66,6 +66,10 @@ def _message(details: Mapping[str, Any]) -> str:
             return message
         case "missing":
             return "is missing; add it"
+        case "tuple_type" | "list_type":  # in the words of YAML, not of Python
+            return f"should be a list such as [32, 64]; got {details['input']!r}"
+        case "dict_type" | "model_type" | "model_attributes_type":
+            return f"should be a mapping such as {{key: value}}; got {details['input']!r}"
         case "value_error":
             message = message.removeprefix("Value error, ")
     if isinstance(details["input"], Mapping) and details["type"] == "value_error":

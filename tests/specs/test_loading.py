@@ -169,6 +169,12 @@ class TestMistakes:
                 "{steps: 0}",
                 "x.yaml:13:60: phases.0.model.gradient.steps: should be greater than 0",
             ),
+            ("{name: free}", "3", "phases.1: should be a mapping such as {key: value}; got 3"),
+            (
+                "phases:",
+                "evaluation: {lengths: 32}\nphases:",
+                "x.yaml:12:23: evaluation.lengths: should be a list such as [32, 64]; got 32",
+            ),
             ("until: 0.5", "until: 1.5", "x.yaml:13:29: phases.0.until: give a number of steps"),
             (
                 "{name: free}",
