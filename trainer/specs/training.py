@@ -100,7 +100,7 @@ class TrainingSpec(Spec):
     batch_size: PositiveInt
     """Sequences in a step, over all ranks and micro-batches together."""
     micro_batch_size: PositiveInt | None = None
-    """Sequences that a rank takes through the model at once; divides a larger `batch_size`. Null: its whole share."""
+    """Sequences that a rank takes at once; divides a larger `batch_size`. Null: its whole share."""
     seed: Seed = 0
     """Of the initial weights, the data and dropout."""
     clip_norm: PositiveFloat | None = 1.0
