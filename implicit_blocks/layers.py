@@ -57,9 +57,9 @@ class RMSNorm(nn.Module):
 class Linear(nn.Linear):
     """A linear map that takes its input in any floating type and works in its weight's.
 
-    While weights are held on a GPU, zero rows (``pad_out``) or columns (``pad_in``) are added up to a multiple
-    of 64, where the owner of the layers says so: odd widths lose the matrix units' fast kernels. The output is
-    then so much wider, with zeros.
+    While weights are held on a GPU, zero rows (``pad_out``) or columns (``pad_in``) are added up to a
+    multiple of 64, where the owner of the layers says so: odd widths lose the matrix units' fast kernels.
+    The output is then so much wider, with zeros.
     """
 
     pad_in = False
@@ -103,7 +103,7 @@ class SwiGLU(nn.Module):
         self.out_proj = Linear(spec.d_hidden, d_model, bias=spec.bias)
 
     def choose_padding(self) -> None:
-        """Pad the hidden width while weights are held, unless something wraps a layer and counts on its width."""
+        """Pad the hidden width while weights are held, unless something wraps a layer."""
         plain = all(isinstance(layer, Linear) for layer in self.children())
         for layer in self.modules():
             if isinstance(layer, Linear):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-from functools import cache
 from types import ModuleType
 
 import torch
@@ -12,9 +11,27 @@ import torch
 _LOG = logging.getLogger(__name__)
 
 
-@cache
+_FOUND: dict[str, ModuleType | str] = {}
+
+
+def available(module: str) -> bool:
+    """Whether an accelerated module can be used."""
+    if (
+        module not in _FOUND
+    ):  # a dictionary, which a compiler sees through; it must not trace the import itself
+        load(module)
+    return not isinstance(_FOUND[module], str)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
 def load(module: str) -> ModuleType | str:
     """Import an accelerated module; return it, or the reason why it can't be used."""
+    if module not in _FOUND:
+        _FOUND[module] = _import(module)
+    return _FOUND[module]
+
+
+def _import(module: str) -> ModuleType | str:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -33,7 +50,7 @@ def require(module: str, *, package: str) -> ModuleType:
         ImportError: saying what is missing and how to get it.
 
     """
-    found = load(module)
+    found: ModuleType | str = load(module)
     if isinstance(found, str):
         raise ImportError(f"{found}; install {package} for your card (pip install 'implicit_blocks[cuda]')")
     return found

@@ -133,7 +133,7 @@ def test_a_run_of_the_trainer(tmp_path):
 
 
 # The compiler's own imports use what torch deprecates.
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_compiled_layers_compute_the_same(mixer):
     model = contracting(mixer, stopping=ib.Stopping(tolerance=0.0, max_iterations=4)).cuda().train()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import load
+from implicit_blocks.ops.accelerated import available, load
 
 MODULE = "causal_conv1d"
 ALIGNMENT = 8  # strides must be multiples of this
@@ -16,7 +16,7 @@ def suits(x_BLC: Tensor, tail_BWC: Tensor | None, documents_BL: Tensor | None) -
     if not x_BLC.is_cuda or x_BLC.dtype == torch.float64 or documents_BL is not None:
         return False
     aligned = all(stride % ALIGNMENT == 0 for stride in x_BLC.stride()[:2])
-    return x_BLC.stride(2) == 1 and aligned and not isinstance(load(MODULE), str)
+    return x_BLC.stride(2) == 1 and aligned and available(MODULE)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled already; torch leaves it untyped

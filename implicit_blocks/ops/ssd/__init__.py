@@ -4,7 +4,8 @@
 heads that share B and C (H is a multiple of G), N state width.
 """
 
-from typing import Protocol
+from functools import wraps
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -38,11 +39,22 @@ class Backend(Protocol):
         ...
 
 
+def _own_precision(backend: Backend) -> Backend:
+    """Switch autocast off within a plain backend, which chooses its types itself."""
+
+    @wraps(backend)
+    def scan(x_BLHP: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        with without_autocast(x_BLHP.device.type):
+            return backend(x_BLHP, *tensors, **options)
+
+    return scan
+
+
 BACKENDS: dict[str, Backend] = {
-    "chunked": ssd_chunked,
-    "chunked_autograd": ssd_chunked_autograd,
+    "chunked": _own_precision(ssd_chunked),
+    "chunked_autograd": _own_precision(ssd_chunked_autograd),
     "mamba_ssm": ssd_mamba_ssm,
-    "recurrence": ssd_recurrence,
+    "recurrence": _own_precision(ssd_recurrence),
 }
 
 
@@ -95,19 +107,18 @@ def ssd(
     if backend not in BACKENDS:
         raise ValueError(f"unknown SSD backend {backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
     _check_shapes(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, initial_state_BHPN, chunk_size, documents_BL)
-    with without_autocast(x_BLHP.device.type):
-        return BACKENDS[backend](
-            x_BLHP,
-            dt_BLH,
-            A_H,
-            B_BLGN,
-            C_BLGN,
-            initial_state_BHPN=initial_state_BHPN,
-            chunk_size=chunk_size,
-            documents_BL=documents_BL,
-            initial_document_B=initial_document_B,
-            return_final_state=return_final_state,
-        )
+    return BACKENDS[backend](
+        x_BLHP,
+        dt_BLH,
+        A_H,
+        B_BLGN,
+        C_BLGN,
+        initial_state_BHPN=initial_state_BHPN,
+        chunk_size=chunk_size,
+        documents_BL=documents_BL,
+        initial_document_B=initial_document_B,
+        return_final_state=return_final_state,
+    )
 
 
 def _check_shapes(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import load, require
+from implicit_blocks.ops.accelerated import available, require
+from implicit_blocks.ops.transforms import without_autocast
 
 MODULE = "mamba_ssm.ops.triton.ssd_combined"
 CHUNK = 256  # what the kernels are tuned for; the chunk is a matter of speed, not of values
@@ -24,7 +25,7 @@ def suits(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tenso
         return False
     if documents_BL is not None and initial_state_BHPN is not None:
         return False
-    return not isinstance(load(MODULE), str)
+    return available(MODULE)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled already; torch leaves it untyped
@@ -56,17 +57,18 @@ def ssd_mamba_ssm(
             "SSD backend 'mamba_ssm' cuts documents only at the start of a sequence; choose 'chunked' for "
             "documents after an initial state"
         )
-    result = kernels.mamba_chunk_scan_combined(
-        x_BLHP,
-        dt_BLH,
-        A_H,
-        B_BLGN,
-        C_BLGN,
-        CHUNK,
-        initial_states=initial_state_BHPN,
-        seq_idx=None if documents_BL is None else documents_BL.to(torch.int32).contiguous(),
-        return_final_states=return_final_state,
-    )
+    with without_autocast(x_BLHP.device.type):
+        result = kernels.mamba_chunk_scan_combined(
+            x_BLHP,
+            dt_BLH,
+            A_H,
+            B_BLGN,
+            C_BLGN,
+            CHUNK,
+            initial_states=initial_state_BHPN,
+            seq_idx=None if documents_BL is None else documents_BL.to(torch.int32).contiguous(),
+            return_final_states=return_final_state,
+        )
     if not return_final_state:
         return result, None
     y, state = result
