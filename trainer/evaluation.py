@@ -86,6 +86,14 @@ def search_row(search: SearchStatistics | None) -> dict[str, Any]:
     }
 
 
+def adjoint_row(adjoint: SearchStatistics | None) -> dict[str, Any]:
+    """Return the columns about the backward solves of an exact gradient; none for gradients without."""
+    if adjoint is None:
+        return {}
+    keys = ("iterations", "residual", "residual_max", "non_converged")
+    return {f"adjoint_{key}": value for key, value in search_row(adjoint).items() if key in keys}
+
+
 def evaluate(
     model: nn.Module,
     sets: Iterable[EvaluationSet],

@@ -16,7 +16,7 @@ from trainer.checkpoint import Progress, save_checkpoint, step_name
 from trainer.data.source import DataSource, EvaluationSet
 from trainer.display import Display
 from trainer.errors import DataError, NonFiniteLossError
-from trainer.evaluation import EvaluationResult, evaluate, search_row, table
+from trainer.evaluation import EvaluationResult, adjoint_row, evaluate, search_row, table
 from trainer.interrupt import Interrupt
 from trainer.optimizers import set_learning_rate
 from trainer.run_folder import RunFolder
@@ -166,6 +166,7 @@ class Loop:
             "learning_rate": rate,
             "gradient_norm": result.gradient_norm,
             **search_row(result.search),
+            **adjoint_row(result.adjoint),
             "tokens": self.progress.tokens,
             "tokens_per_second": round(tokens / step_seconds, 1),
             "step_seconds": round(step_seconds, 4),

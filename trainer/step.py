@@ -13,6 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from implicit_blocks.interfaces import Solution
+
+_Status = tuple[Tensor, Tensor, Tensor, Tensor]
+
 IGNORED = -100
 """The label of a position that is not scored."""
 
@@ -31,13 +35,17 @@ class SearchStatistics:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step measured; ``search`` is None for an explicit model."""
+    """What one training step measured; ``search`` is None for an explicit model.
+
+    ``adjoint`` is the backward solves of a gradient that has them (``implicit_function``), else None.
+    """
 
     loss: float
     accuracy: float
     accuracy_last: float
     gradient_norm: float
     search: SearchStatistics | None
+    adjoint: SearchStatistics | None = None
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
@@ -111,10 +119,8 @@ class _Tally:
         self._correct = torch.zeros(
             4, device=device
         )  # correct, scored, correct among the last, scored among the last
-        self._iterations: list[Tensor] = []
-        self._residual: list[Tensor] = []
-        self._converged: list[Tensor] = []
-        self._diverged: list[Tensor] = []
+        self._searches: list[_Status] = []
+        self._adjoints: list[_Status] = []
 
     def add(self, loss: Tensor, output: object, labels_BL: Tensor, last_tokens: int) -> None:
         self.loss = self.loss + loss.to(self.loss)
@@ -125,11 +131,11 @@ class _Tally:
             [part.sum() for part in (correct_BL, scored_BL, last_correct, last_scored)]
         )
         solution = output.solution  # type: ignore[attr-defined]  # the same
-        if solution is not None:
-            self._iterations.append(solution.iterations)
-            self._residual.append(solution.residual)
-            self._converged.append(solution.converged)
-            self._diverged.append(solution.diverged)
+        if solution is None:
+            return
+        self._searches.append(_status(solution))
+        if solution.adjoint is not None:
+            self._adjoints += map(_status, solution.adjoint.solutions)
 
     def result(self, *, loss: float, gradient_norm: float) -> StepResult:
         correct, scored, last_correct, last_scored = self._correct.tolist()
@@ -138,18 +144,18 @@ class _Tally:
             accuracy=correct / max(1.0, scored),
             accuracy_last=last_correct / max(1.0, last_scored),
             gradient_norm=gradient_norm,
-            search=self._search(),
+            search=_summed_up(self._searches),
+            adjoint=_summed_up(self._adjoints),
         )
 
-    def _search(self) -> SearchStatistics | None:
-        if not self._iterations:
-            return None
-        return search_statistics(
-            torch.cat(self._iterations),
-            torch.cat(self._residual),
-            torch.cat(self._converged),
-            torch.cat(self._diverged),
-        )
+
+def _status(solution: Solution) -> _Status:
+    # Not the solution itself: it would keep its values alive until the end of the step.
+    return solution.iterations, solution.residual, solution.converged, solution.diverged
+
+
+def _summed_up(searches: list[_Status]) -> SearchStatistics | None:
+    return search_statistics(*map(torch.cat, zip(*searches, strict=True))) if searches else None
 
 
 def search_statistics(
