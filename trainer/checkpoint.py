@@ -213,7 +213,9 @@ def newest_sound_checkpoint(folder: Path) -> tuple[Path, list[str]]:
             complaints.append(str(error))
         else:
             return path, complaints
-    raise CheckpointError("no checkpoint is whole: " + "; ".join(complaints))
+    raise CheckpointError(
+        f"no checkpoint is whole, start the run again in another folder: {'; '.join(complaints)}"
+    )
 
 
 def set_aside(path: Path) -> Path:

@@ -51,18 +51,28 @@ class RunFolder:
             )
 
     def require_run(self) -> None:
-        """Refuse a folder that holds no run to resume."""
+        """Refuse a folder that holds no run to resume, or a damaged manifest."""
         if not self.spec_path.is_file():
             raise RunFolderError(
                 f"nothing to resume: {self.path} holds no run (spec.yaml is missing); "
                 "name its folder by --output, or start it without --resume"
             )
+        self._manifest()
 
     def run_name(self) -> str:
         """Return the name its run was started under; the folder's own where the manifest doesn't tell."""
-        if self.manifest_path.is_file():
-            return str(json.loads(self.manifest_path.read_text(encoding="utf-8")).get("name", self.path.name))
-        return self.path.name
+        return str(self._manifest().get("name", self.path.name))
+
+    def _manifest(self) -> dict[str, Any]:
+        """Read the manifest. Nothing depends on it, so it may be missing; but it must not be damaged."""
+        if not self.manifest_path.is_file():
+            return {}
+        try:
+            return dict(json.loads(self.manifest_path.read_text(encoding="utf-8")))
+        except (ValueError, TypeError) as error:
+            raise RunFolderError(
+                f"{self.manifest_path} is cut short or not a JSON object ({error}); move it away to go on"
+            ) from error
 
     def create(self, *, spec: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
         """Make the folder and write the resolved spec and the manifest."""
@@ -75,9 +85,7 @@ class RunFolder:
         self, *, spec: Mapping[str, Any], manifest: Mapping[str, Any], step: int, changed: bool
     ) -> None:
         """Note in the manifest that the run goes on from ``step``; store a changed spec."""
-        history = (
-            json.loads(self.manifest_path.read_text(encoding="utf-8")) if self.manifest_path.exists() else {}
-        )
+        history = self._manifest()
         resumes = [*history.get("resumed", []), {"step": step, **manifest}]
         write_json(self.manifest_path, {**history, "resumed": resumes})
         if changed:

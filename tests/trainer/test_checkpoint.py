@@ -187,7 +187,7 @@ def test_without_a_whole_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         newest_sound_checkpoint(tmp_path)
     (tmp_path / "step-00000001").mkdir()
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole: .*state\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is whole, start .*: .*state\.json is missing"):
         newest_sound_checkpoint(tmp_path)
 
 

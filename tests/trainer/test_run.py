@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -297,3 +298,22 @@ def test_an_explicit_model_trains_without_a_search(small: Small, tmp_path: Path)
     assert summary is not None
     assert summary["final"]["iterations"] is None
     assert summary["evaluation"][0]["iterations_by_position"] is None
+
+
+def test_a_manifest_cut_short_is_named(whole: Path, small: Small, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(whole, folder)
+    metrics = (folder / "metrics.jsonl").read_text()
+    (folder / "manifest.json").write_text('{"name": ')
+    with pytest.raises(RunFolderError, match=r"manifest\.json is cut short .* move it away to go on"):
+        build(small(CURRICULUM), output=folder, device="cpu", resume=True)
+    assert (folder / "metrics.jsonl").read_text() == metrics
+
+
+def test_backward_solves_are_reported(small: Small, tmp_path: Path) -> None:
+    exact = {"model.gradient": {"kind": "implicit_function", "stopping": {"tolerance": 1e-3}}}
+    build(small({**exact, "training.max_steps": 2}), output=tmp_path / "run", device="cpu").train()
+    for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert row["adjoint_iterations"] > 1
+        assert row["adjoint_residual"] <= row["adjoint_residual_max"]
+        assert row["adjoint_non_converged"] == 0 or row["adjoint_residual_max"] > 1e-3
