@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,12 @@ def test_the_zoo_satisfies_it(name: str) -> None:
     assert _valid(dumped, complete, complete)
     assert not _valid({**dumped, "modle": 1}, complete, complete)
     assert _valid({"extends": name, "model": {"solver": {"damping": 0.5}}}, partial, partial)
+
+
+def test_a_reader_may_stop_early() -> None:
+    program = f"{sys.executable} -m implicit_blocks schema | head -1"
+    done = subprocess.run(program, shell=True, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.stdout, done.stderr) == ("{\n", "")
 
 
 def test_list_shows_kinds_owners_versions_and_failures(install, capsys: pytest.CaptureFixture[str]) -> None:
