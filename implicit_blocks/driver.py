@@ -91,6 +91,16 @@ class Search:
             )
 
 
+def still_at_padding(fz: Tensor, z: Tensor, valid_BL: Tensor | None) -> Tensor:
+    """Return ``f(z)``, and ``z`` itself at padding; both (B, L, …).
+
+    A solver that mixes whole rows, as Anderson does, would weigh what happens there.
+    """
+    if valid_BL is None:
+        return fz
+    return torch.where(valid_BL.view(*valid_BL.shape, *[1] * (z.ndim - 2)), fz, z)
+
+
 class _Loop:
     """One run of a search: the working set of rows, and what is known of each element."""
 
@@ -123,12 +133,7 @@ class _Loop:
     def call(self, z: Tensor) -> Tensor:
         """Call the map on elements, (E, F)."""
         whole = z.view(z.shape[0] // self.tokens, *self.shape[1:])
-        value = self.f(whole)
-        if self.valid is not None:
-            # A solver that mixes whole rows, as Anderson does, would weigh what happens at padding.
-            valid = self.valid.view(*self.valid.shape, *[1] * (len(self.shape) - 2))
-            value = torch.where(valid, value, whole)
-        return self.elements(value)
+        return self.elements(still_at_padding(self.f(whole), whole, self.valid))
 
     def prefix_largest(self, residual: Tensor) -> Tensor:
         """With prefix scope, the largest residual among each token and those before it."""

@@ -178,6 +178,7 @@ class SearchLike(Protocol):
 
     solver: Solver
     stopping: Stopping
+    valid: Tensor | None
 
     def __call__(self, f: Map, z0: Tensor, /) -> Solution:
         """Search for ``z = f(z)`` from ``z0`` without recording gradients."""

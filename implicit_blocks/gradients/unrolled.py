@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from implicit_blocks.driver import still_at_padding
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
 
 
@@ -44,7 +45,8 @@ class Unrolled(GradientEstimator):
             return z.reshape(z0.shape[0], -1)
 
         def call(z_EF: Tensor) -> Tensor:
-            return elements(f(z_EF.view(z0.shape)))
+            z = z_EF.view(z0.shape)
+            return elements(still_at_padding(f(z), z, search.valid))
 
         def step(z_EF: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
             fz_EF = call(z_EF)
