@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from report import cpu_model
 
 from trainer.data.word_problem import DrawOrder, WordProblem, WordProblemStream
 
@@ -53,20 +54,6 @@ def rate(make: Callable[[], object], sequences: int, *, seconds: float) -> dict[
         "by_processor_time": round(sequences * len(times) / used),
         "repetitions": len(times),
     }
-
-
-def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    pairs = (line.partition(":") for line in lines[:30])
-    fields = {key.strip(): value.strip() for key, _, value in pairs}
-    # Virtual machines hide the model's name; family, model and stepping still tell it.
-    return (
-        f"{fields.get('model name', platform.machine())} "
-        f"(family {fields.get('cpu family')}, model {fields.get('model')}, stepping {fields.get('stepping')})"
-    )
 
 
 def measure(*, length: int, p: float, seconds: float) -> list[dict[str, object]]:
