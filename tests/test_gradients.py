@@ -163,6 +163,27 @@ def test_an_undifferentiable_solver_is_refused():
         ib.FixedPoint(f, solver=Opaque(), gradient=ib.Unrolled())(x)
 
 
+@pytest.mark.parametrize(
+    "solver", [ib.Picard(damping=0.8), ib.Anderson(memory=2)], ids=["picard", "anderson"]
+)
+def test_padding_enters_no_unrolled_step(solver):
+    """Anderson mixes a whole row: what stands at padding must not weigh in."""
+    offset = torch.randn(2, 5, 3, dtype=torch.float64)
+    valid = torch.tensor([[True] * 5, [False, False, True, True, True]])
+
+    def search(valid=None):
+        return ib.Search(solver=solver, stopping=ib.Stopping(), valid=valid)
+
+    def f(z, offset):
+        return torch.sin(z) * torch.linspace(0.2, 0.9, 3, dtype=z.dtype) + offset
+
+    whole = ib.Unrolled(steps=6)(lambda z: f(z, offset), torch.zeros_like(offset), search(valid))
+    alone = offset[1:, 2:]
+    expected = ib.Unrolled(steps=6)(lambda z: f(z, alone), torch.zeros_like(alone), search())
+    torch.testing.assert_close(whole.z[1:, 2:], expected.z, atol=1e-10, rtol=0)
+    torch.testing.assert_close(whole.residual[1:], expected.residual)
+
+
 # ------------------------------------------------------------------------------------------- the layer
 
 

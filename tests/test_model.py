@@ -487,17 +487,3 @@ def test_padding_for_the_gpu_gives_way_to_whatever_wraps_a_layer():
     mlp.up_proj = nn.Sequential(inner)
     mlp.choose_padding()
     assert not any(layer.pad_out or layer.pad_in for layer in (mlp.gate_proj, inner, mlp.out_proj))
-
-
-@pytest.mark.parametrize(
-    "solver", [ib.PicardSpec(damping=0.8), ib.AndersonSpec(memory=2)], ids=["picard", "anderson"]
-)
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_padding_enters_no_unrolled_step(mixer, solver):
-    """Anderson mixes a whole row: what stands at padding must not weigh in."""
-    model = contracting(mixer, solver=solver, gradient=ib.UnrolledSpec(steps=6)).train()
-    ids = tokens()
-    padded, mask = torch.full((3, LENGTH + 4), 7), torch.zeros(3, LENGTH + 4)
-    padded[:, 4:], mask[:, 4:] = ids, 1
-    found = model(padded, attention_mask=mask).logits[:, 4:]
-    torch.testing.assert_close(found, model(ids).logits, atol=1e-9, rtol=0)
