@@ -14,17 +14,17 @@ from implicit_blocks.weight_norm import WeightNorm
 
 
 class HeldWeights:
-    """The weights of a module as they are now, to be used for as many calls as wanted.
+    """The weights of modules as they are now, to be used for as many calls as wanted.
 
     Made once a forward pass, outside the fixed-point loop, in the gradient and autocast mode of the caller; a
     call made inside ``with held.in_use():`` uses them, in the loop as in a later recomputation for backward.
     Gradients flow to the parameters through the one computation.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, *modules: nn.Module) -> None:
         # Holders have an attribute ``held``: our linear layers, and the weight norm of anything else.
         self._held: list[tuple[Any, Any]] = []
-        for part in module.modules():
+        for part in (part for module in modules for part in module.modules()):
             if isinstance(part, SwiGLU):
                 part.choose_padding()  # before its layers' turn
             elif isinstance(part, Linear):

@@ -181,7 +181,8 @@ class LanguageModel(nn.Module, ABC):
         valid = _padding(attention_mask, (batch, length))
         step = length if window_length is None else min(window_length, length)
         commit = return_state or step < length
-        weights = HeldWeights(self)
+        # The head is no part of the map and casts its own weight.
+        weights = HeldWeights(*(module for module in self.children() if module is not self.head))
         outputs, solutions = [], []
         for first in range(0, length, step):
             part = slice(first, first + step)

@@ -53,10 +53,11 @@ def causal_conv(
         )
     if activation not in (None, "silu"):
         raise ValueError(f"unknown activation {activation!r}; choose 'silu' or None")
-    tail = _checked_tail(x_BLC, tail_BWC, taps)
-    if cuda.suits(x_BLC, tail_BWC, documents_BL):
-        y_BLC: Tensor = cuda.convolve_cuda(x_BLC, tail_BWC, weight_CW, bias_C, activation == "silu")
+    if cuda.suits(x_BLC, documents_BL):
+        known = None if tail_BWC is None else _checked_tail(x_BLC, tail_BWC, taps)
+        y_BLC: Tensor = cuda.convolve_cuda(x_BLC, known, weight_CW, bias_C, activation == "silu")
         return y_BLC
+    tail = _checked_tail(x_BLC, tail_BWC, taps)
     same_BLW = None
     if documents_BL is not None:
         if tail_documents_BW is None:

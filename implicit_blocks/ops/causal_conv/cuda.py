@@ -11,7 +11,7 @@ MODULE = "causal_conv1d"
 ALIGNMENT = 8  # strides must be multiples of this
 
 
-def suits(x_BLC: Tensor, tail_BWC: Tensor | None, documents_BL: Tensor | None) -> bool:
+def suits(x_BLC: Tensor, documents_BL: Tensor | None) -> bool:
     """Whether the kernels serve these inputs."""
     if not x_BLC.is_cuda or x_BLC.dtype == torch.float64 or documents_BL is not None:
         return False
