@@ -148,17 +148,18 @@ def _evaluate_set(
     per_sequence: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     tokens_converged: int | None = 0
     sequences = 0
-    for inputs, labels in evaluation_set.batches(batch_size):
-        inputs_BL, labels_BL = inputs.to(device), labels.to(device)
+    for batch in evaluation_set.batches(batch_size):
+        batch = batch.to(device)
+        labels_BL = batch.labels
         with autocast(device, precision):
-            output = model(inputs_BL, labels=labels_BL, window_length=window_length)
+            output = model(batch.inputs, labels=labels_BL, window_length=window_length, **batch.context())
         correct_BL, scored_BL = correct_and_scored(output.logits.argmax(-1), labels_BL)
         scored = int(scored_BL.sum())
         if scored > 0:
             loss_sum += float(output.loss) * scored
         correct_L += correct_BL.sum(0).cpu()
         scored_L += scored_BL.sum(0).cpu()
-        sequences += inputs.shape[0]
+        sequences += len(batch)
         solution = output.solution
         if solution is None:
             continue

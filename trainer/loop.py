@@ -105,7 +105,7 @@ class Loop:
         set_learning_rate(self.optimizer, rate)
         first = self.progress.samples
         try:
-            inputs, labels = self.data.batch(first, training.batch_size)
+            batch = self.data.batch(first, training.batch_size)
         except ValueError as error:
             raise DataError(f"the data of step {step} can't be used: {error}") from error
 
@@ -118,8 +118,7 @@ class Loop:
         result = training_step(
             self.model,
             self.optimizer,
-            inputs,
-            labels,
+            batch,
             device=self.device,
             precision=training.precision,
             micro_batch_size=training.sequences_at_once,
@@ -133,10 +132,10 @@ class Loop:
             step=step,
             phase=phase.name,
             samples=first + training.batch_size,
-            tokens=self.progress.tokens + inputs.numel(),
+            tokens=self.progress.tokens + batch.tokens,
             seconds=now - self._began,
         )
-        self._record(result, rate=rate, tokens=inputs.numel(), step_seconds=now - began)
+        self._record(result, rate=rate, tokens=batch.tokens, step_seconds=now - began)
         if self._due(training.evaluate_every) and step < self.total_steps:
             self._evaluate()
         if self._due(training.checkpoint_every):

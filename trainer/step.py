@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from implicit_blocks.interfaces import Solution
+from trainer.data.source import Batch
 
 _Status = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -64,8 +65,7 @@ def correct_and_scored(predictions_BL: Tensor, labels_BL: Tensor) -> tuple[Tenso
 def training_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    inputs: Tensor,
-    labels: Tensor,
+    batch: Batch,
     *,
     device: torch.device,
     precision: str,
@@ -74,29 +74,28 @@ def training_step(
     last_tokens: int,
     refuse: Callable[[str, float], Exception],
 ) -> StepResult:
-    """Make one update from a global batch of ``inputs`` and ``labels``, int64 (batch, L).
+    """Make one update from a global batch, cut into micro-batches.
 
     The loss is the mean over the batch's scored tokens, however it is cut into micro-batches. Before the
     update the loss and the gradient norm are read; where one isn't finite, ``refuse(quantity, value)`` is
     raised and weights and optimizer state stay as they were.
     """
     model.train()
-    size = micro_batch_size or inputs.shape[0]
-    scored_total = max(1, int((labels != IGNORED).sum()))
+    size = micro_batch_size or len(batch)
+    scored_total = max(1, int((batch.labels != IGNORED).sum()))
     tally = _Tally(device)
     optimizer.zero_grad(set_to_none=True)
-    for first in range(0, inputs.shape[0], size):
-        inputs_BL = inputs[first : first + size].to(device, non_blocking=True)
-        labels_BL = labels[first : first + size]
-        share = int((labels_BL != IGNORED).sum()) / scored_total
+    for first in range(0, len(batch), size):
+        part = batch.rows(first, first + size)
+        share = int((part.labels != IGNORED).sum()) / scored_total
         if share == 0.0:
             continue  # a mean over no label at all would be NaN
-        labels_BL = labels_BL.to(device, non_blocking=True)
+        part = part.to(device)
         with autocast(device, precision):
-            output = model(inputs_BL, labels=labels_BL, return_logits=False)
+            output = model(part.inputs, labels=part.labels, return_logits=False, **part.context())
         loss = output.loss * share
         loss.backward()
-        tally.add(loss.detach(), output, labels_BL, last_tokens)
+        tally.add(loss.detach(), output, part.labels, last_tokens)
 
     # One reading from the device for the check: the update must not be made with what isn't a number.
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
-from trainer.data.source import DataSource, EvaluationSet
+from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.evaluation import evaluate, table
 
 LENGTH, VOCABULARY = 6, 5
@@ -68,12 +68,12 @@ class Fixed(DataSource):
     length = LENGTH
     samples = None
 
-    def batch(self, position: int, count: int) -> tuple[Tensor, Tensor]:
+    def batch(self, position: int, count: int) -> Batch:
         inputs = torch.ones(count, LENGTH, dtype=torch.int64)
         labels = inputs.clone()
         labels[(torch.arange(position, position + count) % 2).bool()] = 2
         labels[:, 0] = -100
-        return inputs, labels
+        return Batch(inputs=inputs, labels=labels)
 
     def evaluation_sets(self, evaluation: object) -> dict[str, EvaluationSet]:
         raise NotImplementedError

@@ -49,7 +49,7 @@ class PublishedSplit:
         return self.inputs.shape[1]
 
     def batch(self, position: int, count: int) -> Batch:
-        """Give samples [position, position + count) of the file: inputs and labels, int64, (count, L).
+        """Give samples [position, position + count) of the file.
 
         Raises:
             ValueError: samples beyond the end; ids outside the vocabulary.
@@ -70,7 +70,9 @@ class PublishedSplit:
                     "generate the file again"
                 )
         # Rows that need no conversion would be views of the file.
-        return (inputs.clone(), labels.clone()) if self.inputs.dtype == torch.int64 else (inputs, labels)
+        if self.inputs.dtype == torch.int64:
+            inputs, labels = inputs.clone(), labels.clone()
+        return Batch(inputs=inputs, labels=labels)
 
 
 def published_name(split: str, *, group: str, length: int, identity_probability: float) -> str:

@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-Batch = tuple[Tensor, Tensor]
-"""Inputs and labels, both int64 of shape (B, L) and aligned: ``labels[:, j]`` is the answer at token j."""
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Sequences for the model: B of them, L tokens each.
+
+    Args:
+        inputs: token ids, int64 (B, L).
+        labels: int64 (B, L), aligned: ``labels[:, j]`` is the answer at token j; −100 is not scored.
+        documents: int64 (B, L), non-decreasing along a row: no token sees those of another document. None: a
+            row is one document.
+
+    """
+
+    inputs: Tensor
+    labels: Tensor
+    documents: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.inputs.shape[0]
+
+    @property
+    def tokens(self) -> int:
+        """Input tokens, B·L."""
+        return self.inputs.numel()
+
+    def rows(self, first: int, stop: int) -> Batch:
+        """Give the sequences [first, stop), as views: a micro-batch, or a rank's share."""
+        return self._each(lambda tensor: tensor[first:stop])
+
+    def to(self, device: torch.device) -> Batch:
+        """Give the batch on a device; from pinned memory the copy overlaps with what runs there."""
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """Give the batch in page-locked memory, from which a GPU copies without waiting."""
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def context(self) -> dict[str, Tensor]:
+        """Give what the model is told beside inputs and labels, as keyword arguments of its ``forward``."""
+        return {} if self.documents is None else {"documents": self.documents}
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        documents = None if self.documents is None else change(self.documents)
+        return Batch(inputs=change(self.inputs), labels=change(self.labels), documents=documents)
 
 
 class EvaluationFields(Protocol):
@@ -62,7 +104,7 @@ class DataSource(ABC):
         """Give the sequences at positions [position, position + count).
 
         Returns:
-            Inputs and labels, int64 (count, L), on the CPU, owned by the caller.
+            On the CPU, owned by the caller.
 
         """
 
@@ -128,12 +170,6 @@ def rank_share(count: int, *, rank: int, world_size: int) -> tuple[int, int]:
         )
     first = count * rank // world_size
     return first, count * (rank + 1) // world_size - first
-
-
-def empty_batch(count: int, length: int, dtype: torch.dtype = torch.int64) -> Batch:
-    """Uninitialised inputs and labels of shape (count, length)."""
-    shape = (count, length)
-    return torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
 
 
 def check_range(position: int, count: int) -> None:

@@ -120,7 +120,7 @@ class TokenData(DataSource):
             ordered = permute(within, self._samples, seed=self._seed, epoch=epoch)
             indices[first - position : stop - position] = ordered
         tokens = torch.from_numpy(np.stack([self.sample(int(index)) for index in indices]))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return Batch(inputs=tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())
 
     def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
         """One set a length, named such as ``L2048``: random samples of the validation tokens, or all of them.

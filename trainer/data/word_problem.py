@@ -24,10 +24,12 @@ from trainer.data import groups
 from trainer.data.drawing import Categorical
 from trainer.data.prefix_products import PrefixProducts
 from trainer.data.published_order import PublishedSequence, draw
-from trainer.data.source import Batch, DataSource, EvaluationFields, EvaluationSet, check_range, empty_batch
+from trainer.data.source import Batch, DataSource, EvaluationFields, EvaluationSet, check_range
 
 DrawOrder = Literal["fast", "published"]
 MonoidDefinition = str | Sequence[Sequence[int]]
+Sequences = tuple[torch.Tensor, torch.Tensor]
+"""Inputs and labels, (B, L), of one integer type."""
 
 BLOCK = 128
 """Sequences drawn together in the fast order: block b of a stream holds positions [128·b, 128·(b + 1))."""
@@ -101,7 +103,7 @@ class WordProblem:
         generator: torch.Generator | None = None,
         *,
         dtype: torch.dtype = torch.int64,
-    ) -> Batch:
+    ) -> Sequences:
         """Draw `n` sequences of `length` tokens.
 
         In the published order the numbers are `generator`'s own, in that order. In the fast one a single
@@ -164,10 +166,10 @@ class WordProblem:
         *,
         key: tuple[int, int],
         dtype: torch.dtype = torch.int64,
-    ) -> Batch:
+    ) -> Sequences:
         """Positions [position, position + count) of the stream with this key, drawn block by block."""
         assert self._categorical is not None
-        inputs, labels = empty_batch(count, length, dtype)
+        inputs, labels = _empty(count, length, dtype)
         into_inputs, into_labels = inputs.numpy(), labels.numpy()
         done = 0
         while done < count:
@@ -180,9 +182,9 @@ class WordProblem:
             done += taken
         return inputs, labels
 
-    def _compose(self, tokens_BL: npt.NDArray[np.int64], *, dtype: torch.dtype = torch.int64) -> Batch:
+    def _compose(self, tokens_BL: npt.NDArray[np.int64], *, dtype: torch.dtype = torch.int64) -> Sequences:
         """Make inputs and labels of drawn tokens, in blocks that stay in the cache."""
-        inputs, labels = empty_batch(len(tokens_BL), tokens_BL.shape[1], dtype)
+        inputs, labels = _empty(len(tokens_BL), tokens_BL.shape[1], dtype)
         inputs.numpy()[:] = tokens_BL
         into_labels = labels.numpy()
         for start in range(0, len(tokens_BL), BLOCK):
@@ -255,8 +257,10 @@ class WordProblemStream(DataSource):
         """See `DataSource.batch`."""
         check_range(position, count)
         if self._published is not None:
-            return self.problem._compose(self._published.tokens(position, count))
-        return self.problem._fast(position, count, self._length, key=self._key)
+            inputs, labels = self.problem._compose(self._published.tokens(position, count))
+        else:
+            inputs, labels = self.problem._fast(position, count, self._length, key=self._key)
+        return Batch(inputs=inputs, labels=labels)
 
     def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
         """One set for every identity probability and length, named such as ``p0.5_L64``.
@@ -328,6 +332,10 @@ def build(spec: WordProblemFields, *, seed: int = 0, vocab_size: int | None = No
             f"set model.vocab_size={problem.vocab_size}"
         )
     return WordProblemStream(problem, length=spec.length, seed=seed)
+
+
+def _empty(count: int, length: int, dtype: torch.dtype) -> Sequences:
+    return torch.empty((count, length), dtype=dtype), torch.empty((count, length), dtype=dtype)
 
 
 def _check_length(length: int) -> None:

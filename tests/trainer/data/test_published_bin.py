@@ -23,18 +23,18 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, mmap: bool) -> None:
     read = read_published(path, mmap=mmap)
     assert (len(read), read.length, read.vocab_size) == (20, 16, 240)
     assert read.inputs.dtype == dtype
-    got_inputs, got_labels = read.batch(5, 7)
-    assert got_inputs.dtype == torch.int64
-    assert torch.equal(got_inputs, inputs[5:12])
-    assert torch.equal(got_labels, labels[5:12])
+    got = read.batch(5, 7)
+    assert got.inputs.dtype == torch.int64
+    assert torch.equal(got.inputs, inputs[5:12])
+    assert torch.equal(got.labels, labels[5:12])
 
 
 def test_a_batch_is_the_callers_own(tmp_path: Path) -> None:
     inputs, labels = split()
     write_published(tmp_path / "a.bin", inputs, labels, vocab_size=240)
     read = read_published(tmp_path / "a.bin")
-    read.batch(0, 2)[0].zero_()
-    assert torch.equal(read.batch(0, 2)[0], inputs[:2])
+    read.batch(0, 2).inputs.zero_()
+    assert torch.equal(read.batch(0, 2).inputs, inputs[:2])
 
 
 def test_what_is_written_is_what_the_published_loader_takes(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_reads_the_shape_of_the_published_readme(tmp_path: Path) -> None:
         "vocab_size": torch.tensor([240]),
     }
     torch.save(content, tmp_path / "a.bin")
-    assert torch.equal(read_published(tmp_path / "a.bin").batch(0, 20)[0], inputs)
+    assert torch.equal(read_published(tmp_path / "a.bin").batch(0, 20).inputs, inputs)
 
 
 def test_names() -> None:

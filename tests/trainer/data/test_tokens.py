@@ -39,7 +39,8 @@ def test_samples_are_cut_from_the_shards_in_a_row(tmp_path: Path) -> None:
 def test_every_epoch_has_every_sample_once_in_another_order(tmp_path: Path) -> None:
     shards(tmp_path, [50, 51])
     data = TokenData(tmp_path, length=5, seed=1)
-    inputs, labels = data.batch(0, 60)
+    whole = data.batch(0, 60)
+    inputs, labels = whole.inputs, whole.labels
     assert inputs.dtype == labels.dtype == torch.int64
     assert inputs.is_contiguous()
     assert labels.is_contiguous()
@@ -48,7 +49,7 @@ def test_every_epoch_has_every_sample_once_in_another_order(tmp_path: Path) -> N
     assert all(sorted(epoch) == list(range(0, 100, 5)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
     assert epochs[0] != sorted(epochs[0])
-    other = TokenData(tmp_path, length=5, seed=2).batch(0, 20)[0]
+    other = TokenData(tmp_path, length=5, seed=2).batch(0, 20).inputs
     assert other[:, 0].tolist() != epochs[0]
 
 
@@ -62,11 +63,12 @@ def test_batches_and_ranks_cut_one_order(
         folder.mkdir()
         shards(folder, [70, 31])
     data = TokenData(folder, length=5, seed=4)
-    inputs, labels = data.batch(0, 160)
-    assert torch.equal(data.batch(position, count)[0], inputs[position : position + count])
-    assert torch.equal(data.batch(position, count)[1], labels[position : position + count])
+    whole = data.batch(0, 160)
+    inputs, labels = whole.inputs, whole.labels
+    assert torch.equal(data.batch(position, count).inputs, inputs[position : position + count])
+    assert torch.equal(data.batch(position, count).labels, labels[position : position + count])
     parts = [data.step_batch(2, batch_size=11, rank=r, world_size=world_size) for r in range(world_size)]
-    assert torch.equal(torch.cat([part[0] for part in parts]), inputs[22:33])
+    assert torch.equal(torch.cat([part.inputs for part in parts]), inputs[22:33])
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(256, "uint16"), (65536, "uint16"), (65537, "uint32")])
@@ -208,8 +210,8 @@ def test_evaluation_sets(tmp_path: Path) -> None:
     sets = data.evaluation_sets(wanted)
     assert {name: s.sequences for name, s in sets.items()} == {"L4": 6, "L40": 1}
     (batch,) = sets["L40"].batches(16)
-    assert batch[1].tolist() == [list(range(1, 41))]
-    rows = torch.cat([inputs for inputs, _ in sets["L4"].batches(4)])
+    assert batch.labels.tolist() == [list(range(1, 41))]
+    rows = torch.cat([batch.inputs for batch in sets["L4"].batches(4)])
     assert len(rows.unique(dim=0)) == 6
     wanted.lengths = (41,)
     with pytest.raises(ValueError, match=r"valid\.bin holds 41 tokens, too few for one sample of length 41"):
@@ -229,7 +231,7 @@ def test_real_text(tmp_path: Path) -> None:
         write_tokens(tmp_path / "t.bin", np.frombuffer(text, np.uint8), vocab_size=256), length=512
     )
     assert data.samples == (len(text) - 1) // 512
-    seen = torch.cat([data.batch(i, 64)[0] for i in range(0, data.samples, 64)])[: data.samples]
+    seen = torch.cat([data.batch(i, 64).inputs for i in range(0, data.samples, 64)])[: data.samples]
     counts = torch.bincount(seen.reshape(-1), minlength=256)
     cut = np.frombuffer(text, np.uint8)[: 512 * data.samples]
     assert counts.tolist() == np.bincount(cut, minlength=256).tolist()

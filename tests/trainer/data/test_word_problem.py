@@ -149,8 +149,8 @@ def test_the_published_order_bit_by_bit(p: float, with_monoid: bool) -> None:
 
     stream = WordProblemStream(problem, length=50, seed=42)
     for position, count in [(3, 4), (0, 2), (2, 10), (11, 1)]:
-        assert torch.equal(stream.batch(position, count)[0], inputs[position : position + count])
-        assert torch.equal(stream.batch(position, count)[1], labels[position : position + count])
+        assert torch.equal(stream.batch(position, count).inputs, inputs[position : position + count])
+        assert torch.equal(stream.batch(position, count).labels, labels[position : position + count])
 
 
 def test_the_published_order_without_a_generator_is_torchs_default_one() -> None:
@@ -163,10 +163,8 @@ def test_the_published_order_without_a_generator_is_torchs_default_one() -> None
 
 def test_the_fast_order_is_pinned() -> None:
     # Checkpoints name positions in this stream: changing it would change what a resumed run sees.
-    inputs, _ = WordProblemStream(WordProblem(**PUBLISHED, identity_probability=0.5), length=8, seed=1).batch(
-        127, 2
-    )
-    assert inputs.tolist() == PINNED
+    stream = WordProblemStream(WordProblem(**PUBLISHED, identity_probability=0.5), length=8, seed=1)
+    assert stream.batch(127, 2).inputs.tolist() == PINNED
 
 
 def test_a_seed_gives_the_same_sequences_on_any_number_of_threads() -> None:
@@ -188,10 +186,11 @@ def test_a_seed_gives_the_same_sequences_on_any_number_of_threads() -> None:
 @given(position=st.integers(0, 700), count=st.integers(1, 300), order=st.sampled_from(["fast", "published"]))
 def test_a_stream_is_the_same_however_it_is_cut(position: int, count: int, order: str) -> None:
     problem = WordProblem(group="S3", identity_probability=0.5, draw_order=order)
-    inputs, labels = WordProblemStream(problem, length=16, seed=3).batch(0, 1000)
+    whole = WordProblemStream(problem, length=16, seed=3).batch(0, 1000)
+    inputs, labels = whole.inputs, whole.labels
     part = WordProblemStream(problem, length=16, seed=3).batch(position, count)
-    assert torch.equal(part[0], inputs[position : position + count])
-    assert torch.equal(part[1], labels[position : position + count])
+    assert torch.equal(part.inputs, inputs[position : position + count])
+    assert torch.equal(part.labels, labels[position : position + count])
 
 
 @pytest.mark.parametrize("order", ["fast", "published"])
@@ -201,20 +200,20 @@ def test_ranks_share_a_step(order: str, world_size: int) -> None:
     stream = WordProblemStream(problem, length=16, seed=3)
     whole = stream.batch(4 * 100, 100)
     parts = [stream.step_batch(4, batch_size=100, rank=r, world_size=world_size) for r in range(world_size)]
-    for side in (0, 1):
-        assert torch.equal(torch.cat([part[side] for part in parts]), whole[side])
+    assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
+    assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
 
 
 def test_positions_far_out_cost_nothing_before_them() -> None:
     problem = WordProblem(group="S3", identity_probability=0.5)
-    inputs, _ = WordProblemStream(problem, length=16, seed=2**64 - 1).batch(10**15, 4)
-    assert inputs.shape == (4, 16)
+    batch = WordProblemStream(problem, length=16, seed=2**64 - 1).batch(10**15, 4)
+    assert batch.inputs.shape == (4, 16)
 
 
 def test_streams_differ_by_seed_and_position() -> None:
     problem = WordProblem(group="S5", identity_probability=0)
     batches = [
-        WordProblemStream(problem, length=32, seed=seed).batch(position, BLOCK)[0]
+        WordProblemStream(problem, length=32, seed=seed).batch(position, BLOCK).inputs
         for seed, position in itertools.product((0, 1, 2), (0, BLOCK, 2 * BLOCK))
     ]
     rows = torch.cat(batches)
@@ -225,8 +224,8 @@ def test_a_longer_stream_begins_like_a_shorter_one() -> None:
     problem = WordProblem(group="S5", identity_probability=0.5)
     short = WordProblemStream(problem, length=20, seed=0).batch(100, 60)
     long = WordProblemStream(problem, length=50, seed=0).batch(100, 60)
-    for a, b in zip(short, long, strict=True):
-        assert torch.equal(a, b[:, :20])
+    assert torch.equal(short.inputs, long.inputs[:, :20])
+    assert torch.equal(short.labels, long.labels[:, :20])
 
 
 def evaluation(**changes: object) -> SimpleNamespace:
@@ -243,13 +242,13 @@ def test_evaluation_sets() -> None:
     assert chosen.length == 16
     assert chosen.source.vocab_size == 240
     batches = list(chosen.batches(4))
-    assert [len(inputs) for inputs, _ in batches] == [4, 4, 2]
-    inputs = torch.cat([inputs for inputs, _ in batches])
+    assert [len(batch) for batch in batches] == [4, 4, 2]
+    inputs = torch.cat([batch.inputs for batch in batches])
     by_rank = [batch for r in range(3) for batch in chosen.batches(4, rank=r, world_size=3)]
-    assert torch.equal(torch.cat([inputs for inputs, _ in by_rank]), inputs)
-    assert torch.equal(torch.cat([labels for _, labels in batches]), naive_labels(stream.problem, inputs))
+    assert torch.equal(torch.cat([batch.inputs for batch in by_rank]), inputs)
+    assert torch.equal(torch.cat([batch.labels for batch in batches]), naive_labels(stream.problem, inputs))
     # Equal seeds, and yet no training data.
-    assert not torch.equal(next(sets["p0.5_L8"].batches(10))[0], stream.batch(0, 10)[0])
+    assert not torch.equal(next(sets["p0.5_L8"].batches(10)).inputs, stream.batch(0, 10).inputs)
 
 
 def test_evaluation_falls_back_to_the_training_settings() -> None:
@@ -263,7 +262,7 @@ def test_build() -> None:
     stream = build(spec, seed=5, vocab_size=12)
     assert (stream.vocab_size, stream.length, stream.samples) == (12, 32, None)
     direct = WordProblemStream(WordProblem(group="A4", identity_probability=0.5), length=32, seed=5)
-    assert torch.equal(stream.batch(9, 3)[0], direct.batch(9, 3)[0])
+    assert torch.equal(stream.batch(9, 3).inputs, direct.batch(9, 3).inputs)
     with pytest.raises(
         ValueError, match=r"12 tokens but the model's vocab_size is 6; set model\.vocab_size=12"
     ):
