@@ -13,7 +13,7 @@ from pathlib import Path
 
 from implicit_blocks.specs import load_spec, spec_name
 from trainer.display import duration
-from trainer.errors import DataError, NonFiniteLossError
+from trainer.errors import CallbackError, DataError, NonFiniteLossError
 from trainer.spec import RunSpec
 
 REFUSED = 2
@@ -101,7 +101,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
     )
     try:
         summary = run.train(stop_at=options.stop_at)
-    except (NonFiniteLossError, DataError) as error:
+    except (NonFiniteLossError, DataError, CallbackError) as error:
         kept = run.loop.last_checkpoint
         where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
         return _refuse(f"{error}; {where}", NOT_FINITE if isinstance(error, NonFiniteLossError) else REFUSED)
@@ -116,6 +116,8 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         print(f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}")
         asked = options.stop_at is not None and run.loop.progress.step >= options.stop_at
         return 0 if asked else INTERRUPTED
+    if summary["stopped"] is not None:
+        print(f"ended early, after step {summary['steps']}: {summary['stopped']}")
     written = [path for path in (run.folder.summary_path, run.folder.report_path) if path.exists()]
     print(f"done in {duration(summary['seconds'])}: {', '.join(map(str, written))}")
     return 0

@@ -19,6 +19,24 @@ class DataError(ValueError):
     """Training data that turn out unusable as they are read, such as a token id outside the vocabulary."""
 
 
+class CallbackError(RuntimeError):
+    """A callback failed at an event of the run; training as such is sound, and was saved.
+
+    Attributes:
+        callback: kind, distribution and version.
+        event: the method that raised.
+
+    """
+
+    def __init__(self, *, callback: str, event: str, error: Exception) -> None:
+        self.callback = callback
+        self.event = event
+        super().__init__(
+            f"{callback} failed in {event}: {type(error).__name__}: {error}; mend it, take it out of "
+            "`callbacks`, or let the run go on without it by its `required: false`"
+        )
+
+
 class NonFiniteLossError(RuntimeError):
     """The loss or the gradient stopped being a number; the update was not made.
 

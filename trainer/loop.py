@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from implicit_blocks.specs import ModelSpec
+from trainer.callbacks import CallbackContext, Callbacks
 from trainer.checkpoint import Progress, save_checkpoint, step_name
 from trainer.data.source import DataSource, EvaluationSet
 from trainer.display import Display
-from trainer.errors import DataError, NonFiniteLossError
+from trainer.errors import CallbackError, DataError, NonFiniteLossError
 from trainer.evaluation import EvaluationResult, adjoint_row, evaluate, search_row, table
 from trainer.interrupt import Interrupt
 from trainer.optimizers import set_learning_rate
@@ -46,6 +47,7 @@ class Loop:
         display: Display,
         spec_digest: str,
         progress: Progress = Progress(),  # noqa: B008  # frozen
+        callbacks: Callbacks | None = None,
     ) -> None:
         self.spec = spec
         self.model = model
@@ -64,17 +66,30 @@ class Loop:
         self._began = time.perf_counter() - progress.seconds
         self._saved_step: int | None = progress.step if progress.step > 0 else None
         self._model_spec: ModelSpec = spec.model
+        self._phase: Phase | None = None
+        self.callbacks = Callbacks() if callbacks is None else callbacks
+        self._context = CallbackContext(
+            spec=spec,
+            model=model,
+            optimizer=optimizer,
+            device=device,
+            folder=folder.path,
+            say=display.say,
+            stop=self.callbacks.stop,
+        )
 
     # ------------------------------------------------------------------------------------ the run
 
     def run(self, *, stop_at: int | None = None) -> list[EvaluationResult] | None:
         """Train to the end and evaluate; return the results, or None if the run was stopped before its end.
 
-        A run that is stopped, by ``stop_at`` (a step) or by an interrupt, has saved a checkpoint.
+        A run that is stopped, by ``stop_at`` (a step) or by an interrupt, has saved a checkpoint. One that a
+        callback ends is finished early: saved and evaluated, too.
 
         Raises:
             NonFiniteLossError: the loss or the gradient is not a number; the last checkpoint is as it was.
             DataError: the data of a step can't be used; the same.
+            CallbackError: a callback that the run needs failed; a checkpoint has been saved.
 
         """
         end = self.total_steps if stop_at is None else min(stop_at, self.total_steps)
@@ -82,15 +97,21 @@ class Loop:
         self.display.start(step=self.progress.step, total=self.total_steps)
         try:
             with Interrupt() as interrupt:
-                while self.progress.step < end and not interrupt.requested:
+                self._tell("on_start", step=self.progress.step, checkpoint=self.last_checkpoint)
+                while not (self.progress.step >= end or interrupt.requested or self.callbacks.stop_reason):
                     self._one_step()
                 self._save()
-            if self.progress.step < self.total_steps:
-                return None
-            self._enter_phase(
-                self.total_steps - 1
-            )  # a run resumed at its end has not been in its last phase yet
-            return self._evaluate()
+            finished = self.progress.step >= self.total_steps or self.callbacks.stop_reason is not None
+            results = None
+            if finished:
+                # A run resumed at its end has not been in its last phase yet.
+                self._enter_phase(max(0, self.progress.step - 1))
+                results = self._evaluate()
+            self._tell("on_end", step=self.progress.step, finished=finished)
+            return results
+        except CallbackError:
+            self._save()
+            raise
         finally:
             self.display.close()
             self.folder.metrics.close()
@@ -141,6 +162,9 @@ class Loop:
         if self._due(training.checkpoint_every):
             self._save()
 
+    def _tell(self, event: str, **details: Any) -> None:
+        self.callbacks.call(event, self._context, **details)
+
     def _due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
 
@@ -150,6 +174,9 @@ class Loop:
             self.model.reconfigure(phase.model)  # type: ignore[operator]  # the contract of language models
             self._model_spec = phase.model
             self.display.say(f"phase {phase.name}: steps {phase.first_step + 1} to {phase.last_step}")
+        if phase is not self._phase:
+            self._phase = phase
+            self._tell("on_phase", step=step, phase=phase)
         return phase
 
     # ------------------------------------------------------------------------------------ what is left behind
@@ -173,6 +200,7 @@ class Loop:
         }
         self.folder.metrics.write(self.last_row)
         self.display.step(self.last_row)
+        self._tell("on_step", row=self.last_row)
 
     def _evaluate(self) -> list[EvaluationResult]:
         evaluation = self.spec.evaluation
@@ -198,13 +226,14 @@ class Loop:
             words = self.spec.data.kind == "word_problem"
             shown = table(results, last_tokens=evaluation.last_tokens, words=words)
             self.display.say(f"evaluation after step {self.progress.step}\n{shown}")
+        self._tell("on_evaluation", step=self.progress.step, results=results)
         return results
 
     def _save(self) -> None:
         if self._saved_step == self.progress.step or self.progress.step == 0:
             return
         self.display.doing("saving a checkpoint")
-        save_checkpoint(
+        path = save_checkpoint(
             self.folder.checkpoints,
             model=self.model,
             optimizer=self.optimizer,
@@ -213,6 +242,7 @@ class Loop:
             keep=self.spec.training.keep_checkpoints,
         )
         self._saved_step = self.progress.step
+        self._tell("on_checkpoint", step=self.progress.step, path=path)
 
     @property
     def last_checkpoint(self) -> Path | None:

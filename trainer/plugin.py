@@ -8,10 +8,11 @@ from trainer import spec
 
 @hookimpl
 def register_components(add: Add) -> None:
-    """Register the run spec, data sources, optimizers and schedules."""
+    """Register the run spec, data sources, optimizers, schedules and callbacks."""
     add("run", spec.RunSpec, "trainer.run:build")
     add("data", spec.WordProblemSpec, "trainer.data.word_problem:build")
     add("data", spec.TokensSpec, "trainer.data.tokens:build")
     add("optimizer", spec.AdamWSpec, "trainer.optimizers:build_adamw")
     add("schedule", spec.WarmupConstantSqrtSpec, "trainer.schedule:build_warmup_constant_sqrt")
     add("schedule", spec.WarmupLinearSpec, "trainer.schedule:build_warmup_linear")
+    add("callback", spec.StopWhenSpec, "trainer.callbacks.stop_when:StopWhen")

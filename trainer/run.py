@@ -13,6 +13,7 @@ from torch import nn
 
 from implicit_blocks import registry
 from implicit_blocks.specs import load_spec
+from trainer.callbacks import Callbacks
 from trainer.checkpoint import (
     Progress,
     list_checkpoints,
@@ -68,6 +69,7 @@ class Run:
             last_row=self.loop.last_row,
             results=results,
             manifest=self.manifest,
+            stopped=self.loop.callbacks.stop_reason,
         )
         write_json(self.folder.summary_path, summary)
         try:
@@ -119,6 +121,7 @@ def build(
         torch.set_num_threads(training.threads)
 
     seed_everything(training.seed)
+    callbacks = Callbacks.build(spec.callbacks)
     data = registry.build(spec.data, seed=training.seed, vocab_size=getattr(spec.model, "vocab_size", None))
     sets = data.evaluation_sets(spec.evaluation)
     # Built on the CPU and moved, so that the initial weights do not depend on the device.
@@ -173,6 +176,7 @@ def build(
         display=display,
         spec_digest=digest(dumped),
         progress=progress,
+        callbacks=callbacks,
     )
     return Run(name=name, spec=spec, folder=folder, model=model, loop=loop, manifest=manifest)
 

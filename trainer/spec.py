@@ -9,6 +9,7 @@ from pydantic import PositiveInt, model_validator
 
 from implicit_blocks import registry
 from implicit_blocks.specs import BaseRunSpec, Spec, refusal
+from trainer.specs.callbacks import CallbackSpec, StopWhenSpec
 from trainer.specs.data import DataSpec, Probability, TokensSpec, WordProblemSpec
 from trainer.specs.phases import Phase, PhaseSpec, plan
 from trainer.specs.training import (
@@ -23,6 +24,7 @@ from trainer.specs.training import (
 
 __all__ = [
     "AdamWSpec",
+    "CallbackSpec",
     "DataSpec",
     "EvaluationSpec",
     "OptimizerSpec",
@@ -30,6 +32,7 @@ __all__ = [
     "PhaseSpec",
     "RunSpec",
     "ScheduleSpec",
+    "StopWhenSpec",
     "TokensSpec",
     "TrainingSpec",
     "WarmupConstantSqrtSpec",
@@ -69,6 +72,8 @@ class RunSpec(BaseRunSpec):
     """Changes of solver and gradient on the way; none: one phase."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """What is evaluated, on the way and at the end."""
+    callbacks: tuple[CallbackSpec, ...] = ()
+    """What else happens while it trains."""
 
     @property
     def total_steps(self) -> int:

@@ -23,14 +23,19 @@ def summarize(
     last_row: Mapping[str, Any],
     results: Sequence[EvaluationResult],
     manifest: Mapping[str, Any],
+    stopped: str | None = None,
 ) -> dict[str, Any]:
-    """Return the summary of a finished run as JSON values; ``seconds`` is its wall time, resumes included."""
+    """Return the summary of a finished run as JSON values; ``seconds`` is its wall time, resumes included.
+
+    ``stopped`` is why a callback ended it before its last step.
+    """
     summary = {
         "name": name,
         "task": spec.data.kind,
         "model": spec.model.kind,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "steps": progress.step,
+        "stopped": stopped,
         "tokens": progress.tokens,
         "samples": progress.samples,
         "seconds": round(progress.seconds, 1),

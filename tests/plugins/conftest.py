@@ -42,7 +42,8 @@ def run(site: Path, tmp_path: Path) -> Run:
     """Run ``python …`` with the third parties installed; ``plugins`` sets the variable that allows them."""
 
     def start(*arguments: str, plugins: str | None = None) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         environment.pop("IMPLICIT_BLOCKS_PLUGINS", None)
         if plugins is not None:
             environment["IMPLICIT_BLOCKS_PLUGINS"] = plugins

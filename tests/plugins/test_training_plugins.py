@@ -1,0 +1,96 @@
+"""A third party's data source, optimizer, schedule and callbacks, installed from a wheel, train a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+RUN = """
+extends: word_problem_s3
+model: {d_model: 16, mixer: {d_state: 8, head_dim: 8}, stopping: {max_iterations: 4},
+        at_evaluation: {stopping: {max_iterations: 8}}}
+data: {kind: acme.parity, length: 12}
+training:
+  max_steps: 6
+  batch_size: 4
+  checkpoint_every: 2
+  optimizer: {kind: acme.sign, learning_rate: 1e-3}
+  schedule: {kind: acme.halving, every: 4}
+phases: [{name: bounded, until: 3, model: {gradient: {steps: 1}}}, {name: free}]
+evaluation: {lengths: [12], identity_probabilities: [], sequences: 4, batch_size: 4}
+callbacks: [{kind: acme.diary}]
+"""
+
+
+@pytest.fixture
+def spec_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    return path
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_every_part_of_the_trainer_can_be_another_s(run, spec_file):
+    folder = spec_file.with_name("whole")
+    done = run("-m", "trainer", "--spec", "run.yaml", "--output", str(folder))
+    assert done.returncode == 0, done.stderr
+    assert [row["learning_rate"] for row in rows(folder)] == [1e-3] * 4 + [5e-4] * 2
+    assert (folder / "diary.txt").read_text().splitlines() == [
+        "start 0 0", "phase 0 bounded", "step 1", "step 2", "checkpoint 2", "step 3", "phase 3 free",
+        "step 4", "checkpoint 4", "step 5", "step 6", "checkpoint 6", "evaluation 6 parity", "end 6 True",
+    ]  # fmt: skip
+
+    halves = spec_file.with_name("halves")
+    done = run("-m", "trainer", "--spec", "run.yaml", "--output", str(halves), "--stop-at", "4")
+    assert done.returncode == 0, done.stderr
+    done = run("-m", "trainer", "--resume", "--output", str(halves))
+    assert done.returncode == 0, done.stderr
+    for kept in ("loss", "gradient_norm", "learning_rate"):
+        assert [row[kept] for row in rows(halves)] == [row[kept] for row in rows(folder)]
+    assert (halves / "diary.txt").read_text().splitlines()[9:13] == [
+        "end 4 False", "start 4 9", "phase 4 free", "step 5",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["data.period=0"], "data.period: should be greater than 0; got 0"),
+        (["training.schedule.every=9"], "training.schedule: a run of 6 steps never halves its rate"),
+        (["callbacks.0.kind=acme.dairy"], "unknown callback 'acme.dairy'; did you mean 'acme.diary'?"),
+        (["training.optimizer.btea=0.5"], "unknown key 'btea'; did you mean 'beta'?"),
+    ],
+    ids=["data", "schedule", "callback", "optimizer"],
+)
+def test_their_specs_are_as_strict_as_ours(run, spec_file, changes, message):
+    done = run("-m", "trainer", "--spec", "run.yaml", "--dry-run", *changes)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_callback_that_fails_is_named_and_the_run_can_go_on(run, spec_file):
+    folder = spec_file.with_name("output")
+    fragile = "callbacks=[{kind: acme.fragile, after: 2}, {kind: acme.diary}]"
+    done = run("-m", "trainer", "--spec", "run.yaml", "--output", str(folder), fragile)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    expected = (
+        "callback 'acme.fragile' of acme-training 1.4.0 failed in on_step: RuntimeError: the line is dead; "
+        "mend it, take it out of `callbacks`, or let the run go on without it by its `required: false`"
+    )
+    assert expected in done.stderr
+    assert f"the last checkpoint, {folder}/checkpoints/step-00000003, is intact" in done.stderr
+    assert (folder / "diary.txt").read_text().splitlines()[-2:] == ["step 3", "checkpoint 3"]
+
+    without = "callbacks=[{kind: acme.fragile, required: false}, {kind: acme.diary}]"
+    spec = str(folder / "spec.yaml")
+    done = run("-m", "trainer", "--spec", spec, "--resume", "--output", str(folder), without)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("WARNING: callback 'acme.fragile' of acme-training 1.4.0 failed") == 1
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]

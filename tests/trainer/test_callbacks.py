@@ -1,0 +1,141 @@
+"""Callbacks: when they are called, how a run ends early, and what becomes of those that fail."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from pydantic import ValidationError
+
+from implicit_blocks import registry
+from trainer.callbacks import Callback, CallbackContext
+from trainer.errors import CallbackError
+from trainer.metrics import read_metrics
+from trainer.run import build
+from trainer.spec import CallbackSpec, RunSpec
+
+Small = Callable[..., RunSpec]
+
+
+class SpySpec(CallbackSpec):
+    """Note every event; fail at one."""
+
+    kind: Literal["spy"] = "spy"
+    fail_in: str = ""
+
+
+class Spy(Callback):
+    seen: list[str] = []  # noqa: RUF012  # of all spies, in the order of the calls
+
+    def __init__(self, spec: SpySpec) -> None:
+        self._spec = spec
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+
+        def note(run: CallbackContext, **details: Any) -> None:
+            assert isinstance(run.folder, Path)
+            self.seen.append(name)
+            if name == self._spec.fail_in:
+                raise KeyError("lost")
+
+        return note
+
+
+class NoCallbackSpec(CallbackSpec):
+    """Built as something else."""
+
+    kind: Literal["no_callback"] = "no_callback"
+
+
+@pytest.fixture(autouse=True)
+def _kinds() -> Iterator[None]:
+    with registry.isolated():
+        registry.add("callback", SpySpec, Spy, owner="spies", version="7")
+        registry.add("callback", NoCallbackSpec, lambda spec: [], owner="spies", version="7")
+        Spy.seen = []
+        yield
+
+
+def test_a_run_ends_early_once_a_value_is_past_its_limit(small: Small, tmp_path: Path) -> None:
+    stop = {"kind": "stop_when", "value": "loss", "below": 100.0, "steps": 2}
+    run = build(small({"callbacks": [stop]}), output=tmp_path / "run", device="cpu")
+    summary = run.train()
+    assert summary is not None
+    assert (summary["steps"], len(summary["evaluation"])) == (2, 2)
+    assert summary["stopped"].startswith("loss ")
+    assert summary["stopped"].endswith(" is below 100, for 2 steps")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["stopped"] == summary["stopped"]
+    # Without the callback the rest of the run can still be made, as if it had not stopped.
+    summary = build(small(), output=tmp_path / "run", device="cpu", resume=True).train()
+    assert summary is not None
+    assert (summary["steps"], summary["stopped"]) == (4, None)
+    build(small(), output=tmp_path / "whole", device="cpu").train()
+    losses = [[row["loss"] for row in read_metrics(tmp_path / n / "metrics.jsonl")] for n in ("run", "whole")]
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps"), [({"above": 1e9}, 4), ({"above": 0.0, "steps": 3}, 3)], ids=["never", "third"]
+)
+def test_only_steps_in_a_row_count(small: Small, tmp_path: Path, limit: dict[str, Any], steps: int) -> None:
+    spec = small({"callbacks": [{"kind": "stop_when", "value": "gradient_norm", **limit}]})
+    summary = build(spec, output=tmp_path / "run", device="cpu").train()
+    assert summary is not None
+    assert summary["steps"] == steps
+
+
+def test_a_value_there_is_not_is_named(small: Small, tmp_path: Path) -> None:
+    spec = small({"callbacks": [{"kind": "stop_when", "value": "acuracy", "above": 0.5}]})
+    with pytest.raises(
+        CallbackError, match=r"'stop_when' of implicit_blocks .*no value 'acuracy'; did you mean"
+    ):
+        build(spec, output=tmp_path / "run", device="cpu").train()
+
+
+@pytest.mark.parametrize("limits", [{}, {"above": 1.0, "below": 0.0}], ids=["none", "both"])
+def test_stop_when_takes_one_limit(small: Small, limits: dict[str, float]) -> None:
+    with pytest.raises(ValidationError, match="give either above or below"):
+        small({"callbacks": [{"kind": "stop_when", "value": "loss", **limits}]})
+
+
+EVENTS = ["on_start", "on_phase", "on_step", "on_evaluation", "on_checkpoint", "on_end"]
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_failure_names_the_callback_and_leaves_a_checkpoint(
+    small: Small, tmp_path: Path, event: str
+) -> None:
+    spec = small({"callbacks": [{"kind": "spy", "fail_in": event}, {"kind": "spy"}]})
+    run = build(spec, output=tmp_path / "run", device="cpu")
+    with pytest.raises(CallbackError, match=f"'spy' of spies 7 failed in {event}: KeyError: 'lost'; mend it"):
+        run.train()
+    assert Spy.seen.count(event) >= 2, "the other one is called all the same"
+    steps = run.loop.progress.step
+    assert steps == {"on_start": 0, "on_phase": 0, "on_step": 1}.get(event, 4)
+    assert (run.loop.last_checkpoint is not None) == (steps > 0)
+    # The run goes on from there to the same end.
+    if steps:
+        summary = build(small(), output=tmp_path / "run", device="cpu", resume=True).train()
+        assert summary is not None
+        assert summary["steps"] == 4
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_a_callback_that_is_not_required_is_left_out(
+    small: Small, tmp_path: Path, event: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = small({"callbacks": [{"kind": "spy", "fail_in": event, "required": False}]})
+    assert build(spec, output=tmp_path / "run", device="cpu").train() is not None
+    assert capsys.readouterr().out.count("the run goes on without it") == 1
+    assert Spy.seen[-1] == event
+
+
+def test_what_is_no_callback_is_refused_before_a_folder_is_made(small: Small, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"callbacks\.0: callback 'no_callback' of spies 7 is built as list"):
+        build(small({"callbacks": [{"kind": "no_callback"}]}), output=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,38 @@
+"""What else happens while a run trains: code of others, called at its steps, evaluations, checkpoints."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Self
+
+from pydantic import PositiveInt, model_validator
+
+from implicit_blocks.specs import ComponentSpec
+
+
+class CallbackSpec(ComponentSpec):
+    """Base of all callbacks' specs."""
+
+    family: ClassVar[str] = "callback"
+
+    required: bool = True
+    """Whether its failure ends the run, saved; false: it is left out from there on, with a warning."""
+
+
+class StopWhenSpec(CallbackSpec):
+    """End the run early, evaluated as at its end, once a value of the metrics has stayed past a limit."""
+
+    kind: Literal["stop_when"] = "stop_when"
+    value: str
+    """Which: a column of metrics.jsonl, such as loss or accuracy_last."""
+    above: float | None = None
+    """The limit that it must be above ..."""
+    below: float | None = None
+    """... or below; give one of the two."""
+    steps: PositiveInt = 1
+    """For so many steps in a row."""
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> Self:
+        if (self.above is None) == (self.below is None):
+            raise ValueError("stop_when takes one limit; give either above or below")
+        return self
