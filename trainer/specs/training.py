@@ -8,10 +8,12 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_
 
 from implicit_blocks.specs import ComponentSpec, Spec, refusal
 from trainer.schedule import steps_of
+from trainer.specs.parallel import ParallelSpec
 from trainer.specs.spans import Span
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
+CheckpointActivations = Literal["none", "steps", "layers"]
 
 
 class OptimizerSpec(ComponentSpec):
@@ -109,6 +111,12 @@ class TrainingSpec(Spec):
     """Of the computation; weights and residuals are float32 in any case."""
     compile_layers: bool = False
     """Compile the model's layers: minutes at the first step, then faster steps on a GPU."""
+    parallel: ParallelSpec = ParallelSpec()
+    """How the run is laid out over its processes."""
+    checkpoint_activations: CheckpointActivations = "none"
+    """What is computed again in backward instead of kept, for one more forward pass of what is differentiated:
+    nothing; each step of the map, of which only the start is kept; or each layer of each step, which holds
+    one layer's activations at a time instead of a whole step's."""
     optimizer: OptimizerSpec
     """What makes a step of a gradient."""
     schedule: ScheduleSpec = WarmupConstantSqrtSpec()

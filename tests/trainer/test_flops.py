@@ -1,0 +1,56 @@
+"""Operations of a step: the useful ones by the formula, the executed ones with what is done twice or in vain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from implicit_blocks.specs import load_spec
+from implicit_blocks.specs.counting import count_flops
+from trainer.flops import forward_flops, training_flops
+
+LENGTH = 128
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return load_spec("llama_130m").model
+
+
+def test_useful_operations_count_each_iteration_once(model: Any) -> None:
+    once: Any = count_flops(model, length=LENGTH)
+    flops: Any = training_flops(model, length=LENGTH, iterations=6.5)
+    steps = model.gradient.steps
+    expected = (6.5 + 3 * steps) * once.layers + 3 * (once.injection + once.head)
+    assert flops.useful == flops.executed == pytest.approx(expected)
+
+
+def test_rows_that_wait_are_executed_and_not_useful(model: Any) -> None:
+    once: Any = count_flops(model, length=LENGTH)
+    flops: Any = training_flops(model, length=LENGTH, iterations=6.5, iterations_executed=10)
+    assert flops.executed - flops.useful == pytest.approx(3.5 * once.layers)
+
+
+def test_activations_computed_again_are_not_useful(model: Any) -> None:
+    once: Any = count_flops(model, length=LENGTH)
+    kept: Any = training_flops(model, length=LENGTH, iterations=4)
+    again: Any = training_flops(model, length=LENGTH, iterations=4, checkpoint_activations="layers")
+    assert again.useful == kept.useful
+    assert again.executed - kept.executed == pytest.approx(model.gradient.steps * once.layers)
+
+
+def test_unrolled_checkpointing_is_not_useful_either() -> None:
+    change = "model.gradient={kind: unrolled, steps: 3, checkpointing: true}"
+    model: Any = load_spec("llama_130m", [change]).model
+    once: Any = count_flops(model, length=LENGTH)
+    flops: Any = training_flops(model, length=LENGTH)
+    assert flops.useful == pytest.approx(9 * once.layers + 3 * (once.injection + once.head))
+    assert flops.executed - flops.useful == pytest.approx(3 * once.layers)
+
+
+def test_an_explicit_model_is_three_forward_passes() -> None:
+    model: Any = load_spec("llama_130m_explicit").model
+    forward: Any = forward_flops(model, length=LENGTH)
+    flops: Any = training_flops(model, length=LENGTH, iterations=7)
+    assert flops.useful == flops.executed == pytest.approx(3 * forward)
