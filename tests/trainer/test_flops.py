@@ -1,4 +1,4 @@
-"""Operations of a step: the useful ones by the formula, the executed ones with what is done twice or in vain."""
+"""Operations of a step: the useful ones by the formula, the executed ones with what is done again."""
 
 from __future__ import annotations
 

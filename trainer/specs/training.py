@@ -114,9 +114,9 @@ class TrainingSpec(Spec):
     parallel: ParallelSpec = ParallelSpec()
     """How the run is laid out over its processes."""
     checkpoint_activations: CheckpointActivations = "none"
-    """What is computed again in backward instead of kept, for one more forward pass of what is differentiated:
-    nothing; each step of the map, of which only the start is kept; or each layer of each step, which holds
-    one layer's activations at a time instead of a whole step's."""
+    """What is computed again in backward instead of kept, for one more forward pass of what is
+    differentiated: nothing; each step of the map, of which only the start is kept; or each layer of each
+    step, which holds one layer's activations at a time instead of a whole step's."""
     optimizer: OptimizerSpec
     """What makes a step of a gradient."""
     schedule: ScheduleSpec = WarmupConstantSqrtSpec()
