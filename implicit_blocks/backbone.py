@@ -5,11 +5,13 @@ Shape legend: B batch, L tokens of the window, D model width, U injection width.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.interfaces import State, Window
@@ -33,6 +35,8 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(block() for _ in range(spec.n_layers))
         self.norm = RMSNorm(spec.d_model, eps=spec.norm_eps)
         self.dropout = spec.dropout
+        self.checkpoint: Literal["none", "steps", "layers"] = "none"
+        """What backward computes again instead of keeping it: whole calls of the map, or its layers."""
         if spec.weight_norm:
             add_weight_norm(self.layers)
 
@@ -86,10 +90,25 @@ class BoundMap:
 
     def __call__(self, z_BLD: Tensor) -> Tensor:
         """Return ``f(z)``, (B, L, D)."""
+        again = self.backbone.checkpoint if torch.is_grad_enabled() else "none"
+        if again == "steps":
+            return _again_in_backward(self._all_layers, z_BLD)
+        with self.weights.in_use():
+            if again == "none":
+                return self._all_layers(z_BLD)
+            for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
+                z_BLD = _again_in_backward(self._layer, z_BLD, block, state, context)
+            return self.backbone.norm(z_BLD)  # type: ignore[no-any-return]  # nn.Module calls are untyped
+
+    def _all_layers(self, z_BLD: Tensor) -> Tensor:
         with self.weights.in_use():
             for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
                 z_BLD = block(z_BLD, self.u_BLU, state, context)
-            return self.backbone.norm(z_BLD)  # type: ignore[no-any-return]  # nn.Module calls are untyped
+            return self.backbone.norm(z_BLD)  # type: ignore[no-any-return]  # as above
+
+    def _layer(self, z_BLD: Tensor, block: Block, state: State, context: BlockContext) -> Tensor:
+        with self.weights.in_use():
+            return block(z_BLD, self.u_BLU, state, context)  # type: ignore[no-any-return]  # as above
 
     def commit(self, z_BLD: Tensor) -> tuple[Tensor, tuple[State, ...]]:
         """Return ``f(z)`` and every layer's state after the window."""
@@ -116,3 +135,9 @@ class BoundMap:
             states=tuple(b.mixer.select_rows(s, rows) for b, s in zip(blocks, self.states, strict=True)),
             contexts=tuple(context(b, c) for b, c in zip(blocks, self.contexts, strict=True)),
         )
+
+
+def _again_in_backward(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    # The map is pure, its dropout drawn beforehand: there is no random state to put back.
+    value: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    return value

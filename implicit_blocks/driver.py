@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_blocks.interfaces import Map, RowMap, Solution, Solver
 from implicit_blocks.specs import Stopping
+from implicit_blocks.stopping import Agreement
 
 RELATIVE_FLOOR = 1e-9  # keeps the relative residual finite at f(z) = 0, as in the published rule
 
@@ -33,6 +34,8 @@ class Search:
         valid: (B, L) bool, False at padding, which stands still at its start and counts in no norm: neither
             the stopping rule nor the solver sees it move.
         trace: keep the residual of every call.
+        agree: asked once an iteration whether the loop may end, where processes must call ``f`` equally often
+            (``implicit_blocks.stopping``); None: it ends when this process's rows are done.
         compact: let rows that are done leave the batch, where ``f`` offers ``select_rows``. Rows that go on
             may differ in the last digits from a run without, as matrix products of another size do.
 
@@ -51,12 +54,17 @@ class Search:
     valid: Tensor | None = None
     trace: bool = False
     compact: bool = True
+    agree: Agreement | None = None
 
     def __call__(self, f: Map, z0: Tensor) -> Solution:
         """Search from ``z0`` (B, …), without gradients; at most ``max_iterations`` calls of ``f``."""
         self._check(z0)
         with torch.no_grad():
             return _Loop(self, f, z0.detach()).run()
+
+    def ends(self, done: bool) -> bool:
+        """Whether the loop may end, given whether this process's rows are done."""
+        return done if self.agree is None else self.agree(done)
 
     def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
         """Return a solution with the value ``z``, given ``f(z)`` too, measured as a search measures."""
@@ -169,7 +177,7 @@ class _Loop:
             fz = self.call(self.z)
             active = self.measure(fz, active)
             remaining = int(active.sum())
-            if remaining == 0 or iteration == self.stopping.max_iterations:
+            if iteration == self.stopping.max_iterations or self.search.ends(remaining == 0):
                 break
             z, proposed = self.solver.update(self.z, fz, state, self.call)
             if remaining < active.numel():
@@ -179,7 +187,7 @@ class _Loop:
             else:
                 state = proposed
             self.z = z
-            if self.search.compact and remaining <= active.numel() // 2 and isinstance(self.f, RowMap):
+            if self.search.compact and 0 < remaining <= active.numel() // 2 and isinstance(self.f, RowMap):
                 rows_active = active.view(-1, self.tokens).any(1)
                 if 2 * int(rows_active.sum()) <= rows_active.numel():
                     results = results or _Results(self)

@@ -16,6 +16,9 @@ from implicit_blocks.weight_norm import WeightNorm
 class HeldWeights:
     """The weights of modules as they are now, to be used for as many calls as wanted.
 
+    Layers that have their weights only while they run (``weights_come_and_go``, as when each is gathered from
+    other processes for its turn) are left to make them ready themselves.
+
     Made once a forward pass, outside the fixed-point loop, in the gradient and autocast mode of the caller; a
     call made inside ``with held.in_use():`` uses them, in the loop as in a later recomputation for backward.
     Gradients flow to the parameters through the one computation.
@@ -24,7 +27,7 @@ class HeldWeights:
     def __init__(self, *modules: nn.Module) -> None:
         # Holders have an attribute ``held``: our linear layers, and the weight norm of anything else.
         self._held: list[tuple[Any, Any]] = []
-        for part in (part for module in modules for part in module.modules()):
+        for part in (part for module in modules for part in _modules(module)):
             if isinstance(part, SwiGLU):
                 part.choose_padding()  # before its layers' turn
             elif isinstance(part, Linear):
@@ -37,7 +40,10 @@ class HeldWeights:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Use the held weights within."""
+        """Use the held weights within; where they are in use already this costs nothing."""
+        if self._held and self._held[0][0].held is self._held[0][1]:
+            yield
+            return
         before = [holder.held for holder, _ in self._held]
         for holder, value in self._held:
             holder.held = value
@@ -46,3 +52,11 @@ class HeldWeights:
         finally:
             for (holder, _), value in zip(self._held, before, strict=True):
                 holder.held = value
+
+
+def _modules(module: nn.Module) -> Iterator[nn.Module]:
+    if getattr(module, "weights_come_and_go", False):
+        return
+    yield module
+    for child in module.children():
+        yield from _modules(child)

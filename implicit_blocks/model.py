@@ -26,6 +26,7 @@ from implicit_blocks.ops.cross_entropy import linear_cross_entropy
 from implicit_blocks.registry import build
 from implicit_blocks.search_options import SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Stopping
+from implicit_blocks.stopping import Agreement
 from implicit_blocks.weight_norm import add_weight_norm, assign_weight
 
 
@@ -77,6 +78,8 @@ class LanguageModel(nn.Module, ABC):
         self.embedding = nn.Embedding(spec.padded_vocab_size, spec.d_model)
         self.backbone = Backbone(spec)
         self.head = None if spec.tie_embeddings else Linear(spec.d_model, spec.padded_vocab_size, bias=False)
+        self.agree: Agreement | None = None
+        """How processes that must iterate equally often agree to stop; None: each stops on its own."""
 
     @abstractmethod
     def bind(self, x_BLD: Tensor, state: Committed, **window: Any) -> tuple[BoundMap, Tensor]:
@@ -365,6 +368,7 @@ class ImplicitLM(LanguageModel):
             stopping=search.stopping(self.stopping if self.training else self.evaluation_stopping),
             valid=f.window.valid_BL,
             trace=trace,
+            agree=self.agree,
         )
         return solution.z, solution
 

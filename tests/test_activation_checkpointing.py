@@ -1,0 +1,116 @@
+"""Activations computed again in backward: equal gradients, less kept, each layer called once more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+
+MAMBA2 = {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8}
+ATTENTION = {"kind": "attention", "n_heads": 2}
+GRADIENTS = [
+    {"kind": "phantom", "steps": 3},
+    {"kind": "unrolled", "steps": 3},
+    {"kind": "implicit_function"},
+    None,
+]
+STEPS = 3
+ONE_STEP = {"kind": "phantom", "steps": 1}
+
+
+def model_of(mixer, gradient, **changes):
+    spec = {
+        "vocab_size": 11,
+        "d_model": 16,
+        "n_layers": 2,
+        "mixer": mixer,
+        "mlp": {"kind": "swiglu", "d_hidden": 24},
+    }
+    if gradient is None:
+        spec["kind"] = "explicit_lm"
+    else:
+        spec |= {"kind": "implicit_lm", "gradient": gradient, "stopping": {"max_iterations": 5}}
+    spec |= changes
+    torch.manual_seed(0)
+    return ib.build(ib.ModelSpec.model_validate(spec)).double().train()
+
+
+def gradients(model, checkpoint):
+    """Loss and gradients of a pass, the bytes kept for backward, and how often the first layer is called."""
+    model.backbone.checkpoint = checkpoint
+    kept = {}
+    calls = []
+    block = model.backbone.blocks()[0]
+    hook = block.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    torch.manual_seed(1)
+    ids = torch.randint(0, 11, (2, 12))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(ids, labels=ids, return_logits=False).loss
+    held = sum(kept.values())
+    loss.backward()
+    hook.remove()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return loss.detach(), found, held, calls
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("gradient", GRADIENTS, ids=lambda g: "explicit" if g is None else g["kind"])
+@pytest.mark.parametrize("mixer", [MAMBA2, ATTENTION], ids=lambda m: m["kind"])
+def test_gradients_are_equal_and_less_is_kept(mixer, gradient, dropout):
+    model = model_of(mixer, gradient, dropout=dropout)
+    loss, expected, all_kept, _ = gradients(model, "none")
+    for checkpoint in ("steps", "layers"):
+        again, found, kept, _ = gradients(model, checkpoint)
+        assert torch.equal(again, loss)
+        for name, value in expected.items():
+            assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-15), name
+        assert kept < 0.8 * all_kept
+
+
+@pytest.mark.parametrize("checkpoint", ["steps", "layers"])
+def test_each_differentiated_layer_is_called_once_more_and_the_search_is_not(checkpoint):
+    model = model_of(MAMBA2, {"kind": "phantom", "steps": STEPS})
+    _, _, _, plain = gradients(model, "none")
+    _, _, _, again = gradients(model, checkpoint)
+    assert plain.count(True) == STEPS
+    assert again.count(True) == 2 * STEPS
+    assert again.count(False) == plain.count(False)
+
+
+def test_a_search_that_ends_by_agreement_goes_on_without_moving():
+    # Stands for another process that needs more iterations than this one.
+    model = model_of(
+        ATTENTION, {"kind": "phantom", "steps": 1}, stopping={"tolerance": 0.3, "max_iterations": 32}
+    )
+    ids = torch.arange(6)[None] % 11
+    with torch.no_grad():
+        alone = model(ids).solution
+        asked = []
+        model.agree = lambda done: asked.append(done) or len(asked) >= 9
+        together = model(ids).solution
+    assert asked == sorted(asked)
+    assert len(asked) == 9
+    assert int(alone.iterations) == int(together.iterations) < 9
+    assert torch.equal(alone.z, together.z)
+
+
+def test_a_fixed_budget_uses_all_iterations():
+    from implicit_blocks.stopping import fixed_budget
+
+    model = model_of(
+        ATTENTION, {"kind": "phantom", "steps": 1}, stopping={"tolerance": 0.9, "max_iterations": 9}
+    )
+    model.agree = fixed_budget
+    calls = []
+    model.backbone.blocks()[0].register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    ids = torch.arange(6)[None] % 11
+    solution = model(ids, labels=ids).solution
+    assert calls == [False] * model.stopping.max_iterations + [True]
+    assert int(solution.iterations) < model.stopping.max_iterations
