@@ -269,6 +269,7 @@ def test_constraints_pin_every_dependency_within_its_bounds():
         *PYPROJECT["build-system"]["requires"],
         *project["dependencies"],
         *extras["train"],
+        *extras["eval"],
         *extras["dev"],
     ]
     for text in listed:
@@ -277,7 +278,7 @@ def test_constraints_pin_every_dependency_within_its_bounds():
         if name != "implicit-blocks":
             assert requirement.specifier.contains(versions[name]), text
     assert versions["torch"] == "2.13.0"
-    assert set(extras) >= {"train", "hf", "cuda", "dev"}
+    assert set(extras) >= {"train", "hf", "eval", "cuda", "dev"}
 
 
 def test_plugins_ask_for_versions_that_there_are():
