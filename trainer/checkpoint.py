@@ -1,63 +1,58 @@
-"""Checkpoints: everything a run needs to go on exactly where it was, in files anyone can read.
+"""Checkpoints: everything a run needs to go on exactly where it was, whatever the number of processes.
 
-A checkpoint is a folder ``step-00000120`` with ``model.safetensors``, ``optimizer.safetensors`` and
-``state.json``. The folder is written under a temporary name, forced onto the disk and renamed, so that
-under its final name it is whole, unless the disk or someone altered it since: sizes and checksums in
-``state.json`` tell.
+What a checkpoint consists of is said in :mod:`trainer.checkpoint_folder`, how it is written in
+:mod:`trainer.checkpoint_writer`; here it is loaded. Where the number of processes is the one that saved it,
+a run goes on to the last bit; on another number the tensors are cut anew and the data go on at the same
+sample, but what is drawn at random (dropout) is drawn anew.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+import hashlib
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from implicit_blocks.sharded_files import ShardReader, expect_one_process, read_whole_tensors, tensor_index
+from trainer import ranks
+from trainer.checkpoint_folder import (
+    FORMAT,
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    STATE_FILE,
+    Progress,
+    list_checkpoints,
+    newest_sound_checkpoint,
+    rank_file,
+    read_state,
+    set_aside,
+    step_name,
+    verify_checkpoint,
+)
+from trainer.checkpoint_writer import Checkpointer, named_tensors
 from trainer.errors import CheckpointError
-from trainer.files import digest, fsync_path, sha256_of, write_json
-from trainer.optimizers import load_optimizer_state, optimizer_state
-from trainer.rng import random_state, restore_random_state
+from trainer.files import read_json
+from trainer.optimizers import load_optimizer_state
+from trainer.rng import restore_random_state, seed_everything
 
-FORMAT = 1
-MODEL_FILE = "model.safetensors"
-OPTIMIZER_FILE = "optimizer.safetensors"
-STATE_FILE = "state.json"
-_TEMPORARY = ".tmp-"
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a run has come: what a checkpoint stores beside the tensors.
-
-    ``step`` updates have been made, from ``samples`` sequences and ``tokens`` tokens; ``seconds`` were
-    spent on it. The data position is counted in global samples, so that it means the same for any number of
-    processes.
-    """
-
-    step: int = 0
-    phase: str = ""
-    samples: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-
-
-def step_name(step: int) -> str:
-    """Return the folder name of the checkpoint after ``step`` updates."""
-    return f"step-{step:08d}"
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder``, oldest first, without what a crash left half written."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
+__all__ = [
+    "FORMAT",
+    "STATE_FILE",
+    "Checkpointer",
+    "Progress",
+    "list_checkpoints",
+    "load_checkpoint",
+    "newest_sound_checkpoint",
+    "read_model_tensors",
+    "save_checkpoint",
+    "set_aside",
+    "step_name",
+    "verify_checkpoint",
+]
 
 
 def save_checkpoint(
@@ -68,91 +63,20 @@ def save_checkpoint(
     progress: Progress,
     spec_digest: str,
     keep: int,
+    keep_every: int | None = None,
 ) -> Path:
-    """Write the checkpoint of ``progress.step`` into ``folder``, keep the last ``keep``; return its path."""
-    folder.mkdir(parents=True, exist_ok=True)
-    # What an earlier process left half written is of no use to anybody.
-    for stale in folder.glob(f"*{_TEMPORARY}*"):
-        shutil.rmtree(stale, ignore_errors=True)
-    final = folder / step_name(progress.step)
-    temporary = folder / f"{final.name}{_TEMPORARY}{os.getpid()}"
-    temporary.mkdir()
-
-    _save_tensors(temporary / MODEL_FILE, model.state_dict())
-    tensors, values = optimizer_state(optimizer, model)
-    _save_tensors(temporary / OPTIMIZER_FILE, tensors)
-    state: dict[str, Any] = {
-        "format": FORMAT,
-        "progress": vars(progress),
-        "spec_digest": spec_digest,
-        "optimizer_values": values,
-        "random_state": random_state(),
-        "files": {
-            name: {"bytes": (temporary / name).stat().st_size, "sha256": sha256_of(temporary / name)}
-            for name in (MODEL_FILE, OPTIMIZER_FILE)
-        },
-    }
-    write_json(temporary / STATE_FILE, {**state, "digest": digest(state)})
-    fsync_path(temporary)
-
-    if final.exists():  # a run resumed from an earlier checkpoint has come here again
-        replaced = folder / f"{final.name}{_TEMPORARY}replaced"
-        final.rename(replaced)
-        temporary.rename(final)
-        shutil.rmtree(replaced)
-    else:
-        temporary.rename(final)
-    fsync_path(folder)
-    _prune(folder, newest=final, keep=keep)
-    return final
-
-
-def _prune(folder: Path, *, newest: Path, keep: int) -> None:
-    # Checkpoints later than the newest belong to a future that a resumed run has left: they are not touched
-    # here, and not counted either, so that they can't push out the run's own.
-    own = [path for path in list_checkpoints(folder) if path.name <= newest.name]
-    for path in own[: max(0, len(own) - max(1, keep))]:
-        shutil.rmtree(path)
-
-
-def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Return the state of the checkpoint at ``path`` after checking every file's size and checksum.
-
-    Raises:
-        CheckpointError: naming the file that is missing, cut short or altered.
-
-    """
-    state_path = path / STATE_FILE
-    if not state_path.is_file():
-        raise CheckpointError(f"checkpoint {path}: {STATE_FILE} is missing")
-    try:
-        state = json.loads(state_path.read_text(encoding="utf-8"))
-        recorded = state.pop("digest")
-    except (ValueError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            f"checkpoint {path}: {STATE_FILE} is cut short or not JSON ({error})"
-        ) from error
-    if digest(state) != recorded:
-        raise CheckpointError(f"checkpoint {path}: {STATE_FILE} was altered since it was written (digest)")
-    if state["format"] != FORMAT:
-        raise CheckpointError(
-            f"checkpoint {path} has format {state['format']}, this version reads format {FORMAT}; "
-            "resume with the version that wrote it (see manifest.json)"
-        )
-    for name, expected in state["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointError(f"checkpoint {path}: {name} is missing")
-        size = file.stat().st_size
-        if size != expected["bytes"]:
-            kind = "cut short" if size < expected["bytes"] else "altered"
-            raise CheckpointError(
-                f"checkpoint {path}: {name} is {kind}: {size} bytes where {expected['bytes']} were written"
-            )
-        if sha256_of(file) != expected["sha256"]:
-            raise CheckpointError(f"checkpoint {path}: {name} was altered since it was written (checksum)")
-    assert isinstance(state, dict)
-    return state
+    """Write one checkpoint and wait for it; return its path. See :class:`Checkpointer`."""
+    writer = Checkpointer(
+        folder,
+        model=model,
+        optimizer=optimizer,
+        spec_digest=spec_digest,
+        keep=keep,
+        keep_every=keep_every,
+    )
+    writer.save(progress)
+    writer.wait()
+    return folder / step_name(progress.step)
 
 
 def load_checkpoint(
@@ -164,89 +88,86 @@ def load_checkpoint(
 ) -> Progress:
     """Check the checkpoint at ``path`` and load it; return how far the run had come.
 
-    The optimizer and the generators are restored where asked for. Raises :class:`CheckpointError` if a file
-    is damaged or the model is another one; nothing is loaded then.
+    With several processes all of them call this; model and optimizer may be sharded in another way than when
+    it was saved. The optimizer and the generators are restored where asked for. Raises
+    :class:`CheckpointError` if a file is damaged or the model is another one; nothing is loaded then.
     """
-    state = verify_checkpoint(path)
-    tensors = _load_tensors(path / MODEL_FILE)
-    own = model.state_dict()
-    problems = [f"lacks {name}" for name in own.keys() - tensors.keys()]
-    problems += [f"has {name}, which the model lacks" for name in tensors.keys() - own.keys()]
-    problems += [
-        f"has {name} of shape {tuple(tensors[name].shape)}, the model {tuple(own[name].shape)}"
-        for name in own.keys() & tensors.keys()
-        if tensors[name].shape != own[name].shape
-    ]
-    if problems:
-        shown = "; ".join(sorted(problems)[:5]) + ("; …" if len(problems) > 5 else "")
-        raise CheckpointError(f"checkpoint {path} is of another model: it {shown}")
-    model.load_state_dict(tensors)
+    state = ranks.first_says(lambda: verify_checkpoint(path))
+    tensors, aliases = named_tensors(model)
+    _require_same_model(path, tensors, aliases, state)
+    found = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
+    of_optimizer: dict[str, Tensor] = {}
     if optimizer is not None:
-        try:
-            load_optimizer_state(
-                optimizer, model, load_file(path / OPTIMIZER_FILE), state["optimizer_values"]
-            )
-        except ValueError as error:
-            raise CheckpointError(f"checkpoint {path}: {error}") from error
+        of_optimizer = _room_for_optimizer(path, model)
+        found |= {OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()}
+    expect_one_process()
+    dcp.load(found, storage_reader=ShardReader(path), no_dist=not ranks.several())
+    if optimizer is not None:
+        load_optimizer_state(optimizer, model, of_optimizer, state["optimizer_values"])
     if restore_random:
-        restore_random_state(state["random_state"])
+        _restore_random(path, state)
     return Progress(**state["progress"])
 
 
-def newest_sound_checkpoint(folder: Path) -> tuple[Path, list[str]]:
-    """Return the newest checkpoint in ``folder`` that is whole, and what is wrong with each newer one.
+def read_model_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the model's tensors of the checkpoint at ``path``, whole and on the CPU, without a model.
 
     Raises:
-        CheckpointError: there is none, or none is whole.
+        CheckpointError: its state is damaged; the tensors' checksums are not looked at.
 
     """
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
-        raise CheckpointError(
-            f"{folder} holds no checkpoint to resume from; start the run again in another folder"
-        )
-    complaints: list[str] = []
-    for path in reversed(checkpoints):
-        try:
-            verify_checkpoint(path)
-        except CheckpointError as error:
-            complaints.append(str(error))
-        else:
-            return path, complaints
-    raise CheckpointError(
-        f"no checkpoint is whole, start the run again in another folder: {'; '.join(complaints)}"
-    )
-
-
-def set_aside(path: Path) -> Path:
-    """Rename a checkpoint so that it is neither resumed from nor counted, but still there to look at."""
-    target = path.with_name(f"left-{path.name}")
-    if target.exists():
-        shutil.rmtree(target)
-    return path.rename(target)
-
-
-def _save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    # safetensors refuses tensors that share storage, such as tied weights under two names: the first name
-    # is stored, the others are noted as aliases.
-    stored: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    seen: dict[Any, str] = {}
-    for name, tensor in tensors.items():
-        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape)
-        if tensor.numel() > 0 and key in seen:
-            aliases[name] = seen[key]
-        else:
-            seen[key] = name
-            stored[name] = tensor.detach().contiguous()
-    save_file(stored, path, metadata={"format": "pt", "aliases": json.dumps(aliases)})
-    fsync_path(path)
-
-
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    from safetensors import safe_open
-
-    with safe_open(path, framework="pt") as file:
-        aliases = json.loads((file.metadata() or {}).get("aliases", "{}"))
-    tensors: dict[str, Tensor] = load_file(path)
+    aliases = read_state(path)["aliases"]
+    tensors = read_whole_tensors(path, prefix=MODEL_PREFIX)
     return {**tensors, **{name: tensors[target] for name, target in aliases.items()}}
+
+
+def _require_same_model(
+    path: Path, tensors: dict[str, Tensor], aliases: dict[str, str], state: dict[str, Any]
+) -> None:
+    stored = {name: tuple(entry.size) for name, entry in tensor_index(path, prefix=MODEL_PREFIX).items()}
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    problems = [f"lacks {name}" for name in own.keys() - stored.keys()]
+    problems += [f"has {name}, which the model lacks" for name in stored.keys() - own.keys()]
+    problems += [
+        f"has {name} of shape {stored[name]}, the model {own[name]}"
+        for name in own.keys() & stored.keys()
+        if stored[name] != own[name]
+    ]
+    if not problems and state["aliases"] != aliases:
+        problems = ["ties other weights to each other"]
+    if problems:
+        shown = "; ".join(sorted(problems)[:5]) + ("; …" if len(problems) > 5 else "")
+        raise CheckpointError(f"checkpoint {path} is of another model: it {shown}")
+
+
+def _room_for_optimizer(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Return empty tensors for the stored state of the optimizer, cut as the model's parameters are."""
+    parameters = dict(model.named_parameters())
+    room: dict[str, Tensor] = {}
+    for key, entry in tensor_index(path, prefix=OPTIMIZER_PREFIX).items():
+        name = key.rpartition("/")[0]
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise CheckpointError(
+                f"checkpoint {path}: the optimizer state names the parameter {name!r}, "
+                "which this model doesn't have"
+            )
+        room[key] = _room(parameter, entry)
+    return room
+
+
+def _room(parameter: nn.Parameter, entry: TensorStorageMetadata) -> Tensor:
+    # What has the parameter's shape is cut as the parameter is; the rest (counters, sums over rows) every
+    # process has whole.
+    if entry.size == parameter.shape and parameter.dim() > 0:
+        return torch.zeros_like(parameter, dtype=entry.properties.dtype)
+    return torch.zeros(entry.size, dtype=entry.properties.dtype)
+
+
+def _restore_random(path: Path, state: dict[str, Any]) -> None:
+    if state["ranks"] == ranks.world_size():
+        restore_random_state(read_json(path / rank_file(ranks.rank()))["random_state"])
+        return
+    # Other processes than those that saved: each draws anew, but the same at every attempt.
+    text = f"{state['spec_digest']}/{state['progress']['step']}/{ranks.rank()}"
+    seed_everything(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))

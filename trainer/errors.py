@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class RunFolderError(ValueError):
     """An output folder that can't be used as asked: it holds a run, or none where one was expected."""
@@ -61,4 +63,25 @@ class NonFiniteLossError(RuntimeError):
             f"the {quantity} is {value} at step {step} (phase {phase!r}, "
             f"samples {samples[0]} to {samples[1] - 1}); the update was not made; "
             "lower training.optimizer.learning_rate or lengthen training.schedule.warmup"
+        )
+
+
+class FailedSaveError(RuntimeError):
+    """A checkpoint could not be written, such as to a full disk; those before it are as they were.
+
+    Attributes:
+        step: the step whose checkpoint is missing.
+        reason: what the operating system said.
+        kept: the newest checkpoint there is, or None.
+
+    """
+
+    def __init__(self, *, step: int, reason: str, kept: Path | None) -> None:
+        self.step = step
+        self.reason = reason
+        self.kept = kept
+        before = "there is none before it" if kept is None else f"the one before, {kept}, is whole"
+        super().__init__(
+            f"the checkpoint of step {step} could not be saved ({reason}); {before}; make room, "
+            "or set training.on_failed_save=continue to train on without"
         )

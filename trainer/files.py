@@ -34,6 +34,11 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
+def read_json(path: Path) -> Any:
+    """Return the JSON value in ``path``; ValueError where it is none."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal digits."""
     with path.open("rb") as file:

@@ -17,7 +17,7 @@ from trainer.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
-from trainer.errors import CheckpointError
+from trainer.errors import CheckpointError, FailedSaveError
 from trainer.rng import random_state, restore_random_state, seed_everything
 
 
@@ -104,7 +104,7 @@ def test_keeps_the_last_and_ignores_what_a_crash_left(
     folder = path.parent
     half = folder / "step-00000009.tmp-4711"
     half.mkdir()
-    (half / "model.safetensors").write_bytes(b"half")
+    (half / "__0_0.distcp").write_bytes(b"half")
     assert newest_sound_checkpoint(folder) == (path, [])
     for step in (4, 5, 6):
         save(folder, model, optimizer, step)
@@ -125,13 +125,13 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_previous_one(
 
     # At each of the moments in turn: before the tensors, before the state, before the rename.
     for target in (
-        "trainer.checkpoint._save_tensors",
-        "trainer.checkpoint.write_json",
+        "torch.distributed.checkpoint.filesystem._write_item",
+        "trainer.checkpoint_writer.write_json",
         "pathlib.Path.rename",
     ):
         with monkeypatch.context() as patch:
             patch.setattr(target, cut)
-            with pytest.raises(PowerCutError):
+            with pytest.raises(FailedSaveError, match="checkpoint of step 8 .*, is whole"):
                 save(path.parent, model, optimizer, 8)
         assert newest_sound_checkpoint(path.parent) == (path, [])
     assert save(path.parent, model, optimizer, 8).name == "step-00000008"
@@ -150,10 +150,13 @@ def test_the_same_step_can_be_saved_again(trained: tuple[Path, nn.Module, torch.
 @pytest.mark.parametrize(
     ("name", "damage", "complaint"),
     [
-        ("model.safetensors", "cut", "model.safetensors is cut short"),
-        ("model.safetensors", "flip", "model.safetensors was altered"),
-        ("optimizer.safetensors", "cut", "optimizer.safetensors is cut short"),
-        ("optimizer.safetensors", "remove", "optimizer.safetensors is missing"),
+        ("__0_0.distcp", "cut", "__0_0.distcp is cut short"),
+        ("__0_0.distcp", "flip", "__0_0.distcp was altered"),
+        ("__0_0.distcp", "remove", "__0_0.distcp is missing"),
+        (".metadata", "cut", ".metadata is cut short"),
+        (".metadata", "flip", ".metadata was altered"),
+        ("rank-00000.json", "flip", "rank-00000.json was altered"),
+        ("rank-00000.json", "remove", "rank-00000.json is missing"),
         ("state.json", "cut", "state.json is cut short or not JSON"),
         ("state.json", "edit", "state.json was altered"),
         ("state.json", "remove", "state.json is missing"),
@@ -200,5 +203,5 @@ def test_another_model_is_refused_before_anything_is_loaded(
     with pytest.raises(CheckpointError, match=r"another model: it has embedding.weight of shape \(3, 4\)"):
         load_checkpoint(path, model=wider)
     assert torch.equal(wider.embedding.weight, before)
-    with pytest.raises(CheckpointError, match=r"it has embedding.weight, which the model lacks"):
+    with pytest.raises(CheckpointError, match=r"has embedding.weight, which the model lacks"):
         load_checkpoint(path, model=nn.Linear(2, 2))

@@ -1,0 +1,241 @@
+"""Saving checkpoints while the run goes on: each process writes its share, and all is there or nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from implicit_blocks.sharded_files import INDEX, expect_one_process
+from trainer import ranks
+from trainer.checkpoint_folder import (
+    FORMAT,
+    MODEL_PREFIX,
+    OPTIMIZER_PREFIX,
+    STATE_FILE,
+    TEMPORARY,
+    Progress,
+    list_checkpoints,
+    prune,
+    rank_file,
+    remove_unfinished,
+    step_name,
+)
+from trainer.errors import FailedSaveError
+from trainer.files import digest, fsync_path, read_json, sha256_of, write_json
+from trainer.optimizers import optimizer_state
+from trainer.rng import random_state
+
+
+def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of the model's state, and of those with several names the others' first name.
+
+    Tied weights are one tensor: it is stored once.
+    """
+    first: dict[int, str] = {}
+    others: dict[str, str] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
+        if first.setdefault(id(tensor), name) != name:
+            others[name] = first[id(tensor)]
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    others = {name: to for name, to in others.items() if name in tensors and to in tensors}
+    return {name: value for name, value in tensors.items() if name not in others}, others
+
+
+class Checkpointer:
+    """Saves a run's checkpoints into ``folder``, one at a time, while the training goes on.
+
+    Several processes make one each, at the same point, and call its methods together; the folder is the same
+    for all of them. :meth:`save` copies the tensors to the memory of the CPU, which the training waits for,
+    and leaves the writing to a thread. What went wrong there is raised by the next :meth:`wait`; the
+    checkpoints before are as they were.
+
+    Args:
+        folder: of all checkpoints of the run.
+        model: the module itself, not what wraps it for data parallelism; its tensors may be sharded.
+        optimizer: its state is stored by the names of the model's parameters.
+        spec_digest: stored, so that a checkpoint tells what it belongs to.
+        keep: how many of the newest stay.
+        keep_every: those at multiples of so many steps stay too.
+
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        spec_digest: str,
+        keep: int,
+        keep_every: int | None = None,
+    ) -> None:
+        self.folder = folder
+        self._model = model
+        self._optimizer = optimizer
+        self._spec_digest = spec_digest
+        self._keep = keep
+        self._keep_every = keep_every
+        self._group = ranks.own_group()
+        self._future: Future[Any] | None = None
+        self._step = 0
+
+    def save(self, progress: Progress) -> None:
+        """Begin to save the checkpoint of ``progress.step``, after the one before has been written.
+
+        Raises:
+            FailedSaveError: about the one before, and this one isn't begun then; or there is no folder to
+                begin in.
+
+        """
+        self.wait()
+        expect_one_process()
+        self._step = progress.step
+        try:
+            ranks.first_says(self._make_room)
+        except OSError as error:
+            raise self._failure(error) from error
+        tensors, aliases = named_tensors(self._model)
+        of_optimizer, values = optimizer_state(self._optimizer, self._model)
+        state = {
+            "format": FORMAT,
+            "progress": vars(progress),
+            "spec_digest": self._spec_digest,
+            "ranks": ranks.world_size(),
+            "aliases": aliases,
+            "optimizer_values": values,
+        }
+        writer = _Writer(
+            self._temporary,
+            rank=ranks.rank(),
+            of_rank={"random_state": random_state()},
+            state=state,
+            publish=self._publish,
+        )
+        self._future = dcp.async_save(  # a plain future, as the writer brings its own staging
+            {
+                **{MODEL_PREFIX + name: tensor for name, tensor in tensors.items()},
+                **{OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()},
+            },
+            storage_writer=writer,
+            process_group=self._group,
+            no_dist=not ranks.several(),
+        )
+
+    def wait(self) -> None:
+        """Wait until the save in flight, if there is one, has ended.
+
+        Raises:
+            FailedSaveError: it could not be written; what was written of it is removed.
+
+        """
+        future, self._future = self._future, None
+        if future is None:
+            return
+        try:
+            future.result()
+        except (CheckpointException, Exception) as error:  # the former is no Exception
+            if ranks.rank() == 0:
+                shutil.rmtree(self._temporary, ignore_errors=True)
+            raise self._failure(error) from error
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save was begun whose end :meth:`wait` has not told yet."""
+        return self._future is not None
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has ended badly, as far as this process knows; doesn't wait."""
+        return self._future is not None and self._future.done() and self._future.exception() is not None
+
+    def _failure(self, error: BaseException) -> FailedSaveError:
+        kept = list_checkpoints(self.folder)
+        return FailedSaveError(step=self._step, reason=_reason(error), kept=kept[-1] if kept else None)
+
+    @property
+    def _temporary(self) -> Path:
+        return self.folder / f"{step_name(self._step)}{TEMPORARY}save"
+
+    def _make_room(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self.folder)
+
+    def _publish(self) -> None:
+        """Give the finished folder its name; on rank 0, after all processes have written."""
+        final = self.folder / step_name(self._step)
+        if final.exists():  # a run resumed from an earlier checkpoint has come here again
+            replaced = self.folder / f"{final.name}{TEMPORARY}replaced"
+            final.rename(replaced)
+            self._temporary.rename(final)
+            shutil.rmtree(replaced)
+        else:
+            self._temporary.rename(final)
+        fsync_path(self.folder)
+        prune(self.folder, newest=final, keep=self._keep, keep_every=self._keep_every)
+
+
+def _reason(error: BaseException) -> str:
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    causes = [(rank, cause) for rank, (cause, _) in sorted(error.failures.items())]
+    if not ranks.several():
+        return str(causes[0][1])
+    return "; ".join(f"rank {rank}: {cause}" for rank, cause in causes)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """The writer of ``torch.distributed.checkpoint``, with checksums, what each rank knows, and a last act.
+
+    ``write_data`` runs on every rank, ``finish`` on rank 0 after all of them, both in the thread.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int,
+        of_rank: Mapping[str, Any],
+        state: Mapping[str, Any],
+        publish: Any,
+    ) -> None:
+        super().__init__(path, sync_files=True)
+        self._rank = rank
+        self._of_rank = of_rank
+        self._state = state
+        self._publish = publish
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        written = super().write_data(plan, planner)
+        folder = Path(self.path)
+        names = sorted({result.storage_data.relative_path for result in written.value()})
+        write_json(
+            folder / rank_file(self._rank),
+            {**self._of_rank, "files": {name: _measured(folder / name) for name in names}},
+        )
+        return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        super().finish(metadata, results)
+        folder = Path(self.path)
+        files = {INDEX: _measured(folder / INDEX)}
+        for rank in range(self._state["ranks"]):
+            name = rank_file(rank)
+            files |= {name: _measured(folder / name), **read_json(folder / name)["files"]}
+        state = {**self._state, "files": files}
+        write_json(folder / STATE_FILE, {**state, "digest": digest(state)})
+        fsync_path(folder)
+        self._publish()
+
+
+def _measured(file: Path) -> dict[str, Any]:
+    return {"bytes": os.path.getsize(file), "sha256": sha256_of(file)}
