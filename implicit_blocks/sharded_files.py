@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 INDEX = ".metadata"
 
@@ -39,7 +40,7 @@ class _IndexUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs")
 
 
-class ShardReader(dcp.FileSystemReader):
+class ShardReader(FileSystemReader):
     """The reader of ``torch.distributed.checkpoint``, with an index that runs no code.
 
     Raises:
@@ -94,5 +95,5 @@ def read_whole_tensors(folder: Path, *, prefix: str = "") -> dict[str, Tensor]:
         for name, entry in tensor_index(folder, prefix=prefix).items()
     }
     expect_one_process()
-    dcp.load(found, storage_reader=ShardReader(folder), no_dist=True)
+    load(found, storage_reader=ShardReader(folder), no_dist=True)
     return {name[len(prefix) :]: tensor for name, tensor in found.items()}

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from implicit_blocks.sharded_files import ShardReader, expect_one_process, read_whole_tensors, tensor_index
-from trainer import ranks
 from trainer.checkpoint_folder import (
     FORMAT,
     MODEL_PREFIX,
@@ -34,6 +33,7 @@ from trainer.checkpoint_folder import (
     verify_checkpoint,
 )
 from trainer.checkpoint_writer import Checkpointer, named_tensors
+from trainer.distributed import Ranks
 from trainer.errors import CheckpointError
 from trainer.files import read_json
 from trainer.optimizers import load_optimizer_state
@@ -64,6 +64,7 @@ def save_checkpoint(
     spec_digest: str,
     keep: int,
     keep_every: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Write one checkpoint and wait for it; return its path. See :class:`Checkpointer`."""
     writer = Checkpointer(
@@ -73,6 +74,7 @@ def save_checkpoint(
         spec_digest=spec_digest,
         keep=keep,
         keep_every=keep_every,
+        ranks=ranks,
     )
     writer.save(progress)
     writer.wait()
@@ -85,14 +87,16 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     restore_random: bool = False,
+    ranks: Ranks | None = None,
 ) -> Progress:
     """Check the checkpoint at ``path`` and load it; return how far the run had come.
 
-    With several processes all of them call this; model and optimizer may be sharded in another way than when
-    it was saved. The optimizer and the generators are restored where asked for. Raises
+    With several processes (``ranks``) all of them call this; model and optimizer may be sharded in another
+    way than when it was saved. The optimizer and the generators are restored where asked for. Raises
     :class:`CheckpointError` if a file is damaged or the model is another one; nothing is loaded then.
     """
-    state = ranks.first_says(lambda: verify_checkpoint(path))
+    ranks = ranks or Ranks(torch.device("cpu"))
+    state = ranks.on_main(lambda: verify_checkpoint(path))
     tensors, aliases = named_tensors(model)
     _require_same_model(path, tensors, aliases, state)
     found = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
@@ -101,11 +105,11 @@ def load_checkpoint(
         of_optimizer = _room_for_optimizer(path, model)
         found |= {OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()}
     expect_one_process()
-    dcp.load(found, storage_reader=ShardReader(path), no_dist=not ranks.several())
+    load(found, storage_reader=ShardReader(path), no_dist=ranks.alone)
     if optimizer is not None:
         load_optimizer_state(optimizer, model, of_optimizer, state["optimizer_values"])
     if restore_random:
-        _restore_random(path, state)
+        _restore_random(path, state, ranks)
     return Progress(**state["progress"])
 
 
@@ -164,10 +168,10 @@ def _room(parameter: nn.Parameter, entry: TensorStorageMetadata) -> Tensor:
     return torch.zeros(entry.size, dtype=entry.properties.dtype)
 
 
-def _restore_random(path: Path, state: dict[str, Any]) -> None:
-    if state["ranks"] == ranks.world_size():
-        restore_random_state(read_json(path / rank_file(ranks.rank()))["random_state"])
+def _restore_random(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    if state["ranks"] == ranks.world_size:
+        restore_random_state(read_json(path / rank_file(ranks.rank))["random_state"])
         return
     # Other processes than those that saved: each draws anew, but the same at every attempt.
-    text = f"{state['spec_digest']}/{state['progress']['step']}/{ranks.rank()}"
+    text = f"{state['spec_digest']}/{state['progress']['step']}/{ranks.rank}"
     seed_everything(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from implicit_blocks.sharded_files import INDEX, expect_one_process
-from trainer import ranks
 from trainer.checkpoint_folder import (
     FORMAT,
     MODEL_PREFIX,
@@ -29,6 +30,7 @@ from trainer.checkpoint_folder import (
     remove_unfinished,
     step_name,
 )
+from trainer.distributed import Ranks
 from trainer.errors import FailedSaveError
 from trainer.files import digest, fsync_path, read_json, sha256_of, write_json
 from trainer.optimizers import optimizer_state
@@ -66,6 +68,7 @@ class Checkpointer:
         spec_digest: stored, so that a checkpoint tells what it belongs to.
         keep: how many of the newest stay.
         keep_every: those at multiples of so many steps stay too.
+        ranks: the processes; None: this one alone.
 
     """
 
@@ -78,6 +81,7 @@ class Checkpointer:
         spec_digest: str,
         keep: int,
         keep_every: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.folder = folder
         self._model = model
@@ -85,7 +89,9 @@ class Checkpointer:
         self._spec_digest = spec_digest
         self._keep = keep
         self._keep_every = keep_every
-        self._group = ranks.own_group()
+        self._ranks = ranks or Ranks(torch.device("cpu"))
+        # The thread's messages must not get between the training's own: they have a group to themselves.
+        self._group = None if self._ranks.alone else dist.new_group(backend="gloo")
         self._future: Future[Any] | None = None
         self._step = 0
 
@@ -101,8 +107,8 @@ class Checkpointer:
         expect_one_process()
         self._step = progress.step
         try:
-            ranks.first_says(self._make_room)
-        except OSError as error:
+            self._ranks.on_main(self._make_room)
+        except (OSError, RuntimeError) as error:  # the latter where another rank tells
             raise self._failure(error) from error
         tensors, aliases = named_tensors(self._model)
         of_optimizer, values = optimizer_state(self._optimizer, self._model)
@@ -110,26 +116,28 @@ class Checkpointer:
             "format": FORMAT,
             "progress": vars(progress),
             "spec_digest": self._spec_digest,
-            "ranks": ranks.world_size(),
+            "ranks": self._ranks.world_size,
             "aliases": aliases,
             "optimizer_values": values,
         }
         writer = _Writer(
             self._temporary,
-            rank=ranks.rank(),
+            rank=self._ranks.rank,
             of_rank={"random_state": random_state()},
             state=state,
             publish=self._publish,
         )
-        self._future = dcp.async_save(  # a plain future, as the writer brings its own staging
+        future = async_save(
             {
                 **{MODEL_PREFIX + name: tensor for name, tensor in tensors.items()},
                 **{OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()},
             },
             storage_writer=writer,
             process_group=self._group,
-            no_dist=not ranks.several(),
+            no_dist=self._ranks.alone,
         )
+        assert isinstance(future, Future)  # as it is where the writer brings its own staging
+        self._future = future
 
     def wait(self) -> None:
         """Wait until the save in flight, if there is one, has ended.
@@ -144,14 +152,17 @@ class Checkpointer:
         try:
             future.result()
         except (CheckpointException, Exception) as error:  # the former is no Exception
-            if ranks.rank() == 0:
+            if self._ranks.is_main:
                 shutil.rmtree(self._temporary, ignore_errors=True)
             raise self._failure(error) from error
 
     @property
-    def in_flight(self) -> bool:
-        """Whether a save was begun whose end :meth:`wait` has not told yet."""
-        return self._future is not None
+    def ended(self) -> bool:
+        """Whether a save was begun whose end :meth:`wait` could tell at once; never with several processes.
+
+        They must wait together: one of them may have ended before the others.
+        """
+        return self._ranks.alone and self._future is not None and self._future.done()
 
     @property
     def failed(self) -> bool:
@@ -160,7 +171,15 @@ class Checkpointer:
 
     def _failure(self, error: BaseException) -> FailedSaveError:
         kept = list_checkpoints(self.folder)
-        return FailedSaveError(step=self._step, reason=_reason(error), kept=kept[-1] if kept else None)
+        return FailedSaveError(step=self._step, reason=self._reason(error), kept=kept[-1] if kept else None)
+
+    def _reason(self, error: BaseException) -> str:
+        if not isinstance(error, CheckpointException):
+            return str(error)
+        causes = [(rank, cause) for rank, (cause, _) in sorted(error.failures.items())]
+        return "; ".join(
+            f"{cause}" if self._ranks.alone else f"rank {rank}: {cause}" for rank, cause in causes
+        )
 
     @property
     def _temporary(self) -> Path:
@@ -184,16 +203,7 @@ class Checkpointer:
         prune(self.folder, newest=final, keep=self._keep, keep_every=self._keep_every)
 
 
-def _reason(error: BaseException) -> str:
-    if not isinstance(error, CheckpointException):
-        return str(error)
-    causes = [(rank, cause) for rank, (cause, _) in sorted(error.failures.items())]
-    if not ranks.several():
-        return str(causes[0][1])
-    return "; ".join(f"rank {rank}: {cause}" for rank, cause in causes)
-
-
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """The writer of ``torch.distributed.checkpoint``, with checksums, what each rank knows, and a last act.
 
     ``write_data`` runs on every rank, ``finish`` on rank 0 after all of them, both in the thread.

@@ -1,7 +1,7 @@
 """The command line: ``python -m trainer --spec zoo/word_problem_s3.yaml [path.to.key=value …] …``.
 
 Exit codes: 0 done, 2 the request can't be carried out (said in a sentence), 3 the loss stopped being a
-number, 130 interrupted (the run is saved and can be resumed).
+number, 4 a checkpoint could not be saved, 130 interrupted (the run is saved and can be resumed).
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 
 from implicit_blocks.specs import load_spec, spec_name
 from trainer.display import duration
-from trainer.errors import CallbackError, DataError, NonFiniteLossError
+from trainer.errors import CallbackError, DataError, FailedSaveError, NonFiniteLossError
 from trainer.spec import RunSpec
 
 REFUSED = 2
 NOT_FINITE = 3
+NOT_SAVED = 4
 INTERRUPTED = 130
 
 
@@ -105,6 +106,8 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         kept = run.loop.last_checkpoint
         where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
         return _refuse(f"{error}; {where}", NOT_FINITE if isinstance(error, NonFiniteLossError) else REFUSED)
+    except FailedSaveError as error:
+        return _refuse(str(error), NOT_SAVED)
     except torch.OutOfMemoryError as error:
         step, what = run.loop.progress.step + 1, str(error).partition(". GPU")[0]
         return _refuse(

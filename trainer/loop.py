@@ -13,10 +13,10 @@ from torch import nn
 
 from implicit_blocks.specs import ModelSpec
 from trainer.callbacks import CallbackContext, Callbacks
-from trainer.checkpoint import Progress, save_checkpoint, step_name
+from trainer.checkpoint import Checkpointer, Progress, step_name
 from trainer.data.source import DataSource, EvaluationSet
 from trainer.display import Display
-from trainer.errors import CallbackError, DataError, NonFiniteLossError
+from trainer.errors import CallbackError, DataError, FailedSaveError, NonFiniteLossError
 from trainer.evaluation import EvaluationResult, adjoint_row, evaluate, search_row, table
 from trainer.interrupt import Interrupt
 from trainer.optimizers import set_learning_rate
@@ -45,7 +45,7 @@ class Loop:
         folder: RunFolder,
         device: torch.device,
         display: Display,
-        spec_digest: str,
+        checkpointer: Checkpointer,
         progress: Progress = Progress(),  # noqa: B008  # frozen
         callbacks: Callbacks | None = None,
     ) -> None:
@@ -62,9 +62,10 @@ class Loop:
         self.phases = spec.phase_specs()
         self.total_steps = spec.total_steps
         self.last_row: dict[str, Any] = folder.metrics.last_row() or {}
-        self._spec_digest = spec_digest
+        self.checkpointer = checkpointer
         self._began = time.perf_counter() - progress.seconds
         self._saved_step: int | None = progress.step if progress.step > 0 else None
+        self._begun_save: int | None = None
         self._model_spec: ModelSpec = spec.model
         self._phase: Phase | None = None
         self.callbacks = Callbacks() if callbacks is None else callbacks
@@ -90,6 +91,7 @@ class Loop:
             NonFiniteLossError: the loss or the gradient is not a number; the last checkpoint is as it was.
             DataError: the data of a step can't be used; the same.
             CallbackError: a callback that the run needs failed; a checkpoint has been saved.
+            FailedSaveError: a checkpoint can't be written, and the spec doesn't say to go on without.
 
         """
         end = self.total_steps if stop_at is None else min(stop_at, self.total_steps)
@@ -100,7 +102,9 @@ class Loop:
                 self._tell("on_start", step=self.progress.step, checkpoint=self.last_checkpoint)
                 while not (self.progress.step >= end or interrupt.requested or self.callbacks.stop_reason):
                     self._one_step()
+                    self._attend_to_save()
                 self._save()
+                self._attend_to_save(wait=True)
             finished = self.progress.step >= self.total_steps or self.callbacks.stop_reason is not None
             results = None
             if finished:
@@ -113,6 +117,7 @@ class Loop:
             self._save()
             raise
         finally:
+            self._leave_no_save()
             self.display.close()
             self.folder.metrics.close()
             self.folder.evaluations.close()
@@ -230,19 +235,43 @@ class Loop:
         return results
 
     def _save(self) -> None:
-        if self._saved_step == self.progress.step or self.progress.step == 0:
+        """Begin to save a checkpoint, unless this step's has been; the one in flight is waited for."""
+        if self.progress.step in (0, self._saved_step, self._begun_save):
             return
         self.display.doing("saving a checkpoint")
-        path = save_checkpoint(
-            self.folder.checkpoints,
-            model=self.model,
-            optimizer=self.optimizer,
-            progress=replace(self.progress, seconds=time.perf_counter() - self._began),
-            spec_digest=self._spec_digest,
-            keep=self.spec.training.keep_checkpoints,
-        )
-        self._saved_step = self.progress.step
-        self._tell("on_checkpoint", step=self.progress.step, path=path)
+        self._attend_to_save(wait=True)
+        try:
+            self.checkpointer.save(replace(self.progress, seconds=time.perf_counter() - self._began))
+        except FailedSaveError as error:
+            self._failed_save(error)
+        else:
+            self._begun_save = self.progress.step
+
+    def _attend_to_save(self, *, wait: bool = False) -> None:
+        """Take note of a save that has ended, or, where asked to, wait for its end."""
+        step = self._begun_save
+        if step is None or not (wait or self.checkpointer.ended):
+            return
+        self._begun_save = None
+        try:
+            self.checkpointer.wait()
+        except FailedSaveError as error:
+            self._failed_save(error)
+            return
+        self._saved_step = step
+        self._tell("on_checkpoint", step=step, path=self.folder.checkpoints / step_name(step))
+
+    def _failed_save(self, error: FailedSaveError) -> None:
+        if self.spec.training.on_failed_save == "stop":
+            raise error
+        self.display.say(f"WARNING: {error}; the run goes on")
+
+    def _leave_no_save(self) -> None:
+        """See a save to its end when the run ends by an error, of which it must not distract."""
+        try:
+            self._attend_to_save(wait=True)
+        except (FailedSaveError, CallbackError) as error:
+            self.display.say(f"WARNING: {error}")
 
     @property
     def last_checkpoint(self) -> Path | None:

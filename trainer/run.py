@@ -15,6 +15,7 @@ from implicit_blocks import registry
 from implicit_blocks.specs import load_spec
 from trainer.callbacks import Callbacks
 from trainer.checkpoint import (
+    Checkpointer,
     Progress,
     list_checkpoints,
     load_checkpoint,
@@ -174,7 +175,14 @@ def build(
         folder=folder,
         device=target,
         display=display,
-        spec_digest=digest(dumped),
+        checkpointer=Checkpointer(
+            folder.checkpoints,
+            model=model,
+            optimizer=optimizer,
+            spec_digest=digest(dumped),
+            keep=training.keep_checkpoints,
+            keep_every=training.keep_every,
+        ),
         progress=progress,
         callbacks=callbacks,
     )

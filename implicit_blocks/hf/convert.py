@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from implicit_blocks.hf.checkpoint_files import SAFETENSORS, check_tensors, read_file, whole_folder
 from implicit_blocks.hf.folders import (
@@ -20,9 +21,11 @@ from implicit_blocks.hf.folders import (
     write_transformers,
 )
 from implicit_blocks.registry import build
+from implicit_blocks.sharded_files import INDEX, read_whole_tensors
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+_TRAINED = "model/"  # what the names of the model's tensors begin with in a checkpoint of the trainer
 
 
 def convert(
@@ -73,8 +76,8 @@ def export(
     Args:
         spec_name: a name of the zoo, or a YAML file.
         destination: a new or empty folder.
-        checkpoint: weights: a file, or a folder of the trainer's with ``model.safetensors``; None: fresh
-            ones.
+        checkpoint: weights: a file, a folder with ``model.safetensors``, or a checkpoint of the trainer;
+            None: fresh ones.
         seed: of fresh weights.
         max_shard_size: size that a file of weights may have.
 
@@ -94,15 +97,27 @@ def export(
         torch.manual_seed(seed)
         state = build(spec).state_dict()
     else:
-        file = checkpoint / SAFETENSORS if checkpoint.is_dir() else checkpoint
-        if not file.is_file():
-            raise ValueError(f"there are no weights at {file}; give a file, or a folder with {SAFETENSORS}")
-        state = read_file(file)
-        check_tensors(state, empty_state(spec), what=str(file))
+        state = _read_weights(checkpoint)
+        check_tensors(state, empty_state(spec), what=str(checkpoint))
     length = getattr(getattr(load_spec(spec_name), "data", None), "length", None)
     fields = special_tokens(spec) | ({} if length is None else {"max_position_embeddings": length})
     with whole_folder(destination) as folder:
         write_transformers(Checkpoint(spec, dict(state), fields), folder, max_shard_size=max_shard_size)
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    if (path / INDEX).is_file():
+        tensors = read_whole_tensors(path, prefix=_TRAINED)
+        if not tensors:
+            raise ValueError(f"{path} has no tensors of a model; give a checkpoint of the trainer")
+        return tensors
+    file = path / SAFETENSORS if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"there are no weights at {file}; give a file, a folder with {SAFETENSORS}, "
+            "or a checkpoint of the trainer"
+        )
+    return read_file(file)
 
 
 def _bytes(size: str) -> int:

@@ -131,7 +131,7 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_previous_one(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(target, cut)
-            with pytest.raises(FailedSaveError, match="checkpoint of step 8 .*, is whole"):
+            with pytest.raises(FailedSaveError, match=r"checkpoint of step 8 .*, is whole"):
                 save(path.parent, model, optimizer, 8)
         assert newest_sound_checkpoint(path.parent) == (path, [])
     assert save(path.parent, model, optimizer, 8).name == "step-00000008"

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from trainer.checkpoint import list_checkpoints
+from trainer.checkpoint import list_checkpoints, read_model_tensors
 from trainer.errors import CheckpointError, NonFiniteLossError, RunFolderError
 from trainer.metrics import read_metrics
 from trainer.run import build
@@ -44,7 +43,7 @@ def losses(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return load_file(list_checkpoints(folder / "checkpoints")[-1] / "model.safetensors")
+    return read_model_tensors(list_checkpoints(folder / "checkpoints")[-1])
 
 
 @pytest.fixture(scope="module")
@@ -142,15 +141,15 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     folder = tmp_path / "run"
     build(small(CURRICULUM), output=folder, device="cpu").train(stop_at=7)
     damaged = folder / "checkpoints" / "step-00000007"
-    content = (damaged / "model.safetensors").read_bytes()
-    (damaged / "model.safetensors").write_bytes(content[:-10])
-    with pytest.raises(CheckpointError, match=r"step-00000007: model\.safetensors is cut short"):
+    content = (damaged / "__0_0.distcp").read_bytes()
+    (damaged / "__0_0.distcp").write_bytes(content[:-10])
+    with pytest.raises(CheckpointError, match=r"step-00000007: __0_0\.distcp is cut short"):
         build(small(CURRICULUM), output=folder, device="cpu", checkpoint="step-00000007")
     capsys.readouterr()
     build(small(CURRICULUM), output=folder, device="cpu", resume=True).train()
     shown = capsys.readouterr().out
     assert "WARNING: checkpoint" in shown
-    assert "model.safetensors is cut short" in shown
+    assert "__0_0.distcp is cut short" in shown
     assert "going back to step-00000006" in shown
     assert losses(folder) == losses(whole)
     assert (folder / "checkpoints" / "left-step-00000007").is_dir()

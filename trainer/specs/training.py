@@ -129,6 +129,10 @@ class TrainingSpec(Spec):
     """Steps between checkpoints; null: at the end only."""
     keep_checkpoints: PositiveInt = 2
     """How many of the newest checkpoints stay."""
+    keep_every: PositiveInt | None = None
+    """Checkpoints at multiples of so many steps stay too; null: only the newest."""
+    on_failed_save: Literal["stop", "continue"] = "stop"
+    """What a checkpoint that can't be written (a full disk) means for the run; those before it stay whole."""
     threads: PositiveInt | None = None
     """CPU threads; null: torch's choice. Results are the same to the last bit only for equal numbers."""
 
