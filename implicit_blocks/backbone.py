@@ -50,6 +50,11 @@ class Backbone(nn.Module):
         """Return the layers, first to last."""
         return list(self.layers)  # type: ignore[arg-type]  # all of them are Blocks
 
+    @property
+    def truncates(self) -> bool:
+        """Whether every mixer can take committed tokens back."""
+        return all(block.mixer.truncates for block in self.blocks())
+
     def initial_states(
         self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
     ) -> tuple[State, ...]:

@@ -23,8 +23,10 @@ class Committed:
 
     ``length`` counts the committed tokens T, padding included; ``next_position`` (1 or B,) the real ones.
     ``valid_BT`` and ``documents_BT`` are None while there was no padding, and one document; ``layers`` holds
-    each mixer's state. Continuing from a state leaves it as it was, unless it was made with a ``capacity``:
-    the buffers are then shared, and a second continuation from the same state overwrites the first.
+    each mixer's state. ``last_BD`` is where the search of each row's last real token ended, None before the
+    first: a warm start begins there. Continuing from a state leaves it as it was, unless it was made with a
+    ``capacity``: the buffers are then shared, and a second continuation from the same state overwrites the
+    first.
     """
 
     batch_size: int
@@ -33,6 +35,7 @@ class Committed:
     layers: tuple[State, ...]
     valid_BT: Tensor | None = None
     documents_BT: Tensor | None = None
+    last_BD: Tensor | None = None
 
     def window(
         self, length: int, *, valid_BL: Tensor | None, documents_BL: Tensor | None, dtype: torch.dtype
@@ -73,8 +76,8 @@ class Committed:
         assert new_BL is not None
         return torch.cat((before_BT, new_BL), dim=1)
 
-    def after(self, window: Window, layers: tuple[State, ...]) -> Committed:
-        """Return the state once ``window`` has been committed."""
+    def after(self, window: Window, layers: tuple[State, ...], z_BLD: Tensor | None = None) -> Committed:
+        """Return the state once ``window``, whose solution is ``z_BLD``, has been committed."""
         taken: Tensor | int = window.length
         if window.valid_BL is not None:
             taken = window.valid_BL.sum(1)
@@ -85,6 +88,57 @@ class Committed:
             layers=layers,
             valid_BT=window.valid_BT,
             documents_BT=window.documents_BT,
+            last_BD=None if z_BLD is None else self._last_of(window.valid_BL, z_BLD.detach()),
+        )
+
+    def _last_of(self, valid_BL: Tensor | None, z_BLD: Tensor) -> Tensor:
+        """Return the solution of each row's last real token so far, (B, D); zeros before the first."""
+        if valid_BL is None:
+            return z_BLD[:, -1]
+        order = torch.arange(1, valid_BL.shape[1] + 1, device=valid_BL.device)
+        end = (valid_BL * order).amax(1)  # how many tokens up to and with the last real one
+        found = z_BLD[torch.arange(len(end), device=end.device), (end - 1).clamp(min=0)]
+        before = torch.zeros_like(found) if self.last_BD is None else self.last_BD
+        return torch.where(end[:, None] > 0, found, before)
+
+    def warm_start(self, window: Window, start_BLD: Tensor) -> Tensor:
+        """Return where the searches of a window begin if the token before has been solved.
+
+        All tokens of the window begin at the point of the row's last committed real token. Those that have
+        none before them, in the row or in their document, begin at ``start_BLD``, as all do without.
+        """
+        if self.last_BD is None:
+            return start_BLD
+        follows = (self.next_position > 0)[:, None]
+        if window.documents_BT is not None and window.documents_BL is not None:
+            follows = follows & (window.documents_BL == window.documents_BT[:, window.start - 1, None])
+        return torch.where(follows[:, :, None], self.last_BD[:, None].to(start_BLD.dtype), start_BLD)
+
+    def truncate(self, tokens: int, backbone: Backbone) -> Committed:
+        """Return the state without its last ``tokens`` tokens, padding included.
+
+        Raises:
+            ValueError: where there are not so many, or a mixer cannot take tokens back.
+
+        """
+        if not 0 <= tokens <= self.length:
+            raise ValueError(
+                f"{tokens} tokens cannot be taken back from the {self.length} committed ones; choose at most "
+                "as many"
+            )
+        kept = self.length - tokens
+        taken: Tensor | int = tokens if self.valid_BT is None else self.valid_BT[:, kept:].sum(1)
+        return Committed(
+            batch_size=self.batch_size,
+            length=kept,
+            next_position=self.next_position - taken,
+            layers=tuple(
+                block.mixer.truncate(state, kept)
+                for block, state in zip(backbone.blocks(), self.layers, strict=True)
+            ),
+            valid_BT=None if self.valid_BT is None else self.valid_BT[:, :kept],
+            documents_BT=None if self.documents_BT is None else self.documents_BT[:, :kept],
+            last_BD=self.last_BD if tokens == 0 else None,  # those of the tokens before were not kept
         )
 
     def select_rows(self, rows: Tensor, backbone: Backbone) -> Committed:
@@ -100,4 +154,5 @@ class Committed:
             ),
             valid_BT=None if self.valid_BT is None else self.valid_BT[rows],
             documents_BT=None if self.documents_BT is None else self.documents_BT[rows],
+            last_BD=None if self.last_BD is None else self.last_BD[rows],
         )

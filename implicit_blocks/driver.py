@@ -36,6 +36,10 @@ class Search:
         trace: keep the residual of every call.
         agree: asked once an iteration whether the loop may end, where processes must call ``f`` equally often
             (``implicit_blocks.stopping``); None: it ends when this process's rows are done.
+        moving_average: α in (0, 1], or None. The search then answers with an average of its iterates, for
+            maps that are noisy: ``m ← (1 − α) m + α f(z)`` takes the place of ``f(z)`` in all that follows,
+            and the same average of the points, ``z̄``, that of ``z``; both begin with the first iterate. The
+            solver goes on from ``z`` and ``f(z)`` themselves.
         compact: let rows that are done leave the batch, where ``f`` offers ``select_rows``. Rows that go on
             may differ in the last digits from a run without, as matrix products of another size do.
 
@@ -53,6 +57,7 @@ class Search:
     stopping: Stopping
     valid: Tensor | None = None
     trace: bool = False
+    moving_average: float | None = None
     compact: bool = True
     agree: Agreement | None = None
 
@@ -128,6 +133,7 @@ class _Loop:
         self.converged = z0.new_zeros(count, dtype=torch.bool)
         self.diverged = self.converged
         self.trace: list[Tensor] = []
+        self.averages: tuple[Tensor, Tensor] | None = None  # of z and of f(z), where they are asked for
         if self.tokens > 1 and self.valid is not None:
             self.converged = ~self.valid.reshape(-1)
             self.own_residual = self.own_residual.masked_fill(self.converged, 0.0)
@@ -175,7 +181,7 @@ class _Loop:
         state = self.solver.init(self.z)
         for iteration in range(1, self.stopping.max_iterations + 1):
             fz = self.call(self.z)
-            active = self.measure(fz, active)
+            active = self.measure(*self.averaged(self.z, fz), active)
             remaining = int(active.sum())
             if iteration == self.stopping.max_iterations or self.search.ends(remaining == 0):
                 break
@@ -197,9 +203,23 @@ class _Loop:
             results.restore(self)
         return self.solution(self.best.view(self.shape))
 
-    def measure(self, fz: Tensor, active: Tensor) -> Tensor:
+    def averaged(self, z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what stands for ``z`` and ``f(z)`` in the report: their moving averages, or they.
+
+        Averages of both, rather than the step of one: that step is smaller than the residual by the factor α,
+        and would pass for convergence where there is none.
+        """
+        if self.search.moving_average is None:
+            return z, fz
+        if self.averages is not None:
+            weight = self.search.moving_average
+            z, fz = (torch.lerp(old, new, weight) for old, new in zip(self.averages, (z, fz), strict=True))
+        self.averages = z, fz
+        return z, fz
+
+    def measure(self, z: Tensor, fz: Tensor, active: Tensor) -> Tensor:
         """Take in what ``f`` returned; return which elements go on, (E,) bool."""
-        residual = self.residuals(self.z, fz)
+        residual = self.residuals(z, fz)
         finite = residual.isfinite()
         if self.tokens == 1:
             measured = residual.masked_fill(~finite, torch.inf)
@@ -232,6 +252,8 @@ class _Loop:
         self.f = self.f.select_rows(index)
         self.valid = None if self.valid is None else self.valid[index]
         self.z = self.z[kept]
+        if self.averages is not None:
+            self.averages = self.averages[0][kept], self.averages[1][kept]
         for name in _Results.NAMES:
             setattr(self, name, getattr(self, name)[kept])
         return pytree.tree_map(lambda leaf: leaf[kept], state), active[kept]

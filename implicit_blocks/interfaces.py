@@ -268,6 +268,9 @@ class Mixer(nn.Module, ABC):
     (beyond those of its submodules) are initialized in ``reset_parameters``.
     """
 
+    truncates: ClassVar[bool] = False
+    """Whether committed tokens can be taken back, by ``truncate``; not where they are folded into one."""
+
     @property
     @abstractmethod
     def injection_width(self) -> int:
@@ -282,6 +285,18 @@ class Mixer(nn.Module, ABC):
     @abstractmethod
     def select_rows(self, state: State, rows: Tensor) -> State:
         """Return the state of the rows with these indices, (R,) int64."""
+
+    def truncate(self, state: State, length: int) -> State:
+        """Return the state as it was after the first ``length`` committed tokens; see ``truncates``.
+
+        Raises:
+            ValueError: where the mixer cannot.
+
+        """
+        raise ValueError(
+            f"{type(self).__name__} has folded its tokens into one state and cannot take any back; keep the "
+            "state from before them"
+        )
 
     @abstractmethod
     def prepare(self, window: Window) -> Any:

@@ -82,12 +82,14 @@ class LanguageModel(nn.Module, ABC):
         """How processes that must iterate equally often agree to stop; None: each stops on its own."""
 
     @abstractmethod
-    def bind(self, x_BLD: Tensor, state: Committed, **window: Any) -> tuple[BoundMap, Tensor]:
+    def bind(
+        self, x_BLD: Tensor, state: Committed, *, weights: HeldWeights, warm_start: bool, **window: Any
+    ) -> tuple[BoundMap, Tensor]:
         """Return the map of the next window and where its iteration starts, given the embedded tokens."""
 
     @abstractmethod
     def solve_window(
-        self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions | None, trace: bool
+        self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions, trace: bool
     ) -> tuple[Tensor, Solution | None]:
         """Return the point that the head reads (while gradients are recorded) or that is mapped once more."""
 
@@ -103,7 +105,11 @@ class LanguageModel(nn.Module, ABC):
         state: Committed | None = None,
         return_state: bool = False,
         window_length: int | None = None,
-        search: SearchOptions | None = None,
+        tolerance: float | None = None,
+        max_iterations: int | None = None,
+        damping: float | None = None,
+        warm_start: bool = False,
+        moving_average: float | None = None,
         trace: bool = False,
         return_logits: bool = True,
     ) -> LMOutput:
@@ -121,7 +127,12 @@ class LanguageModel(nn.Module, ABC):
                 at once. 1 is the paper's sequential mode, None its simultaneous mode; they agree as far as
                 the tolerance. With gradients, those of a window reach the windows before through the
                 committed states.
-            search: how this call's search differs from the spec's; an explicit model has none and ignores it.
+            tolerance: of this call's search, instead of the spec's. An explicit model has no search: it
+                ignores this and the next four.
+            max_iterations: of this call's search.
+            damping: of its solver.
+            warm_start: begin each token's search at the solution of the last token before its window.
+            moving_average: α of an average over the iterates, for noisy maps (``SearchOptions``).
             trace: keep the residual of every iteration (with a single window).
             return_logits: False computes the loss in chunks of tokens, so that (B, L, V) never exists; needs
                 labels.
@@ -140,7 +151,13 @@ class LanguageModel(nn.Module, ABC):
             state=state,
             return_state=return_state,
             window_length=window_length,
-            search=search,
+            search=SearchOptions(
+                tolerance=tolerance,
+                max_iterations=max_iterations,
+                damping=damping,
+                warm_start=warm_start,
+                moving_average=moving_average,
+            ),
             trace=trace,
         )
         if labels is not None and not return_logits:
@@ -154,7 +171,7 @@ class LanguageModel(nn.Module, ABC):
                 state=encoded.state,
                 predictions=predictions.view_as(labels),
             )
-        logits = self._logits(encoded.hidden_BLD)
+        logits = self.predict(encoded.hidden_BLD)
         return LMOutput(
             logits=logits,
             loss=None if labels is None else _loss(logits, labels),
@@ -173,8 +190,13 @@ class LanguageModel(nn.Module, ABC):
         window_length: int | None = None,
         search: SearchOptions | None = None,
         trace: bool = False,
+        weights: HeldWeights | None = None,
     ) -> Encoded:
-        """Return what the head reads, given embedded tokens (B, L, D); arguments as for ``forward``."""
+        """Return what the head reads, given embedded tokens (B, L, D); arguments as for ``forward``.
+
+        ``search`` says how this call's search differs from the spec's. ``weights``, from ``hold_weights``,
+        spare calls that follow each other, as in decoding, from making them ready again.
+        """
         batch, length = x_BLD.shape[:2]
         if window_length is not None and window_length < 1:
             raise ValueError(f"window_length is {window_length}; choose at least 1, or None for all at once")
@@ -184,8 +206,8 @@ class LanguageModel(nn.Module, ABC):
         valid = _padding(attention_mask, (batch, length))
         step = length if window_length is None else min(window_length, length)
         commit = return_state or step < length
-        # The head is no part of the map and casts its own weight.
-        weights = HeldWeights(*(module for module in self.children() if module is not self.head))
+        search = search if search is not None else SearchOptions()
+        weights = weights if weights is not None else self.hold_weights()
         outputs, solutions = [], []
         for first in range(0, length, step):
             part = slice(first, first + step)
@@ -193,6 +215,7 @@ class LanguageModel(nn.Module, ABC):
                 x_BLD[:, part],
                 state,
                 weights=weights,
+                warm_start=search.warm_start,
                 valid_BL=None if valid is None else valid[:, part],
                 documents_BL=None if documents is None else documents[:, part],
             )
@@ -222,7 +245,8 @@ class LanguageModel(nn.Module, ABC):
         if not commit:
             return (f(z) if owed else z), state
         mapped, layers = f.commit(z)
-        return (mapped if owed else z), state.after(f.window, layers)
+        z = mapped if owed else z
+        return z, state.after(f.window, layers, z)
 
     @abstractmethod
     def _owes_a_call(self) -> bool:
@@ -232,11 +256,20 @@ class LanguageModel(nn.Module, ABC):
     def _head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def _logits(self, z_BLD: Tensor) -> Tensor:
+    def predict(self, z_BLD: Tensor) -> Tensor:
+        """Return the logits (…, V), in float32 or better, of what ``encode`` returned, (…, D)."""
         weight = self._head_weight
         return at_least_float32(F.linear(z_BLD.to(weight.dtype), weight))
 
     # ------------------------------------------------------------------------------------ states, parameters
+
+    def hold_weights(self) -> HeldWeights:
+        """Return the weights of the map as they are now, made ready for any number of calls of ``encode``.
+
+        For calls without gradients, and in the autocast mode of this one. The head is no part of the map and
+        casts its own weight.
+        """
+        return HeldWeights(*(module for module in self.children() if module is not self.head))
 
     @property
     def stream_dtype(self) -> torch.dtype:
@@ -340,22 +373,24 @@ class ImplicitLM(LanguageModel):
             )
         self._configure(spec)
 
-    def bind(self, x_BLD: Tensor, state: Committed, **window: Any) -> tuple[BoundMap, Tensor]:
+    def bind(
+        self, x_BLD: Tensor, state: Committed, *, weights: HeldWeights, warm_start: bool, **window: Any
+    ) -> tuple[BoundMap, Tensor]:
         """Return the map ``z → f(z, u)`` of the next window, and its start."""
-        weights: HeldWeights = window.pop("weights")
         with weights.in_use():
             u = self.injection(x_BLD)
         stream = x_BLD.to(self.stream_dtype)
         start = stream if self.spec.start == "embedding" else torch.zeros_like(stream)
         of_tokens = state.window(x_BLD.shape[1], dtype=self.stream_dtype, **window)
+        if warm_start:
+            start = state.warm_start(of_tokens, start)
         f = self.backbone.bind(of_tokens, u_BLU=u, states=state.layers, start_BLD=start, weights=weights)
         return f, start
 
     def solve_window(
-        self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions | None, trace: bool
+        self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions, trace: bool
     ) -> tuple[Tensor, Solution | None]:
         """Find the fixed point."""
-        search = search if search is not None else SearchOptions()
         solver = self.solver if self.training else self.evaluation_solver
         if search.changes_solver:
             of_spec = self.spec.solver if self.training else self.spec.at_evaluation.solver
@@ -367,6 +402,7 @@ class ImplicitLM(LanguageModel):
             gradient=self.gradient,
             stopping=search.stopping(self.stopping if self.training else self.evaluation_stopping),
             valid=f.window.valid_BL,
+            moving_average=search.moving_average,
             trace=trace,
             agree=self.agree,
         )
@@ -388,16 +424,17 @@ class ExplicitLM(LanguageModel):
         super().__init__(spec)
         self.reset_parameters()
 
-    def bind(self, x_BLD: Tensor, state: Committed, **window: Any) -> tuple[BoundMap, Tensor]:
+    def bind(
+        self, x_BLD: Tensor, state: Committed, *, weights: HeldWeights, warm_start: bool, **window: Any
+    ) -> tuple[BoundMap, Tensor]:
         """Return the layers as a map of the next window, and the embedded tokens."""
-        weights: HeldWeights = window.pop("weights")
         stream = x_BLD.to(self.stream_dtype)
         of_tokens = state.window(x_BLD.shape[1], dtype=self.stream_dtype, **window)
         f = self.backbone.bind(of_tokens, u_BLU=None, states=state.layers, start_BLD=stream, weights=weights)
         return f, stream
 
     def solve_window(
-        self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions | None, trace: bool
+        self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions, trace: bool
     ) -> tuple[Tensor, Solution | None]:
         """There is nothing to solve: the one call is still to come."""
         return start_BLD, None

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from implicit_blocks.specs import SolverSpec, Stopping
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Knobs of a single forward pass; None keeps what the spec says.
+    """Knobs of a single forward pass; None, and False, keep what the spec says.
 
     ``tolerance`` and ``max_iterations`` change the stopping rule in force (of training or of evaluation),
     ``damping`` the solver's, for solvers that have one.
+
+    ``warm_start`` begins the search of a token at the solution of the one committed before it, instead of the
+    spec's start; all tokens of a window begin at that of the last token before the window. What is found is
+    the same point, to the tolerance; it pays where consecutive solutions lie close to each other, and costs
+    iterations where they don't.
+
+    ``moving_average`` is α in ``m ← (1 − α) m + α f(z)``, begun with the first ``f(z)``: the search answers
+    with the average m of its iterates instead of the last, and measures the residual ``m − z̄``, z̄ being the
+    same average of the points z. For maps that are noisy, as on analog hardware, where single iterates never
+    settle below the noise; with an exact map it costs iterations, about ``ln(tolerance) / ln(1 − α)``.
+
+    Raises:
+        ValueError: where α is outside (0, 1].
+
     """
 
     tolerance: float | None = None
     max_iterations: int | None = None
     damping: float | None = None
+    warm_start: bool = False
+    moving_average: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.moving_average is not None and not 0 < self.moving_average <= 1:
+            raise ValueError(f"moving_average is {self.moving_average}; choose a number in (0, 1]")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """Return the knobs' names, those of the parameters of ``forward`` and ``generate``."""
+        return tuple(field.name for field in fields(cls))
 
     @property
     def changes_solver(self) -> bool:

@@ -84,8 +84,8 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
 
     @property
     def is_croppable(self) -> bool:
-        """Committed tokens cannot be taken back: a state-space layer has folded them into its state."""
-        return False
+        """Whether committed tokens can be taken back: a state-space layer has folded them into its state."""
+        return self._backbone is not None and self._backbone.truncates
 
     # ------------------------------------------------------------------------------------ rows
 
@@ -114,12 +114,29 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
         self.state = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back committed tokens: impossible, unless it is none of them."""
-        if tokens_to_remove:
+        """Take back the last committed tokens, given as a negative number, where all layers can.
+
+        Raises:
+            ValueError: where a layer cannot, as those of Mamba2; or for a positive number, by which older
+                versions of transformers meant the length to keep.
+
+        """
+        if tokens_to_remove > 0:
             raise ValueError(
-                f"{tokens_to_remove} committed tokens cannot be taken back; keep a copy of the cache "
+                f"crop was called with {tokens_to_remove}; give the number of tokens to take back, negative"
+            )
+        if tokens_to_remove == 0:
+            return
+        if self.state is None or not self.is_croppable:
+            held = (
+                "no tokens" if self.state is None else "a state that has folded its tokens into one another"
+            )
+            raise ValueError(
+                f"the cache holds {held}, so {-tokens_to_remove} cannot be taken back; keep a copy of it "
                 "(copy.deepcopy) from before them"
             )
+        assert self._backbone is not None
+        self.state = self.state.truncate(-tokens_to_remove, self._backbone)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Refuse: layers write nothing while a fixed point is iterated."""

@@ -38,6 +38,8 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache_params", "solution"]
     class_stem: ClassVar[str]
     layer_type: ClassVar[str]
+    cache_name: ClassVar[str]
+    """The argument by which transformers hands the family its cache."""
 
     spec: dict[str, Any] | None = None
     vocab_size: int | None = None
@@ -139,6 +141,7 @@ class ImplicitLlamaConfig(_ImplicitConfig):
     model_type = "implicit_blocks_llama"
     class_stem: ClassVar[str] = "ImplicitLlama"
     layer_type: ClassVar[str] = "full_attention"
+    cache_name: ClassVar[str] = "past_key_values"
 
     def _default_spec(self) -> LanguageModelSpec:
         mixer, mlp = AttentionSpec(n_heads=12), SwiGLUSpec(d_hidden=2048)
@@ -174,6 +177,7 @@ class ImplicitMamba2Config(_ImplicitConfig):
     model_type = "implicit_blocks_mamba2"
     class_stem: ClassVar[str] = "ImplicitMamba2"
     layer_type: ClassVar[str] = "linear_attention"
+    cache_name: ClassVar[str] = "cache_params"
 
     def _default_spec(self) -> LanguageModelSpec:
         return ImplicitLMSpec(vocab_size=50277, pad_vocab_to=16, d_model=768, n_layers=24, mixer=Mamba2Spec())

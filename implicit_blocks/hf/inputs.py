@@ -11,9 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from implicit_blocks.committed import Committed
+from implicit_blocks.hf.cache import ImplicitCache
+from implicit_blocks.search_options import SearchOptions
 from implicit_blocks.suggestions import did_you_mean
 
-_KNOBS = ("tolerance", "max_iterations", "damping", "window_length")
+_KNOBS = (*SearchOptions.names(), "window_length")
 _WITHOUT_EFFECT = frozenset(
     {
         "num_items_in_batch",  # the loss takes it
@@ -40,6 +42,28 @@ def check_options(model: str, options: Mapping[str, Any]) -> None:
                 raise ValueError(f"{model} has no {name.removeprefix('output_')} to output; leave {name} out")
         elif name not in _WITHOUT_EFFECT:
             raise TypeError(f"{model}.forward has no argument {name!r}; {did_you_mean(name, _KNOBS)}")
+
+
+def one_cache(name: str, given: Mapping[str, Any]) -> ImplicitCache | None:
+    """Return the cache given by the name that the family knows.
+
+    Raises:
+        ValueError: for one given by the other family's name, or of another kind.
+
+    """
+    mine: ImplicitCache | None = None
+    for other, cache in given.items():
+        if cache is None:
+            continue
+        if other != name:
+            raise ValueError(f"these models take their cache as {name}, not as {other}")
+        if not isinstance(cache, ImplicitCache):
+            raise ValueError(
+                f"the cache is a {type(cache).__name__}; pass an implicit_blocks.hf.ImplicitCache, "
+                "or none and use_cache=True"
+            )
+        mine = cache
+    return mine
 
 
 def mask_of_these(attention_mask: Tensor | None, x_BLD: Tensor, *, past: int) -> Tensor | None:

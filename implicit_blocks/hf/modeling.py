@@ -15,17 +15,18 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_outputs import ModelOutput
 
 from implicit_blocks.hf.cache import ImplicitCache
 from implicit_blocks.hf.configuration import ImplicitLlamaConfig, ImplicitMamba2Config
-from implicit_blocks.hf.inputs import check_options, documents_of, mask_of_these
+from implicit_blocks.hf.generation import ImplicitGenerationMixin
+from implicit_blocks.hf.inputs import check_options, documents_of, mask_of_these, one_cache
 from implicit_blocks.hf.remote_code import write_shim
 from implicit_blocks.interfaces import Solution
 from implicit_blocks.layers import Linear, at_least_float32
-from implicit_blocks.model import Encoded, LanguageModel
+from implicit_blocks.model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.search_options import SearchOptions
 
@@ -126,26 +127,30 @@ class _ImplicitModel(_ImplicitPreTrained):
         """Take another embedding, of the vocabulary's new size."""
         self.lm.embedding = value
 
-    def _encode(
+    def forward(
         self,
-        input_ids: Tensor | None,
-        inputs_embeds: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cache: Any,
-        use_cache: bool | None,
-        window_length: int | None,
-        search: SearchOptions,
-        options: dict[str, Any],
-    ) -> tuple[Encoded, ImplicitCache | None]:
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: ImplicitCache | None = None,
+        cache_params: ImplicitCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        window_length: int | None = None,
+        tolerance: float | None = None,
+        max_iterations: int | None = None,
+        damping: float | None = None,
+        warm_start: bool = False,
+        moving_average: float | None = None,
+        return_dict: bool | None = None,
+        **options: Any,
+    ) -> ImplicitModelOutput | tuple[Any, ...]:
+        """Solve for what a head reads; arguments as of ``ImplicitLlamaForCausalLM``."""
         check_options(type(self).__name__, options)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, and not both")
-        if cache is not None and not isinstance(cache, ImplicitCache):
-            raise ValueError(
-                f"the cache is a {type(cache).__name__}; pass an implicit_blocks.hf.ImplicitCache, "
-                "or none and use_cache=True"
-            )
+        name = self.config.cache_name
+        cache = one_cache(name, {"past_key_values": past_key_values, "cache_params": cache_params})
         x_BLD = self.lm.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if x_BLD.ndim != 3 or 0 in x_BLD.shape:
             raise ValueError(
@@ -166,16 +171,24 @@ class _ImplicitModel(_ImplicitPreTrained):
             state=state,
             return_state=bool(use_cache),
             window_length=window_length,
-            search=search,
+            search=SearchOptions(
+                tolerance=tolerance,
+                max_iterations=max_iterations,
+                damping=damping,
+                warm_start=warm_start,
+                moving_average=moving_average,
+            ),
         )
-        if not use_cache:
-            return encoded, None
-        assert encoded.state is not None
-        cache.commit(encoded.state, self.lm.backbone)
-        return encoded, cache
+        found = ImplicitModelOutput(encoded.hidden_BLD, solution=encoded.solution)
+        if use_cache:
+            assert encoded.state is not None
+            assert cache is not None
+            cache.commit(encoded.state, self.lm.backbone)
+            found[name] = cache
+        return found.to_tuple() if return_dict is False else found
 
 
-class _ImplicitForCausalLM(_ImplicitPreTrained, GenerationMixin):  # type: ignore[misc]  # the same
+class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
     """Tokens to logits: the model and the head, which may be the embedding."""
 
     _tied_weights_keys = {"lm_head.weight": "model.lm.embedding.weight"}  # noqa: RUF012  # read by transformers
@@ -216,147 +229,13 @@ class _ImplicitForCausalLM(_ImplicitPreTrained, GenerationMixin):  # type: ignor
             self.model.lm.spec = self.model.lm.spec.model_copy(update=changes)
         return resized
 
-    def _predict(
-        self, encoded: Encoded, labels: Tensor | None, logits_to_keep: int | Tensor, options: dict[str, Any]
-    ) -> dict[str, Any]:
-        hidden = encoded.hidden_BLD
-        if isinstance(logits_to_keep, Tensor):
-            hidden = hidden[:, logits_to_keep]
-        elif logits_to_keep:
-            hidden = hidden[:, -logits_to_keep:]
-        logits = at_least_float32(self.lm_head(hidden))
-        loss = None
-        if labels is not None:
-            kept = {"num_items_in_batch": options.get("num_items_in_batch")}
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kept)
-        return {"loss": loss, "logits": logits, "solution": encoded.solution}
-
-    # ------------------------------------------------------------------------------------ generate
-
-    def _prepare_cache_for_generation(
-        self,
-        generation_config: Any,
-        model_kwargs: dict[str, Any],
-        generation_mode: Any,
-        batch_size: int,
-        max_cache_length: int,
-    ) -> None:
-        """Make the cache of ``generate``: one of ours, all its room reserved where it is to be static."""
-        name = self._cache_name
-        given = model_kwargs.get(name)
-        if given is not None:
-            if generation_config.cache_implementation is not None:
-                raise ValueError(f"cache_implementation and {name} were both given; leave one of them out")
-            given._is_user_defined = True
-            return
-        if generation_config.use_cache is False:
-            return
-        implementation = generation_config.cache_implementation
-        if implementation not in (None, "dynamic", "static"):
-            raise ValueError(
-                f"cache_implementation {implementation!r} is not for these models; "
-                "choose 'dynamic' or 'static'"
-            )
-        model_kwargs[name] = ImplicitCache(max_cache_length + 1 if implementation == "static" else None)
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Leave positions out of ``generate``: they are counted from the mask."""
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
-        inputs.pop("position_ids", None)
-        return inputs
-
-    @property
-    def _cache_name(self) -> str:
-        return "cache_params" if isinstance(self.config, ImplicitMamba2Config) else "past_key_values"
-
-
-class ImplicitLlamaModel(_ImplicitModel):
-    """Attention layers iterated to a fixed point, or applied once, without a head."""
-
-    config_class = ImplicitLlamaConfig
-
     def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         past_key_values: ImplicitCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        window_length: int | None = None,
-        tolerance: float | None = None,
-        max_iterations: int | None = None,
-        damping: float | None = None,
-        return_dict: bool | None = None,
-        **options: Any,
-    ) -> ImplicitModelOutput | tuple[Any, ...]:
-        """Solve for what a head reads; arguments as of ``ImplicitLlamaForCausalLM``."""
-        search = SearchOptions(tolerance=tolerance, max_iterations=max_iterations, damping=damping)
-        encoded, cache = self._encode(
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            use_cache,
-            window_length,
-            search,
-            options,
-        )
-        found = ImplicitModelOutput(encoded.hidden_BLD, past_key_values=cache, solution=encoded.solution)
-        return found.to_tuple() if return_dict is False else found
-
-
-class ImplicitMamba2Model(_ImplicitModel):
-    """Mamba2 layers iterated to a fixed point, or applied once, without a head."""
-
-    config_class = ImplicitMamba2Config
-    _is_stateful = True
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
         cache_params: ImplicitCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = None,
-        window_length: int | None = None,
-        tolerance: float | None = None,
-        max_iterations: int | None = None,
-        damping: float | None = None,
-        return_dict: bool | None = None,
-        **options: Any,
-    ) -> ImplicitModelOutput | tuple[Any, ...]:
-        """Solve for what a head reads; arguments as of ``ImplicitMamba2ForCausalLM``."""
-        search = SearchOptions(tolerance=tolerance, max_iterations=max_iterations, damping=damping)
-        encoded, cache = self._encode(
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            cache_params,
-            use_cache,
-            window_length,
-            search,
-            options,
-        )
-        found = ImplicitModelOutput(encoded.hidden_BLD, cache_params=cache, solution=encoded.solution)
-        return found.to_tuple() if return_dict is False else found
-
-
-class ImplicitLlamaForCausalLM(_ImplicitForCausalLM):
-    """A language model of attention layers, implicit or its explicit twin."""
-
-    config_class = ImplicitLlamaConfig
-    _model_class = ImplicitLlamaModel
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: ImplicitCache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -365,6 +244,8 @@ class ImplicitLlamaForCausalLM(_ImplicitForCausalLM):
         tolerance: float | None = None,
         max_iterations: int | None = None,
         damping: float | None = None,
+        warm_start: bool = False,
+        moving_average: float | None = None,
         return_dict: bool | None = None,
         **options: Any,
     ) -> ImplicitCausalLMOutput | tuple[Any, ...]:
@@ -375,7 +256,9 @@ class ImplicitLlamaForCausalLM(_ImplicitForCausalLM):
             attention_mask: (B, L) or (B, T), 0 at padding on either side.
             position_ids: need not be given: positions are counted from the mask. Restarts from 0 in an
                 unpadded row separate documents, which do not see each other; other positions are refused.
-            past_key_values: the cache of an earlier call; it is changed, and returned.
+            past_key_values: the cache of an earlier call; it is changed, and returned. Models of attention
+                layers take it by this name,
+            cache_params: those of Mamba2 layers by this one, as in transformers.
             inputs_embeds: (B, L, D) embedded tokens instead of ``input_ids``.
             labels: (B, L), **shifted here** as everywhere in transformers: give ``input_ids``; −100 is
                 ignored.
@@ -383,9 +266,12 @@ class ImplicitLlamaForCausalLM(_ImplicitForCausalLM):
             logits_to_keep: compute the logits of so many last tokens, or of those with these indices; 0:
                 of all.
             window_length: solve so many tokens at a time; 1 is the paper's sequential mode, None solves all.
-            tolerance: of the search, instead of the spec's; so are the next two. Explicit models ignore them.
+            tolerance: of the search, instead of the spec's; so are the next four. Explicit models ignore
+                them.
             max_iterations: calls of the map at most.
             damping: share of f(z) in a step of the solver.
+            warm_start: begin each token's search at the solution of the last token before its window.
+            moving_average: α of an average over the iterates, for noisy maps (``SearchOptions``).
             return_dict: False gives a tuple.
             options: of transformers' callers; ``num_items_in_batch`` is the number of tokens to average
                 the loss over.
@@ -395,22 +281,55 @@ class ImplicitLlamaForCausalLM(_ImplicitForCausalLM):
             TypeError: for an unknown argument.
 
         """
-        search = SearchOptions(tolerance=tolerance, max_iterations=max_iterations, damping=damping)
-        encoded, cache = self.model._encode(
+        found = self.model(
             input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            use_cache,
-            window_length,
-            search,
-            options,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            cache_params=cache_params,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            window_length=window_length,
+            tolerance=tolerance,
+            max_iterations=max_iterations,
+            damping=damping,
+            warm_start=warm_start,
+            moving_average=moving_average,
+            **options,
         )
-        found = ImplicitCausalLMOutput(
-            **self._predict(encoded, labels, logits_to_keep, options), past_key_values=cache
+        hidden = found.last_hidden_state
+        if isinstance(logits_to_keep, Tensor):
+            hidden = hidden[:, logits_to_keep]
+        elif logits_to_keep:
+            hidden = hidden[:, -logits_to_keep:]
+        logits = at_least_float32(self.lm_head(hidden))
+        loss = None
+        if labels is not None:
+            kept = {"num_items_in_batch": options.get("num_items_in_batch")}
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kept)
+        output = ImplicitCausalLMOutput(
+            loss, logits, found.past_key_values, found.cache_params, solution=found.solution
         )
-        return found.to_tuple() if return_dict is False else found
+        return output.to_tuple() if return_dict is False else output
+
+
+class ImplicitLlamaModel(_ImplicitModel):
+    """Attention layers iterated to a fixed point, or applied once, without a head."""
+
+    config_class = ImplicitLlamaConfig
+
+
+class ImplicitMamba2Model(_ImplicitModel):
+    """Mamba2 layers iterated to a fixed point, or applied once, without a head."""
+
+    config_class = ImplicitMamba2Config
+
+
+class ImplicitLlamaForCausalLM(_ImplicitForCausalLM):
+    """A language model of attention layers, implicit or its explicit twin."""
+
+    config_class = ImplicitLlamaConfig
+    _model_class = ImplicitLlamaModel
 
 
 class ImplicitMamba2ForCausalLM(_ImplicitForCausalLM):
@@ -418,39 +337,3 @@ class ImplicitMamba2ForCausalLM(_ImplicitForCausalLM):
 
     config_class = ImplicitMamba2Config
     _model_class = ImplicitMamba2Model
-    _is_stateful = True
-
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cache_params: ImplicitCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | Tensor = 0,
-        window_length: int | None = None,
-        tolerance: float | None = None,
-        max_iterations: int | None = None,
-        damping: float | None = None,
-        return_dict: bool | None = None,
-        **options: Any,
-    ) -> ImplicitCausalLMOutput | tuple[Any, ...]:
-        """Predict the next tokens: ``ImplicitLlamaForCausalLM.forward``, the cache being ``cache_params``."""
-        search = SearchOptions(tolerance=tolerance, max_iterations=max_iterations, damping=damping)
-        encoded, cache = self.model._encode(
-            input_ids,
-            inputs_embeds,
-            attention_mask,
-            position_ids,
-            cache_params,
-            use_cache,
-            window_length,
-            search,
-            options,
-        )
-        found = ImplicitCausalLMOutput(
-            **self._predict(encoded, labels, logits_to_keep, options), cache_params=cache
-        )
-        return found.to_tuple() if return_dict is False else found

@@ -54,6 +54,8 @@ class Attention(Mixer):
 
     """
 
+    truncates = True
+
     def __init__(self, spec: AttentionSpec, *, d_model: int) -> None:
         super().__init__()
         spec.check(d_model)
@@ -82,6 +84,12 @@ class Attention(Mixer):
     def select_rows(self, state: AttentionState, rows: Tensor) -> AttentionState:
         """Return the cache of these rows."""
         return AttentionState(state.keys[rows], state.values[rows], state.length)
+
+    def truncate(self, state: AttentionState, length: int) -> AttentionState:
+        """Return the cache of the first ``length`` tokens; one made with a capacity keeps it."""
+        if state.keys.shape[2] == state.length:
+            return AttentionState(state.keys[:, :, :length], state.values[:, :, :length], length)
+        return AttentionState(state.keys, state.values, length)
 
     def prepare(self, window: Window) -> AttentionContext:
         """Make the rotation tables and the mask of a window, shared by layers of equal shape."""

@@ -1,0 +1,1 @@
+"""Generation: prompts solved in one window, then token by token, each row as it would be alone."""

@@ -1,0 +1,95 @@
+"""Prompts as users give them, checked and laid side by side.
+
+Shape legend: B batch, L tokens of the longest prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Prompts = Tensor | Sequence[Sequence[int] | Tensor]
+
+
+def check_prompts(
+    ids_BL: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    vocab_size: int | None = None,
+    max_length: int | None = None,
+    limit: str = "max_length",
+) -> Tensor | None:
+    """Return where the tokens are real, (B, L) bool, or None: everywhere.
+
+    Args:
+        ids_BL: prompts, padded on either side.
+        attention_mask: (B, L), 0 at padding.
+        vocab_size: ids are below it; None: not looked at.
+        max_length: tokens that a prompt may have; None: any number.
+        limit: what ``max_length`` is called in the error.
+
+    Raises:
+        ValueError: for no prompts, one without a token, one that is longer, or an unknown id.
+
+    """
+    if ids_BL.ndim != 2 or 0 in ids_BL.shape:
+        raise ValueError(
+            f"the prompts have shape {tuple(ids_BL.shape)}; give (rows, tokens), with at least one token each"
+        )
+    if attention_mask is not None and attention_mask.shape != ids_BL.shape:
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, the prompts {tuple(ids_BL.shape)}; "
+            "give one flag a token"
+        )
+    valid = None if attention_mask is None else attention_mask.bool()
+    counts = [ids_BL.shape[1]] * len(ids_BL) if valid is None else valid.sum(1).tolist()
+    for row, count in enumerate(counts):
+        if count == 0:
+            raise ValueError(
+                f"prompt {row} is empty; give it at least one token, such as the one that begins a text"
+            )
+        if max_length is not None and count > max_length:
+            raise ValueError(
+                f"prompt {row} has {count} tokens, more than the {max_length} of {limit}; shorten it, or "
+                "raise that"
+            )
+    if vocab_size is not None:
+        known = (ids_BL >= 0) & (ids_BL < vocab_size)
+        if valid is not None:
+            known = known | ~valid
+        if not bool(known.all()):
+            row, column = (~known).nonzero()[0].tolist()
+            raise ValueError(
+                f"prompt {row} has token {int(ids_BL[row, column])}, and the model knows 0 to "
+                f"{vocab_size - 1}; use the model's own tokenizer"
+            )
+    return None if valid is None or bool(valid.all()) else valid
+
+
+def lay_out(
+    prompts: Prompts, attention_mask: Tensor | None = None, *, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """Return prompts as (B, L) int64 ids and where they are real; lists of unequal length get padding before.
+
+    Raises:
+        ValueError: for no prompts, an empty one, or a mask beside lists, which need none.
+
+    """
+    if isinstance(prompts, Tensor):
+        return prompts.to(device), None if attention_mask is None else attention_mask.to(device)
+    if attention_mask is not None:
+        raise ValueError("attention_mask was given with lists of tokens, which need none; leave it out")
+    rows = [torch.as_tensor(row, dtype=torch.int64).to(device) for row in prompts]
+    if not rows:
+        raise ValueError("there are no prompts; give at least one")
+    for number, row in enumerate(rows):
+        if row.ndim != 1 or not row.numel():
+            raise ValueError(
+                f"prompt {number} has shape {tuple(row.shape)}; give a list of tokens, at least one"
+            )
+    width = max(len(row) for row in rows)
+    ids = torch.stack([torch.cat((row.new_zeros(width - len(row)), row)) for row in rows])
+    mask = torch.stack([torch.arange(width, device=device) >= width - len(row) for row in rows])
+    return ids, mask

@@ -1,0 +1,88 @@
+"""What ``generate`` of transformers needs of our models: their cache, their limits, prompts that are checked.
+
+Shape legend: B batch, L tokens of a prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationMixin
+
+from implicit_blocks.decoding.prompts import check_prompts
+from implicit_blocks.hf.cache import ImplicitCache
+
+
+class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transformers' classes are Any to the checker
+    """Generation by transformers: greedy, sampling, beams, streamers; assisted where the layers attend.
+
+    ``tolerance``, ``max_iterations``, ``damping``, ``warm_start``, ``moving_average`` and ``window_length``
+    are arguments of ``generate`` as of ``forward``; the last cuts the prompt into windows.
+    """
+
+    @torch.no_grad()
+    def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Generate as transformers does, once the prompts have been looked at.
+
+        Raises:
+            ValueError: for a prompt without a token, one longer than ``config.max_position_embeddings``,
+                token ids that the model doesn't know, or padding behind a prompt.
+
+        """
+        ids = inputs if inputs is not None else kwargs.get("input_ids")
+        embedded = kwargs.get("inputs_embeds")
+        shaped = embedded[:, :, 0] if embedded is not None and ids is None else ids
+        if shaped is not None:
+            valid = check_prompts(
+                shaped,
+                kwargs.get("attention_mask"),
+                vocab_size=self.config.vocab_size if shaped is ids else None,
+                max_length=self.config.max_position_embeddings,
+                limit="max_position_embeddings of the configuration",
+            )
+            if valid is not None and not bool(valid[:, -1].all()):
+                row = int((~valid[:, -1]).nonzero()[0])
+                raise ValueError(
+                    f"prompt {row} is padded on the right, where transformers goes on from; pad on the left "
+                    "(tokenizer.padding_side = 'left')"
+                )
+        return super().generate(inputs, *args, **kwargs)
+
+    @property
+    def _is_stateful(self) -> bool:
+        """Whether tokens cannot be taken back: transformers then refuses assisted generation."""
+        return not self.model.lm.backbone.truncates
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Make the cache of ``generate``: one of ours, all its room reserved where it is to be static."""
+        name = self.config.cache_name
+        given = model_kwargs.get(name)
+        if given is not None:
+            if generation_config.cache_implementation is not None:
+                raise ValueError(f"cache_implementation and {name} were both given; leave one of them out")
+            given._is_user_defined = True
+            return
+        if generation_config.use_cache is False:
+            return
+        implementation = generation_config.cache_implementation
+        if implementation not in (None, "dynamic", "static"):
+            raise ValueError(
+                f"cache_implementation {implementation!r} is not for these models; "
+                "choose 'dynamic' or 'static'"
+            )
+        model_kwargs[name] = ImplicitCache(max_cache_length + 1 if implementation == "static" else None)
+
+    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Leave positions out of ``generate``: they are counted from the mask."""
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
+        inputs.pop("position_ids", None)
+        return inputs

@@ -1,0 +1,201 @@
+"""``generate`` of transformers with our models: every mode, any cache, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+from implicit_blocks.hf import ImplicitCache, from_library  # noqa: E402  # after the skip
+
+CACHES = {"mamba2": "cache_params", "attention": "past_key_values"}
+MODES = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "temperature": 0.7, "top_k": 8, "top_p": 0.9},
+    "beams": {"num_beams": 3},
+    "beam-sampling": {"num_beams": 2, "do_sample": True},
+    "several-of-each": {"do_sample": True, "num_return_sequences": 2},
+    "several-beams": {"num_beams": 4, "num_return_sequences": 3, "length_penalty": 0.5},
+}
+
+
+def prompts(ids):
+    """Return prompts of unequal length, padded on the left by 18."""
+    padded, mask = ids.clone(), torch.ones_like(ids)
+    padded[1, :4], mask[1, :4] = 18, 0
+    padded[2, :1], mask[2, :1] = 18, 0
+    return {"input_ids": padded, "attention_mask": mask, "pad_token_id": 18}
+
+
+def run(model, ids, **options):
+    torch.manual_seed(11)
+    return model.generate(**prompts(ids), **({"max_new_tokens": 6, "do_sample": False} | options))
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_every_mode_is_the_same_with_and_without_any_cache(family, tiny_model, ids, mode):
+    """Left-padded, at a tight tolerance, token for token."""
+    model = tiny_model(family)
+    plain = run(model, ids, use_cache=False, **mode)
+    assert plain.shape[1] == 15
+    assert torch.equal(run(model, ids, **mode), plain)
+    assert torch.equal(run(model, ids, cache_implementation="dynamic", **mode), plain)
+    assert torch.equal(run(model, ids, cache_implementation="static", **mode), plain)
+
+
+def test_rows_are_those_of_each_prompt_alone(family, tiny_model, ids):
+    model = tiny_model(family)
+    options = {
+        "max_new_tokens": 6,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    together = model.generate(**prompts(ids), **options)
+    for row, first in enumerate((0, 4, 1)):
+        alone = model.generate(ids[row : row + 1, first:], pad_token_id=18, **options)
+        assert torch.equal(alone.sequences[0, -6:], together.sequences[row, -6:])
+        for a, b in zip(alone.logits, together.logits, strict=True):
+            torch.testing.assert_close(a[0], b[row], atol=1e-5, rtol=0)
+
+
+def test_a_stop_token_ends_its_row_alone(family, tiny_model, ids):
+    model = tiny_model(family)
+    free = run(model, ids)
+    stop = int(free[0, 10])
+    stopped = run(model, ids, eos_token_id=stop)
+    for row in range(3):
+        found = free[row, 9:].tolist()
+        expected = found[: found.index(stop) + 1] if stop in found else found
+        expected += [18] * (stopped.shape[1] - 9 - len(expected))
+        assert stopped[row, 9:].tolist() == expected[: stopped.shape[1] - 9]
+
+
+def test_streamers_see_every_token_as_it_is_made(family, tiny_model, ids):
+    class Streamer(transformers.generation.BaseStreamer):
+        def __init__(self):
+            self.seen, self.ended = [], False
+
+        def put(self, value):
+            self.seen += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    model, streamer = tiny_model(family), Streamer()
+    out = model.generate(ids[:1], max_new_tokens=5, do_sample=False, pad_token_id=18, streamer=streamer)
+    assert streamer.seen == out[0].tolist()
+    assert streamer.ended
+
+
+def test_a_cache_goes_on_where_it_ended(family, tiny_model, ids):
+    model = tiny_model(family)
+    name = CACHES[family]
+    options = {"do_sample": False, "pad_token_id": 18}
+    whole = model.generate(ids, max_new_tokens=8, **options)
+    first = model.generate(ids, max_new_tokens=4, return_dict_in_generate=True, **options)
+    cache = first.past_key_values  # transformers' name for it, whatever the family's
+    assert isinstance(cache, ImplicitCache)
+    rest = model.generate(first.sequences, max_new_tokens=4, **{name: cache}, **options)
+    assert torch.equal(rest, whole)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"warm_start": True},
+        {"moving_average": 0.6},
+        {"damping": 0.7, "warm_start": True},
+        {"window_length": 2},
+    ],
+    ids=str,
+)
+def test_knobs_reach_the_search_and_find_the_same(family, tiny_model, ids, knobs):
+    model = tiny_model(family)
+    assert torch.equal(run(model, ids, **knobs), run(model, ids, use_cache=False))
+    with torch.no_grad():
+        found = model(ids, max_iterations=2, tolerance=0.0, **({"window_length": 1} | knobs))
+        plain = model(ids, max_iterations=2, tolerance=0.0, window_length=1)
+    assert not torch.equal(found.logits, plain.logits)
+
+
+def test_assisted_generation_where_tokens_can_be_taken_back(tiny_model, ids):
+    """Prompt lookup and a smaller model both propose tokens, of which the wrong ones are cropped."""
+    model, helper = tiny_model("attention"), tiny_model("attention", n_layers=1)
+    prompt = torch.cat((ids[:1], ids[:1, :5]), 1)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 18}
+    plain = model.generate(prompt, **options)
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **options), plain)
+    assert torch.equal(model.generate(prompt, assistant_model=helper, **options), plain)
+    assert torch.equal(model.generate(prompt, assistant_model=model, **options), plain)
+    with pytest.raises(ValueError, match="stateful"):
+        tiny_model("mamba2").generate(prompt, prompt_lookup_num_tokens=3, **options)
+
+
+@pytest.mark.parametrize("capacity", [None, 20])
+@torch.no_grad()
+def test_cropping_takes_back_the_last_tokens(tiny_model, ids, capacity):
+    model = tiny_model("attention")
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    mask[2, 7:] = 0
+    name = "past_key_values"
+    cache = model(ids, attention_mask=mask, use_cache=True, **{name: ImplicitCache(capacity)})[name]
+    assert cache.is_croppable
+    cache.crop(0)
+    assert cache.get_seq_length() == 9
+    cache.crop(-4)
+    assert cache.get_seq_length() == 5
+    shorter = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True)[name]
+    assert torch.equal(cache.state.next_position, shorter.state.next_position)
+    more = ids[:, :3]
+    for knobs in ({}, {"warm_start": True}):
+        found = model(more, **{name: copy.deepcopy(cache)}, **knobs).logits
+        expected = model(more, **{name: copy.deepcopy(shorter)}).logits
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match="6 tokens cannot be taken back from the 5"):
+        cache.crop(-6)
+
+
+@torch.no_grad()
+def test_what_cannot_be_cropped_says_so(tiny_model, ids):
+    cache = tiny_model("mamba2")(ids, use_cache=True).cache_params
+    assert not cache.is_croppable
+    cache.crop(0)
+    with pytest.raises(ValueError, match=r"folded its tokens.*deepcopy"):
+        cache.crop(-1)
+    with pytest.raises(ValueError, match="holds no tokens"):
+        ImplicitCache().crop(-1)
+
+
+def test_prompts_that_cannot_be_are_refused(family, tiny_model, ids):
+    model = tiny_model(family)
+    options = {"max_new_tokens": 2, "pad_token_id": 18}
+    with pytest.raises(ValueError, match="at least one token"):
+        model.generate(ids[:, :0], **options)
+    empty = torch.ones_like(ids)
+    empty[2] = 0
+    with pytest.raises(ValueError, match="prompt 2 is empty"):
+        model.generate(ids, attention_mask=empty, **options)
+    behind = torch.ones_like(ids)
+    behind[1, 7:] = 0
+    with pytest.raises(ValueError, match=r"prompt 1 is padded on the right.*left"):
+        model.generate(ids, attention_mask=behind, **options)
+    with pytest.raises(ValueError, match=r"prompt 0 has token 19.*0 to 18"):
+        model.generate(torch.full_like(ids, 19), **options)
+    with pytest.raises(ValueError, match="at least one token"):
+        model.generate(inputs_embeds=model.get_input_embeddings()(ids)[:, :0], **options)
+    short = from_library(ib.build(model.config.model_spec).eval(), max_position_embeddings=8)
+    with pytest.raises(ValueError, match=r"9 tokens, more than the 8 of max_position_embeddings"):
+        short.generate(ids, **options)
+    left = torch.ones_like(ids)
+    left[:, :2] = 0
+    assert short.generate(ids, attention_mask=left, max_new_tokens=1, pad_token_id=18).shape == (3, 10)
+    other = {"mamba2": "past_key_values", "attention": "cache_params"}[family]
+    with pytest.raises(ValueError, match=f"take their cache as {CACHES[family]}, not as {other}"):
+        model(ids, **{other: ImplicitCache()})
