@@ -1,4 +1,4 @@
-"""``python -m implicit_blocks``: what is installed, the schema of specs, and checkpoints of other kinds."""
+"""``python -m implicit_blocks``: what is installed, the schema of specs, new plugins, other checkpoints."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from implicit_blocks import registry
+from implicit_blocks.new_plugin import FAMILIES
 from implicit_blocks.specs.schema import file_schema, run_schema
 
 
@@ -31,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m implicit_blocks", description=__doc__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_list, _add_schema, _add_convert, _add_export):
+    for add in (_add_list, _add_schema, _add_new_plugin, _add_convert, _add_export):
         add(commands)
     return parser
 
@@ -72,6 +73,27 @@ def _add_schema(commands: Any) -> None:
 def _schema(options: argparse.Namespace) -> None:
     schema = run_schema() if options.complete else file_schema()
     print(json.dumps(schema, indent=2, ensure_ascii=False))
+
+
+def _add_new_plugin(commands: Any) -> None:
+    command = commands.add_parser("new-plugin", help="write an installable plugin to start from")
+    command.add_argument("name", help="an identifier in lower case: the kind that it brings")
+    command.add_argument("--family", required=True, choices=FAMILIES, help="what it is to be")
+    command.add_argument("--directory", type=Path, help="folder, new or empty (./NAME)")
+    command.set_defaults(command=_new_plugin)
+
+
+def _new_plugin(options: argparse.Namespace) -> None:
+    from implicit_blocks.new_plugin import create_plugin
+
+    folder = create_plugin(options.name, family=options.family, directory=options.directory)
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    print(
+        f"Wrote {shown}. What now:\n"
+        f"  python -m pip install -e '{shown}[test]'\n"
+        f"  python -m trainer --spec word_problem_s3_{options.name}\n"
+        f"  python -m pytest {shown}"
+    )
 
 
 def _add_convert(commands: Any) -> None:

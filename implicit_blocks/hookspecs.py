@@ -19,6 +19,11 @@ import pluggy
 GROUP = "implicit_blocks"
 """The entry-point group, and pluggy's name of the project."""
 
+API_VERSION = "1.0"
+"""The plugin interface of this library: what is imported from `implicit_blocks` by plugins, the hook, the
+contracts of `interfaces.py` and the base specs. A plugin's module may name the one that it was written for,
+``api_version = "1.0"``; CONTRIBUTING.md says when it is raised."""
+
 Builder = Callable[..., Any] | str
 """What makes a component from its spec: a callable ``builder(spec, **context)``, or where to import one,
 ``"package.module:Name"`` or ``"package.module:Class.method"``, so that registering imports nothing heavy."""

@@ -1,8 +1,10 @@
 """Which kinds there are: (family, kind) → spec class and builder, for built-ins and plugins alike.
 
 Plugins are found by the entry-point group `implicit_blocks` and loaded at the first lookup, in the order of
-their names. One that can't be used is named in `failures()` and takes nothing else down. The environment
-variable `IMPLICIT_BLOCKS_PLUGINS` switches third parties off (``none``) or allows some (``acme,other``).
+their names. One that can't be used is named in `failures()` and takes nothing else down; so is one that
+says, by ``api_version = "…"`` in its module, that it was written for another plugin interface. The
+environment variable `IMPLICIT_BLOCKS_PLUGINS` switches third parties off (``none``) or allows some
+(``acme,other``).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, cast
 import pluggy
 
 from implicit_blocks import hookspecs
+from implicit_blocks.api_version import check_api_version, stated_api_version
 from implicit_blocks.hookspecs import GROUP, Builder
 from implicit_blocks.suggestions import did_you_mean
 
@@ -235,7 +238,9 @@ def _allowed_names() -> set[str] | None:
 def _load_entry_point(point: EntryPoint) -> None:
     owner, version = (point.dist.name, point.dist.version) if point.dist else ("unknown", "unknown")
     try:
+        check_api_version(stated_api_version(point.module), point.name)  # such code may not even import
         plugin = point.load()
+        check_api_version(getattr(plugin, "api_version", None), point.name)
         _register(plugin, point.name, owner, version)
         if not _is_own(point):
             _state.modules[point.name] = point.module

@@ -24,6 +24,19 @@ class SolverSpec(ComponentSpec):
     couples_tokens: ClassVar[bool] = False
     """Whether a step at one token depends on later tokens of the row: refused with scope `prefix`."""
 
+    def state_bytes(self, features: int, *, itemsize: int) -> int | None:
+        """Bytes that the solver keeps between steps for one element, beside the point itself.
+
+        Args:
+            features: values of an element: tokens times width, or the width with scope `prefix`.
+            itemsize: bytes of a value, 4 for float32.
+
+        Returns:
+            None: not known (the default; override it so that memory can be estimated).
+
+        """
+        return None
+
 
 class PicardSpec(SolverSpec):
     """``z ← (1 - damping) z + damping f(z)``."""
@@ -35,6 +48,10 @@ class PicardSpec(SolverSpec):
     """Share of f(z) in the step; below 1 slows a contraction down and calms an oscillation."""
     undamped_first: bool = False
     """Take the first step in full, as the published unrolled training does."""
+
+    def state_bytes(self, features: int, *, itemsize: int) -> int:
+        """Count nothing, or a flag where the first step differs."""
+        return int(self.undamped_first and self.damping < 1)
 
 
 class AndersonSpec(SolverSpec):
@@ -49,6 +66,10 @@ class AndersonSpec(SolverSpec):
     """Share of the combined f(z) in the step."""
     regularization: NonNegativeFloat = 1e-6
     """Added to the Gram matrix's diagonal, relative to its size."""
+
+    def state_bytes(self, features: int, *, itemsize: int) -> int:
+        """Count `memory` past points and their residuals, the last accepted point, and 3 numbers."""
+        return (2 * self.memory + 1) * features * itemsize + 8 + max(itemsize, 4) + 1
 
 
 class Stopping(Spec):

@@ -1,7 +1,20 @@
-"""Contracts that a component must hold, for the tests of whoever writes one."""
+"""Contracts that a component must hold, for the tests of whoever writes one.
 
-from implicit_blocks.testing.contract import ContractError
+``check_mixer``, ``check_solver`` and ``check_gradient`` run all contracts of a family; the dictionaries name
+them, for a test each.
+"""
+
+from implicit_blocks.contracts import ContractError
+from implicit_blocks.testing.gradients import GRADIENT_CONTRACTS, check_gradient
 from implicit_blocks.testing.mixers import MIXER_CONTRACTS, check_mixer
 from implicit_blocks.testing.solvers import SOLVER_CONTRACTS, check_solver
 
-__all__ = ["MIXER_CONTRACTS", "SOLVER_CONTRACTS", "ContractError", "check_mixer", "check_solver"]
+__all__ = [
+    "GRADIENT_CONTRACTS",
+    "MIXER_CONTRACTS",
+    "SOLVER_CONTRACTS",
+    "ContractError",
+    "check_gradient",
+    "check_mixer",
+    "check_solver",
+]

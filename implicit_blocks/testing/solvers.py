@@ -1,8 +1,20 @@
-"""The contracts of a solver, each a function of one; ``check_solver`` runs them all."""
+"""The contracts of a solver, each a function of one or of its spec.
+
+``check_solver(MySpec(...))`` runs them all; ``SOLVER_CONTRACTS`` names them, for a test each:
+
+```python
+@pytest.mark.parametrize("contract", SOLVER_CONTRACTS)
+def test_relaxed(contract):
+    SOLVER_CONTRACTS[contract](RelaxedSpec(first=0.7))
+```
+
+Shape legend: E elements of a search, F features of an element.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,66 +22,98 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.driver import Search
-from implicit_blocks.interfaces import Map, Solver
-from implicit_blocks.specs import Stopping
+from implicit_blocks.interfaces import Solver
+from implicit_blocks.registry import build
+from implicit_blocks.specs import SolverSpec, Stopping
 from implicit_blocks.testing.contract import relative_error, require
 
 ROWS, FEATURES = 4, 12
 
 
+@dataclass(frozen=True)
+class AffineMap:
+    """``f(z) = J z + b`` for each element, (E, F, F) and (E, F); a ``RowMap``."""
+
+    jacobian: Tensor
+    offset: Tensor
+
+    def __call__(self, z: Tensor) -> Tensor:
+        """Return ``f(z)``, (E, F)."""
+        return torch.bmm(self.jacobian, z[:, :, None]).squeeze(2) + self.offset
+
+    def select_rows(self, rows: Tensor) -> AffineMap:
+        """Return the map of these elements."""
+        return AffineMap(self.jacobian[rows], self.offset[rows])
+
+
 def contraction(
-    rate: float,
+    rate: float | Sequence[float],
     *,
     rows: int = ROWS,
     features: int = FEATURES,
     dtype: torch.dtype = torch.float64,
     seed: int = 0,
-) -> tuple[Map, Tensor]:
-    """Return an affine map, its Jacobians symmetric with spectral radius ``rate``, and its fixed point."""
+) -> tuple[AffineMap, Tensor]:
+    """Return an affine map and its fixed point, (E, F).
+
+    The Jacobians are symmetric, their eigenvalues spread over [−rate, rate]; one rate for all elements, or
+    one each.
+    """
     generator = torch.Generator().manual_seed(seed)
     random = torch.randn(rows, features, features, dtype=torch.float64, generator=generator)
     basis, _ = torch.linalg.qr(random)
-    spectrum = torch.linspace(-rate, rate, features, dtype=torch.float64)
+    rates = torch.tensor(rate, dtype=torch.float64).expand(rows)
+    spectrum = rates[:, None, None] * torch.linspace(-1, 1, features, dtype=torch.float64)
     jacobian = basis * spectrum @ basis.mT
     offset = torch.randn(rows, features, dtype=torch.float64, generator=generator)
     solution = torch.linalg.solve(torch.eye(features, dtype=torch.float64) - jacobian, offset)
-    jacobian, offset = jacobian.to(dtype), offset.to(dtype)
-    return lambda z: torch.bmm(jacobian, z[:, :, None]).squeeze(2) + offset, solution
+    return AffineMap(jacobian.to(dtype), offset.to(dtype)), solution
 
 
-def _search(solver: Solver, **stopping: Any) -> Search:
-    return Search(solver=solver, stopping=Stopping(**stopping), compact=False)
+def _built(subject: Solver | SolverSpec) -> Solver:
+    solver = build(subject) if isinstance(subject, SolverSpec) else subject
+    require(isinstance(solver, Solver), solver, "is a Solver", "derive it from implicit_blocks.Solver")
+    return solver
 
 
-def contractions(solver: Solver) -> None:
+def _search(solver: Solver, *, compact: bool = False, **stopping: Any) -> Search:
+    return Search(solver=solver, stopping=Stopping(**stopping), compact=compact)
+
+
+def contractions(subject: Solver | SolverSpec) -> None:
     """Check that it finds the fixed point of contractions, every row of them, and says so."""
+    solver = _built(subject)
     for rate in (0.3, 0.9):
         f, expected = contraction(rate)
         solution = _search(solver, tolerance=1e-10, max_iterations=2000)(f, torch.zeros_like(expected))
         error = relative_error(solution.z, expected)
         require(
             bool(solution.converged.all()) and error < 1e-8,
-            type(solver).__name__,
+            solver,
             "contractions",
-            f"rate {rate}: {int(solution.converged.sum())} of {ROWS} rows converged, error {error:.1e}",
+            f"rate {rate}: {int(solution.converged.sum())} of {ROWS} rows converged, error {error:.1e}; "
+            "the rule must have z = f(z) as its fixed point, and approach it",
         )
 
 
-def one_iteration(solver: Solver) -> None:
-    """With one iteration it returns ``f(z0)``."""
+def one_iteration(subject: Solver | SolverSpec) -> None:
+    """With one iteration it returns ``f(z0)``, and a start is not written into."""
+    solver = _built(subject)
     f, expected = contraction(0.5)
     z0 = torch.randn_like(expected)
+    start = z0.clone()
     solution = _search(solver, tolerance=1e-10, max_iterations=1)(f, z0)
     require(
-        torch.equal(solution.z, f(z0)),
-        type(solver).__name__,
+        torch.equal(z0, start) and torch.equal(solution.z, f(start)),
+        solver,
         "one iteration",
         "init must not change the first point",
     )
 
 
-def elements_apart(solver: Solver) -> None:
+def elements_apart(subject: Solver | SolverSpec) -> None:
     """Check that an element's path depends on no other element, even one that turns into NaN."""
+    solver = _built(subject)
     f, expected = contraction(0.8)
     z0 = torch.zeros_like(expected)
 
@@ -83,14 +127,15 @@ def elements_apart(solver: Solver) -> None:
     error = relative_error(dirty.z[1:], clean.z[1:])
     require(
         error < 1e-12 and bool(dirty.diverged[0]) and not bool(dirty.diverged[1:].any()),
-        type(solver).__name__,
+        solver,
         "elements apart",
-        f"a NaN in element 0 moved the others by {error:.1e}",
+        f"a NaN in element 0 moved the others by {error:.1e}; sum over features (dim 1), never over elements",
     )
 
 
-def best_survives(solver: Solver) -> None:
+def best_survives(subject: Solver | SolverSpec) -> None:
     """Check that a NaN in a later step does not cost the best value so far."""
+    solver = _built(subject)
     f, expected = contraction(0.8)
     calls = 0
 
@@ -102,39 +147,126 @@ def best_survives(solver: Solver) -> None:
     solution = _search(solver, tolerance=0.0, max_iterations=9)(breaks, torch.zeros_like(expected))
     require(
         bool(solution.z.isfinite().all()) and bool(solution.diverged.all()),
-        type(solver).__name__,
+        solver,
         "best survives",
-        "the value returned after a NaN must be the best before it, reported as diverged",
+        "the value returned after a NaN must be the best before it, reported as diverged; "
+        "hand on what f returned, and write into no tensor given to update",
     )
 
 
-def state_layout(solver: Solver) -> None:
-    """Check that the state's tensors lead with the elements, and that ``update`` writes into none of them."""
+def divergence(subject: Solver | SolverSpec) -> None:
+    """Check that on a map without a reachable fixed point it raises nothing and claims no convergence."""
+    solver = _built(subject)
+
+    def grows(z: Tensor) -> Tensor:
+        return z.square() + 10.0  # no real fixed point; overflows within a few calls
+
+    solution = _search(solver, tolerance=1e-6, max_iterations=50)(grows, torch.ones(ROWS, FEATURES))
+    require(
+        not bool(solution.converged.any()) and bool(solution.z.isfinite().all()),
+        solver,
+        "divergence",
+        f"{int(solution.converged.sum())} rows claim to have converged where there is no fixed point",
+    )
+
+
+def state_layout(subject: Solver | SolverSpec) -> None:
+    """Check that the state's tensors lead with the elements, and that ``update`` writes into nothing."""
+    solver = _built(subject)
     f, expected = contraction(0.5)
     z = torch.randn_like(expected)
     state = solver.init(z)
     for _ in range(3):
-        before = pytree.tree_map(torch.clone, state)
-        z, after = solver.update(z, f(z), state, f)
+        before, fz = pytree.tree_map(lambda leaf: leaf.clone(), state), f(z)
+        given = z.clone(), fz.clone()
+        proposed, after = solver.update(z, fz, state, f)
+        require(
+            isinstance(proposed, Tensor) and proposed.shape == z.shape and proposed.dtype == z.dtype,
+            solver,
+            "state layout",
+            f"update must return a point like the one given, {tuple(z.shape)} in {z.dtype}",
+        )
         leaves = pytree.tree_leaves(state)
         require(
             all(isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == ROWS for leaf in leaves),
-            type(solver).__name__,
+            solver,
             "state layout",
             "every leaf of the state must be a tensor that leads with the elements, counters included",
         )
         same = all(torch.equal(a, b) for a, b in zip(leaves, pytree.tree_leaves(before), strict=True))
         require(
-            same,
-            type(solver).__name__,
+            same and torch.equal(z, given[0]) and torch.equal(fz, given[1]),
+            solver,
             "state layout",
-            "update must return a new state, not write into the old",
+            "update must return a new point and state, not write into those given",
         )
-        state = after
+        z, state = proposed, after
 
 
-def low_precision(solver: Solver) -> None:
+def frozen_elements(subject: Solver | SolverSpec) -> None:
+    """Check that an element that converged never changes by a bit, whatever the others still do."""
+    solver = _built(subject)
+    f, expected = contraction([0.05, 0.3, 0.6, 0.9])
+    calls: list[tuple[Tensor, Tensor]] = []
+
+    def recorded(z: Tensor) -> Tensor:
+        fz = f(z)
+        calls.append((z.clone(), fz.clone()))
+        return fz
+
+    solution = _search(solver, tolerance=1e-8, max_iterations=1000)(recorded, torch.zeros_like(expected))
+    for row, count in enumerate(solution.iterations.tolist()):
+        value = calls[count - 1][1][row]  # what f returned to the call that it converged in
+        require(
+            all(
+                torch.equal(point, value) for point in (solution.z[row], *(z[row] for z, _ in calls[count:]))
+            ),
+            solver,
+            "frozen elements",
+            f"row {row} converged in {count} iterations and was moved afterwards; "
+            "write into no tensor that update was given",
+        )
+
+
+def selected_elements(subject: Solver | SolverSpec) -> None:
+    """Check that elements can be selected and dropped: the others' steps and solutions stay the same."""
+    solver = _built(subject)
+    f, expected = contraction([0.05, 0.3, 0.6, 0.9])
+    z, rows = torch.randn_like(expected), torch.tensor([3, 1])
+    state = solver.init(z)
+    for _ in range(3):
+        part = pytree.tree_map(lambda leaf: leaf[rows], state)
+        few, few_after = solver.update(z[rows], f(z)[rows], part, f.select_rows(rows))
+        z, state = solver.update(z, f(z), state, f)
+        pairs = [(few, z[rows])]
+        pairs += [
+            (a.double(), b[rows].double())
+            for a, b in zip(pytree.tree_leaves(few_after), pytree.tree_leaves(state), strict=True)
+        ]
+        error = max(relative_error(a, b) for a, b in pairs)
+        require(
+            error < 1e-12,
+            solver,
+            "selected elements",
+            f"elements 3 and 1 by themselves step otherwise than in the batch, by {error:.1e}; "
+            "keep all memory in the state, one row an element",
+        )
+    whole, compacted = (
+        _search(solver, compact=compact, tolerance=1e-8, max_iterations=1000)(f, torch.zeros_like(expected))
+        for compact in (False, True)
+    )
+    error = relative_error(compacted.z, whole.z)
+    require(
+        error < 1e-5 and bool(compacted.converged.all()),
+        solver,
+        "selected elements",
+        f"with rows leaving the batch when done the solution differs by {error:.1e}",
+    )
+
+
+def low_precision(subject: Solver | SolverSpec) -> None:
     """Check that it works on bfloat16 values, and ends near the fixed point."""
+    solver = _built(subject)
     f, expected = contraction(0.5, dtype=torch.bfloat16)
     solution = _search(solver, tolerance=2e-2, max_iterations=60)(
         f, torch.zeros_like(expected, dtype=torch.bfloat16)
@@ -142,24 +274,68 @@ def low_precision(solver: Solver) -> None:
     error = relative_error(solution.z.double(), expected)
     require(
         solution.z.dtype == torch.bfloat16 and error < 0.1,
-        type(solver).__name__,
+        solver,
         "low precision",
         f"in bfloat16 the error is {error:.2f}; solve small systems in float32 or better",
     )
 
 
-SOLVER_CONTRACTS: dict[str, Callable[[Solver], None]] = {
+def memory_claim(subject: Solver | SolverSpec) -> None:
+    """Check that the state does not grow, and takes the bytes that the spec's ``state_bytes`` claims.
+
+    A solver that comes without a spec makes no claim; that of its state's size is checked all the same.
+    """
+    solver = _built(subject)
+    for features, dtype in ((FEATURES, torch.float64), (7, torch.float32), (FEATURES, torch.bfloat16)):
+        f, expected = contraction(0.5, features=features, dtype=dtype)
+        z = torch.zeros_like(expected, dtype=dtype)
+        state, sizes = solver.init(z), []
+        for _ in range(12):
+            z, state = solver.update(z, f(z), state, f)
+            sizes.append(sum(leaf.numel() * leaf.element_size() for leaf in pytree.tree_leaves(state)))
+        require(
+            len(set(sizes)) == 1,
+            solver,
+            "memory claim",
+            f"its state grows from {sizes[0]} to {sizes[-1]} bytes; a state keeps its shapes",
+        )
+        if isinstance(subject, SolverSpec):
+            claim = subject.state_bytes(features, itemsize=dtype.itemsize)
+            require(
+                claim is not None and claim * ROWS == sizes[-1],
+                subject,
+                "memory claim",
+                f"state_bytes({features}, itemsize={dtype.itemsize}) says {claim}, "
+                f"an element of the state takes {sizes[-1] / ROWS:g}",
+            )
+
+
+SOLVER_CONTRACTS: dict[str, Callable[[Solver | SolverSpec], None]] = {
     contract.__name__: contract
-    for contract in (contractions, one_iteration, elements_apart, best_survives, state_layout, low_precision)
+    for contract in (
+        contractions,
+        one_iteration,
+        elements_apart,
+        best_survives,
+        divergence,
+        state_layout,
+        frozen_elements,
+        selected_elements,
+        low_precision,
+        memory_claim,
+    )
 }
 
 
-def check_solver(solver: Solver) -> None:
-    """Run every contract on a solver.
+def check_solver(subject: Solver | SolverSpec) -> None:
+    """Run every contract on a solver, or on the one that a registered spec builds.
+
+    Args:
+        subject: the solver; or its spec, whose claim of memory is then checked too.
 
     Raises:
         ContractError: naming the solver, the contract and what to look at.
 
     """
     for contract in SOLVER_CONTRACTS.values():
-        contract(solver)
+        contract(subject)

@@ -1,11 +1,12 @@
-"""The built-in mixers and solvers hold the contracts that everyone's must."""
+"""The built-in mixers, solvers and gradient estimators hold the contracts that everyone's must."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 
 import implicit_blocks as ib
-from implicit_blocks.testing import MIXER_CONTRACTS, SOLVER_CONTRACTS
+from implicit_blocks.testing import GRADIENT_CONTRACTS, MIXER_CONTRACTS, SOLVER_CONTRACTS
 
 MIXERS = {
     "mamba2": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4),
@@ -21,12 +22,38 @@ MIXERS = {
     "attention-one-kv": ib.AttentionSpec(n_heads=2, n_kv_heads=1),
 }
 SOLVERS = {
-    "picard": ib.Picard(),
-    "picard-damped": ib.Picard(damping=0.7),
-    "picard-undamped-first": ib.Picard(damping=0.7, undamped_first=True),
-    "anderson": ib.Anderson(),
-    "anderson-1": ib.Anderson(memory=1),
-    "anderson-damped": ib.Anderson(memory=3, damping=0.8),
+    "picard": ib.PicardSpec(),
+    "picard-damped": ib.PicardSpec(damping=0.7),
+    "picard-undamped-first": ib.PicardSpec(damping=0.7, undamped_first=True),
+    "anderson": ib.AndersonSpec(),
+    "anderson-1": ib.AndersonSpec(memory=1),
+    "anderson-damped": ib.AndersonSpec(memory=3, damping=0.8),
+}
+
+
+def neumann(steps: int, damping: float):
+    """Return what the phantom gradient puts in place of ``(I − J)^{-1}``."""
+
+    def oracle(jacobian_FF):
+        step = damping * jacobian_FF + (1 - damping) * torch.eye(
+            jacobian_FF.shape[0], dtype=jacobian_FF.dtype
+        )
+        return damping * sum(torch.linalg.matrix_power(step, i) for i in range(steps))
+
+    return oracle
+
+
+EXACTLY = ib.Stopping(tolerance=1e-13, max_iterations=500)
+GRADIENTS = {
+    "phantom": (ib.PhantomSpec(), neumann(4, 0.8)),
+    "jacobian-free": (ib.PhantomSpec(steps=1, damping=1.0), neumann(1, 1.0)),
+    "implicit-function": (ib.ImplicitFunctionSpec(stopping=EXACTLY), "implicit"),
+    "implicit-function-anderson": (
+        ib.ImplicitFunctionSpec(solver=ib.AndersonSpec(), stopping=EXACTLY),
+        "implicit",
+    ),
+    "unrolled": (ib.UnrolledSpec(steps=3), "computation"),
+    "unrolled-checkpointed": (ib.UnrolledSpec(steps=3, checkpointing=True), "computation"),
 }
 
 
@@ -40,3 +67,22 @@ def test_mixer(name, contract):
 @pytest.mark.parametrize("name", SOLVERS)
 def test_solver(name, contract):
     SOLVER_CONTRACTS[contract](SOLVERS[name])
+
+
+SLOW = [  # two processes import torch; one exact and one biased estimator do for the fast suite
+    pytest.param(name, "ddp", marks=pytest.mark.slow)
+    for name in GRADIENTS
+    if name not in ("phantom", "implicit-function")
+]
+FAST = [
+    (name, contract)
+    for name in GRADIENTS
+    for contract in GRADIENT_CONTRACTS
+    if contract != "ddp" or name in ("phantom", "implicit-function")
+]
+
+
+@pytest.mark.parametrize(("name", "contract"), [*FAST, *SLOW])
+def test_gradient(name, contract):
+    spec, oracle = GRADIENTS[name]
+    GRADIENT_CONTRACTS[contract](spec, oracle=oracle)

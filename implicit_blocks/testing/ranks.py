@@ -1,0 +1,77 @@
+"""Two processes over gloo, for the contracts that ask for them."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from implicit_blocks.testing.contract import require
+
+SECONDS = 120
+
+
+def gradients_of_two_ranks(subject: Any, solver: Any, *, name: Any) -> list[Tensor]:
+    """Return the parameter's gradient on each of two ranks that train by DistributedDataParallel.
+
+    Raises:
+        ContractError: a rank failed, or both did not finish in time.
+
+    """
+    try:
+        payload = pickle.dumps((subject, solver))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        require(False, name, "ddp", f"it can't be sent to another process: {error}; define it in a module")
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "payload").write_bytes(payload)
+        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
+        environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "implicit_blocks.testing.ranks", folder, str(rank)],
+                env=environment,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in (0, 1)
+        ]
+        try:
+            said = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
+        except subprocess.TimeoutExpired:
+            said = []
+        finally:
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
+        require(bool(said), name, "ddp", f"two ranks did not finish within {SECONDS} s")
+        for number, rank in enumerate(ranks):
+            last = (said[number].strip().splitlines() or ["it said nothing"])[-1]
+            require(rank.returncode == 0, name, "ddp", f"rank {number} failed: {last}")
+        return [torch.load(Path(folder, f"gradient{rank}"), weights_only=True) for rank in (0, 1)]
+
+
+def main(folder: str, rank: int) -> None:
+    """Be one of the two ranks."""
+    from implicit_blocks.testing.gradients import rank_gradient
+
+    subject, solver = pickle.loads(Path(folder, "payload").read_bytes())
+    place = Path(folder, "store").absolute().as_uri()
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    try:
+        torch.save(rank_gradient(subject, solver, rank), Path(folder, f"gradient{rank}"))
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

@@ -1,0 +1,38 @@
+"""The run spec that the plugin ships, trained by the trainer, which knows the mixer by its kind alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+SPEC = "word_problem_s3_template"
+SMALL = [
+    "training.max_steps=30",
+    "training.batch_size=16",
+    "evaluation.sequences=16",
+    "evaluation.batch_size=16",
+    "evaluation.lengths=[32]",
+]
+
+
+def test_the_loss_falls(tmp_path):
+    output = tmp_path / "run"
+    command = [sys.executable, "-m", "trainer", "--spec", SPEC, "--output", str(output), *SMALL]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 30
+    assert sum(losses[-4:]) < 0.98 * sum(losses[:4])
+
+
+def test_knowing_the_kind_imports_no_torch():
+    code = (
+        "import sys; from implicit_blocks import registry; "
+        "entry = registry.entry('mixer', 'template'); "
+        "assert entry.owner == 'implicit-blocks-template', entry; "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

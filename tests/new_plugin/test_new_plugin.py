@@ -1,0 +1,261 @@
+"""``new-plugin``: what it writes works as it is written; what it can't write it refuses, leaving nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from implicit_blocks.__main__ import main
+from implicit_blocks.new_plugin import FAMILIES, PluginNames, choose_names, create_plugin, writing
+from implicit_blocks.new_plugin.writing import render
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST = "abcdefghij_klmnopqrst_uvwxyz12"
+
+
+def contents(folder: Path) -> dict[str, str]:
+    ignored = {"__pycache__", ".pytest_cache", ".ruff_cache"}
+    return {
+        str(path.relative_to(folder)): path.read_text(encoding="utf-8")
+        for path in folder.rglob("*")
+        if path.is_file()
+        and not ignored & set(path.parts)
+        and not any(part.endswith(".egg-info") or part == "build" for part in path.parts)
+    }
+
+
+@pytest.fixture
+def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# ------------------------------------------------------------------------------------- what it writes
+
+
+def test_the_plugin_template_is_what_the_command_writes():
+    assert contents(ROOT / "plugins" / "template") == render(PluginNames("template", "mixer"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_everything_a_distribution_needs(empty, family):
+    folder = create_plugin("acme_thing", family=family)
+    assert folder == empty / "acme_thing"
+    held = set(contents(folder))
+    package = "src/implicit_blocks_acme_thing"
+    assert held >= {
+        "pyproject.toml",
+        "README.md",
+        ".gitignore",
+        f"{package}/__init__.py",
+        f"{package}/py.typed",
+        f"{package}/spec.py",
+        f"{package}/{family}.py",
+        f"{package}/zoo/word_problem_s3_acme_thing.yaml",
+        "tests/test_acme_thing_contracts.py",
+        "tests/test_acme_thing_training.py",
+    }
+    assert not any("@" in name or "template" in name for name in held)
+    for name, text in contents(folder).items():
+        for word in ("@NAME@", "@CLASS@", "@MODULE@", "@FAMILY@", "@API@", "@LIBRARY@", "@BUILDER@"):
+            assert word not in text, (name, word)
+
+
+@pytest.mark.parametrize("name", ["q", "acme_thing", LONGEST])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ruff_finds_nothing_whatever_the_name_s_length(empty, family, name):
+    folder = create_plugin(name, family=family)
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--no-cache", folder],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def installed(folder: Path, site: Path) -> dict[str, str]:
+    """Install a plugin's wheel in a folder; return the environment of programs that shall find it."""
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
+    sources = shutil.copytree(folder, site.with_name("sources"))  # building writes into the source folder
+    done = subprocess.run(
+        [*pip, "--no-index", "--no-build-isolation", "--target", site, sources],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    path = os.pathsep.join([str(site), str(ROOT)])
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "IMPLICIT_BLOCKS_PLUGINS": "acme_thing"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_passes_its_own_tests_as_written(empty, family):
+    folder = create_plugin("acme_thing", family=family)
+    environment = installed(folder, empty / "site")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_found_and_trains_from_yaml_at_once(empty, family):
+    folder = create_plugin("acme_thing", family=family)
+    environment = installed(folder, empty / "site")
+    small = ["training.max_steps=2", "training.batch_size=4", "evaluation.sequences=4"]
+    small += ["evaluation.lengths=[32]", "evaluation.batch_size=4"]
+    for arguments in (
+        ["implicit_blocks", "list"],
+        ["trainer", "--spec", "word_problem_s3_acme_thing", "--output", "run", *small],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-m", *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        if arguments[-1] == "list":
+            row = next(line for line in done.stdout.splitlines() if "acme_thing" in line).split()
+            assert row[:4] == [family, "acme_thing", "implicit-blocks-acme-thing", "0.1.0"]
+    records = [json.loads(line) for line in Path("run", "metrics.jsonl").read_text().splitlines()]
+    assert sum("loss" in record for record in records) == 2
+
+
+def test_the_command_says_what_to_do_next(empty, capsys):
+    assert main(["new-plugin", "acme_thing", "--family", "solver", "--directory", "deep/er/folder"]) == 0
+    said = capsys.readouterr().out
+    for command in (
+        "python -m pip install -e 'deep/er/folder[test]'",
+        "python -m trainer --spec word_problem_s3_acme_thing",
+        "python -m pytest deep/er/folder",
+    ):
+        assert command in said
+    assert Path("deep/er/folder/pyproject.toml").is_file()
+
+
+def test_an_empty_folder_is_taken_even_the_one_we_are_in(empty):
+    assert create_plugin("acme_thing", family="mixer", directory=".") == empty
+    assert (empty / "src").is_dir()
+    assert not [path for path in empty.iterdir() if path.name.startswith(".new-plugin")]
+
+
+# ------------------------------------------------------------------------------------- what it refuses
+
+
+@pytest.mark.parametrize(
+    ("name", "messages"),
+    [
+        ("acme-thing", ["no identifier in lower case", "'acme_thing'"]),
+        ("Acme", ["no identifier", "'acme'"]),
+        ("3d", ["no identifier", "'p_3d'"]),
+        ("a__b", ["no identifier", "'a_b'"]),
+        ("_x", ["no identifier"]),
+        ("größe", ["no identifier"]),
+        ("../up", ["no identifier", "'up'"]),
+        ("", ["no identifier", "'acme_shift'"]),
+        ("class", ["a word of Python", "'my_class'"]),
+        ("match", ["a word of Python"]),
+        ("a" * 31, ["31 characters", "at most 30"]),
+        ("mixer", ["reserved", "'Mixer'"]),
+        ("window", ["reserved", "'Window'"]),
+        ("picard", ["taken", "solver 'picard' is registered by implicit_blocks", "'my_picard'"]),
+        ("word_problem", ["taken", "data 'word_problem'"]),
+        ("trainer", ["taken", "has a plugin of that name"]),
+        ("json", ["taken", "standard library"]),
+        ("numpy", ["taken", "module 'numpy' is installed"]),
+        ("explicit", ["taken", "the zoo has a spec 'word_problem_s3_explicit'"]),
+    ],
+)
+def test_names_that_cannot_be(empty, capsys, name, messages):
+    assert main(["new-plugin", name, "--family", "mixer"]) == 2
+    said = capsys.readouterr().err
+    for message in messages:
+        assert message in said
+    assert not list(empty.iterdir())
+
+
+def test_a_plugin_that_failed_to_load_has_its_name_all_the_same(empty, monkeypatch, tmp_path):
+    from implicit_blocks import registry
+
+    info = tmp_path / "site" / "broken-0.1.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[implicit_blocks]\nbroken_one = broken_no_such_module\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with registry.isolated(), pytest.raises(ValueError, match=r"broken 0\.1 has a plugin of that name"):
+        choose_names("broken_one", "mixer")
+
+
+def test_a_family_without_a_template(empty, capsys):
+    with pytest.raises(ValueError, match="no template for family 'optimizer'; choose one of mixer, solver"):
+        create_plugin("acme_thing", family="optimizer")
+    with pytest.raises(SystemExit):
+        main(["new-plugin", "acme_thing", "--family", "optimizer"])
+    assert "mixer" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_empty_stays_as_it_is(empty, capsys):
+    folder = empty / "taken"
+    folder.mkdir()
+    (folder / "mine.txt").write_text("precious")
+    assert main(["new-plugin", "acme_thing", "--family", "mixer", "--directory", "taken"]) == 2
+    said = capsys.readouterr().err
+    assert "is not empty (it holds mine.txt)" in said
+    assert "--directory" in said
+    assert [path.name for path in folder.iterdir()] == ["mine.txt"]
+
+
+def test_a_file_is_no_folder(empty):
+    (empty / "acme_thing").write_text("")
+    with pytest.raises(ValueError, match="is a file; give a folder"):
+        create_plugin("acme_thing", family="mixer")
+    with pytest.raises(ValueError, match=r"can't (write|read)"):
+        create_plugin("acme_thing", family="mixer", directory=empty / "acme_thing" / "deeper")
+
+
+@pytest.mark.parametrize("existing", [True, False])
+@pytest.mark.parametrize("broken", ["write", "move"])
+def test_nothing_is_left_half_written(empty, monkeypatch, broken, existing):
+    target = empty / "deep" / "folder"
+    if existing:
+        target.mkdir(parents=True)
+    calls = 0
+
+    def fails(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise OSError(28, "No space left on device")
+        return original(*arguments, **options)
+
+    place, name = (Path, "write_text") if broken == "write" else (writing.os, "replace")
+    original = getattr(place, name)
+    monkeypatch.setattr(place, name, fails)
+    with pytest.raises(ValueError, match="No space left on device; give another --directory"):
+        create_plugin("acme_thing", family="mixer", directory=target)
+    if existing:
+        assert target.is_dir()
+        assert not list(target.iterdir())
+    else:
+        assert not list(empty.iterdir())
