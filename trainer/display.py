@@ -119,6 +119,25 @@ class PlainDisplay:
         """Do nothing."""
 
 
+class SilentDisplay:
+    """Shows nothing: for all processes of a run but one."""
+
+    def start(self, *, step: int, total: int) -> None:
+        """Do nothing."""
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Do nothing."""
+
+    def say(self, text: str) -> None:
+        """Do nothing."""
+
+    def doing(self, text: str) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
 class RichDisplay:
     """A live bar on a terminal, the latest metrics in a line below it."""
 

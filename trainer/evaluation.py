@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.data.source import EvaluationSet
+from trainer.data.source import Batch, EvaluationSet
+from trainer.distributed import Ranks
 from trainer.metrics import rounded
 from trainer.step import SearchStatistics, autocast, correct_and_scored, search_statistics
 
@@ -104,8 +105,15 @@ def evaluate(
     last_tokens: int,
     window_length: int | None = None,
     announce: Callable[[str], None] = lambda text: None,
+    ranks: Ranks | None = None,
+    equally_often: bool = False,
 ) -> list[EvaluationResult]:
-    """Evaluate ``model`` on every set, in eval mode (its evaluation solver and stopping)."""
+    """Evaluate ``model`` on every set, in eval mode (its evaluation solver and stopping).
+
+    Each of the ``ranks`` takes its share of a set, and all get the result of the whole; ``equally_often``
+    has them call the model equally often, for models that communicate when they are called.
+    """
+    ranks = Ranks(device) if ranks is None else ranks
     was_training = model.training
     model.eval()
     try:
@@ -121,6 +129,8 @@ def evaluate(
                     batch_size=batch_size,
                     last_tokens=last_tokens,
                     window_length=window_length,
+                    ranks=ranks,
+                    equally_often=equally_often,
                 )
             )
         return results
@@ -138,53 +148,76 @@ def _evaluate_set(
     batch_size: int,
     last_tokens: int,
     window_length: int | None,
+    ranks: Ranks,
+    equally_often: bool,
 ) -> EvaluationResult:
     began = time.perf_counter()
     length = evaluation_set.length
-    loss_sum = torch.zeros((), dtype=torch.float64)
+    loss_sum = 0.0
     correct_L = torch.zeros(length, dtype=torch.int64)
     scored_L = torch.zeros(length, dtype=torch.int64)
     iterations_L = torch.zeros(length, dtype=torch.float64)
     per_sequence: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    tokens_converged: int | None = 0
-    sequences = 0
-    for batch in evaluation_set.batches(batch_size):
+    by_token, tokens_converged = True, 0
+    for batch, counts in _share(evaluation_set, batch_size, ranks, equally_often=equally_often):
         batch = batch.to(device)
         labels_BL = batch.labels
         with autocast(device, precision):
             output = model(batch.inputs, labels=labels_BL, window_length=window_length, **batch.context())
+        if not counts:
+            continue
         correct_BL, scored_BL = correct_and_scored(output.logits.argmax(-1), labels_BL)
         scored = int(scored_BL.sum())
         if scored > 0:
             loss_sum += float(output.loss) * scored
         correct_L += correct_BL.sum(0).cpu()
         scored_L += scored_BL.sum(0).cpu()
-        sequences += len(batch)
         solution = output.solution
         if solution is None:
             continue
         per_sequence.append((solution.iterations, solution.residual, solution.converged, solution.diverged))
         if solution.token_iterations is None or solution.token_converged is None:
-            tokens_converged = None
-        elif tokens_converged is not None:
+            by_token = False
+        else:
             iterations_L += solution.token_iterations.sum(0).cpu()
             tokens_converged += int(solution.token_converged.sum())
 
-    by_token = bool(per_sequence) and tokens_converged is not None
+    status = [torch.cat(column).cpu() for column in zip(*per_sequence, strict=True)]
+    every = [columns for columns in ranks.gather_objects(status) if columns]
+    by_token = bool(every) and ranks.all(by_token)
+    loss_sum, converged, *by_position = ranks.sum(
+        [loss_sum, tokens_converged, *correct_L.tolist(), *scored_L.tolist(), *iterations_L.tolist()]
+    )
+    correct_L, scored_L, iterations_L = torch.tensor(by_position, dtype=torch.float64).view(3, length)
+    sequences = evaluation_set.sequences
     return EvaluationResult(
         name=evaluation_set.name,
         settings=dict(evaluation_set.settings),
         length=length,
         sequences=sequences,
-        loss=float(loss_sum) / max(1, int(scored_L.sum())),
+        loss=loss_sum / max(1, int(scored_L.sum())),
         accuracy=_ratio(correct_L, scored_L),
         accuracy_last=_ratio(correct_L[-last_tokens:], scored_L[-last_tokens:]),
-        search=search_statistics(*map(torch.cat, zip(*per_sequence, strict=True))) if per_sequence else None,
-        token_converged=rounded((tokens_converged or 0) / (sequences * length)) if by_token else None,
+        search=search_statistics(*map(torch.cat, zip(*every, strict=True))) if every else None,
+        token_converged=rounded(converged / (sequences * length)) if by_token else None,
         accuracy_by_position=tuple((correct_L / scored_L.clamp(min=1)).tolist()),
         iterations_by_position=tuple((iterations_L / sequences).tolist()) if by_token else None,
         seconds=time.perf_counter() - began,
     )
+
+
+def _share(
+    evaluation_set: EvaluationSet, batch_size: int, ranks: Ranks, *, equally_often: bool
+) -> Iterator[tuple[Batch, bool]]:
+    """Go through a rank's share of a set; with False come batches that only keep the others company."""
+    calls = 0
+    for batch in evaluation_set.batches(batch_size, rank=ranks.rank, world_size=ranks.world_size):
+        yield batch, True
+        calls += 1
+    largest_share = -(-evaluation_set.sequences // ranks.world_size)
+    if equally_often:
+        for _ in range(calls, -(-largest_share // batch_size)):
+            yield evaluation_set.source.batch(0, 1), False
 
 
 def _ratio(correct: Tensor, scored: Tensor) -> float:

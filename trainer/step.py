@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from implicit_blocks.interfaces import Solution
 from trainer.data.source import Batch
+from trainer.distributed import Layout, Ranks
 
 _Status = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -39,6 +40,7 @@ class StepResult:
     """What one training step measured; ``search`` is None for an explicit model.
 
     ``adjoint`` is the backward solves of a gradient that has them (``implicit_function``), else None.
+    ``request`` is the largest of what the ranks were asked for. Everything is over all ranks.
     """
 
     loss: float
@@ -47,6 +49,7 @@ class StepResult:
     gradient_norm: float
     search: SearchStatistics | None
     adjoint: SearchStatistics | None = None
+    request: int = 0
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
@@ -63,66 +66,71 @@ def correct_and_scored(predictions_BL: Tensor, labels_BL: Tensor) -> tuple[Tenso
 
 
 def training_step(
-    model: nn.Module,
+    layout: Layout,
     optimizer: torch.optim.Optimizer,
     batch: Batch,
     *,
-    device: torch.device,
     precision: str,
     micro_batch_size: int | None,
     clip_norm: float | None,
     last_tokens: int,
     refuse: Callable[[str, float], Exception],
+    request: Callable[[], int] = lambda: 0,
 ) -> StepResult:
-    """Make one update from a global batch, cut into micro-batches.
+    """Make one update from a global batch, of which ``batch`` is this rank's part, cut into micro-batches.
 
-    The loss is the mean over the batch's scored tokens, however it is cut into micro-batches. Before the
-    update the loss and the gradient norm are read; where one isn't finite, ``refuse(quantity, value)`` is
-    raised and weights and optimizer state stay as they were.
+    The loss is the mean over the global batch's scored tokens, however it is cut into ranks and micro-batches.
+    Before the update the loss and the gradient norm are read; where one isn't finite, ``refuse(quantity,
+    value)`` is raised, on every rank, and weights and optimizer state stay as they were.
+
+    ``request`` is read at the end; the result has the largest of the ranks' answers, so that all of them know
+    when one was asked to stop or to save.
     """
-    model.train()
-    size = micro_batch_size or len(batch)
-    scored_total = max(1, int((batch.labels != IGNORED).sum()))
-    tally = _Tally(device)
+    ranks = layout.ranks
+    layout.forward.train()
+    size = min(micro_batch_size or len(batch), len(batch))
+    scored_total = max(1, int(ranks.sum([int((batch.labels != IGNORED).sum())])[0]))
+    tally = _Tally(ranks.device)
     optimizer.zero_grad(set_to_none=True)
     for first in range(0, len(batch), size):
         part = batch.rows(first, first + size)
         share = int((part.labels != IGNORED).sum()) / scored_total
-        if share == 0.0:
+        if share == 0.0 and ranks.alone:
             continue  # a mean over no label at all would be NaN
-        part = part.to(device)
-        with autocast(device, precision):
-            output = model(part.inputs, labels=part.labels, return_logits=False, **part.context())
-        loss = output.loss * share
-        loss.backward()
-        tally.add(loss.detach(), output, part.labels, last_tokens)
+        part = part.to(ranks.device)
+        labels_BL = part.labels
+        if share == 0.0:  # the others wait for this rank to take part: with a label that weighs nothing
+            labels_BL = labels_BL.clone()
+            labels_BL[0, 0] = 0
+        with layout.accumulating(last=first + size >= len(batch)):
+            with autocast(ranks.device, precision):
+                output = layout.forward(
+                    part.inputs, labels=labels_BL, return_logits=False, **part.context()
+                )
+            (output.loss * (share * layout.gradient_scale)).backward()
+        tally.add(output.loss.detach() * share, output, part.labels, last_tokens)
 
     # One reading from the device for the check: the update must not be made with what isn't a number.
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    limit = math.inf if clip_norm is None else clip_norm
-    norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
-    loss_value, norm_value = torch.stack([tally.loss, norm.to(tally.loss)]).tolist()
-    if not math.isfinite(loss_value):
-        raise refuse("loss", loss_value)
-    if not math.isfinite(norm_value):
-        raise refuse("gradient norm", norm_value)
+    totals = tally.over(ranks, norm=layout.clip(math.inf if clip_norm is None else clip_norm), request=request)
+    for quantity, value in (("loss", totals.loss), ("gradient norm", totals.gradient_norm)):
+        if not math.isfinite(value):
+            raise refuse(quantity, value)
     optimizer.step()
-    return tally.result(loss=loss_value, gradient_norm=norm_value)
+    return totals
 
 
 class _Tally:
-    """Sums over the micro-batches of a step, kept on the device until the end."""
+    """Sums over a rank's micro-batches, kept on the device until the end of the step."""
 
     def __init__(self, device: torch.device) -> None:
-        self.loss = torch.zeros((), device=device)
-        self._correct = torch.zeros(
-            4, device=device
-        )  # correct, scored, correct among the last, scored among the last
+        self._loss = torch.zeros((), device=device)
+        # correct, scored, correct among the last, scored among the last
+        self._correct = torch.zeros(4, device=device)
         self._searches: list[_Status] = []
         self._adjoints: list[_Status] = []
 
     def add(self, loss: Tensor, output: object, labels_BL: Tensor, last_tokens: int) -> None:
-        self.loss = self.loss + loss.to(self.loss)
+        self._loss = self._loss + loss.to(self._loss)
         predictions = output.predictions  # type: ignore[attr-defined]  # the contract of language models
         correct_BL, scored_BL = correct_and_scored(predictions, labels_BL)
         last_correct, last_scored = correct_BL[:, -last_tokens:], scored_BL[:, -last_tokens:]
@@ -136,15 +144,22 @@ class _Tally:
         if solution.adjoint is not None:
             self._adjoints += map(_status, solution.adjoint.solutions)
 
-    def result(self, *, loss: float, gradient_norm: float) -> StepResult:
-        correct, scored, last_correct, last_scored = self._correct.tolist()
+    def over(self, ranks: Ranks, *, norm: Tensor, request: Callable[[], int]) -> StepResult:
+        """Read everything from the device at once, and put it together with what the other ranks read."""
+        searches, adjoints = _columns(self._searches), _columns(self._adjoints)
+        scalars = torch.cat([torch.stack([self._loss, norm.to(self._loss)]), self._correct])
+        own = torch.cat([scalars.double(), *searches, *adjoints]).tolist()
+        every = torch.tensor(ranks.gather([float(request()), *own]), dtype=torch.float64)
+        first_search, first_adjoint = 7, 7 + sum(column.numel() for column in searches)
+        correct, scored, last_correct, last_scored = every[:, 3:first_search].sum(0).tolist()
         return StepResult(
-            loss=loss,
+            loss=float(every[:, 1].sum()),
             accuracy=correct / max(1.0, scored),
             accuracy_last=last_correct / max(1.0, last_scored),
-            gradient_norm=gradient_norm,
-            search=_summed_up(self._searches),
-            adjoint=_summed_up(self._adjoints),
+            gradient_norm=float(every[0, 2]),  # of all ranks' gradients already
+            search=_summed_up(every[:, first_search:first_adjoint]),
+            adjoint=_summed_up(every[:, first_adjoint:]),
+            request=int(every[:, 0].max()),
         )
 
 
@@ -153,14 +168,19 @@ def _status(solution: Solution) -> _Status:
     return solution.iterations, solution.residual, solution.converged, solution.diverged
 
 
-def _summed_up(searches: list[_Status]) -> SearchStatistics | None:
-    return search_statistics(*map(torch.cat, zip(*searches, strict=True))) if searches else None
+def _columns(searches: list[_Status]) -> list[Tensor]:
+    return [torch.cat(column).double() for column in zip(*searches, strict=True)]
+
+
+def _summed_up(every: Tensor) -> SearchStatistics | None:
+    """Sum up the four columns of all ranks' searches, (ranks, 4 · sequences of a rank)."""
+    return search_statistics(*every.unflatten(1, (4, -1)).unbind(1)) if every.numel() else None
 
 
 def search_statistics(
     iterations: Tensor, residual: Tensor, converged: Tensor, diverged: Tensor
 ) -> SearchStatistics:
-    """Summarize the searches of many sequences, all of shape (B,), with one reading from the device."""
+    """Summarize the searches of many sequences, all of one shape, with one reading from the device."""
     residual = residual.float()
     counts = iterations.float()
     mean, largest, mean_residual, largest_residual, met, lost = torch.stack(

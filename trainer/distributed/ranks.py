@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from trainer.devices import choose_device
 from trainer.errors import DeviceError
@@ -28,8 +27,7 @@ class Ranks:
     """One process among those of a run.
 
     Methods that talk to the others must be called by every rank, in the same order. They talk of small things
-    on the host (gloo), so that no GPU is waited for; tensors of a device are reduced by `sum_tensor` (NCCL on
-    CUDA).
+    on the host (gloo), so that no GPU is waited for.
     """
 
     device: torch.device
@@ -108,20 +106,15 @@ class Ranks:
                 raise (ValueError if of_the_user else RuntimeError)(f"rank {rank}: {text}")
         return value  # type: ignore[no-any-return]  # the type that act returns
 
-    def sum_tensor(self, tensor: Tensor) -> Tensor:
-        """Add a tensor of the run's device up over the ranks, without reading it."""
-        if not self.alone:
-            tensor = tensor.clone()
-            dist.all_reduce(tensor)
-        return tensor
-
-    def gather_tensor(self, tensor: Tensor) -> Tensor:
-        """Join the ranks' tensors along the first dimension; they must have one shape."""
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Return every rank's numbers, by rank; each must have as many. They travel in float64."""
         if self.alone:
-            return tensor
-        whole = tensor.new_empty(self.world_size * tensor.shape[0], *tensor.shape[1:])
-        dist.all_gather_into_tensor(whole, tensor.contiguous())
-        return whole
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.float64)
+        whole = torch.empty(self.world_size * own.numel(), dtype=torch.float64)
+        dist.all_gather_into_tensor(whole, own)
+        every: list[list[float]] = whole.view(self.world_size, -1).tolist()
+        return every
 
     def _reduce(self, numbers: Sequence[float], how: Any) -> list[float]:
         if self.alone:

@@ -1,0 +1,35 @@
+"""Ranks that were started differently are told so before anything is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.distributed.ranks import Ranks
+from trainer.files import digest
+from trainer.run_folder import differences
+
+SHOWN = 8
+
+
+def require_same_spec(ranks: Ranks, spec: Mapping[str, Any], *, options: Mapping[str, Any]) -> None:
+    """Refuse, on every rank, to go on where one has another spec, or other options of the command line.
+
+    Raises:
+        ValueError: each rank that differs from rank 0, with both values of what differs.
+
+    """
+    told = {"spec": spec, "options": options}
+    if len(set(ranks.gather_objects(digest(told)))) == 1:
+        return
+    every = ranks.gather_objects(told)
+    problems = []
+    for rank, other in enumerate(every):
+        found = [change.removeprefix("spec.") for change in differences(every[0], other)]
+        if found:
+            more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+            problems.append(f"rank 0 → rank {rank}: {'; '.join(found[:SHOWN])}{more}")
+    raise ValueError(
+        "the ranks were not started with the same spec and options; give every one the same command "
+        f"({' | '.join(problems)})"
+    )

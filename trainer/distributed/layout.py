@@ -1,0 +1,213 @@
+"""How a model is laid out over the ranks: whole on each, or sharded with PyTorch's FSDP2.
+
+A rank's gradient is that of its own sequences; both DDP and FSDP average over the ranks, so a rank scales its
+loss by their number and the average becomes the sum (`Layout.gradient_scale`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, is_dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+from implicit_blocks.specs import ModelSpec
+from implicit_blocks.stopping import RankAgreement, fixed_budget
+from trainer.distributed.ranks import Ranks
+from trainer.specs.parallel import ParallelSpec
+
+Kind = Literal["none", "ddp", "fsdp", "hsdp"]
+
+STATE_BYTES = 16
+"""Of a parameter, in training: the weight, its gradient and two moments, all float32."""
+DDP_SHARE = 0.2
+"""Of a GPU's memory: where the state takes more, `auto` shards it."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model over the ranks.
+
+    ``model`` is the module whose parameters are trained and stored, ``forward`` what is called in training
+    (the same, or its DDP wrapper).
+    """
+
+    kind: Kind
+    ranks: Ranks
+    model: nn.Module
+    forward: nn.Module
+    communicates_in_the_loop: bool = False
+    """Whether every call of a layer talks to the other ranks, which must call it equally often."""
+
+    @property
+    def gradient_scale(self) -> float:
+        """What a rank multiplies its loss by, so that the ranks' average is their sum."""
+        return float(self.ranks.world_size)
+
+    @contextmanager
+    def accumulating(self, *, last: bool) -> Iterator[None]:
+        """Go through one micro-batch, forward and backward; gradients are exchanged with the last one only.
+
+        Sharded weights are gathered for the first one and stay until the last.
+        """
+        context: AbstractContextManager[Any] = nullcontext()
+        if isinstance(self.forward, DistributedDataParallel) and not last:
+            context = self.forward.no_sync()
+        if isinstance(self.model, FSDPModule):
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_is_last_backward(last)
+            if not self.communicates_in_the_loop:
+                self.model.set_reshard_after_backward(last)
+        with context:
+            yield
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Have the weights for a time without gradients, in which ranks may call the model differently often.
+
+        Where layers communicate one by one they go on doing so.
+        """
+        if not isinstance(self.model, FSDPModule) or self.communicates_in_the_loop:
+            yield
+            return
+        self.model.unshard()
+        try:
+            yield
+        finally:
+            self.model.reshard()
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale the gradients so that their norm, over all ranks, is at most ``limit``; return what it was."""
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def alone(model: nn.Module, device: torch.device) -> Layout:
+    """Return the layout of a process without others."""
+    return Layout("none", Ranks(device), model, model)
+
+
+def lay_out(
+    model: nn.Module, spec: ParallelSpec, ranks: Ranks, *, phases: Iterable[ModelSpec] = ()
+) -> Layout:
+    """Lay ``model``, built on the CPU with the same weights on every rank, out over the ranks and devices.
+
+    Args:
+        model: the model; what `unit: layer` shards one by one its ``sharding_units()`` tells.
+        spec: the run's `training.parallel` section.
+        ranks: the processes.
+        phases: the models' specs in the run's phases.
+
+    Raises:
+        ValueError: a layout that these ranks or this model can't have.
+
+    """
+    if ranks.alone:
+        model = model.to(ranks.device)
+        return Layout("none", ranks, model, model)
+    kind = choose_kind(spec, ranks, parameters=sum(parameter.numel() for parameter in model.parameters()))
+    if kind == "ddp":
+        model = model.to(ranks.device)
+        device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+        # The ranks' weights are equal as they are built; buffers are constants.
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=device_ids,
+            broadcast_buffers=False,
+            init_sync=False,
+            gradient_as_bucket_view=True,
+        )
+        return Layout("ddp", ranks, model, wrapped)
+    mesh = _mesh(kind, spec, ranks)
+    by_layer = spec.unit == "layer"
+    model.register_forward_hook(_let_fsdp_see)
+    if by_layer:
+        for unit in _units(model, phases):
+            unit.weights_come_and_go = True
+            fully_shard(unit, mesh=mesh)
+            if hasattr(unit, "advance"):
+                register_fsdp_forward_method(unit, "advance")
+        model.agree = fixed_budget if spec.stopping == "fixed_budget" else RankAgreement()  # type: ignore[assignment]  # not a module's
+    # The loop goes over these weights any number of times, so they stay from the forward to the backward pass.
+    # In float32, as they are kept: bfloat16 copies are made from them once a pass (autocast), while norms and
+    # an SSM's A, dt and D are used in float32.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return Layout(kind, ranks, model, model, communicates_in_the_loop=by_layer)
+
+
+def choose_kind(spec: ParallelSpec, ranks: Ranks, *, parameters: int) -> Kind:
+    """Return the layout of a spec for these ranks.
+
+    Raises:
+        ValueError: several processes for kind none; groups that don't come out even.
+
+    """
+    if spec.kind == "none":
+        raise ValueError(
+            f"training.parallel.kind is none, but there are {ranks.world_size} processes; choose auto, ddp, "
+            "fsdp or hsdp, or start one process"
+        )
+    kind: Kind = spec.kind if spec.kind != "auto" else _automatic(ranks, parameters)
+    if kind == "hsdp":
+        size = shard_size(spec, ranks)
+        if ranks.world_size % size:
+            raise ValueError(
+                f"training.parallel.shard_size {size} does not divide the {ranks.world_size} processes; "
+                "choose a divisor"
+            )
+    return kind
+
+
+def shard_size(spec: ParallelSpec, ranks: Ranks) -> int:
+    """Return how many ranks share one copy of the state under hsdp."""
+    return spec.shard_size if spec.shard_size is not None else ranks.local_world_size
+
+
+def _automatic(ranks: Ranks, parameters: int) -> Kind:
+    if ranks.device.type != "cuda":
+        return "ddp"
+    memory = torch.cuda.get_device_properties(ranks.device).total_memory
+    if STATE_BYTES * parameters <= DDP_SHARE * memory:
+        return "ddp"
+    return "fsdp" if ranks.world_size == ranks.local_world_size else "hsdp"
+
+
+def _mesh(kind: Kind, spec: ParallelSpec, ranks: Ranks) -> DeviceMesh:
+    if kind == "fsdp":
+        return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("shard",))
+    size = shard_size(spec, ranks)
+    shape = (ranks.world_size // size, size)
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _units(model: nn.Module, phases: Iterable[ModelSpec]) -> list[nn.Module]:
+    units: Callable[[], list[nn.Module]] | None = getattr(model, "sharding_units", None)
+    if units is None:
+        raise ValueError(
+            f"{type(model).__name__} has no layers to shard one by one (sharding_units); "
+            "set training.parallel.unit=loop"
+        )
+    for phase in phases:
+        gradient = getattr(phase, "gradient", None)
+        if gradient is not None and gradient.kind == "implicit_function":
+            raise ValueError(
+                "gradient 'implicit_function' solves an equation in backward by calling the layers an unequal "
+                "number of times; set training.parallel.unit=loop, or choose gradient 'phantom'"
+            )
+    return units()
+
+
+def _let_fsdp_see(module: nn.Module, arguments: Any, output: Any) -> None:
+    """Register the class of a model's output, so that FSDP finds the loss in it and hooks its backward."""
+    kind = type(output)
+    if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
+        pytree.register_dataclass(kind)
