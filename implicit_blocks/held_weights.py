@@ -12,11 +12,14 @@ from torch.nn.utils import parametrize
 from implicit_blocks.layers import Linear, SwiGLU
 from implicit_blocks.weight_norm import WeightNorm
 
+WEIGHTS_COME_AND_GO = "weights_come_and_go"
+"""Name of the attribute that is true for a module that has its weights only while it runs."""
+
 
 class HeldWeights:
     """The weights of modules as they are now, to be used for as many calls as wanted.
 
-    Layers that have their weights only while they run (``weights_come_and_go``, as when each is gathered from
+    Layers that have their weights only while they run (`WEIGHTS_COME_AND_GO`, as where each is gathered from
     other processes for its turn) are left to make them ready themselves.
 
     Made once a forward pass, outside the fixed-point loop, in the gradient and autocast mode of the caller; a
@@ -55,7 +58,7 @@ class HeldWeights:
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:
-    if getattr(module, "weights_come_and_go", False):
+    if getattr(module, WEIGHTS_COME_AND_GO, False):
         return
     yield module
     for child in module.children():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -311,6 +311,21 @@ class LanguageModel(nn.Module, ABC):
         """
         for block in self.backbone.blocks():
             block.compile(dynamic=False)
+
+    def checkpoint_activations(self, what: Literal["none", "steps", "layers"]) -> None:
+        """Choose what backward computes again instead of keeping it.
+
+        Args:
+            what: nothing; ``steps``: each differentiated call of the map, of which only the start is kept;
+                ``layers``: each layer of each such call, so that backward holds one layer's activations at a
+                time. Both cost one more forward pass of what is differentiated.
+
+        """
+        self.backbone.checkpoint = what
+
+    def sharding_units(self) -> list[nn.Module]:
+        """Return the layers, which may be sharded over processes one by one."""
+        return list(self.backbone.blocks())
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters that weight decay applies to (matrices, embedding) and the others, each once.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from implicit_blocks.specs import load_spec, spec_name
 from trainer.display import duration
-from trainer.errors import CallbackError, DataError, FailedSaveError, NonFiniteLossError
+from trainer.errors import CallbackError, DataError, FailedSaveError, NonFiniteLossError, PeerError
 from trainer.spec import RunSpec
 
 REFUSED = 2
@@ -78,9 +78,11 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             return 0
         import torch
 
+        from trainer.distributed import join, leave
         from trainer.run import build
         from trainer.run_folder import folder_to_resume
 
+        ranks = join(options.device, timeout_minutes=spec.training.parallel.timeout_minutes)
         resume = options.resume or options.checkpoint is not None
         output = options.output
         if output is None and resume:
@@ -89,7 +91,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             spec,
             name=name,
             output=output,
-            device=options.device,
+            ranks=ranks,
             resume=resume,
             checkpoint=options.checkpoint,
             command=command,
@@ -97,8 +99,9 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
     except (ValueError, OSError) as error:
         return _refuse(str(error), REFUSED)
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    others = "" if ranks.alone else f" and {ranks.world_size - 1} more ({run.manifest['layout']})"
     run.display.say(
-        f"{name}: {parameters:,} parameters on {run.manifest['device']}, writing to {run.folder.path}"
+        f"{name}: {parameters:,} parameters on {run.manifest['device']}{others}, writing to {run.folder.path}"
     )
     try:
         summary = run.train(stop_at=options.stop_at)
@@ -106,6 +109,8 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         kept = run.loop.last_checkpoint
         where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
         return _refuse(f"{error}; {where}", NOT_FINITE if isinstance(error, NonFiniteLossError) else REFUSED)
+    except PeerError as error:
+        return _refuse(str(error), REFUSED)
     except FailedSaveError as error:
         return _refuse(str(error), NOT_SAVED)
     except torch.OutOfMemoryError as error:
@@ -115,14 +120,17 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             "lower training.micro_batch_size or data.length (--dry-run estimates what a step takes)",
             REFUSED,
         )
+    leave()
     if summary is None:
-        print(f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}")
+        run.display.say(
+            f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}"
+        )
         asked = options.stop_at is not None and run.loop.progress.step >= options.stop_at
         return 0 if asked else INTERRUPTED
     if summary["stopped"] is not None:
-        print(f"ended early, after step {summary['steps']}: {summary['stopped']}")
+        run.display.say(f"ended early, after step {summary['steps']}: {summary['stopped']}")
     written = [path for path in (run.folder.summary_path, run.folder.report_path) if path.exists()]
-    print(f"done in {duration(summary['seconds'])}: {', '.join(map(str, written))}")
+    run.display.say(f"done in {duration(summary['seconds'])}: {', '.join(map(str, written))}")
     return 0
 
 

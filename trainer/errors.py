@@ -39,6 +39,10 @@ class CallbackError(RuntimeError):
         )
 
 
+class PeerError(RuntimeError):
+    """Another process of the run failed, in its own words."""
+
+
 class NonFiniteLossError(RuntimeError):
     """The loss or the gradient stopped being a number; the update was not made.
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from implicit_blocks.specs import ModelSpec
 from trainer.callbacks import CallbackContext, Callbacks
 from trainer.checkpoint import Checkpointer, Progress, step_name
-from trainer.data.source import DataSource, EvaluationSet
+from trainer.data.source import DataSource, EvaluationSet, rank_share
 from trainer.display import Display
+from trainer.distributed import Layout
 from trainer.errors import CallbackError, DataError, FailedSaveError, NonFiniteLossError
 from trainer.evaluation import EvaluationResult, adjoint_row, evaluate, search_row, table
 from trainer.interrupt import Interrupt
@@ -37,26 +37,27 @@ class Loop:
         self,
         spec: RunSpec,
         *,
-        model: nn.Module,
+        layout: Layout,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
         data: DataSource,
         evaluation_sets: Mapping[str, EvaluationSet],
         folder: RunFolder,
-        device: torch.device,
         display: Display,
         checkpointer: Checkpointer,
         progress: Progress = Progress(),  # noqa: B008  # frozen
         callbacks: Callbacks | None = None,
     ) -> None:
         self.spec = spec
-        self.model = model
+        self.layout = layout
+        self.ranks = layout.ranks
+        self.model = layout.model
         self.optimizer = optimizer
         self.schedule = schedule
         self.data = data
         self.evaluation_sets = evaluation_sets
         self.folder = folder
-        self.device = device
+        self.device = self.ranks.device
         self.display = display
         self.progress = progress
         self.phases = spec.phase_specs()
@@ -69,11 +70,16 @@ class Loop:
         self._model_spec: ModelSpec = spec.model
         self._phase: Phase | None = None
         self.callbacks = Callbacks() if callbacks is None else callbacks
+        self._failed_callback: CallbackError | None = None
+        self._checkpoint_activations: Callable[[str], None] | None = getattr(
+            self.model, "checkpoint_activations", None
+        )
         self._context = CallbackContext(
             spec=spec,
-            model=model,
+            model=self.model,
             optimizer=optimizer,
-            device=device,
+            device=self.device,
+            is_main=self.ranks.is_main,
             folder=folder.path,
             say=display.say,
             stop=self.callbacks.stop,
@@ -100,11 +106,12 @@ class Loop:
         try:
             with Interrupt() as interrupt:
                 self._tell("on_start", step=self.progress.step, checkpoint=self.last_checkpoint)
-                while not (self.progress.step >= end or interrupt.requested or self.callbacks.stop_reason):
+                while self.progress.step < end and not self._asked_to_stop(interrupt):
                     self._one_step()
                     self._attend_to_save()
                 self._save()
                 self._attend_to_save(wait=True)
+            self._raise_failure()
             finished = self.progress.step >= self.total_steps or self.callbacks.stop_reason is not None
             results = None
             if finished:
@@ -112,6 +119,7 @@ class Loop:
                 self._enter_phase(max(0, self.progress.step - 1))
                 results = self._evaluate()
             self._tell("on_end", step=self.progress.step, finished=finished)
+            self._raise_failure()
             return results
         except CallbackError:
             self._save()
@@ -130,10 +138,12 @@ class Loop:
         rate = self.schedule.rate(step - 1, peak=training.optimizer.learning_rate)
         set_learning_rate(self.optimizer, rate)
         first = self.progress.samples
+        own, count = rank_share(training.batch_size, rank=self.ranks.rank, world_size=self.ranks.world_size)
         try:
-            batch = self.data.batch(first, training.batch_size)
+            batch = self.ranks.together(lambda: self.data.batch(first + own, count))
         except ValueError as error:
             raise DataError(f"the data of step {step} can't be used: {error}") from error
+        tokens = batch.tokens * self.ranks.world_size  # the ranks' shares are equal
 
         def refuse(quantity: str, value: float) -> NonFiniteLossError:
             samples = (first, first + training.batch_size)
@@ -142,10 +152,9 @@ class Loop:
             )
 
         result = training_step(
-            self.model,
+            self.layout,
             self.optimizer,
             batch,
-            device=self.device,
             precision=training.precision,
             micro_batch_size=training.sequences_at_once,
             clip_norm=training.clip_norm,
@@ -158,17 +167,44 @@ class Loop:
             step=step,
             phase=phase.name,
             samples=first + training.batch_size,
-            tokens=self.progress.tokens + batch.tokens,
+            tokens=self.progress.tokens + tokens,
             seconds=now - self._began,
         )
-        self._record(result, rate=rate, tokens=batch.tokens, step_seconds=now - began)
+        self._record(result, rate=rate, tokens=tokens, step_seconds=now - began)
         if self._due(training.evaluate_every) and step < self.total_steps:
             self._evaluate()
         if self._due(training.checkpoint_every):
             self._save()
 
+    def _asked_to_stop(self, interrupt: Interrupt) -> bool:
+        """Whether some rank was, by a signal, a callback or a callback's failure: all stop together."""
+        asked = (
+            interrupt.requested,
+            self.callbacks.stop_reason is not None,
+            self._failed_callback is not None,
+        )
+        by_signal, by_callback, failed = self.ranks.max(list(map(float, asked)))
+        if by_callback and self.callbacks.stop_reason is None:
+            self.callbacks.stop("a callback of another process asked for it")
+        return bool(by_signal or by_callback or failed)
+
     def _tell(self, event: str, **details: Any) -> None:
-        self.callbacks.call(event, self._context, **details)
+        try:
+            self.callbacks.call(event, self._context, **details)
+        except CallbackError as error:
+            if self.ranks.alone:
+                raise
+            # The other processes don't know of it, and would wait for this one: it is raised where all meet.
+            self._failed_callback = self._failed_callback or error
+
+    def _raise_failure(self) -> None:
+        """Raise, on every rank, what a callback failed with on some."""
+
+        def own() -> None:
+            if self._failed_callback is not None:
+                raise self._failed_callback
+
+        self.ranks.together(own)
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
@@ -181,6 +217,8 @@ class Loop:
             self.display.say(f"phase {phase.name}: steps {phase.first_step + 1} to {phase.last_step}")
         if phase is not self._phase:
             self._phase = phase
+            if self._checkpoint_activations is not None:
+                self._checkpoint_activations(phase.training.checkpoint_activations)
             self._tell("on_phase", step=step, phase=phase)
         return phase
 
@@ -203,24 +241,28 @@ class Loop:
             "step_seconds": round(step_seconds, 4),
             "seconds": round(self.progress.seconds, 3),
         }
-        self.folder.metrics.write(self.last_row)
+        if self.ranks.is_main:
+            self.folder.metrics.write(self.last_row)
         self.display.step(self.last_row)
         self._tell("on_step", row=self.last_row)
 
     def _evaluate(self) -> list[EvaluationResult]:
         evaluation = self.spec.evaluation
-        results = evaluate(
-            self.model,
-            self.evaluation_sets.values(),
-            device=self.device,
-            precision=self.spec.training.precision,
-            batch_size=evaluation.batch_size,
-            last_tokens=evaluation.last_tokens,
-            window_length=evaluation.window_length,
-            announce=self.display.doing,
-        )
+        with self.layout.gathered():
+            results = evaluate(
+                self.model,
+                self.evaluation_sets.values(),
+                device=self.device,
+                precision=self.spec.training.precision,
+                batch_size=evaluation.batch_size,
+                last_tokens=evaluation.last_tokens,
+                window_length=evaluation.window_length,
+                announce=self.display.doing,
+                ranks=self.ranks,
+                equally_often=self.layout.communicates_in_the_loop,
+            )
         self.progress = replace(self.progress, seconds=time.perf_counter() - self._began)
-        for result in results:
+        for result in results if self.ranks.is_main else ():
             row = {
                 "step": self.progress.step,
                 "phase": self.progress.phase,

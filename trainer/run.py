@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,15 +24,18 @@ from trainer.checkpoint import (
     step_name,
     verify_checkpoint,
 )
+from trainer.data.source import DataSource, EvaluationSet
 from trainer.devices import choose_device, device_name
-from trainer.display import Display, make_display
+from trainer.display import Display, SilentDisplay, make_display
+from trainer.distributed import Ranks, lay_out, require_same_spec
 from trainer.errors import CheckpointError, RunFolderError
+from trainer.evaluation import EvaluationResult
 from trainer.files import digest, write_json
 from trainer.loop import Loop
 from trainer.report import draw, read_run
 from trainer.rng import seed_everything
 from trainer.run_folder import RunFolder, default_folder, differences, make_manifest
-from trainer.spec import RunSpec
+from trainer.spec import RunSpec, TrainingSpec
 from trainer.summary import summarize
 
 
@@ -44,6 +47,7 @@ class Run:
     spec: RunSpec
     folder: RunFolder
     model: nn.Module
+    ranks: Ranks
     loop: Loop
     manifest: dict[str, Any]
 
@@ -57,11 +61,15 @@ class Run:
 
         Returns None where the run was stopped before its end, by ``stop_at`` (a step) or an interrupt; it
         can be resumed then. Raises :class:`~trainer.errors.NonFiniteLossError` where the loss stops being a
-        number.
+        number. With several processes all of them call this; one writes.
         """
         results = self.loop.run(stop_at=stop_at)
         if results is None:
             return None
+        summary: dict[str, Any] = self.ranks.on_main(lambda: self._finish(results))
+        return summary
+
+    def _finish(self, results: Sequence[EvaluationResult]) -> dict[str, Any]:
         summary = summarize(
             name=self.name,
             spec=self.spec,
@@ -90,6 +98,7 @@ def build(
     checkpoint: str | None = None,
     command: Sequence[str] | None = None,
     display: Display | None = None,
+    ranks: Ranks | None = None,
 ) -> Run:
     """Build what ``spec`` describes, and make its folder, or find it and load its checkpoint.
 
@@ -99,81 +108,104 @@ def build(
         spec: the run.
         name: what records call it.
         output: its folder; None is ``runs/<name>-<time>``. To resume it must be given.
-        device: such as ``cpu`` or ``cuda:1``; ``auto`` is CUDA where there is one.
+        device: such as ``cpu`` or ``cuda:1``; ``auto`` is CUDA where there is one. Not read where ``ranks``
+            are given.
         resume: go on with the run in ``output``, from its newest checkpoint that is whole.
         checkpoint: go on from this one (such as ``step-00000120``) and no other.
         command: what to note as the command.
         display: where to show progress; None: a live bar on a terminal, else lines.
+        ranks: the processes of the run, each of which calls this (`trainer.distributed.join`); None: this one
+            alone. The main one makes the folder and speaks.
 
     Raises:
         ValueError: something in the spec can't be built, no such device, the folder holds another run, the
-            checkpoint is damaged or of another model.
+            checkpoint is damaged or of another model, the ranks have different specs, or a layout is asked
+            for that they can't have. Where one rank is refused all are.
 
     """
     training = spec.training
-    folder = RunFolder(output if output is not None else default_folder(name))
     resume = resume or checkpoint is not None
     dumped = spec.model_dump(mode="json")
-    changes = _changes(folder, spec) if resume else []
-    if not resume:
+    ranks = Ranks(choose_device(device)) if ranks is None else ranks
+    require_same_spec(ranks, dumped, options={"output": str(output), "resume": resume, "from": checkpoint})
+    folder = RunFolder(ranks.broadcast(output if output is not None else default_folder(name)))
+
+    def look() -> list[str]:
+        if resume:
+            return _changes(folder, spec)
         folder.require_free()
-    target = choose_device(device)
+        return []
+
+    changes = ranks.on_main(look)
     if training.threads is not None:
         torch.set_num_threads(training.threads)
 
-    seed_everything(training.seed)
-    callbacks = Callbacks.build(spec.callbacks)
-    data = registry.build(spec.data, seed=training.seed, vocab_size=getattr(spec.model, "vocab_size", None))
-    sets = data.evaluation_sets(spec.evaluation)
-    # Built on the CPU and moved, so that the initial weights do not depend on the device.
-    seed_everything(training.seed)
-    model: nn.Module = registry.build(spec.model).to(target)
-    if training.compile_layers:
-        compile_layers = getattr(model, "compile_layers", None)
-        if compile_layers is None:
-            raise ValueError(
-                f"model {spec.model.kind!r} has no layers to compile; set training.compile_layers=false"
-            )
-        compile_layers()
+    def make() -> tuple[Callbacks, DataSource, Mapping[str, EvaluationSet], nn.Module]:
+        _require_equal_shares(training, ranks)
+        seed_everything(training.seed)
+        callbacks = Callbacks.build(spec.callbacks)
+        vocab_size = getattr(spec.model, "vocab_size", None)
+        data: DataSource = registry.build(spec.data, seed=training.seed, vocab_size=vocab_size)
+        sets = data.evaluation_sets(spec.evaluation)
+        # Built on the CPU and moved, so that the initial weights depend on neither device nor layout.
+        seed_everything(training.seed)
+        model: nn.Module = registry.build(spec.model)
+        if training.compile_layers:
+            _method(model, spec, "compile_layers", "training.compile_layers=false")()
+        if any(phase.training.checkpoint_activations != "none" for phase in spec.phase_specs()):
+            _method(model, spec, "checkpoint_activations", "training.checkpoint_activations=none")
+        return callbacks, data, sets, model
+
+    callbacks, data, sets, model = ranks.together(make)
+    layout = lay_out(model, training.parallel, ranks, phases=[phase.model for phase in spec.phase_specs()])
+    if not ranks.is_main:  # what is drawn while training, such as dropout, must differ between ranks
+        seed_everything(training.seed + ranks.rank)
     optimizer = registry.build(training.optimizer, model=model)
     schedule = registry.build(training.schedule, total_steps=spec.total_steps)
+    if not ranks.is_main:
+        display = SilentDisplay()
     display = display or make_display(log_every=training.log_every, accuracy=spec.data.kind == "word_problem")
 
     manifest = make_manifest(
         name=name,
         command=sys.argv if command is None else command,
-        device=device_name(target),
+        device=device_name(ranks.device),
         seed=training.seed,
         threads=torch.get_num_threads(),
+        processes=ranks.world_size,
+        layout=layout.kind,
     )
     progress = Progress()
     if resume:
-        path = _checkpoint_to_resume(folder, checkpoint, display)
-        progress = load_checkpoint(path, model=model, optimizer=optimizer, restore_random=True)
+        path = ranks.on_main(lambda: _checkpoint_to_resume(folder, checkpoint, display))
+        progress = load_checkpoint(path, model=model, optimizer=optimizer, restore_random=True, ranks=ranks)
         if progress.step > spec.total_steps:
             raise RunFolderError(
                 f"{path} is {progress.step} steps into the run, but the spec ends at {spec.total_steps}; "
                 "raise training.max_steps"
             )
-        _leave_later_checkpoints(folder, progress.step, display)
-        folder.metrics.truncate_after(progress.step)
-        folder.evaluations.truncate_after(progress.step)
-        folder.record_resume(spec=dumped, manifest=manifest, step=progress.step, changed=bool(changes))
-        display.say(f"resumed {folder.path} after step {progress.step}")
-        for change in changes:
-            display.say(f"  changed since it was started: {change}")
+
+        def go_on() -> None:
+            _leave_later_checkpoints(folder, progress.step, display)
+            folder.metrics.truncate_after(progress.step)
+            folder.evaluations.truncate_after(progress.step)
+            folder.record_resume(spec=dumped, manifest=manifest, step=progress.step, changed=bool(changes))
+            display.say(f"resumed {folder.path} after step {progress.step}")
+            for change in changes:
+                display.say(f"  changed since it was started: {change}")
+
+        ranks.on_main(go_on)
     else:
-        folder.create(spec=dumped, manifest=manifest)
+        ranks.on_main(lambda: folder.create(spec=dumped, manifest=manifest))
 
     loop = Loop(
         spec,
-        model=model,
+        layout=layout,
         optimizer=optimizer,
         schedule=schedule,
         data=data,
         evaluation_sets=sets,
         folder=folder,
-        device=target,
         display=display,
         checkpointer=Checkpointer(
             folder.checkpoints,
@@ -182,11 +214,28 @@ def build(
             spec_digest=digest(dumped),
             keep=training.keep_checkpoints,
             keep_every=training.keep_every,
+            ranks=ranks,
         ),
         progress=progress,
         callbacks=callbacks,
     )
-    return Run(name=name, spec=spec, folder=folder, model=model, loop=loop, manifest=manifest)
+    return Run(name=name, spec=spec, folder=folder, model=model, ranks=ranks, loop=loop, manifest=manifest)
+
+
+def _require_equal_shares(training: TrainingSpec, ranks: Ranks) -> None:
+    if training.batch_size % ranks.world_size:
+        raise ValueError(
+            f"training.batch_size {training.batch_size} can't be shared equally by {ranks.world_size} "
+            "processes; choose a multiple of their number, or another number of processes"
+        )
+
+
+def _method(model: nn.Module, spec: RunSpec, name: str, instead: str) -> Callable[..., None]:
+    """Return what a model offers for a setting of training, or refuse the setting."""
+    found: Callable[..., None] | None = getattr(model, name, None)
+    if found is None:
+        raise ValueError(f"a model of kind {spec.model.kind!r} does not offer {name}; set {instead}")
+    return found
 
 
 def _changes(folder: RunFolder, spec: RunSpec) -> list[str]:

@@ -125,7 +125,14 @@ def folder_to_resume(name: str, *, root: Path = Path("runs")) -> Path:
 
 
 def make_manifest(
-    *, name: str, command: Sequence[str], device: str, seed: int, threads: int
+    *,
+    name: str,
+    command: Sequence[str],
+    device: str,
+    seed: int,
+    threads: int,
+    processes: int = 1,
+    layout: str = "none",
 ) -> dict[str, Any]:
     """Return what must be known to repeat a run: versions, machine, device, seed, command."""
     return {
@@ -135,6 +142,8 @@ def make_manifest(
         "seed": seed,
         "device": device,
         "threads": threads,
+        "processes": processes,
+        "layout": layout,
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "versions": versions(),

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from implicit_blocks.interfaces import Solution
 from trainer.data.source import Batch
@@ -40,7 +40,7 @@ class StepResult:
     """What one training step measured; ``search`` is None for an explicit model.
 
     ``adjoint`` is the backward solves of a gradient that has them (``implicit_function``), else None.
-    ``request`` is the largest of what the ranks were asked for. Everything is over all ranks.
+    Everything is over all ranks.
     """
 
     loss: float
@@ -49,7 +49,6 @@ class StepResult:
     gradient_norm: float
     search: SearchStatistics | None
     adjoint: SearchStatistics | None = None
-    request: int = 0
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
@@ -75,16 +74,12 @@ def training_step(
     clip_norm: float | None,
     last_tokens: int,
     refuse: Callable[[str, float], Exception],
-    request: Callable[[], int] = lambda: 0,
 ) -> StepResult:
     """Make one update from a global batch, of which ``batch`` is this rank's part, cut into micro-batches.
 
-    The loss is the mean over the global batch's scored tokens, however it is cut into ranks and micro-batches.
-    Before the update the loss and the gradient norm are read; where one isn't finite, ``refuse(quantity,
-    value)`` is raised, on every rank, and weights and optimizer state stay as they were.
-
-    ``request`` is read at the end; the result has the largest of the ranks' answers, so that all of them know
-    when one was asked to stop or to save.
+    The loss is the mean over the global batch's scored tokens, however cut. Before the update the loss
+    and the gradient norm are read; where one isn't finite, ``refuse(quantity, value)`` is raised, on every
+    rank, and weights and optimizer state stay as they were.
     """
     ranks = layout.ranks
     layout.forward.train()
@@ -104,14 +99,12 @@ def training_step(
             labels_BL[0, 0] = 0
         with layout.accumulating(last=first + size >= len(batch)):
             with autocast(ranks.device, precision):
-                output = layout.forward(
-                    part.inputs, labels=labels_BL, return_logits=False, **part.context()
-                )
+                output = layout.forward(part.inputs, labels=labels_BL, return_logits=False, **part.context())
             (output.loss * (share * layout.gradient_scale)).backward()
         tally.add(output.loss.detach() * share, output, part.labels, last_tokens)
 
     # One reading from the device for the check: the update must not be made with what isn't a number.
-    totals = tally.over(ranks, norm=layout.clip(math.inf if clip_norm is None else clip_norm), request=request)
+    totals = tally.over(ranks, norm=layout.clip(math.inf if clip_norm is None else clip_norm))
     for quantity, value in (("loss", totals.loss), ("gradient norm", totals.gradient_norm)):
         if not math.isfinite(value):
             raise refuse(quantity, value)
@@ -144,22 +137,21 @@ class _Tally:
         if solution.adjoint is not None:
             self._adjoints += map(_status, solution.adjoint.solutions)
 
-    def over(self, ranks: Ranks, *, norm: Tensor, request: Callable[[], int]) -> StepResult:
+    def over(self, ranks: Ranks, *, norm: Tensor) -> StepResult:
         """Read everything from the device at once, and put it together with what the other ranks read."""
         searches, adjoints = _columns(self._searches), _columns(self._adjoints)
         scalars = torch.cat([torch.stack([self._loss, norm.to(self._loss)]), self._correct])
         own = torch.cat([scalars.double(), *searches, *adjoints]).tolist()
-        every = torch.tensor(ranks.gather([float(request()), *own]), dtype=torch.float64)
-        first_search, first_adjoint = 7, 7 + sum(column.numel() for column in searches)
-        correct, scored, last_correct, last_scored = every[:, 3:first_search].sum(0).tolist()
+        every = torch.tensor(ranks.gather(own), dtype=torch.float64)
+        first_search, first_adjoint = 6, 6 + sum(column.numel() for column in searches)
+        correct, scored, last_correct, last_scored = every[:, 2:first_search].sum(0).tolist()
         return StepResult(
-            loss=float(every[:, 1].sum()),
+            loss=float(every[:, 0].sum()),
             accuracy=correct / max(1.0, scored),
             accuracy_last=last_correct / max(1.0, last_scored),
-            gradient_norm=float(every[0, 2]),  # of all ranks' gradients already
+            gradient_norm=float(every[0, 1]),  # of all ranks' gradients already
             search=_summed_up(every[:, first_search:first_adjoint]),
             adjoint=_summed_up(every[:, first_adjoint:]),
-            request=int(every[:, 0].max()),
         )
 
 

@@ -19,7 +19,8 @@ class CallbackContext:
     """The run that a callback is called from.
 
     ``say(text)`` prints above the progress bar. ``stop(reason)`` ends the run after the current step, as if
-    it were its last: saved, evaluated, summed up with the reason.
+    it were its last: saved, evaluated, summed up with the reason. ``is_main`` is true in one process of the
+    run, the one to write files.
     """
 
     spec: RunSpec
@@ -29,6 +30,7 @@ class CallbackContext:
     folder: Path
     say: Callable[[str], None]
     stop: Callable[[str], None]
+    is_main: bool = True
 
 
 class Callback:

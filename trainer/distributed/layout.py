@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from implicit_blocks.held_weights import WEIGHTS_COME_AND_GO
 from implicit_blocks.specs import ModelSpec
 from implicit_blocks.stopping import RankAgreement, fixed_budget
 from trainer.distributed.ranks import Ranks
@@ -85,7 +86,7 @@ class Layout:
             self.model.reshard()
 
     def clip(self, limit: float) -> Tensor:
-        """Scale the gradients so that their norm, over all ranks, is at most ``limit``; return what it was."""
+        """Scale the gradients so that their norm over all ranks is at most ``limit``; return what it was."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -118,13 +119,9 @@ def lay_out(
     if kind == "ddp":
         model = model.to(ranks.device)
         device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
-        # The ranks' weights are equal as they are built; buffers are constants.
+        # No initial exchange: the ranks' weights are equal as they are built.
         wrapped = DistributedDataParallel(
-            model,
-            device_ids=device_ids,
-            broadcast_buffers=False,
-            init_sync=False,
-            gradient_as_bucket_view=True,
+            model, device_ids=device_ids, init_sync=False, gradient_as_bucket_view=True
         )
         return Layout("ddp", ranks, model, wrapped)
     mesh = _mesh(kind, spec, ranks)
@@ -132,14 +129,14 @@ def lay_out(
     model.register_forward_hook(_let_fsdp_see)
     if by_layer:
         for unit in _units(model, phases):
-            unit.weights_come_and_go = True
+            setattr(unit, WEIGHTS_COME_AND_GO, True)
             fully_shard(unit, mesh=mesh)
             if hasattr(unit, "advance"):
                 register_fsdp_forward_method(unit, "advance")
-        model.agree = fixed_budget if spec.stopping == "fixed_budget" else RankAgreement()  # type: ignore[assignment]  # not a module's
-    # The loop goes over these weights any number of times, so they stay from the forward to the backward pass.
-    # In float32, as they are kept: bfloat16 copies are made from them once a pass (autocast), while norms and
-    # an SSM's A, dt and D are used in float32.
+        model.agree = fixed_budget if spec.stopping == "fixed_budget" else RankAgreement()  # type: ignore[assignment]  # no part of the module
+    # The loop goes over these weights any number of times, so they stay from the forward to the backward
+    # pass; in float32, as they are kept: bfloat16 copies are made from them once a pass (autocast), while
+    # norms and an SSM's A, dt and D are used in float32.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     return Layout(kind, ranks, model, model, communicates_in_the_loop=by_layer)
 
@@ -200,8 +197,8 @@ def _units(model: nn.Module, phases: Iterable[ModelSpec]) -> list[nn.Module]:
         gradient = getattr(phase, "gradient", None)
         if gradient is not None and gradient.kind == "implicit_function":
             raise ValueError(
-                "gradient 'implicit_function' solves an equation in backward by calling the layers an unequal "
-                "number of times; set training.parallel.unit=loop, or choose gradient 'phantom'"
+                "gradient 'implicit_function' goes backwards through the layers as often as each rank needs; "
+                "set training.parallel.unit=loop, or choose gradient 'phantom'"
             )
     return units()
 

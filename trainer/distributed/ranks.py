@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.devices import choose_device
-from trainer.errors import DeviceError
+from trainer.errors import DeviceError, PeerError
 
 T = TypeVar("T")
 
@@ -86,7 +86,7 @@ class Ranks:
     def together(self, act: Callable[[], T]) -> T:
         """Act on every rank; where some fail all do, so that none waits for one that has left.
 
-        A rank's own error is raised as it is; elsewhere a ValueError or RuntimeError with its words, and the
+        A rank's own error is raised as it is; elsewhere a ValueError or `PeerError` with its words, and the
         rank it comes from.
         """
         if self.alone:
@@ -97,24 +97,23 @@ class Ranks:
             value = act()
         except Exception as caught:
             error = caught
+        if not self.any(error is not None):
+            return value  # type: ignore[no-any-return]  # the type that act returns
         said = self.gather_objects(None if error is None else (isinstance(error, ValueError), str(error)))
         if error is not None:
             raise error
-        for rank, failure in enumerate(said):
-            if failure is not None:
-                of_the_user, text = failure
-                raise (ValueError if of_the_user else RuntimeError)(f"rank {rank}: {text}")
-        return value  # type: ignore[no-any-return]  # the type that act returns
+        rank, failure = next((rank, failure) for rank, failure in enumerate(said) if failure is not None)
+        of_the_user, text = failure
+        raise (ValueError if of_the_user else PeerError)(f"rank {rank}: {text}")
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return every rank's numbers, by rank; each must have as many. They travel in float64."""
         if self.alone:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64)
-        whole = torch.empty(self.world_size * own.numel(), dtype=torch.float64)
-        dist.all_gather_into_tensor(whole, own)
-        every: list[list[float]] = whole.view(self.world_size, -1).tolist()
-        return every
+        every = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(every, own)
+        return [numbers.tolist() for numbers in every]
 
     def _reduce(self, numbers: Sequence[float], how: Any) -> list[float]:
         if self.alone:

@@ -24,7 +24,7 @@ class PhaseSpec(Spec):
     model: dict[str, Any] = Field(default_factory=dict)
     """Changes to the model's solver, gradient, stopping and at_evaluation."""
     training: dict[str, Any] = Field(default_factory=dict)
-    """Changes to clip_norm and optimizer.learning_rate."""
+    """Changes to clip_norm, checkpoint_activations and optimizer.learning_rate."""
 
 
 class Phase(NamedTuple):
@@ -107,7 +107,9 @@ def _changed_model(model: ModelSpec, phase: PhaseSpec) -> ModelSpec:
 
 
 def _changed_training(training: TrainingSpec, phase: PhaseSpec) -> TrainingSpec:
-    _refuse_others(phase.training, {"clip_norm", "optimizer"}, "training", what="of training")
+    _refuse_others(
+        phase.training, {"clip_norm", "checkpoint_activations", "optimizer"}, "training", what="of training"
+    )
     optimizer = phase.training.get("optimizer", {})
     if isinstance(optimizer, Mapping):
         _refuse_others(optimizer, {"learning_rate"}, "training", "optimizer", what="of the optimizer")
