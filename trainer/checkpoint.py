@@ -87,16 +87,18 @@ def load_checkpoint(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     restore_random: bool = False,
+    verify: bool = True,
     ranks: Ranks | None = None,
 ) -> Progress:
     """Check the checkpoint at ``path`` and load it; return how far the run had come.
 
     With several processes (``ranks``) all of them call this; model and optimizer may be sharded in another
-    way than when it was saved. The optimizer and the generators are restored where asked for. Raises
+    way than when it was saved. The optimizer and the generators are restored where asked for. ``verify`` may
+    be turned off right after :func:`verify_checkpoint`, which reads every file. Raises
     :class:`CheckpointError` if a file is damaged or the model is another one; nothing is loaded then.
     """
     ranks = ranks or Ranks(torch.device("cpu"))
-    state = ranks.on_main(lambda: verify_checkpoint(path))
+    state = ranks.on_main(lambda: verify_checkpoint(path) if verify else read_state(path))
     tensors, aliases = named_tensors(model)
     _require_same_model(path, tensors, aliases, state)
     found = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}

@@ -1,12 +1,14 @@
 """The command line: ``python -m trainer --spec zoo/word_problem_s3.yaml [path.to.key=value …] …``.
 
-Exit codes: 0 done, 2 the request can't be carried out (said in a sentence), 3 the loss stopped being a
-number, 4 a checkpoint could not be saved, 130 interrupted (the run is saved and can be resumed).
+Exit codes: 0 done; 2 the request can't be carried out (said in a sentence); 3 the loss stopped being a
+number; 4 a checkpoint could not be saved; 75 stopped by SIGTERM or SIGUSR1, 130 by SIGINT (Ctrl-C): the run
+is saved and goes on by ``--resume``. So a job script may put a job that ends with 75 back into the queue.
 """
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +21,8 @@ from trainer.spec import RunSpec
 REFUSED = 2
 NOT_FINITE = 3
 NOT_SAVED = 4
+TO_BE_RESUMED = 75
+"""What ``sysexits.h`` calls a temporary failure: ask again later."""
 INTERRUPTED = 130
 
 
@@ -126,7 +130,9 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}"
         )
         asked = options.stop_at is not None and run.loop.progress.step >= options.stop_at
-        return 0 if asked else INTERRUPTED
+        if asked:
+            return 0
+        return INTERRUPTED if run.loop.stopped_by == signal.SIGINT else TO_BE_RESUMED
     if summary["stopped"] is not None:
         run.display.say(f"ended early, after step {summary['steps']}: {summary['stopped']}")
     written = [path for path in (run.folder.summary_path, run.folder.report_path) if path.exists()]

@@ -69,6 +69,8 @@ class Loop:
         self._begun_save: int | None = None
         self._model_spec: ModelSpec = spec.model
         self._phase: Phase | None = None
+        self.stopped_by: int | None = None
+        """The signal that ended the run, if one did."""
         self.callbacks = Callbacks() if callbacks is None else callbacks
         self._failed_callback: CallbackError | None = None
         self._checkpoint_activations: Callable[[str], None] | None = getattr(
@@ -177,16 +179,19 @@ class Loop:
             self._save()
 
     def _asked_to_stop(self, interrupt: Interrupt) -> bool:
-        """Whether some rank was, by a signal, a callback or a callback's failure: all stop together."""
+        """Whether some rank was, by a signal, a callback, or a failed callback or save: all stop together."""
         asked = (
-            interrupt.requested,
+            interrupt.received or 0,
             self.callbacks.stop_reason is not None,
             self._failed_callback is not None,
+            self.spec.training.on_failed_save == "stop" and self.checkpointer.failed,
         )
-        by_signal, by_callback, failed = self.ranks.max(list(map(float, asked)))
+        by_signal, by_callback, failed, not_saved = self.ranks.max(list(map(float, asked)))
+        if by_signal:
+            self.stopped_by = int(by_signal)
         if by_callback and self.callbacks.stop_reason is None:
             self.callbacks.stop("a callback of another process asked for it")
-        return bool(by_signal or by_callback or failed)
+        return bool(by_signal or by_callback or failed or not_saved)
 
     def _tell(self, event: str, **details: Any) -> None:
         try:

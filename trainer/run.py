@@ -14,25 +14,17 @@ from torch import nn
 from implicit_blocks import registry
 from implicit_blocks.specs import load_spec
 from trainer.callbacks import Callbacks
-from trainer.checkpoint import (
-    Checkpointer,
-    Progress,
-    list_checkpoints,
-    load_checkpoint,
-    newest_sound_checkpoint,
-    set_aside,
-    step_name,
-    verify_checkpoint,
-)
+from trainer.checkpoint import Checkpointer, Progress
 from trainer.data.source import DataSource, EvaluationSet
 from trainer.devices import choose_device, device_name
 from trainer.display import Display, SilentDisplay, make_display
 from trainer.distributed import Ranks, lay_out, require_same_spec
-from trainer.errors import CheckpointError, RunFolderError
+from trainer.errors import RunFolderError
 from trainer.evaluation import EvaluationResult
 from trainer.files import digest, write_json
 from trainer.loop import Loop
 from trainer.report import draw, read_run
+from trainer.resume import go_on
 from trainer.rng import seed_everything
 from trainer.run_folder import RunFolder, default_folder, differences, make_manifest
 from trainer.spec import RunSpec, TrainingSpec
@@ -177,24 +169,18 @@ def build(
     )
     progress = Progress()
     if resume:
-        path = ranks.on_main(lambda: _checkpoint_to_resume(folder, checkpoint, display))
-        progress = load_checkpoint(path, model=model, optimizer=optimizer, restore_random=True, ranks=ranks)
-        if progress.step > spec.total_steps:
-            raise RunFolderError(
-                f"{path} is {progress.step} steps into the run, but the spec ends at {spec.total_steps}; "
-                "raise training.max_steps"
-            )
-
-        def go_on() -> None:
-            _leave_later_checkpoints(folder, progress.step, display)
-            folder.metrics.truncate_after(progress.step)
-            folder.evaluations.truncate_after(progress.step)
-            folder.record_resume(spec=dumped, manifest=manifest, step=progress.step, changed=bool(changes))
-            display.say(f"resumed {folder.path} after step {progress.step}")
-            for change in changes:
-                display.say(f"  changed since it was started: {change}")
-
-        ranks.on_main(go_on)
+        progress = go_on(
+            folder,
+            checkpoint=checkpoint,
+            model=model,
+            optimizer=optimizer,
+            total_steps=spec.total_steps,
+            spec=dumped,
+            changes=changes,
+            manifest=manifest,
+            display=display,
+            ranks=ranks,
+        )
     else:
         ranks.on_main(lambda: folder.create(spec=dumped, manifest=manifest))
 
@@ -252,26 +238,3 @@ def _changes(folder: RunFolder, spec: RunSpec) -> list[str]:
             "or start anew in another folder"
         )
     return changes
-
-
-def _checkpoint_to_resume(folder: RunFolder, name: str | None, display: Display) -> Path:
-    if name is not None:
-        path = folder.checkpoints / (step_name(int(name)) if name.isdigit() else Path(name).name)
-        if not path.is_dir():
-            there = ", ".join(found.name for found in list_checkpoints(folder.checkpoints)) or "none"
-            raise CheckpointError(f"{folder.path} has no checkpoint {name!r}; there are: {there}")
-        verify_checkpoint(path)
-        return path
-    path, complaints = newest_sound_checkpoint(folder.checkpoints)
-    for complaint in complaints:
-        display.say(f"WARNING: {complaint}")
-    if complaints:
-        display.say(f"WARNING: going back to {path.name}, the newest checkpoint that is whole")
-    return path
-
-
-def _leave_later_checkpoints(folder: RunFolder, step: int, display: Display) -> None:
-    # They are damaged, or of a future that this run now leaves: a later resume must not jump there.
-    for path in list_checkpoints(folder.checkpoints):
-        if path.name > step_name(step):
-            display.say(f"set aside: {set_aside(path)}")

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,3 +56,50 @@ def small() -> Callable[..., RunSpec]:
         return RunSpec.model_validate(tree)
 
     return make
+
+
+class ForkServer:
+    """Starts runs in processes of their own without importing torch each time; see ``fork_server.py``."""
+
+    def __init__(self) -> None:
+        root = Path(__file__).resolve().parents[2]
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=root,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        )
+
+    def _ask(self, order: Mapping[str, Any]) -> int:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+    def start(self, arguments: Sequence[str], *, log: Path, **order: Any) -> int:
+        """Start ``python -m trainer ARGUMENTS`` and return its process id; its output goes to ``log``."""
+        return self._ask({"arguments": list(arguments), "log": str(log), **order})
+
+    def wait(self, pid: int) -> int:
+        """Return the exit code of a run once it has ended, negative for a signal."""
+        return self._ask({"wait": pid})
+
+    def run(self, arguments: Sequence[str], *, log: Path, **order: Any) -> int:
+        """Start a run and wait for it."""
+        return self.wait(self.start(arguments, log=log, **order))
+
+    def close(self) -> None:
+        """End the server."""
+        with self._process:
+            self._process.kill()
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[ForkServer]:
+    """Return a server that starts runs cheaply."""
+    server = ForkServer()
+    yield server
+    server.close()

@@ -1,0 +1,122 @@
+"""A process that has imported the trainer once and makes runs by forking itself: a hundred starts are cheap.
+
+It reads a JSON object a line from its standard input: {"arguments": [...], "log": path, "env": {...},
+"kill_at": n | null, "full_at": n | null, "count": path | null}. It forks a run of the command line and
+answers with its process id; {"wait": pid} is answered with the exit code, negative for a signal.
+
+A run counts its *events*: steps (before and after), lines of metrics, tensors written, files forced onto the
+disk, renames, removals. ``kill_at`` kills it with SIGKILL at the event of that number, ``kill_at_step`` at
+that of the steps alone; ``full_at`` makes the disk full at an event, and from then on ("full_for" events).
+The number of events goes to the file ``count``.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+class Events:
+    """Counts what happens, and strikes at a given number."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.count = 0
+        self._steps = 0
+        self._kill_at = order.get("kill_at")
+        self._kill_at_step = order.get("kill_at_step")
+        self._full_from = order.get("full_at")
+        self._full_for = order.get("full_for", 10**9)
+        self._lock = threading.Lock()
+
+    def strike(self, *, writes: bool, step: bool = False) -> None:
+        with self._lock:
+            self.count += 1
+            self._steps += step
+            number, steps = self.count, self._steps
+        if number == self._kill_at or (step and steps == self._kill_at_step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        full = self._full_from is not None and 0 <= number - self._full_from < self._full_for
+        if full and writes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def around(
+        self, owner: Any, name: str, *, writes: bool = True, after: bool = False, step: bool = False
+    ) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.strike(writes=writes, step=step)
+            result = original(*args, **kwargs)
+            if after:
+                self.strike(writes=False, step=step)
+            return result
+
+        setattr(owner, name, counted)
+
+
+def run(order: dict[str, Any]) -> int:
+    import torch
+    from torch.distributed.checkpoint import filesystem
+
+    from trainer import cli, loop
+    from trainer.metrics import MetricsFile
+
+    torch.set_num_threads(1)
+    events = Events(order)
+    events.around(loop, "training_step", writes=False, after=True, step=True)
+    events.around(MetricsFile, "write", writes=False)
+    events.around(filesystem, "_write_item", after=True)
+    events.around(os, "fsync")
+    events.around(Path, "rename", writes=False, after=True)
+    events.around(Path, "replace", writes=False)
+    events.around(shutil, "rmtree", writes=False)
+    code = cli.main(order["arguments"])
+    if order.get("count"):
+        Path(order["count"]).write_text(str(events.count))
+    return code
+
+
+def child(order: dict[str, Any]) -> None:
+    code = 99
+    try:
+        log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(order.get("env", {}))
+        code = run(order)
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else 98
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> None:
+
+    answer = os.fdopen(os.dup(1), "w", buffering=1)
+    for line in sys.stdin:
+        order = json.loads(line)
+        if "wait" in order:
+            _, status = os.waitpid(order["wait"], 0)
+            answer.write(f"{os.waitstatus_to_exitcode(status)}\n")
+            continue
+        pid = os.fork()
+        if pid == 0:
+            child(order)
+        answer.write(f"{pid}\n")
+
+
+if __name__ == "__main__":
+    main()

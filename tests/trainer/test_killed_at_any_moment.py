@@ -1,0 +1,96 @@
+"""Runs that are killed twenty times, in the middle of saves too, and lose or repeat nothing."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.metrics import read_metrics
+
+SETTINGS = [
+    "model.d_model=16", "model.mixer.d_state=8", "model.mixer.head_dim=8", "model.dropout=0.1",
+    "training.batch_size=4", "training.threads=1", "training.checkpoint_every=2", "training.max_steps=48",
+    "data.length=12", "evaluation.lengths=[12]", "evaluation.sequences=4", "evaluation.batch_size=4",
+    "model.at_evaluation.stopping.max_iterations=4",
+]  # fmt: skip
+
+
+def arguments(folder: Path, *options: str) -> list[str]:
+    return [
+        "--spec", "word_problem_s3", *SETTINGS, "--device", "cpu", "--output", str(folder), *options
+    ]  # fmt: skip
+
+
+def rows(folder: Path) -> list[tuple[Any, ...]]:
+    kept = ("step", "phase", "loss", "gradient_norm", "learning_rate", "residual", "accuracy", "tokens")
+    return [tuple(row[key] for key in kept) for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_killed_twenty_times_it_goes_on_to_the_last_bit(tmp_path: Path, forks: Any) -> None:
+    whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
+    count = tmp_path / "count"
+    assert forks.run(arguments(whole), log=log, count=str(count)) == 0, log.read_text()
+    events = int(count.read_text())
+    assert events > 800  # among them every tensor, file and rename of 24 saves
+
+    draw = random.Random(0)
+    kills, during_saves = 0, 0
+    while kills < 20:
+        resume = ["--resume"] if (folder / "spec.yaml").exists() else []
+        # In turn at any event, of which most are within saves, and before or after a step.
+        moment = (
+            {"kill_at": draw.randrange(1, events // 8)}
+            if kills % 2
+            else {"kill_at_step": draw.randrange(1, 14)}
+        )
+        code = forks.run(arguments(folder, *resume), log=log, **moment)
+        assert code == -signal.SIGKILL, f"{code} after {kills} kills:\n{log.read_text()[-3000:]}"
+        kills += 1
+        during_saves += any((folder / "checkpoints").glob("*.tmp-*"))
+    assert 5 <= during_saves <= 15
+    assert len(rows(folder)) < 48
+    assert forks.run(arguments(folder, "--resume"), log=log) == 0, log.read_text()
+    assert rows(folder) == rows(whole)
+
+
+def test_signals_save_and_say_that_the_run_can_go_on(tmp_path: Path, forks: Any) -> None:
+    whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
+    assert forks.run(arguments(whole), log=log) == 0, log.read_text()
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
+        before = len(rows(folder)) if folder.exists() else 0
+        pid = forks.start(arguments(folder, *(["--resume"] if before else [])), log=log)
+        wait_for_step(folder, before + 3)
+        os.kill(pid, number)
+        if number == signal.SIGTERM:
+            os.kill(pid, number)  # a launcher may pass it on once more
+        assert forks.wait(pid) == code, log.read_text()
+        assert f"stopped after step {len(rows(folder))}; go on by: --resume" in log.read_text()
+        assert (folder / "checkpoints" / f"step-{len(rows(folder)):08d}").is_dir()
+    assert len(rows(folder)) < 48
+    assert forks.run(arguments(folder, "--resume"), log=log) == 0, log.read_text()
+    assert rows(folder) == rows(whole)
+
+
+def wait_for_step(folder: Path, step: int) -> None:
+    deadline = time.monotonic() + 60
+    metrics = folder / "metrics.jsonl"
+    while time.monotonic() < deadline:
+        if metrics.exists() and len(metrics.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.002)
+    raise AssertionError(f"step {step} was not reached")
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, forks: Any) -> None:
+    whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
+    few = "training.max_steps=4"
+    assert forks.run(arguments(whole, few), log=log) == 0, log.read_text()
+    assert forks.run(arguments(folder, few), log=log, kill_at_step=4) == -signal.SIGKILL
+    assert len(rows(folder)) == 1
+    assert forks.run(["--resume", "--device", "cpu", "--output", str(folder)], log=log) == 0, log.read_text()
+    assert "was stopped before its first checkpoint; it starts again" in log.read_text()
+    assert rows(folder) == rows(whole)

@@ -1,0 +1,113 @@
+"""Going on with a run: which checkpoint, what it puts back, what is left of a future that didn't happen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.checkpoint import (
+    Progress,
+    list_checkpoints,
+    load_checkpoint,
+    newest_sound_checkpoint,
+    set_aside,
+    step_name,
+    verify_checkpoint,
+)
+from trainer.display import Display
+from trainer.distributed import Ranks
+from trainer.errors import CheckpointError, RunFolderError
+from trainer.run_folder import RunFolder
+
+
+def go_on(
+    folder: RunFolder,
+    *,
+    checkpoint: str | None,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    total_steps: int,
+    spec: Mapping[str, Any],
+    changes: Sequence[str],
+    manifest: Mapping[str, Any],
+    display: Display,
+    ranks: Ranks,
+) -> Progress:
+    """Put model, optimizer, generators and the folder back to where a checkpoint has them; return how far.
+
+    A run that was stopped before its first checkpoint starts again; its seed makes that the same run. Every
+    rank must call this.
+
+    Args:
+        folder: of the run.
+        checkpoint: the name of the one to go on from; None: the newest that is whole.
+        model: as it was built; the inner module, its tensors may be sharded.
+        optimizer: of that model.
+        total_steps: where the run ends now.
+        spec: as JSON values, written to the folder where there are ``changes``.
+        changes: what differs from the spec in the folder.
+        manifest: of this start, noted in the folder.
+        display: where to say what happens.
+        ranks: the processes.
+
+    Raises:
+        CheckpointError: no such checkpoint, none that is whole, or one of another model.
+        RunFolderError: the checkpoint lies beyond the end of the run.
+
+    """
+    path = ranks.on_main(lambda: _choose(folder, checkpoint, display))
+    progress = Progress()
+    if path is not None:
+        progress = load_checkpoint(
+            path, model=model, optimizer=optimizer, restore_random=True, verify=False, ranks=ranks
+        )
+    if progress.step > total_steps:
+        raise RunFolderError(
+            f"{path} is {progress.step} steps into the run, but the spec ends at {total_steps}; "
+            "raise training.max_steps"
+        )
+
+    def tidy() -> None:
+        _leave_later_checkpoints(folder, progress.step, display)
+        folder.metrics.truncate_after(progress.step)
+        folder.evaluations.truncate_after(progress.step)
+        folder.record_resume(spec=spec, manifest=manifest, step=progress.step, changed=bool(changes))
+
+    ranks.on_main(tidy)
+    if path is None:
+        display.say(f"{folder.path} was stopped before its first checkpoint; it starts again")
+    else:
+        display.say(f"resumed {folder.path} after step {progress.step}")
+    for change in changes:
+        display.say(f"  changed since it was started: {change}")
+    return progress
+
+
+def _choose(folder: RunFolder, name: str | None, display: Display) -> Path | None:
+    there = list_checkpoints(folder.checkpoints)
+    if name is not None:
+        path = folder.checkpoints / (step_name(int(name)) if name.isdigit() else Path(name).name)
+        if not path.is_dir():
+            names = ", ".join(found.name for found in there) or "none"
+            raise CheckpointError(f"{folder.path} has no checkpoint {name!r}; there are: {names}")
+        verify_checkpoint(path)
+        return path
+    if not there:
+        return None
+    path, complaints = newest_sound_checkpoint(folder.checkpoints)
+    for complaint in complaints:
+        display.say(f"WARNING: {complaint}")
+    if complaints:
+        display.say(f"WARNING: going back to {path.name}, the newest checkpoint that is whole")
+    return path
+
+
+def _leave_later_checkpoints(folder: RunFolder, step: int, display: Display) -> None:
+    # They are damaged, or of a future that this run now leaves: a later resume must not jump there.
+    for path in list_checkpoints(folder.checkpoints):
+        if path.name > step_name(step):
+            display.say(f"set aside: {set_aside(path)}")
