@@ -135,7 +135,9 @@ def _add_export(commands: Any) -> None:
     command.add_argument("spec", help="name in the zoo, or YAML file")
     command.add_argument("destination", type=Path, help="new folder")
     command.add_argument(
-        "--checkpoint", type=Path, help="weights, or the trainer's checkpoint; else fresh ones"
+        "--checkpoint",
+        type=Path,
+        help="weights, the trainer's checkpoint, or a run's folder; else fresh ones",
     )
     command.add_argument("--seed", type=int, default=0, help="of fresh weights (0)")
     command.add_argument("--max-shard-size", default="5GB", help="size of a file of weights (5GB)")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
 from implicit_blocks.specs.counting import (
-    ParameterCounts,
     count_flops,
     count_parameters,
     training_flops_per_token,
@@ -93,7 +92,7 @@ def describe(spec: RunSpec, *, name: str) -> str:
     tokens = training.batch_size * spec.data.length
     lines = [
         f"{name} ({spec.model.kind})",
-        *_section("parameters", _parameters(count_parameters(spec.model))),
+        *_section("parameters", _parameters(spec.model)),
         *_section("data", _data(spec)),
         *_section(
             "training",
@@ -122,9 +121,11 @@ def _section(title: str, lines: list[str]) -> list[str]:
     return [f"  {title if number == 0 else '':<16}{line}" for number, line in enumerate(lines)]
 
 
-def _parameters(counts: ParameterCounts | None) -> list[str]:
+def _parameters(model: ModelSpec) -> list[str]:
+    counts = count_parameters(model)
     if counts is None:
-        return ["not known: the model's spec does not tell"]
+        total = model.parameter_total()
+        return ["not known: the model's spec does not tell" if total is None else f"{total:,}"]
     named = (
         ("embedding", counts.embedding),
         ("head", counts.head),

@@ -8,8 +8,9 @@ from trainer import spec
 
 @hookimpl
 def register_components(add: Add) -> None:
-    """Register the run spec, data sources, optimizers, schedules and callbacks."""
+    """Register the run spec, models of transformers, data sources, optimizers, schedules and callbacks."""
     add("run", spec.RunSpec, "trainer.run:build")
+    add("model", spec.TransformersSpec, "trainer.transformers_model:TransformersLM")
     add("data", spec.WordProblemSpec, "trainer.data.word_problem:build")
     add("data", spec.TokensSpec, "trainer.data.tokens:build")
     add("optimizer", spec.AdamWSpec, "trainer.optimizers:build_adamw")

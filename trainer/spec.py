@@ -21,6 +21,7 @@ from trainer.specs.training import (
     WarmupConstantSqrtSpec,
     WarmupLinearSpec,
 )
+from trainer.specs.transformers_model import TransformersSpec
 
 __all__ = [
     "AdamWSpec",
@@ -35,6 +36,7 @@ __all__ = [
     "StopWhenSpec",
     "TokensSpec",
     "TrainingSpec",
+    "TransformersSpec",
     "WarmupConstantSqrtSpec",
     "WarmupLinearSpec",
     "WordProblemSpec",

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -76,8 +77,8 @@ def export(
     Args:
         spec_name: a name of the zoo, or a YAML file.
         destination: a new or empty folder.
-        checkpoint: weights: a file, a folder with ``model.safetensors``, or a checkpoint of the trainer;
-            None: fresh ones.
+        checkpoint: weights: a file, a checkpoint of the trainer, or a run's folder, of which the newest
+            checkpoint is taken; None: fresh ones.
         seed: of fresh weights.
         max_shard_size: size that a file of weights may have.
 
@@ -87,22 +88,51 @@ def export(
 
     """
     _bytes(max_shard_size)
-    spec = getattr(load_spec(spec_name), "model", None)
+    run = load_spec(spec_name)
+    spec = getattr(run, "model", None)
     if not isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
-        kind = getattr(spec, "kind", None)
-        raise ValueError(
-            f"{spec_name} has a model of kind {kind!r}; implicit_lm and explicit_lm can be exported"
-        )
+        _export_other(spec, destination, checkpoint=checkpoint, seed=seed, max_shard_size=max_shard_size)
+        return
     if checkpoint is None:
         torch.manual_seed(seed)
         state = build(spec).state_dict()
     else:
-        state = _read_weights(checkpoint)
-        check_tensors(state, empty_state(spec), what=str(checkpoint))
-    length = getattr(getattr(load_spec(spec_name), "data", None), "length", None)
+        state = _weights(checkpoint, expected=empty_state(spec))
+    length = getattr(getattr(run, "data", None), "length", None)
     fields = special_tokens(spec) | ({} if length is None else {"max_position_embeddings": length})
     with whole_folder(destination) as folder:
         write_transformers(Checkpoint(spec, dict(state), fields), folder, max_shard_size=max_shard_size)
+
+
+def _export_other(
+    spec: Any, destination: Path, *, checkpoint: Path | None, seed: int, max_shard_size: str
+) -> None:
+    """Write a model of another kind, which can say what it is to transformers by ``to_transformers()``."""
+    torch.manual_seed(seed)
+    model = None if spec is None else build(spec)
+    if not hasattr(model, "to_transformers"):
+        raise ValueError(
+            f"a model of kind {getattr(spec, 'kind', None)!r} can't be exported; implicit_lm, explicit_lm "
+            "and transformers can, and kinds whose models have a method to_transformers()"
+        )
+    if checkpoint is not None:
+        model.load_state_dict(_weights(checkpoint, expected=model.state_dict()))
+    with whole_folder(destination) as folder:
+        model.to_transformers().save_pretrained(folder, max_shard_size=max_shard_size)
+
+
+def _weights(checkpoint: Path, *, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read a file of weights, a checkpoint of the trainer, or the newest checkpoint of a run's folder."""
+    if (checkpoint / "checkpoints").is_dir():
+        steps = sorted((checkpoint / "checkpoints").glob("step-*"))
+        if not steps:
+            raise ValueError(
+                f"the run in {checkpoint} has no checkpoint yet; train it, or give a file of weights"
+            )
+        checkpoint = steps[-1]
+    state = _read_weights(checkpoint)
+    check_tensors(state, expected, what=str(checkpoint))
+    return state
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

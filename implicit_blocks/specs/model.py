@@ -22,6 +22,10 @@ class ModelSpec(ComponentSpec):
     twin_of: ClassVar[frozenset[str]] = frozenset()
     """Kinds from which a spec switches to this one by `kind` alone, keeping the fields that both know."""
 
+    def parameter_total(self) -> int | None:
+        """Parameters of the model, tied ones once. None: not known (language models: `counting`)."""
+        return None
+
 
 class AtEvaluation(Spec):
     """How the fixed point is searched for in evaluation."""

@@ -48,7 +48,11 @@ def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", zoo_names())
 def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
     spec = load_spec(name)
-    narrow = [*NARROW, *MIXERS.get(spec.model.mixer.kind, [])]
+    narrow = NARROW[2:]
+    if spec.model.kind == "transformers":
+        pytest.importorskip("transformers", reason="transformers is not installed")
+    else:
+        narrow = [*NARROW, *MIXERS.get(spec.model.mixer.kind, [])]
     if spec.model.kind == "implicit_lm":
         narrow += ["model.at_evaluation.stopping.max_iterations=6"]
     if spec.data.kind == "tokens":
@@ -68,5 +72,5 @@ def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
     assert summary["steps"] == 2
     assert len(summary["phases"]) == (2 if len(load_spec(name).phases) == 2 else 1)
     assert all(row["loss"] > 0 for row in summary["evaluation"])
-    assert (summary["final"]["iterations"] is None) == name.endswith("_explicit")
+    assert (summary["final"]["iterations"] is None) == name.endswith(("_explicit", "_transformers"))
     assert (folder / "report.png").is_file()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trainer.callbacks import Callback
-from trainer.data.source import DataSource, EvaluationSet
+from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.schedule import Schedule
 
 
@@ -28,7 +28,7 @@ class Parity(DataSource):
             generator = torch.Generator().manual_seed(self.seed * 7919 + row % self.spec.period)
             rows.append(torch.randint(2, (self.length,), generator=generator))
         bits = torch.stack(rows)
-        return bits, bits.cumsum(1) % 2
+        return Batch(inputs=bits, labels=bits.cumsum(1) % 2)
 
     def evaluation_sets(self, evaluation):
         return {"parity": EvaluationSet(name="parity", source=self, sequences=evaluation.sequences)}
