@@ -124,8 +124,8 @@ def _section(title: str, lines: list[str]) -> list[str]:
 def _parameters(model: ModelSpec) -> list[str]:
     counts = count_parameters(model)
     if counts is None:
-        total = model.parameter_total()
-        return ["not known: the model's spec does not tell" if total is None else f"{total:,}"]
+        number = model.parameter_total()
+        return ["not known: the model's spec does not tell" if number is None else f"{number:,}"]
     named = (
         ("embedding", counts.embedding),
         ("head", counts.head),

@@ -109,7 +109,7 @@ def _export_other(
 ) -> None:
     """Write a model of another kind, which can say what it is to transformers by ``to_transformers()``."""
     torch.manual_seed(seed)
-    model = None if spec is None else build(spec)
+    model: Any = None if spec is None else build(spec)
     if not hasattr(model, "to_transformers"):
         raise ValueError(
             f"a model of kind {getattr(spec, 'kind', None)!r} can't be exported; implicit_lm, explicit_lm "
@@ -131,6 +131,14 @@ def _weights(checkpoint: Path, *, expected: Mapping[str, Tensor]) -> dict[str, T
             )
         checkpoint = steps[-1]
     state = _read_weights(checkpoint)
+    # Of weights that are tied the trainer stores one.
+    stored = {expected[name].data_ptr(): tensor for name, tensor in state.items() if name in expected}
+    tied = {
+        name: stored[own.data_ptr()]
+        for name, own in expected.items()
+        if name not in state and not own.is_meta and own.data_ptr() in stored
+    }
+    state |= tied
     check_tensors(state, expected, what=str(checkpoint))
     return state
 
