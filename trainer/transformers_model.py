@@ -229,6 +229,8 @@ def _configuration(spec: TransformersSpec) -> Any:
     where = "model.architecture" if spec.folder is None else f"{spec.folder}/config.json: model_type"
     config_class = _config_class(str(spec.architecture or found.get("model_type")), where=where)
     _check_keys(spec.config, config_class)
+    if spec.folder is not None:
+        found, _ = config_class.get_config_dict(spec.folder, local_files_only=True)  # decodes infinities
     fields: dict[str, Any] = {**found, **spec.config}
     if spec.folder is None:
         # Token 1 is a token like others here: an embedding of padding would never be trained.
