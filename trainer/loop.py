@@ -287,6 +287,7 @@ class Loop:
             return
         self.display.doing("saving a checkpoint")
         self._attend_to_save(wait=True)
+        self._tell("on_save", step=self.progress.step)
         try:
             self.checkpointer.save(replace(self.progress, seconds=time.perf_counter() - self._began))
         except FailedSaveError as error:

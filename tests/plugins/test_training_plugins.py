@@ -41,8 +41,8 @@ def test_every_part_of_the_trainer_can_be_another_s(run, spec_file):
     assert done.returncode == 0, done.stderr
     assert [row["learning_rate"] for row in rows(folder)] == [1e-3] * 4 + [5e-4] * 2
     assert (folder / "diary.txt").read_text().splitlines() == [
-        "start 0 0", "phase 0 bounded", "step 1", "step 2", "checkpoint 2", "step 3", "phase 3 free",
-        "step 4", "checkpoint 4", "step 5", "step 6", "checkpoint 6", "evaluation 6 parity", "end 6 True",
+        "start 0 0", "phase 0 bounded", "step 1", "step 2", "save 2", "step 3", "phase 3 free",
+        "step 4", "save 4", "step 5", "step 6", "save 6", "evaluation 6 parity", "end 6 True",
     ]  # fmt: skip
 
     halves = spec_file.with_name("halves")
@@ -86,7 +86,7 @@ def test_a_callback_that_fails_is_named_and_the_run_can_go_on(run, spec_file):
     )
     assert expected in done.stderr
     assert f"the last checkpoint, {folder}/checkpoints/step-00000003, is intact" in done.stderr
-    assert (folder / "diary.txt").read_text().splitlines()[-2:] == ["step 3", "checkpoint 3"]
+    assert (folder / "diary.txt").read_text().splitlines()[-2:] == ["step 3", "save 3"]
 
     without = "callbacks=[{kind: acme.fragile, required: false}, {kind: acme.diary}]"
     spec = str(folder / "spec.yaml")

@@ -103,7 +103,7 @@ def test_stop_when_takes_one_limit(small: Small, limits: dict[str, float]) -> No
         small({"callbacks": [{"kind": "stop_when", "value": "loss", **limits}]})
 
 
-EVENTS = ["on_start", "on_phase", "on_step", "on_evaluation", "on_checkpoint", "on_end"]
+EVENTS = ["on_start", "on_phase", "on_step", "on_evaluation", "on_save", "on_checkpoint", "on_end"]
 
 
 @pytest.mark.parametrize("event", EVENTS)

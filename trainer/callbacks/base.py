@@ -44,8 +44,9 @@ class Callback:
     What one raises is reported with the names of the plugin and the callback. Then the run is saved and ends,
     or goes on without it where its spec has ``required: false``.
 
-    A callback with a state of its own keeps it in a file that ``on_checkpoint`` adds to the checkpoint's
-    folder and ``on_start`` reads back.
+    A checkpoint is written while training goes on. So a callback with a state of its own sets it aside in
+    ``on_save``, adds it as a file to the checkpoint's folder in ``on_checkpoint``, and reads it back in
+    ``on_start``; the file is missing where the process was killed between the two.
     """
 
     def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
@@ -60,8 +61,11 @@ class Callback:
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
         """After the model was evaluated, on the way or at the end."""
 
+    def on_save(self, run: CallbackContext, *, step: int) -> None:
+        """Before a checkpoint of the run as it is after ``step`` begins to be written."""
+
     def on_checkpoint(self, run: CallbackContext, *, step: int, path: Path) -> None:
-        """After a checkpoint was written, whole, into the folder ``path``."""
+        """Once the checkpoint after ``step`` is whole, in the folder ``path``; the run may have gone on."""
 
     def on_end(self, run: CallbackContext, *, step: int, finished: bool) -> None:
         """After the last step; ``finished`` unless the run was interrupted and is to be resumed.

@@ -67,7 +67,7 @@ class Diary(Callback):
     """Keeps how many lines it has written in the checkpoints, as a state of its own."""
 
     def __init__(self, spec):
-        self.spec, self.lines = spec, 0
+        self.spec, self.lines, self.saved = spec, 0, {}
 
     def _write(self, run, text):
         self.lines += 1
@@ -88,11 +88,15 @@ class Diary(Callback):
     def on_evaluation(self, run, *, step, results):
         self._write(run, f"evaluation {step} {' '.join(result.name for result in results)}")
 
+    def on_save(self, run, *, step):
+        self._write(run, f"save {step}")
+        self.saved[step] = self.lines
+
     def on_checkpoint(self, run, *, step, path):
-        self._write(run, f"checkpoint {step}")
-        (path / self.spec.file).write_text(str(self.lines))
+        (path / self.spec.file).write_text(str(self.saved.pop(step)))
 
     def on_end(self, run, *, step, finished):
+        assert not self.saved, "a checkpoint was never reported whole"
         self._write(run, f"end {step} {finished}")
 
 
