@@ -1,0 +1,14 @@
+"""Gated DeltaNet, a mixer for `implicit_blocks`: the module that its entry point names."""
+
+from __future__ import annotations
+
+from implicit_blocks.hookspecs import Add, hookimpl
+from implicit_blocks_gated_deltanet.spec import GatedDeltaNetSpec
+
+__all__ = ["GatedDeltaNetSpec", "register_components"]
+
+
+@hookimpl
+def register_components(add: Add) -> None:
+    """Register the mixer. The builder is an import string, so that knowing the kind imports no torch."""
+    add("mixer", GatedDeltaNetSpec, "implicit_blocks_gated_deltanet.mixer:GatedDeltaNet")

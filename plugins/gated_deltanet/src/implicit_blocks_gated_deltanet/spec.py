@@ -1,0 +1,88 @@
+"""What a YAML file says of the mixer, and what the mixer costs. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import PositiveFloat, PositiveInt, model_validator
+
+from implicit_blocks.specs import MixerSpec, Parameters, refusal
+
+
+class GatedDeltaNetSpec(MixerSpec):
+    """Gated DeltaNet: S. Yang, J. Kautz & A. Hatamizadeh, "Gated Delta Networks", ICLR 2025."""
+
+    kind: Literal["gated_deltanet"] = "gated_deltanet"
+    n_heads: PositiveInt
+    """Heads, each with a state of its own."""
+    head_dim: PositiveInt
+    """Width K of a head's queries and keys."""
+    expand_v: PositiveInt = 2
+    """Width V of a head's values, as a multiple of head_dim: a head's state has K · V numbers."""
+    negative_eigenvalues: bool = False
+    """Let β go up to 2 instead of 1, so that the state can be reflected: what tracking permutations takes."""
+    d_conv: PositiveInt = 4
+    """Width of the causal convolution over queries, keys and values."""
+    conv_bias: bool = False
+    """Whether the convolution has a bias."""
+    bias: bool = False
+    """Whether the input and output projections have biases."""
+    chunk_size: PositiveInt = 64
+    """Tokens that the plain scan takes at once: changes speed, not values."""
+    a_min: PositiveFloat = 1.0
+    """Initial decay rates are uniform from here ..."""
+    a_max: PositiveFloat = 16.0
+    """... to here."""
+    dt_min: PositiveFloat = 1e-3
+    """Initial time steps are log-uniform from here ..."""
+    dt_max: PositiveFloat = 1e-1
+    """... to here."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square in each head's norm."""
+    backend: Literal["plain", "fla"] = "plain"
+    """`plain`: PyTorch, anywhere. `fla`: flash-linear-attention's kernels, for 16-bit floats on a GPU."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for low, high in (("dt_min", "dt_max"), ("a_min", "a_max")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least > most:
+                raise refusal(f"{low} {least} is above {high} {most}; exchange them", low, value=least)
+        return self
+
+    @property
+    def key_width(self) -> int:
+        """Width of all heads' keys together."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Width of all heads' values together."""
+        return self.expand_v * self.key_width
+
+    def injection_width(self, d_model: int) -> int:
+        """Count gate, queries, keys, values, and the two gates β and α of each head."""
+        return 2 * self.value_width + 2 * self.key_width + 2 * self.n_heads
+
+    def parameter_count(self, d_model: int) -> Parameters:
+        """Count in_proj, convolution, A and dt_bias for each head, the heads' norm, out_proj, biases."""
+        projected, convolved = self.injection_width(d_model), self.value_width + 2 * self.key_width
+        convolution = convolved * (self.d_conv + self.conv_bias)
+        biases = (projected + d_model) * self.bias
+        norm = self.expand_v * self.head_dim
+        weights = d_model * (projected + self.value_width) + convolution + 2 * self.n_heads + norm + biases
+        return Parameters(weights, projected + convolved + d_model)
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        """Count projections, convolution, and the chunked scan.
+
+        In a chunk of Q tokens the scan forms two Q × Q products of K-wide keys and queries, solves a
+        triangular system with K + V right-hand sides, and applies Q × Q to the values; the state is read
+        twice and written once a token, K · V each.
+        """
+        chunk = min(self.chunk_size, length)
+        projections = 2 * d_model * (self.injection_width(d_model) + self.value_width)
+        convolution = 2 * self.d_conv * (self.value_width + 2 * self.key_width)
+        key, value = self.head_dim, self.expand_v * self.head_dim
+        within = 4 * chunk * key + chunk * (key + value) + 2 * chunk * value
+        return float(projections + convolution + self.n_heads * (within + 6 * key * value))
