@@ -9,13 +9,14 @@ import pytest
 import torch
 
 PLUGIN = "implicit_blocks_gated_deltanet"
+REASON = f"{PLUGIN} is not installed: pip install ./plugins/gated_deltanet"
 
 
 class _Absent(pytest.Module):
     """A test file of a plugin that is not installed: skipped, with the reason, before it is imported."""
 
     def collect(self):
-        pytest.skip(f"{PLUGIN} is not installed: pip install ./plugins/gated_deltanet", allow_module_level=True)
+        pytest.skip(REASON, allow_module_level=True)
 
 
 def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:

@@ -1,0 +1,14 @@
+"""Muon, an optimizer for the trainer of `implicit_blocks`: the module that its entry point names."""
+
+from __future__ import annotations
+
+from implicit_blocks.hookspecs import Add, hookimpl
+from implicit_blocks_muon.spec import MuonSpec
+
+__all__ = ["MuonSpec", "register_components"]
+
+
+@hookimpl
+def register_components(add: Add) -> None:
+    """Register the optimizer. The builder is an import string, so that knowing the kind imports no torch."""
+    add("optimizer", MuonSpec, "implicit_blocks_muon.optimizer:build_muon")

@@ -1,0 +1,144 @@
+"""Muon and AdamW as one optimizer, each on the parameters that it is for.
+
+Muon (K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) replaces the momentum
+of a matrix by the nearest orthogonal matrix, nearly, by a Newton–Schulz iteration: every direction of the
+matrix moves alike. The update itself is ``torch.optim.Muon``'s; its scaling by shape is that of J. Liu et
+al., "Muon is Scalable for LLM Training", 2025.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from implicit_blocks_muon.spec import MuonSpec
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Two optimizers that look like one: one list of groups, one state, one step.
+
+    Args:
+        muon: torch's Muon, over the matrices.
+        adamw: torch's AdamW, over all other parameters.
+
+    """
+
+    def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
+        self._parts: tuple[torch.optim.Optimizer, ...] = (muon, adamw)
+        self._muon_groups = len(muon.param_groups)
+        super().__init__([*muon.param_groups, *adamw.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        """Let the parts work on this optimizer's groups and state: loading replaces both."""
+        muon, adamw = self._parts
+        muon.param_groups = self.param_groups[: self._muon_groups]
+        adamw.param_groups = self.param_groups[self._muon_groups :]
+        muon.state = adamw.state = self.state
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient; ``closure``, if given, computes the loss anew first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._share()
+        for part in self._parts:
+            part.step()
+        return loss
+
+
+def build_muon(spec: MuonSpec, *, model: nn.Module) -> MuonAndAdamW:
+    """Build the optimizer for ``model``: its matrices go to Muon, everything else to AdamW.
+
+    Of AdamW's parameters those decay that ``model.decay_groups()`` names first. On CUDA AdamW's fused kernel
+    is used; on the CPU the plain one, whose sums have one fixed order.
+
+    Raises:
+        ValueError: the model has no matrix for Muon, or they are sharded.
+
+    """
+    matrices = matrices_of(model)
+    for name, parameter in matrices.items():
+        if hasattr(parameter, "placements"):
+            raise ValueError(
+                f"{name} is sharded over devices, and Muon takes whole matrices; replicate the model "
+                "or choose optimizer adamw"
+            )
+    if not matrices:
+        raise ValueError(f"{type(model).__name__} has no linear layers for Muon; choose optimizer adamw")
+    taken = {id(parameter) for parameter in matrices.values()}
+    decayed, undecayed = model.decay_groups()  # type: ignore[operator]  # the contract of language models
+    groups = [
+        {"params": [p for p in parameters if id(p) not in taken], "weight_decay": decay}
+        for parameters, decay in ((decayed, spec.weight_decay), (undecayed, 0.0))
+    ]
+    on_cuda = all(parameter.is_cuda for parameter in model.parameters())
+    muon = torch.optim.Muon(
+        matrices.values(),
+        lr=spec.learning_rate,
+        weight_decay=spec.weight_decay,
+        momentum=spec.momentum,
+        nesterov=spec.nesterov,
+        ns_steps=spec.newton_schulz_steps,
+        adjust_lr_fn=spec.shape_scaling,
+    )
+    adamw = torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=spec.learning_rate,
+        betas=spec.betas,
+        eps=spec.eps,
+        fused=True if on_cuda else None,
+    )
+    return MuonAndAdamW(muon, adamw)
+
+
+def matrices_of(model: nn.Module) -> dict[str, Tensor]:
+    """Name the parameters that are linear maps between hidden spaces.
+
+    The weights of all linear layers but the head; under weight norm their direction ``v``. Not the embedding,
+    whose rows are looked up one by one; nor depthwise convolutions and gains, which have two dimensions but
+    map nothing into each other.
+    """
+    heads = {id(head) for head in _heads(model)}
+    found: dict[str, Tensor] = {}
+    for name, layer in model.named_modules():
+        if not isinstance(layer, nn.Linear) or id(layer) in heads:
+            continue
+        if parametrize.is_parametrized(layer, "weight"):
+            chain: Any = layer.parametrizations["weight"]
+            direction = getattr(
+                chain, "original1", None
+            )  # weight norm's; of other parametrizations all is AdamW's
+            if direction is not None and direction.ndim == 2:
+                found[f"{name}.parametrizations.weight.original1"] = direction
+        elif layer.weight.requires_grad:
+            found[f"{name}.weight"] = layer.weight
+    shared = {id(parameter) for layer in model.modules() for parameter in _looked_up(layer)}
+    return {name: parameter for name, parameter in found.items() if id(parameter) not in shared}
+
+
+def _looked_up(layer: nn.Module) -> Iterator[Tensor]:
+    if isinstance(layer, nn.Embedding):
+        yield layer.weight
+
+
+def _heads(model: nn.Module) -> Iterator[nn.Module]:
+    """Find the layers that write logits: this library's ``head``, transformers' output embeddings."""
+    for part in model.modules():
+        head = getattr(part, "head", None)
+        if isinstance(head, nn.Module):
+            yield head
+        outputs = getattr(part, "get_output_embeddings", None)
+        if callable(outputs) and isinstance(outputs(), nn.Module):
+            yield outputs()

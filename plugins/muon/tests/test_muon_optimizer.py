@@ -1,0 +1,184 @@
+"""Which parameters go where, what a step does to them, and state that is saved whole."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from implicit_blocks_muon import MuonSpec
+from implicit_blocks_muon.optimizer import MuonAndAdamW, matrices_of
+from pydantic import ValidationError
+from torch import nn
+
+import implicit_blocks as ib
+
+MIXERS = {
+    "mamba2": ib.Mamba2Spec(d_state=8, head_dim=8),
+    "attention": ib.AttentionSpec(n_heads=2),
+}
+
+
+def model_of(kind: str = "implicit", mixer: str = "mamba2", **options) -> ib.ImplicitLM | ib.ExplicitLM:
+    spec = ib.ImplicitLMSpec if kind == "implicit" else ib.ExplicitLMSpec
+    mlp = ib.SwiGLUSpec(d_hidden=24)
+    return ib.build(spec(vocab_size=11, d_model=16, n_layers=2, mixer=MIXERS[mixer], mlp=mlp, **options))
+
+
+def take_steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, *, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        tokens = torch.randint(0, 11, (4, 12), generator=generator)
+        optimizer.zero_grad()
+        model(tokens, labels=tokens).loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("weight_norm", [True, False], ids=["weight-norm", "plain"])
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("kind", ["implicit", "explicit"])
+def test_matrices_are_the_linear_layers_and_nothing_else(kind, mixer, weight_norm, tied):
+    model = model_of(kind, mixer, weight_norm=weight_norm, tie_embeddings=tied)
+    found = matrices_of(model)
+    layers = [f"backbone.layers.{n}.{part}" for n in range(2) for part in (
+        "mixer.in_proj", "mixer.out_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.out_proj"
+    )]  # fmt: skip
+    expected = {*layers, *(["injection.proj"] if kind == "implicit" else [])}
+    suffix = ".parametrizations.weight.original1" if weight_norm else ".weight"
+    assert found.keys() == {name + suffix for name in expected}
+    named = dict(model.named_parameters())
+    assert all(parameter is named[name] and parameter.ndim == 2 for name, parameter in found.items())
+
+
+def test_every_parameter_is_in_one_group_and_decays_as_the_model_says():
+    model = model_of(tie_embeddings=False)
+    optimizer = ib.build(MuonSpec(learning_rate=1e-3, weight_decay=0.3), model=model)
+    grouped = [(p, group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(id(p) for p, _ in grouped) == sorted(id(p) for p in model.parameters())
+    decayed = {id(p) for p in model.decay_groups()[0]}
+    assert all(decay == (0.3 if id(p) in decayed else 0.0) for p, decay in grouped)
+
+
+def test_a_step_is_torchs_muon_on_matrices_and_adamw_on_the_rest():
+    model = model_of()
+    twin = copy.deepcopy(model)
+    spec = MuonSpec(learning_rate=3e-3, momentum=0.9, weight_decay=0.2)
+    optimizer = ib.build(spec, model=model)
+    matrices = matrices_of(twin)
+    rest = [p for p in twin.parameters() if all(p is not matrix for matrix in matrices.values())]
+    decayed = {id(p) for p in twin.decay_groups()[0]}
+    apart = [
+        torch.optim.Muon(
+            matrices.values(), lr=3e-3, momentum=0.9, weight_decay=0.2, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(
+            [p for p in rest if id(p) in decayed], lr=3e-3, betas=(0.9, 0.95), weight_decay=0.2
+        ),
+        torch.optim.AdamW(
+            [p for p in rest if id(p) not in decayed], lr=3e-3, betas=(0.9, 0.95), weight_decay=0
+        ),
+    ]
+    for step in range(3):
+        tokens = torch.randint(0, 11, (4, 12))
+        for net, optimizers in ((model, [optimizer]), (twin, apart)):
+            net.zero_grad()
+            net(tokens, labels=tokens).loss.backward()
+            for part in optimizers:
+                part.step()
+        for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(ours, theirs), (step, name)
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (64, 8), (32, 32)], ids=str)
+def test_matrices_of_any_shape_move_alike(shape):
+    """Root mean square of an update: about 0.2 of the learning rate, as AdamW's is."""
+    layer = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False), nn.Linear(2, 2))
+    layer.decay_groups = lambda: (list(layer.parameters()), [])
+    optimizer = ib.build(MuonSpec(learning_rate=1e-2, weight_decay=0.0), model=layer)
+    weight = layer[0].weight
+    before = weight.detach().clone()
+    weight.grad = torch.randn(shape)
+    optimizer.step()
+    moved = (weight.detach() - before).square().mean().sqrt()
+    assert 0.1e-2 < float(moved) < 0.3e-2
+
+
+def test_under_weight_norm_a_step_turns_rows_by_the_learning_rate_over_their_length():
+    """The update of ``v`` depends on its direction only; how far that turns a row depends on its length."""
+    turned = []
+    for length in (1.0, 4.0):
+        torch.manual_seed(0)
+        model = model_of()
+        layer = model.backbone.blocks()[0].mixer.out_proj
+        v = layer.parametrizations.weight.original1
+        with torch.no_grad():
+            v.mul_(length)
+        optimizer = ib.build(MuonSpec(learning_rate=1e-3, weight_decay=0.0), model=model)
+        before = nn.functional.normalize(v.detach(), dim=1)
+        take_steps(model, optimizer, 1, seed=3)
+        turned.append((nn.functional.normalize(v.detach(), dim=1) - before).norm(dim=1).mean())
+    assert float(turned[0] / turned[1]) == pytest.approx(4.0, rel=0.1)
+
+
+def test_state_that_is_saved_and_loaded_goes_on_to_the_last_bit():
+    model = model_of()
+    optimizer = ib.build(MuonSpec(learning_rate=3e-3), model=model)
+    take_steps(model, optimizer, 3, seed=1)
+    twin = model_of()
+    twin.load_state_dict(model.state_dict())
+    other = ib.build(MuonSpec(learning_rate=1e-5), model=twin)
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert isinstance(other, MuonAndAdamW)
+    take_steps(model, optimizer, 3, seed=2)
+    take_steps(twin, other, 3, seed=2)
+    for (name, ours), theirs in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_closure_is_called_once_and_with_gradients():
+    model = model_of()
+    optimizer = ib.build(MuonSpec(learning_rate=3e-3), model=model)
+    calls = []
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.arange(8).view(2, 4), labels=torch.arange(8).view(2, 4)).loss
+        loss.backward()
+        calls.append(loss.item())
+        return calls[-1]
+
+    assert [optimizer.step(closure)] == calls
+
+
+def test_frozen_layers_stay_and_a_model_without_matrices_is_refused():
+    model = model_of(weight_norm=False)
+    frozen = model.backbone.blocks()[0].mixer.in_proj.weight.requires_grad_(False)
+    assert all(parameter is not frozen for parameter in matrices_of(model).values())
+    bare = nn.Embedding(4, 4)
+    with pytest.raises(ValueError, match=r"Embedding has no linear layers for Muon; choose optimizer adamw"):
+        ib.build(MuonSpec(learning_rate=1e-3), model=bare)
+
+
+def test_sharded_matrices_are_refused():
+    model = model_of(weight_norm=False)
+    model.backbone.blocks()[0].mixer.in_proj.weight.placements = ("Shard(0)",)  # as a DTensor has them
+    with pytest.raises(ValueError, match=r"in_proj\.weight is sharded over devices.*choose optimizer adamw"):
+        ib.build(MuonSpec(learning_rate=1e-3), model=model)
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "message"),
+    [
+        ({"momentum": 1.0}, "momentum", "less than 1"),
+        ({"newton_schulz_steps": 0}, "newton_schulz_steps", "greater than or equal to 1"),
+        ({"momentun": 0.9}, "momentun", "'momentum'"),
+        ({"shape_scaling": "spectral"}, "shape_scaling", "'match_rms_adamw' or 'original'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_its_place(fields, place, message):
+    with pytest.raises(ValidationError) as caught:
+        MuonSpec.model_validate({"learning_rate": 1e-3, **fields})
+    (error,) = caught.value.errors()
+    assert error["loc"] == (place,)
+    assert message in error["msg"]

@@ -1,0 +1,52 @@
+"""The run spec that the plugin ships, trained by the trainer, which knows the optimizer by its name alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SPEC = "word_problem_s3_muon"
+SMALL = [
+    "training.batch_size=16",
+    "training.max_steps=8",
+    "training.schedule.decay=0.2",
+    "training.checkpoint_every=4",
+    "model.mixer.d_state=8",
+    "model.stopping.max_iterations=8",
+    "model.at_evaluation.stopping.max_iterations=16",
+    "phases=[]",
+    "data.length=16",
+    "evaluation.sequences=16",
+    "evaluation.batch_size=16",
+    "evaluation.lengths=[16]",
+]
+
+
+def train(output: Path, *arguments: str, timeout: int = 120) -> list[dict]:
+    command = [sys.executable, "-m", "trainer", "--output", str(output), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(records: list[dict]) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["gradient_norm"]) for row in records if "gradient_norm" in row]
+
+
+def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path):
+    whole = steps(train(tmp_path / "whole", "--spec", SPEC, *SMALL))
+    assert [step for step, _, _ in whole] == list(range(1, 9))
+    train(tmp_path / "parts", "--spec", SPEC, "--stop-at", "4", *SMALL)
+    assert steps(train(tmp_path / "parts", "--resume")) == whole
+
+
+def test_knowing_the_kind_imports_no_torch():
+    code = (
+        "import sys; from implicit_blocks import registry; "
+        "entry = registry.entry('optimizer', 'muon'); "
+        "assert entry.owner == 'implicit-blocks-muon', entry; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
