@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from implicit_blocks.decoding import Generated, Scored, generate, score, stream
     from implicit_blocks.driver import Search
     from implicit_blocks.fixed_point import FixedPoint, solve_fixed_point
     from implicit_blocks.gradients import ImplicitFunction, Phantom, Unrolled, jacobian_free
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "decoding": ["Generated", "Scored", "generate", "score", "stream"],
     "driver": ["Search"],
     "fixed_point": ["FixedPoint", "solve_fixed_point"],
     "gradients": ["ImplicitFunction", "Phantom", "Unrolled", "jacobian_free"],
@@ -107,6 +109,7 @@ __all__ = [
     "ExplicitLM",
     "ExplicitLMSpec",
     "FixedPoint",
+    "Generated",
     "GradientEstimator",
     "GradientSpec",
     "ImplicitFunction",
@@ -126,6 +129,7 @@ __all__ = [
     "Picard",
     "PicardSpec",
     "RowMap",
+    "Scored",
     "Search",
     "SearchLike",
     "Solution",
@@ -138,10 +142,13 @@ __all__ = [
     "UnrolledSpec",
     "Window",
     "build",
+    "generate",
     "hookimpl",
     "jacobian_free",
     "load_spec",
+    "score",
     "solve_fixed_point",
+    "stream",
 ]
 
 

@@ -39,6 +39,7 @@ PUBLIC_NAMES = [
     "ExplicitLM",
     "ExplicitLMSpec",
     "FixedPoint",
+    "Generated",
     "GradientEstimator",
     "GradientSpec",
     "ImplicitFunction",
@@ -58,6 +59,7 @@ PUBLIC_NAMES = [
     "Picard",
     "PicardSpec",
     "RowMap",
+    "Scored",
     "Search",
     "SearchLike",
     "Solution",
@@ -70,10 +72,13 @@ PUBLIC_NAMES = [
     "UnrolledSpec",
     "Window",
     "build",
+    "generate",
     "hookimpl",
     "jacobian_free",
     "load_spec",
+    "score",
     "solve_fixed_point",
+    "stream",
 ]
 
 

@@ -1,1 +1,7 @@
 """Generation: prompts solved in one window, then token by token, each row as it would be alone."""
+
+from implicit_blocks.decoding.generation import Generated, Step, generate, stream
+from implicit_blocks.decoding.sampling import Sampling
+from implicit_blocks.decoding.scoring import Scored, score
+
+__all__ = ["Generated", "Sampling", "Scored", "Step", "generate", "score", "stream"]

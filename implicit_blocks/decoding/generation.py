@@ -1,0 +1,320 @@
+"""Generation: the prompts are solved in one window, then each token in a window of its own.
+
+Shape legend: B batch, L tokens of the longest prompt, N new tokens, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypedDict, Unpack
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.decoding.prompts import Prompts, check_prompts, lay_out
+from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
+from implicit_blocks.interfaces import Solution
+from implicit_blocks.model import LanguageModel
+from implicit_blocks.search_options import SearchOptions
+
+
+@dataclass(frozen=True)
+class Step:
+    """A new token of every row, as ``stream`` yields it.
+
+    ``tokens`` (B,) int64 has the pad token where ``active`` (B,) bool is False: in rows that have ended.
+    ``logits`` (B, V) are those that the token was chosen from, zeros in such rows. ``iterations`` int64,
+    ``residual`` and ``converged`` (B,) say how the search behind them went (0, 0 and True in such rows);
+    they are None in explicit models, which search for nothing.
+    """
+
+    tokens: Tensor
+    active: Tensor
+    logits: Tensor
+    iterations: Tensor | None = None
+    residual: Tensor | None = None
+    converged: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What was generated: ``tokens`` (B, N) int64, the prompts left out, pad tokens behind a row's end.
+
+    ``lengths`` (B,) int64 counts a row's tokens, a stop token included; ``stopped`` (B,) bool says that it
+    ended by one. ``logits`` (B, N, V), where asked for, are those that each token was chosen from.
+    ``iterations`` int64, ``residual`` and ``converged``, (B, N), say how the search behind each token went
+    (0, 0 and True behind a row's end), and ``prompt`` how that of the prompts did; None in explicit models.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    stopped: Tensor
+    logits: Tensor | None = None
+    iterations: Tensor | None = None
+    residual: Tensor | None = None
+    converged: Tensor | None = None
+    prompt: Solution | None = None
+
+
+class Options(TypedDict, total=False):
+    """The options of ``stream``, as ``generate`` describes them."""
+
+    max_new_tokens: int
+    attention_mask: Tensor | None
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    seed: int | Sequence[int]
+    stop_tokens: Sequence[int]
+    pad_token: int
+    max_length: int | None
+    window_length: int | None
+    tolerance: float | None
+    max_iterations: int | None
+    damping: float | None
+    warm_start: bool
+    moving_average: float | None
+
+
+@torch.no_grad()
+def generate(
+    model: LanguageModel,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    attention_mask: Tensor | None = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | Sequence[int] = 0,
+    stop_tokens: Sequence[int] = (),
+    pad_token: int = 0,
+    max_length: int | None = None,
+    window_length: int | None = None,
+    tolerance: float | None = None,
+    max_iterations: int | None = None,
+    damping: float | None = None,
+    warm_start: bool = False,
+    moving_average: float | None = None,
+    return_logits: bool = False,
+    on_step: Callable[[Step], None] | None = None,
+) -> Generated:
+    """Continue prompts, each as it would be continued alone.
+
+    The prompts are solved and committed in one window, or in windows of ``window_length`` tokens; then every
+    token is solved to convergence, committed, and the next one chosen. The state has its room from the start.
+
+    Args:
+        model: of this library, in evaluation mode.
+        prompts: (B, L) int64, or a list of lists of tokens, of any lengths.
+        max_new_tokens: tokens that each row gets, unless it stops before.
+        attention_mask: (B, L), 0 at padding on either side of a prompt; for prompts in one tensor.
+        temperature: 0 takes the likeliest token, else one is drawn (``Sampling``).
+        top_k: draw among so many of the likeliest.
+        top_p: draw among the likeliest that together have this probability.
+        seed: each row draws with a generator of its own: with these seeds, or with ``seed``, ``seed + 1``, …
+        stop_tokens: a row ends with the first of these that it makes.
+        pad_token: what stands behind a row's end.
+        max_length: tokens that a row may have, the prompt included: longer prompts are refused, and rows end
+            there. None: no limit.
+        window_length: of the windows that the prompts are solved in; None: one.
+        tolerance: of the searches, instead of the spec's; so are the next four, as in ``forward``.
+        max_iterations: of each search.
+        damping: of the solver.
+        warm_start: begin each token's search at the solution of the one before.
+        moving_average: α of an average over the iterates, for noisy maps.
+        return_logits: keep the logits of all tokens: B · N · V numbers.
+        on_step: called with every step as soon as it is made.
+
+    Raises:
+        ValueError: for prompts that are empty, too long or have unknown tokens, options that make no sense,
+            or a model in training mode.
+
+    """
+    options: Options = {
+        "max_new_tokens": max_new_tokens,
+        "attention_mask": attention_mask,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+        "stop_tokens": stop_tokens,
+        "pad_token": pad_token,
+        "max_length": max_length,
+        "window_length": window_length,
+        "tolerance": tolerance,
+        "max_iterations": max_iterations,
+        "damping": damping,
+        "warm_start": warm_start,
+        "moving_average": moving_average,
+    }
+    run = _Run(model, prompts, **options)
+    steps = []
+    for step in run.steps():
+        if on_step is not None:
+            on_step(step)
+        steps.append(step)
+    return run.summed_up(steps, with_logits=return_logits)
+
+
+def stream(model: LanguageModel, prompts: Prompts, **options: Unpack[Options]) -> Iterator[Step]:
+    """Yield the tokens of ``generate`` as they are made; ``max_new_tokens`` and other options as there.
+
+    Prompts and options are looked at here, not when the first token is asked for.
+    """
+    return _Run(model, prompts, **options).steps()
+
+
+class _Run:
+    """One generation: what was asked for, checked, and how it goes."""
+
+    def __init__(self, model: LanguageModel, prompts: Prompts, **options: Unpack[Options]) -> None:
+        check_model(model)
+        self.count = options.get("max_new_tokens", 0)
+        if self.count < 1:
+            raise ValueError(f"max_new_tokens is {self.count}; choose at least 1")
+        self.model, self.device = model, model.embedding.weight.device
+        max_length = options.get("max_length")
+        self.ids, mask = lay_out(prompts, options.get("attention_mask"), device=self.device)
+        self.valid = check_prompts(self.ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
+        batch, length = self.ids.shape
+        self.sampling = Sampling(
+            temperature=options.get("temperature", 0.0),
+            top_k=options.get("top_k"),
+            top_p=options.get("top_p"),
+        )
+        seeds = seeds_of(options.get("seed", 0), batch)
+        self.uniform_BN = uniforms(seeds, self.count, device=self.device) if self.sampling.draws else None
+        stop_tokens = list(options.get("stop_tokens", ()))
+        self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.int64, device=self.device)
+        self.pad_token = options.get("pad_token", 0)
+        lengths = self.ids.new_full((batch,), length) if self.valid is None else self.valid.sum(1)
+        self.limit_B = lengths.new_full((batch,), self.count)
+        if max_length is not None:
+            self.limit_B = self.limit_B.minimum(max_length - lengths)
+        self.window_length = options.get("window_length")
+        self.search = SearchOptions(
+            tolerance=options.get("tolerance"),
+            max_iterations=options.get("max_iterations"),
+            damping=options.get("damping"),
+            warm_start=options.get("warm_start", False),
+            moving_average=options.get("moving_average"),
+        )
+        self.prompt: Solution | None = None
+        self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=self.device)
+
+    @torch.no_grad()
+    def steps(self) -> Iterator[Step]:
+        """Yield the tokens as they are made.
+
+        Rows that have ended are padding, which takes no part in a search, and leave the batch once they are
+        half of it.
+        """
+        model, (batch, length) = self.model, self.ids.shape
+        weights = model.hold_weights()
+        rows = torch.arange(batch, device=self.device)  # those in hand, of the batch
+        live = self.limit_B > 0  # those of them that have not ended
+        state = model.initial_state(batch, capacity=length + self.count)
+        ids, valid, window_length = self.ids, self.valid, self.window_length
+        for number in range(self.count):
+            encoded = model.encode(
+                model.embedding(ids),
+                attention_mask=valid,
+                state=state,
+                return_state=True,
+                window_length=window_length,
+                search=self.search,
+                weights=weights,
+            )
+            assert encoded.state is not None
+            state = encoded.state
+            self.prompt = encoded.solution if number == 0 else self.prompt
+            end = _last_real(ids, valid)
+            logits = model.predict(encoded.hidden_BLD[torch.arange(len(rows), device=self.device), end])
+            logits = logits[:, : model.spec.vocab_size]
+            uniform = None if self.uniform_BN is None else self.uniform_BN[rows, number]
+            tokens = self.sampling.choose(logits, uniform).masked_fill(~live, self.pad_token)
+            yield self._step(tokens, logits, _status(encoded.solution, end), rows, live)
+            stopped = live & torch.isin(tokens, self.stop_tokens)
+            self.stopped_B[rows] |= stopped
+            live = live & ~stopped & (number + 1 < self.limit_B[rows])
+            remaining = int(live.sum())
+            if remaining == 0:
+                return
+            if 2 * remaining <= len(rows):
+                kept = live.nonzero().squeeze(1)
+                state = state.select_rows(kept, model.backbone)
+                rows, tokens, live = rows[kept], tokens[kept], live[kept]
+            ids, window_length = tokens.masked_fill(~live, 0)[:, None], None  # the pad token may be no token
+            valid = None if remaining == len(rows) else live[:, None]
+
+    def _step(
+        self, tokens: Tensor, logits: Tensor, status: tuple[Tensor, ...], rows: Tensor, live: Tensor
+    ) -> Step:
+        """Return what was found for the rows in hand, as a step of the whole batch."""
+        if len(rows) == len(self.ids) and bool(live.all()):
+            return Step(tokens, live, logits, *status)
+        index = rows[live]
+
+        def whole(part: Tensor, fill: int | bool) -> Tensor:
+            everything = part.new_full((len(self.ids), *part.shape[1:]), fill)
+            everything[index] = part[live]
+            return everything
+
+        fills = (0, 0, True)
+        found = [whole(part, fill) for part, fill in zip(status, fills, strict=False)]
+        return Step(whole(tokens, self.pad_token), whole(live, False), whole(logits, 0), *found)
+
+    def summed_up(self, steps: Sequence[Step], *, with_logits: bool) -> Generated:
+        """Lay the steps side by side."""
+
+        def side_by_side(name: str) -> Tensor | None:
+            parts = [getattr(step, name) for step in steps]
+            return None if parts[0] is None else torch.stack(parts, dim=1)
+
+        tokens, active = side_by_side("tokens"), side_by_side("active")
+        assert tokens is not None
+        assert active is not None
+        return Generated(
+            tokens=tokens,
+            lengths=active.sum(1),
+            stopped=self.stopped_B,
+            logits=side_by_side("logits") if with_logits else None,
+            iterations=side_by_side("iterations"),
+            residual=side_by_side("residual"),
+            converged=side_by_side("converged"),
+            prompt=self.prompt,
+        )
+
+
+def check_model(model: LanguageModel) -> None:
+    """Refuse what cannot decode.
+
+    Raises:
+        ValueError: for a model of another library, or in training mode.
+
+    """
+    if not isinstance(model, LanguageModel):
+        raise ValueError(
+            f"the model is a {type(model).__name__}; give one of this library, for those of transformers "
+            "implicit_blocks.hf.to_library(model)"
+        )
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() first")
+
+
+def _last_real(ids_BL: Tensor, valid_BL: Tensor | None) -> Tensor:
+    """Return where each row's last real token stands, (B,) int64; 0 in rows of padding."""
+    order = torch.arange(ids_BL.shape[1], device=ids_BL.device)
+    return order[-1].expand(len(ids_BL)) if valid_BL is None else (valid_BL * order).amax(1)
+
+
+def _status(solution: Solution | None, end_B: Tensor) -> tuple[Tensor, ...]:
+    """Return iterations, residual and converged of these tokens, (B,) each, or of their rows."""
+    if solution is None:
+        return ()
+    if solution.token_iterations is None:
+        return solution.iterations, solution.residual, solution.converged
+    of_tokens = (solution.token_iterations, solution.token_residual, solution.token_converged)
+    return tuple(part.gather(1, end_B[:, None]).squeeze(1) for part in of_tokens if part is not None)

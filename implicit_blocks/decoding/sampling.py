@@ -1,0 +1,105 @@
+"""How the next token is chosen, and with which random numbers.
+
+Shape legend: B batch, V vocabulary, N new tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """The rule for choosing a token from logits: the likeliest, or one drawn.
+
+    Args:
+        temperature: 0 takes the likeliest token; else logits are divided by it, and a token is drawn.
+        top_k: draw only among so many of the likeliest; None: no limit.
+        top_p: draw only among the likeliest that together have this probability, the one that reaches it
+            included (A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020); None: no
+            limit. Taken after ``top_k``.
+
+    Raises:
+        ValueError: for numbers that make no sense.
+
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; choose 0 for the likeliest token, or more")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; choose at least 1, or None")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; choose a number in (0, 1], or None")
+        if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
+            raise ValueError("top_k and top_p are for drawing, and temperature is 0; choose a temperature")
+
+    @property
+    def draws(self) -> bool:
+        """Whether a token is drawn."""
+        return self.temperature > 0
+
+    def choose(self, logits_BV: Tensor, uniform_B: Tensor | None = None) -> Tensor:
+        """Return the next tokens, (B,) int64, given a number in [0, 1) for each row to draw with.
+
+        A row's token depends on its own logits and number alone, and on the order of the tokens' ids rather
+        than that of their likelihood: rounding that swaps two of nearly equal logits changes nothing.
+        """
+        if not self.draws:
+            return logits_BV.argmax(-1)
+        assert uniform_B is not None
+        probabilities = self._kept((logits_BV.double() / self.temperature).softmax(-1))
+        reached = probabilities.cumsum(-1)
+        threshold = uniform_B.to(reached) * reached[:, -1]
+        chosen = torch.searchsorted(reached, threshold[:, None], right=True).squeeze(1)
+        last = logits_BV.shape[1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1)
+        return torch.minimum(chosen, last)  # where rounding took the threshold to the very end
+
+    def _kept(self, probabilities_BV: Tensor) -> Tensor:
+        """Return the probabilities of the tokens drawn among; 0 for others."""
+        if self.top_k is not None and self.top_k < probabilities_BV.shape[1]:
+            best = probabilities_BV.topk(self.top_k, dim=-1).indices
+            probabilities_BV = torch.zeros_like(probabilities_BV).scatter(
+                -1, best, probabilities_BV.gather(-1, best)
+            )
+        if self.top_p is not None and self.top_p < 1:
+            ordered, tokens = probabilities_BV.sort(dim=-1, descending=True, stable=True)
+            before = ordered.cumsum(-1) - ordered
+            ordered = ordered.masked_fill(before >= self.top_p * ordered.sum(-1, keepdim=True), 0.0)
+            probabilities_BV = torch.zeros_like(ordered).scatter(-1, tokens, ordered)
+        return probabilities_BV
+
+
+def seeds_of(seed: int | Sequence[int], rows: int) -> list[int]:
+    """Return every row's seed: those given, or ``seed``, ``seed + 1`` and so on.
+
+    Raises:
+        ValueError: for another number of them.
+
+    """
+    if isinstance(seed, int):
+        return list(range(seed, seed + rows))
+    if len(seed) != rows:
+        raise ValueError(f"{len(seed)} seeds for {rows} rows; give one a row, or a single one")
+    return list(seed)
+
+
+def uniforms(seeds: Sequence[int], count: int, *, device: torch.device) -> Tensor:
+    """Return the numbers that each row draws with, (B, N) float64 in [0, 1), each row from its own generator.
+
+    A row's numbers depend on its seed alone, and a longer row begins as a shorter one. They are made on the
+    CPU, so that every device draws the same.
+    """
+    drawn = [
+        torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        for seed in seeds
+    ]
+    return torch.stack(drawn).to(device)

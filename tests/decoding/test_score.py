@@ -1,0 +1,55 @@
+"""Scoring given continuations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+
+CONTINUATIONS = [[3, 4], [1], [7, 0, 2, 5], [9, 9, 9]]
+
+
+@torch.no_grad()
+def test_scores_are_those_of_each_alone_in_any_windows(family, tiny_model, prompts):
+    model = tiny_model(family)
+    for window_length in (None, 1, 3):
+        found = ib.score(model, prompts, CONTINUATIONS, window_length=window_length)
+        assert found.lengths.tolist() == [2, 1, 4, 3]
+        assert found.solution.converged.all()
+        for row, (prompt, rest) in enumerate(zip(prompts, CONTINUATIONS, strict=True)):
+            logits = model(torch.tensor([prompt + rest])).logits[0, len(prompt) - 1 : -1, :19]
+            expected = logits.log_softmax(-1)[torch.arange(len(rest)), rest]
+            torch.testing.assert_close(found.log_probabilities[row, : len(rest)], expected, atol=1e-4, rtol=0)
+            assert found.log_probabilities[row, len(rest) :].eq(0).all()
+            assert found.total[row].item() == pytest.approx(expected.sum().item(), abs=1e-4)
+
+
+def test_what_greedy_decoding_gives_is_likeliest(family, tiny_model, prompts):
+    model = tiny_model(family)
+    generated = ib.generate(model, prompts, max_new_tokens=4)
+    found = ib.score(model, prompts, generated.tokens.tolist())
+    assert found.greedy.all()
+    other = generated.tokens.clone()
+    other[1, 3] = (other[1, 3] + 1) % 19
+    assert ib.score(model, prompts, other.tolist()).greedy.tolist() == [True, False, True, True]
+
+
+def test_explicit_models_score_too(family, explicit_model, prompts):
+    found = ib.score(explicit_model(family), prompts, CONTINUATIONS)
+    assert found.solution is None
+    assert found.total.lt(0).all()
+
+
+def test_lists_that_do_not_fit_are_refused(tiny_model, prompts):
+    model = tiny_model("mamba2")
+    with pytest.raises(ValueError, match="4 prompts and 2 continuations"):
+        ib.score(model, prompts, [[1], [2]])
+    with pytest.raises(ValueError, match="continuation 1 has shape"):
+        ib.score(model, prompts[:2], [[1], []])
+    with pytest.raises(ValueError, match="prompt 1 has shape"):
+        ib.score(model, [[1], []], [[1], [2]])
+    with pytest.raises(ValueError, match="prompt 0 has token 40"):
+        ib.score(model, [[1]], [[40]])
+    with pytest.raises(ValueError, match="more than the 3 of max_length"):
+        ib.score(model, [[1, 2]], [[3, 4]], max_length=3)
