@@ -1,0 +1,310 @@
+"""The job: shards that depend on the inputs alone, kills at any moment, what is refused."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainer.data.manifest import read_manifest, verify
+from trainer.data.tokenizing import Documents, Job, load_tokenizer, shards, tokenize
+from trainer.data.tokenizing.documents import find_sources
+from trainer.data.tokenizing.shards import DiskFullError
+from trainer.tokenize import main
+
+WORDS = ["the", "of", "and", "to", "in", "that", "it", "is", "was", "he", "for", "on", "are", "with"]
+
+
+def write_rows(path: Path, rows: int, *, seed: int = 0) -> list[str]:
+    drawn = random.Random(seed)
+    texts = [f"{n} " + " ".join(drawn.choices(WORDS, k=drawn.randint(1, 60))) for n in range(rows)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return texts
+
+
+def job(tmp_path: Path, output: str = "out", **options: Any) -> Job:
+    documents = Documents(sources=find_sources([str(tmp_path / "rows.jsonl")]))
+    settings = {"tokenizer": load_tokenizer("bytes"), "shard_tokens": 20_000, **options}
+    return Job(output=tmp_path / output, documents=documents, **settings)
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """Give the checksums of what was written, by name."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".verified.json")
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in found}
+
+
+def read(folder: Path) -> list[list[int]]:
+    """Give the documents in a folder's shards, each without its end token."""
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    ids, ends = [], []
+    for shard in manifest["shards"]:
+        path = folder / shard["file"]
+        before = sum(map(len, ids))
+        ids.append(np.fromfile(path, dtype="<u2"))
+        ends += (np.fromfile(path.with_suffix(".documents"), dtype="<i8") + before).tolist()
+        assert len(ids[-1]) == shard["tokens"]
+    whole = np.concatenate(ids).tolist()
+    assert ends[-1] == len(whole) == manifest["tokens"]
+    assert len(ends) == manifest["documents"]
+    assert all(whole[end - 1] == 256 for end in ends)
+    return [whole[start : end - 1] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def test_shards_hold_the_documents(tmp_path: Path) -> None:
+    texts = write_rows(tmp_path / "rows.jsonl", 500)
+    (result,) = tokenize(job(tmp_path), say=lambda text: None)
+    assert result.folder == tmp_path / "out" / "train"
+    assert result.shards > 2
+    assert [bytes(ids).decode() for ids in read(result.folder)] == texts
+    assert verify(result.folder) > 0
+    assert verify(result.folder) == 0  # unchanged since
+
+
+def test_shards_do_not_depend_on_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.tokenizing.job._TASK", 3_000)
+    write_rows(tmp_path / "rows.jsonl", 600)
+    tokenize(job(tmp_path, "one", validation_fraction=0.1), say=lambda text: None)
+    tokenize(job(tmp_path, "two", validation_fraction=0.1, workers=2), say=lambda text: None)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+def test_held_out_by_document(tmp_path: Path) -> None:
+    texts = write_rows(tmp_path / "rows.jsonl", 1000)
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in texts))  # every document twice
+    sides = {}
+    for seed in (1, 2):
+        tokenize(job(tmp_path, f"out{seed}", validation_fraction=0.2, seed=seed), say=lambda text: None)
+        sides[seed] = [
+            [bytes(ids).decode() for ids in read(tmp_path / f"out{seed}" / side)]
+            for side in ("train", "validation")
+        ]
+    train, validation = sides[1]
+    assert sorted(train + validation) == sorted(texts * 2)
+    assert not set(train) & set(validation)  # copies stay together
+    assert 0.15 < len(validation) / 2000 < 0.25
+    assert set(sides[2][1]) != set(validation)
+
+
+def test_long_documents_go_on_in_the_next_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.data.tokenizing.pieces.PIECE", 100)
+    text = "".join(f"line {number}\n" for number in range(300))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "short"}))
+    (result,) = tokenize(job(tmp_path, shard_tokens=1000), say=lambda text: None)
+    assert result.shards == 3
+    manifest = read_manifest(result.folder)
+    assert manifest is not None
+    assert [shard["documents"] for shard in manifest["shards"]] == [0, 0, 2]
+    assert [bytes(ids).decode() for ids in read(result.folder)] == [text, "short"]
+
+
+def command(tmp_path: Path, output: str, *more: str) -> list[str]:
+    options = ["--tokenizer", "bytes", "--shard-tokens", "30e3", "--validation-fraction", "0.2", *more]
+    inputs = [str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / output)]
+    return [sys.executable, "-m", "trainer.tokenize", *inputs, *options]
+
+
+def running_in(group: int) -> list[str]:
+    """Name the processes of a group that have not ended."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            name, _, rest = path.read_text().rpartition(")")
+        except OSError:  # it ended just now
+            continue
+        state, _, of = rest.split()[:3]
+        if int(of) == group and state != "Z":
+            found.append(name)
+    return found
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_and_gone_on_with(tmp_path: Path) -> None:
+    """Ten kills by SIGKILL, with two workers; none is left behind, and the shards come out the same."""
+    write_rows(tmp_path / "rows.jsonl", 60_000)
+    subprocess.run(command(tmp_path, "whole", "--workers", "1"), check=True, capture_output=True)
+    arguments, drawn = command(tmp_path, "out", "--workers", "2"), random.Random(0)
+    kills, kept = 0, 0
+    while kills < 10:
+        process = subprocess.Popen(arguments, stderr=subprocess.DEVNULL, start_new_session=True)
+        try:
+            process.wait(drawn.uniform(0.5, 3.0))
+            break
+        except subprocess.TimeoutExpired:
+            kept = max(kept, len(list((tmp_path / "out").glob("train/shard_*.json"))))
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            kills += 1
+            time.sleep(0.5)
+            assert not running_in(process.pid)  # the workers went with it
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    assert kills >= 3
+    assert kept > 0
+    assert "finished" in done.stderr
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Write some shards and stop."""
+
+    class StoppedError(Exception):
+        pass
+
+    written = 0
+    original = shards.ShardWriter._finish
+
+    def finish(self: shards.ShardWriter) -> None:
+        nonlocal written
+        if written == after:
+            raise StoppedError
+        written += 1
+        original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards.ShardWriter, "_finish", finish)
+        with pytest.raises(StoppedError):
+            tokenize(job(tmp_path), say=lambda text: None)
+
+
+def test_goes_on_after_the_finished_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "rows.jsonl", 800)
+    tokenize(job(tmp_path, "whole"), say=lambda text: None)
+    interrupted(tmp_path, monkeypatch, 3)
+    folder = tmp_path / "out" / "train"
+    assert len(list(folder.glob("shard_*.bin"))) == 3
+    kept = [folder / "shard_00000.bin", folder / "shard_00001.bin"]
+    times = [path.stat().st_mtime_ns for path in kept]
+    # A shard that was cut short meanwhile is written again, and those after it.
+    (folder / "shard_00002.bin").write_bytes(b"cut")
+    said: list[str] = []
+    tokenize(job(tmp_path), say=said.append)
+    assert any("shard_00002.bin is written again: shard_00002.bin is missing, cut" in text for text in said)
+    assert any("2 finished shards" in text for text in said)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+    assert [path.stat().st_mtime_ns for path in kept] == times
+    said.clear()
+    tokenize(job(tmp_path), say=said.append)
+    assert said == [f"{folder} is finished; its checksums are right"]
+    (folder / "shard_00001.bin").write_bytes(bytes(len((folder / "shard_00001.bin").read_bytes())))
+    with pytest.raises(ValueError, match=r"shard_00001\.bin has been altered: its SHA-256 is"):
+        tokenize(job(tmp_path), say=said.append)
+
+
+def test_refuses_to_go_on_with_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "rows.jsonl", 300)
+    interrupted(tmp_path, monkeypatch, 1)
+    with pytest.raises(ValueError, match=r"begun with other shard_tokens \(shard_tokens was 20000, is 99\)"):
+        tokenize(job(tmp_path, shard_tokens=99))
+    tokenizers = pytest.importorskip("tokenizers", reason="another tokenizer than bytes")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "the": 1}, unk_token="<eos>"))
+    made.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="was begun with other tokenizer, vocab_size"):
+        tokenize(job(tmp_path, tokenizer=load_tokenizer(tmp_path / "tokenizer.json")))
+    write_rows(tmp_path / "rows.jsonl", 301)
+    with pytest.raises(ValueError, match=r"begun with other train .*rows\.jsonl"):
+        tokenize(job(tmp_path))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("")
+    with pytest.raises(ValueError, match=r"other holds other files \(file\)"):
+        tokenize(job(tmp_path, "other"))
+
+
+def test_refuses_two_writers_at_once(tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl", reason="file locks of POSIX")
+    write_rows(tmp_path / "rows.jsonl", 3)
+    (tmp_path / "out").mkdir()
+    with (tmp_path / "out" / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="another process is writing into"):
+            tokenize(job(tmp_path))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for it: the kernel refuses the write all the same."""
+    write_rows(tmp_path / "rows.jsonl", 2000)
+    arguments = command(tmp_path, "out", "--workers", "1", "--shard-tokens", "300e3")
+
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+
+    done = subprocess.run(arguments, preexec_fn=limit, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "error: there is no room for another shard in" in done.stderr
+    assert "run the same command again: it goes on, 0 finished" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list((tmp_path / "out").rglob("*shard*"))
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_disk_that_fills_up_at_the_sidecar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rows(tmp_path / "rows.jsonl", 800)
+    calls = 0
+
+    def full(path: Path, value: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_json(path, value)
+
+    write_json = shards.write_json
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "write_json", full)
+        with pytest.raises(DiskFullError, match=r"No space left on device.*1 finished"):
+            tokenize(job(tmp_path), say=lambda text: None)
+    tokenize(job(tmp_path), say=lambda text: None)
+    tokenize(job(tmp_path, "whole"), say=lambda text: None)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_refuses_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path / "rows.jsonl", 5)
+    with pytest.raises(ValueError, match=r"validation fraction 1\.0 is no share"):
+        tokenize(job(tmp_path, validation_fraction=1.0))
+    with pytest.raises(ValueError, match="workers is 0; give 1 or more"):
+        tokenize(job(tmp_path, workers=0))
+    with pytest.raises(ValueError, match=r"no document went to .*validation"):
+        tokenize(job(tmp_path, validation_fraction=1e-9), say=lambda text: None)
+    inputs = [str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "cli")]
+    assert main([*inputs, "--tokenizer", "gone.json"]) == 2
+    assert "there is no tokenizer gone.json" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(inputs)
+    assert "give either --tokenizer FILE or --train-tokenizer SIZE" in capsys.readouterr().err
+
+
+def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows(tmp_path / "rows.jsonl", 200)
+    write_rows(tmp_path / "held_out.jsonl", 20, seed=1)
+    inputs = [str(tmp_path / "rows.jsonl"), "--validation", str(tmp_path / "held_out.jsonl")]
+    arguments = [*inputs, "--output", str(tmp_path / "out"), "--train-tokenizer", "300", "--workers", "1"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().err
+    assert "200 documents, 1 shard" in said
+    assert "vocabulary 300, uint16" in said
+    tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer.json")
+    assert (tokenizer.vocab_size, tokenizer.end_of_document) == (300, 0)
+    manifest = read_manifest(tmp_path / "out" / "validation")
+    assert manifest is not None
+    assert manifest["tokenizer"] == tokenizer.identity
+    assert manifest["documents"] == 20
+    assert main(["--verify", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.count("as they were written") == 2
+    assert main(arguments) == 0  # nothing left to do
+    assert main(["--verify", str(tmp_path)]) == 2
+    assert "has no manifest.json" in capsys.readouterr().err

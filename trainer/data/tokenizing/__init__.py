@@ -1,0 +1,20 @@
+"""Text into token shards: documents, tokenizers, the shards' format, the parallel job. Imports no torch.
+
+`python -m trainer.tokenize` is the command; `tokenize` the same for programs.
+"""
+
+from trainer.data.tokenizing.documents import Documents
+from trainer.data.tokenizing.job import Job, Result, tokenize
+from trainer.data.tokenizing.pieces import Piece
+from trainer.data.tokenizing.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+
+__all__ = [
+    "Documents",
+    "Job",
+    "Piece",
+    "Result",
+    "Tokenizer",
+    "load_tokenizer",
+    "tokenize",
+    "train_tokenizer",
+]

@@ -1,0 +1,325 @@
+"""Documents out of files: plain text, jsonl, parquet, Hugging Face datasets, compressed or not.
+
+Text comes in pieces of bounded size, see `trainer.data.tokenizing.pieces`.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal, get_args
+
+from trainer.data.tokenizing.pieces import Piece, cut, whole, with_text
+
+_BLOCK = 1 << 18  # characters read at once
+
+Format = Literal["auto", "text", "jsonl", "parquet", "dataset"]
+
+_SUFFIXES: dict[str, Format] = {
+    ".txt": "text", ".text": "text", ".md": "text",
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl",
+    ".parquet": "parquet",
+}  # fmt: skip
+_COMPRESSED = (".xz", ".gz", ".bz2", ".zst")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One input: a file, or a dataset by folder or hub name, and how to read it."""
+
+    name: str
+    path: Path | None
+    format: Format
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Say what the input was, to notice that it has changed."""
+        found: dict[str, Any] = {"name": self.name, "format": self.format}
+        if self.path is not None and self.path.is_file():
+            found["bytes"] = self.path.stat().st_size
+        return found
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The documents of some inputs, in order.
+
+    Args:
+        sources: see `find_sources`.
+        separator: plain text: what stands between two documents of a file; None: a file is one document. A
+            line break right after it goes with it.
+        text_field: jsonl, parquet and datasets: the field that holds the text.
+        dataset_split: datasets: which split.
+        dataset_config: datasets of the hub: which configuration.
+
+    """
+
+    sources: Sequence[Source]
+    separator: str | None = None
+    text_field: str = "text"
+    dataset_split: str = "train"
+    dataset_config: str | None = None
+
+    def pieces(self, progress: Callable[[float], None] = lambda share: None) -> Iterator[Piece]:
+        """Go through the text of all inputs; `progress` hears how much has been read, from 0 to 1.
+
+        Documents without text are left out.
+
+        Raises:
+            ValueError: a file that can't be read as what it is said to be; says which, and where in it.
+
+        """
+        sizes = [_size(source) for source in self.sources]
+        total, before = sum(sizes) or 1, 0
+        for source, size in zip(self.sources, sizes, strict=True):
+
+            def report(share: float, before: int = before, size: int = size) -> None:
+                progress((before + size * share) / total)
+
+            yield from with_text(self._read(source, report))
+            before += size
+            progress(before / total)
+
+    def _read(self, source: Source, report: Callable[[float], None]) -> Iterator[Piece]:
+        if source.format == "dataset":
+            return whole(self._rows_of_dataset(source, report))
+        assert source.path is not None
+        if source.format == "parquet":
+            return whole(_rows_of_parquet(source.path, self.text_field, report))
+        if source.format == "jsonl":
+            return whole(_rows_of_jsonl(source.path, self.text_field, report))
+        return cut(_blocks(source.path, report), self.separator)
+
+    def _rows_of_dataset(self, source: Source, report: Callable[[float], None]) -> Iterator[str]:
+        dataset = load_dataset(
+            source.name, split=self.dataset_split, config=self.dataset_config, streaming=False
+        )
+        if self.text_field not in dataset.column_names:
+            raise ValueError(
+                f"dataset {source.name} has no field {self.text_field!r}; it has "
+                f"{', '.join(dataset.column_names)}; name one by --text-field"
+            )
+        for number, text in enumerate(dataset[self.text_field]):
+            yield _text(text, f"row {number} of {source.name}", self.text_field)
+            if number % 1000 == 0:
+                report(number / len(dataset))
+
+
+def find_sources(inputs: Sequence[str], *, format: Format = "auto") -> list[Source]:
+    """Find what to read: files, all files of a folder in the order of their names, or datasets.
+
+    Args:
+        inputs: paths; with format ``dataset`` folders or names on the hub.
+        format: ``auto`` goes by the suffix before that of a compression (``.xz .gz .bz2 .zst``).
+
+    Raises:
+        ValueError: nothing there, or nothing that can be read; says what is known.
+
+    """
+    if format not in get_args(Format):
+        raise ValueError(f"format {format!r} is not known; use {', '.join(get_args(Format))}")
+    found = []
+    for name in inputs:
+        path = Path(name)
+        if format == "dataset" or (format == "auto" and _is_dataset(path)):
+            found.append(Source(name, path if path.exists() else None, "dataset"))
+        elif path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.is_file())
+            if format == "auto":
+                inside = [file for file in inside if _format_of(file) is not None]
+            if not inside:
+                raise ValueError(f"folder {path} holds no file with a suffix of {_known()}; name its files")
+            found += [Source(str(file), file, _format(file, format)) for file in inside]
+        elif path.is_file():
+            found.append(Source(name, path, _format(path, format)))
+        else:
+            raise ValueError(
+                f"there is no file or folder {path}; check the path "
+                "(a dataset of the hub is named with --format dataset)"
+            )
+    if not found:
+        raise ValueError("there is nothing to read; name files, folders or a dataset")
+    return found
+
+
+def load_dataset(name: str, *, split: str, config: str | None, streaming: bool) -> Any:
+    """Open a Hugging Face dataset: a folder that `save_to_disk` wrote, a folder of data files, or a hub name.
+
+    Raises:
+        ValueError: the package is missing, there is no such dataset or split.
+
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(
+            f"reading dataset {name} needs the package datasets; install it by "
+            "pip install 'implicit_blocks[data]'"
+        ) from error
+    try:
+        if _is_dataset(Path(name)):
+            loaded = datasets.load_from_disk(name)
+            if isinstance(loaded, datasets.DatasetDict):
+                if split not in loaded:
+                    raise ValueError(f"it has no split {split!r}, but {', '.join(map(str, loaded))}")
+                loaded = loaded[split]
+            return loaded.to_iterable_dataset() if streaming else loaded
+        return datasets.load_dataset(name, config, split=split, streaming=streaming)
+    except (ValueError, OSError, RuntimeError) as error:
+        raise ValueError(f"dataset {name} can't be opened: {error}") from error
+
+
+def _is_dataset(path: Path) -> bool:
+    return any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json"))
+
+
+def _format_of(path: Path) -> Format | None:
+    suffixes = [suffix for suffix in path.suffixes if suffix not in _COMPRESSED]
+    return _SUFFIXES.get(suffixes[-1]) if suffixes else None
+
+
+def _format(path: Path, asked: Format) -> Format:
+    found = _format_of(path) if asked == "auto" else asked
+    if found is None:
+        raise ValueError(
+            f"the format of {path} can't be told from its name; it is read as {_known()}; "
+            "say --format text, jsonl or parquet"
+        )
+    return found
+
+
+def _known() -> str:
+    return f"{' '.join(_SUFFIXES)} (and these with {' '.join(_COMPRESSED)})"
+
+
+def _size(source: Source) -> int:
+    return source.path.stat().st_size if source.path is not None and source.path.is_file() else 1
+
+
+# ------------------------------------------------------------------------------------------ text
+
+
+def _blocks(path: Path, report: Callable[[float], None]) -> Iterator[str]:
+    """Decompressed text in blocks; every line end becomes a line feed."""
+    with _opened(path, report) as file:
+        try:
+            while block := file.read(_BLOCK):
+                yield block
+        except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError) as error:
+            raise _unreadable(path, error) from error
+
+
+@contextmanager
+def _opened(path: Path, report: Callable[[float], None]) -> Iterator[IO[str]]:
+    """Open text, decompressed, every line end made a line feed."""
+    with ExitStack() as stack:
+        raw = stack.enter_context(io.BufferedReader(_Reported(path, report), 1 << 20))
+        opened: Any = raw
+        if path.suffix == ".xz":
+            opened = stack.enter_context(lzma.LZMAFile(raw))
+        elif path.suffix == ".gz":
+            opened = stack.enter_context(gzip.GzipFile(fileobj=raw))
+        elif path.suffix == ".bz2":
+            opened = stack.enter_context(bz2.BZ2File(raw))
+        elif path.suffix == ".zst":
+            try:
+                import pyarrow
+            except ImportError as error:
+                raise _needs_pyarrow(path) from error
+            opened = stack.enter_context(pyarrow.CompressedInputStream(raw, "zstd"))
+        yield stack.enter_context(io.TextIOWrapper(opened, encoding="utf-8", newline=None))
+
+
+class _Reported(io.FileIO):
+    """A file that says how far it has been read."""
+
+    def __init__(self, path: Path, report: Callable[[float], None]) -> None:
+        super().__init__(path)
+        self._size, self._report = path.stat().st_size or 1, report
+
+    def readinto(self, buffer: Any) -> int | None:
+        count = super().readinto(buffer)
+        self._report(min(1.0, self.tell() / self._size))
+        return count
+
+
+# ------------------------------------------------------------------------------------------ rows
+
+
+def _rows_of_jsonl(path: Path, field: str, report: Callable[[float], None]) -> Iterator[str]:
+    with _opened(path, report) as file:
+        number = 0
+        try:
+            for number, line in enumerate(file, start=1):
+                if not line.strip():
+                    continue
+                try:
+                    row = json.loads(line)
+                except ValueError as error:
+                    raise ValueError(
+                        f"line {number} of {path} is not JSON ({error}); jsonl has one object a line"
+                    ) from error
+                if not isinstance(row, dict) or field not in row:
+                    has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
+                    raise ValueError(
+                        f"line {number} of {path} has no field {field!r} but {has}; "
+                        "name the field of the text by --text-field"
+                    )
+                yield _text(row[field], f"line {number} of {path}", field)
+        except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError) as error:
+            raise _unreadable(path, error, f" after line {number}") from error
+
+
+def _rows_of_parquet(path: Path, field: str, report: Callable[[float], None]) -> Iterator[str]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise _needs_pyarrow(path) from error
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                raise ValueError(
+                    f"{path} has no column {field!r} but {', '.join(names)}; "
+                    "name the column of the text by --text-field"
+                )
+            number, rows = 0, max(1, file.metadata.num_rows)
+            for batch in file.iter_batches(batch_size=1024, columns=[field]):
+                for text in batch.column(0).to_pylist():
+                    yield _text(text, f"row {number} of {path}", field)
+                    number += 1
+                report(number / rows)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _text(value: Any, where: str, field: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(
+            f"{field!r} in {where} is {type(value).__name__}, not text; name another --text-field"
+        )
+    text: str = value
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:  # half of a pair, which JSON lets through
+        text = text.encode("utf-8", "replace").decode("utf-8")
+    return text
+
+
+def _unreadable(path: Path, error: BaseException, where: str = "") -> ValueError:
+    if isinstance(error, UnicodeDecodeError):
+        return ValueError(f"{path} is not UTF-8{where} ({error}); convert it first, for example by iconv")
+    return ValueError(f"{path} can't be read{where} ({error}): cut short or of another format; copy it again")
+
+
+def _needs_pyarrow(path: Path) -> ValueError:
+    return ValueError(
+        f"reading {path.name} needs the package pyarrow; install it by pip install 'implicit_blocks[data]'"
+    )

@@ -1,0 +1,392 @@
+"""The job: documents in, shards out, by several processes, going on where a killed run stopped.
+
+One process reads and writes, the others tokenize. Tasks are handed out and taken back in the order of the
+inputs, so the shards do not depend on how many processes there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import connection, get_context, parent_process
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.manifest import MANIFEST, TRAIN, VALIDATION, read_manifest, verify
+from trainer.data.tokenizing.documents import Documents
+from trainer.data.tokenizing.pieces import Piece
+from trainer.data.tokenizing.shards import Dtype, ShardWriter
+from trainer.data.tokenizing.tokenizers import FileTokenizer, Tokenizer
+from trainer.files import write_atomically, write_json
+
+_TASK = 1 << 20  # characters handed to a process at once
+_JOB = "job.json"
+_LOCK = ".lock"
+
+Say = Callable[[str], None]
+Report = Callable[[float, int, int], None]
+"""Hears the share of the inputs that has been read, and the documents and tokens written."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What to tokenize, and how.
+
+    Args:
+        output: folder to write ``train`` and, where text is held out, ``validation`` into.
+        documents: to train on.
+        tokenizer: makes the ids.
+        validation: held-out documents, from inputs of their own.
+        validation_fraction: or the share of `documents` to hold out, by document: which side a document is on
+            depends on its text and `seed` alone, so exact copies stay together.
+        seed: of the choice.
+        shard_tokens: tokens from which on a shard is closed.
+        workers: processes; the shards don't depend on it.
+
+    """
+
+    output: Path
+    documents: Documents
+    tokenizer: Tokenizer
+    validation: Documents | None = None
+    validation_fraction: float = 0.0
+    seed: int = 0
+    shard_tokens: int = 1 << 27
+    workers: int = 1
+
+    def check(self) -> None:
+        """Refuse what can't be done.
+
+        Raises:
+            ValueError: says what.
+
+        """
+        if not 0 <= self.validation_fraction < 1:
+            raise ValueError(f"validation fraction {self.validation_fraction} is no share; give 0 to below 1")
+        if self.validation is not None and self.validation_fraction:
+            raise ValueError("give validation inputs or a validation fraction, not both")
+        for name, value in (("workers", self.workers), ("shard_tokens", self.shard_tokens)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; give 1 or more")
+
+    @property
+    def dtype(self) -> Dtype:
+        """The smaller type that holds the vocabulary."""
+        return "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
+
+    def record(self) -> dict[str, Any]:
+        """Say everything that the shards depend on."""
+        sides = {TRAIN: self.documents, VALIDATION: self.validation}
+        return {
+            "tokenizer": self.tokenizer.identity,
+            "vocab_size": self.tokenizer.vocab_size,
+            "shard_tokens": self.shard_tokens,
+            "validation_fraction": self.validation_fraction,
+            "seed": self.seed if self.validation_fraction else None,
+            **{side: _described(documents) for side, documents in sides.items() if documents is not None},
+        }
+
+
+class Result(NamedTuple):
+    """What stands in a split's folder at the end."""
+
+    folder: Path
+    tokens: int
+    documents: int
+    shards: int
+
+
+def tokenize(
+    job: Job, *, say: Say = print, report: Report = lambda share, documents, tokens: None
+) -> list[Result]:
+    """Write the shards of a job, or what is missing of them.
+
+    A run that was stopped at any moment is gone on with by the same call: finished shards are checked against
+    their checksums and kept, the rest is done again. The result is the same to the byte.
+
+    Raises:
+        ValueError: something is wrong with the job or its inputs; the folder holds something else, or is in
+            use.
+        DiskFullError: there is no room.
+
+    """
+    job.check()
+    job.output.mkdir(parents=True, exist_ok=True)
+    with _alone(job.output):
+        _begin(job)
+        with _pool(job) as encode:
+            if job.validation_fraction:
+                return _convert(job, job.documents, _by_text(job), [TRAIN, VALIDATION], encode, say, report)
+            results = _convert(job, job.documents, lambda piece: TRAIN, [TRAIN], encode, say, report)
+            if job.validation is not None:
+                results += _convert(
+                    job, job.validation, lambda piece: VALIDATION, [VALIDATION], encode, say, report
+                )
+            return results
+
+
+# ------------------------------------------------------------------------------------------ one pass
+
+
+class _Task(NamedTuple):
+    sides: list[str]
+    numbers: list[int]
+    texts: list[str]
+    ends: list[bool]
+
+
+_Encoded = tuple[npt.NDArray[np.integer[Any]], list[int]]
+_Encode = Callable[[Iterator[_Task]], Iterator[tuple[_Task, _Encoded]]]
+
+
+def _convert(
+    job: Job,
+    documents: Documents,
+    choose: Callable[[Piece], str],
+    sides: Sequence[str],
+    encode: _Encode,
+    say: Say,
+    report: Report,
+) -> list[Result]:
+    """Read documents once and write each to its side."""
+    folders = {side: job.output / side for side in sides}
+    if all((folder / MANIFEST).is_file() for folder in folders.values()):
+        return [_kept(folder, say) for folder in folders.values()]
+    writers = {
+        side: ShardWriter(
+            folder,
+            dtype=job.dtype,
+            vocab_size=job.tokenizer.vocab_size,
+            shard_tokens=job.shard_tokens,
+            say=say,
+        )
+        for side, folder in folders.items()
+    }
+    kept = sum(len(writer.finished) for writer in writers.values())
+    if kept:
+        say(f"{kept} finished {'shard' if kept == 1 else 'shards'} in {job.output} kept")
+    share = 0.0
+
+    def read(now: float) -> None:
+        nonlocal share
+        share = now
+
+    try:
+        done = {side: writer.next_piece for side, writer in writers.items()}
+        for task, (ids, lengths) in encode(_tasks(documents.pieces(read), choose, done)):
+            start = 0
+            for side, number, ends, length in zip(task.sides, task.numbers, task.ends, lengths, strict=True):
+                writers[side].add(ids[start : start + length], ends=ends, piece=number)
+                start += length
+            report(
+                share,
+                sum(writer.documents for writer in writers.values()),
+                sum(writer.tokens for writer in writers.values()),
+            )
+        for side, writer in writers.items():
+            writer.close({"split": side, "tokenizer": job.tokenizer.identity, "from": _described(documents)})
+    finally:
+        for writer in writers.values():
+            writer.discard()
+    return [_result(folder) for folder in folders.values()]
+
+
+def _tasks(pieces: Iterator[Piece], choose: Callable[[Piece], str], done: dict[str, int]) -> Iterator[_Task]:
+    """Put pieces together to tasks, leaving out those whose shards are finished."""
+    task, size, side = _Task([], [], [], []), 0, ""
+    for number, piece in enumerate(pieces):
+        side = choose(piece) if piece.begins else side
+        if number < done[side]:
+            continue
+        task.sides.append(side)
+        task.numbers.append(number)
+        task.texts.append(piece.text)
+        task.ends.append(piece.ends)
+        size += len(piece.text)
+        if size >= _TASK or len(task.texts) >= 4096:
+            yield task
+            task, size = _Task([], [], [], []), 0
+    if task.texts:
+        yield task
+
+
+def _by_text(job: Job) -> Callable[[Piece], str]:
+    """Choose by a keyed hash of (the first piece of) a document's text."""
+    key = job.seed.to_bytes(8, "little", signed=False)
+    limit = int(job.validation_fraction * 2**64)
+
+    def choose(piece: Piece) -> str:
+        digest = hashlib.blake2b(piece.text.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest()
+        return VALIDATION if int.from_bytes(digest, "little") < limit else TRAIN
+
+    return choose
+
+
+def _described(documents: Documents) -> dict[str, Any]:
+    return {
+        "inputs": [source.fingerprint() for source in documents.sources],
+        "separator": documents.separator,
+        "text_field": documents.text_field,
+        "dataset_split": documents.dataset_split,
+        "dataset_config": documents.dataset_config,
+    }
+
+
+def _result(folder: Path) -> Result:
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    return Result(folder, manifest["tokens"], manifest["documents"], len(manifest["shards"]))
+
+
+def _kept(folder: Path, say: Say) -> Result:
+    verify(folder, again=True)
+    say(f"{folder} is finished; its checksums are right")
+    return _result(folder)
+
+
+# ------------------------------------------------------------------------------------------ the folder
+
+
+def _begin(job: Job) -> None:
+    """Write down what the folder is for, or check that it is for this."""
+    path, record = job.output / _JOB, job.record()
+    if path.is_file():
+        try:
+            before = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{path} can't be read ({error}); remove the folder and begin anew") from error
+        changed = sorted(key for key in before.keys() | record.keys() if before.get(key) != record.get(key))
+        if changed:
+            first = changed[0]
+            raise ValueError(
+                f"{job.output} was begun with other {', '.join(changed)} "
+                f"({first} was {_short(before.get(first))}, is {_short(record.get(first))}); give the same "
+                "again, or another folder by --output"
+            )
+    else:
+        others = sorted(p.name for p in job.output.iterdir() if p.name not in (_LOCK, "tokenizer.json"))
+        if others:
+            raise ValueError(
+                f"{job.output} holds other files ({others[0]}); name an empty folder by --output"
+            )
+        write_json(path, record)
+    if isinstance(job.tokenizer, FileTokenizer):
+        write_atomically(job.output / "tokenizer.json", job.tokenizer.content)
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Refuse to write into a folder that another process is writing into."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
+        yield
+        return
+    with (folder / _LOCK).open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another process is writing into {folder}; wait for it, or stop it") from None
+        yield
+
+
+# ------------------------------------------------------------------------------------------ processes
+
+
+@contextlib.contextmanager
+def _pool(job: Job) -> Iterator[_Encode]:
+    """Give what encodes tasks: in this process, or in `workers` others, in order."""
+    if job.workers == 1:
+
+        def serially(tasks: Iterator[_Task]) -> Iterator[tuple[_Task, _Encoded]]:
+            for task in tasks:
+                yield task, _encode(job.tokenizer, job.dtype, task)
+
+        yield serially
+        return
+    # Spawned: a forked process would inherit threads' locks in an unknown state.
+    with ProcessPoolExecutor(
+        job.workers,
+        mp_context=get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(_recipe(job.tokenizer), job.dtype),
+    ) as pool:
+
+        def side_by_side(tasks: Iterator[_Task]) -> Iterator[tuple[_Task, _Encoded]]:
+            waiting: deque[tuple[_Task, Future[_Encoded]]] = deque()
+            try:
+                for task in tasks:
+                    waiting.append((task, pool.submit(_work, task)))
+                    if len(waiting) > 2 * job.workers:
+                        first, future = waiting.popleft()
+                        yield first, future.result()
+                while waiting:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            except BrokenProcessPool as error:
+                raise ValueError(
+                    "a worker process died, perhaps for want of memory; run the same command, with fewer "
+                    "--workers: it goes on after the finished shards"
+                ) from error
+            finally:
+                for _, future in waiting:
+                    future.cancel()
+
+        yield side_by_side
+
+
+def _recipe(tokenizer: Tokenizer) -> Any:
+    """Give what a worker makes the tokenizer of: the package's own objects can't all be pickled."""
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer.content, tokenizer.end_of_document
+    return tokenizer
+
+
+_worker: tuple[Tokenizer, Dtype]
+
+
+def _start_worker(recipe: Any, dtype: Dtype) -> None:
+    global _worker
+    from trainer.data.tokenizing.tokenizers import from_content
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores between them
+    if isinstance(recipe, tuple):
+        content, end = recipe
+        recipe = from_content(content, end_of_document=end)
+    _worker = recipe, dtype
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)  # the parent was killed: nobody is waiting for the answer
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _work(task: _Task) -> _Encoded:
+    return _encode(*_worker, task)
+
+
+def _encode(tokenizer: Tokenizer, dtype: Dtype, task: _Task) -> _Encoded:
+    end = np.array([tokenizer.end_of_document], dtype=dtype)
+    parts = []
+    for ids, ends in zip(tokenizer.encode(task.texts), task.ends, strict=True):
+        parts.append(np.concatenate([ids.astype(dtype), end]) if ends else ids.astype(dtype))
+    return np.concatenate(parts), [len(part) for part in parts]

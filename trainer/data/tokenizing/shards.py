@@ -1,0 +1,228 @@
+"""Writing shards: each appears whole or not at all, and is finished once its sidecar stands beside it."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.manifest import DOCUMENTS_SUFFIX, FORMAT, MANIFEST
+from trainer.files import fsync_path, sha256_of, write_json
+
+Dtype = Literal["uint16", "uint32"]
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskFullError(OSError):
+    """There is no room for the next shard; those that are finished stay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedShard:
+    """A shard that stands on the disk; `next_piece` counts the pieces of the inputs up to its end."""
+
+    file: str
+    tokens: int
+    documents: int
+    sha256: str
+    documents_sha256: str
+    next_piece: int
+
+    def as_manifest(self) -> dict[str, Any]:
+        """Give its entry in the manifest."""
+        return {key: value for key, value in vars(self).items() if key != "next_piece"}
+
+
+class ShardWriter:
+    """Writes ids one after another into the shards of a folder.
+
+    A shard is closed by the first piece that brings it to `shard_tokens` tokens or more, so where shards end
+    depends on the ids alone.
+
+    Args:
+        folder: made if need be; finished shards in it are gone on after.
+        dtype: of the ids.
+        vocab_size: for the sidecars.
+        shard_tokens: see above.
+        say: is told of shards that are no longer what they were, and are written again.
+
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        dtype: Dtype,
+        vocab_size: int,
+        shard_tokens: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self.folder, self._shard_tokens = folder, shard_tokens
+        self._dtype, self._vocab_size = dtype, vocab_size
+        folder.mkdir(parents=True, exist_ok=True)
+        self.finished = _finished(folder, dtype=dtype, vocab_size=vocab_size, say=say)
+        self.next_piece = self.finished[-1].next_piece if self.finished else 0
+        self._file: IO[bytes] | None = None
+        self._hash = hashlib.sha256()
+        self._tokens, self._ends = 0, list[int]()
+
+    @property
+    def tokens(self) -> int:
+        """Tokens written so far, finished or not."""
+        return sum(shard.tokens for shard in self.finished) + self._tokens
+
+    @property
+    def documents(self) -> int:
+        """Documents ended so far."""
+        return sum(shard.documents for shard in self.finished) + len(self._ends)
+
+    def add(self, ids: npt.NDArray[np.integer[Any]], *, ends: bool, piece: int) -> None:
+        """Append the ids of a piece, its number `piece` among all pieces of the inputs.
+
+        Raises:
+            DiskFullError: there is no room.
+
+        """
+        data = ids.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
+        with self._room():
+            if self._file is None:
+                self._file = self._temporary(".bin").open("wb")
+            self._file.write(data)
+        self._hash.update(data)
+        self._tokens += len(ids)
+        if ends:
+            self._ends.append(self._tokens)
+        self.next_piece = piece + 1
+        if self._tokens >= self._shard_tokens:
+            self._finish()
+
+    def close(self, description: dict[str, Any]) -> None:
+        """Finish the last shard and write the manifest: `description`, and what only the writer knows.
+
+        Raises:
+            DiskFullError: there is no room.
+            ValueError: nothing has been written.
+
+        """
+        if self._tokens:
+            self._finish()
+        if not self.finished:
+            raise ValueError(f"no document went to {self.folder}; give more text, or a larger share of it")
+        manifest = {
+            "format": FORMAT,
+            **description,
+            "dtype": self._dtype,
+            "vocab_size": self._vocab_size,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "shards": [shard.as_manifest() for shard in self.finished],
+        }
+        with self._room():
+            write_json(self.folder / MANIFEST, manifest)
+
+    def _finish(self) -> None:
+        assert self._file is not None
+        ends = np.array(self._ends, dtype="<i8").tobytes()
+        name = self._name
+        with self._room():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            with self._temporary(DOCUMENTS_SUFFIX).open("wb") as file:
+                file.write(ends)
+                file.flush()
+                os.fsync(file.fileno())
+            for suffix in (".bin", DOCUMENTS_SUFFIX):
+                self._temporary(suffix).replace(self.folder / f"{name}{suffix}")
+            fsync_path(self.folder)
+            shard = FinishedShard(
+                file=f"{name}.bin",
+                tokens=self._tokens,
+                documents=len(self._ends),
+                sha256=self._hash.hexdigest(),
+                documents_sha256=hashlib.sha256(ends).hexdigest(),
+                next_piece=self.next_piece,
+            )
+            of_ids = {"dtype": self._dtype, "count": self._tokens, "vocab_size": self._vocab_size}
+            # Last: a shard without it is not finished.
+            write_json(self.folder / f"{name}.json", {**of_ids, **vars(shard)})
+        self.finished.append(shard)
+        self._file, self._hash, self._tokens, self._ends = None, hashlib.sha256(), 0, []
+
+    def discard(self) -> None:
+        """Remove what is not finished."""
+        if self._file is not None:
+            with suppress(OSError):  # what it still holds may not fit on the disk
+                self._file.close()
+        for suffix in (".bin", DOCUMENTS_SUFFIX):
+            self._temporary(suffix).unlink(missing_ok=True)
+
+    @property
+    def _name(self) -> str:
+        return f"shard_{len(self.finished):05d}"
+
+    def _temporary(self, suffix: str) -> Path:
+        return self.folder / f".{self._name}{suffix}.tmp"
+
+    @contextmanager
+    def _room(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _FULL:
+                raise
+            message = (
+                f"there is no room for another shard in {self.folder} ({error.strerror}); make room and run "
+                f"the same command again: it goes on, {len(self.finished)} finished"
+            )
+            raise DiskFullError(message) from error
+
+
+def _finished(
+    folder: Path, *, dtype: str, vocab_size: int, say: Callable[[str], None]
+) -> list[FinishedShard]:
+    """Find the shards that are finished and unchanged; later ones, and rests of others, are removed."""
+    found: list[FinishedShard] = []
+    for sidecar in sorted(folder.glob("shard_*.json")):
+        trouble = None if sidecar.stem == f"shard_{len(found):05d}" else "the one before it is missing"
+        shard = None
+        if trouble is None:
+            shard, trouble = _checked(sidecar, dtype=dtype, vocab_size=vocab_size)
+        if shard is None:
+            say(f"{sidecar.with_suffix('.bin')} is written again: {trouble}")
+            break
+        found.append(shard)
+    kept = {f"shard_{number:05d}" for number in range(len(found))}
+    for path in folder.iterdir():
+        if path.name.lstrip(".").startswith("shard_") and path.name.split(".")[0] not in kept:
+            path.unlink()
+    return found
+
+
+def _checked(sidecar: Path, *, dtype: str, vocab_size: int) -> tuple[FinishedShard | None, str]:
+    try:
+        said = json.loads(sidecar.read_text(encoding="utf-8"))
+        if said.pop("count") != said["tokens"] or said.pop("dtype") != dtype:
+            return None, "its sidecar is of another kind"
+        if said.pop("vocab_size") != vocab_size:
+            return None, "it has another vocabulary"
+        shard = FinishedShard(**said)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        return None, f"its sidecar can't be read ({error})"
+    for file, sha256 in (
+        (sidecar.with_suffix(".bin"), shard.sha256),
+        (sidecar.with_suffix(DOCUMENTS_SUFFIX), shard.documents_sha256),
+    ):
+        if not file.is_file() or sha256_of(file) != sha256:
+            return None, f"{file.name} is missing, cut short or altered"
+    return shard, ""

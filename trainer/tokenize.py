@@ -1,0 +1,167 @@
+"""Text into token shards: ``python -m trainer.tokenize INPUT … --output DIR --tokenizer FILE``.
+
+Exit codes: 0 done, 2 the request can't be carried out (said in a sentence), 130 interrupted. After an
+interrupt, a kill or a full disk the same command goes on with the finished shards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import get_args
+
+from trainer.data.manifest import TRAIN, VALIDATION, read_manifest, verify
+from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize, train_tokenizer
+from trainer.data.tokenizing.documents import Format, find_sources
+from trainer.data.tokenizing.progress import Progress
+from trainer.data.tokenizing.tokenizers import Tokenizer
+from trainer.files import write_atomically
+
+REFUSED = 2
+INTERRUPTED = 130
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m trainer.tokenize",
+        description="Turn text into token shards to train on: data.path=OUTPUT.",
+        epilog="The shards depend on the inputs and the options, not on the number of workers; the same "
+        "command goes on with a run that was stopped.",
+    )
+    # fmt: off
+    add = made.add_argument
+    add("inputs", nargs="+", metavar="INPUT", help="files, folders of files, or datasets: .txt .md .jsonl "
+        ".json .parquet (.xz .gz .bz2 .zst of the text formats), folders of `save_to_disk`; with --format "
+        "dataset names on the hub")
+    add("--output", type=Path, metavar="DIR", help="folder to write train/ and validation/ into")
+    add("--tokenizer", metavar="FILE", help="a tokenizer.json, a folder that holds one, or 'bytes'")
+    add("--train-tokenizer", type=int, metavar="SIZE", help="train a byte-level BPE tokenizer of so many ids "
+        "on the inputs first, and keep it as DIR/tokenizer.json")
+    add("--end-of-document", metavar="TOKEN", help="appended to each document (default: the usual token)")
+    add("--format", choices=get_args(Format), default="auto", help="of the inputs (default: by their names)")
+    add("--separator", metavar="TEXT", help="text files: what stands between documents")
+    add("--text-field", default="text", metavar="NAME", help="jsonl, parquet, datasets: where the text is")
+    add("--split", default="train", metavar="NAME", help="datasets: which split")
+    add("--config", metavar="NAME", help="datasets of the hub: which configuration")
+    add("--validation", nargs="+", default=[], metavar="INPUT", help="held-out inputs")
+    add("--validation-split", metavar="NAME", help="datasets: a held-out split of the same inputs")
+    add("--validation-fraction", type=float, default=0.0, metavar="SHARE", help="or the share of the "
+        "documents to hold out, chosen by their text and --seed")
+    add("--seed", type=int, default=0, help="of that choice")
+    add("--workers", type=int, metavar="N", help="processes (default: one a core)")
+    add("--shard-tokens", type=float, default=float(1 << 27), metavar="N", help="tokens in a shard, about")
+    add("--verify", action="store_true", help="only check the checksums of the token folders given as INPUT")
+    # fmt: on
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    command = parser()
+    options = command.parse_args(arguments)
+    if not options.verify:
+        if options.output is None:
+            command.error("give a folder to write to by --output")
+        if (options.tokenizer is None) == (options.train_tokenizer is None):
+            command.error("give either --tokenizer FILE or --train-tokenizer SIZE")
+    try:
+        if options.verify:
+            return _verify(options.inputs)
+        with Progress(sys.stderr) as progress:
+            _tokenize(options, progress)
+        return 0
+    except (ValueError, OSError) as error:
+        return _refuse(str(error), REFUSED)
+    except KeyboardInterrupt:
+        return _refuse("stopped; the same command goes on with the finished shards", INTERRUPTED)
+
+
+def _tokenize(options: argparse.Namespace, progress: Progress) -> None:
+    documents = _documents(options, options.inputs, options.split)
+    validation = None
+    if options.validation and options.validation_split:
+        raise ValueError("give --validation or --validation-split, not both")
+    if options.validation or options.validation_split:
+        inputs, split = options.validation or options.inputs, options.validation_split or options.split
+        validation = _documents(options, inputs, split)
+    job = Job(
+        output=options.output,
+        documents=documents,
+        tokenizer=_tokenizer(options, documents, progress),
+        validation=validation,
+        validation_fraction=options.validation_fraction,
+        seed=options.seed,
+        shard_tokens=int(options.shard_tokens),
+        workers=options.workers if options.workers is not None else len(_cores()),
+    )
+    results = tokenize(job, say=progress.say, report=progress.report)
+    for result in results:
+        shards = f"{result.shards} {'shard' if result.shards == 1 else 'shards'}"
+        progress.say(f"{result.folder}: {result.tokens:,} tokens, {result.documents:,} documents, {shards}")
+    progress.say(f"vocabulary {job.tokenizer.vocab_size:,}, {job.dtype}")
+
+
+def _documents(options: argparse.Namespace, inputs: Sequence[str], split: str) -> Documents:
+    return Documents(
+        sources=find_sources(inputs, format=options.format),
+        separator=options.separator,
+        text_field=options.text_field,
+        dataset_split=split,
+        dataset_config=options.config,
+    )
+
+
+def _tokenizer(options: argparse.Namespace, documents: Documents, progress: Progress) -> Tokenizer:
+    if options.tokenizer is not None:
+        return load_tokenizer(options.tokenizer, end_of_document=options.end_of_document)
+    file = options.output / "tokenizer.json"
+    if file.is_file():  # of a run that was stopped
+        tokenizer = load_tokenizer(file, end_of_document=options.end_of_document)
+        if tokenizer.vocab_size > options.train_tokenizer:
+            raise ValueError(
+                f"{file} has {tokenizer.vocab_size} ids, more than the {options.train_tokenizer} asked for; "
+                "remove it, or name another --output"
+            )
+        progress.say(f"{file} is there already: {tokenizer.vocab_size:,} ids")
+        return tokenizer
+    if options.validation_fraction:
+        raise ValueError(
+            "a tokenizer trained here would see the documents that --validation-fraction holds out; give "
+            "held-out inputs by --validation, or a tokenizer by --tokenizer"
+        )
+    progress.say(f"training a tokenizer of {options.train_tokenizer:,} ids")
+    texts = (piece.text for piece in documents.pieces(lambda share: progress.report(share, 0, 0)))
+    content = train_tokenizer(texts, vocab_size=options.train_tokenizer)
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, content)
+    return load_tokenizer(file, end_of_document=options.end_of_document)
+
+
+def _cores() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _verify(folders: Sequence[str]) -> int:
+    for name in folders:
+        folder = Path(name)
+        parts = [part for part in (folder / TRAIN, folder / VALIDATION) if part.is_dir()]
+        for part in parts or [folder]:
+            manifest = read_manifest(part)
+            if manifest is None:
+                raise ValueError(f"{part} has no manifest.json, so there is nothing to check it against")
+            size = verify(part, again=True)
+            print(f"{part}: {manifest['tokens']:,} tokens, {size:,} bytes as they were written")
+    return 0
+
+
+def _refuse(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
