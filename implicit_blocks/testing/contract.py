@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import wraps
+from typing import Any, ParamSpec
+
 from torch import Tensor
 
-from implicit_blocks.contracts import ContractError, require
+from implicit_blocks.contracts import ContractError, describe, require
 
-__all__ = ["ContractError", "relative_error", "require"]
+__all__ = ["ContractError", "named", "relative_error", "require"]
+
+P = ParamSpec("P")
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Return ``‖actual − expected‖ / ‖expected‖`` (the numerator where that is 0); NaN counts as infinite."""
+    if actual.shape != expected.shape:
+        return float("inf")
     actual, expected = actual.detach(), expected.detach()
     error = float((actual - expected).norm() / (expected.norm() or 1.0))
     return error if error == error else float("inf")
+
+
+def named(contracts: Iterable[Callable[P, None]]) -> dict[str, Callable[P, None]]:
+    """Return the contracts by name; whatever else a component raises in one becomes a ``ContractError``."""
+    return {contract.__name__: _reported(contract) for contract in contracts}
+
+
+def _reported(contract: Callable[P, None]) -> Callable[P, None]:
+    @wraps(contract)
+    def check(*arguments: P.args, **options: P.kwargs) -> None:
+        try:
+            contract(*arguments, **options)
+        except ContractError:
+            raise
+        except Exception as error:
+            subject: Any = arguments[0] if arguments else "a component"
+            raise ContractError(
+                f"{describe(subject)} breaks the contract '{contract.__name__.replace('_', ' ')}': "
+                f"it raised {type(error).__name__}: {error}"
+            ) from error
+
+    return check

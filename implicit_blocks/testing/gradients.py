@@ -23,7 +23,7 @@ from implicit_blocks.fixed_point import FixedPoint
 from implicit_blocks.interfaces import GradientEstimator, Solution, Solver
 from implicit_blocks.registry import build
 from implicit_blocks.specs import GradientSpec, SolverSpec, Stopping
-from implicit_blocks.testing.contract import relative_error, require
+from implicit_blocks.testing.contract import named, relative_error, require
 from implicit_blocks.testing.ranks import gradients_of_two_ranks
 
 Subject = GradientEstimator | GradientSpec
@@ -291,10 +291,9 @@ def rank_gradient(subject: Subject, solver: Solver | SolverSpec | None, rank: in
     return gradient
 
 
-GRADIENT_CONTRACTS: dict[str, Callable[..., None]] = {
-    contract.__name__: contract
-    for contract in (value, formula, budget, rows_apart, several_solves, autocast, ddp)
-}
+GRADIENT_CONTRACTS: dict[str, Callable[..., None]] = named(
+    (value, formula, budget, rows_apart, several_solves, autocast, ddp)
+)
 
 
 def check_gradient(

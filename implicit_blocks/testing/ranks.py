@@ -56,6 +56,7 @@ def gradients_of_two_ranks(subject: Any, solver: Any, *, name: Any) -> list[Tens
         require(bool(said), name, "ddp", f"two ranks did not finish within {SECONDS} s")
         for number, rank in enumerate(ranks):
             last = (said[number].strip().splitlines() or ["it said nothing"])[-1]
+            last = last.removeprefix(f"[rank{number}]: ")
             require(rank.returncode == 0, name, "ddp", f"rank {number} failed: {last}")
         return [torch.load(Path(folder, f"gradient{rank}"), weights_only=True) for rank in (0, 1)]
 

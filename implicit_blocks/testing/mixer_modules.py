@@ -1,0 +1,173 @@
+"""What a mixer must hold as a module: gradients, types, copies, the meta device, and what its spec says."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.interfaces import Mixer
+from implicit_blocks.registry import build
+from implicit_blocks.specs import MixerSpec
+from implicit_blocks.testing.contract import relative_error, require
+from implicit_blocks.testing.mixer_runs import D_MODEL, LENGTH, TOLERANCE, begin, forward, inputs, make, run
+from implicit_blocks.weight_norm import add_weight_norm
+
+
+def gradients(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+    """Gradients in z, u and every parameter agree with finite differences, through states too."""
+    mixer = make(spec, d_model)
+    z, u = (part[:1, :5].clone() for part in inputs(mixer, d_model))
+    tensors = {"z": z.requires_grad_(), "u": u.requires_grad_(), **dict(mixer.named_parameters())}
+    weights = torch.randn(z.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for way, cuts in (("forward", []), ("advance, in windows of 3 and 2 tokens", [3, 5])):
+
+        def loss(cuts: list[int] = cuts) -> Tensor:
+            y = run(mixer, z, u, cuts)[0] if cuts else forward(mixer, z, u)
+            return (y * weights).sum()
+
+        found = torch.autograd.grad(loss(), list(tensors.values()), allow_unused=True)
+        step, generator = 1e-6, torch.Generator().manual_seed(4)
+        for (name, tensor), gradient in zip(tensors.items(), found, strict=True):
+            direction = torch.randn(tensor.shape, dtype=torch.float64, generator=generator)
+            with torch.no_grad():
+                tensor += step * direction
+                above = loss()
+                tensor -= 2 * step * direction
+                below = loss()
+                tensor += step * direction
+            numeric = float((above - below) / (2 * step))
+            analytic = 0.0 if gradient is None else float((gradient * direction).sum())
+            require(
+                abs(numeric - analytic) <= 1e-6 * max(1.0, abs(numeric)),
+                mixer,
+                "gradients",
+                f"through {way}, along a random direction of {name}, the gradient says {analytic:.8g}, "
+                f"finite differences {numeric:.8g}; detach nothing",
+            )
+
+
+@torch.no_grad()
+def low_precision(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+    """Check that it works with bfloat16 weights and under autocast, the residual stream in float32."""
+    mixer = make(spec, d_model)
+    z, u = inputs(mixer, d_model)
+    expected = forward(mixer, z, u)
+    for name, dtype in (("bfloat16 weights", torch.bfloat16), ("bfloat16 autocast", torch.float32)):
+        lower = copy.deepcopy(mixer).to(dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            injection = u.to(torch.bfloat16)
+            for cuts in ([LENGTH], [4, LENGTH]):
+                y, _ = run(lower, z.float(), injection, cuts, start=begin(lower, dtype=dtype))
+                error = relative_error(y.double(), expected)
+                require(
+                    y.is_floating_point() and error < 0.1,
+                    mixer,
+                    "low precision",
+                    f"with {name} outputs are off by {error:.2f} (windows ending at {cuts}); cast inputs to "
+                    "the weights' type, and keep sums and states over many tokens in float32",
+                )
+
+
+def copies(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+    """Check that a deep copy, and a mixer that loads the state dict, compute the same."""
+    mixer = make(spec, d_model)
+    z, u = inputs(mixer, d_model)
+    forward(mixer, z, u)  # with gradients: nothing of it may stay behind in the module
+    torch.manual_seed(7)
+    loaded: Mixer = build(spec, d_model=d_model).double()
+    loaded.load_state_dict(mixer.state_dict())
+    with torch.no_grad():
+        expected = forward(mixer, z, u)
+        for name, other in (("deepcopy", copy.deepcopy(mixer)), ("state dict", loaded)):
+            require(
+                torch.equal(forward(other, z, u), expected),
+                mixer,
+                name,
+                "the copy computes something else; "
+                "keep everything learned in parameters or persistent buffers",
+            )
+
+
+def meta_build(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+    """Check that it builds on the meta device, and computes the same once it has loaded a state dict."""
+    mixer = make(spec, d_model)
+    with torch.device("meta"):
+        empty: Mixer = build(spec, d_model=d_model)
+    on_meta = all(p.is_meta for p in empty.parameters())
+    require(on_meta, mixer, "meta build", "a parameter was made on a device of its own choice")
+    empty = empty.to_empty(device="cpu").double()
+    with torch.no_grad():
+        for parameter in empty.parameters():
+            parameter.fill_(torch.nan)
+    for module in empty.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    require(
+        all(bool(p.isfinite().all()) for p in empty.parameters()),
+        mixer,
+        "meta build",
+        "reset_parameters must initialize every parameter of its module",
+    )
+    empty.load_state_dict(mixer.state_dict())
+    z, u = inputs(mixer, d_model)
+    with torch.no_grad():
+        require(
+            torch.equal(forward(empty, z, u), forward(mixer, z, u)),
+            mixer,
+            "meta build",
+            "something beyond parameters and persistent buffers was lost; make it in prepare",
+        )
+
+
+@torch.no_grad()
+def injection_width(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+    """Check that the injection has the width that mixer and spec say, counts, and is nothing when zero."""
+    mixer = make(spec, d_model)
+    z, u = inputs(mixer, d_model)
+    said = spec.injection_width(d_model)
+    require(
+        said is None or said == mixer.injection_width,
+        mixer,
+        "injection width",
+        f"the spec says {said}, the mixer {mixer.injection_width}",
+    )
+    plain = forward(mixer, z, None)
+    error = relative_error(forward(mixer, z, torch.zeros_like(u)), plain)
+    require(
+        error < TOLERANCE,
+        mixer,
+        "injection width",
+        f"an injection of zeros differs from none by {error:.1e}; add u to the input projection",
+    )
+    require(
+        relative_error(forward(mixer, z, u), plain) > TOLERANCE,
+        mixer,
+        "injection width",
+        "the injection changes nothing; add u to the input projection, or an implicit model sees no tokens",
+    )
+
+
+def costs(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+    """Check that the spec counts the parameters as they are built, where it counts them at all."""
+    with torch.device("meta"):
+        mixer: Mixer = build(spec, d_model=d_model)
+    weights = sum(parameter.numel() for parameter in mixer.parameters())
+    add_weight_norm(mixer)
+    gains = sum(parameter.numel() for parameter in mixer.parameters()) - weights
+    counted = spec.parameter_count(d_model)
+    require(
+        counted is None or tuple(counted) == (weights, gains),
+        mixer,
+        "costs",
+        f"parameter_count({d_model}) says {counted and tuple(counted)}; built are {weights} weights, and "
+        f"{gains} rows that weight norm gives a gain",
+    )
+    operations = spec.flops_per_token(d_model, 64)
+    require(
+        operations is None or operations > 0,
+        mixer,
+        "costs",
+        f"flops_per_token({d_model}, 64) says {operations}; return None for what is not known",
+    )

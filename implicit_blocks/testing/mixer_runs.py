@@ -1,0 +1,105 @@
+"""Running a mixer by hand, in float64, on inputs that are always the same: what its contracts share.
+
+Shape legend: B batch, L tokens, D model width, U injection width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from implicit_blocks.committed import Committed
+from implicit_blocks.interfaces import Mixer, State
+from implicit_blocks.registry import build
+from implicit_blocks.specs import MixerSpec
+from implicit_blocks.testing.contract import relative_error, require
+
+D_MODEL, BATCH, LENGTH = 16, 3, 9
+TOLERANCE = 1e-9
+
+CUTS = ([LENGTH], [1, LENGTH], [4, 5, LENGTH], list(range(1, LENGTH + 1)))
+"""Where windows end."""
+
+
+def make(spec: MixerSpec, d_model: int) -> Mixer:
+    """Build the mixer in float64, its parameters off their first values: 0 and 1 would hide mistakes."""
+    torch.manual_seed(0)
+    mixer = build(spec, d_model=d_model)
+    require(isinstance(mixer, Mixer), mixer, "is a Mixer", "derive it from implicit_blocks.Mixer")
+    mixer = mixer.double()
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return mixer  # type: ignore[no-any-return]  # what a builder returns has no type
+
+
+def inputs(mixer: Mixer, d_model: int, *, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Return z (B, L, D) and u (B, L, U)."""
+    generator = torch.Generator().manual_seed(seed)
+    z = torch.randn(BATCH, LENGTH, d_model, dtype=torch.float64, generator=generator)
+    u = torch.randn(BATCH, LENGTH, mixer.injection_width, dtype=torch.float64, generator=generator)
+    return z, u
+
+
+def begin(
+    mixer: Mixer, batch: int = BATCH, *, dtype: torch.dtype = torch.float64, capacity: int | None = None
+) -> Committed:
+    """Return the state before the first token."""
+    options = {} if capacity is None else {"capacity": capacity}
+    state = mixer.initial_state(batch, device=torch.device("cpu"), dtype=dtype, **options)
+    return Committed(batch, 0, torch.zeros(1, dtype=torch.int64), (state,))
+
+
+def run(
+    mixer: Mixer,
+    z: Tensor,
+    u: Tensor | None,
+    cuts: Sequence[int],
+    *,
+    valid: Tensor | None = None,
+    documents: Tensor | None = None,
+    start: Committed | None = None,
+) -> tuple[Tensor, State]:
+    """Mix windows that end at ``cuts``, committing each; return all outputs and the last state."""
+    committed = begin(mixer, z.shape[0]) if start is None else start
+    outputs, first = [], 0
+    for end in cuts:
+        part = slice(first, end)
+        window = committed.window(
+            end - first,
+            valid_BL=None if valid is None else valid[:, part],
+            documents_BL=None if documents is None else documents[:, part],
+            dtype=z.dtype,
+        )
+        context = mixer.prepare(window)
+        y, state = mixer.advance(z[:, part], None if u is None else u[:, part], committed.layers[0], context)
+        committed = committed.after(window, (state,))
+        outputs.append(y)
+        first = end
+    return torch.cat(outputs, dim=1), committed.layers[0]
+
+
+def forward(mixer: Mixer, z: Tensor, u: Tensor | None, *, valid: Tensor | None = None) -> Tensor:
+    """Mix one window from the start, as an iteration does."""
+    committed = begin(mixer, z.shape[0])
+    window = committed.window(z.shape[1], valid_BL=valid, documents_BL=None, dtype=z.dtype)
+    y: Tensor = mixer(z, u, committed.layers[0], mixer.prepare(window))
+    return y
+
+
+def state_error(actual: State, expected: State) -> float:
+    """Return the largest relative error of a state's tensors; infinite where anything else differs."""
+    pairs = (pytree.tree_leaves(actual), pytree.tree_leaves(expected))
+    if len(pairs[0]) != len(pairs[1]):
+        return float("inf")
+
+    def error(a: Any, b: Any) -> float:
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            return relative_error(a.double(), b.double())
+        return 0.0 if type(a) is type(b) and a == b else float("inf")
+
+    return max((error(a, b) for a, b in zip(*pairs, strict=True)), default=0.0)

@@ -1,0 +1,172 @@
+"""Every contract of mixers is broken by some mixer, and says so."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import implicit_blocks as ib
+from implicit_blocks import registry
+from implicit_blocks.layers import Linear
+from implicit_blocks.specs import Parameters
+from implicit_blocks.testing import MIXER_CONTRACTS, ContractError, check_mixer
+
+
+class FaultySpec(ib.MixerSpec):
+    """A running sum that forgets; each fault is a mistake somebody could make."""
+
+    kind: Literal["test.faulty"] = "test.faulty"
+    fault: str = ""
+
+    def injection_width(self, d_model: int) -> int:
+        return d_model + (self.fault == "width")
+
+    def parameter_count(self, d_model: int) -> Parameters:
+        return Parameters(2 * d_model * d_model + d_model + (self.fault == "count"), 2 * d_model)
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        return -1.0 if self.fault == "operations" else 4.0 * d_model * d_model
+
+
+class Faulty(ib.Mixer):
+    """``h_t = a h_{t−1} + W z_t + u_t``, ``y = V tanh(h)``."""
+
+    def __init__(self, spec: FaultySpec, *, d_model: int) -> None:
+        super().__init__()
+        self.fault, self.d_model = spec.fault, d_model
+        self.in_proj = Linear(d_model, d_model, bias=False)
+        self.out_proj = Linear(d_model, d_model, bias=False)
+        device = "cpu" if self.fault == "own device" else None
+        self.a = nn.Parameter(torch.empty(d_model, device=device))
+        self.hidden = torch.randn(d_model).double() if self.fault == "unsaved" else None
+        if self.fault == "unsaved buffer":
+            self.register_buffer("table", torch.ones(d_model), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.fault != "uninitialized":
+            nn.init.uniform_(self.a, -1, 1)
+
+    @property
+    def injection_width(self) -> int:
+        return self.d_model
+
+    def initial_state(self, batch_size, *, device, dtype, capacity=None):
+        wide = torch.promote_types(dtype, torch.float32)
+        value = 1.0 if self.fault == "capacity" and capacity else 0.0
+        h = torch.full((batch_size, self.d_model), value, device=device, dtype=wide)
+        return (h, torch.zeros(batch_size)) if self.fault == "counts windows" else (h,)
+
+    def select_rows(self, state, rows):
+        if self.fault == "rows":
+            return tuple(part[torch.zeros_like(rows)] for part in state)
+        return tuple(part[rows] for part in state)
+
+    def prepare(self, window: ib.Window):
+        if window.documents_BT is not None and self.fault != "documents":
+            raise ValueError("one document a row, please")
+        first_only = self.fault == "padding later" and window.start
+        return None if self.fault == "padding" or first_only else window.valid_BL
+
+    def forward(self, z, u, state, context):
+        if self.fault == "writes":
+            state[0].add_(1e-3)
+        return self.advance(z, u, state, context)[0]
+
+    def advance(self, z, u, state, context):
+        if self.fault == "type":
+            z = z @ torch.eye(self.d_model, dtype=torch.float64).to(self.a.dtype)
+        x = self.in_proj(z)
+        if u is not None and self.fault != "no injection":
+            x = x + u
+        if u is not None and self.fault == "biased injection":
+            x = x + 1
+        if self.fault == "looks ahead":
+            x = x + 0.01 * x.mean(1, keepdim=True)
+        if self.fault == "batch mean":
+            x = x - x.mean(0)
+        if self.hidden is not None:
+            x = x * self.hidden
+        if self.fault == "unsaved buffer":
+            x = x * self.table
+        a = torch.sigmoid(self.a.to(state[0].dtype))
+        a = a.detach() if self.fault == "detached" else a
+        h = torch.zeros_like(state[0]) if self.fault == "forgets" else state[0]
+        h = h.detach() if self.fault == "detached state" else h
+        steps = []
+        for t in range(x.shape[1]):
+            new = a * h + x[:, t].to(h.dtype)
+            h = new if context is None else torch.where(context[:, t, None], new, h)
+            steps.append(h)
+        y: Tensor = self.out_proj(torch.stack(steps, 1).tanh())
+        if self.fault == "cut":
+            y = y[:, :-1]
+        if self.fault == "counts windows":
+            return y, (h, state[1] + 1)
+        return y, (h,)
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
+    with registry.isolated():
+        registry.add("mixer", FaultySpec, Faulty, owner="acme-faulty", version="0.7")
+        yield
+
+
+BREAKS = {
+    "looks ahead": ("causality", "causality", "mask later tokens"),
+    "forgets": ("window_splits", "window splits", "look at the state"),
+    "counts windows": ("window_splits", "window splits", "another final state"),
+    "cut": ("window_splits", "shape", "came out of"),
+    "writes": ("state_untouched", "state untouched by iteration", "return new tensors"),
+    "batch mean": ("batch_independence", "batch independence", "alone differs"),
+    "rows": ("batch_independence", "select_rows", "of the state"),
+    "padding": ("padding", "padding", "valid_BL"),
+    "padding later": ("padded_windows", "padded windows", "real tokens only"),
+    "documents": ("documents", "documents", "documents_BT"),
+    "capacity": ("capacity", "capacity", "initial_state(capacity="),
+    "detached": ("gradients", "gradients", "direction of a"),
+    "detached state": ("gradients", "gradients", "advance, in windows"),
+    "type": ("low_precision", "low precision", "it raised RuntimeError"),
+    "unsaved": ("copies", "state dict", "parameters or persistent buffers"),
+    "own device": ("meta_build", "meta build", "device of its own choice"),
+    "uninitialized": ("meta_build", "meta build", "must initialize every parameter"),
+    "unsaved buffer": ("meta_build", "meta build", "was lost"),
+    "width": ("injection_width", "injection width", "the spec says 17"),
+    "biased injection": ("injection_width", "injection width", "zeros differs from none"),
+    "no injection": ("injection_width", "injection width", "sees no tokens"),
+    "count": ("costs", "costs", "parameter_count"),
+    "operations": ("costs", "costs", "flops_per_token"),
+}
+
+
+def test_the_faultless_one_holds_them_all():
+    check_mixer(FaultySpec())
+
+
+def test_no_contract_goes_untested():
+    assert {contract for contract, *_ in BREAKS.values()} == set(MIXER_CONTRACTS)
+
+
+@pytest.mark.parametrize("fault", BREAKS)
+def test_a_fault_is_found_and_named(fault):
+    contract, name, remedy = BREAKS[fault]
+    with pytest.raises(ContractError) as caught:
+        MIXER_CONTRACTS[contract](FaultySpec(fault=fault))
+    said = str(caught.value)
+    assert said.startswith("Faulty")
+    assert f"breaks the contract '{name}'" in said
+    assert remedy in said
+
+
+def test_something_else_than_a_mixer_is_named():
+    class OtherSpec(FaultySpec):
+        kind: Literal["test.other"] = "test.other"
+
+    registry.add("mixer", OtherSpec, lambda spec, d_model: nn.Linear(d_model, d_model), owner="acme-other")
+    with pytest.raises(ContractError, match=r"derive it from implicit_blocks\.Mixer"):
+        check_mixer(OtherSpec())

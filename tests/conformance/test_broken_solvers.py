@@ -1,0 +1,140 @@
+"""Every contract of solvers is broken by some solver, and says so; the one that they are made from is not."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+from implicit_blocks import registry
+from implicit_blocks.testing import SOLVER_CONTRACTS, ContractError, check_solver
+
+
+class FaultySpec(ib.SolverSpec):
+    """Damped steps that remember the last residual; each fault is a mistake somebody could make."""
+
+    kind: Literal["test.faulty"] = "test.faulty"
+    fault: str = ""
+
+    def state_bytes(self, features: int, *, itemsize: int) -> int | None:
+        if self.fault == "silent":
+            return None
+        return features * itemsize * (2 if self.fault == "claims" else 1)
+
+
+class Faulty(ib.Solver):
+    def __init__(self, *, fault: str = "") -> None:
+        self.fault = fault
+        self.memory = 0.0
+
+    def init(self, z0):
+        if self.fault == "moves the start":
+            z0.mul_(0.5)
+        if self.fault == "counter":
+            return (torch.zeros_like(z0), torch.zeros(1))
+        return (torch.zeros_like(z0),)
+
+    def update(self, z, fz, state, f):
+        residual = fz - z
+        if self.fault == "wrong point":
+            residual = residual + 0.01
+        if self.fault == "batch":
+            residual = residual - residual.mean(0) * 0.1
+        if self.fault == "own memory":
+            residual, self.memory = residual * (1 + 0.1 * self.memory), float(residual.norm())
+        if self.fault == "half":
+            weights = torch.eye(z.shape[1], dtype=torch.float32)
+            residual = (residual.float() @ weights).double()
+        if self.fault == "raises" and not bool(residual.isfinite().all()):
+            raise FloatingPointError("NaN")
+        if self.fault == "raises later" and bool((residual.abs() > 1e20).any()):
+            raise OverflowError("too large")
+        if self.fault == "writes z":
+            z.add_(0.8 * residual)
+            return z.clone(), (residual,)
+        if self.fault == "writes state":
+            state[0].copy_(residual)
+            return z + 0.8 * residual, state
+        after = (residual,)
+        if self.fault == "counter":
+            after = (residual, state[1] + 1)
+        if self.fault == "grows":
+            after = (torch.cat((state[0], residual), dim=1),)
+        return z + 0.8 * residual, after
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch):
+    monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
+    with registry.isolated():
+        registry.add("solver", FaultySpec, Faulty.from_spec, owner="acme-faulty", version="0.7")
+        yield
+
+
+BREAKS = {
+    "wrong point": ("contractions", "contractions", "of 4 rows converged"),
+    "moves the start": ("one_iteration", "one iteration", "first point"),
+    "batch": ("elements_apart", "elements apart", "never over elements"),
+    "counter": ("state_layout", "state layout", "counters included"),
+    "writes state": ("state_layout", "state layout", "not write into those given"),
+    "writes z": ("state_layout", "state layout", "not write into those given"),
+    "own memory": ("selected_elements", "selected elements", "keep all memory in the state"),
+    "half": ("low_precision", "low precision", ""),
+    "raises": ("best_survives", "best survives", "it raised FloatingPointError"),
+    "raises later": ("divergence", "divergence", "it raised OverflowError"),
+    "grows": ("memory_claim", "memory claim", "its state grows"),
+    "claims": ("memory_claim", "memory claim", "an element of the state takes"),
+    "silent": ("memory_claim", "memory claim", "says None"),
+}
+
+
+def test_the_faultless_one_holds_them_all():
+    check_solver(FaultySpec())
+    check_solver(Faulty())
+
+
+@pytest.mark.parametrize("fault", BREAKS)
+def test_a_fault_is_found_and_named(fault):
+    contract, name, remedy = BREAKS[fault]
+    with pytest.raises(ContractError) as caught:
+        SOLVER_CONTRACTS[contract](FaultySpec(fault=fault))
+    said = str(caught.value)
+    assert said.startswith("Faulty")
+    assert f"breaks the contract '{name}'" in said
+    assert remedy in said
+
+
+# What follows the driver itself sees to: a solver can break it only by writing into what it was given.
+
+
+class Corrupting(Faulty):
+    """Keeps hold of the tensors that it was given, and writes into them later."""
+
+    def __init__(self, *, after: int) -> None:
+        super().__init__()
+        self.after, self.given = after, []
+
+    def update(self, z, fz, state, f):
+        self.given.append((z, fz))
+        if len(self.given) > self.after:
+            for tensors in self.given:
+                for tensor in tensors:
+                    tensor.fill_(torch.nan)
+        return super().update(z, fz, state, f)
+
+
+def test_writing_into_what_was_given_is_found():
+    with pytest.raises(ContractError, match="'frozen elements'"):
+        SOLVER_CONTRACTS["frozen_elements"](Corrupting(after=2))
+
+
+def test_no_contract_goes_untested():
+    tested = {contract for contract, *_ in BREAKS.values()} | {"frozen_elements"}
+    assert tested == set(SOLVER_CONTRACTS)
+
+
+def test_something_else_than_a_solver_is_named():
+    with pytest.raises(ContractError, match=r"str breaks the contract 'is a Solver'|derive it from"):
+        check_solver("picard")
