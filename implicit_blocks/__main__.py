@@ -139,6 +139,9 @@ def _add_export(commands: Any) -> None:
         type=Path,
         help="weights, the trainer's checkpoint, or a run's folder; else fresh ones",
     )
+    command.add_argument(
+        "--tokenizer", type=Path, help="tokenizer.json, or a folder with one, to be in the new folder too"
+    )
     command.add_argument("--seed", type=int, default=0, help="of fresh weights (0)")
     command.add_argument("--max-shard-size", default="5GB", help="size of a file of weights (5GB)")
     command.set_defaults(command=_export)
@@ -151,6 +154,7 @@ def _export(options: argparse.Namespace) -> None:
         options.spec,
         options.destination,
         checkpoint=options.checkpoint,
+        tokenizer=options.tokenizer,
         seed=options.seed,
         max_shard_size=options.max_shard_size,
     )

@@ -25,3 +25,30 @@ def shared_data() -> Path:
     if not path.is_dir():
         pytest.skip(f"no development data at {path}")
     return path
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tokenizer.json of 300 entries: bytes, and what a few sentences have in common."""
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(SENTENCES, trainer)
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    made.save(str(path))
+    return path
+
+
+SENTENCES = (
+    "Question: Which of these is the source of the light that the other ones only reflect?",
+    "She put the lid on the pot because the water in it was about to boil over again.",
+    "To clean the brush, rinse it with water; then hang it up with its head down and let it dry.",
+    "Answer: the sun, the water, the wind, the other side of the moon, and the one that there was.",
+)

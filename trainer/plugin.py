@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from implicit_blocks.hookspecs import Add, hookimpl
 from trainer import spec
+from trainer.specs import evaluation_tasks as tasks
+
+_STANDARD = "trainer.evaluation_tasks.standard:build_standard"
 
 
 @hookimpl
 def register_components(add: Add) -> None:
-    """Register the run spec, models of transformers, data sources, optimizers, schedules and callbacks."""
+    """Register the run spec and whatever kinds its sections may have."""
     add("run", spec.RunSpec, "trainer.run:build")
     add("model", spec.TransformersSpec, "trainer.transformers_model:TransformersLM")
     add("data", spec.WordProblemSpec, "trainer.data.word_problem:build")
@@ -17,3 +20,13 @@ def register_components(add: Add) -> None:
     add("schedule", spec.WarmupConstantSqrtSpec, "trainer.schedule:build_warmup_constant_sqrt")
     add("schedule", spec.WarmupLinearSpec, "trainer.schedule:build_warmup_linear")
     add("callback", spec.StopWhenSpec, "trainer.callbacks.stop_when:StopWhen")
+    add("callback", spec.BenchmarksSpec, "trainer.callbacks.benchmarks:Benchmarks")
+    add("evaluation_task", tasks.LambadaSpec, _STANDARD)
+    add("evaluation_task", tasks.HellaSwagSpec, _STANDARD)
+    add("evaluation_task", tasks.PIQASpec, _STANDARD)
+    add("evaluation_task", tasks.ArcEasySpec, _STANDARD)
+    add("evaluation_task", tasks.ArcChallengeSpec, _STANDARD)
+    add("evaluation_task", tasks.WinoGrandeSpec, _STANDARD)
+    add("evaluation_task", tasks.OpenBookQASpec, _STANDARD)
+    add("evaluation_task", tasks.BoolQSpec, _STANDARD)
+    add("evaluation_task", tasks.HarnessTaskSpec, "trainer.evaluation_tasks.standard:build_harness_task")

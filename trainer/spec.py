@@ -9,7 +9,7 @@ from pydantic import PositiveInt, model_validator
 
 from implicit_blocks import registry
 from implicit_blocks.specs import BaseRunSpec, Spec, refusal
-from trainer.specs.callbacks import CallbackSpec, StopWhenSpec
+from trainer.specs.callbacks import BenchmarksSpec, CallbackSpec, StopWhenSpec
 from trainer.specs.data import DataSpec, Probability, TokensSpec, WordProblemSpec
 from trainer.specs.phases import Phase, PhaseSpec, plan
 from trainer.specs.training import (
@@ -25,6 +25,7 @@ from trainer.specs.transformers_model import TransformersSpec
 
 __all__ = [
     "AdamWSpec",
+    "BenchmarksSpec",
     "CallbackSpec",
     "DataSpec",
     "EvaluationSpec",

@@ -21,6 +21,7 @@ from implicit_blocks.hf.folders import (
     write_published,
     write_transformers,
 )
+from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
 from implicit_blocks.registry import build
 from implicit_blocks.sharded_files import INDEX, read_whole_tensors
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec
@@ -69,6 +70,7 @@ def export(
     destination: Path,
     *,
     checkpoint: Path | None = None,
+    tokenizer: Path | None = None,
     seed: int = 0,
     max_shard_size: str = "5GB",
 ) -> None:
@@ -79,20 +81,31 @@ def export(
         destination: a new or empty folder.
         checkpoint: weights: a file, a checkpoint of the trainer, or a run's folder, of which the newest
             checkpoint is taken; None: fresh ones.
+        tokenizer: to be in the folder too, as lm-eval and pipelines expect: a ``tokenizer.json``, or a folder
+            with one.
         seed: of fresh weights.
         max_shard_size: size that a file of weights may have.
 
     Raises:
-        ValueError: for a spec without a model that can be exported, weights that do not fit, or a
-            destination that is not empty.
+        ValueError: for a spec without a model that can be exported, weights or a tokenizer that do not fit,
+            or a destination that is not empty.
 
     """
     _bytes(max_shard_size)
+    loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     run = load_spec(spec_name)
     spec = getattr(run, "model", None)
     if not isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
-        _export_other(spec, destination, checkpoint=checkpoint, seed=seed, max_shard_size=max_shard_size)
+        made = _build_other(spec, checkpoint=checkpoint, seed=seed)
+        if loaded is not None:
+            check_tokenizer_fits(loaded, made.config.vocab_size, name=tokenizer)
+        with whole_folder(destination) as folder:
+            made.save_pretrained(folder, max_shard_size=max_shard_size)
+            if loaded is not None:
+                loaded.save_pretrained(folder)
         return
+    if loaded is not None:
+        check_tokenizer_fits(loaded, spec.padded_vocab_size, name=tokenizer)
     if checkpoint is None:
         torch.manual_seed(seed)
         state = build(spec).state_dict()
@@ -100,14 +113,17 @@ def export(
         state = _weights(checkpoint, expected=empty_state(spec))
     length = getattr(getattr(run, "data", None), "length", None)
     fields = special_tokens(spec) | ({} if length is None else {"max_position_embeddings": length})
+    if loaded is not None:
+        ends = {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
+        fields |= {name: token for name, token in ends.items() if token is not None}
     with whole_folder(destination) as folder:
         write_transformers(Checkpoint(spec, dict(state), fields), folder, max_shard_size=max_shard_size)
+        if loaded is not None:
+            loaded.save_pretrained(folder)
 
 
-def _export_other(
-    spec: Any, destination: Path, *, checkpoint: Path | None, seed: int, max_shard_size: str
-) -> None:
-    """Write a model of another kind, which can say what it is to transformers by ``to_transformers()``."""
+def _build_other(spec: Any, *, checkpoint: Path | None, seed: int) -> Any:
+    """Make a model of another kind, which can say what it is to transformers by ``to_transformers()``."""
     torch.manual_seed(seed)
     model: Any = None if spec is None else build(spec)
     if not hasattr(model, "to_transformers"):
@@ -117,8 +133,7 @@ def _export_other(
         )
     if checkpoint is not None:
         model.load_state_dict(_weights(checkpoint, expected=model.state_dict()))
-    with whole_folder(destination) as folder:
-        model.to_transformers().save_pretrained(folder, max_shard_size=max_shard_size)
+    return model.to_transformers()
 
 
 def _weights(checkpoint: Path, *, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from implicit_blocks.specs import ComponentSpec
+from trainer.specs.evaluation_tasks import EvaluationTaskSpec
 
 
 class CallbackSpec(ComponentSpec):
@@ -36,3 +37,21 @@ class StopWhenSpec(CallbackSpec):
         if (self.above is None) == (self.below is None):
             raise ValueError("stop_when takes one limit; give either above or below")
         return self
+
+
+class BenchmarksSpec(CallbackSpec):
+    """Ask the model evaluation tasks whenever it is evaluated; the scores go to benchmarks.jsonl."""
+
+    kind: Literal["benchmarks"] = "benchmarks"
+    tasks: tuple[EvaluationTaskSpec, ...]
+    """What it is asked."""
+    data: str = "data"
+    """Folder of the tasks' files."""
+    tokenizer: str
+    """A tokenizer.json, or a folder with one."""
+    limit: PositiveInt | None = None
+    """The first so many items of each task only; null: all."""
+    batch_size: PositiveInt = 16
+    """Sequences that go through the model at once."""
+    max_length: PositiveInt | None = None
+    """Tokens of a request at most; null: the training length."""

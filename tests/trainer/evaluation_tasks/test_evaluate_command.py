@@ -1,0 +1,349 @@
+"""``python -m trainer.evaluate``: what it takes, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+
+from implicit_blocks import registry
+from trainer.data.tokens import write_tokens
+from trainer.evaluate import PAPER_TASKS, main
+from trainer.run import build
+from trainer.specs.evaluation_tasks import EvaluationTaskSpec
+
+
+@pytest.fixture(autouse=True)
+def _quiet_terminal(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # set by the command too, and not to stay set
+
+
+@pytest.fixture
+def exported(tmp_path, small_model, tokenizer) -> Path:
+    from implicit_blocks.hf import from_library
+
+    folder = tmp_path / "exported"
+    from_library(small_model(), max_position_embeddings=64).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_folder(tmp_path, small) -> Path:
+    """Train two steps of a model with 300 tokens."""
+    write_tokens(tmp_path / "text.bin", np.arange(2000) % 300, vocab_size=300)
+    spec = small(
+        {
+            "model.vocab_size": 300,
+            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 16},
+            "training.max_steps": 2,
+            "evaluation.lengths": [16],
+        }
+    )
+    build(spec, name="mine", output=tmp_path / "run", device="cpu").train()
+    return tmp_path / "run"
+
+
+def evaluate(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def results(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "results.json").read_text())
+
+
+# ------------------------------------------------------------------------------------ what it writes
+
+
+def test_the_paper_s_table_over_self_iterations(exported, benchmarks, tmp_path, capsys):
+    output = tmp_path / "out"
+    code = evaluate(
+        "--checkpoint", exported, "--data", benchmarks, "--output", output, "--self-iterations", 1, 4,
+        "--log-samples", "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0
+    assert sorted(path.name for path in output.iterdir()) == [
+        "evaluation.png", "results.json", "samples.jsonl", "table.md",
+    ]  # fmt: skip
+    record = results(output)
+    first, second = record["results"]
+    assert (first["self_iterations"], second["self_iterations"]) == (1, 4)
+    columns = ["LMB ppl", "LMB", "HS", "PIQA", "ArcE", "ArcC", "WG", "OBQA", "mean"]
+    assert list(first["columns"]) == columns
+    tasks = first["tasks"]
+    assert list(tasks) == list(PAPER_TASKS)
+    for column, task, metric in (
+        ("LMB ppl", "lambada", "perplexity"), ("LMB", "lambada", "acc"), ("HS", "hellaswag", "acc_norm"),
+        ("PIQA", "piqa", "acc"), ("ArcE", "arc_easy", "acc"), ("ArcC", "arc_challenge", "acc_norm"),
+        ("WG", "winogrande", "acc"), ("OBQA", "openbookqa", "acc_norm"),
+    ):  # fmt: skip
+        assert first["columns"][column] == tasks[task][metric]
+    accuracies = [first["columns"][column] for column in columns[1:-1]]
+    assert first["columns"]["mean"] == pytest.approx(sum(accuracies) / 7, rel=1e-5)
+    assert all(task["search"]["iterations"] == 1.0 for task in tasks.values())
+    assert all(task["search"]["non_converged"] == 1.0 for task in tasks.values())
+    assert record["files"]["piqa"]["path"].endswith("valid.jsonl")
+    assert record["model"]["vocab_size"] == 300
+    assert record["versions"]["lm_eval"]
+    table = (output / "table.md").read_text()
+    assert table in capsys.readouterr().out + "\n"
+    header = next(line for line in table.splitlines() if "LMB ppl" in line)
+    assert [cell.strip() for cell in header.split("|")[2:-3]] == columns
+    samples = [json.loads(line) for line in (output / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 2 * (3 + 4 + 3 + 3 + 3 + 3 + 3)
+    assert {"task", "self_iterations", "item", "requests", "answers", "target"} <= samples[0].keys()
+
+
+def test_a_run_and_its_checkpoint_and_its_weights_give_the_same(
+    run_folder, benchmarks, tokenizer_file, tmp_path
+):
+    (checkpoint,) = (run_folder / "checkpoints").glob("step-*")
+    from trainer.checkpoint import read_model_tensors
+
+    save_file(read_model_tensors(checkpoint), tmp_path / "model.safetensors")
+    common = ("--tokenizer", tokenizer_file, "--data", benchmarks, "--tasks", "piqa", "winogrande")
+    common += ("--max-length", 64)
+    sources = {
+        "run": ("--checkpoint", run_folder),
+        "checkpoint": ("--checkpoint", checkpoint),
+        "weights": ("--checkpoint", tmp_path / "model.safetensors", "--spec", run_folder / "spec.yaml"),
+    }
+    found = {}
+    for name, source in sources.items():
+        output = tmp_path / f"of_{name}"
+        assert evaluate(*source, *common, "--output", output, "--device", "cpu") == 0
+        assert not (output / "evaluation.png").exists()  # there is nothing to draw of one budget
+        found[name] = results(output)
+    (row,) = found["run"]["results"]
+    assert list(row["columns"]) == ["PIQA", "WG"]  # no mean of less than all of the paper's columns
+    assert row["self_iterations"] is None
+    assert found["run"]["name"] == "mine"
+    for name in ("checkpoint", "weights"):
+        (other,) = found[name]["results"]
+        for task, scores in row["tasks"].items():
+            same = {k: v for k, v in scores.items() if k != "seconds"}
+            assert {k: v for k, v in other["tasks"][task].items() if k != "seconds"} == same
+
+
+def test_perplexity_against_length(run_folder, tmp_path):
+    output = tmp_path / "lengths"
+    code = evaluate(
+        "--checkpoint", run_folder, "--tasks", "--tokens", tmp_path / "text.bin", "--limit", 4,
+        "--output", output, "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0
+    record = results(output)
+    assert record["results"] == []
+    assert [row["length"] for row in record["lengths"]] == [16, 32, 64, 128]
+    assert all(row["perplexity"] > 1.0 and row["sequences"] == 4 for row in record["lengths"])
+    assert all(row["non_converged"] is not None for row in record["lengths"])
+    assert (output / "evaluation.png").is_file()
+    assert "| length |" in " ".join((output / "table.md").read_text().split())
+
+
+def test_another_file_and_the_default_folder(exported, benchmarks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    piqa = benchmarks / "piqa" / "valid.jsonl"
+    assert evaluate("--checkpoint", exported, "--tasks", f"piqa={piqa}", "--device", "cpu") == 0
+    (folder,) = (tmp_path / "evaluations").iterdir()
+    assert folder.name.startswith("exported-")
+    assert results(folder)["files"]["piqa"]["path"] == str(piqa)
+
+
+def test_a_task_of_a_plugin(exported, benchmarks, tmp_path):
+    """A kind that a third party registers: its spec, and a builder that returns a task of lm-eval."""
+    with registry.isolated():
+        registry.add("evaluation_task", RhymeSpec, build_rhyme, owner="acme", version="1")
+        code = evaluate(
+            "--checkpoint", exported, "--data", benchmarks, "--tasks", "piqa", "acme.rhyme",
+            "--output", tmp_path / "out", "--device", "cpu",
+        )  # fmt: skip
+    assert code == 0
+    (row,) = results(tmp_path / "out")["results"]
+    assert list(row["columns"]) == ["PIQA", "acme.rhyme acc"]
+
+
+class RhymeSpec(EvaluationTaskSpec):
+    """Two rhymes."""
+
+    kind: Literal["acme.rhyme"] = "acme.rhyme"
+    columns: ClassVar[dict[str, str]] = {}
+
+
+def build_rhyme(spec: RhymeSpec, *, data: Path) -> Any:
+    from datasets import Dataset
+    from lm_eval.api.task import ConfigurableTask
+
+    rows = [{"q": "The cat sat on the", "a": "mat"}, {"q": "Roses are red, violets are", "a": "blue"}]
+    return ConfigurableTask(
+        config={
+            "task": "rhyme",
+            "custom_dataset": lambda **_: {"test": Dataset.from_list(rows)},
+            "test_split": "test",
+            "output_type": "loglikelihood",
+            "doc_to_text": "{{q}}",
+            "doc_to_target": " {{a}}",
+            "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        }
+    )
+
+
+# ------------------------------------------------------------------------------------ what it refuses
+
+
+@pytest.fixture
+def refused(capsys, tmp_path) -> Callable[..., str]:
+    """Return a caller of the command that gives what it said, having written nothing."""
+
+    def call(*arguments: Any) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert evaluate("--device", "cpu", *arguments) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        return capsys.readouterr().err
+
+    return call
+
+
+def test_missing_files_are_all_named(exported, benchmarks, refused, tmp_path):
+    (benchmarks / "piqa" / "valid.jsonl").unlink()
+    (benchmarks / "arc" / "arc_easy_test_llmfoundry.jsonl").unlink()
+    said = refused(
+        "--checkpoint", exported, "--data", benchmarks, "--output", tmp_path / "out",
+        "--tasks", "piqa", "arc_easy", "winogrande", "hellaswg", "mine.yaml", "winogrande",
+    )  # fmt: skip
+    assert "piqa: no file" in said
+    assert "arc_easy: no file" in said
+    assert "hellaswg: no evaluation task; did you mean 'hellaswag'?" in said
+    assert "lm_eval: no file mine.yaml" in said
+    assert "winogrande: named twice" in said
+    assert said.count("\n") == 6
+
+
+def test_a_tokenizer_larger_than_the_model(tmp_path, small_model, tokenizer_file, benchmarks, refused):
+    from implicit_blocks.hf import from_library
+
+    from_library(small_model(vocab_size=288)).save_pretrained(tmp_path / "small")
+    said = refused(
+        "--checkpoint", tmp_path / "small", "--tokenizer", tokenizer_file, "--data", benchmarks,
+        "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert "has 300 entries and the model 288" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--checkpoint", "nowhere"], "there is nothing at nowhere"),
+        (["--checkpoint", "{data}"], "is no run, no checkpoint and no exported folder"),
+        (["--checkpoint", "{exported}", "--spec", "llama_130m"], "says itself what model it is"),
+        (["--checkpoint", "{exported}/model.safetensors"], "name its spec by --spec"),
+        (
+            ["--checkpoint", "{exported}/model.safetensors", "--spec", "word_problem_s3"],
+            "comes without a tokenizer",
+        ),
+        (["--checkpoint", "{exported}", "--tokenizer", "{data}"], "there is no tokenizer at"),
+        (
+            ["--checkpoint", "{exported}", "--tokenizer", "{data}/piqa/valid.jsonl"],
+            "is no tokenizer that can be read",
+        ),
+        (["--checkpoint", "{exported}", "--tasks"], "there is nothing to evaluate"),
+        (["--checkpoint", "{exported}", "--lengths", "8"], "name token files"),
+        (["--checkpoint", "{exported}", "--output", "{data}"], "choose another by --output"),
+        (["--checkpoint", "{exported}", "--device", "tpu9"], "is not a device's name"),
+    ],
+)
+def test_what_cannot_be_done_is_said(arguments, said, exported, benchmarks, refused, tmp_path):
+    given = [argument.format(exported=exported, data=benchmarks) for argument in arguments]
+    if "--tasks" not in given:
+        given += ["--tasks", "piqa"]
+    assert said in refused(*given, "--data", benchmarks)
+
+
+def test_explicit_models_have_no_self_iterations(tmp_path, benchmarks, tokenizer, refused):
+    import implicit_blocks as ib
+    from implicit_blocks.hf import from_library
+
+    spec = ib.ExplicitLMSpec(vocab_size=300, d_model=16, n_layers=1, mixer=ib.AttentionSpec(n_heads=2))
+    from_library(ib.build(spec)).save_pretrained(tmp_path / "explicit")
+    tokenizer.save_pretrained(tmp_path / "explicit")
+    said = refused("--checkpoint", tmp_path / "explicit", "--data", benchmarks, "--self-iterations", 1, 2)
+    assert "is explicit and doesn't iterate" in said
+
+
+def test_weights_of_another_model(run_folder, exported, benchmarks, tokenizer_file, refused, tmp_path):
+    said = refused(
+        "--checkpoint", exported / "model.safetensors", "--spec", run_folder / "spec.yaml",
+        "--tokenizer", tokenizer_file, "--data", benchmarks, "--output", tmp_path / "out",
+    )  # fmt: skip
+    assert "do not fit its configuration" in said
+
+
+def test_a_damaged_item_is_named_before_the_model_is_asked(exported, benchmarks, refused, tmp_path):
+    with (benchmarks / "piqa" / "valid.jsonl").open("a") as file:
+        file.write('{"goal": ')
+    said = refused("--checkpoint", exported, "--data", benchmarks, "--output", tmp_path / "out")
+    assert "valid.jsonl, line 4: not JSON" in said
+
+
+def test_a_request_that_cannot_be_asked_leaves_nothing(exported, benchmarks, refused, tmp_path):
+    said = refused(
+        "--checkpoint", exported, "--data", benchmarks, "--max-length", 2, "--output", tmp_path / "out"
+    )
+    assert "more than the model's maximum of 2" in said
+
+
+# ------------------------------------------------------------------------------------ in a run
+
+
+def with_benchmarks(small, tmp_path, benchmarks, tokenizer_file, **changes: Any) -> Any:
+    write_tokens(tmp_path / "text.bin", np.arange(2000) % 300, vocab_size=300)
+    callback = {
+        "kind": "benchmarks",
+        "tasks": [{"kind": "piqa"}, {"kind": "winogrande"}],
+        "data": str(benchmarks),
+        "tokenizer": str(tokenizer_file),
+        "max_length": 64,
+    }
+    return small(
+        {
+            "model.vocab_size": 300,
+            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 16},
+            "training.max_steps": 2,
+            "evaluation.lengths": [16],
+            "callbacks": [callback | changes],
+        }
+    )
+
+
+def test_a_run_asks_benchmarks_on_its_way(small, tmp_path, benchmarks, tokenizer_file):
+    spec = with_benchmarks(small, tmp_path, benchmarks, tokenizer_file)
+    build(spec, output=tmp_path / "run", device="cpu").train()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "benchmarks.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [2]
+    assert list(rows[0]["columns"]) == ["PIQA", "WG"]
+    assert rows[0]["tasks"]["piqa"]["search"]["sequences"] == 6
+    plain = spec.model_copy(update={"callbacks": ()})
+    build(plain, output=tmp_path / "plain", device="cpu").train()
+    losses = [
+        [json.loads(line)["loss"] for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
+        for run in ("run", "plain")
+    ]
+    assert losses[0] == losses[1]  # the training is the same with and without
+    assert evaluate(
+        "--checkpoint", tmp_path / "run", "--data", benchmarks, "--tokenizer", tokenizer_file,
+        "--tasks", "piqa", "winogrande", "--max-length", 64, "--output", tmp_path / "out", "--device", "cpu",
+    ) == 0  # fmt: skip
+    assert results(tmp_path / "out")["results"][0]["columns"] == rows[0]["columns"]
+
+
+def test_a_run_refuses_benchmarks_without_files_before_it_begins(small, tmp_path, benchmarks, tokenizer_file):
+    (benchmarks / "piqa" / "valid.jsonl").unlink()
+    spec = with_benchmarks(small, tmp_path, benchmarks, tokenizer_file)
+    with pytest.raises(ValueError, match="piqa: no file"):
+        build(spec, output=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,187 @@
+"""The model as lm-eval asks it: the numbers of lm-eval's own backend, whatever the batch and the padding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from implicit_blocks import registry
+from implicit_blocks.hf import from_library
+
+KINDS = ("lambada", "hellaswag", "piqa", "arc_easy", "winogrande", "openbookqa", "boolq")
+
+
+def asked(kinds, data) -> list[Any]:
+    from trainer.evaluation_tasks.scores import AskedTask
+
+    specs = [registry.entry("evaluation_task", kind).spec() for kind in kinds]
+    return [
+        AskedTask(name=spec.kind, spec=spec, task=registry.build(spec, data=data), file=spec.locate(data))
+        for spec in specs
+    ]
+
+
+def harness(model: Any, tokenizer: Any, **options: Any) -> Any:
+    from trainer.evaluation_tasks.harness import HarnessLM
+
+    return HarnessLM(from_library(model), tokenizer, max_length=48, **options)
+
+
+def answers(lm: Any, tasks: list[Any]) -> list[tuple[float, bool]]:
+    """Return log-likelihood and greediness of every request of every task."""
+    found = []
+    for task in tasks:
+        task.task.build_all_requests(limit=None, rank=0, world_size=1)
+        found += lm.loglikelihood(task.task.instances, disable_tqdm=True)
+    return found
+
+
+def assert_equal(found: list[tuple[float, bool]], expected: list[tuple[float, bool]]) -> None:
+    assert len(found) == len(expected) > 35
+    ours, theirs = (torch.tensor([v for v, _ in rows], dtype=torch.float64) for rows in (found, expected))
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
+    assert [likeliest for _, likeliest in found] == [likeliest for _, likeliest in expected]
+
+
+def test_log_likelihoods_are_those_of_lm_eval_s_own_backend(
+    family, small_model, tokenizer, benchmarks, tmp_path
+):
+    from lm_eval.models.huggingface import HFLM
+
+    model, tasks = small_model(family), asked(KINDS, benchmarks)
+    from_library(model).save_pretrained(tmp_path / "exported")
+    tokenizer.save_pretrained(tmp_path / "exported")
+    theirs = HFLM(pretrained=str(tmp_path / "exported"), device="cpu", batch_size=3, max_length=48)
+    expected = answers(theirs, tasks)
+    assert min(value for value, _ in expected) < -10
+    ours = harness(model, tokenizer)
+    assert_equal(answers(ours, tasks), expected)
+    assert ours.truncated > 0  # requests longer than the model's maximum are cut as they are there
+
+
+def test_scores_depend_on_neither_batch_nor_padding(family, small_model, tokenizer, benchmarks):
+    model, tasks = small_model(family), asked(("hellaswag", "piqa", "openbookqa", "winogrande"), benchmarks)
+    expected = answers(harness(model, tokenizer, batch_size=1), tasks)
+    for size, padding in ((3, "right"), (16, "right"), (1, "left"), (3, "left"), (16, "left")):
+        assert_equal(answers(harness(model, tokenizer, batch_size=size, padding=padding), tasks), expected)
+
+
+def test_scores_are_lm_eval_s(small_model, tokenizer, benchmarks):
+    """Accuracies and the perplexity, computed again by hand from the log-likelihoods."""
+    from trainer.evaluation_tasks.scores import ask
+
+    lm = harness(small_model(), tokenizer)
+    (scores,) = ask(lm, asked(("lambada", "hellaswag"), benchmarks))
+    lambada, hellaswag = scores.tasks
+    answered = [sample["filtered_resps"][0] for sample in lambada.samples]
+    mean = sum(value for value, _ in answered) / len(answered)
+    assert lambada.metrics["perplexity"] == pytest.approx(math.exp(-mean))
+    assert lambada.metrics["acc"] == sum(likeliest for _, likeliest in answered) / len(answered)
+    right, right_by_length = 0, 0
+    for sample in hellaswag.samples:
+        values = [value for value, _ in sample["filtered_resps"]]
+        by_length = [v / len(c) for v, c in zip(values, sample["doc"]["choices"], strict=True)]
+        right += values.index(max(values)) == sample["doc"]["gold"]
+        right_by_length += by_length.index(max(by_length)) == sample["doc"]["gold"]
+    assert hellaswag.metrics == {"acc": right / 4, "acc_norm": right_by_length / 4}
+    assert hellaswag.items == 4
+    assert set(hellaswag.errors) == {"acc", "acc_norm"}
+
+
+def test_limit_takes_the_first_items(small_model, tokenizer, benchmarks):
+    from trainer.evaluation_tasks.scores import ask
+
+    (scores,) = ask(harness(small_model(), tokenizer), asked(("piqa",), benchmarks), limit=2)
+    (task,) = scores.tasks
+    assert task.items == 2
+    assert [sample["doc_id"] for sample in task.samples] == [0, 1]
+
+
+def test_self_iterations_bound_the_search(small_model, tokenizer, benchmarks):
+    from trainer.evaluation_tasks.scores import ask
+
+    lm, tasks = harness(small_model(), tokenizer), asked(("piqa", "winogrande"), benchmarks)
+    found = ask(lm, tasks, budgets=(1, 3, None))
+    one, three, spec = ([task.search for task in scores.tasks] for scores in found)
+    assert all(tally.iterations == 1.0 and tally.non_converged == 1.0 for tally in one)
+    assert all(tally.iterations_max == 3 for tally in three)
+    assert all(tally.non_converged == 0.0 and tally.iterations > 3.0 for tally in spec)
+    assert all(tally.residual < before.residual for tally, before in zip(spec, three, strict=True))
+    assert all(1.0 < tally.token_iterations <= tally.iterations for tally in spec)
+    # Each piece of text is read once: the tally counts sequences, not requests.
+    assert spec[0].sequences == 6
+    lls = [[sample["filtered_resps"] for sample in scores.tasks[0].samples] for scores in found]
+    assert lls[0] != lls[1] != lls[2]
+
+
+def test_a_tolerance_of_one_s_own(small_model, tokenizer, benchmarks):
+    from trainer.evaluation_tasks.scores import ask
+
+    lm, tasks = harness(small_model(), tokenizer), asked(("piqa",), benchmarks)
+    (tight,), (loose,) = ask(lm, tasks), ask(lm, tasks, search={"tolerance": 0.1})
+    assert loose.tasks[0].search.iterations < tight.tasks[0].search.iterations
+
+
+def test_explicit_models_have_no_searches(tokenizer, benchmarks):
+    import implicit_blocks as ib
+    from trainer.evaluation_tasks.scores import ask, paper_table, task_table
+
+    spec = ib.ExplicitLMSpec(vocab_size=300, d_model=16, n_layers=1, mixer=ib.AttentionSpec(n_heads=2))
+    found = ask(harness(ib.build(spec).eval(), tokenizer), asked(("piqa",), benchmarks))
+    assert found[0].tasks[0].search is None
+    assert found[0].as_row()["tasks"]["piqa"]["search"] is None
+    assert "iterations" not in paper_table(found).replace("self-iterations", "")
+    assert "piqa" in task_table(found)
+
+
+def test_equal_texts_are_read_once(small_model, tokenizer):
+    """Answers of one token to the same question, and the same request twice."""
+    from lm_eval.api.instance import Instance
+
+    lm = harness(small_model(), tokenizer)
+    pairs = [("One two", "a"), ("One two", "b"), ("One two", "a"), ("One", " two"), ("One tw", "oa")]
+    requests = [
+        Instance(request_type="loglikelihood", doc={}, arguments=pair, idx=n) for n, pair in enumerate(pairs)
+    ]
+    found = lm.loglikelihood(requests, disable_tqdm=True)
+    assert found[0] == found[2]
+    alone = [lm.loglikelihood([request], disable_tqdm=True)[0] for request in requests]
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in alone], abs=1e-5)
+
+
+def test_rolling_log_likelihoods_and_generation_work_too(family, small_model, tokenizer):
+    from lm_eval.api.instance import Instance
+
+    lm = harness(small_model(family), tokenizer, batch_size=2)
+    texts = ["The sun and the water and the wind, over and over and over and over again." * 2, "One"]
+    rolling = [Instance(request_type="loglikelihood_rolling", doc={}, arguments=(t,), idx=0) for t in texts]
+    found = lm.loglikelihood_rolling(rolling, disable_tqdm=True)
+    tokens = tokenizer.encode(texts[1])
+    with torch.no_grad():
+        logits = lm.model(torch.tensor([[0, *tokens[:-1]]])).logits.log_softmax(-1)
+    expected = sum(float(logits[0, at, token]) for at, token in enumerate(tokens))
+    assert found[1] == pytest.approx(expected, abs=1e-4)
+    assert found[0] < found[1]
+    options = {"until": ["zzz"], "max_gen_toks": 3, "do_sample": False}
+    generate = [Instance(request_type="generate_until", doc={}, arguments=(t, options), idx=0) for t in texts]
+    together = lm.generate_until(generate, disable_tqdm=True)
+    assert together == [lm.generate_until([request], disable_tqdm=True)[0] for request in generate]
+
+
+def test_a_continuation_longer_than_the_maximum_is_refused(small_model, tokenizer):
+    from lm_eval.api.instance import Instance
+
+    request = Instance(request_type="loglikelihood", doc={}, arguments=("One", " x" * 60), idx=0)
+    with pytest.raises(ValueError, match="more than the model's maximum of 48"):
+        harness(small_model(), tokenizer).loglikelihood([request], disable_tqdm=True)
+
+
+def test_bfloat16_is_autocast(small_model, tokenizer, benchmarks):
+    tasks = asked(("piqa",), benchmarks)
+    exact = answers(harness(small_model(), tokenizer), tasks)
+    rough = answers(harness(small_model(), tokenizer, precision="bfloat16"), tasks)
+    assert exact != rough
+    assert [v for v, _ in rough] == pytest.approx([v for v, _ in exact], rel=0.05)

@@ -1,0 +1,74 @@
+"""The callback of kind ``benchmarks``: evaluation tasks, asked whenever the run evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
+from trainer.callbacks.base import Callback, CallbackContext
+from trainer.evaluation import EvaluationResult
+from trainer.evaluation_tasks.harness import HarnessLM
+from trainer.evaluation_tasks.scores import ask
+from trainer.evaluation_tasks.subject import as_transformers
+from trainer.evaluation_tasks.tasks import build_tasks, locate_all
+from trainer.metrics import MetricsFile
+from trainer.specs.callbacks import BenchmarksSpec
+
+BENCHMARKS_FILE = "benchmarks.jsonl"
+
+
+class Benchmarks(Callback):
+    """Ask the model all tasks after every evaluation, a line of ``benchmarks.jsonl`` each time.
+
+    Where a run has several processes each of them asks its own copy and the first one writes. Parameters that
+    are spread over processes can't be asked; evaluate the checkpoints by ``python -m trainer.evaluate``.
+    """
+
+    def __init__(self, spec: BenchmarksSpec) -> None:
+        self._spec = spec
+        named = [(task.kind, task) for task in spec.tasks]
+        locate_all(named, data=Path(spec.data))
+        self._tasks = build_tasks(named, data=Path(spec.data))
+        self._tokenizer: Any = load_tokenizer(Path(spec.tokenizer))
+
+    def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
+        """Refuse what could not be asked later; forget what a resumed run will ask again."""
+        # RWKV halves weights in place when it is evaluated; the training would go on from them.
+        if hasattr(getattr(getattr(run.model, "model", None), "config", None), "rescale_every"):
+            raise ValueError(
+                "RWKV of transformers changes its weights when it is asked; leave the callback out, and "
+                "evaluate the checkpoints by python -m trainer.evaluate"
+            )
+        rows = getattr(run.spec.model, "padded_vocab_size", None)
+        if rows is not None:
+            check_tokenizer_fits(self._tokenizer, rows, name=self._spec.tokenizer)
+        if any(isinstance(parameter, DTensor) for parameter in run.model.parameters()):
+            raise ValueError(
+                "the model's parameters are spread over processes and can't be asked; leave the callback "
+                "out, and evaluate the checkpoints by python -m trainer.evaluate"
+            )
+        if run.is_main:
+            MetricsFile(run.folder / BENCHMARKS_FILE).truncate_after(step)
+
+    def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
+        """Ask all tasks; note the scores."""
+        training = run.model.training
+        lm = HarnessLM(
+            as_transformers(run.model).eval(),
+            self._tokenizer,
+            batch_size=self._spec.batch_size,
+            max_length=self._spec.max_length or run.spec.data.length,
+            precision=run.spec.training.precision,
+        )
+        (scores,) = ask(lm, self._tasks, limit=self._spec.limit)
+        run.model.train(training)
+        columns = ", ".join(f"{header} {value:.4g}" for header, value in scores.columns().items())
+        if run.is_main:
+            run.say(f"benchmarks after step {step}: {columns}")
+            file = MetricsFile(run.folder / BENCHMARKS_FILE)
+            file.write({"step": step, **scores.as_row()})
+            file.close()

@@ -1,0 +1,258 @@
+"""The command line: ``python -m trainer.evaluate --checkpoint RUN --tokenizer FILE --data DIR [--tasks …]``.
+
+Asks a trained model the benchmarks of the paper (or any other registered evaluation task) through lm-eval,
+from local files, and writes ``results.json``, ``table.md`` and, where there is something to draw,
+``evaluation.png``.
+
+Exit codes: 0 done, 2 the request can't be carried out (said in a sentence), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import DataError
+from trainer.evaluation_tasks.tasks import build_tasks, find_specs, require_packages
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.data.source import EvaluationSet
+    from trainer.evaluation import EvaluationResult
+    from trainer.evaluation_tasks.scores import AskedTask, Scores
+    from trainer.evaluation_tasks.subject import Subject
+
+REFUSED = 2
+INTERRUPTED = 130
+PAPER_TASKS = ("lambada", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
+_SETTINGS = ("limit", "batch_size", "tolerance", "max_length", "padding", "precision")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m trainer.evaluate", description="Evaluate a model on benchmarks, from local files."
+    )
+    made.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="a run's folder, one of its checkpoints, a safetensors file, or an exported folder",
+    )
+    made.add_argument(
+        "--spec", metavar="FILE", help="a YAML file or a name in the zoo; default: the run's own"
+    )
+    made.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json, or a folder with one")
+    made.add_argument(
+        "--data", type=Path, default=Path("data"), metavar="DIR", help="folder of the tasks' files"
+    )
+    made.add_argument(
+        "--tasks",
+        nargs="*",
+        default=list(PAPER_TASKS),
+        metavar="TASK",
+        help="kinds of evaluation tasks, KIND=FILE for other files, or YAML files of lm-eval's "
+        f"(default: {' '.join(PAPER_TASKS)})",
+    )
+    made.add_argument("--limit", type=_positive, metavar="N", help="the first N items of each task only")
+    made.add_argument("--batch-size", type=_positive, default=16, metavar="N", help="sequences at once (16)")
+    made.add_argument(
+        "--self-iterations",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help="repeat it with so many iterations of the search at most; the last call of the map, which gives "
+        "the output, comes on top",
+    )
+    made.add_argument("--tolerance", type=float, metavar="X", help="of the search, instead of the spec's")
+    made.add_argument("--max-length", type=_positive, metavar="N", help="tokens of a request at most")
+    made.add_argument(
+        "--padding", choices=("right", "left"), default="right", help="where; the scores don't depend on it"
+    )
+    made.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="(float32)")
+    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
+    made.add_argument("--tokens", type=Path, metavar="PATH", help="token files: perplexity against length")
+    made.add_argument(
+        "--lengths",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help="lengths of the sequences cut from --tokens (default: 1, 2, 4 and 8 times the training length)",
+    )
+    made.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder to write (default evaluations/<name>-<time>)"
+    )
+    made.add_argument("--log-samples", action="store_true", help="write the answer to every item too")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    options = parser().parse_args(arguments)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read once, when lm-eval imports it
+    # What the user asked for is checked first, where a ValueError is the answer to it. Later it is a mistake
+    # in the program, and keeps its traceback.
+    try:
+        job = _prepare(options)
+    except (ValueError, OSError) as error:
+        return _refuse(str(error), REFUSED)
+    try:
+        return _carry_out(job, options)
+    except (DataError, OSError) as error:
+        return _refuse(str(error), REFUSED)
+    except KeyboardInterrupt:
+        return _refuse("stopped; nothing was written", INTERRUPTED)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be done, all of it checked."""
+
+    subject: Subject
+    device: torch.device
+    output: Path
+    tokenizer: Any
+    tasks: Sequence[AskedTask]
+    sets: Sequence[EvaluationSet]
+
+
+def _prepare(options: argparse.Namespace) -> _Job:
+    specs = find_specs(options.tasks, data=options.data)
+    if not specs and options.tokens is None:
+        raise ValueError("there is nothing to evaluate; name tasks by --tasks, or token files by --tokens")
+    require_packages()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of being given a model at all
+
+    from trainer.devices import choose_device
+    from trainer.evaluation_tasks.subject import find_subject
+    from trainer.run_folder import default_folder
+
+    device = choose_device(options.device)
+    subject = find_subject(options.checkpoint, spec=options.spec)
+    if options.self_iterations and not subject.implicit:
+        raise ValueError(f"{subject.name} is explicit and doesn't iterate; leave --self-iterations out")
+    output: Path = options.output or default_folder(subject.name, root=Path("evaluations"))
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists already and is not an empty folder; choose another by --output")
+    return _Job(
+        subject=subject,
+        device=device,
+        output=output,
+        tokenizer=_tokenizer(options.tokenizer, subject) if specs else None,
+        tasks=build_tasks(specs, data=options.data),
+        sets=_token_sets(options, subject),
+    )
+
+
+def _carry_out(job: _Job, options: argparse.Namespace) -> int:
+    import torch
+
+    from trainer.devices import device_name
+    from trainer.evaluation import evaluate
+    from trainer.evaluation_tasks.harness import HarnessLM
+    from trainer.evaluation_tasks.record import Record
+    from trainer.evaluation_tasks.scores import ask
+    from trainer.evaluation_tasks.subject import as_transformers
+
+    def say(text: str) -> None:
+        print(text, flush=True)
+
+    for note in job.subject.notes:
+        say(f"WARNING: {note}")
+    try:
+        model = job.subject.load().to(job.device).eval()
+    except ValueError as error:  # weights that are damaged, or of another model
+        return _refuse(str(error), REFUSED)
+    say(f"{job.subject.name}: {job.subject.weights} on {device_name(job.device)}")
+    found: list[Scores] = []
+    lengths: list[EvaluationResult] = []
+    try:
+        if job.tasks:
+            lm = HarnessLM(
+                as_transformers(model),
+                job.tokenizer,
+                batch_size=options.batch_size,
+                padding=options.padding,
+                max_length=options.max_length or job.subject.length,
+                precision=options.precision,
+            )
+            found = ask(
+                lm,
+                job.tasks,
+                budgets=options.self_iterations or (None,),
+                search={} if options.tolerance is None else {"tolerance": options.tolerance},
+                limit=options.limit,
+                announce=say,
+            )
+        lengths = evaluate(
+            model,
+            job.sets,
+            device=job.device,
+            precision=options.precision,
+            batch_size=options.batch_size,
+            last_tokens=1,
+            announce=say,
+        )
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". GPU")[0]
+        return _refuse(f"{job.device} is out of memory ({reason}); lower --batch-size", REFUSED)
+    settings = {name: getattr(options, name) for name in _SETTINGS}
+    record = Record(subject=job.subject, settings=settings, tasks=job.tasks, scores=found, lengths=lengths)
+    say(f"\n{record.text()}")
+    say(f"written: {', '.join(map(str, record.write(job.output, samples=options.log_samples)))}")
+    return 0
+
+
+def _tokenizer(path: Path | None, subject: Subject) -> Any:
+    from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
+
+    source = path or subject.tokenizer
+    if source is None:
+        raise ValueError(f"{subject.name} comes without a tokenizer; name its tokenizer.json by --tokenizer")
+    tokenizer = load_tokenizer(source)
+    if subject.rows is not None:
+        check_tokenizer_fits(tokenizer, subject.rows, name=source)
+    return tokenizer
+
+
+def _token_sets(options: argparse.Namespace, subject: Subject) -> list[EvaluationSet]:
+    if options.tokens is None:
+        if options.lengths:
+            raise ValueError("--lengths are of the sequences cut from --tokens; name token files")
+        return []
+    from trainer.data.source import EvaluationSet
+    from trainer.data.tokens import TokenData
+
+    lengths = options.lengths or [subject.length * factor for factor in (1, 2, 4, 8)]
+    vocab_size = getattr(subject.spec, "vocab_size", None)
+    sets = []
+    for length in lengths:
+        source = TokenData(options.tokens, length=length, vocab_size=vocab_size)
+        count = source.samples if options.limit is None else min(options.limit, source.samples)
+        sets.append(EvaluationSet(name=f"L{length}", source=source, sequences=count))
+    return sets
+
+
+def _refuse(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""The picture of an evaluation: scores against the iterations allowed, perplexity against length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.evaluation import EvaluationResult
+from trainer.evaluation_tasks.scores import Scores
+from trainer.report import lengths_axis
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = ("#2b6cb0", "#d9730d", "#2f855a", "#805ad5", "#b83280", "#718096", "#b7791f", "#2c7a7b", "#c53030")
+_DARK, _GREY = "#1f2933", "#5a6472"
+
+Panel = Callable[["Axes"], None]
+
+
+def panels(found: Sequence[Scores], lengths: Sequence[EvaluationResult]) -> list[Panel]:
+    """Return what there is to draw: nothing for a single budget of iterations and at most one length."""
+    drawn: list[Panel] = []
+    budgets = [scores for scores in found if scores.self_iterations is not None]
+    if len(budgets) > 1:
+        headers = list(budgets[0].columns())
+        perplexities = [header for header in headers if "ppl" in header or "perplexity" in header]
+        accuracies = [header for header in headers if header not in perplexities]
+        if accuracies:
+            drawn.append(lambda axes: _draw_scores(axes, budgets, accuracies, "Accuracy"))
+        if perplexities:
+            drawn.append(lambda axes: _draw_scores(axes, budgets, perplexities, "Perplexity"))
+        drawn.append(lambda axes: _draw_search(axes, budgets))
+    if len(lengths) > 1:
+        drawn.append(lambda axes: _draw_lengths(axes, lengths))
+    return drawn
+
+
+def draw(drawn: Sequence[Panel], output: Path, *, title: str) -> None:
+    """Draw the panels side by side into ``output``, whole or not at all."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.4 * len(drawn), 4.7), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
+        panel(axes)
+        axes.title.set_fontsize(11)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color("#9aa5b1")
+        axes.tick_params(colors="#3e4c59", labelsize=9)
+        axes.grid(True, color="#e4e7eb", linewidth=0.8)
+        axes.set_axisbelow(True)
+    figure.suptitle(title, fontsize=12.5, fontweight="bold", color=_DARK)
+    temporary = output.with_name(f".{output.name}")
+    figure.savefig(temporary, dpi=140, format=output.suffix.removeprefix("."))
+    temporary.replace(output)
+
+
+def _draw_scores(axes: Axes, budgets: Sequence[Scores], headers: Sequence[str], what: str) -> None:
+    steps = [_budget(scores) for scores in budgets]
+    for number, header in enumerate(headers):
+        mean = header == "mean"
+        color = _DARK if mean else _COLORS[number % len(_COLORS)]
+        values = [scores.columns()[header] for scores in budgets]
+        axes.plot(steps, values, "o-", color=color, linewidth=2.6 if mean else 1.7, label=header)
+    if what == "Perplexity":
+        axes.set_yscale("log")
+    _iterations_axis(axes, steps)
+    axes.set_ylabel(what.lower())
+    axes.set_title(f"{what} against self-iterations")
+    axes.legend(frameon=True, framealpha=0.85, edgecolor="none", fontsize=9)
+
+
+def _draw_search(axes: Axes, budgets: Sequence[Scores]) -> None:
+    steps = [_budget(scores) for scores in budgets]
+    for number, task in enumerate(budgets[0].tasks):
+        tallies = [scores.tasks[number].search for scores in budgets]
+        points = [
+            (step, 100.0 * (1.0 - tally.non_converged))
+            for step, tally in zip(steps, tallies, strict=True)
+            if tally is not None
+        ]
+        if points:
+            color = _COLORS[number % len(_COLORS)]
+            axes.plot(*zip(*points, strict=True), "o-", color=color, linewidth=1.7, label=task.name)
+    _iterations_axis(axes, steps)
+    axes.set_ylim(-3, 103)
+    axes.set_ylabel("sequences that converged (%)")
+    axes.set_title("Converged within the self-iterations allowed")
+    axes.legend(frameon=True, framealpha=0.85, edgecolor="none", fontsize=9)
+
+
+def _draw_lengths(axes: Axes, lengths: Sequence[EvaluationResult]) -> None:
+    points = [(result.length, result.perplexity) for result in lengths]
+    axes.plot(*zip(*points, strict=True), "o-", color=_COLORS[0], linewidth=1.9)
+    lengths_axis(axes, [result.length for result in lengths])
+    axes.set_xlabel("sequence length (tokens)")
+    axes.set_ylabel("perplexity")
+    axes.set_title("Perplexity against length")
+
+
+def _iterations_axis(axes: Axes, steps: Sequence[int]) -> None:
+    lengths_axis(axes, steps)
+    axes.set_xlabel("self-iterations allowed")
+
+
+def _budget(scores: Scores) -> int:
+    assert scores.self_iterations is not None
+    return scores.self_iterations

@@ -1,0 +1,94 @@
+"""What an evaluation leaves: ``results.json``, ``table.md``, the picture, and the answers if wanted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from implicit_blocks.hf.checkpoint_files import whole_folder
+from trainer.evaluation import EvaluationResult
+from trainer.evaluation_tasks.picture import draw, panels
+from trainer.evaluation_tasks.scores import AskedTask, Scores, markdown, paper_table, task_table
+from trainer.evaluation_tasks.subject import Subject
+from trainer.files import sha256_of, write_atomically, write_json
+from trainer.metrics import json_value
+from trainer.run_folder import versions
+
+FORMAT = 1
+_PACKAGES = ("lm_eval", "transformers", "tokenizers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """An evaluation that is done: of what, how, and what came out."""
+
+    subject: Subject
+    settings: Mapping[str, Any]
+    tasks: Sequence[AskedTask]
+    scores: Sequence[Scores]
+    lengths: Sequence[EvaluationResult]
+
+    def text(self) -> str:
+        """Return the tables, in Markdown."""
+        said = {name: value for name, value in self.settings.items() if value is not None}
+        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in said.items())
+        parts = [f"{self.subject.name}: {self.subject.weights}", f"Zero-shot; {settings}"]
+        if self.scores:
+            parts += [paper_table(self.scores), task_table(self.scores)]
+        if self.lengths:
+            parts.append(_length_table(self.lengths))
+        return "\n\n".join(parts) + "\n"
+
+    def as_row(self) -> dict[str, Any]:
+        """Return all of it as JSON values."""
+        files = {asked.name: asked.file for asked in self.tasks if asked.file is not None}
+        return {
+            "format": FORMAT,
+            "name": self.subject.name,
+            "checkpoint": str(self.subject.weights),
+            "model": self.subject.spec.model_dump(mode="json"),
+            "settings": dict(self.settings),
+            "versions": {**versions(), **{package: version(package) for package in _PACKAGES}},
+            "files": {name: {"path": str(file), "sha256": sha256_of(file)} for name, file in files.items()},
+            "results": [scores.as_row() for scores in self.scores],
+            "lengths": [result.as_row(by_position=False) for result in self.lengths],
+        }
+
+    def write(self, folder: Path, *, samples: bool = False) -> list[Path]:
+        """Write the folder, whole or not at all; return its files.
+
+        Args:
+            folder: new, or empty.
+            samples: write ``samples.jsonl`` too, the answer to every item.
+
+        Raises:
+            ValueError: it exists and is not empty.
+
+        """
+        drawn = panels(self.scores, self.lengths)
+        with whole_folder(folder) as place:
+            write_json(place / "results.json", json_value(self.as_row()))
+            write_atomically(place / "table.md", self.text())
+            if samples:
+                rows = (json_value(row) for scores in self.scores for row in scores.samples())
+                lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
+                write_atomically(place / "samples.jsonl", "".join(f"{line}\n" for line in lines))
+            if drawn and find_spec("matplotlib") is not None:
+                draw(drawn, place / "evaluation.png", title=self.subject.name)
+        return sorted(folder.iterdir())
+
+
+def _length_table(lengths: Sequence[EvaluationResult]) -> str:
+    rows = [["length", "sequences", "perplexity", "loss", "iterations", "max", "converged"]]
+    for result in lengths:
+        search = result.search
+        row = [str(result.length), str(result.sequences), f"{result.perplexity:.3f}", f"{result.loss:.4f}"]
+        row += ["", "", ""] if search is None else [f"{search.iterations:.1f}", str(search.iterations_max)]
+        row += [] if search is None else [f"{1.0 - search.non_converged:.1%}"]
+        rows.append(row)
+    return markdown(rows)

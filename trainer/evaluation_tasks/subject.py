@@ -1,0 +1,150 @@
+"""What is evaluated: a spec with weights from a run, a checkpoint, or a folder of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from implicit_blocks.hf.checkpoint_files import CONFIG, SAFETENSORS, check_tensors, read_file
+from implicit_blocks.hf.folders import from_library, read_checkpoint
+from implicit_blocks.model import LanguageModel
+from implicit_blocks.registry import build
+from implicit_blocks.specs import BaseRunSpec, load_spec, spec_name
+from trainer.checkpoint import STATE_FILE, load_checkpoint, newest_sound_checkpoint
+from trainer.run_folder import RunFolder
+
+DEFAULT_LENGTH = 2048
+"""Tokens of a request at most where nothing says otherwise, as in lm-eval."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model to be evaluated, and where it comes from.
+
+    ``load`` reads the weights, on the CPU; what can be refused without them has been. ``rows`` is the size of
+    its vocabulary, ``length`` the tokens it was trained on at once, ``tokenizer`` a folder that has one.
+    """
+
+    name: str
+    weights: Path
+    spec: Any
+    length: int
+    load: Callable[[], nn.Module] = field(repr=False)
+    tokenizer: Path | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def implicit(self) -> bool:
+        """Whether it searches for fixed points."""
+        return hasattr(self.spec, "at_evaluation")
+
+    @property
+    def rows(self) -> int | None:
+        """The size of the vocabulary, with its padding; None where the spec doesn't tell."""
+        rows = getattr(self.spec, "padded_vocab_size", None) or getattr(self.spec, "vocab_size", None)
+        return None if rows is None else int(rows)
+
+
+def find_subject(checkpoint: Path, *, spec: str | None = None) -> Subject:
+    """Find out what is to be evaluated; the weights are not read yet.
+
+    Args:
+        checkpoint: a run's folder (its newest checkpoint that is whole), a checkpoint of the trainer, a file
+            of safetensors, or a folder that transformers reads.
+        spec: a name of the zoo or a YAML file; None: the run's own, or what the folder says.
+
+    Raises:
+        ValueError: there is nothing of the kind, no spec, or (a folder of transformers) weights that do not
+            fit.
+
+    """
+    if not checkpoint.exists():
+        raise ValueError(f"there is nothing at {checkpoint}; give a run, a checkpoint, or an exported folder")
+    if (checkpoint / CONFIG).is_file():
+        if spec is not None:
+            raise ValueError(f"{checkpoint} says itself what model it is; leave --spec out")
+        return _of_transformers(checkpoint)
+    weights, run, notes = _weights(checkpoint)
+    if spec is None and run is None:
+        raise ValueError(f"{checkpoint} doesn't say what model it is; name its spec by --spec")
+    loaded = load_spec(spec if spec is not None else run.spec_path)  # type: ignore[union-attr]  # one is there
+    name = spec_name(spec) if spec is not None else run.run_name()  # type: ignore[union-attr]  # the same
+    length = getattr(getattr(loaded, "data", None), "length", DEFAULT_LENGTH)
+    return Subject(
+        name=name,
+        weights=weights,
+        spec=loaded.model,
+        length=length,
+        load=lambda: _load(loaded, weights),
+        notes=tuple(notes),
+    )
+
+
+def _weights(checkpoint: Path) -> tuple[Path, RunFolder | None, list[str]]:
+    """Find the weights, the run they belong to, and what is wrong with newer ones."""
+    if not checkpoint.is_dir():
+        return checkpoint, None, []
+    run = RunFolder(checkpoint)
+    if run.spec_path.is_file():
+        path, complaints = newest_sound_checkpoint(run.checkpoints)
+        return path, run, complaints
+    if (checkpoint / STATE_FILE).is_file():
+        of_run = RunFolder(checkpoint.resolve().parents[1])
+        return checkpoint, of_run if of_run.spec_path.is_file() else None, []
+    if (checkpoint / SAFETENSORS).is_file():
+        return checkpoint / SAFETENSORS, None, []
+    raise ValueError(
+        f"{checkpoint} is no run, no checkpoint and no exported folder: it has no spec.yaml, {STATE_FILE}, "
+        f"{CONFIG} or {SAFETENSORS}"
+    )
+
+
+def _load(spec: BaseRunSpec, weights: Path) -> nn.Module:
+    model: nn.Module = build(spec.model)
+    if weights.is_dir():
+        load_checkpoint(weights, model=model)
+    else:
+        tensors = read_file(weights)
+        check_tensors(tensors, model.state_dict(), what=str(weights))
+        model.load_state_dict(tensors)
+    return model
+
+
+def _of_transformers(folder: Path) -> Subject:
+    found = read_checkpoint(folder)
+
+    def load() -> nn.Module:
+        with torch.device("meta"):
+            model: nn.Module = build(found.spec)
+        model.load_state_dict(found.state, assign=True)
+        return model
+
+    return Subject(
+        name=folder.resolve().name,
+        weights=folder,
+        spec=found.spec,
+        length=int(found.fields.get("max_position_embeddings", DEFAULT_LENGTH)),
+        load=load,
+        tokenizer=folder if (folder / "tokenizer.json").is_file() else None,
+    )
+
+
+def as_transformers(model: nn.Module) -> Any:
+    """Return a model as transformers has it, which is what lm-eval asks; its storage is shared.
+
+    Raises:
+        ValueError: it is none of the library's language models, and can't say what it is to transformers.
+
+    """
+    if isinstance(model, LanguageModel):
+        return from_library(model)
+    if not hasattr(model, "to_transformers"):
+        raise ValueError(
+            f"a {type(model).__name__} can't be asked by lm-eval: it has no method to_transformers()"
+        )
+    return model.to_transformers()
