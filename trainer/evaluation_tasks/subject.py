@@ -143,8 +143,9 @@ def as_transformers(model: nn.Module) -> Any:
     """
     if isinstance(model, LanguageModel):
         return from_library(model)
-    if not hasattr(model, "to_transformers"):
+    convert: Any = getattr(model, "to_transformers", None)
+    if convert is None:
         raise ValueError(
             f"a {type(model).__name__} can't be asked by lm-eval: it has no method to_transformers()"
         )
-    return model.to_transformers()
+    return convert()
