@@ -12,27 +12,37 @@ from typing import Any
 
 from implicit_blocks import registry
 from implicit_blocks.new_plugin import FAMILIES
+from implicit_blocks.specs import load_spec, spec_name
 from implicit_blocks.specs.schema import file_schema, run_schema
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 2 for an error that the user can mend."""
+    """Run one command; 2 for an error that the user can mend, 1 for specs that differ."""
     options = _parser().parse_args(arguments)
+    code = 0
     try:
-        options.command(options)
+        code = options.command(options) or 0
         sys.stdout.flush()
     except BrokenPipeError:  # its reader has seen enough: `… schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m implicit_blocks", description=__doc__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_add_list, _add_schema, _add_new_plugin, _add_convert, _add_export):
+    for add in (
+        _add_list,
+        _add_schema,
+        _add_describe,
+        _add_diff,
+        _add_new_plugin,
+        _add_convert,
+        _add_export,
+    ):
         add(commands)
     return parser
 
@@ -94,6 +104,45 @@ def _new_plugin(options: argparse.Namespace) -> None:
         f"  python -m trainer --spec word_problem_s3_{options.name}\n"
         f"  python -m pytest {shown}"
     )
+
+
+def _add_describe(commands: Any) -> None:
+    command = commands.add_parser(
+        "describe", help="a spec's model as a tree with shapes and parameters, its search and its phases"
+    )
+    command.add_argument("spec", help="name in the zoo, or YAML file")
+    command.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the spec")
+    command.set_defaults(command=_describe)
+
+
+def _describe(options: argparse.Namespace) -> None:
+    from implicit_blocks.describing import draw_run
+    from implicit_blocks.describing.drawing import show
+
+    show(draw_run(load_spec(options.spec, options.overrides), name=spec_name(options.spec)))
+
+
+def _add_diff(commands: Any) -> None:
+    command = commands.add_parser(
+        "diff",
+        help="what two specs differ in, with all that they extend and every default",
+        epilog="Exit codes are those of diff: 0 for specs that say the same, 1 for others, 2 for trouble.",
+    )
+    command.add_argument("old", help="name in the zoo, or YAML file")
+    command.add_argument("new", help="the same")
+    command.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the second")
+    command.set_defaults(command=_diff)
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from implicit_blocks.describing import changes, draw_changes
+    from implicit_blocks.describing.drawing import show
+
+    old, new = load_spec(options.old), load_spec(options.new, options.overrides)
+    found = changes(old, new)
+    if found:
+        show(draw_changes(found, old=options.old, new=" ".join([options.new, *options.overrides])))
+    return 1 if found else 0
 
 
 def _add_convert(commands: Any) -> None:

@@ -39,6 +39,16 @@ class _LayerPartSpec(ComponentSpec):
         """Parameters of one such component, without the norm before it. None: not known."""
         return None
 
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]] | None:
+        """Shapes of those parameters, by the names in the built module. None: not known."""
+        return None
+
+    def headline(self, d_model: int) -> str:
+        """Say the main sizes in a few words; by default the fields that differ from their defaults."""
+        named = type(self).model_fields
+        fields = {name: value for name, value in self if name != "kind" and value != named[name].default}
+        return ", ".join(f"{name} {value}" for name, value in fields.items())
+
     def flops_per_token(self, d_model: int, length: int) -> float | None:
         """Floating-point operations of a forward pass, a token, in sequences of `length`. None: not known.
 
@@ -137,6 +147,23 @@ class Mamba2Spec(MixerSpec):
         biases = (projected + d_model) * self.bias
         weights = projected * d_model + convolution + 3 * heads + d_inner + d_model * d_inner + biases
         return Parameters(weights, projected + convolved + d_model)
+
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """List what `parameter_count` counts."""
+        d_inner = self.expand * d_model
+        projected, convolved = self.injection_width(d_model), d_inner + 2 * self.n_groups * self.d_state
+        heads = (d_inner // self.head_dim,)
+        shapes: dict[str, tuple[int, ...]] = {"A_log": heads, "dt_bias": heads, "D": heads}
+        shapes |= _linear("in_proj", projected, d_model, bias=self.bias)
+        shapes |= _linear("conv", convolved, self.d_conv, bias=self.conv_bias)
+        shapes["norm.weight"] = (d_inner,)
+        return shapes | _linear("out_proj", d_model, d_inner, bias=self.bias)
+
+    def headline(self, d_model: int) -> str:
+        """Say heads, state and convolution."""
+        groups = "" if self.n_groups == 1 else f", {self.n_groups} groups"
+        heads = self.expand * d_model // self.head_dim
+        return f"{heads} heads of {self.head_dim}{groups}, state {self.d_state}, convolution {self.d_conv}"
 
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count projections, convolution, and the chunked scan.
@@ -240,6 +267,20 @@ class AttentionSpec(MixerSpec):
         rows = projected + d_model
         return Parameters((projected + attended) * d_model + rows * self.bias, rows)
 
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """List what `parameter_count` counts."""
+        attended = self.n_heads * self.head_width(d_model)
+        projected = _linear("in_proj", self.injection_width(d_model), d_model, bias=self.bias)
+        return projected | _linear("out_proj", d_model, attended, bias=self.bias)
+
+    def headline(self, d_model: int) -> str:
+        """Say heads and positions."""
+        shared = "" if self.n_kv_heads is None else f", {self.n_kv_heads} of keys and values"
+        scaled = "" if self.rope_scaling is None else f", {self.rope_scaling.rope_type} scaling"
+        return (
+            f"{self.n_heads} heads of {self.head_width(d_model)}{shared}, RoPE θ {self.rope_theta:g}{scaled}"
+        )
+
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count projections, and scores and sums over the causal half, ``(length + 1) / 2`` on average."""
         attended = self.n_heads * self.head_width(d_model)
@@ -261,6 +302,21 @@ class SwiGLUSpec(MLPSpec):
         rows = 2 * self.d_hidden + d_model
         return Parameters(3 * d_model * self.d_hidden + rows * self.bias, rows)
 
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """List three matrices."""
+        shapes = _linear("gate_proj", self.d_hidden, d_model, bias=self.bias)
+        shapes |= _linear("up_proj", self.d_hidden, d_model, bias=self.bias)
+        return shapes | _linear("out_proj", d_model, self.d_hidden, bias=self.bias)
+
+    def headline(self, d_model: int) -> str:
+        """Say the hidden width."""
+        return f"hidden width {self.d_hidden}"
+
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count three matrix products."""
         return float(6 * d_model * self.d_hidden)
+
+
+def _linear(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
+    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
+    return weight | ({f"{name}.bias": (rows,)} if bias else {})

@@ -1,0 +1,182 @@
+"""Trees and tables on a terminal: in colors where rich is installed, the same in plain text elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TextIO
+
+from implicit_blocks.describing.tree import Node, model_tree
+from implicit_blocks.specs import BaseRunSpec, ImplicitLMSpec, ModelSpec, Stopping
+
+
+class Span(NamedTuple):
+    """A piece of a line, and how it looks: names of rich's styles."""
+
+    text: str
+    style: str = ""
+
+
+Line = tuple[Span, ...]
+_TIMES = "×"  # noqa: RUF001  # the sign for multiplication is meant
+_ASCII = str.maketrans("├└│─↻←≤‖·θ—…" + _TIMES, "|`|-@=<|.t-.x")
+
+
+def show(lines: Iterable[Line], *, stream: TextIO | None = None) -> None:
+    """Print lines: in colors on a terminal if rich is installed."""
+    out = stream or sys.stdout
+    if out.isatty():
+        try:
+            from rich.console import Console
+            from rich.text import Text
+        except ImportError:
+            pass  # rich comes with the `train` extra; plain lines say the same
+        else:
+            console = Console(file=out)
+            for line in lines:
+                text = Text.assemble(*((span.text, span.style) for span in line), no_wrap=True)
+                text.rstrip()
+                console.print(text, soft_wrap=True, highlight=False)
+            return
+    for line in lines:
+        text_line = "".join(span.text for span in line).rstrip()
+        try:
+            text_line.encode(out.encoding or "utf-8")
+        except UnicodeEncodeError:
+            text_line = text_line.translate(_ASCII)
+        print(text_line, file=out)
+
+
+def draw_run(run: BaseRunSpec, *, name: str) -> list[Line]:
+    """Draw the model of a run spec, how its fixed point is searched for, and the phases of its training."""
+    tree = model_tree(run.model)
+    lines = _tree(tree, title=f"{name} · {run.model.kind}")
+    if isinstance(run.model, ImplicitLMSpec):
+        lines += [(), *_searches(run)]
+    return lines
+
+
+# ------------------------------------------------------------------------------------ the tree
+
+
+class _Row(NamedTuple):
+    glyphs: str
+    name: str
+    note: str
+    signal: str
+    shape: str
+    parameters: str
+    part: bool
+
+
+def _tree(root: Node, *, title: str) -> list[Line]:
+    first = _Row("", title, root.note, root.signal, "parameters", f"{root.parameters:,}", True)
+    rows = [first, *_rows(root.children, "")]
+    widths = [
+        max(len(row.glyphs) + len(row.name) + (2 + len(row.note) if row.note else 0) for row in rows),
+        max(len(row.signal) for row in rows),
+        max(len(row.shape) for row in rows),
+        max(len(row.parameters) for row in rows),
+    ]
+    return [_line(row, widths) for row in rows]
+
+
+def _rows(nodes: Sequence[Node], indent: str) -> list[_Row]:
+    rows = []
+    for number, node in enumerate(nodes, 1):
+        last = number == len(nodes)
+        name = f"{node.times} {_TIMES} {node.name}" if node.times > 1 else node.name
+        name = f"↻ {name}" if node.iterated else name
+        shape = f" {_TIMES} ".join(map(str, node.shape or ()))
+        if node.times > 1:
+            shape = f"{node.times} {_TIMES} {node.parameters // node.times:,}"
+        if node.gains:
+            shape += f" + {node.gains}"
+        note = "g·v/‖v‖" if node.gains and not node.note else node.note
+        count = f"{node.parameters:,}" if node.parameters else ""
+        rows.append(
+            _Row(
+                f"{indent}{'└' if last else '├'}─ ", name, note, node.signal, shape, count, node.shape is None
+            )
+        )
+        rows += _rows(node.children, f"{indent}{' ' if last else '│'}  ")
+    return rows
+
+
+def _line(row: _Row, widths: Sequence[int]) -> Line:
+    used = len(row.glyphs) + len(row.name) + (2 + len(row.note) if row.note else 0)
+    return (
+        Span(row.glyphs, "dim"),
+        Span(row.name, "bold cyan" if row.part else "cyan"),
+        Span(f"  {row.note}" if row.note else "", "yellow" if row.part else "dim"),
+        Span(" " * (widths[0] - used + 2)),
+        Span(row.signal.ljust(widths[1] + 2), "magenta"),
+        Span(row.shape.rjust(widths[2] + 2), "green" if row.glyphs else "bold"),
+        Span(row.parameters.rjust(widths[3] + 2), "bold" if row.part else ""),
+    )
+
+
+# ------------------------------------------------------------------------------------ the search
+
+
+def _searches(run: BaseRunSpec) -> list[Line]:
+    phases = phases_of(run)
+    cells = [["search", "solver", "until", "gradient"]]
+    for title, model in phases:
+        assert isinstance(model, ImplicitLMSpec)
+        gradient = component(model.gradient)
+        searched = not model.gradient.differentiates_solver  # as unrolling does, which takes its own steps
+        until = _until(model.stopping) if searched else "the gradient's steps are taken"
+        cells.append([title, component(model.solver), until, gradient])
+    seen = {
+        (m.at_evaluation.solver, m.evaluation_stopping) for _, m in phases if isinstance(m, ImplicitLMSpec)
+    }
+    for (title, model), one in zip(reversed(phases), [True] + [False] * len(phases), strict=False):
+        assert isinstance(model, ImplicitLMSpec)
+        if one or len(seen) > 1:
+            where = "evaluation" if one else f"evaluation in {title.partition(':')[0]}"
+            solver = component(model.at_evaluation.solver)
+            cells.append([where, solver, _until(model.evaluation_stopping), "—"])
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+    styles = ("bold cyan", "yellow", "", "magenta")
+    return [
+        tuple(
+            Span(cell.ljust(width + 2), "bold" if number == 0 else style)
+            for cell, width, style in zip(row, widths, styles, strict=True)
+        )
+        for number, row in enumerate(cells)
+    ]
+
+
+def phases_of(run: BaseRunSpec) -> list[tuple[str, ModelSpec]]:
+    """Return the models of a run's phases, each with the phase's name and steps; without phases the one."""
+    planned: Any = getattr(run, "phase_specs", None)  # the trainer's run specs have it
+    phases = [] if planned is None else planned()
+    if len(phases) < 2:
+        return [("training", run.model)]
+    return [
+        (f"{phase.name}: steps {phase.first_step + 1:,} to {phase.last_step:,}", phase.model)
+        for phase in phases
+    ]
+
+
+def component(spec: Any) -> str:
+    """Say a component's kind and its fields, those of components within it too."""
+    fields = [(name, value) for name, value in spec if name != "kind"]
+    shown = [f"{name} {_value(value)}" for name, value in fields if value not in (None, False)]
+    return f"{spec.kind}: {', '.join(shown)}" if shown else str(spec.kind)
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, Stopping):
+        return f"({_until(value)})"
+    if hasattr(value, "kind"):
+        return f"({component(value)})"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _until(stopping: Stopping) -> str:
+    whose = {"sequence": "by sequence", "prefix": "by token"}[stopping.scope]
+    return (
+        f"residual ≤ {stopping.tolerance:g} {stopping.norm}, or {stopping.max_iterations} iterations, {whose}"
+    )
