@@ -35,9 +35,12 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
         embedded = kwargs.get("inputs_embeds")
         shaped = embedded[:, :, 0] if embedded is not None and ids is None else ids
         if shaped is not None:
+            mask = kwargs.get("attention_mask")
+            if mask is not None and mask.ndim == 2 and mask.shape[1] > shaped.shape[1]:
+                mask = mask[:, -shaped.shape[1] :]  # of tokens in a cache too
             valid = check_prompts(
                 shaped,
-                kwargs.get("attention_mask"),
+                mask,
                 vocab_size=self.config.vocab_size if shaped is ids else None,
                 max_length=self.config.max_position_embeddings,
                 limit="max_position_embeddings of the configuration",
@@ -80,6 +83,29 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
                 "choose 'dynamic' or 'static'"
             )
         model_kwargs[name] = ImplicitCache(max_cache_length + 1 if implementation == "static" else None)
+
+    def _prefill(
+        self,
+        input_ids: Tensor,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Leave out the tokens that ``cache_params`` holds, as transformers does for ``past_key_values``.
+
+        Without this they would be committed a second time.
+        """
+        cache = model_kwargs.get("cache_params")
+        past = 0 if cache is None else cache.get_seq_length()
+        embedded = model_kwargs.get("inputs_embeds")
+        if past and embedded is not None:
+            model_kwargs = model_kwargs | {"inputs_embeds": embedded[:, past:]}
+        elif past:
+            mask = model_kwargs.get("attention_mask")
+            whole = getattr(generation_config, "_mask_length", -1) if mask is None else mask.shape[1]
+            input_ids = input_ids[:, past:] if whole == input_ids.shape[1] else input_ids
+        return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Leave positions out of ``generate``: they are counted from the mask."""

@@ -24,6 +24,19 @@ MODES = {
 }
 
 
+@pytest.fixture
+def lively_model(tiny_model):
+    """Return the maker of models whose tokens differ from prompt to prompt."""
+
+    def make(*arguments, **changes):
+        model = tiny_model(*arguments, **changes)
+        with torch.no_grad():
+            model.get_input_embeddings().weight.mul_(20)
+        return model
+
+    return make
+
+
 def prompts(ids):
     """Return prompts of unequal length, padded on the left by 18."""
     padded, mask = ids.clone(), torch.ones_like(ids)
@@ -38,9 +51,9 @@ def run(model, ids, **options):
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_every_mode_is_the_same_with_and_without_any_cache(family, tiny_model, ids, mode):
+def test_every_mode_is_the_same_with_and_without_any_cache(family, lively_model, ids, mode):
     """Left-padded, at a tight tolerance, token for token."""
-    model = tiny_model(family)
+    model = lively_model(family)
     plain = run(model, ids, use_cache=False, **mode)
     assert plain.shape[1] == 15
     assert torch.equal(run(model, ids, **mode), plain)
@@ -48,8 +61,8 @@ def test_every_mode_is_the_same_with_and_without_any_cache(family, tiny_model, i
     assert torch.equal(run(model, ids, cache_implementation="static", **mode), plain)
 
 
-def test_rows_are_those_of_each_prompt_alone(family, tiny_model, ids):
-    model = tiny_model(family)
+def test_rows_are_those_of_each_prompt_alone(family, lively_model, ids):
+    model = lively_model(family)
     options = {
         "max_new_tokens": 6,
         "do_sample": False,
@@ -64,8 +77,8 @@ def test_rows_are_those_of_each_prompt_alone(family, tiny_model, ids):
             torch.testing.assert_close(a[0], b[row], atol=1e-5, rtol=0)
 
 
-def test_a_stop_token_ends_its_row_alone(family, tiny_model, ids):
-    model = tiny_model(family)
+def test_a_stop_token_ends_its_row_alone(family, lively_model, ids):
+    model = lively_model(family)
     free = run(model, ids)
     stop = int(free[0, 10])
     stopped = run(model, ids, eos_token_id=stop)
@@ -76,7 +89,7 @@ def test_a_stop_token_ends_its_row_alone(family, tiny_model, ids):
         assert stopped[row, 9:].tolist() == expected[: stopped.shape[1] - 9]
 
 
-def test_streamers_see_every_token_as_it_is_made(family, tiny_model, ids):
+def test_streamers_see_every_token_as_it_is_made(family, lively_model, ids):
     class Streamer(transformers.generation.BaseStreamer):
         def __init__(self):
             self.seen, self.ended = [], False
@@ -87,22 +100,36 @@ def test_streamers_see_every_token_as_it_is_made(family, tiny_model, ids):
         def end(self):
             self.ended = True
 
-    model, streamer = tiny_model(family), Streamer()
+    model, streamer = lively_model(family), Streamer()
     out = model.generate(ids[:1], max_new_tokens=5, do_sample=False, pad_token_id=18, streamer=streamer)
     assert streamer.seen == out[0].tolist()
     assert streamer.ended
 
 
-def test_a_cache_goes_on_where_it_ended(family, tiny_model, ids):
-    model = tiny_model(family)
+def test_a_cache_goes_on_where_it_ended(family, lively_model, ids):
+    model = lively_model(family)
     name = CACHES[family]
     options = {"do_sample": False, "pad_token_id": 18}
     whole = model.generate(ids, max_new_tokens=8, **options)
     first = model.generate(ids, max_new_tokens=4, return_dict_in_generate=True, **options)
     cache = first.past_key_values  # transformers' name for it, whatever the family's
     assert isinstance(cache, ImplicitCache)
-    rest = model.generate(first.sequences, max_new_tokens=4, **{name: cache}, **options)
-    assert torch.equal(rest, whole)
+    assert cache.get_seq_length() == 12  # the last token is not in it
+    padded = torch.ones_like(first.sequences)
+    for mask in ({}, {"attention_mask": padded}):
+        given = {name: copy.deepcopy(cache)}
+        rest = model.generate(first.sequences, max_new_tokens=4, **given, **mask, **options)
+        assert torch.equal(rest, whole)
+        assert given[name].get_seq_length() == 16
+    new = model.generate(
+        first.sequences[:, 12:], max_new_tokens=4, attention_mask=padded, **given | {name: cache}, **options
+    )
+    assert torch.equal(new[:, 1:], whole[:, 13:])
+
+
+def test_prompts_may_be_solved_in_chunks(lively_model, ids):
+    model = lively_model("attention")
+    assert torch.equal(run(model, ids, prefill_chunk_size=4), run(model, ids))
 
 
 @pytest.mark.parametrize(
@@ -115,8 +142,8 @@ def test_a_cache_goes_on_where_it_ended(family, tiny_model, ids):
     ],
     ids=str,
 )
-def test_knobs_reach_the_search_and_find_the_same(family, tiny_model, ids, knobs):
-    model = tiny_model(family)
+def test_knobs_reach_the_search_and_find_the_same(family, lively_model, ids, knobs):
+    model = lively_model(family)
     assert torch.equal(run(model, ids, **knobs), run(model, ids, use_cache=False))
     with torch.no_grad():
         found = model(ids, max_iterations=2, tolerance=0.0, **({"window_length": 1} | knobs))
@@ -124,9 +151,9 @@ def test_knobs_reach_the_search_and_find_the_same(family, tiny_model, ids, knobs
     assert not torch.equal(found.logits, plain.logits)
 
 
-def test_assisted_generation_where_tokens_can_be_taken_back(tiny_model, ids):
+def test_assisted_generation_where_tokens_can_be_taken_back(lively_model, ids):
     """Prompt lookup and a smaller model both propose tokens, of which the wrong ones are cropped."""
-    model, helper = tiny_model("attention"), tiny_model("attention", n_layers=1)
+    model, helper = lively_model("attention"), lively_model("attention", n_layers=1)
     prompt = torch.cat((ids[:1], ids[:1, :5]), 1)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 18}
     plain = model.generate(prompt, **options)
@@ -134,13 +161,13 @@ def test_assisted_generation_where_tokens_can_be_taken_back(tiny_model, ids):
     assert torch.equal(model.generate(prompt, assistant_model=helper, **options), plain)
     assert torch.equal(model.generate(prompt, assistant_model=model, **options), plain)
     with pytest.raises(ValueError, match="stateful"):
-        tiny_model("mamba2").generate(prompt, prompt_lookup_num_tokens=3, **options)
+        lively_model("mamba2").generate(prompt, prompt_lookup_num_tokens=3, **options)
 
 
 @pytest.mark.parametrize("capacity", [None, 20])
 @torch.no_grad()
-def test_cropping_takes_back_the_last_tokens(tiny_model, ids, capacity):
-    model = tiny_model("attention")
+def test_cropping_takes_back_the_last_tokens(lively_model, ids, capacity):
+    model = lively_model("attention")
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     mask[2, 7:] = 0
@@ -163,8 +190,8 @@ def test_cropping_takes_back_the_last_tokens(tiny_model, ids, capacity):
 
 
 @torch.no_grad()
-def test_what_cannot_be_cropped_says_so(tiny_model, ids):
-    cache = tiny_model("mamba2")(ids, use_cache=True).cache_params
+def test_what_cannot_be_cropped_says_so(lively_model, ids):
+    cache = lively_model("mamba2")(ids, use_cache=True).cache_params
     assert not cache.is_croppable
     cache.crop(0)
     with pytest.raises(ValueError, match=r"folded its tokens.*deepcopy"):
@@ -173,8 +200,8 @@ def test_what_cannot_be_cropped_says_so(tiny_model, ids):
         ImplicitCache().crop(-1)
 
 
-def test_prompts_that_cannot_be_are_refused(family, tiny_model, ids):
-    model = tiny_model(family)
+def test_prompts_that_cannot_be_are_refused(family, lively_model, ids):
+    model = lively_model(family)
     options = {"max_new_tokens": 2, "pad_token_id": 18}
     with pytest.raises(ValueError, match="at least one token"):
         model.generate(ids[:, :0], **options)
