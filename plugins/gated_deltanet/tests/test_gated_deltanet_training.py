@@ -38,7 +38,8 @@ def test_the_loss_falls(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_learns_s3_and_extrapolates(tmp_path):
-    train(tmp_path / "run", timeout=1800)
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert summary  # read below
+def test_it_learns_s3(tmp_path):
+    train(tmp_path / "run", timeout=3000)
+    sets = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
+    reached = {part["set"]: part["accuracy_last"] for part in sets}
+    assert reached["p0.5_L32"] >= 0.99

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SPEC = "word_problem_s3_muon"
 SMALL = [
     "training.batch_size=16",
@@ -40,6 +42,14 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path):
     assert [step for step, _, _ in whole] == list(range(1, 9))
     train(tmp_path / "parts", "--spec", SPEC, "--stop-at", "4", *SMALL)
     assert steps(train(tmp_path / "parts", "--resume")) == whole
+
+
+@pytest.mark.slow
+def test_it_learns_s3(tmp_path):
+    train(tmp_path / "run", "--spec", SPEC, timeout=3000)
+    sets = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
+    reached = {part["set"]: part["accuracy_last"] for part in sets}
+    assert reached["p0.5_L32"] >= 0.99
 
 
 def test_knowing_the_kind_imports_no_torch():

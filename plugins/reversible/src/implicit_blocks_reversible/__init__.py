@@ -1,0 +1,17 @@
+"""A reversible solver and its gradient, for `implicit_blocks`: the module that its entry point names."""
+
+from __future__ import annotations
+
+from implicit_blocks.hookspecs import Add, hookimpl
+from implicit_blocks_reversible.spec import ReversibleGradientSpec, ReversibleSolverSpec
+
+__all__ = ["ReversibleGradientSpec", "ReversibleSolverSpec", "register_components"]
+
+
+@hookimpl
+def register_components(add: Add) -> None:
+    """Register both. The builders are import strings, so that knowing the kinds imports no torch."""
+    add("solver", ReversibleSolverSpec, "implicit_blocks_reversible.solver:Reversible.from_spec")
+    add(
+        "gradient", ReversibleGradientSpec, "implicit_blocks_reversible.gradient:ReversibleGradient.from_spec"
+    )
