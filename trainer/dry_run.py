@@ -12,7 +12,7 @@ from implicit_blocks.specs.counting import (
 )
 from implicit_blocks.specs.model import LanguageModelSpec
 from trainer.display import magnitude
-from trainer.spec import Phase, RunSpec, TokensSpec, WordProblemSpec
+from trainer.spec import Phase, RunSpec
 
 _FLOAT32 = 4
 _LOGIT_COPIES = 3
@@ -90,10 +90,11 @@ def describe(spec: RunSpec, *, name: str) -> str:
     """
     training, phases = spec.training, spec.phase_specs()
     tokens = training.batch_size * spec.data.length
+    sequences, vocab_size = spec.total_steps * training.batch_size, getattr(spec.model, "vocab_size", None)
     lines = [
         f"{name} ({spec.model.kind})",
         *_section("parameters", _parameters(spec.model)),
-        *_section("data", _data(spec)),
+        *_section("data", spec.data.describe(sequences=sequences, vocab_size=vocab_size)),
         *_section(
             "training",
             [
@@ -178,36 +179,6 @@ def _search(model: ModelSpec) -> str:
         f"{budget}: {model.solver.kind} to a residual of {stopping.tolerance:g} "
         f"({stopping.norm}), {gradient.kind} gradient"
     )
-
-
-def _data(spec: RunSpec) -> list[str]:
-    data = spec.data
-    if isinstance(data, WordProblemSpec):
-        named = data.monoid if isinstance(data.monoid, str) else "of a table"
-        monoid = "" if data.monoid is None else f" x monoid {named}"
-        return [
-            f"word problem over {data.group}{monoid}: {data.vocab_size} tokens, "
-            f"p = {data.identity_probability:g}, length {data.length}, made on the fly"
-        ]
-    if not isinstance(data, TokensSpec):
-        return [f"{data.kind}, length {data.length:,}"]
-    if data.path is None:
-        return [f"tokens, length {data.length:,}; where they are is not set: data.path=DIR"]
-    from trainer.data.token_files import open_shards
-
-    lines = []
-    for label, path in (("training", data.path), ("validation", data.validation_path)):
-        if path is None:
-            lines.append(f"{label}: none")
-            continue
-        shards = open_shards(path, dtype=data.dtype)
-        tokens = sum(len(shard.tokens) for shard in shards)
-        line = f"{label}: {tokens:,} tokens in {len(shards)} files of {path}"
-        if label == "training":
-            run = spec.total_steps * spec.training.batch_size * data.length
-            line += f"; the run takes {run / max(1, tokens):.2f} epochs"
-        lines.append(line)
-    return lines
 
 
 def _scaled(value: float) -> str:

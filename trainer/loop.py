@@ -13,12 +13,14 @@ import torch
 from implicit_blocks.specs import ModelSpec
 from trainer.callbacks import CallbackContext, Callbacks
 from trainer.checkpoint import Checkpointer, Progress, step_name
+from trainer.data.prefetch import Prefetcher
 from trainer.data.source import DataSource, EvaluationSet, rank_share
 from trainer.display import Display
 from trainer.distributed import Layout
 from trainer.errors import CallbackError, DataError, FailedSaveError, NonFiniteLossError
 from trainer.evaluation import EvaluationResult, adjoint_row, evaluate, search_row, table
 from trainer.interrupt import Interrupt
+from trainer.metrics import epoch_row
 from trainer.optimizers import set_learning_rate
 from trainer.run_folder import RunFolder
 from trainer.schedule import Schedule
@@ -60,6 +62,7 @@ class Loop:
         self.device = self.ranks.device
         self.display = display
         self.progress = progress
+        self.loader = Prefetcher(data, workers=spec.training.loader_workers, pin=self.device.type == "cuda")
         self.phases = spec.phase_specs()
         self.total_steps = spec.total_steps
         self.last_row: dict[str, Any] = folder.metrics.last_row() or {}
@@ -128,6 +131,7 @@ class Loop:
             raise
         finally:
             self._leave_no_save()
+            self.loader.close()
             self.display.close()
             self.folder.metrics.close()
             self.folder.evaluations.close()
@@ -142,7 +146,16 @@ class Loop:
         first = self.progress.samples
         own, count = rank_share(training.batch_size, rank=self.ranks.rank, world_size=self.ranks.world_size)
         try:
-            batch = self.ranks.together(lambda: self.data.batch(first + own, count))
+            batch = self.ranks.together(
+                lambda: self.loader.batch(
+                    first + own,
+                    count,
+                    following=[
+                        (first + ahead * training.batch_size + own, count)
+                        for ahead in range(1, 1 + min(self.loader.depth, self.total_steps - step))
+                    ],
+                )
+            )
         except ValueError as error:
             raise DataError(f"the data of step {step} can't be used: {error}") from error
         tokens = batch.tokens * self.ranks.world_size  # the ranks' shares are equal
@@ -242,6 +255,7 @@ class Loop:
             **search_row(result.search),
             **adjoint_row(result.adjoint),
             "tokens": self.progress.tokens,
+            **epoch_row(self.data.epochs(self.progress.samples)),
             "tokens_per_second": round(tokens / step_seconds, 1),
             "step_seconds": round(step_seconds, 4),
             "seconds": round(self.progress.seconds, 3),

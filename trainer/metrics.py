@@ -27,6 +27,11 @@ def rounded(value: float, digits: int = 6) -> float:
     return float(f"{value:.{digits}g}")
 
 
+def epoch_row(epochs: Mapping[str, float]) -> dict[str, float]:
+    """Return the columns that say how often the data have been gone through: ``epoch``, or one a source."""
+    return {f"epoch_{name}" if name else "epoch": rounded(value) for name, value in epochs.items()}
+
+
 class MetricsFile:
     """A file of JSON lines, each with a ``step``, appended to in order and readable at any moment."""
 

@@ -10,7 +10,15 @@ from pydantic import PositiveInt, model_validator
 from implicit_blocks import registry
 from implicit_blocks.specs import BaseRunSpec, Spec, refusal
 from trainer.specs.callbacks import BenchmarksSpec, CallbackSpec, StopWhenSpec
-from trainer.specs.data import DataSpec, Probability, TokensSpec, WordProblemSpec
+from trainer.specs.data import (
+    DataSpec,
+    MixtureSourceSpec,
+    MixtureSpec,
+    Probability,
+    StreamSpec,
+    TokensSpec,
+    WordProblemSpec,
+)
 from trainer.specs.phases import Phase, PhaseSpec, plan
 from trainer.specs.training import (
     AdamWSpec,
@@ -29,12 +37,15 @@ __all__ = [
     "CallbackSpec",
     "DataSpec",
     "EvaluationSpec",
+    "MixtureSourceSpec",
+    "MixtureSpec",
     "OptimizerSpec",
     "Phase",
     "PhaseSpec",
     "RunSpec",
     "ScheduleSpec",
     "StopWhenSpec",
+    "StreamSpec",
     "TokensSpec",
     "TrainingSpec",
     "TransformersSpec",

@@ -14,13 +14,10 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.interfaces import Solution
-from trainer.data.source import Batch
+from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Layout, Ranks
 
 _Status = tuple[Tensor, Tensor, Tensor, Tensor]
-
-IGNORED = -100
-"""The label of a position that is not scored."""
 
 
 @dataclass(frozen=True)

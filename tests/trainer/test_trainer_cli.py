@@ -194,7 +194,7 @@ def test_dry_run_reads_the_data(tmp_path: Path, capsys: pytest.CaptureFixture[st
     named = ["--spec", "llama_130m", f"data.path={tmp_path}", "--dry-run"]
     code, out, _ = run([*named, "data.dtype=uint16"], capsys)
     assert code == 0
-    assert "5,000 tokens in 1 files" in out
+    assert "5,000 tokens in 1 file of" in out
     code, _, err = run(["--spec", "llama_130m", "data.path=nowhere", "--dry-run"], capsys)
     assert code == 2
     assert "nowhere" in err

@@ -10,6 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+IGNORED = -100
+"""The label of a position that is not scored."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
@@ -84,6 +87,9 @@ class DataSource(ABC):
     batch size or another number of ranks where it stopped.
     """
 
+    concurrent: bool = False
+    """Whether several threads may ask for batches at once."""
+
     @property
     @abstractmethod
     def vocab_size(self) -> int | None:
@@ -107,6 +113,13 @@ class DataSource(ABC):
             On the CPU, owned by the caller.
 
         """
+
+    def epochs(self, position: int) -> Mapping[str, float]:
+        """How often the data have been gone through before `position`, by the names of their parts.
+
+        A source of one part calls it ``""``. Endless data have none.
+        """
+        return {} if self.samples is None else {"": position / self.samples}
 
     @abstractmethod
     def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:

@@ -3,7 +3,8 @@
 A shard is ``NAME.bin``, tokens as raw little-endian uint16 or uint32, or ``NAME.npy``, a one-dimensional
 array of integers. Beside it may stand ``NAME.json``: ``{"dtype": "uint16", "count": 1000, "vocab_size":
 50277}``, every key optional; then the type need not be given, a file cut short is noticed, and ids are
-checked.
+checked. ``NAME.documents`` may say where documents end: raw little-endian int64, for each the offset in the
+shard after its last token.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from trainer.data.manifest import DOCUMENTS_SUFFIX
+
 TokenDtype = Literal["uint16", "uint32"]
 
 _NPY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
@@ -29,6 +32,7 @@ class Shard:
     path: Path
     tokens: npt.NDArray[np.integer[Any]]
     vocab_size: int | None
+    document_ends: npt.NDArray[np.int64] | None = None
 
     def read(self, start: int, stop: int, *, vocab_size: int | None) -> npt.NDArray[np.int64]:
         """Tokens [start, stop) of this file, checked against the vocabulary.
@@ -139,7 +143,20 @@ def _open(path: Path, dtype: TokenDtype | None) -> Shard:
             f"{path} holds {len(tokens)} tokens where its sidecar says {count}: cut short or replaced; "
             "write or copy it again"
         )
-    return Shard(path, tokens, sidecar.get("vocab_size"))
+    ends = _map_document_ends(path.with_suffix(DOCUMENTS_SUFFIX), len(tokens))
+    return Shard(path, tokens, sidecar.get("vocab_size"), ends)
+
+
+def _map_document_ends(path: Path, tokens: int) -> npt.NDArray[np.int64] | None:
+    if not path.is_file():
+        return None
+    size = path.stat().st_size
+    ends: npt.NDArray[np.int64] = np.zeros(0, dtype="<i8") if not size else np.memmap(path, "<i8", mode="r")
+    if size % 8 or (size and not 0 < ends[0] <= ends[-1] <= tokens):
+        raise ValueError(
+            f"{path} doesn't fit its {tokens} tokens: cut short, or of another shard; write or copy it again"
+        )
+    return ends
 
 
 def _map_raw(path: Path, dtype: str | None) -> npt.NDArray[np.integer[Any]]:

@@ -4,40 +4,53 @@ The shards are read as one row of tokens. Sample i is the L + 1 tokens from i·L
 L, its labels the last L, so that every token but the very first is a label once an epoch, and neighbours
 share one token. An incomplete rest is left out. Every epoch has its own order, which depends on the seed
 and the epoch alone.
+
+So documents are packed into rows without gaps, and long ones go on in another row. With documents kept apart
+a batch says which document each token belongs to, and a document's first token is no label: nothing before
+it tells it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from trainer.data.permutation import permute
-from trainer.data.source import Batch, DataSource, EvaluationFields, EvaluationSet, check_range
-from trainer.data.token_files import TokenDtype, open_shards, write_tokens
+from trainer.data.source import IGNORED, Batch, DataSource, EvaluationFields, EvaluationSet, check_range
+from trainer.data.token_files import TokenDtype, write_tokens
+from trainer.data.token_folder import check_same_tokenizer, check_tokens, open_tokens, validation_folder
 
 __all__ = ["TokenData", "build", "write_tokens"]
+
+Documents = Literal["ignore", "reset"]
 
 
 class TokenData(DataSource):
     """Samples of a token file, or of a folder of shards.
 
     Args:
-        path: see `trainer.data.token_files.open_shards`.
+        path: see `trainer.data.token_folder.open_tokens`.
         length: L, tokens in a sample's inputs.
         dtype: ``"uint16"`` or ``"uint32"``, for ``.bin`` files without a sidecar.
         seed: of the order; 0 to 2^64 - 1.
         vocab_size: ids must be below it; checked as they are read. None takes the sidecars'.
-        validation_path: tokens to evaluate on; None evaluates nothing.
+        validation_path: tokens to evaluate on; None: the validation split beside a training split, if there
+            is one.
+        documents: ``"reset"`` keeps the documents of a row apart: states and attention begin anew.
+        tokenizer: refuse tokens of another one; see `trainer.data.token_folder.check_tokenizer`.
+        check_sums: see `open_tokens`.
 
     Raises:
-        ValueError: as `open_shards`; fewer than L + 1 tokens; a vocabulary smaller than the sidecars'.
+        ValueError: as `open_tokens` and `check_tokens`.
 
     """
+
+    concurrent = True
 
     def __init__(
         self,
@@ -48,28 +61,24 @@ class TokenData(DataSource):
         seed: int = 0,
         vocab_size: int | None = None,
         validation_path: str | Path | None = None,
+        documents: Documents = "ignore",
+        tokenizer: str | None = None,
+        check_sums: bool = False,
     ) -> None:
         if length < 1:
             raise ValueError(f"length {length} is too short; a sample has at least 1 token")
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed {seed} is out of range; use 0 to 2**64 - 1")
-        self.path = Path(path)
-        self._shards = open_shards(path, dtype=dtype)
+        self.files = open_tokens(path, dtype=dtype, check_sums=check_sums)
+        self.path = self.files.path
         self._length, self._dtype, self._seed = length, dtype, seed
-        self._validation_path = validation_path
-        self._ends = np.cumsum([len(shard.tokens) for shard in self._shards])
+        self._validation_path = validation_folder(path, validation_path)
+        self._documents, self._check_sums = documents, check_sums
+        check_tokens(
+            self.files, length=length, vocab_size=vocab_size, documents=documents, tokenizer=tokenizer
+        )
         self._samples = (self.tokens - 1) // length
-        if self._samples < 1:
-            raise ValueError(
-                f"{path} holds {self.tokens} tokens, too few for one sample of length {length} and its "
-                f"labels ({length + 1}); add tokens or shorten the length"
-            )
-        said = next((s.vocab_size for s in self._shards if s.vocab_size is not None), None)
-        if vocab_size is not None and said is not None and said > vocab_size:
-            raise ValueError(
-                f"the tokens in {path} have a vocabulary of {said} by their sidecar, but the model has "
-                f"vocab_size {vocab_size}; set model.vocab_size={said}"
-            )
+        said = self.files.vocab_size
         self._limit = vocab_size
         self._vocab_size = said if said is not None else vocab_size
 
@@ -86,7 +95,7 @@ class TokenData(DataSource):
     @property
     def tokens(self) -> int:
         """Tokens in all shards together."""
-        return int(self._ends[-1])
+        return self.files.tokens
 
     @property
     def samples(self) -> int:
@@ -100,9 +109,8 @@ class TokenData(DataSource):
             ValueError: no such sample, or an id outside the vocabulary.
 
         """
-        if not 0 <= index < self._samples:
-            raise ValueError(f"sample {index} is not one of {self._samples}; they count from 0")
-        return self._read(index * self._length, (index + 1) * self._length + 1)
+        limit = self._limit if self._limit is not None else self._vocab_size
+        return self.files.read(*self._range(index), vocab_size=limit)
 
     def batch(self, position: int, count: int) -> Batch:
         """See `DataSource.batch`; position n is in epoch ``n // samples``.
@@ -112,15 +120,19 @@ class TokenData(DataSource):
 
         """
         check_range(position, count)
-        indices = np.empty(count, dtype=np.int64)
-        for epoch in range(position // self._samples, (position + count - 1) // self._samples + 1):
-            first = max(position, epoch * self._samples)
-            stop = min(position + count, (epoch + 1) * self._samples)
-            within = np.arange(first, stop, dtype=np.int64) - epoch * self._samples
-            ordered = permute(within, self._samples, seed=self._seed, epoch=epoch)
-            indices[first - position : stop - position] = ordered
-        tokens = torch.from_numpy(np.stack([self.sample(int(index)) for index in indices]))
-        return Batch(inputs=tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous())
+        indices = self._order(position, count)
+        tokens = np.stack([self.sample(index) for index in indices])
+        inputs, labels = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+        if self._documents == "ignore":
+            return Batch(inputs=torch.from_numpy(inputs), labels=torch.from_numpy(labels))
+        numbers = np.stack([self.files.read_documents(*self._range(index)) for index in indices])
+        labels[numbers[:, 1:] != numbers[:, :-1]] = IGNORED
+        documents = numbers[:, :-1] - numbers[:, :1]
+        return Batch(
+            inputs=torch.from_numpy(inputs),
+            labels=torch.from_numpy(labels),
+            documents=torch.from_numpy(documents),
+        )
 
     def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
         """One set a length, named such as ``L2048``: random samples of the validation tokens, or all of them.
@@ -137,7 +149,10 @@ class TokenData(DataSource):
                 dtype=self._dtype,
                 seed=evaluation.seed,
                 vocab_size=self._limit if self._limit is not None else self._vocab_size,
+                documents=self._documents,
+                check_sums=self._check_sums,
             )
+            check_same_tokenizer(self.files, source.files)
             sets[f"L{length}"] = EvaluationSet(
                 name=f"L{length}",
                 source=source,
@@ -146,17 +161,21 @@ class TokenData(DataSource):
             )
         return sets
 
-    def _read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop) of all shards, which a sample may span."""
-        parts = []
-        limit = self._limit if self._limit is not None else self._vocab_size
-        number = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            shard, end = self._shards[number], int(self._ends[number])
-            offset = end - len(shard.tokens)
-            parts.append(shard.read(start - offset, min(stop, end) - offset, vocab_size=limit))
-            start, number = end, number + 1
-        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+    def _range(self, index: int) -> tuple[int, int]:
+        if not 0 <= index < self._samples:
+            raise ValueError(f"sample {index} is not one of {self._samples}; they count from 0")
+        return index * self._length, (index + 1) * self._length + 1
+
+    def _order(self, position: int, count: int) -> list[int]:
+        """Which samples stand at positions [position, position + count)."""
+        indices = np.empty(count, dtype=np.int64)
+        for epoch in range(position // self._samples, (position + count - 1) // self._samples + 1):
+            first = max(position, epoch * self._samples)
+            stop = min(position + count, (epoch + 1) * self._samples)
+            within = np.arange(first, stop, dtype=np.int64) - epoch * self._samples
+            ordered = permute(within, self._samples, seed=self._seed, epoch=epoch)
+            indices[first - position : stop - position] = ordered
+        return [int(index) for index in indices]
 
 
 class TokenFields(Protocol):
@@ -177,6 +196,18 @@ class TokenFields(Protocol):
     @property
     def dtype(self) -> TokenDtype | None:
         """Type of raw files without a sidecar."""
+
+    @property
+    def documents(self) -> Documents:
+        """Whether the documents of a row are kept apart."""
+
+    @property
+    def tokenizer(self) -> str | None:
+        """The tokenizer that must have made the tokens."""
+
+    @property
+    def check_sums(self) -> bool:
+        """Whether files are compared with their checksums."""
 
 
 def build(spec: TokenFields, *, seed: int = 0, vocab_size: int | None = None) -> TokenData:
@@ -200,4 +231,7 @@ def build(spec: TokenFields, *, seed: int = 0, vocab_size: int | None = None) ->
         seed=seed,
         vocab_size=vocab_size,
         validation_path=spec.validation_path,
+        documents=spec.documents,
+        tokenizer=spec.tokenizer,
+        check_sums=spec.check_sums,
     )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from implicit_blocks.specs import ComponentSpec
+from implicit_blocks.specs import ComponentSpec, Spec, refusal
 from trainer.data import groups
 
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -24,6 +25,19 @@ class DataSpec(ComponentSpec):
     def vocab_size(self) -> int | None:
         """Number of token ids, where the spec alone tells it."""
         return None
+
+    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
+        """Say in words what the data are, for a dry run, and check them as far as that takes no torch.
+
+        Args:
+            sequences: how many the run takes.
+            vocab_size: the model's, where it has one.
+
+        Raises:
+            ValueError: the data are named but can't be used.
+
+        """
+        return [f"{self.kind}, length {self.length:,}"]
 
 
 class WordProblemSpec(DataSpec):
@@ -46,6 +60,15 @@ class WordProblemSpec(DataSpec):
             1 if self.monoid is None else groups.monoid(self.monoid).order
         )
 
+    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
+        """See `DataSpec.describe`."""
+        named = self.monoid if isinstance(self.monoid, str) else "of a table"
+        monoid = "" if self.monoid is None else f" x monoid {named}"
+        return [
+            f"word problem over {self.group}{monoid}: {self.vocab_size} tokens, "
+            f"p = {self.identity_probability:g}, length {self.length}, made on the fly"
+        ]
+
     @field_validator("group")
     @classmethod
     def _known_group(cls, name: str) -> str:
@@ -62,15 +85,141 @@ class WordProblemSpec(DataSpec):
         return monoid
 
 
+Documents = Literal["ignore", "reset"]
+
+
 class TokensSpec(DataSpec):
-    """Text as memory-mapped token ids."""
+    """Text as memory-mapped token ids, such as `python -m trainer.tokenize` writes."""
 
     kind: Literal["tokens"] = "tokens"
     path: str | None = None
     """File or folder of token ids; null in specs that leave it to the command line: `data.path=DIR`."""
     validation_path: str | None = None
-    """The same for held-out text."""
+    """The same for held-out text; null: the validation split beside the training split, if there is one."""
     length: PositiveInt = 2048
     """Tokens in a training sequence."""
+    documents: Documents = "ignore"
+    """`reset` keeps the documents that share a row apart: states begin anew, attention doesn't look across,
+    and a document's first token is not predicted."""
+    tokenizer: str | None = None
+    """The tokenizer that must have made the tokens: a tokenizer.json, a folder, or `bytes`; null: any."""
+    check_sums: bool = True
+    """Compare files with the checksums in their manifest before training, once for files that don't change;
+    their sizes are checked in any case."""
     dtype: Literal["uint16", "uint32"] | None = None
     """Type of the ids in the files; null: as the files say."""
+
+    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
+        """See `DataSpec.describe`."""
+        from trainer.data.describing import describe_tokens
+
+        return describe_tokens(self, sequences=sequences, vocab_size=vocab_size)
+
+
+class MixtureSourceSpec(Spec):
+    """One source of a mixture."""
+
+    weight: float
+    """Its share of the samples, in proportion to the others' weights; above 0."""
+    name: str | None = None
+    """What records call it; null: by its place, `source0` and so on."""
+    data: DataSpec
+    """What it is. Its length is the mixture's unless it says one, which must be the same."""
+
+    @field_validator("weight")
+    @classmethod
+    def _above_zero(cls, weight: float) -> float:
+        if weight <= 0:
+            raise ValueError("a source's weight is above 0; leave a source out to take nothing of it")
+        return weight
+
+
+class MixtureSpec(DataSpec):
+    """Samples of several sources, each as often as its weight says, in an order that the seed fixes."""
+
+    kind: Literal["mixture"] = "mixture"
+    sources: Annotated[tuple[MixtureSourceSpec, ...], Field(min_length=1)]
+    """What is mixed."""
+    length: PositiveInt = 2048
+    """Tokens in a training sequence, whatever its source."""
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The largest of the sources', where all tell it."""
+        sizes = [source.data.vocab_size for source in self.sources]
+        known = [size for size in sizes if size is not None]
+        return max(known) if len(known) == len(sizes) else None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What records call the sources."""
+        return tuple(source.name or f"source{index}" for index, source in enumerate(self.sources))
+
+    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
+        """See `DataSpec.describe`."""
+        from trainer.data.quotas import quotas, scale
+
+        parts, lines = quotas([source.weight for source in self.sources]), []
+        for name, source, part in zip(self.names, self.sources, parts, strict=True):
+            share = part / scale(parts)
+            described = source.data.describe(sequences=round(sequences * share), vocab_size=vocab_size)
+            lines += [f"{share:6.2%} {name}: {described[0]}", *(f"       {line}" for line in described[1:])]
+        return lines
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_length(cls, value: Any) -> Any:
+        """Give sources that say no length the mixture's."""
+        if not isinstance(value, Mapping) or not isinstance(value.get("sources"), list | tuple):
+            return value
+        length = value.get("length", cls.model_fields["length"].default)
+        sources = [
+            {**source, "data": {"length": length, **source["data"]}}
+            if isinstance(source, Mapping) and isinstance(source.get("data"), Mapping)
+            else source
+            for source in value["sources"]
+        ]
+        return {**value, "sources": sources}
+
+    @model_validator(mode="after")
+    def _sources_fit(self) -> Self:
+        for index, source in enumerate(self.sources):
+            if source.data.length != self.length:
+                message = f"the mixture's length is {self.length}; give this source the same, or leave it out"
+                raise refusal(message, "sources", index, "data", "length", value=source.data.length)
+            if self.names.index(self.names[index]) != index:
+                message = "another source has this name; give each its own"
+                raise refusal(message, "sources", index, "name", value=source.name)
+        return self
+
+
+class StreamSpec(DataSpec):
+    """Text of a Hugging Face dataset, tokenized as it comes; where a run is resumed is approximate."""
+
+    kind: Literal["stream"] = "stream"
+    dataset: str
+    """A name on the hub, or a folder of data files or of `save_to_disk`."""
+    config: str | None = None
+    """Configuration of a dataset of the hub."""
+    split: str = "train"
+    """Which split."""
+    text_field: str = "text"
+    """The field that holds the text."""
+    tokenizer: str
+    """A tokenizer.json, a folder that holds one, or `bytes`."""
+    end_of_document: str | None = None
+    """The token appended to each document; null: the usual one."""
+    shuffle_buffer: NonNegativeInt = 10_000
+    """Documents among which the next one is drawn; 0: they come as they stand."""
+    length: PositiveInt = 2048
+    """Tokens in a training sequence."""
+    documents: Documents = "ignore"
+    """See the kind `tokens`."""
+    validation_path: str | None = None
+    """Held-out text as token files; null: none."""
+
+    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
+        """See `DataSpec.describe`."""
+        from trainer.data.describing import describe_stream
+
+        return describe_stream(self, vocab_size=vocab_size)

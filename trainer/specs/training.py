@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from implicit_blocks.specs import ComponentSpec, Spec, refusal
 from trainer.schedule import steps_of
@@ -121,6 +121,8 @@ class TrainingSpec(Spec):
     """What makes a step of a gradient."""
     schedule: ScheduleSpec = WarmupConstantSqrtSpec()
     """Learning rate as a function of the step."""
+    loader_workers: NonNegativeInt = 1
+    """Threads that prepare the next batches while a step runs; 0: none. The batches are the same."""
     log_every: PositiveInt = 10
     """Steps between lines of progress, where no terminal shows a bar; the metrics have every step."""
     evaluate_every: PositiveInt | None = None

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.tokens import TokenData, build, write_tokens
+from trainer.specs.data import TokensSpec
 
 SHAKESPEARE = Path(__file__).parents[4] / "shared" / "data" / "tinyshakespeare"
 
@@ -205,7 +206,7 @@ def test_evaluation_sets(tmp_path: Path) -> None:
     train = write_tokens(tmp_path / "train.bin", range(100), vocab_size=100)
     valid = write_tokens(tmp_path / "valid.bin", range(41), vocab_size=100)
     wanted = SimpleNamespace(lengths=(4, 40), identity_probabilities=(), sequences=6, seed=9)
-    spec = SimpleNamespace(path=str(train), validation_path=str(valid), length=8, dtype=None)
+    spec = TokensSpec(path=str(train), validation_path=str(valid), length=8)
     data = build(spec, seed=1, vocab_size=128)
     sets = data.evaluation_sets(wanted)
     assert {name: s.sequences for name, s in sets.items()} == {"L4": 6, "L40": 1}
@@ -217,9 +218,8 @@ def test_evaluation_sets(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"valid\.bin holds 41 tokens, too few for one sample of length 41"):
         data.evaluation_sets(wanted)
     assert TokenData(train, length=8).evaluation_sets(wanted) == {}
-    spec.path = None
     with pytest.raises(ValueError, match=r"data\.path is not set"):
-        build(spec)
+        build(TokensSpec())
 
 
 def test_real_text(tmp_path: Path) -> None:

@@ -1,0 +1,79 @@
+"""Data in words, checked, for a dry run. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from trainer.data.token_folder import (
+    TokenFolder,
+    check_same_tokenizer,
+    check_tokens,
+    open_tokens,
+    validation_folder,
+)
+
+if TYPE_CHECKING:
+    from trainer.specs.data import StreamSpec, TokensSpec
+
+
+def describe_tokens(spec: TokensSpec, *, sequences: int, vocab_size: int | None) -> list[str]:
+    """Say how much text there is, and how often a run goes through it; see `DataSpec.describe`."""
+    if spec.path is None:
+        return [f"tokens, length {spec.length:,}; where they are is not set: data.path=DIR"]
+    training = open_tokens(spec.path, dtype=spec.dtype, check_sums=spec.check_sums)
+    check_tokens(
+        training,
+        length=spec.length,
+        vocab_size=vocab_size,
+        documents=spec.documents,
+        tokenizer=spec.tokenizer,
+    )
+    samples = (training.tokens - 1) // spec.length
+    epochs = f"the run takes {sequences / samples:.2f} epochs"
+    lines = [f"training: {_amount(training)}; {epochs}"]
+    held_out = validation_folder(spec.path, spec.validation_path)
+    if held_out is None:
+        lines.append("validation: none")
+    else:
+        validation = open_tokens(held_out, dtype=spec.dtype, check_sums=spec.check_sums)
+        check_same_tokenizer(training, validation)
+        lines.append(f"validation: {_amount(validation)}")
+    if spec.documents == "reset":
+        lines.append("documents are kept apart: states and attention begin anew with each")
+    return lines
+
+
+def describe_stream(spec: StreamSpec, *, vocab_size: int | None) -> list[str]:
+    """Say what is streamed; nothing of it is read; see `DataSpec.describe`."""
+    from trainer.data.tokenizing.tokenizers import load_tokenizer
+
+    tokenizer = load_tokenizer(spec.tokenizer, end_of_document=spec.end_of_document)
+    check_vocabulary(tokenizer.vocab_size, vocab_size, what=f"tokenizer {spec.tokenizer}")
+    return [
+        f"stream of dataset {spec.dataset}, split {spec.split}, length {spec.length:,}: its size isn't known",
+        f"vocabulary {tokenizer.vocab_size:,}; where a run is resumed is approximate",
+    ]
+
+
+def check_vocabulary(needed: int, vocab_size: int | None, *, what: str) -> None:
+    """Refuse a model whose vocabulary is smaller than that of its data.
+
+    Raises:
+        ValueError: says both.
+
+    """
+    if vocab_size is not None and vocab_size < needed:
+        raise ValueError(
+            f"{what} has {needed} ids, but the model has vocab_size {vocab_size}; "
+            f"set model.vocab_size={needed}"
+        )
+
+
+def _amount(tokens: TokenFolder) -> str:
+    documents = "" if tokens.documents is None else f", {tokens.documents:,} documents"
+    return f"{tokens.tokens:,} tokens{documents} in {_files(tokens.shards)} of {tokens.path}"
+
+
+def _files(shards: Sequence[object]) -> str:
+    return f"{len(shards)} {'file' if len(shards) == 1 else 'files'}"

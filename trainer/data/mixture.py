@@ -1,0 +1,191 @@
+"""Several sources mixed by weight, in an order that is computed from the position alone.
+
+Samples are dealt out in blocks of 65 536, in each of which every source has its exact share. Which of a
+block's samples come from which source is a keyed permutation of them; and the n-th sample that a source gives
+is its own n-th. So any position is found without what came before it, and a restart sees exactly the
+remaining samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from implicit_blocks import registry
+from trainer.data.permutation import permute
+from trainer.data.quotas import BLOCK, quotas
+from trainer.data.source import Batch, DataSource, EvaluationFields, EvaluationSet, check_range
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+@dataclass(frozen=True)
+class Part:
+    """A source in a mixture."""
+
+    name: str
+    source: DataSource
+    weight: float
+
+
+class Mixture(DataSource):
+    """Samples of several sources.
+
+    Args:
+        parts: the sources, of one length.
+        seed: of the order; 0 to 2^64 - 1. The sources have seeds of their own.
+
+    Raises:
+        ValueError: weights that are not above 0; lengths that differ.
+
+    """
+
+    def __init__(self, parts: Sequence[Part], *, seed: int) -> None:
+        lengths = sorted({part.source.length for part in parts})
+        if len(lengths) != 1:
+            raise ValueError(f"the sources of a mixture have lengths {lengths}; give all the same")
+        self.parts = tuple(parts)
+        self.concurrent = all(part.source.concurrent for part in parts)
+        self._length, self._seed = lengths[0], seed
+        self._quotas = np.array(quotas([part.weight for part in parts]), dtype=np.int64)
+        self._block = lru_cache(maxsize=4)(self._deal)
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The largest of the sources'; None where one doesn't say."""
+        sizes = [part.source.vocab_size for part in self.parts]
+        known = [size for size in sizes if size is not None]
+        return max(known) if len(known) == len(sizes) else None
+
+    @property
+    def length(self) -> int:
+        """Tokens in a sequence."""
+        return self._length
+
+    @property
+    def samples(self) -> None:
+        """None: each source goes on into its own next epoch."""
+        return None
+
+    def origin(self, position: int) -> tuple[int, int]:
+        """Say which source gives the sample at a position, and which of its own positions that is."""
+        sources, positions = self._block(position // BLOCK)
+        source = int(sources[position % BLOCK])
+        own = position // BLOCK * int(self._quotas[source]) + int(positions[position % BLOCK])
+        return source, own
+
+    def batch(self, position: int, count: int) -> Batch:
+        """See `DataSource.batch`."""
+        check_range(position, count)
+        origins = [self.origin(position + row) for row in range(count)]
+        inputs = torch.empty((count, self._length), dtype=torch.int64)
+        labels = torch.empty_like(inputs)
+        documents: Tensor | None = None
+        for source, first, rows in _runs(origins):
+            part = self.parts[source].source.batch(first, len(rows))
+            inputs[rows], labels[rows] = part.inputs, part.labels
+            if part.documents is not None:
+                documents = torch.zeros_like(inputs) if documents is None else documents
+                documents[rows] = part.documents
+        return Batch(inputs=inputs, labels=labels, documents=documents)
+
+    def epochs(self, position: int) -> Mapping[str, float]:
+        """How often each source has been gone through; endless ones are left out."""
+        block, within = divmod(position, BLOCK)
+        counts = block * self._quotas
+        if within:
+            counts = counts + np.bincount(self._block(block)[0][:within], minlength=len(self.parts))
+        return {
+            part.name: int(count) / part.source.samples
+            for part, count in zip(self.parts, counts, strict=True)
+            if part.source.samples is not None
+        }
+
+    def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
+        """Give the sets of every source, its name before theirs: ``web_L2048``."""
+        sets = {}
+        for part in self.parts:
+            for name, found in part.source.evaluation_sets(evaluation).items():
+                sets[f"{part.name}_{name}"] = replace(found, name=f"{part.name}_{name}")
+        return sets
+
+    def _deal(self, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Give the source of each sample of a block, and how many it gave before in the block."""
+        slots = permute(np.arange(BLOCK, dtype=np.int64), BLOCK, seed=self._seed, epoch=block)
+        sources = np.searchsorted(np.cumsum(self._quotas), slots, side="right")
+        positions = np.empty(BLOCK, dtype=np.int64)
+        for source, quota in enumerate(self._quotas):
+            positions[sources == source] = np.arange(quota)
+        return sources, positions
+
+
+def _runs(origins: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[int]]]:
+    """Put the rows of each source together: its number, its first position (the others follow on), rows."""
+    rows: dict[int, list[int]] = {}
+    for row, (source, _) in enumerate(origins):
+        rows.setdefault(source, []).append(row)
+    return [(source, origins[found[0]][1], found) for source, found in rows.items()]
+
+
+class SourceFields(Protocol):
+    """The fields of one source in a run's `data` section of kind ``mixture``."""
+
+    @property
+    def weight(self) -> float:
+        """Its share."""
+
+    @property
+    def data(self) -> Any:
+        """The spec of what it is."""
+
+
+class MixtureFields(Protocol):
+    """The fields of a run's `data` section of kind ``mixture``."""
+
+    @property
+    def sources(self) -> Sequence[SourceFields]:
+        """What is mixed."""
+
+    @property
+    def names(self) -> Sequence[str]:
+        """What records call the sources."""
+
+
+def build(spec: MixtureFields, *, seed: int = 0, vocab_size: int | None = None) -> Mixture:
+    """Build the sources that a `data` section names, and mix them.
+
+    Args:
+        spec: the section.
+        seed: of the order and, changed for each, of the sources.
+        vocab_size: the model's.
+
+    Raises:
+        ValueError: as the sources; tokens of different tokenizers.
+
+    """
+    parts = []
+    for index, (name, source) in enumerate(zip(spec.names, spec.sources, strict=True)):
+        own_seed = (seed + (index + 1) * _GOLDEN) % 2**64
+        try:
+            built = registry.build(source.data, seed=own_seed, vocab_size=vocab_size)
+        except ValueError as error:
+            raise ValueError(f"source {name!r} of the mixture: {error}") from error
+        parts.append(Part(name, built, source.weight))
+    _check_tokenizers(parts)
+    return Mixture(parts, seed=seed)
+
+
+def _check_tokenizers(parts: Sequence[Part]) -> None:
+    from trainer.data.token_folder import check_same_tokenizer
+    from trainer.data.tokens import TokenData
+
+    texts = [part.source for part in parts if isinstance(part.source, TokenData)]
+    for text in texts[1:]:
+        check_same_tokenizer(texts[0].files, text.files)
