@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from implicit_blocks.handed_back import check_next_point, check_solver_state
 from implicit_blocks.interfaces import Map, RowMap, Solution, Solver
 from implicit_blocks.specs import Stopping
 from implicit_blocks.stopping import Agreement
@@ -179,6 +180,7 @@ class _Loop:
         results: _Results | None = None
         active = ~self.converged
         state = self.solver.init(self.z)
+        check_solver_state(self.solver, state, self.z.shape[0])
         for iteration in range(1, self.stopping.max_iterations + 1):
             fz = self.call(self.z)
             active = self.measure(*self.averaged(self.z, fz), active)
@@ -186,6 +188,9 @@ class _Loop:
             if iteration == self.stopping.max_iterations or self.search.ends(remaining == 0):
                 break
             z, proposed = self.solver.update(self.z, fz, state, self.call)
+            check_next_point(self.solver, z, self.z)
+            if iteration == 1:
+                check_solver_state(self.solver, proposed, self.z.shape[0])
             if remaining < active.numel():
                 # torch.where, never arithmetic with the mask: a NaN in what is discarded must not spread
                 z = torch.where(active[:, None], z, self.best)

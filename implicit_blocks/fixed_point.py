@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_blocks.driver import Search
 from implicit_blocks.gradients import Phantom
+from implicit_blocks.handed_back import check_solution
 from implicit_blocks.interfaces import GradientEstimator, Map, Solution, Solver
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
@@ -21,7 +22,11 @@ def solve_fixed_point(
 ) -> Solution:
     """Find ``z = f(z)``: by the gradient estimator while gradients are recorded, else by the search alone."""
     bound = Search(solver=solver, stopping=stopping, **search)
-    return gradient(f, z0, bound) if torch.is_grad_enabled() else bound(f, z0)
+    if not torch.is_grad_enabled():
+        return bound(f, z0)
+    solution = gradient(f, z0, bound)
+    check_solution(gradient, solution, z0)
+    return solution
 
 
 class FixedPoint(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from torch.nn.utils import parametrize
 
+from implicit_blocks.handed_back import check_mixed
 from implicit_blocks.interfaces import Mixer, State
 from implicit_blocks.specs import SwiGLUSpec
 from implicit_blocks.weight_norm import assign_weight
@@ -150,6 +151,7 @@ class Block(nn.Module):
         return self._add(z_BLD, mixed, context), after
 
     def _add(self, z: Tensor, mixed: Tensor, context: BlockContext) -> Tensor:
+        check_mixed(self.mixer, mixed, z)
         first, second = context.masks or (None, None)
         z = z + (mixed if first is None else mixed * first)
         if self.mlp is None or self.mlp_norm is None:

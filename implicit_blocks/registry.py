@@ -57,11 +57,8 @@ class Entry:
         """
         if not isinstance(self.builder, str):
             return self.builder
-        module, _, path = self.builder.partition(":")
         try:
-            target: Any = importlib.import_module(module)
-            for name in path.split("."):
-                target = getattr(target, name)
+            target = _imported(self.builder)
         except (ImportError, AttributeError) as error:
             raise ImportError(
                 f"{self.family} {self.kind!r} of {self.owner} is built by {self.builder!r}, "
@@ -177,7 +174,8 @@ def build(spec: Any, **context: Any) -> Any:
 
     Raises:
         UnknownKindError: the spec's kind is not registered.
-        ValueError: the spec is of another class than the registered one.
+        ValueError: the spec is of another class than the registered one; a ``ContractError``, which is one
+            too: the builder can't be called so, or what it returned is no component of the family.
 
     """
     family, kind = getattr(type(spec), "family", None), getattr(spec, "kind", None)
@@ -189,7 +187,36 @@ def build(spec: Any, **context: Any) -> Any:
             f"{family} {kind!r} is registered with {found.spec.__qualname__}, not {type(spec).__qualname__}; "
             "give the plugin's class a kind of its own"
         )
-    return found.resolve_builder()(spec, **context)
+    builder, base = found.resolve_builder(), type(spec).builds
+    try:
+        built = builder(spec, **context)
+    except TypeError as error:
+        if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+            raise  # from within the builder
+        arguments = ", ".join(["spec", *(f"{name}=…" for name in context)])
+        raise _broken(found, f"its builder can't be called as builder({arguments}): {error}") from error
+    if base is not None and not isinstance(built, _imported(base)):
+        returned = f"its builder returned a {type(built).__name__}"
+        raise _broken(found, f"{returned}; return a {base.replace(':', '.')}")
+    return built
+
+
+def _imported(path: str) -> Any:
+    """Return what ``"package.module:Class.method"`` names."""
+    module, _, names = path.partition(":")
+    target: Any = importlib.import_module(module)
+    for name in names.split("."):
+        target = getattr(target, name)
+    return target
+
+
+def _broken(entry: Entry, found: str) -> ValueError:
+    from implicit_blocks.contracts import ContractError  # which asks us who brings what
+
+    return ContractError(
+        f"{entry.family} {entry.kind!r} of {entry.owner} {entry.version} breaks the contract 'builds a "
+        f"{entry.family}': {found}"
+    )
 
 
 @contextlib.contextmanager
@@ -238,9 +265,12 @@ def _allowed_names() -> set[str] | None:
 def _load_entry_point(point: EntryPoint) -> None:
     owner, version = (point.dist.name, point.dist.version) if point.dist else ("unknown", "unknown")
     try:
-        check_api_version(stated_api_version(point.module), point.name)  # such code may not even import
+        stated = stated_api_version(point.module)
+        if stated is not None:
+            check_api_version(stated, point.name)  # first: for another interface it may not even import
         plugin = point.load()
-        check_api_version(getattr(plugin, "api_version", None), point.name)
+        if stated is None and not _is_own(point):
+            check_api_version(getattr(plugin, "api_version", None), point.name)
         _register(plugin, point.name, owner, version)
         if not _is_own(point):
             _state.modules[point.name] = point.module

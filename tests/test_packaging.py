@@ -25,6 +25,7 @@ from implicit_blocks.testing import check_solver
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 # Adding a name here is a promise to keep it; taking one away breaks somebody's code.
@@ -161,7 +162,7 @@ def test_documented_runs_are_valid(words, monkeypatch):
 
 
 def test_links_lead_to_files():
-    for text in (README, CONTRIBUTING):
+    for text in (README, CONTRIBUTING, CHANGELOG):
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             assert (ROOT / target).exists(), target
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from implicit_blocks.contracts import ContractError
 from implicit_blocks.specs import load_spec, spec_name
 from trainer.display import duration
 from trainer.errors import CallbackError, DataError, FailedSaveError, NonFiniteLossError, PeerError
@@ -113,7 +114,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         kept = run.loop.last_checkpoint
         where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
         return _refuse(f"{error}; {where}", NOT_FINITE if isinstance(error, NonFiniteLossError) else REFUSED)
-    except PeerError as error:
+    except (PeerError, ContractError) as error:
         return _refuse(str(error), REFUSED)
     except FailedSaveError as error:
         return _refuse(str(error), NOT_SAVED)

@@ -59,6 +59,8 @@ class ComponentSpec(Spec):
 
     family: ClassVar[str]
     """The family: set by the family's base class, inherited by its kinds."""
+    builds: ClassVar[str | None] = None
+    """What its components are, ``"package.module:Class"``, set by the family's base class; None: anything."""
 
     kind: str
 

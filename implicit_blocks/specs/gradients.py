@@ -15,6 +15,7 @@ class GradientSpec(ComponentSpec):
     """Base of all gradient estimators' specs."""
 
     family: ClassVar[str] = "gradient"
+    builds: ClassVar[str | None] = "implicit_blocks.interfaces:GradientEstimator"
     differentiates_solver: ClassVar[bool] = False
     """Whether autograd goes through the solver's updates, which must then be differentiable."""
 

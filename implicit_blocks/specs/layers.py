@@ -61,6 +61,7 @@ class MixerSpec(_LayerPartSpec):
     """Base of all mixers' specs: what carries information between tokens."""
 
     family: ClassVar[str] = "mixer"
+    builds: ClassVar[str | None] = "implicit_blocks.interfaces:Mixer"
 
     def injection_width(self, d_model: int) -> int | None:
         """Width of the injection that the mixer adds to its projections. None: not known."""
@@ -71,6 +72,7 @@ class MLPSpec(_LayerPartSpec):
     """Base of all MLPs' specs: what works on each token by itself."""
 
     family: ClassVar[str] = "mlp"
+    builds: ClassVar[str | None] = "torch.nn:Module"
 
 
 class Mamba2Spec(MixerSpec):

@@ -19,6 +19,7 @@ class SolverSpec(ComponentSpec):
     """Base of all solvers' specs: an update rule for ``z = f(z)``."""
 
     family: ClassVar[str] = "solver"
+    builds: ClassVar[str | None] = "implicit_blocks.interfaces:Solver"
     differentiable: ClassVar[bool] = False
     """Whether autograd may go through the updates: `unrolled` asks for it."""
     couples_tokens: ClassVar[bool] = False

@@ -161,12 +161,3 @@ def test_a_fault_is_found_and_named(fault):
     assert said.startswith("Faulty")
     assert f"breaks the contract '{name}'" in said
     assert remedy in said
-
-
-def test_something_else_than_a_mixer_is_named():
-    class OtherSpec(FaultySpec):
-        kind: Literal["test.other"] = "test.other"
-
-    registry.add("mixer", OtherSpec, lambda spec, d_model: nn.Linear(d_model, d_model), owner="acme-other")
-    with pytest.raises(ContractError, match=r"derive it from implicit_blocks\.Mixer"):
-        check_mixer(OtherSpec())

@@ -81,7 +81,7 @@ BREAKS = {
     "writes state": ("state_layout", "state layout", "not write into those given"),
     "writes z": ("state_layout", "state layout", "not write into those given"),
     "own memory": ("selected_elements", "selected elements", "keep all memory in the state"),
-    "half": ("low_precision", "low precision", ""),
+    "half": ("low_precision", "next point", "float64 for a point that is a tensor (4, 12) of bfloat16"),
     "raises": ("best_survives", "best survives", "it raised FloatingPointError"),
     "raises later": ("divergence", "divergence", "it raised OverflowError"),
     "grows": ("memory_claim", "memory claim", "its state grows"),

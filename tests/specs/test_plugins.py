@@ -63,8 +63,8 @@ def test_a_plugin_brings_a_kind_that_specs_made_before_it_accept(install) -> Non
         solver={"kind": "acme.half", "share": 0.25},
     )
     assert type(spec.solver).__name__ == "acmeSpec"
-    assert registry.build(spec.solver, extra=1) == (0.25, {"extra": 1})
     entry = registry.entry("solver", "acme.half")
+    assert entry.resolve_builder()(spec.solver, extra=1) == (0.25, {"extra": 1})
     assert (entry.owner, entry.version) == ("acme", "1.2.3")
     assert ImplicitLMSpec.model_validate_json(spec.model_dump_json()) == spec
     assert "acme.half" in str(ImplicitLMSpec.model_json_schema())
@@ -78,7 +78,7 @@ def test_a_plugins_kind_is_used_from_yaml_by_name_alone(install, write) -> None:
     )
     mixer = load_spec(name).model.mixer
     assert mixer.model_dump() == {"kind": "acme.shift", "distance": 3}
-    assert registry.build(mixer, d_model=8) == (mixer, 8)
+    assert registry.entry("mixer", "acme.shift").resolve_builder()(mixer, d_model=8) == (mixer, 8)
 
 
 SHIFTED = {"shifted.yaml": "extends: word_problem_s3\nmodel: {mixer: {kind: acme.shift, distance: 3}}\n"}

@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from implicit_blocks import registry
+from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import ComponentSpec, PicardSpec, SolverSpec, Spec
 
 
@@ -43,8 +44,15 @@ class DecodingSpec(Spec):
 @pytest.mark.usefixtures("fresh_registry")
 class TestAdd:
     def test_build_calls_the_builder_with_spec_and_context(self) -> None:
-        registry.add("solver", HalfSpec, lambda spec, **context: (spec, context), owner="me")
-        assert registry.build(HalfSpec(), width=3) == (HalfSpec(), {"width": 3})
+        given = {}
+
+        def builder(spec, **context):
+            given.update(context, spec=spec)
+            return Picard()
+
+        registry.add("solver", HalfSpec, builder, owner="me")
+        assert isinstance(registry.build(HalfSpec(), width=3), Picard)
+        assert given == {"spec": HalfSpec(), "width": 3}
         assert registry.entry("solver", "half").version == "unknown"
 
     def test_a_builder_by_name_is_imported_when_it_builds(self) -> None:
@@ -57,13 +65,13 @@ class TestAdd:
             registry.build(HalfSpec())
 
     def test_a_taken_kind_is_refused(self) -> None:
-        class Picard(SolverSpec):
+        class OtherSpec(SolverSpec):
             kind: Literal["picard"] = "picard"
 
         with pytest.raises(ValueError, match="already registered by implicit_blocks"):
-            registry.add("solver", Picard, "m:f", owner="me")
+            registry.add("solver", OtherSpec, "m:f", owner="me")
         with pytest.raises(ValueError, match="is registered with PicardSpec, not "):
-            registry.build(Picard())
+            registry.build(OtherSpec())
 
     def test_what_is_no_spec_is_refused(self) -> None:
         with pytest.raises(ValueError, match="is no ComponentSpec"):

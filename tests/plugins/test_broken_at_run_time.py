@@ -1,0 +1,200 @@
+"""A component that breaks its contract where it is used: plugin, contract and remedy; others go on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+from implicit_blocks import registry
+from implicit_blocks.contracts import ContractError, describe
+from implicit_blocks.testing import check_solver
+
+TOKENS = torch.arange(12).view(2, 6) % 5
+
+
+class BadSolverSpec(ib.SolverSpec):
+    kind: Literal["acme.bad"] = "acme.bad"
+    fault: str = ""
+
+
+class BadSolver(ib.Solver):
+    def __init__(self, *, fault: str = "") -> None:
+        self.fault = fault
+
+    def init(self, z0):
+        if self.fault == "number":
+            return (z0, 0)
+        return (z0.sum(),) if self.fault == "scalar" else (z0,)
+
+    def update(self, z, fz, state, f):
+        if self.fault == "short":
+            return fz[:, :-1], state
+        if self.fault == "double":
+            return fz.double(), state
+        if self.fault == "none":
+            return None, state
+        if self.fault == "transposed":
+            return fz, (fz.T,)
+        if self.fault == "NaN":
+            return torch.full_like(fz, torch.nan), state
+        return fz, state
+
+
+class BadMixerSpec(ib.MixerSpec):
+    kind: Literal["acme.bad"] = "acme.bad"
+    fault: str = ""
+
+
+class BadMixer(ib.Mixer):
+    def __init__(self, spec: BadMixerSpec, *, d_model: int) -> None:
+        super().__init__()
+        self.fault, self.width = spec.fault, d_model
+
+    @property
+    def injection_width(self) -> int:
+        return self.width
+
+    def initial_state(self, batch_size, *, device, dtype, capacity=None):
+        return ()
+
+    def select_rows(self, state, rows):
+        return state
+
+    def prepare(self, window):
+        return None
+
+    def forward(self, z, u, state, context):
+        if self.fault == "row":
+            return z[:1]  # would be broadcast
+        if self.fault == "integers":
+            return z.long()
+        return (z, state) if self.fault == "pair" else 0.1 * z
+
+    def advance(self, z, u, state, context):
+        if self.fault == "no state":
+            return 0.1 * z
+        return self.forward(z, u, state, context), state
+
+
+class BadGradientSpec(ib.GradientSpec):
+    kind: Literal["acme.bad"] = "acme.bad"
+    fault: str = ""
+
+
+class BadGradient(ib.GradientEstimator):
+    def __init__(self, *, fault: str = "") -> None:
+        self.fault = fault
+
+    def __call__(self, f, z0, search):
+        found = search(f, z0)
+        return found.z if self.fault == "tensor" else found.with_value(f(found.z)[:, :1])
+
+
+@pytest.fixture(autouse=True)
+def _plugin(monkeypatch):
+    monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
+    with registry.isolated():
+        registry.add("solver", BadSolverSpec, BadSolver.from_spec, owner="acme-blocks", version="2.5.0")
+        registry.add("mixer", BadMixerSpec, BadMixer, owner="acme-blocks", version="2.5.0")
+        registry.add("gradient", BadGradientSpec, BadGradient.from_spec, owner="acme-blocks", version="2.5.0")
+        yield
+
+
+def model(**parts) -> ib.ImplicitLM:
+    settings = {"mixer": ib.AttentionSpec(n_heads=2)} | parts
+    return ib.build(ib.ImplicitLMSpec(vocab_size=5, d_model=8, n_layers=1, **settings))
+
+
+BREAKS = [
+    ({"solver": BadSolverSpec(fault="short")}, "next point", ["a tensor (2, 47) of float32", "(2, 48)"]),
+    ({"solver": BadSolverSpec(fault="double")}, "next point", ["of float64", "must agree"]),
+    ({"solver": BadSolverSpec(fault="none")}, "next point", ["a NoneType"]),
+    ({"solver": BadSolverSpec(fault="number")}, "state layout", ["a int", "counters included"]),
+    ({"solver": BadSolverSpec(fault="scalar")}, "state layout", ["a tensor ()", "2 elements"]),
+    ({"solver": BadSolverSpec(fault="transposed")}, "state layout", ["a tensor (48, 2)"]),
+    ({"mixer": BadMixerSpec(fault="row")}, "mixes a window", ["(1, 6, 8)", "(2, 6, 8)"]),
+    ({"mixer": BadMixerSpec(fault="integers")}, "mixes a window", ["of int64", "floating-point"]),
+    ({"mixer": BadMixerSpec(fault="pair")}, "mixes a window", ["a tuple"]),
+    ({"gradient": BadGradientSpec(fault="tensor")}, "returns a Solution", ["solution.with_value(z)"]),
+    ({"gradient": BadGradientSpec(fault="short")}, "returns a Solution", ["(2, 1, 8)", "(2, 6, 8)"]),
+]
+
+
+@pytest.mark.parametrize(("parts", "contract", "words"), BREAKS)
+def test_the_plugin_the_contract_and_the_remedy_are_named(parts, contract, words):
+    broken = model(**parts)
+    with pytest.raises(ContractError) as caught:
+        broken(TOKENS, labels=TOKENS)
+    said = str(caught.value)
+    assert said.startswith("Bad")
+    assert "(of plugin acme-blocks 2.5.0)" in said
+    assert f"breaks the contract '{contract}'" in said
+    for word in words:
+        assert word in said
+    model()(TOKENS, labels=TOKENS).loss.backward()  # nothing else has stopped working
+
+
+def test_advance_must_return_a_pair():
+    with pytest.raises(ContractError, match=r"'mixes a window'.*advance returns that and the state after"):
+        model(mixer=BadMixerSpec(fault="no state")).eval()(TOKENS, return_state=True)
+
+
+def test_a_solver_that_proposes_nan_has_diverged_and_costs_nothing_else():
+    broken = model(solver=BadSolverSpec(fault="NaN"), stopping=ib.Stopping(tolerance=0.0, max_iterations=5))
+    out = broken(TOKENS, labels=TOKENS)
+    assert bool(out.solution.diverged.all())
+    assert bool(out.solution.z.isfinite().all())
+    out.loss.backward()
+
+
+def test_the_trainer_says_it_in_a_sentence(tmp_path, capsys):
+    from trainer.cli import main
+
+    arguments = ["--spec", "word_problem_s3", "--output", str(tmp_path / "run"), "training.max_steps=1"]
+    changes = ["model.solver={kind: acme.bad, fault: short}", "training.batch_size=2", "phases=[]"]
+    assert main([*arguments, *changes]) != 0
+    said = capsys.readouterr().err
+    assert "BadSolver (of plugin acme-blocks 2.5.0) breaks the contract 'next point'" in said
+    assert "Traceback" not in said
+
+
+# -------------------------------------------------------------------------------------- builders
+
+
+class OtherSpec(ib.SolverSpec):
+    kind: Literal["acme.other"] = "acme.other"
+
+
+@pytest.mark.parametrize(
+    ("builder", "words"),
+    [
+        (lambda spec: "picard", ["returned a str", "return a implicit_blocks.interfaces.Solver"]),
+        (lambda: None, ["can't be called as builder(spec)"]),
+        (lambda spec, d_model: None, ["can't be called", "d_model"]),
+    ],
+)
+def test_a_builder_that_does_not_build_is_named(builder, words):
+    registry.add("solver", OtherSpec, builder, owner="acme-other", version="0.1")
+    with pytest.raises(ContractError) as caught:
+        ib.build(OtherSpec())
+    for word in ["solver 'acme.other' of acme-other 0.1 breaks the contract 'builds a solver'", *words]:
+        assert word in str(caught.value)
+    check_solver(ib.PicardSpec())
+
+
+def test_a_type_error_of_the_builders_own_is_not_explained_away():
+    def builder(spec):
+        return len(3)
+
+    registry.add("solver", OtherSpec, builder, owner="acme-other")
+    with pytest.raises(TypeError, match="has no len"):
+        ib.build(OtherSpec())
+
+
+def test_what_is_ours_or_nobodys_is_described_as_such():
+    assert describe(ib.Picard()) == "Picard"
+    assert describe("a part") == "a part"
+    assert describe(pytest.Class) == "Class (of module _pytest.python)"
