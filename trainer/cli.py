@@ -66,7 +66,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.stop_at is not None and options.stop_at < 1:
         command.error(f"--stop-at {options.stop_at}: give a step from 1 up")
     try:
-        return _carry_out(options, command=["python", "-m", "trainer", *(arguments or sys.argv[1:])])
+        code = _carry_out(options, command=["python", "-m", "trainer", *(arguments or sys.argv[1:])])
+        if not options.dry_run and code in (0, INTERRUPTED):
+            from trainer.distributed import leave
+
+            leave()  # when nothing of the run is left: what it made of the process group must go first
+        return code
     except KeyboardInterrupt:
         return _refuse("stopped at once; the last checkpoint can be resumed by --resume", INTERRUPTED)
 
@@ -83,7 +88,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             return 0
         import torch
 
-        from trainer.distributed import join, leave
+        from trainer.distributed import join
         from trainer.run import build
         from trainer.run_folder import folder_to_resume
 
@@ -125,7 +130,6 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             "lower training.micro_batch_size or data.length (--dry-run estimates what a step takes)",
             REFUSED,
         )
-    leave()
     if summary is None:
         run.display.say(
             f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}"

@@ -1,0 +1,183 @@
+"""What each of several processes does in a test; run by path, with TASK given."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.callbacks import Callback
+from trainer.distributed import Ranks, join, leave
+from trainer.metrics import read_metrics
+from trainer.run import Run, build
+from trainer.spec import RunSpec
+
+TASK: dict[str, Any] = globals().get("TASK", {})
+
+
+def hide_labels(run: Run) -> None:
+    """Leave sequences unequal numbers of labels, some of them none, by their positions."""
+    batch = run.loop.data.batch
+
+    def hidden(position: int, count: int) -> Any:
+        made = batch(position, count)
+        for row in range(count):
+            made.labels[row, (position + row) % made.labels.shape[1] + 1 :] = -100
+            if (position + row) % 8 in (2, 3):
+                made.labels[row] = -100
+        return made
+
+    run.loop.data.batch = hidden  # type: ignore[method-assign]  # of this object alone
+
+
+def train(spec: dict[str, Any], folder: str, *, ranks: Ranks | None = None, hide: bool = False) -> Any:
+    """Train a run; return its rows, its evaluations, and how often this process called a layer."""
+    run = build(RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks)
+    calls: list[bool] = []
+    run.model.backbone.blocks()[0].register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    if hide:
+        hide_labels(run)
+    run.train()
+    return {
+        "rows": list(read_metrics(Path(folder) / "metrics.jsonl")),
+        "evaluations": list(read_metrics(Path(folder) / "evaluations.jsonl")),
+        "calls": len(calls),
+        "layout": run.loop.layout.kind,
+        "shards": [tuple(p.to_local().shape) for p in run.model.parameters() if hasattr(p, "to_local")],
+    }
+
+
+def train_each(ranks: Ranks, runs: dict[str, Any], folder: str, hide: bool = False) -> Any:
+    return {
+        name: train(spec, f"{folder}/{name}", ranks=ranks, hide=hide) for name, spec in sorted(runs.items())
+    }
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the calls of PyTorch's distributed operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def count_gathers(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
+    """Return how many times weights are gathered, and gradients scattered, in each step of each run."""
+    gathers = {}
+    for name, spec in sorted(runs.items()):
+        run = build(RunSpec.model_validate(spec), output=Path(folder) / name, device="cpu", ranks=ranks)
+        of_steps = []
+        one_step = run.loop._one_step
+
+        def counted(one_step: Any = one_step, of_steps: Any = of_steps) -> None:
+            with Collectives() as collectives:
+                one_step()
+            counts = collectives.counts
+            of_steps.append((counts["_allgather_base_"], counts["_reduce_scatter_base_"]))
+
+        run.loop._one_step = counted  # type: ignore[method-assign]
+        run.train()
+        gathers[name] = of_steps
+    return gathers
+
+
+def build_it(ranks: Ranks, specs: list[dict[str, Any]], folder: str) -> Any:
+    """Build the run whose spec is this rank's."""
+    spec = RunSpec.model_validate(specs[ranks.rank % len(specs)])
+    build(spec, output=Path(folder), device="cpu", ranks=ranks)
+
+
+def fail_on_one_rank(ranks: Ranks, spec: dict[str, Any], folder: str, what: str) -> Any:
+    run = build(RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks)
+    if what == "data" and ranks.rank == 1:
+
+        def broken(position: int, count: int) -> Any:
+            raise ValueError(f"no token at {position}")
+
+        run.loop.data.batch = broken  # type: ignore[method-assign]
+    if what == "callback" and ranks.rank == 1:
+        from trainer.specs.callbacks import CallbackSpec
+
+        class Broken(Callback):
+            def on_step(self, run: Any, *, row: Any) -> None:
+                raise OSError("no room")
+
+        class BrokenSpec(CallbackSpec):
+            kind: str = "test.broken"
+
+        from implicit_blocks import registry
+
+        class Entry:
+            owner, version = "test", "1"
+
+        found = registry.entry
+        registry.entry = lambda family, kind: Entry if kind == "test.broken" else found(family, kind)  # type: ignore
+        run.loop.callbacks._members.append((BrokenSpec(), Broken()))
+    if what == "signal" and ranks.rank == 1:
+        import signal
+
+        one_step = run.loop._one_step
+
+        def interrupted() -> None:
+            one_step()
+            if run.loop.progress.step == 2:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        run.loop._one_step = interrupted  # type: ignore[method-assign]
+        assert run.train() is None
+        return run.loop.progress.step
+    return None if run.train() is None and what != "signal" else run.loop.progress.step
+
+
+def talk(ranks: Ranks) -> Any:
+    """Try what ranks can tell one another."""
+    ranks.barrier()
+    return {
+        "sum": ranks.sum([1.0, ranks.rank]),
+        "max": ranks.max([ranks.rank, -ranks.rank]),
+        "any": ranks.any(ranks.rank == 1),
+        "all": ranks.all(ranks.rank == 1),
+        "gather": ranks.gather([ranks.rank, 0.5]),
+        "objects": ranks.gather_objects({"rank": ranks.rank}),
+        "broadcast": ranks.broadcast(f"of rank {ranks.rank}"),
+        "on_main": ranks.on_main(lambda: f"of rank {ranks.rank}"),
+        "together": ranks.together(lambda: ranks.rank),
+    }
+
+
+def fail_on_main(ranks: Ranks) -> Any:
+    def act() -> None:
+        raise ValueError("the folder is taken")
+
+    ranks.on_main(act)
+
+
+def main() -> None:
+    os.environ.update(TASK["environment"])
+    torch.set_num_threads(1)
+    result: Any
+    try:
+        ranks = join("cpu", timeout_minutes=1.0)
+        result = globals()[TASK["scenario"]](ranks, **TASK["arguments"])
+        ranks.barrier()
+        leave()
+    except Exception as error:
+        import traceback
+
+        traceback.print_exc()
+        result = (type(error).__name__, str(error))
+    Path(TASK["result"]).write_bytes(pickle.dumps(result))
+
+
+if TASK:
+    main()

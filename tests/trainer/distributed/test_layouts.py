@@ -1,0 +1,199 @@
+"""The same spec on one process and on two: equal losses in every layout, and nothing hangs."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.metrics import read_metrics
+from trainer.run import build
+from trainer.spec import RunSpec
+
+MAMBA2 = {"mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8}}
+LLAMA = {
+    "mixer": {"kind": "attention", "n_heads": 2},
+    "mlp": {"kind": "swiglu", "d_hidden": 24},
+    "tie_embeddings": False,
+}
+MODELS = {"mamba2": MAMBA2, "llama": LLAMA}
+
+SPEC: dict[str, Any] = {
+    "model": {
+        "kind": "implicit_lm",
+        "d_model": 16,
+        "n_layers": 2,
+        "gradient": {"kind": "phantom", "steps": 2, "damping": 0.8},
+        # Some rows are done after a few iterations, some never: ranks iterate unequally often.
+        "stopping": {"tolerance": 0.04, "max_iterations": 24},
+        "at_evaluation": {"stopping": {"max_iterations": 16, "tolerance": 0.05}},
+    },
+    "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "length": 12},
+    "training": {
+        "max_steps": 8,
+        "batch_size": 8,
+        "micro_batch_size": 2,
+        "clip_norm": 0.25,
+        "optimizer": {"kind": "adamw", "learning_rate": 2e-3},
+        "schedule": {"kind": "warmup_linear"},
+        "threads": 1,
+    },
+    "phases": [
+        {
+            "name": "bounded",
+            "until": 0.4,
+            "model": {"gradient": {"steps": 1}, "stopping": {"max_iterations": 4}},
+        },
+        {"name": "free", "training": {"optimizer": {"learning_rate": 1e-3}}},
+    ],
+    # 7 sequences: the ranks' shares of an evaluation differ
+    "evaluation": {"lengths": [12, 16], "identity_probabilities": [0.5], "sequences": 7, "batch_size": 2},
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "auto": {},
+    "fsdp": {"kind": "fsdp"},
+    "hsdp": {"kind": "hsdp", "shard_size": 1},
+    "fsdp_by_layer": {"kind": "fsdp", "unit": "layer"},
+    "fsdp_by_layer_fixed": {"kind": "fsdp", "unit": "layer", "stopping": "fixed_budget"},
+}
+
+
+def spec_of(model: dict[str, Any], *, parallel: dict[str, Any] | None = None, **training: Any) -> Any:
+    spec = deepcopy(SPEC)
+    spec["model"] |= model
+    spec["training"] |= {"parallel": parallel or {}, **training}
+    return spec
+
+
+def losses(rows: list[dict[str, Any]]) -> list[float]:
+    return [row["loss"] for row in rows]
+
+
+def assert_equal_rows(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    assert losses(rows) == pytest.approx(losses(expected), abs=1e-6)
+    for row, other in zip(rows, expected, strict=True):
+        for name in ("step", "phase", "tokens", "accuracy", "accuracy_last", "learning_rate"):
+            assert row[name] == other[name], name
+        for name in ("gradient_norm", "iterations", "iterations_max", "residual", "non_converged"):
+            assert row[name] == pytest.approx(other[name], rel=1e-4), name
+
+
+@pytest.fixture(scope="module", params=list(MODELS))
+def trained(request: Any, processes: Any, tmp_path_factory: Any) -> Any:
+    """Return a model's run on one process, and on two in each layout."""
+    model, folder = MODELS[request.param], tmp_path_factory.mktemp("layouts")
+    single = folder / "single"
+    run = build(RunSpec.model_validate(spec_of(model)), output=single, device="cpu")
+    run.train()
+    expected = {
+        "rows": list(read_metrics(single / "metrics.jsonl")),
+        "evaluations": list(read_metrics(single / "evaluations.jsonl")),
+    }
+    specs = {name: spec_of(model, parallel=layout) for name, layout in LAYOUTS.items()}
+    specs["checkpointed"] = spec_of(model, parallel={"kind": "fsdp"}, checkpoint_activations="layers")
+    specs["checkpointed_by_layer"] = spec_of(
+        model, parallel={"kind": "fsdp", "unit": "layer"}, checkpoint_activations="steps"
+    )
+    return expected, processes("train_each", runs=specs, folder=str(folder))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "checkpointed", "checkpointed_by_layer"])
+def test_losses_are_those_of_one_process(trained: Any, layout: str) -> None:
+    expected, (found, same) = trained
+    assert_equal_rows(found[layout]["rows"], expected["rows"])
+    assert found[layout]["rows"] == same[layout]["rows"]  # one file, written by one
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_evaluations_are_those_of_one_process(trained: Any, layout: str) -> None:
+    expected, (found, _) = trained
+    for row, other in zip(found[layout]["evaluations"], expected["evaluations"], strict=True):
+        assert row["loss"] == pytest.approx(other["loss"], abs=1e-6)
+        for name in ("set", "sequences", "accuracy", "accuracy_last"):
+            assert row.get(name) == other.get(name), name
+        assert row["iterations"] == pytest.approx(other["iterations"], rel=1e-3)
+
+
+def test_layouts_are_what_was_asked_for(trained: Any) -> None:
+    _, (found, other) = trained
+    assert {name: found[name]["layout"] for name in LAYOUTS} == {
+        "auto": "ddp",  # on the CPU
+        "fsdp": "fsdp",
+        "hsdp": "hsdp",
+        "fsdp_by_layer": "fsdp",
+        "fsdp_by_layer_fixed": "fsdp",
+    }
+    assert not found["auto"]["shards"]
+    for mine, its, whole in zip(
+        found["fsdp"]["shards"], other["fsdp"]["shards"], found["hsdp"]["shards"], strict=True
+    ):
+        assert mine[0] + its[0] == whole[0]  # hsdp with groups of one rank holds everything
+
+
+def test_ranks_stop_on_their_own_unless_they_talk_in_the_loop(trained: Any) -> None:
+    _, (first, second) = trained
+    for layout in ("auto", "fsdp", "hsdp"):
+        assert first[layout]["calls"] != second[layout]["calls"]
+    for layout in ("fsdp_by_layer", "fsdp_by_layer_fixed"):
+        assert first[layout]["calls"] == second[layout]["calls"]
+    assert first["fsdp_by_layer"]["calls"] < first["fsdp_by_layer_fixed"]["calls"]
+
+
+def test_the_mean_is_over_all_labels_however_they_are_spread(processes: Any, tmp_path: Path) -> None:
+    runs = {}
+    for kind in ("ddp", "fsdp"):
+        for size in (None, 1, 2):  # 2: micro-batches of 2 and of 1 sequence
+            spec = spec_of(MAMBA2, parallel={"kind": kind}, micro_batch_size=size, batch_size=6, max_steps=3)
+            spec["evaluation"]["sequences"] = 2
+            runs[f"{kind}_{size}"] = spec
+    alone = {"single": runs["ddp_None"]}
+    single = processes("train_each", world_size=1, runs=alone, folder=str(tmp_path), hide=True)
+    expected = single[0]["single"]["rows"]
+    found = processes("train_each", runs=runs, folder=str(tmp_path), hide=True)[0]
+    for name in runs:
+        assert losses(found[name]["rows"]) == pytest.approx(losses(expected), abs=1e-6)
+        assert [row["accuracy"] for row in found[name]["rows"]] == [row["accuracy"] for row in expected]
+
+
+def test_weights_are_gathered_once_a_step_however_often_the_layers_are_iterated(
+    processes: Any, tmp_path: Path
+) -> None:
+    def fixed(iterations: int, unit: str, **training: Any) -> Any:
+        spec = spec_of(LLAMA, parallel={"kind": "fsdp", "unit": unit}, max_steps=2, **training)
+        spec["model"]["stopping"] = {"tolerance": 0.0, "max_iterations": iterations}
+        spec["model"]["gradient"] = {"kind": "phantom", "steps": 4}
+        spec.pop("phases")
+        return spec
+
+    counts = processes(
+        "count_gathers",
+        runs={
+            "loop_2": fixed(2, "loop"),
+            "loop_16": fixed(16, "loop"),
+            "loop_16_in_one": fixed(16, "loop", micro_batch_size=None),
+            "layer_2": fixed(2, "layer", micro_batch_size=None),
+            "layer_16": fixed(16, "layer", micro_batch_size=None),
+        },
+        folder=str(tmp_path),
+    )[0]
+    # One gather before the forward pass and one reduction after the backward pass, micro-batches or not.
+    assert counts["loop_2"] == counts["loop_16"] == counts["loop_16_in_one"] == [(1, 1)] * 2
+    # Layer by layer they grow with the iterations: two layers, fourteen iterations more.
+    (few, _), (many, _) = counts["layer_2"][0], counts["layer_16"][0]
+    assert many - few == 2 * 14
+
+
+def test_an_exact_gradient_is_solved_by_each_rank_on_its_own(processes: Any, tmp_path: Path) -> None:
+    spec = spec_of(MAMBA2, max_steps=3)
+    spec.pop("phases")
+    spec["model"]["gradient"] = {
+        "kind": "implicit_function",
+        "stopping": {"tolerance": 1e-3, "max_iterations": 20},
+    }
+    runs = {"ddp": spec, "fsdp": spec | {"training": spec["training"] | {"parallel": {"kind": "fsdp"}}}}
+    single = processes("train_each", world_size=1, runs={"one": spec}, folder=str(tmp_path))
+    two = processes("train_each", runs=runs, folder=str(tmp_path))
+    for layout in runs:
+        assert_equal_rows(two[0][layout]["rows"], single[0]["one"]["rows"])

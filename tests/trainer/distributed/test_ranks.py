@@ -1,0 +1,144 @@
+"""What ranks tell one another, what they refuse together, and how they end together."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.distributed import Ranks, join
+from trainer.errors import DeviceError
+from trainer.metrics import read_metrics
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def plain(small: Any) -> Any:
+    """Return a maker of small specs as plain values."""
+    return lambda changes=None: small(changes).model_dump(mode="json")
+
+
+def test_a_process_alone_has_only_itself_to_talk_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    ranks = join("cpu")
+    assert (ranks.rank, ranks.world_size, ranks.is_main, ranks.alone) == (0, 1, True, True)
+    assert ranks == Ranks(torch.device("cpu"))
+    assert ranks.sum([1, 2]) == ranks.max([1, 2]) == [1.0, 2.0]
+    assert ranks.gather([3.0]) == [[3.0]]
+    assert ranks.broadcast("x") == ranks.on_main(lambda: "x") == ranks.together(lambda: "x") == "x"
+    ranks.barrier()
+
+
+def test_ranks_talk(processes: Any) -> None:
+    first, second = processes("talk")
+    assert first.pop("together") == 0
+    assert second.pop("together") == 1
+    assert first == second
+    assert first["sum"] == [2.0, 1.0]
+    assert first["max"] == [1.0, 0.0]
+    assert (first["any"], first["all"]) == (True, False)
+    assert first["gather"] == [[0.0, 0.5], [1.0, 0.5]]
+    assert first["objects"] == [{"rank": 0}, {"rank": 1}]
+    assert first["broadcast"] == first["on_main"] == "of rank 0"
+
+
+def test_what_the_main_rank_is_refused_all_are(processes: Any) -> None:
+    first, second = processes("fail_on_main")
+    assert first == ("ValueError", "the folder is taken")
+    assert second == ("ValueError", "rank 0: the folder is taken")
+
+
+def test_one_device_for_several_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(DeviceError, match="'cuda:1' is one device, but there are 2 processes"):
+        join("cuda:1")
+
+
+def test_ranks_that_disagree_on_the_spec_are_refused(plain: Any, processes: Any, tmp_path: Path) -> None:
+    specs = [plain(), plain({"training.seed": 3, "data.length": 16})]
+    for kind, words in processes("build_it", specs=specs, folder=str(tmp_path / "run")):
+        assert kind == "ValueError"
+        assert "not started with the same spec" in words
+        assert "training.seed: 0 → 3" in words
+        assert "data.length: 12 → 16" in words
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"training.batch_size": 7}, "batch_size 7 can't be shared equally by 2 processes"),
+        ({"training.parallel.kind": "none"}, "kind is none, but there are 2 processes"),
+        ({"training.parallel": {"kind": "hsdp", "shard_size": 3}}, "shard_size 3 does not divide the 2"),
+        (
+            {
+                "training.parallel": {"kind": "fsdp", "unit": "layer"},
+                "model.gradient": {"kind": "implicit_function"},
+            },
+            "set training.parallel.unit=loop",
+        ),
+    ],
+)
+def test_layouts_that_cannot_be_are_refused(
+    plain: Any, processes: Any, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    for kind, said in processes("build_it", specs=[plain(changes)], folder=str(tmp_path / "run")):
+        assert kind == "ValueError"
+        assert words in said
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("what", "first", "second"),
+    [
+        ("data", ("DataError", "rank 1: no token at 4"), ("DataError", "no token at 4")),
+        ("callback", ("PeerError", "no room"), ("CallbackError", "no room")),
+    ],
+)
+def test_what_fails_on_one_rank_ends_all(
+    plain: Any, processes: Any, tmp_path: Path, what: str, first: Any, second: Any
+) -> None:
+    found = processes("fail_on_one_rank", spec=plain(), folder=str(tmp_path / "run"), what=what)
+    for (kind, said), (expected, words) in zip(found, (first, second), strict=True):
+        assert kind == expected
+        assert words in said
+
+
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(plain: Any, processes: Any, tmp_path: Path) -> None:
+    spec = plain({"training.max_steps": 9})
+    # The other rank is not told: it returns the step it stopped after, as None of a summary is there.
+    _, step = processes("fail_on_one_rank", spec=spec, folder=str(tmp_path / "run"), what="signal")
+    assert step == 2
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_the_same_command_under_torchrun(plain: Any, tmp_path: Path) -> None:
+    import yaml
+
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(yaml.safe_dump(plain()))
+    command = ["-m", "trainer", "--spec", str(spec), "--device", "cpu", "--output"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for name, launch in (("one", []), ("two", launcher)):
+        done = subprocess.run(
+            [sys.executable, *launch, *command, str(tmp_path / name)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("done in") == 1  # one process speaks
+    one, two = (
+        [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("one", "two")
+    )
+    assert two == pytest.approx(one, abs=1e-6)
