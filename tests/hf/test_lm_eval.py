@@ -1,0 +1,204 @@
+"""lm-eval's own command on exported folders, as it stands: log-likelihoods and generation, offline."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from implicit_blocks.__main__ import main
+from implicit_blocks.hf.tokenizer import load_tokenizer
+
+pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+
+ITEMS = [
+    {"q": "The sun and the", "choices": ["wind", "other side of the moon", "x"], "gold": 0},
+    {"q": "She put the lid on the", "choices": ["pot", "water that was there", "brush"], "gold": 1},
+    {"q": "To clean the brush, rinse it with", "choices": ["water", "it", "the light"], "gold": 2},
+    {"q": "I", "choices": ["am", "was over there again", "o"], "gold": 0},
+    {"q": "Which of these is the source of the light that the other ones", "choices": ["a", "b"], "gold": 1},
+]
+MIXERS = {
+    "mamba2": {"mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 4}},
+    "attention": {
+        "mixer": {"kind": "attention", "n_heads": 4, "n_kv_heads": 2},
+        "mlp": {"kind": "swiglu", "d_hidden": 24},
+    },
+}
+
+
+@pytest.fixture
+def exported(tmp_path: Path, tokenizer_file: Path) -> Callable[..., Path]:
+    """Return a maker of folders: a small model of a family with its tokenizer, by the command ``export``."""
+
+    def make(family: str, *, vocab_size: int = 300, name: str = "exported") -> Path:
+        spec = {
+            "model": {
+                "kind": "implicit_lm",
+                "vocab_size": vocab_size,
+                "d_model": 16,
+                "n_layers": 1,
+                "stopping": {"tolerance": 1e-4, "max_iterations": 24},
+                "at_evaluation": {"stopping": {"max_iterations": 24}},
+                **MIXERS[family],
+            },
+            "data": {"kind": "tokens", "length": 64},
+            "training": {
+                "max_steps": 1,
+                "batch_size": 1,
+                "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
+                "schedule": {"kind": "warmup_linear"},
+            },
+        }
+        (tmp_path / "spec.yaml").write_text(yaml.safe_dump(spec), encoding="utf-8")
+        folder = tmp_path / name
+        command = ["export", str(tmp_path / "spec.yaml"), str(folder), "--tokenizer", str(tokenizer_file)]
+        assert main(command) == 0
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Path:
+    """Write two tasks of lm-eval on the same local items; return their folder."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    (folder / "items.jsonl").write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
+    common = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(folder / "items.jsonl")}},
+        "test_split": "test",
+        "doc_to_text": "{{q}}",
+    }
+    mean = {"aggregation": "mean", "higher_is_better": True}
+    choice = {
+        "task": "tiny_choice",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "metric_list": [{"metric": "acc", **mean}, {"metric": "acc_norm", **mean}],
+    }
+    generate = {
+        "task": "tiny_generate",
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[gold]}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 5, "do_sample": False},
+        "metric_list": [{"metric": "exact_match", **mean}],
+    }
+    for task in (choice, generate):
+        (folder / f"{task['task']}.yaml").write_text(yaml.safe_dump({**common, **task}))
+    return folder
+
+
+def lm_eval(folder: Path, tasks: Path, output: Path) -> dict[str, list[dict[str, Any]]]:
+    """Run the command in a process of its own, which finds no network; return what it logged of each task."""
+    home = output.parent / "home"
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(home)}
+    no_network = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "lm_eval", "run", "--model", "hf",
+            "--model_args", f"pretrained={folder},trust_remote_code=True", "--device", "cpu",
+            "--include_path", str(tasks), "--tasks", "tiny_choice,tiny_generate", "--batch_size", "3",
+            "--output_path", str(output), "--log_samples",
+        ],
+        env={**os.environ, **offline, **no_network}, capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    logged = {}
+    for name in ("tiny_choice", "tiny_generate"):
+        (file,) = output.rglob(f"samples_{name}_*.jsonl")
+        rows = [json.loads(line) for line in file.read_text().splitlines()]
+        logged[name] = sorted(rows, key=lambda row: row["doc_id"])
+    return logged
+
+
+def test_lm_eval_runs_on_an_exported_folder(family, exported, tasks, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from implicit_blocks.hf.folders import read_checkpoint, to_library
+
+    folder = exported(family)
+    logged = lm_eval(folder, tasks, tmp_path / "out")
+    assert [len(rows) for rows in logged.values()] == [5, 5]
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    tokenizer = load_tokenizer(folder)
+    assert read_checkpoint(folder).fields["eos_token_id"] == 0
+    library = to_library(model)
+    with torch.no_grad():
+        for item, row in zip(ITEMS, logged["tiny_choice"], strict=True):
+            assert len(row["filtered_resps"]) == len(item["choices"])
+            for choice, (value, _) in zip(item["choices"], row["filtered_resps"], strict=True):
+                question = tokenizer.encode(item["q"])
+                answer = tokenizer.encode(f"{item['q']} {choice}")[len(question) :]
+                tokens = torch.tensor([[*question, *answer]])
+                scores = library(tokens[:, :-1]).logits.log_softmax(-1)[0, -len(answer) :]
+                expected = scores.gather(1, torch.tensor(answer)[:, None]).sum()
+                assert float(value) == pytest.approx(float(expected), abs=1e-4)
+        for item, row in zip(ITEMS, logged["tiny_generate"], strict=True):
+            question = torch.tensor([tokenizer.encode(item["q"])])
+            alone = model.generate(question, max_new_tokens=5, do_sample=False, pad_token_id=0)
+            text = tokenizer.decode(alone[0, question.shape[1] :], skip_special_tokens=True)
+            assert row["filtered_resps"] == [text.partition("\n")[0]]
+
+
+def test_log_likelihoods_of_lm_eval_do_not_depend_on_the_batch(family, exported, tasks):
+    """The same to 1e-4, though lm-eval pads on the right and gives no mask."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    folder = exported(family)
+    pairs = [(item["q"], f" {choice}") for item in ITEMS for choice in item["choices"]]
+    requests = [Instance(request_type="loglikelihood", doc={}, arguments=p, idx=0) for p in pairs]
+    found = []
+    for size in (1, 3, 16):
+        lm = HFLM(pretrained=str(folder), device="cpu", batch_size=size)
+        found.append(lm.loglikelihood(requests, disable_tqdm=True))
+    for others in found[1:]:
+        assert [value for value, _ in others] == pytest.approx([v for v, _ in found[0]], abs=1e-4)
+        assert [greedy for _, greedy in others] == [greedy for _, greedy in found[0]]
+
+
+# ------------------------------------------------------------------------------------ tokenizers of exports
+
+
+def test_an_export_carries_its_tokenizer(exported, tokenizer_file):
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = exported("attention")
+    loaded = AutoTokenizer.from_pretrained(folder)
+    assert loaded.encode("the sun") == load_tokenizer(tokenizer_file).encode("the sun")
+    assert (loaded.eos_token, loaded.eos_token_id) == ("<|endoftext|>", 0)
+    assert AutoConfig.from_pretrained(folder).eos_token_id == 0
+
+
+def test_an_export_refuses_a_tokenizer_larger_than_the_model(exported, tokenizer_file, tmp_path, capsys):
+    with pytest.raises(AssertionError):
+        exported("attention", vocab_size=299)
+    assert "has 300 entries and the model 299; take the model's own" in capsys.readouterr().err
+    assert not (tmp_path / "exported").exists()
+
+
+def test_tokenizers_that_cannot_be_used(tmp_path, tokenizer_file):
+    with pytest.raises(ValueError, match="there is no tokenizer at"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no tokenizer that can be read"):
+        load_tokenizer(tmp_path)
+    tree = json.loads(tokenizer_file.read_text().replace("<|endoftext|>", "<|over|>"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    with pytest.raises(ValueError, match="doesn't say which token ends a text"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|over|>", "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    assert load_tokenizer(tmp_path).eos_token_id == 0
