@@ -160,7 +160,7 @@ def _add_convert(commands: Any) -> None:
     command.add_argument(
         "--fold-weight-norm",
         action="store_true",
-        help="the same function without weight norm, as merging LoRA with peft needs",
+        help="the same function without weight norm",
     )
     command.add_argument("--max-shard-size", default="5GB", help="size of a file of weights (5GB)")
     command.set_defaults(command=_convert)

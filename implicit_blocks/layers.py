@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from implicit_blocks.handed_back import check_mixed
 from implicit_blocks.interfaces import Mixer, State
 from implicit_blocks.specs import SwiGLUSpec
-from implicit_blocks.weight_norm import assign_weight
+from implicit_blocks.weight_norm import assign_weight, plain_weight
 
 PADDING = 64  # widths in multiples of this keep bfloat16 rows aligned for the fast matrix kernels
 
@@ -74,7 +74,7 @@ class Linear(nn.Linear):
 
     def prepared(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias as a pass of many calls wants them: in autocast's type, padded."""
-        weight: Tensor = self.weight
+        weight = plain_weight(self)
         bias: Tensor | None = self.bias
         device = weight.device.type
         if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:

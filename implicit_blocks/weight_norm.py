@@ -12,6 +12,43 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 
+class ComputedWeight(Tensor):
+    """A weight that was computed from ``g`` and ``v``, whose ``data`` can be assigned to like a parameter's.
+
+    Tools that change weights write ``layer.weight.data += …``, as peft does to merge LoRA. In a value that is
+    computed anew at the next call that would be lost without a word; here it is written to ``g`` and ``v``.
+    Nothing but an assignment to ``data`` is: ``layer.weight.mul_(2)`` changes this value alone.
+    """
+
+    # What is made of it is an ordinary tensor.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as for nn.Parameter
+    sources: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, weight: Tensor, *, g: Tensor, v: Tensor) -> Tensor:
+        """Return the weight as one that can be written to, gradients and all."""
+        computed = weight.as_subclass(cls)
+        computed.sources = (g, v)
+        return computed
+
+    @property
+    def data(self) -> Tensor:
+        """The values, without gradients."""
+        return self.detach().as_subclass(Tensor)
+
+    @data.setter
+    @torch.no_grad()
+    def data(self, value: Tensor) -> None:
+        g, v = self.sources
+        if value.shape != v.shape:
+            raise ValueError(
+                f"the weight has shape {tuple(v.shape)}, what is assigned to its data {tuple(value.shape)}"
+            )
+        value = value.to(v)
+        g.copy_(_row_norm(value))
+        v.copy_(value)
+
+
 class WeightNorm(nn.Module):
     """The parametrization ``(g, v) → g · v / ‖v‖``, rows being the first dimension.
 
@@ -24,8 +61,13 @@ class WeightNorm(nn.Module):
         self.held: Tensor | None = None
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        """Return the weight."""
-        return self.compute(g, v) if self.held is None else self.held
+        """Return the weight; in a way that it can be assigned to, unless that is in the way of a compiler."""
+        if self.held is not None:
+            return self.held
+        weight = self.compute(g, v)
+        if type(weight) is not Tensor or torch.compiler.is_compiling():
+            return weight
+        return ComputedWeight.of(weight, g=g, v=v)
 
     @staticmethod
     def compute(g: Tensor, v: Tensor) -> Tensor:
@@ -61,6 +103,13 @@ def add_weight_norm(module: nn.Module) -> None:
             parametrize.register_parametrization(part, "weight", WeightNorm(), unsafe=weight.is_meta)
             # torch makes a class for each instance; with one for all, compiled code serves every layer.
             part.__class__ = _CLASSES.setdefault(plain, type(part))
+
+
+def plain_weight(module: nn.Module) -> Tensor:
+    """Return ``module.weight`` as an ordinary tensor, which compilers know better."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.as_subclass(Tensor) if isinstance(weight, ComputedWeight) else weight
 
 
 @torch.no_grad()

@@ -46,7 +46,7 @@ def convert(
         destination: a new or empty folder.
         to: a folder for transformers, or for the published implementation.
         implicit: make an explicit model the start of an implicit one.
-        fold: fold weight norm into the weights, as merging LoRA with peft needs.
+        fold: fold weight norm into the weights.
         max_shard_size: size that a file of weights may have, such as ``500MB``.
 
     Raises:

@@ -258,8 +258,8 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
 def fold_weight_norm(checkpoint: Checkpoint) -> Checkpoint:
     """Return the same function without weight norm: every ``g · v / ‖v‖`` becomes the weight itself.
 
-    For tools that write to weights, which weight norm computes anew: peft's merging of LoRA would be lost
-    there without a word. Training goes on otherwise than it would have.
+    For tools that write into weights in place, which weight norm computes anew. Training goes on otherwise
+    than it would have.
     """
     stem = ".parametrizations.weight.original"
     state = {name: tensor for name, tensor in checkpoint.state.items() if stem not in name}

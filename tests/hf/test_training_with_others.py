@@ -86,11 +86,46 @@ def test_lora_trains_and_saves(family, tiny_model, tmp_path):
     assert tokens.shape == (1, 15)
 
 
+def adapted(base):
+    """Put random adapters of some effect on a model."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    targets = ["mixer.in_proj", "mixer.out_proj"]
+    settings = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
+    model = peft.get_peft_model(base, settings).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.mul_(0.3)
+    return model
+
+
 # peft asks transformers for a name that transformers has renamed
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
-def test_lora_merges_into_weights_that_are_not_normed(family, tiny_model, tmp_path):
-    """Into weight norm's computed weights peft's merging would be lost, so it is folded first."""
-    peft = pytest.importorskip("peft", reason="peft is not installed")
+@pytest.mark.parametrize("safe", [False, True], ids=["in-place", "safe"])
+def test_lora_merges_into_normed_weights(family, tiny_model, tmp_path, safe):
+    base = tiny_model(family)
+    ids = Cycles()[2]["input_ids"][None]
+    with torch.no_grad():
+        plain = base(ids).logits
+        model = adapted(base)
+        expected = model(ids).logits
+        assert (plain - expected).abs().max() > 5e-3
+        model.merge_adapter(safe_merge=safe)
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-4)
+        model.unmerge_adapter()
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-4)
+        merged = model.merge_and_unload(safe_merge=safe)
+        torch.testing.assert_close(merged(ids).logits, expected, atol=1e-5, rtol=1e-4)
+    assert not any("lora" in name for name in merged.state_dict())
+    merged.save_pretrained(tmp_path / "merged")
+    with torch.no_grad():
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+        torch.testing.assert_close(loaded(ids).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+# peft asks transformers for a name that transformers has renamed
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+def test_lora_merges_into_folded_weights(family, tiny_model, tmp_path):
     normed = tiny_model(family)
     normed.save_pretrained(tmp_path / "normed")
     assert main(["convert", str(tmp_path / "normed"), str(tmp_path / "folded"), "--fold-weight-norm"]) == 0
@@ -98,17 +133,7 @@ def test_lora_merges_into_weights_that_are_not_normed(family, tiny_model, tmp_pa
     ids = Cycles()[2]["input_ids"][None]
     with torch.no_grad():
         torch.testing.assert_close(base(ids).logits, normed(ids).logits, atol=1e-5, rtol=1e-4)
-    targets = ["mixer.in_proj", "mixer.out_proj"]
-    settings = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
-    model = peft.get_peft_model(base, settings).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.mul_(0.1)
+        model = adapted(base)
         expected = model(ids).logits
         merged = model.merge_and_unload()
         torch.testing.assert_close(merged(ids).logits, expected, atol=1e-5, rtol=1e-4)
-    merged.save_pretrained(tmp_path / "merged")
-    with torch.no_grad():
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-        torch.testing.assert_close(loaded(ids).logits, expected, atol=1e-5, rtol=1e-4)
