@@ -31,7 +31,8 @@ PUBLISHED = {
 
 def test_holds_every_model_and_its_twins() -> None:
     twins = [f"{name}{suffix}" for name in MODELS for suffix in ("", "_bounded", "_explicit")]
-    others = ["mamba2_state_tracking", "word_problem_s3", "word_problem_s3_explicit"]
+    books = [f"books_10m{family}{kind}" for family in ("", "_mamba2") for kind in ("", "_explicit")]
+    others = [*books, "mamba2_state_tracking", "word_problem_s3", "word_problem_s3_explicit"]
     assert set(twins + others) <= set(zoo_names())
 
 
@@ -179,3 +180,18 @@ def test_each_file_is_read_quickly() -> None:
         start = time.perf_counter()
         load_spec(name)
         assert time.perf_counter() - start < 1, name
+
+
+@pytest.mark.parametrize("name", ["books_10m", "books_10m_mamba2"])
+def test_the_books_are_small_and_their_twins_see_the_same(name: str) -> None:
+    spec, twin = load_spec(name), load_spec(f"{name}_explicit")
+    for model in (spec.model, twin.model):
+        counts = count_parameters(model)
+        assert counts is not None
+        assert counts.total is not None
+        assert counts.total == pytest.approx(10.5e6, rel=0.06)
+    assert (spec.training, spec.data, spec.evaluation) == (twin.training, twin.data, twin.evaluation)  # type: ignore[attr-defined]  # a run
+    bounded, free = spec.phase_specs()  # type: ignore[attr-defined]  # the same
+    assert (bounded.model.stopping.max_iterations, bounded.model.gradient.steps) == (4, 1)
+    assert free.model.gradient.steps == 4
+    assert [length / spec.data.length for length in spec.evaluation.lengths] == [1, 2, 4, 8]  # type: ignore[attr-defined]  # the same

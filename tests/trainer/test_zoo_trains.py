@@ -31,6 +31,7 @@ def test_the_zoo_is_complete() -> None:
         f"{family}_{size}" for family in ("llama", "mamba2") for size in ("130m", "350m", "760m", "1.3b")
     }
     twins = {f"{name}{kind}" for name in sizes for kind in ("", "_bounded", "_explicit")}
+    twins |= {f"books_10m{family}{kind}" for family in ("", "_mamba2") for kind in ("", "_explicit")}
     assert twins | {"mamba2_state_tracking", "word_problem_s3", "word_problem_s3_explicit"} <= set(
         zoo_names()
     )
@@ -58,6 +59,7 @@ def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
     if spec.data.kind == "tokens":
         narrow += [
             f"data.path={tokens}", f"data.validation_path={tokens}", "data.dtype=uint16", "data.length=12",
+            "evaluation.lengths=[12, 16]",
             f"model.vocab_size={VOCABULARY}", "training.micro_batch_size=2", "training.max_tokens=96",
         ]  # fmt: skip
     else:
