@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,13 +85,47 @@ class ForkServer:
         """Start ``python -m trainer ARGUMENTS`` and return its process id; its output goes to ``log``."""
         return self._ask({"arguments": list(arguments), "log": str(log), **order})
 
-    def wait(self, pid: int) -> int:
-        """Return the exit code of a run once it has ended, negative for a signal."""
-        return self._ask({"wait": pid})
+    def wait(self, pid: int, *, seconds: float = 300.0) -> int:
+        """Return the exit code of a run once it has ended, negative for a signal; -1000 where it does not."""
+        return self._ask({"wait": pid, "seconds": seconds})
 
     def run(self, arguments: Sequence[str], *, log: Path, **order: Any) -> int:
         """Start a run and wait for it."""
         return self.wait(self.start(arguments, log=log, **order))
+
+    def start_ranks(
+        self, count: int, arguments: Sequence[str], *, log: Path, orders: Mapping[int, Any] | None = None
+    ) -> list[int]:
+        """Start a run of ``count`` processes, as torchrun does; ``orders`` are those of single ranks."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        return [
+            self.start(
+                arguments,
+                log=log,
+                env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                **(orders or {}).get(rank, {}),
+            )
+            for rank in range(count)
+        ]
+
+    def wait_for_all(self, pids: Sequence[int]) -> list[int]:
+        """Return the exit codes of all ranks; one that outlives another's death too long is killed."""
+        codes = {pid: self.wait(pid, seconds=0.0) for pid in pids}
+        while any(code == -1000 for code in codes.values()):
+            failed = any(code not in (0, -1000) for code in codes.values())
+            for pid in [pid for pid, code in codes.items() if code == -1000]:
+                codes[pid] = self.wait(pid, seconds=20.0 if failed else 0.05)
+                if failed and codes[pid] == -1000:
+                    os.kill(pid, signal.SIGKILL)
+        return [codes[pid] for pid in pids]
+
+    def run_ranks(self, count: int, arguments: Sequence[str], *, log: Path, **kwargs: Any) -> list[int]:
+        """Start a run of several processes and wait for them."""
+        return self.wait_for_all(self.start_ranks(count, arguments, log=log, **kwargs))
 
     def close(self) -> None:
         """End the server."""

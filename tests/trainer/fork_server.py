@@ -2,7 +2,8 @@
 
 It reads a JSON object a line from its standard input: {"arguments": [...], "log": path, "env": {...},
 "kill_at": n | null, "full_at": n | null, "count": path | null}. It forks a run of the command line and
-answers with its process id; {"wait": pid} is answered with the exit code, negative for a signal.
+answers with its process id; {"wait": pid, "seconds": s} is answered with the exit code, negative for a
+signal, or -1000 where it still runs after so long.
 
 A run counts its *events*: steps (before and after), lines of metrics, tensors written, files forced onto the
 disk, renames, removals. ``kill_at`` kills it with SIGKILL at the event of that number, ``kill_at_step`` at
@@ -13,12 +14,14 @@ The number of events goes to the file ``count``.
 from __future__ import annotations
 
 import errno
+import faulthandler
 import json
 import os
 import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -92,6 +95,7 @@ def child(order: dict[str, Any]) -> None:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(order.get("env", {}))
+        faulthandler.register(signal.SIGUSR2, all_threads=True)  # what a run that hangs is doing
         code = run(order)
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else 98
@@ -103,14 +107,37 @@ def child(order: dict[str, Any]) -> None:
         os._exit(code)
 
 
-def main() -> None:
+def import_everything() -> None:
+    """Import what runs need, and what they import only when they come to it; start no thread."""
+    import matplotlib.pyplot  # noqa: F401  # imported once, for all runs
+    import torch
+    import torch.distributed.checkpoint  # the same
 
+    import trainer.cli
+    import trainer.data.word_problem
+    import trainer.run  # noqa: F401  # the same
+    from implicit_blocks import registry
+    from implicit_blocks.specs import load_spec
+
+    spec = load_spec("word_problem_s3", ["model.d_model=16", "model.mixer.head_dim=8"])
+    model = registry.build(spec.model)
+    registry.build(spec.training.optimizer, model=model)
+    with torch.no_grad():
+        model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def main() -> None:
+    import_everything()
     answer = os.fdopen(os.dup(1), "w", buffering=1)
     for line in sys.stdin:
         order = json.loads(line)
         if "wait" in order:
-            _, status = os.waitpid(order["wait"], 0)
-            answer.write(f"{os.waitstatus_to_exitcode(status)}\n")
+            deadline = time.monotonic() + order["seconds"]
+            pid, status = os.waitpid(order["wait"], os.WNOHANG)
+            while pid == 0 and time.monotonic() < deadline:
+                time.sleep(0.005)
+                pid, status = os.waitpid(order["wait"], os.WNOHANG)
+            answer.write(f"{os.waitstatus_to_exitcode(status) if pid else -1000}\n")
             continue
         pid = os.fork()
         if pid == 0:
