@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -90,8 +89,7 @@ class Checkpointer:
         self._keep = keep
         self._keep_every = keep_every
         self._ranks = ranks or Ranks(torch.device("cpu"))
-        # The thread's messages must not get between the training's own: they have a group to themselves.
-        self._group = None if self._ranks.alone else dist.new_group(backend="gloo")
+        self._group = self._ranks.host_group()
         self._future: Future[Any] | None = None
         self._step = 0
 

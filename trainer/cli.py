@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.error(f"--stop-at {options.stop_at}: give a step from 1 up")
     try:
         code = _carry_out(options, command=["python", "-m", "trainer", *(arguments or sys.argv[1:])])
-        if not options.dry_run and code in (0, INTERRUPTED):
+        if not options.dry_run and code in (0, INTERRUPTED, TO_BE_RESUMED):
             from trainer.distributed import leave
 
             leave()  # when nothing of the run is left: what it made of the process group must go first

@@ -8,7 +8,8 @@ signal, or -1000 where it still runs after so long.
 A run counts its *events*: steps (before and after), lines of metrics, tensors written, files forced onto the
 disk, renames, removals. ``kill_at`` kills it with SIGKILL at the event of that number, ``kill_at_step`` at
 that of the steps alone; ``full_at`` makes the disk full at an event, and from then on ("full_for" events).
-The number of events goes to the file ``count``.
+The number of events goes to the file ``count``, the positions of the samples read in training to the file
+``samples``.
 """
 
 from __future__ import annotations
@@ -82,7 +83,20 @@ def run(order: dict[str, Any]) -> int:
     events.around(Path, "rename", writes=False, after=True)
     events.around(Path, "replace", writes=False)
     events.around(shutil, "rmtree", writes=False)
+    samples: list[int] = []
+    if order.get("samples"):
+        from trainer.data.prefetch import Prefetcher
+
+        batch = Prefetcher.batch
+
+        def noted(self: Any, position: int, count: int, **kwargs: Any) -> Any:
+            samples.extend(range(position, position + count))
+            return batch(self, position, count, **kwargs)
+
+        Prefetcher.batch = noted
     code = cli.main(order["arguments"])
+    if samples:
+        Path(order["samples"]).write_text("\n".join(map(str, samples)))
     if order.get("count"):
         Path(order["count"]).write_text(str(events.count))
     return code

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from trainer.checkpoint import list_checkpoints, read_model_tensors
 from trainer.metrics import read_metrics
 
 SETTINGS = [
@@ -49,3 +54,47 @@ def kill_and_compare(tmp_path: Path, forks: Any, *options: str, kills: int) -> N
 
 def test_one_of_two_ranks_killed_it_goes_on_to_the_last_bit(tmp_path: Path, forks: Any) -> None:
     kill_and_compare(tmp_path, forks, kills=5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_twenty_kills_of_one_of_two_ranks(tmp_path: Path, forks: Any, layout: str) -> None:
+    kill_and_compare(tmp_path, forks, f"training.parallel.kind={layout}", kills=20)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp"])
+def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, forks: Any, layout: str) -> None:
+    folder, log, kind = tmp_path / "run", tmp_path / "log", f"training.parallel.kind={layout}"
+    pids = forks.start_ranks(2, arguments(folder, kind, "training.max_steps=400"), log=log)
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 3) and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(pids[1], signal.SIGUSR1)
+    assert forks.wait_for_all(pids) == [75, 75], log.read_text()
+    stopped = len(rows(folder))
+    assert list_checkpoints(folder / "checkpoints")[-1].name == f"step-{stopped:08d}"
+    few = f"training.max_steps={stopped + 2}"
+    assert forks.run_ranks(2, arguments(folder, kind, few, "--resume"), log=log) == [0, 0], log.read_text()
+    assert len(rows(folder)) == stopped + 2
+
+
+def test_from_one_rank_to_two_to_four_each_sample_is_seen_once(tmp_path: Path, forks: Any) -> None:
+    """The global batches are those of a run on one rank, so the losses are too, but for rounding."""
+    whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
+    same = ("model.dropout=0", "training.max_steps=9")  # dropout would be drawn anew by other ranks
+    assert forks.run(arguments(whole, *same), log=log) == 0, log.read_text()
+    seen = [tmp_path / f"seen{number}" for number in range(3)]
+    for number, (count, layout, stop) in enumerate([(1, "auto", 3), (2, "fsdp", 6), (4, "fsdp", 9)]):
+        options = [*same, f"training.parallel.kind={layout}", f"--stop-at={stop}"]
+        resume = ["--resume"] if number else []
+        orders = {rank: {"samples": f"{seen[number]}-{rank}"} for rank in range(count)}
+        codes = forks.run_ranks(count, arguments(folder, *options, *resume), log=log, orders=orders)
+        assert codes == [0] * count, log.read_text()
+    positions = [int(position) for file in tmp_path.glob("seen*") for position in file.read_text().split()]
+    assert sorted(positions) == list(range(9 * 8))
+    for once, again in zip(rows(whole), rows(folder), strict=True):
+        assert once[2] == pytest.approx(again[2], rel=1e-5)
+        assert once[-1] == again[-1]
+    ends = [read_model_tensors(list_checkpoints(run / "checkpoints")[-1]) for run in (whole, folder)]
+    for name, tensor in ends[0].items():
+        assert (tensor - ends[1][name]).abs().max() < 1e-4, name

@@ -21,6 +21,11 @@ T = TypeVar("T")
 
 TIMEOUT_MINUTES = 30.0
 
+_kept: list[Any] = []
+# Groups are kept until the process ends. Their destructor waits for their threads, and one of those may still
+# be about to let go of a tensor, for which it needs the interpreter's lock, which the destructor's caller
+# holds: seen with gloo in torch 2.13, where DistributedDataParallel had the last reference to the group.
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -115,6 +120,17 @@ class Ranks:
         dist.all_gather(every, own)
         return [numbers.tolist() for numbers in every]
 
+    def host_group(self) -> dist.ProcessGroup | None:
+        """Make one more group of all ranks that talks on the host, for a thread; None where this is alone.
+
+        Messages of a thread must not get between those of the training: they need a group to themselves.
+        """
+        if self.alone:
+            return None
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        _kept.append(group)
+        return group
+
     def _reduce(self, numbers: Sequence[float], how: Any) -> list[float]:
         if self.alone:
             return list(map(float, numbers))
@@ -171,4 +187,5 @@ def join(device: str = "auto", *, timeout_minutes: float = TIMEOUT_MINUTES) -> R
 def leave() -> None:
     """Leave the process group, where there is one."""
     if dist.is_available() and dist.is_initialized():
+        _kept.append(dist.group.WORLD)
         dist.destroy_process_group()
