@@ -1,0 +1,14 @@
+"""RWKV-7's time mixing, a mixer for `implicit_blocks`: the module that its entry point names."""
+
+from __future__ import annotations
+
+from implicit_blocks.hookspecs import Add, hookimpl
+from implicit_blocks_rwkv7.spec import RWKV7Spec
+
+__all__ = ["RWKV7Spec", "register_components"]
+
+
+@hookimpl
+def register_components(add: Add) -> None:
+    """Register the mixer. The builder is an import string, so that knowing the kind imports no torch."""
+    add("mixer", RWKV7Spec, "implicit_blocks_rwkv7.mixer:RWKV7")

@@ -1,0 +1,245 @@
+"""RWKV-7's time mixing on the windowed contract: B. Peng et al., 2025, section 4.
+
+Shape legend: B batch, L tokens of the window, D model width, H heads, K head width, I inner width = H · K, R
+ranks of the low-rank maps together, U injection width = 3 I + R.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+
+from implicit_blocks import Mixer, Window
+from implicit_blocks.layers import Linear, at_least_float32
+from implicit_blocks_rwkv7.delta_rule import generalized_delta_rule
+from implicit_blocks_rwkv7.kernels import generalized_delta_rule_fla
+from implicit_blocks_rwkv7.spec import RWKV7Spec
+
+FASTEST_DECAY = math.exp(-0.5)
+"""Logarithms of decays are above minus this."""
+
+SHIFT_POWERS = {"r": 0.2, "k": 0.7, "v": 0.7, "decay": 0.9, "rate": 0.9, "gate": 0.2}
+"""How the initial share of the token before falls off from channel to channel, as published."""
+
+
+class RWKV7State(NamedTuple):
+    """What committed tokens leave: the last real token's input, (B, D), and S, (B, H, K, K).
+
+    ``S`` is kept in float32 or better.
+    """
+
+    last_BD: Tensor
+    S_BHKV: Tensor
+
+
+class RWKV7Context(NamedTuple):
+    """Whether the window begins a sequence; its padding and documents, None where there are none."""
+
+    begins: bool
+    valid_BL: Tensor | None = None
+    last_real_B: Tensor | None = None  # where the last real input stands behind the state's, 0 being that
+    documents_BL: Tensor | None = None
+    same_before_BL: Tensor | None = None  # whether the token before is of the same document
+    initial_document_B: Tensor | None = None
+
+
+class RWKV7(Mixer):
+    """A matrix state that decays channel by channel and corrects itself at a learned rate.
+
+    With ``x_c`` the mixer's input drawn towards that of the token before, ``z_t + μ_c (z_{t−1} − z_t)``, and
+    each projection met by its part of the injection: ``r, k, v = W x + u``; ``log w = −e^{−1/2} σ(w_0 + W'
+    tanh(W x + u))``; learning rate ``a = σ(a_0 + W' (W x + u))``; gate ``g = W' σ(W x + u)``; removal key
+    ``κ̂ = k ⊙ ξ``, divided by its length in each head; replacement key ``k̃ = k ⊙ (1 + (a − 1) ⊙ α)``;
+
+        ``S_t = (diag(w_t) − (a_t ⊙ κ̂_t) κ̂_tᵀ) S_{t−1} + k̃_t v_tᵀ``, ``o_t = S_tᵀ r_t``,
+
+    ``y = W_o (g ⊙ (LayerNorm(o) + (r · (ρ ⊙ k̃)) v))``, norm and bonus head by head. With
+    ``negative_eigenvalues`` the correction is doubled, as in the paper's proofs of expressivity.
+
+    Two departures: the first layer's values are not mixed into the later ones', since a mixer knows no other
+    layer; and the injection comes to the projections, not to their shifted input.
+
+    Args:
+        spec: heads, widths and ranks.
+        d_model: width of the residual stream.
+
+    """
+
+    def __init__(self, spec: RWKV7Spec, *, d_model: int) -> None:
+        super().__init__()
+        spec.check(d_model)
+        self.spec, inner = spec, spec.inner_width
+        self.shift = nn.ParameterDict({name: torch.empty(d_model) for name in SHIFT_POWERS})
+        widths = (inner, inner, inner, spec.decay_rank, spec.rate_rank, spec.gate_rank)
+        self.widths = dict(zip(SHIFT_POWERS, widths, strict=True))
+        self.projections = nn.ModuleDict(
+            {name: Linear(d_model, width, bias=False) for name, width in self.widths.items()}
+        )
+        self.decay_up = Linear(spec.decay_rank, inner, bias=False)
+        self.rate_up = Linear(spec.rate_rank, inner, bias=False)
+        self.gate_up = Linear(spec.gate_rank, inner, bias=False)
+        self.w_0 = nn.Parameter(torch.empty(inner))
+        self.a_0 = nn.Parameter(torch.empty(inner))
+        self.xi = nn.Parameter(torch.empty(inner))
+        self.alpha = nn.Parameter(torch.empty(inner))
+        self.rho = nn.Parameter(torch.empty(inner))
+        self.norm_weight = nn.Parameter(torch.empty(inner))
+        self.norm_bias = nn.Parameter(torch.empty(inner))
+        self.out_proj = Linear(inner, d_model, bias=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the vectors as published for a first layer; ρ to 0."""
+        with torch.no_grad():
+            for name, power in SHIFT_POWERS.items():
+                share = torch.arange(self.shift[name].numel()) / self.shift[name].numel()
+                self.shift[name].copy_(1 - share.pow(power))
+            places = torch.arange(self.w_0.numel()) / max(1, self.w_0.numel() - 1)
+            self.w_0.copy_(-6.5 + 5 * places.pow(0.85))
+            for vector, value in (
+                (self.a_0, 0.0),
+                (self.xi, 0.85),
+                (self.alpha, 1.0),
+                (self.rho, 0.0),
+                (self.norm_weight, 1.0),
+                (self.norm_bias, 0.0),
+            ):
+                vector.fill_(value)
+
+    @property
+    def injection_width(self) -> int:
+        """Width of r, k, v and the low-rank maps' hidden layers together."""
+        return sum(self.widths.values())
+
+    def initial_state(
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+    ) -> RWKV7State:
+        """Return zeros; the state's size does not depend on the number of tokens."""
+        wide = torch.promote_types(dtype, torch.float32)
+        shape = (batch_size, self.spec.n_heads, self.spec.head_dim, self.spec.head_dim)
+        return RWKV7State(
+            torch.zeros(batch_size, self.out_proj.out_features, device=device, dtype=wide),
+            torch.zeros(shape, device=device, dtype=wide),
+        )
+
+    def select_rows(self, state: RWKV7State, rows: Tensor) -> RWKV7State:
+        """Return the state of these rows."""
+        return RWKV7State(state.last_BD[rows], state.S_BHKV[rows])
+
+    def prepare(self, window: Window) -> RWKV7Context:
+        """Find the last real token, and the documents around the window."""
+        context: RWKV7Context = window.once(type(self), lambda: _context(window))
+        return context
+
+    def forward(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: RWKV7State, context: RWKV7Context
+    ) -> Tensor:
+        """Mix the window."""
+        y, _ = self._mix(z_BLD, u_BLU, state, context)
+        return y
+
+    def advance(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: RWKV7State, context: RWKV7Context
+    ) -> tuple[Tensor, RWKV7State]:
+        """Mix the window and return the state after it."""
+        y, S = self._mix(z_BLD, u_BLU, state, context)
+        if context.last_real_B is None:
+            return y, RWKV7State(z_BLD[:, -1].clone(), S)
+        inputs = torch.cat((state.last_BD[:, None].to(z_BLD.dtype), z_BLD), dim=1)
+        rows = torch.arange(inputs.shape[0], device=inputs.device)
+        return y, RWKV7State(inputs[rows, context.last_real_B], S)
+
+    def _mix(
+        self, z: Tensor, u: Tensor | None, state: RWKV7State, context: RWKV7Context
+    ) -> tuple[Tensor, Tensor]:
+        spec = self.spec
+        projected = self._project(z, u, state, context)
+        r, k, v = projected["r"], projected["k"], projected["v"]
+        decay = at_least_float32(self.decay_up(torch.tanh(projected["decay"])))
+        log_w = -FASTEST_DECAY * torch.sigmoid(decay + at_least_float32(self.w_0))
+        rate = torch.sigmoid(at_least_float32(self.rate_up(projected["rate"])) + at_least_float32(self.a_0))
+        gate = self.gate_up(torch.sigmoid(projected["gate"]))
+        wide_k = at_least_float32(k)
+        kappa = _unit(self._heads(wide_k * at_least_float32(self.xi)))
+        key = wide_k * (1 + (rate - 1) * at_least_float32(self.alpha))
+        correction = self._heads(rate) * kappa * (2.0 if spec.negative_eigenvalues else 1.0)
+        if context.valid_BL is not None:  # padding feeds nothing in, and the state stands still
+            valid = context.valid_BL[:, :, None]
+            key, log_w = key.where(valid, 0.0), log_w.where(valid, 0.0)
+            correction = correction.where(valid[..., None], 0.0)
+        heads_r, heads_k, heads_v = (self._heads(x) for x in (r, key, v))
+        tensors = (heads_r, self._heads(log_w), heads_k, heads_v, -kappa, correction)
+        before = None if context.begins else state.S_BHKV
+        if spec.backend == "fla":
+            o, S = generalized_delta_rule_fla(
+                *tensors, initial_state_BHKV=before, documents_BL=context.documents_BL
+            )
+        else:
+            o, S = generalized_delta_rule(
+                *tensors,
+                initial_state_BHKV=before,
+                chunk_size=spec.chunk_size,
+                documents_BL=context.documents_BL,
+                initial_document_B=context.initial_document_B,
+            )
+        wide = at_least_float32(o)
+        normed = F.layer_norm(wide, wide.shape[-1:], eps=spec.norm_eps * spec.head_dim).flatten(-2)
+        normed = torch.addcmul(self.norm_bias.to(wide.dtype), normed, self.norm_weight.to(wide.dtype))
+        bonus = (heads_r * self._heads(at_least_float32(self.rho)) * heads_k).sum(-1, keepdim=True) * heads_v
+        y: Tensor = self.out_proj(gate * (normed + bonus.flatten(-2)))
+        return y, S
+
+    def _project(
+        self, z: Tensor, u: Tensor | None, state: RWKV7State, context: RWKV7Context
+    ) -> dict[str, Tensor]:
+        """Return the projections of the shifted inputs, each with its part of the injection."""
+        inputs = z if context.valid_BL is None else z.where(context.valid_BL[:, :, None], 0.0)
+        before = torch.cat((state.last_BD[:, None].to(z.dtype), inputs[:, :-1]), dim=1)
+        if context.same_before_BL is not None:
+            before = before.where(context.same_before_BL[:, :, None], 0.0)
+        change = before - inputs
+        injected = [None] * len(self.widths) if u is None else u.split(tuple(self.widths.values()), dim=-1)
+        projected = {}
+        for (name, projection), part in zip(self.projections.items(), injected, strict=True):
+            shifted = torch.addcmul(inputs, change, self.shift[name].to(z.dtype))
+            value: Tensor = projection(shifted)
+            projected[name] = value if part is None else value + part
+        return projected
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (self.spec.n_heads, self.spec.head_dim))
+
+    def output_projections(self) -> Sequence[nn.Module]:
+        """Return the output projection."""
+        return (self.out_proj,)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Divide by the length over the last dimension; zeros stay zeros, and gradients have no jump there."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _context(window: Window) -> RWKV7Context:
+    valid, documents, start = window.valid_BL, window.documents_BT, window.start
+    last = None
+    if valid is not None:
+        order = torch.arange(1, window.length + 1, device=window.device)
+        last = (valid * order).amax(1)  # how many tokens up to and with the last real one
+    if documents is None:
+        return RWKV7Context(start == 0, valid, last)
+    if start == 0:
+        before = documents[:, :1]
+    elif window.valid_BT is None:
+        before = documents[:, start - 1 : start]
+    else:  # the state holds the last real input: this is its document
+        order = torch.arange(1, start + 1, device=window.device)
+        place = (window.valid_BT[:, :start] * order).amax(1, keepdim=True)
+        before = documents.gather(1, (place - 1).clamp(min=0))
+    own = documents[:, start:]
+    same = own == torch.cat((before, own[:, :-1]), dim=1)
+    return RWKV7Context(start == 0, valid, last, own, same, documents[:, start - 1] if start else None)

@@ -1,0 +1,66 @@
+"""What a YAML file says of the mixer, and what the mixer costs. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from implicit_blocks.specs import MixerSpec, Parameters
+
+
+class RWKV7Spec(MixerSpec):
+    """RWKV-7's time mixing: B. Peng et al., "RWKV-7 'Goose'", 2025."""
+
+    kind: Literal["rwkv7"] = "rwkv7"
+    n_heads: PositiveInt
+    """Heads, each with a state of its own."""
+    head_dim: PositiveInt
+    """Width K of a head: its state has K · K numbers."""
+    decay_rank: PositiveInt = 32
+    """Hidden width of the low-rank map that gives the decays."""
+    rate_rank: PositiveInt = 32
+    """Hidden width of the low-rank map that gives the in-context learning rates."""
+    gate_rank: PositiveInt = 64
+    """Hidden width of the low-rank map that gives the output gate."""
+    negative_eigenvalues: bool = False
+    """Correct by up to twice the old answer, so that the state can be reflected."""
+    chunk_size: Annotated[int, Field(ge=1, le=64)] = 32
+    """Tokens that the plain scan takes at once: changes speed, not values."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the variance in each head's norm, times head_dim, as published."""
+    backend: Literal["plain", "fla"] = "plain"
+    """`plain`: PyTorch, anywhere. `fla`: flash-linear-attention's kernels, for 16-bit floats on a GPU."""
+
+    @property
+    def inner_width(self) -> int:
+        """Width of all heads together."""
+        return self.n_heads * self.head_dim
+
+    @property
+    def ranks(self) -> int:
+        """Hidden widths of the three low-rank maps together."""
+        return self.decay_rank + self.rate_rank + self.gate_rank
+
+    def injection_width(self, d_model: int) -> int:
+        """Count receptance, key, value, and what goes into the three low-rank maps."""
+        return 3 * self.inner_width + self.ranks
+
+    def parameter_count(self, d_model: int) -> Parameters:
+        """Count projections, low-rank maps, token shift, and seven vectors of the inner width."""
+        inner = self.inner_width
+        projections = d_model * (4 * inner + self.ranks) + self.ranks * inner
+        rows = 6 * inner + self.ranks + d_model
+        return Parameters(projections + 6 * d_model + 7 * inner, rows)
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        """Count projections, low-rank maps, and the chunked scan.
+
+        In a chunk of Q tokens the scan forms four Q × Q products of K-wide vectors, solves a triangular
+        system with 2 K right-hand sides, and applies three Q × Q to the values; the state is read twice and
+        written twice a token, K · K each.
+        """
+        chunk, head = min(self.chunk_size, length), self.head_dim
+        inner = self.inner_width
+        projections = 2 * (d_model * (4 * inner + self.ranks) + self.ranks * inner)
+        return float(projections + self.n_heads * (16 * chunk * head + 8 * head * head))

@@ -1,0 +1,59 @@
+"""The spec: its costs are those of the mixer it describes, and what doesn't fit is refused."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from implicit_blocks_rwkv7 import RWKV7Spec
+from pydantic import ValidationError
+
+import implicit_blocks as ib
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_parameters_are_counted_as_built(heads):
+    spec = RWKV7Spec(n_heads=heads, head_dim=8, decay_rank=3, rate_rank=5, gate_rank=7)
+    with torch.device("meta"):
+        mixer = ib.build(spec, d_model=20)
+    counted = spec.parameter_count(20)
+    assert counted.weights == sum(weight.numel() for weight in mixer.parameters())
+    rows = sum(p.shape[0] for p in mixer.parameters() if p.ndim > 1)
+    assert counted.weight_normed_rows == rows
+    assert spec.injection_width(20) == mixer.injection_width
+
+
+def test_operations_grow_with_the_state_and_not_with_the_length():
+    spec = RWKV7Spec(n_heads=3, head_dim=8)
+    assert spec.flops_per_token(20, 64) == spec.flops_per_token(20, 4096)
+    wider = RWKV7Spec(n_heads=3, head_dim=16)
+    assert wider.flops_per_token(20, 64) > spec.flops_per_token(20, 64)
+
+
+@pytest.mark.parametrize(
+    ("fields", "place", "message"),
+    [
+        ({"n_heads": 0}, "n_heads", "greater than 0"),
+        ({"chunk_size": 128}, "chunk_size", "less than or equal to 64"),
+        ({"negative_eigenvalue": True}, "negative_eigenvalue", "'negative_eigenvalues'"),
+        ({"backend": "triton"}, "backend", "'plain' or 'fla'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_in_its_place(fields, place, message):
+    with pytest.raises(ValidationError) as caught:
+        RWKV7Spec.model_validate({"n_heads": 2, "head_dim": 4, **fields})
+    (error,) = caught.value.errors()
+    assert error["loc"] == (place,)
+    assert message in error["msg"]
+
+
+def test_knowing_the_kind_imports_no_torch():
+    code = (
+        "import sys; from implicit_blocks import registry; "
+        "entry = registry.entry('mixer', 'rwkv7'); "
+        "assert entry.owner == 'implicit-blocks-rwkv7', entry; assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
