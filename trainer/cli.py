@@ -51,6 +51,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--dry-run", action="store_true", help="print size, cost, memory and phases; train nothing"
     )
+    made.add_argument("--ranks", type=int, metavar="N", help="dry run: for so many processes (default 1)")
+    made.add_argument(
+        "--rate",
+        metavar="TOKENS/S",
+        help="dry run: how long the run takes at this measured rate, or bounded=20000,free=9000 by phase",
+    )
     made.add_argument(
         "--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda where there is one)"
     )
@@ -65,6 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.error("give a spec by --spec, or a run to go on with by --resume --output DIR")
     if options.stop_at is not None and options.stop_at < 1:
         command.error(f"--stop-at {options.stop_at}: give a step from 1 up")
+    if options.ranks is not None and options.ranks < 1:
+        command.error(f"--ranks {options.ranks}: give a number from 1 up")
+    if not options.dry_run and (options.ranks is not None or options.rate is not None):
+        command.error("--ranks and --rate are for --dry-run; a run has as many processes as torchrun starts")
     try:
         code = _carry_out(options, command=["python", "-m", "trainer", *(arguments or sys.argv[1:])])
         if not options.dry_run and code in (0, INTERRUPTED, TO_BE_RESUMED):
@@ -84,7 +94,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         if options.dry_run:
             from trainer.dry_run import describe  # torch-free, so that it answers in a moment
 
-            print(describe(spec, name=name))
+            print(describe(spec, name=name, ranks=options.ranks or 1, rate=options.rate))
             return 0
         import torch
 

@@ -2,90 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
 from implicit_blocks.specs.counting import (
     count_flops,
     count_parameters,
     training_flops_per_token,
 )
-from implicit_blocks.specs.model import LanguageModelSpec
-from trainer.display import magnitude
+from trainer.display import duration, magnitude
+from trainer.memory import GPU_BYTES, estimate_memory, work_out
 from trainer.spec import Phase, RunSpec
 
-_FLOAT32 = 4
-_LOGIT_COPIES = 3
-"""Float32 arrays of the size of a chunk's logits alive at once."""
-_LOGIT_CHUNK = 1 << 27
-"""Entries of a chunk's logits, as `implicit_blocks.ops.cross_entropy` cuts them."""
-_VALUES_A_WEIGHT_COLUMN = 2
-"""Values a layer keeps for backward, a token, for each output of its matrices: the output, and what the next
-operation makes of it. Against measured peaks of the paper's models in bfloat16 this is right for attention
-with a fused kernel and up to 40 % too much for Mamba2 with one; plain PyTorch kernels keep more."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes of a training step on one device."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
-    logits: int
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        return self.weights + self.gradients + self.optimizer + self.activations + self.logits
-
-
-def estimate_memory(spec: RunSpec, phase: Phase) -> Memory | None:
-    """Return the bytes of a step of ``phase`` on one device; None where a size isn't known.
-
-    Float32 weights and gradients, two moments for AdamW, the activations of one micro-batch for as many
-    passes through the layers as are differentiated, and the logits.
-    """
-    model, counts = phase.model, count_parameters(phase.model)
-    if counts is None or counts.total is None or not isinstance(model, LanguageModelSpec):
-        return None
-    parts = [part for part in (model.mixer, model.mlp) if part is not None]
-    sizes = [part.parameter_count(model.d_model) for part in parts]
-    if None in sizes:
-        return None
-    columns = sum(size.weights / model.d_model for size in sizes if size is not None)
-    tokens = phase.training.sequences_at_once * spec.data.length
-    width = 2 if phase.training.precision == "bfloat16" else _FLOAT32
-    # Beside what the matrices make: the residual stream, in float32, before each branch.
-    layer = _VALUES_A_WEIGHT_COLUMN * columns * width + len(parts) * model.d_model * _FLOAT32
-    passes = _differentiated_passes(model)
-    return Memory(
-        weights=_FLOAT32 * counts.total,
-        gradients=_FLOAT32 * counts.total,
-        optimizer=2 * _FLOAT32 * counts.total,
-        activations=round(tokens * passes * model.n_layers * layer),
-        # A chunk of them at a time, and the head's own gradient, kept until backward.
-        logits=_FLOAT32
-        * (
-            _LOGIT_COPIES * min(tokens * model.padded_vocab_size, _LOGIT_CHUNK)
-            + model.padded_vocab_size * model.d_model
-        ),
-    )
-
-
-def _differentiated_passes(model: ModelSpec) -> int:
-    """Return how many passes through the layers are kept for backward."""
-    if not isinstance(model, ImplicitLMSpec) or getattr(model.gradient, "checkpointing", False):
-        return 1
-    return int(getattr(model.gradient, "steps", 1))
-
-
-def describe(spec: RunSpec, *, name: str) -> str:
+def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = None) -> str:
     """Return what a run would take, for people to read.
 
+    Args:
+        spec: the run.
+        name: what to call it.
+        ranks: processes, one GPU each.
+        rate: measured tokens a second of the whole run: a number, or one for each phase, such as
+            ``bounded=20000,free=9000``.
+
     Raises:
-        ValueError: the data are named but can't be read.
+        ValueError: the data are named but can't be read; a layout these ranks can't have; a rate that is no
+            positive number, or lacks a phase.
 
     """
     training, phases = spec.training, spec.phase_specs()
@@ -100,17 +40,27 @@ def describe(spec: RunSpec, *, name: str) -> str:
             [
                 f"{spec.total_steps:,} steps of {training.batch_size:,} x {spec.data.length:,} = "
                 f"{tokens:,} tokens, {magnitude(spec.total_steps * tokens)} tokens in all",
-                f"micro-batches of {training.sequences_at_once}, {training.precision}, "
-                f"{training.optimizer.kind}, {training.schedule.kind}",
+                f"micro-batches of {min(training.sequences_at_once, training.share(ranks))}, "
+                f"{training.precision}, {training.optimizer.kind}, {training.schedule.kind}",
             ],
         ),
+        *_section("ranks", _ranks(spec, ranks)),
     ]
+    rates = _rates(rate, [phase.name for phase in phases])
     total: float | None = 0.0
+    seconds = 0.0
     for phase in phases:
-        described, flops = _phase(spec, phase)
+        described, flops = _phase(spec, phase, ranks)
+        if phase.name in rates:
+            taken = (phase.last_step - phase.first_step) * tokens / rates[phase.name]
+            described.append(f"{duration(taken)} at {rates[phase.name]:,.0f} tokens/s")
+            seconds += taken
         lines += _section(f"phase {phase.name}", described)
         total = None if total is None or flops is None else total + flops
-    lines += _section("whole run", ["not known" if total is None else f"at most {_scaled(total)}FLOP"])
+    whole = ["not known" if total is None else f"at most {_scaled(total)}FLOP"]
+    if rates:
+        whole.append(f"{duration(seconds)} for {magnitude(spec.total_steps * tokens)} tokens")
+    lines += _section("whole run", whole)
     evaluated = f"lengths {', '.join(map(str, spec.evaluation.lengths or (spec.data.length,)))}"
     if spec.evaluation.identity_probabilities:
         evaluated += f"; p {', '.join(f'{p:g}' for p in spec.evaluation.identity_probabilities)}"
@@ -139,7 +89,45 @@ def _parameters(model: ModelSpec) -> list[str]:
     return [f"{total}: {', '.join(parts)}"]
 
 
-def _phase(spec: RunSpec, phase: Phase) -> tuple[list[str], float | None]:
+def _ranks(spec: RunSpec, ranks: int) -> list[str]:
+    if ranks == 1:
+        return ["1 (--ranks N for more)"]
+    spread = work_out(spec, ranks)
+    if spread is None:
+        return [f"{ranks}, layout not known: it depends on the model's size"]
+    whole = {
+        "ddp": "each with the whole state",
+        "fsdp": f"each with 1/{spread.shards} of the state",
+        "hsdp": f"in groups of {spread.shards}, each rank with 1/{spread.shards} of the state",
+    }
+    assumed = (
+        f" (auto, for GPUs of {GPU_BYTES / 1e9:.0f} GB)" if spec.training.parallel.kind == "auto" else ""
+    )
+    return [f"{ranks}, {spread.kind}{assumed}: {whole[spread.kind]}"]
+
+
+def _rates(given: str | None, phases: list[str]) -> dict[str, float]:
+    """Return the tokens a second of each phase."""
+    if given is None:
+        return {}
+    entries = [entry.rpartition("=") for entry in given.split(",")]
+    try:
+        rates = {phase.strip(): float(number) for phase, _, number in entries}
+    except ValueError:
+        rates = {}
+    if not rates or min(rates.values()) <= 0:
+        raise ValueError(f"--rate {given!r} is no positive number of tokens a second; give one such as 20000")
+    if set(rates) == {""}:
+        return dict.fromkeys(phases, rates[""])
+    if set(rates) != set(phases):
+        raise ValueError(
+            f"--rate {given!r} must name each phase once; the phases are {', '.join(phases)}: "
+            f"{','.join(f'{phase}=20000' for phase in phases)}"
+        )
+    return rates
+
+
+def _phase(spec: RunSpec, phase: Phase, ranks: int) -> tuple[list[str], float | None]:
     steps = phase.last_step - phase.first_step
     lines = [f"steps {phase.first_step + 1:,} to {phase.last_step:,}, {_search(phase.model)}"]
     length = spec.data.length
@@ -156,13 +144,13 @@ def _phase(spec: RunSpec, phase: Phase) -> tuple[list[str], float | None]:
         cost = f"{_scaled(least)}FLOP a token where one iteration suffices, {_scaled(flops)}FLOP at most"
     lines.append(f"{cost} ({_scaled(forward.layers)}FLOP one pass through the layers)")
     lines.append(f"{'' if least == flops else 'at most '}{_scaled(whole)}FLOP in all")
-    memory = estimate_memory(spec, phase)
+    memory = estimate_memory(spec, phase, ranks=ranks)
     if memory is not None:
-        lines.append(
-            f"memory about {_bytes(memory.total)}: weights {_bytes(memory.weights)}, "
-            f"gradients {_bytes(memory.gradients)}, optimizer {_bytes(memory.optimizer)}, "
-            f"activations {_bytes(memory.activations)}, logits {_bytes(memory.logits)}"
-        )
+        parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.parts().items())
+        again = phase.training.checkpoint_activations
+        computed = "" if again == "none" else f"; {again} computed again in backward"
+        each = "" if ranks == 1 else " a rank"
+        lines.append(f"memory about {_bytes(memory.total)}{each}: {parts}{computed}")
     return lines, whole
 
 

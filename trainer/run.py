@@ -27,7 +27,7 @@ from trainer.report import draw, read_run
 from trainer.resume import go_on
 from trainer.rng import seed_everything
 from trainer.run_folder import RunFolder, default_folder, differences, make_manifest
-from trainer.spec import RunSpec, TrainingSpec
+from trainer.spec import RunSpec
 from trainer.summary import summarize
 
 
@@ -133,7 +133,7 @@ def build(
         torch.set_num_threads(training.threads)
 
     def make() -> tuple[Callbacks, DataSource, Mapping[str, EvaluationSet], nn.Module]:
-        _require_equal_shares(training, ranks)
+        training.share(ranks.world_size)  # refused here where it is no whole number
         seed_everything(training.seed)
         callbacks = Callbacks.build(spec.callbacks)
         vocab_size = getattr(spec.model, "vocab_size", None)
@@ -206,14 +206,6 @@ def build(
         callbacks=callbacks,
     )
     return Run(name=name, spec=spec, folder=folder, model=model, ranks=ranks, loop=loop, manifest=manifest)
-
-
-def _require_equal_shares(training: TrainingSpec, ranks: Ranks) -> None:
-    if training.batch_size % ranks.world_size:
-        raise ValueError(
-            f"training.batch_size {training.batch_size} can't be shared equally by {ranks.world_size} "
-            "processes; choose a multiple of their number, or another number of processes"
-        )
 
 
 def _method(model: nn.Module, spec: RunSpec, name: str, instead: str) -> Callable[..., None]:

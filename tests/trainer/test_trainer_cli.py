@@ -15,7 +15,7 @@ import yaml
 
 from implicit_blocks.specs import load_spec
 from trainer.cli import main
-from trainer.dry_run import estimate_memory
+from trainer.memory import estimate_memory
 from trainer.metrics import read_metrics
 from trainer.spec import RunSpec
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,14 +23,7 @@ from implicit_blocks.held_weights import WEIGHTS_COME_AND_GO
 from implicit_blocks.specs import ModelSpec
 from implicit_blocks.stopping import RankAgreement, fixed_budget
 from trainer.distributed.ranks import Ranks
-from trainer.specs.parallel import ParallelSpec
-
-Kind = Literal["none", "ddp", "fsdp", "hsdp"]
-
-STATE_BYTES = 16
-"""Of a parameter, in training: the weight, its gradient and two moments, all float32."""
-DDP_SHARE = 0.2
-"""Of a GPU's memory: where the state takes more, `auto` shards it."""
+from trainer.specs.parallel import Kind, ParallelSpec, Spread
 
 
 @dataclass(frozen=True)
@@ -57,16 +50,16 @@ class Layout:
     def accumulating(self, *, last: bool) -> Iterator[None]:
         """Go through one micro-batch, forward and backward; gradients are exchanged with the last one only.
 
-        Sharded weights are gathered for the first one and stay until the last.
+        Sharded weights are gathered for the first one and stay until the last. Layers that are gathered one
+        by one exchange theirs with every micro-batch: what waits would be as large as the whole model.
         """
         context: AbstractContextManager[Any] = nullcontext()
         if isinstance(self.forward, DistributedDataParallel) and not last:
             context = self.forward.no_sync()
-        if isinstance(self.model, FSDPModule):
+        if isinstance(self.model, FSDPModule) and not self.communicates_in_the_loop:
             self.model.set_requires_gradient_sync(last)
             self.model.set_is_last_backward(last)
-            if not self.communicates_in_the_loop:
-                self.model.set_reshard_after_backward(last)
+            self.model.set_reshard_after_backward(last)
         with context:
             yield
 
@@ -115,16 +108,22 @@ def lay_out(
     if ranks.alone:
         model = model.to(ranks.device)
         return Layout("none", ranks, model, model)
-    kind = choose_kind(spec, ranks, parameters=sum(parameter.numel() for parameter in model.parameters()))
-    if kind == "ddp":
+    on_cuda = ranks.device.type == "cuda"
+    spread = spec.spread(
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        ranks=ranks.world_size,
+        ranks_a_machine=ranks.local_world_size,
+        memory=torch.cuda.get_device_properties(ranks.device).total_memory if on_cuda else None,
+    )
+    if spread.kind == "ddp":
         model = model.to(ranks.device)
-        device_ids = [ranks.device.index] if ranks.device.type == "cuda" else None
+        device_ids = [ranks.device.index] if on_cuda else None
         # No initial exchange: the ranks' weights are equal as they are built.
         wrapped = DistributedDataParallel(
             model, device_ids=device_ids, init_sync=False, gradient_as_bucket_view=True
         )
         return Layout("ddp", ranks, model, wrapped)
-    mesh = _mesh(kind, spec, ranks)
+    mesh = _mesh(spread, ranks)
     by_layer = spec.unit == "layer"
     model.register_forward_hook(_let_fsdp_see)
     if by_layer:
@@ -138,51 +137,13 @@ def lay_out(
     # pass; in float32, as they are kept: bfloat16 copies are made from them once a pass (autocast), while
     # norms and an SSM's A, dt and D are used in float32.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    return Layout(kind, ranks, model, model, communicates_in_the_loop=by_layer)
+    return Layout(spread.kind, ranks, model, model, communicates_in_the_loop=by_layer)
 
 
-def choose_kind(spec: ParallelSpec, ranks: Ranks, *, parameters: int) -> Kind:
-    """Return the layout of a spec for these ranks.
-
-    Raises:
-        ValueError: several processes for kind none; groups that don't come out even.
-
-    """
-    if spec.kind == "none":
-        raise ValueError(
-            f"training.parallel.kind is none, but there are {ranks.world_size} processes; choose auto, ddp, "
-            "fsdp or hsdp, or start one process"
-        )
-    kind: Kind = spec.kind if spec.kind != "auto" else _automatic(ranks, parameters)
-    if kind == "hsdp":
-        size = shard_size(spec, ranks)
-        if ranks.world_size % size:
-            raise ValueError(
-                f"training.parallel.shard_size {size} does not divide the {ranks.world_size} processes; "
-                "choose a divisor"
-            )
-    return kind
-
-
-def shard_size(spec: ParallelSpec, ranks: Ranks) -> int:
-    """Return how many ranks share one copy of the state under hsdp."""
-    return spec.shard_size if spec.shard_size is not None else ranks.local_world_size
-
-
-def _automatic(ranks: Ranks, parameters: int) -> Kind:
-    if ranks.device.type != "cuda":
-        return "ddp"
-    memory = torch.cuda.get_device_properties(ranks.device).total_memory
-    if STATE_BYTES * parameters <= DDP_SHARE * memory:
-        return "ddp"
-    return "fsdp" if ranks.world_size == ranks.local_world_size else "hsdp"
-
-
-def _mesh(kind: Kind, spec: ParallelSpec, ranks: Ranks) -> DeviceMesh:
-    if kind == "fsdp":
+def _mesh(spread: Spread, ranks: Ranks) -> DeviceMesh:
+    if spread.kind == "fsdp":
         return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("shard",))
-    size = shard_size(spec, ranks)
-    shape = (ranks.world_size // size, size)
+    shape = (ranks.world_size // spread.shards, spread.shards)
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 

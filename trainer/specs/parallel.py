@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import PositiveFloat, PositiveInt
 
 from implicit_blocks.specs import Spec
+
+Kind = Literal["none", "ddp", "fsdp", "hsdp"]
+
+STATE_BYTES = 16
+"""Of a parameter, in training: the weight, its gradient and two moments, all float32."""
+DDP_SHARE = 0.2
+"""Of a GPU's memory: where the state takes more, `auto` shards it."""
+
+
+class Spread(NamedTuple):
+    """A layout worked out for a number of ranks; ``shards`` is how many share one copy of the state."""
+
+    kind: Kind
+    shards: int
 
 
 class ParallelSpec(Spec):
@@ -29,3 +43,40 @@ class ParallelSpec(Spec):
     In other layouts each rank stops on its own."""
     timeout_minutes: PositiveFloat = 30.0
     """How long a rank waits for the others before it gives up."""
+
+    def spread(self, *, parameters: int, ranks: int, ranks_a_machine: int, memory: float | None) -> Spread:
+        """Work out the layout.
+
+        Args:
+            parameters: of the model.
+            ranks: processes of the run.
+            ranks_a_machine: processes of one machine.
+            memory: bytes of a GPU; None on the CPU.
+
+        Raises:
+            ValueError: several processes for kind none; groups that don't come out even.
+
+        """
+        if ranks == 1:
+            return Spread("none", 1)
+        if self.kind == "none":
+            raise ValueError(
+                f"training.parallel.kind is none, but there are {ranks} processes; choose auto, ddp, fsdp or "
+                "hsdp, or start one process"
+            )
+        kind: Kind
+        if self.kind != "auto":
+            kind = self.kind
+        elif memory is None or STATE_BYTES * parameters <= DDP_SHARE * memory:
+            kind = "ddp"
+        else:
+            kind = "fsdp" if ranks <= ranks_a_machine else "hsdp"
+        if kind != "hsdp":
+            return Spread(kind, ranks if kind == "fsdp" else 1)
+        shards = self.shard_size if self.shard_size is not None else ranks_a_machine
+        if ranks % shards:
+            raise ValueError(
+                f"training.parallel.shard_size {shards} does not divide the {ranks} processes; choose a "
+                "divisor"
+            )
+        return Spread(kind, shards)

@@ -159,6 +159,20 @@ class TrainingSpec(Spec):
         """Sequences that go through the model together."""
         return min(self.micro_batch_size or self.batch_size, self.batch_size)
 
+    def share(self, ranks: int) -> int:
+        """Sequences of a step that each of the ranks takes.
+
+        Raises:
+            ValueError: they can't be shared equally.
+
+        """
+        if self.batch_size % ranks:
+            raise ValueError(
+                f"training.batch_size {self.batch_size} can't be shared equally by {ranks} processes; choose "
+                "a multiple of their number, or another number of processes"
+            )
+        return self.batch_size // ranks
+
     def total_steps(self, length: int) -> int:
         """Count the steps of the run, in sequences of `length` tokens."""
         lengths = [] if self.max_steps is None else [self.max_steps]

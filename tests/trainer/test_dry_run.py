@@ -1,0 +1,116 @@
+"""The dry run's estimates for several ranks, checkpointed activations, and time at a measured rate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from implicit_blocks.specs import load_spec
+from trainer.__main__ import main
+from trainer.memory import Memory, estimate_memory, work_out
+from trainer.specs.parallel import ParallelSpec
+
+PARAMETERS = 1_324_083_184
+"""Of llama_1.3b."""
+
+
+def memory_of(*changes: str, ranks: int = 1, phase: int = 1) -> Memory:
+    spec: Any = load_spec("llama_1.3b", list(changes))
+    memory = estimate_memory(spec, spec.phase_specs()[phase], ranks=ranks)
+    assert memory is not None
+    return memory
+
+
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = main(["--spec", "llama_1.3b", "--dry-run", *arguments])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_a_rank_holds_its_share_of_the_state_and_the_model_for_a_time() -> None:
+    alone, ddp = memory_of(), memory_of("training.parallel.kind=ddp", ranks=8)
+    assert ddp == alone
+    fsdp = memory_of(ranks=8)
+    for name in ("weights", "gradients", "optimizer"):
+        assert getattr(fsdp, name) == pytest.approx(getattr(alone, name) / 8, rel=1e-6)
+    assert fsdp.gathered == 3 * 4 * PARAMETERS
+    assert (fsdp.activations, fsdp.logits) == (alone.activations, alone.logits)
+    hsdp = memory_of("training.parallel={kind: hsdp, shard_size: 2}", ranks=8)
+    assert hsdp.optimizer == pytest.approx(alone.optimizer / 2, rel=1e-6)
+    by_layer = memory_of("training.parallel={kind: fsdp, unit: layer}", ranks=8)
+    assert by_layer.gathered < fsdp.gathered / 4
+
+
+def test_checkpointed_activations_are_those_of_a_layer_or_of_a_step() -> None:
+    kept = memory_of()
+    steps = memory_of("training.checkpoint_activations=steps")
+    layers = memory_of("training.checkpoint_activations=layers")
+    assert layers.activations < steps.activations < kept.activations / 3
+    # The residual stream at the start of each of 24 layers of 4 steps: B x L x D float32 each, and one layer.
+    starts = 4 * 24 * 4 * 2048 * 2048 * 4
+    assert starts < layers.activations < starts + kept.activations / 90
+
+
+def test_a_micro_batch_is_no_larger_than_a_ranks_share() -> None:
+    assert memory_of("training.batch_size=8", ranks=8).activations == pytest.approx(
+        memory_of().activations / 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "machine", "memory", "expected"),
+    [
+        (1, 1, 80e9, ("none", 1)),
+        (8, 8, None, ("ddp", 1)),
+        (8, 8, 80e9, ("fsdp", 8)),
+        (8, 8, 141e9, ("ddp", 1)),
+        (16, 8, 80e9, ("hsdp", 8)),
+    ],
+)
+def test_auto_shards_what_is_large(ranks: int, machine: int, memory: Any, expected: Any) -> None:
+    found = ParallelSpec().spread(parameters=PARAMETERS, ranks=ranks, ranks_a_machine=machine, memory=memory)
+    assert found == expected
+
+
+def test_time_at_a_measured_rate(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(["--rate", "1e6", "training.max_tokens=3600000000", "--ranks", "8"], capsys)
+    assert code == 0
+    assert "48m" in out  # 0.8 of an hour of 3.6e9 tokens
+    assert "1h00m for 3.6B tokens" in out
+    assert "8, fsdp (auto, for GPUs of 80 GB): each with 1/8 of the state" in out
+    assert " a rank: weights 0.7 GB" in out
+    code, out, _ = run(["--rate", "bounded=1e6,free=5e5", "training.max_tokens=3600000000"], capsys)
+    assert code == 0
+    assert "1h12m for 3.6B tokens" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--rate", "fast"], "no positive number"),
+        (["--rate", "-1"], "no positive number"),
+        (["--rate", "free=3"], "the phases are bounded, free: bounded=20000,free=20000"),
+        (["--ranks", "3"], "batch_size 512 can't be shared equally by 3 processes"),
+        (["--ranks", "8", "training.parallel={kind: hsdp, shard_size: 3}"], "shard_size 3 does not divide"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(arguments, capsys)
+    assert code == 2
+    assert words in err
+
+
+def test_estimates_are_for_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--spec", "llama_1.3b", "--ranks", "2"])
+    assert "torchrun" in capsys.readouterr().err
+
+
+def test_one_layer_holds_no_more_than_the_whole() -> None:
+    assert work_out(load_spec("llama_1.3b"), 8) == ("fsdp", 8)  # type: ignore[arg-type]  # a run's
+    memory = memory_of("model.n_layers=1", "training.parallel={kind: fsdp, unit: layer}", ranks=8)
+    whole = memory_of("model.n_layers=1", "training.parallel={kind: fsdp}", ranks=8)
+    assert memory.gathered == whole.gathered
