@@ -217,12 +217,16 @@ def _method(model: nn.Module, spec: RunSpec, name: str, instead: str) -> Callabl
 
 
 def _changes(folder: RunFolder, spec: RunSpec) -> list[str]:
-    """Return how the run's spec differs from that in the folder; another model is refused."""
+    """Return how the run's spec differs from that in the folder; another model is refused.
+
+    Fields that a phase could change too, such as solver and gradient, don't make it another one.
+    """
     folder.require_run()
     # Validated again, so that fields this version added have their defaults on both sides.
     old = load_spec(str(folder.spec_path)).model_dump(mode="json")
     changes = differences(old, spec.model_dump(mode="json"))
-    of_model = [change for change in changes if change.startswith("model")]
+    free = tuple(f"model.{name}{end}" for name in spec.model.changeable for end in (".", ":"))
+    of_model = [c for c in changes if c.startswith("model") and not c.startswith(free)]
     if of_model:
         raise RunFolderError(
             f"{folder.path} holds a run of another model, so it can't be resumed with this spec "

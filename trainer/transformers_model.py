@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -122,22 +122,53 @@ class TransformersLM(nn.Module):
             raise ValueError("a model of transformers can't change while it trains; keep its spec as it is")
 
     def compile_layers(self) -> None:
-        """Compile the layers with ``torch.compile``, those that transformers could also checkpoint.
+        """Compile the layers with ``torch.compile``.
 
         Raises:
-            ValueError: the architecture has no such layers.
+            ValueError: the architecture doesn't say what its layers are.
 
         """
+        for layer in self._layers("training.compile_layers=false"):
+            layer.compile(dynamic=False)
+
+    def checkpoint_activations(self, what: Literal["none", "steps", "layers"]) -> None:
+        """Choose whether backward computes the layers' activations again instead of keeping them.
+
+        ``steps`` and ``layers`` are the same: there is one pass through the layers.
+
+        Raises:
+            ValueError: the architecture doesn't offer it.
+
+        """
+        if what != "none":
+            self._layers("training.checkpoint_activations=none")
+        # Older versions of transformers call it gradient checkpointing.
+        stem = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
+        if what == "none":
+            getattr(self.model, f"{stem}_checkpointing_disable")()
+        else:
+            getattr(self.model, f"{stem}_checkpointing_enable")({"use_reentrant": False})
+
+    def sharding_units(self) -> list[nn.Module]:
+        """Return the layers, which may be sharded over processes one by one.
+
+        Raises:
+            ValueError: the architecture doesn't say what its layers are.
+
+        """
+        return self._layers("training.parallel.unit=loop")
+
+    def _layers(self, instead: str) -> list[nn.Module]:
+        """Return the layers: what transformers knows to checkpoint."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise ValueError(
-                f"{self.model.config.model_type!r} of transformers has no layers that are known to compile; "
-                "set training.compile_layers=false"
+                f"{self.model.config.model_type!r} of transformers does not say what its layers are; "
+                f"set {instead}"
             )
-        for layer in layers:
-            layer.compile(dynamic=False)
+        return layers
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters that weight decay applies to (matrices, embedding) and the others, each once.

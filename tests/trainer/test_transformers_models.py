@@ -227,6 +227,24 @@ def test_layers_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [type(layer).__name__ for layer in compiled] == ["LlamaDecoderLayer"] * 2
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_layers_can_be_computed_again_in_backward(architecture: str) -> None:
+    torch.manual_seed(0)
+    config = {**CONFIGS[architecture], **({"attention_dropout": 0.0} if architecture == "llama" else {})}
+    model = TransformersLM(spec_of(architecture, config=config)).train()
+    assert len(model.sharding_units()) == config["num_hidden_layers"]
+    ids = torch.randint(6, (2, 8))
+    gradients = []
+    for what in ("none", "layers", "none"):
+        model.zero_grad()
+        model.checkpoint_activations(what)
+        model(ids, labels=ids).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    for kept, again, kept_too in zip(*gradients, strict=True):
+        torch.testing.assert_close(kept, again)
+        torch.testing.assert_close(kept, kept_too)
+
+
 def test_nothing_can_be_reconfigured() -> None:
     model = model_of("llama")
     model.reconfigure(spec_of("llama"))
