@@ -60,17 +60,19 @@ def draw(drawn: Sequence[Panel], output: Path, *, title: str) -> None:
 
 def _draw_scores(axes: Axes, budgets: Sequence[Scores], headers: Sequence[str], what: str) -> None:
     steps = [_budget(scores) for scores in budgets]
+    seen: list[float] = []
     for number, header in enumerate(headers):
         mean = header == "mean"
         color = _DARK if mean else _COLORS[number % len(_COLORS)]
         values = [scores.columns()[header] for scores in budgets]
         axes.plot(steps, values, "o-", color=color, linewidth=2.6 if mean else 1.7, label=header)
-    if what == "Perplexity":
+        seen += values
+    if what == "Perplexity" and max(seen) > 5 * min(seen):
         axes.set_yscale("log")
     _iterations_axis(axes, steps)
     axes.set_ylabel(what.lower())
     axes.set_title(f"{what} against self-iterations")
-    axes.legend(frameon=True, framealpha=0.85, edgecolor="none", fontsize=9)
+    _legend(axes)
 
 
 def _draw_search(axes: Axes, budgets: Sequence[Scores]) -> None:
@@ -89,7 +91,7 @@ def _draw_search(axes: Axes, budgets: Sequence[Scores]) -> None:
     axes.set_ylim(-3, 103)
     axes.set_ylabel("sequences that converged (%)")
     axes.set_title("Converged within the self-iterations allowed")
-    axes.legend(frameon=True, framealpha=0.85, edgecolor="none", fontsize=9)
+    _legend(axes)
 
 
 def _draw_lengths(axes: Axes, lengths: Sequence[EvaluationResult]) -> None:
@@ -99,6 +101,11 @@ def _draw_lengths(axes: Axes, lengths: Sequence[EvaluationResult]) -> None:
     axes.set_xlabel("sequence length (tokens)")
     axes.set_ylabel("perplexity")
     axes.set_title("Perplexity against length")
+
+
+def _legend(axes: Axes) -> None:
+    # Beside the axes: the curves of seven tasks leave no place free.
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
 
 
 def _iterations_axis(axes: Axes, steps: Sequence[int]) -> None:

@@ -266,4 +266,6 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _cell(name: str, value: float) -> str:
-    return f"{value:.2f}" if "ppl" in name or "perplexity" in name else f"{value:.4f}"
+    if "ppl" not in name and "perplexity" not in name:
+        return f"{value:.4f}"
+    return f"{value:.2f}" if value < 1e6 else f"{value:.2e}"
