@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from implicit_blocks.lanes import LaneStates
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ComponentSpec, Stopping
 
@@ -296,6 +297,20 @@ class Mixer(nn.Module, ABC):
         raise ValueError(
             f"{type(self).__name__} has folded its tokens into one state and cannot take any back; keep the "
             "state from before them"
+        )
+
+    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> LaneStates:
+        """Return the states of ``count`` rows that are each at a length of their own, up to ``capacity``.
+
+        A mixer whose state has one size returns ``RecurrentLanes(self, …)`` of ``implicit_blocks.lanes``.
+
+        Raises:
+            ValueError: where the mixer has no such states.
+
+        """
+        raise ValueError(
+            f"{type(self).__name__} keeps no states of rows at lengths of their own, which continuous "
+            "decoding needs; use generate"
         )
 
     @abstractmethod

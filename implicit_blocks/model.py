@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +22,14 @@ from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.interfaces import GradientEstimator, Solution, Solver
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_parameters_
 from implicit_blocks.ops.cross_entropy import linear_cross_entropy
+from implicit_blocks.outputs import Encoded, LMOutput
 from implicit_blocks.registry import build
 from implicit_blocks.search_options import SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Stopping
 from implicit_blocks.stopping import Agreement
 from implicit_blocks.weight_norm import add_weight_norm, assign_weight
 
-
-@dataclass(frozen=True)
-class LMOutput:
-    """Logits (B, L, V) in float32 or better, the loss if labels were given, the search, the state after.
-
-    Where logits were not asked for they are None, and ``predictions`` (B, L) int64 has the likeliest tokens.
-    """
-
-    logits: Tensor | None
-    loss: Tensor | None = None
-    solution: Solution | None = None
-    state: Committed | None = None
-    predictions: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """What the head reads, (B, L, D); how the search went; the state after, where it was asked for."""
-
-    hidden_BLD: Tensor
-    solution: Solution | None = None
-    state: Committed | None = None
+__all__ = ["Encoded", "ExplicitLM", "ImplicitLM", "LMOutput", "LanguageModel"]
 
 
 class Injection(nn.Module):
@@ -82,10 +61,12 @@ class LanguageModel(nn.Module, ABC):
         """How processes that must iterate equally often agree to stop; None: each stops on its own."""
 
     @abstractmethod
-    def bind(
-        self, x_BLD: Tensor, state: Committed, *, weights: HeldWeights, warm_start: bool, **window: Any
-    ) -> tuple[BoundMap, Tensor]:
-        """Return the map of the next window and where its iteration starts, given the embedded tokens."""
+    def inject(self, x_BLD: Tensor, weights: HeldWeights) -> tuple[Tensor | None, Tensor]:
+        """Return what embedded tokens add to the layers, (B, L, U) or None, and where their search begins."""
+
+    @abstractmethod
+    def how_to_search(self, options: SearchOptions) -> tuple[Solver, Stopping] | None:
+        """Return the solver and the stopping rule in force with these options; None: there is no search."""
 
     @abstractmethod
     def solve_window(
@@ -248,6 +229,25 @@ class LanguageModel(nn.Module, ABC):
         z = mapped if owed else z
         return z, state.after(f.window, layers, z)
 
+    def bind(
+        self,
+        x_BLD: Tensor,
+        state: Committed,
+        *,
+        weights: HeldWeights,
+        warm_start: bool = False,
+        valid_BL: Tensor | None = None,
+        documents_BL: Tensor | None = None,
+    ) -> tuple[BoundMap, Tensor]:
+        """Return the map ``z → f(z, u)`` of the next window and where its search begins."""
+        u, start = self.inject(x_BLD, weights)
+        length, dtype = x_BLD.shape[1], self.stream_dtype
+        window = state.window(length, valid_BL=valid_BL, documents_BL=documents_BL, dtype=dtype)
+        if warm_start and u is not None:
+            start = state.warm_start(window, start)
+        f = self.backbone.bind(window, u_BLU=u, states=state.layers, start_BLD=start, weights=weights)
+        return f, start
+
     @abstractmethod
     def _owes_a_call(self) -> bool:
         """Whether ``solve_window`` returns a point still to be mapped: the last call of an evaluation."""
@@ -388,34 +388,34 @@ class ImplicitLM(LanguageModel):
             )
         self._configure(spec)
 
-    def bind(
-        self, x_BLD: Tensor, state: Committed, *, weights: HeldWeights, warm_start: bool, **window: Any
-    ) -> tuple[BoundMap, Tensor]:
-        """Return the map ``z → f(z, u)`` of the next window, and its start."""
+    def inject(self, x_BLD: Tensor, weights: HeldWeights) -> tuple[Tensor | None, Tensor]:
+        """Return ``u`` and the start."""
         with weights.in_use():
-            u = self.injection(x_BLD)
+            u: Tensor = self.injection(x_BLD)
         stream = x_BLD.to(self.stream_dtype)
-        start = stream if self.spec.start == "embedding" else torch.zeros_like(stream)
-        of_tokens = state.window(x_BLD.shape[1], dtype=self.stream_dtype, **window)
-        if warm_start:
-            start = state.warm_start(of_tokens, start)
-        f = self.backbone.bind(of_tokens, u_BLU=u, states=state.layers, start_BLD=start, weights=weights)
-        return f, start
+        return u, stream if self.spec.start == "embedding" else torch.zeros_like(stream)
+
+    def how_to_search(self, options: SearchOptions) -> tuple[Solver, Stopping] | None:
+        """Return those of training, or of evaluation."""
+        solver = self.solver if self.training else self.evaluation_solver
+        if options.changes_solver:
+            of_spec = self.spec.solver if self.training else self.spec.at_evaluation.solver
+            solver = build(options.solver(of_spec))
+        return solver, options.stopping(self.stopping if self.training else self.evaluation_stopping)
 
     def solve_window(
         self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions, trace: bool
     ) -> tuple[Tensor, Solution | None]:
         """Find the fixed point."""
-        solver = self.solver if self.training else self.evaluation_solver
-        if search.changes_solver:
-            of_spec = self.spec.solver if self.training else self.spec.at_evaluation.solver
-            solver = build(search.solver(of_spec))
+        rules = self.how_to_search(search)
+        assert rules is not None
+        solver, stopping = rules
         solution = solve_fixed_point(
             f,
             start_BLD,
             solver=solver,
             gradient=self.gradient,
-            stopping=search.stopping(self.stopping if self.training else self.evaluation_stopping),
+            stopping=stopping,
             valid=f.window.valid_BL,
             moving_average=search.moving_average,
             trace=trace,
@@ -439,14 +439,13 @@ class ExplicitLM(LanguageModel):
         super().__init__(spec)
         self.reset_parameters()
 
-    def bind(
-        self, x_BLD: Tensor, state: Committed, *, weights: HeldWeights, warm_start: bool, **window: Any
-    ) -> tuple[BoundMap, Tensor]:
-        """Return the layers as a map of the next window, and the embedded tokens."""
-        stream = x_BLD.to(self.stream_dtype)
-        of_tokens = state.window(x_BLD.shape[1], dtype=self.stream_dtype, **window)
-        f = self.backbone.bind(of_tokens, u_BLU=None, states=state.layers, start_BLD=stream, weights=weights)
-        return f, stream
+    def inject(self, x_BLD: Tensor, weights: HeldWeights) -> tuple[Tensor | None, Tensor]:
+        """Return no injection, and the embedded tokens."""
+        return None, x_BLD.to(self.stream_dtype)
+
+    def how_to_search(self, options: SearchOptions) -> tuple[Solver, Stopping] | None:
+        """There is no search."""
+        return None
 
     def solve_window(
         self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions, trace: bool

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear
+from implicit_blocks.mixers.attention_lanes import AttentionLanes, LaneKeys
 from implicit_blocks.ops.attention import attend
+from implicit_blocks.ops.attention.lanes import attend_lanes
 from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks.specs import AttentionSpec
 
@@ -85,6 +87,11 @@ class Attention(Mixer):
         """Return the cache of these rows."""
         return AttentionState(state.keys[rows], state.values[rows], state.length)
 
+    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> AttentionLanes:
+        """Return room for the keys and values of every lane."""
+        shape = (count, self.n_kv_heads, capacity, self.head_dim)
+        return AttentionLanes(shape, device=device, dtype=dtype)
+
     def truncate(self, state: AttentionState, length: int) -> AttentionState:
         """Return the cache of the first ``length`` tokens; one made with a capacity keeps it."""
         if state.keys.shape[2] == state.length:
@@ -107,23 +114,48 @@ class Attention(Mixer):
         return AttentionContext(cos, sin, mask, causal=mask is None and window.length > 1)
 
     def forward(
-        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState, context: AttentionContext
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | LaneKeys, context: AttentionContext
     ) -> Tensor:
         """Attend from the window to itself and to the committed tokens."""
-        y, _, _ = self._attend(z_BLD, u_BLU, state, context)
-        return y
+        return self.advance(z_BLD, u_BLU, state, context)[0]
 
     def advance(
-        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState, context: AttentionContext
-    ) -> tuple[Tensor, AttentionState]:
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | LaneKeys, context: AttentionContext
+    ) -> tuple[Tensor, AttentionState | LaneKeys]:
         """Attend, and keep the window's keys and values."""
-        y, keys, values = self._attend(z_BLD, u_BLU, state, context)
-        return y, AttentionState(keys, values, state.length + z_BLD.shape[1])
+        batch, length, _ = z_BLD.shape
+        q, k, v = self._project(z_BLD, u_BLU, context)
+        after: AttentionState | LaneKeys
+        if isinstance(state, LaneKeys):
+            y, after = self._attend_lanes(q, k, v, state), state
+        else:
+            end = state.length + length
+            keys, values = _extend(state.keys, state.length, k), _extend(state.values, state.length, v)
+            y = attend(q, keys[:, :, :end], values[:, :, :end], mask=context.mask, causal=context.causal)
+            after = AttentionState(keys, values, end)
+        out: Tensor = self.out_proj(y.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
+        return out, after
 
-    def _attend(
-        self, z: Tensor, u: Tensor | None, state: AttentionState, context: AttentionContext
+    def _attend_lanes(self, q: Tensor, k: Tensor, v: Tensor, state: LaneKeys) -> Tensor:
+        """Attend from one token in each lane, once its key and value stand behind the lane's tokens."""
+        lanes = state.rows_R
+        if lanes is None:
+            lanes = torch.arange(len(q), device=q.device)
+        state.keys_SKCP[lanes, :, state.lengths_R] = k[:, :, 0]
+        state.values_SKCP[lanes, :, state.lengths_R] = v[:, :, 0]
+        y = attend_lanes(
+            q[:, :, 0],
+            state.keys_SKCP,
+            state.values_SKCP,
+            rows_R=state.rows_R,
+            lengths_R=state.lengths_R + 1,
+        )
+        return y[:, :, None]
+
+    def _project(
+        self, z: Tensor, u: Tensor | None, context: AttentionContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output, and the buffers of keys and values with the window's behind the committed."""
+        """Return queries, keys and values, (B, heads, L, P), the first two rotated."""
         batch, length, _ = z.shape
         qkv = self.in_proj(z)
         if u is not None:
@@ -131,12 +163,7 @@ class Attention(Mixer):
         heads = qkv.view(batch, length, self.n_heads + 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
         rotated = self.n_heads + self.n_kv_heads
         qk = rotate(heads[:, :rotated], context.cos, context.sin).to(heads.dtype)
-        q, k, v = qk[:, : self.n_heads], qk[:, self.n_heads :], heads[:, rotated:]
-        end = state.length + length
-        keys, values = _extend(state.keys, state.length, k), _extend(state.values, state.length, v)
-        y = attend(q, keys[:, :, :end], values[:, :, :end], mask=context.mask, causal=context.causal)
-        out: Tensor = self.out_proj(y.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
-        return out, keys, values
+        return qk[:, : self.n_heads], qk[:, self.n_heads :], heads[:, rotated:]
 
     def output_projections(self) -> Sequence[nn.Module]:
         """Return the output projection."""

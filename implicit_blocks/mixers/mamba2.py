@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks.interfaces import Mixer, Window
+from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_linear_
 from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
 from implicit_blocks.ops.ssd import ssd
@@ -117,6 +118,10 @@ class Mamba2(Mixer):
     def select_rows(self, state: Mamba2State, rows: Tensor) -> Mamba2State:
         """Return the state of these rows."""
         return Mamba2State(state.conv_BWC[rows], state.h_BHPN[rows])
+
+    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> RecurrentLanes:
+        """Return a state a lane; none depends on a length."""
+        return RecurrentLanes(self, count, device=device, dtype=dtype)
 
     def prepare(self, window: Window) -> Mamba2Context:
         """Find where the convolution's next tail comes from, and the documents around the window."""

@@ -1,0 +1,79 @@
+"""States of rows that are each at a length of their own, as decoding many texts at once needs.
+
+``Committed`` has one length for all its rows. Here a row is a *lane*: it takes a prompt, goes on token by
+token, ends, and takes the next prompt, whatever the other lanes do.
+
+Shape legend: S lanes, R of them in a step.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from implicit_blocks.interfaces import Mixer, State
+
+
+class LaneStates(ABC):
+    """What a mixer has committed in each of S lanes."""
+
+    @abstractmethod
+    def enter(self, lane: int) -> State:
+        """Return the state of a lane before its first token, of one row, to commit a prompt to."""
+
+    @abstractmethod
+    def settle(self, lane: int, state: State) -> None:
+        """Keep the state that committing a prompt to ``enter``'s has left."""
+
+    @abstractmethod
+    def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
+        """Return the state for a window of one token in each of these lanes, behind so many tokens.
+
+        ``rows_R`` int64 are different lanes, None all of them in order. The mixer's ``forward`` and
+        ``advance`` take it, with a window whose positions are ``lengths_R`` and whose ``start`` is not 0.
+        """
+
+    @abstractmethod
+    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
+        """Commit, where ``committed_R`` (R,) bool says so, what ``advance`` left of ``at``'s state."""
+
+
+class RecurrentLanes(LaneStates):
+    """Lanes of a mixer whose state has one size, whatever the number of tokens, and knows no positions.
+
+    Every tensor of its state must lead with the batch. A step of all lanes reads the state where it lies; one
+    of some of them works on a copy of theirs.
+    """
+
+    def __init__(self, mixer: Mixer, lanes: int, *, device: torch.device, dtype: torch.dtype) -> None:
+        self.mixer = mixer
+        self.states = mixer.initial_state(lanes, device=device, dtype=dtype)
+        self._new = mixer.initial_state(1, device=device, dtype=dtype)
+
+    def enter(self, lane: int) -> State:
+        """Return an empty state."""
+        return self._new
+
+    def settle(self, lane: int, state: State) -> None:
+        """Copy the state into its lane."""
+        for whole, row in self._pairs(state):
+            whole[lane : lane + 1] = row
+
+    def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
+        """Return the states, or a copy of these lanes'."""
+        return self.states if rows_R is None else self.mixer.select_rows(self.states, rows_R)
+
+    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
+        """Copy what was committed into its lanes."""
+        where = committed_R.nonzero().squeeze(1)
+        lanes = where if rows_R is None else rows_R[where]
+        for whole, rows in self._pairs(after):
+            whole[lanes] = rows[where].to(whole.dtype)
+
+    def _pairs(self, state: State) -> zip[tuple[Tensor, Tensor]]:
+        return zip(pytree.tree_leaves(self.states), pytree.tree_leaves(state), strict=True)

@@ -1,0 +1,78 @@
+"""Attention of one query a row to keys that lie in lanes of a common buffer, each at its own length.
+
+Shape legend: S lanes, R of them in a step, H query heads, K key and value heads (dividing H), C room for
+tokens, P head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+__all__ = ["BACKENDS", "attend_lanes"]
+
+
+def attend_lanes(
+    q_RHP: Tensor,
+    keys_SKCP: Tensor,
+    values_SKCP: Tensor,
+    *,
+    rows_R: Tensor | None,
+    lengths_R: Tensor,
+    backend: str | None = None,
+) -> Tensor:
+    """Return ``softmax(q k^T / √P) v`` over the first ``lengths_R`` keys of each row's lane, (R, H, P).
+
+    Args:
+        q_RHP: a query a row.
+        keys_SKCP: keys of all lanes, read where they lie.
+        values_SKCP: values of all lanes.
+        rows_R: int64, which lanes the rows are, all different; None: all of them in order.
+        lengths_R: int64, how many keys count, at least 1.
+        backend: ``each`` takes one lane after the other, and reads nothing that doesn't count; ``masked``
+            takes all lanes together, idle ones too, to the end of their room, in a fixed number of kernels.
+            None: ``each`` on a CPU, else ``masked``.
+
+    Raises:
+        ValueError: for an unknown backend.
+
+    """
+    if backend is None:
+        backend = "each" if q_RHP.device.type == "cpu" else "masked"
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
+    return BACKENDS[backend](q_RHP, keys_SKCP, values_SKCP, rows_R, lengths_R)
+
+
+def _each(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor | None, lengths: Tensor) -> Tensor:
+    lanes = range(len(q)) if rows is None else rows.tolist()
+    grouped = q.shape[1] != keys.shape[1]
+    found = [
+        scaled_dot_product_attention(
+            q[row, None, :, None],
+            keys[lane : lane + 1, :, :length],
+            values[lane : lane + 1, :, :length],
+            enable_gqa=grouped,
+        )
+        for row, (lane, length) in enumerate(zip(lanes, lengths.tolist(), strict=True))
+    ]
+    return torch.cat(found)[:, :, 0]
+
+
+def _masked(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor | None, lengths: Tensor) -> Tensor:
+    if rows is not None:  # queries and lengths go to their lanes, not lanes to their queries
+        q = q.new_zeros(len(keys), *q.shape[1:]).index_copy(0, rows, q)
+        lengths = lengths.new_ones(len(keys)).index_copy(0, rows, lengths)
+    counts = torch.arange(keys.shape[2], device=q.device) < lengths[:, None]
+    found = scaled_dot_product_attention(
+        q[:, :, None],
+        keys,
+        values,
+        attn_mask=counts[:, None, None],
+        enable_gqa=q.shape[1] != keys.shape[1],
+    )[:, :, 0]
+    return found if rows is None else found[rows]
+
+
+BACKENDS = {"each": _each, "masked": _masked}

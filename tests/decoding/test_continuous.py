@@ -1,0 +1,198 @@
+"""Continuous decoding: the tokens of ``generate``, row by row, from calls that rows at any depth share."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+from implicit_blocks.decoding import ContinuousDecoder, Request, Sampling
+from implicit_blocks.decoding.lane_search import LaneSearch
+from implicit_blocks.ops.attention.lanes import attend_lanes
+
+
+@pytest.fixture
+def many():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(19, (n,), generator=generator).tolist() for n in (6, 3, 1, 8, 2, 5, 4)]
+
+
+def counts(prompts):
+    return [2 + 3 * (row % 4) for row in range(len(prompts))]
+
+
+def decode(model, prompts, *, lanes, sampling=None, stop_tokens=(), **options):
+    decoder = ContinuousDecoder(model, lanes=lanes, capacity=24, **options)
+    for row, (prompt, count) in enumerate(zip(prompts, counts(prompts), strict=True)):
+        request = Request(
+            prompt=prompt,
+            max_new_tokens=count,
+            sampling=sampling or Sampling(),
+            seed=row,
+            stop_tokens=stop_tokens,
+        )
+        assert decoder.submit(request) == row
+    made = defaultdict(list)
+    for new in decoder.run():
+        assert not (made[new.request] and made[new.request][-1].last)
+        made[new.request].append(new)
+    assert all(tokens[-1].last for tokens in made.values())
+    return decoder, [made[row] for row in range(len(prompts))]
+
+
+def compare(model, prompts, made, *, atol=1e-5, **options):
+    for row, (prompt, count) in enumerate(zip(prompts, counts(prompts), strict=True)):
+        alone = ib.generate(model, [prompt], max_new_tokens=count, seed=row, return_logits=True, **options)
+        length = int(alone.lengths[0])
+        assert [new.token for new in made[row]] == alone.tokens[0, :length].tolist()
+        logits = torch.stack([new.logits for new in made[row]])
+        torch.testing.assert_close(logits, alone.logits[0, :length], atol=atol, rtol=0)
+        if alone.iterations is not None and options.get("tolerance", 0) > 1e-4:
+            assert [new.iterations for new in made[row]] == alone.iterations[0, :length].tolist()
+            assert [new.converged for new in made[row]] == alone.converged[0, :length].tolist()
+
+
+@pytest.mark.parametrize(("lanes", "tolerance"), [(1, 1e-2), (3, 1e-6), (16, 1e-2)])
+def test_every_row_is_what_generate_makes_of_it_alone(family, tiny_model, many, lanes, tolerance):
+    model = tiny_model(family)
+    decoder, made = decode(model, many, lanes=lanes, tolerance=tolerance)
+    compare(model, many, made, tolerance=tolerance)
+    assert not decoder.busy
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"warm_start": True},
+        {"moving_average": 0.6},
+        {"damping": 0.7, "window_length": 2},
+        {"max_iterations": 3},
+        {"buckets": [2]},
+    ],
+    ids=str,
+)
+def test_knobs_are_those_of_generate(family, tiny_model, many, knobs):
+    model = tiny_model(family)
+    _, made = decode(model, many, lanes=4, tolerance=1e-2, **knobs)
+    alone = {name: value for name, value in knobs.items() if name != "buckets"}
+    compare(model, many, made, tolerance=1e-2, **alone)
+
+
+def test_sampling_and_stop_tokens_belong_to_a_request(family, tiny_model, many):
+    model = tiny_model(family)
+    sampling = {"temperature": 1.5, "top_k": 8}
+    _, made = decode(model, many, lanes=3, sampling=Sampling(**sampling), stop_tokens=(4, 7), tolerance=1e-2)
+    compare(model, many, made, stop_tokens=(4, 7), tolerance=1e-2, **sampling)
+
+
+def test_solvers_with_a_memory_begin_each_token_without_one(tiny_model, many):
+    evaluation = ib.AtEvaluation(
+        solver=ib.AndersonSpec(memory=3), stopping=ib.StoppingOverrides(tolerance=1e-2, max_iterations=50)
+    )
+    for family in ("mamba2", "attention"):
+        model = tiny_model(family, at_evaluation=evaluation)
+        _, made = decode(model, many, lanes=4)
+        compare(model, many, made)
+
+
+def test_explicit_models_are_decoded_too(family, explicit_model, many):
+    model = explicit_model(family)
+    decoder, made = decode(model, many, lanes=4)
+    compare(model, many, made)
+    assert all(new.iterations is None for tokens in made for new in tokens)
+    tokens = sum(counts(many)) - len(many)  # the first ones come from the prompts
+    assert decoder.calls >= tokens / 4
+
+
+def test_rows_do_not_wait_for_each_other(family, tiny_model, many):
+    """A batch waits for its slowest row at every token; here the calls are those of the longest lane."""
+    model = tiny_model(family)
+    count = 12
+    decoder = ContinuousDecoder(model, lanes=len(many), capacity=24, tolerance=1e-4)
+    for prompt in many:
+        request = Request(prompt=prompt, max_new_tokens=count, sampling=Sampling(temperature=3.0))
+        decoder.submit(replace(request, seed=decoder.submitted))
+    spent = defaultdict(int)
+    firsts = set()
+    for new in decoder.run():
+        spent[new.request] += new.iterations + 1 if new.request in firsts else 0
+        firsts.add(new.request)
+    assert decoder.calls == max(spent.values())
+    batch = ib.generate(model, many, max_new_tokens=count, tolerance=1e-4, temperature=3.0)
+    waiting = int((batch.iterations[:, 1:].amax(0) + 1).sum())
+    assert decoder.calls < waiting
+    assert decoder.rows_called < decoder.calls * len(many)  # lanes leave by buckets
+
+
+def test_keys_stay_where_they_were_written(tiny_model, many):
+    model = tiny_model("attention")
+    decoder = ContinuousDecoder(model, lanes=4, capacity=24)
+    addresses = [(s.keys.data_ptr(), s.values.data_ptr()) for s in decoder.states]
+    for prompt in many:
+        decoder.submit(Request(prompt=prompt, max_new_tokens=3))
+    list(decoder.run())
+    assert [(s.keys.data_ptr(), s.values.data_ptr()) for s in decoder.states] == addresses
+
+
+@pytest.mark.parametrize("grouped", [1, 2])
+@pytest.mark.parametrize("rows", [None, [3, 0], [2]])
+def test_attention_to_lanes_is_attention_to_each(grouped, rows):
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 4, 2, 7, 5, generator=generator).unbind(0)
+    lengths = torch.tensor([7, 1, 4, 2])
+    lanes = torch.arange(4) if rows is None else torch.tensor(rows)
+    q = torch.randn(len(lanes), 2 * grouped, 5, generator=generator)
+    given = {"rows_R": None if rows is None else lanes, "lengths_R": lengths[lanes]}
+    found = {
+        backend: attend_lanes(q, keys, values, backend=backend, **given) for backend in ("each", "masked")
+    }
+    for row, lane in enumerate(lanes.tolist()):
+        k, v = (t[lane, :, : lengths[lane]].repeat_interleave(grouped, 0) for t in (keys, values))
+        weights = (torch.einsum("hp,htp->ht", q[row], k) / 5**0.5).softmax(-1)
+        expected = torch.einsum("ht,htp->hp", weights, v)
+        for backend, y in found.items():
+            torch.testing.assert_close(y[row], expected, msg=backend)
+    with pytest.raises(ValueError, match="choose one of each, masked"):
+        attend_lanes(q, keys, values, backend="flash", **given)
+
+
+def test_a_lane_that_diverges_says_so_and_leaves_the_others_alone():
+    device, dtype = torch.device("cpu"), torch.float64
+    stopping = ib.Stopping(tolerance=1e-8, max_iterations=200)
+    search = LaneSearch(ib.Picard(), stopping, lanes=3, width=4, device=device, dtype=dtype)
+    everything = torch.arange(3)
+    search.begin(everything, torch.ones(3, 4, dtype=dtype))
+    slopes = torch.tensor([[0.5], [1e200], [0.9]], dtype=dtype)
+
+    def f(z):
+        return slopes * z + 1
+
+    while not search.done.all():
+        search.take(everything, f(search.z), ~search.done, f)
+    alone = ib.Search(solver=ib.Picard(), stopping=stopping)(f, torch.ones(3, 4, dtype=dtype))
+    assert torch.equal(search.converged, alone.converged)
+    assert torch.equal(search.iterations, alone.iterations)
+    assert torch.equal(search.z, alone.z)
+
+
+def test_what_makes_no_sense_is_refused(tiny_model, many):
+    model = tiny_model("mamba2")
+    with pytest.raises(ValueError, match="lanes is 0"):
+        ContinuousDecoder(model, lanes=0, capacity=8)
+    with pytest.raises(ValueError, match=r"buckets are \[2, 9\]"):
+        ContinuousDecoder(model, lanes=2, capacity=8, buckets=[9])
+    decoder = ContinuousDecoder(model, lanes=2, capacity=8)
+    with pytest.raises(ValueError, match=r"prompt 0 has 6 tokens, more than the 5 of the capacity 8 without"):
+        decoder.submit(Request(prompt=many[0], max_new_tokens=3))
+    with pytest.raises(ValueError, match="prompt 0 has shape"):
+        decoder.submit(Request(prompt=[], max_new_tokens=3))
+    with pytest.raises(ValueError, match="knows 0 to 18"):
+        decoder.submit(Request(prompt=[19], max_new_tokens=3))
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        decoder.submit(Request(prompt=[1], max_new_tokens=0))
+    assert not decoder.busy
+    with pytest.raises(ValueError, match="training mode"):
+        ContinuousDecoder(model.train(), lanes=2, capacity=8)
