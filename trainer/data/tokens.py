@@ -122,7 +122,7 @@ class TokenData(DataSource):
         check_range(position, count)
         indices = self._order(position, count)
         tokens = np.stack([self.sample(index) for index in indices])
-        inputs, labels = np.ascontiguousarray(tokens[:, :-1]), np.ascontiguousarray(tokens[:, 1:])
+        inputs, labels = tokens[:, :-1].copy(), tokens[:, 1:].copy()
         if self._documents == "ignore":
             return Batch(inputs=torch.from_numpy(inputs), labels=torch.from_numpy(labels))
         numbers = np.stack([self.files.read_documents(*self._range(index)) for index in indices])
@@ -141,6 +141,7 @@ class TokenData(DataSource):
         """
         if self._validation_path is None:
             return {}
+        check_same_tokenizer(self.files, open_tokens(self._validation_path, dtype=self._dtype))
         sets = {}
         for length in evaluation.lengths or (self._length,):
             source = TokenData(
@@ -152,7 +153,6 @@ class TokenData(DataSource):
                 documents=self._documents,
                 check_sums=self._check_sums,
             )
-            check_same_tokenizer(self.files, source.files)
             sets[f"L{length}"] = EvaluationSet(
                 name=f"L{length}",
                 source=source,

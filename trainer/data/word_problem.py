@@ -267,7 +267,17 @@ class WordProblemStream(DataSource):
 
         All are drawn with the evaluation seed, so that in the fast order the sets of one p and several
         lengths begin with the same tokens.
+
+        Raises:
+            ValueError: in the published order, a seed of evaluation that is that of training.
+
         """
+        if self._published is not None and evaluation.seed == self._key[0]:
+            raise ValueError(
+                f"in the published order evaluation with seed {evaluation.seed}, the seed of training, would "
+                "be on training data; set evaluation.seed or training.seed to another number, or "
+                "data.draw_order=fast"
+            )
         sets = {}
         for p in evaluation.identity_probabilities or (self.problem.identity_probability,):
             problem = self.problem.with_identity_probability(p)

@@ -257,6 +257,14 @@ def test_evaluation_falls_back_to_the_training_settings() -> None:
     assert list(sets) == ["p0.25_L12"]
 
 
+def test_the_published_order_is_not_evaluated_on_training_data() -> None:
+    problem = WordProblem(group="S3", identity_probability=0.5, draw_order="published")
+    stream = WordProblemStream(problem, length=8, seed=3)
+    with pytest.raises(ValueError, match=r"with seed 3, the seed of training, would be on training data"):
+        stream.evaluation_sets(evaluation())
+    assert stream.evaluation_sets(evaluation(seed=4))
+
+
 def test_build() -> None:
     spec = SimpleNamespace(group="A4", monoid=None, identity_probability=0.5, length=32, draw_order="fast")
     stream = build(spec, seed=5, vocab_size=12)

@@ -1,0 +1,145 @@
+"""Folders that `python -m trainer.tokenize` wrote: found, checked, refused when they have changed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trainer.cli import main
+from trainer.data.manifest import verify
+from trainer.data.token_folder import open_tokens
+from trainer.data.tokens import TokenData, build
+from trainer.spec import EvaluationSpec, TokensSpec
+from trainer.tokenize import main as tokenize
+
+Capture = pytest.CaptureFixture[str]
+WANTED = EvaluationSpec(lengths=(8,), sequences=4, last_tokens=1)
+
+
+def write(folder: Path, *options: str) -> Path:
+    """Write two shards and a validation split."""
+    source = folder / "texts"
+    source.mkdir(parents=True, exist_ok=True)
+    for name, count in (("train", 40), ("held", 10)):
+        rows = [json.dumps({"text": f"{name} {number} " + "word " * 20}) for number in range(count)]
+        (source / f"{name}.jsonl").write_text("\n".join(rows))
+    arguments = [str(source / "train.jsonl"), "--validation", str(source / "held.jsonl")]
+    settings = ["--output", str(folder / "tokens"), "--shard-tokens", "3000", "--workers", "1"]
+    assert tokenize([*arguments, *settings, *(options or ("--tokenizer", "bytes"))]) == 0
+    return folder / "tokens"
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    return write(tmp_path)
+
+
+def test_finds_both_splits(tokens: Path) -> None:
+    data = build(TokensSpec(path=str(tokens), length=16), vocab_size=257)
+    assert data.path == tokens / "train"
+    assert len(data.files.shards) == 2
+    assert data.files.documents == 40
+    source = data.evaluation_sets(WANTED)["L8"].source
+    assert isinstance(source, TokenData)
+    assert source.path == tokens / "validation"
+    assert build(TokensSpec(path=str(tokens / "train"), length=16)).evaluation_sets(WANTED) == {}
+
+
+def test_epochs_are_counted(tokens: Path) -> None:
+    data = TokenData(tokens, length=16)
+    assert data.epochs(data.samples * 3 // 2) == {"": pytest.approx(1.5, abs=0.01)}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("shard_00001.bin cut", r"shard_00001\.bin has \d+ bytes where .*manifest\.json says \d+: cut short"),
+        ("shard_00000.documents cut", r"shard_00000\.documents has \d+ bytes where"),
+        (
+            "shard_00001.bin gone",
+            r"shard_00001\.bin, which .*manifest\.json lists, is missing; write",
+        ),
+        ("shard_00000.bin altered", r"shard_00000\.bin has been altered: its SHA-256 is \w+…, where"),
+        ("shard_00000.documents altered", r"shard_00000\.documents has been altered"),
+        ("manifest.json cut", r"manifest\.json is no manifest of tokens \(JSONDecodeError.*\): cut short or"),
+        ("shard_00009.bin added", r"shard_00009\.bin is not listed in .*manifest\.json"),
+    ],
+)
+def test_damaged_folders(tokens: Path, tmp_path: Path, capsys: Capture, damage: str, message: str) -> None:
+    name, how = damage.split()
+    path = tokens / "train" / name
+    spec = TokensSpec(path=str(tokens), length=16)
+    build(spec)  # remembers the checksums
+    if how == "cut":
+        path.write_bytes(path.read_bytes()[:-8])
+    elif how == "gone":
+        path.unlink()
+    elif how == "added":
+        path.write_bytes(b"12")
+    else:
+        content = bytearray(path.read_bytes())
+        content[8] ^= 1
+        path.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        build(spec)
+    # Said before training starts, and by a dry run.
+    run = ["--spec", "llama_130m", f"data.path={tokens}", "data.length=16", "evaluation.last_tokens=2"]
+    for more in (["--dry-run"], ["--device", "cpu", "--output", str(tmp_path / "run")]):
+        assert main([*run, *more]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
+    assert not (tmp_path / "run").exists()
+    assert tokenize(["--verify", str(tokens)]) == 2
+
+
+def test_checksums_are_read_once(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tokens / "train"
+    assert verify(folder) > 0
+    assert verify(folder) == 0
+    assert verify(folder, again=True) > 0
+    (folder / "shard_00000.bin").touch()
+    assert verify(folder) == (folder / "shard_00000.bin").stat().st_size
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    (folder / "shard_00000.bin").touch()
+    assert verify(folder) == 0  # the first process of the node does it
+    # Without checking, what is altered is not noticed: their sizes are right.
+    (folder / "shard_00000.bin").write_bytes(bytes((folder / "shard_00000.bin").stat().st_size))
+    assert open_tokens(folder).tokens
+
+
+def test_tokens_of_another_tokenizer(tmp_path: Path, tokens: Path) -> None:
+    pytest.importorskip("tokenizers", reason="another tokenizer than bytes")
+    other = write(tmp_path / "other", "--train-tokenizer", "270")
+    file = str(other / "tokenizer.json")
+    build(TokensSpec(path=str(other), length=16, tokenizer=file))
+    build(TokensSpec(path=str(tokens), length=16, tokenizer="bytes"))
+    with pytest.raises(ValueError, match=r"were made by another tokenizer than .*tokenizer\.json \(SHA-256"):
+        build(TokensSpec(path=str(tokens), length=16, tokenizer=file))
+    mixed = build(TokensSpec(path=str(tokens), validation_path=str(other), length=16))
+    with pytest.raises(ValueError, match="were made by different tokenizers"):
+        mixed.evaluation_sets(WANTED)
+    np.arange(100, dtype="<u2").tofile(tmp_path / "raw.bin")
+    with pytest.raises(ValueError, match=r"has no manifest\.json, so nothing says which tokenizer"):
+        build(TokensSpec(path=str(tmp_path / "raw.bin"), dtype="uint16", length=16, tokenizer="bytes"))
+
+
+def test_a_vocabulary_that_is_too_small(tokens: Path, capsys: Capture) -> None:
+    with pytest.raises(ValueError, match=r"257 by their sidecar, but the model has vocab_size 256"):
+        build(TokensSpec(path=str(tokens), length=16), vocab_size=256)
+    assert main(["--spec", "books_10m", f"data.path={tokens}", "model.vocab_size=100", "--dry-run"]) == 2
+    assert "set model.vocab_size=257" in capsys.readouterr().err
+
+
+def test_a_dry_run_says_what_there_is(tokens: Path, capsys: Capture) -> None:
+    run = ["--spec", "books_10m", f"data.path={tokens}", "data.length=16", "training.max_tokens=null"]
+    settings = ["training.max_steps=10", "training.batch_size=48", "data.documents=reset"]
+    assert main([*run, *settings, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    found = open_tokens(tokens)
+    epochs = 480 / ((found.tokens - 1) // 16)
+    assert f"training: {found.tokens:,} tokens, 40 documents in 2 files of" in said
+    assert f"the run takes {epochs:.2f} epochs" in said
+    assert "10 documents in 1 file of" in said
+    assert "documents are kept apart" in said
