@@ -1,0 +1,182 @@
+"""Training throughput over several GPUs of a machine: tokens a second a GPU, and what is kept of one GPU's.
+
+    python benchmarks/scaling.py [--gpus 1 2 4 8] [--specs llama_1.3b_bounded …] [--layouts ddp fsdp]
+
+Each number of GPUs is a run of its own under torchrun, of this same file. A step is the trainer's own
+(``trainer.step``): forward, backward, exchange of gradients, clipping over all ranks, fused AdamW; synthetic
+tokens, ``--rows`` sequences of 2048 a GPU (4: 8192 tokens), bfloat16 autocast, float32 masters. Every search
+takes the iterations that the spec allows, (4+1), so that the work of a step is the same for all. The time is
+the median of ``--steps``, after warming up, between barriers. The efficiency is the tokens a second a GPU,
+divided by those of one GPU in the same table. The environment (``NCCL_…``) is handed on as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import machine, write
+
+import implicit_blocks as ib
+from implicit_blocks import registry
+from trainer.data.source import Batch
+from trainer.distributed import join, lay_out, leave
+from trainer.specs.parallel import ParallelSpec
+from trainer.step import training_step
+
+LENGTH = 2048
+WARM_UP = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
+    parser.add_argument("--specs", nargs="+", default=["llama_1.3b_bounded", "mamba2_1.3b_bounded"])
+    parser.add_argument("--layouts", nargs="+", default=["ddp", "fsdp"], choices=["ddp", "fsdp", "layer"])
+    parser.add_argument("--rows", type=int, default=4, help="sequences a GPU takes at once")
+    parser.add_argument("--micro-batches", type=int, default=1, help="accumulated to a step")
+    parser.add_argument("--length", type=int, default=LENGTH)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--compile", action="store_true", help="compile the layers")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE", help="changes to the specs")
+    parser.add_argument("--output", default="scaling")
+    parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker is not None:
+        work(arguments)
+        return
+    there = torch.cuda.device_count()
+    rows: list[dict[str, Any]] = []
+    for gpus in arguments.gpus:
+        if there and gpus > there:
+            print(f"{gpus} GPUs: left out, there are {there}", flush=True)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "rows.json"
+            launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus)]
+            command = [sys.executable, *launch, __file__, *sys.argv[1:], "--worker", str(result)]
+            done = subprocess.run(command, check=False)
+            if not result.exists():
+                rows.append({"gpus": gpus, "failed": f"exit code {done.returncode}"})
+                continue
+            rows += json.loads(result.read_text())
+    with_efficiency(rows)
+    show(rows)
+    named = {name: value for name, value in vars(arguments).items() if name != "worker"}
+    nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    path = write(arguments.output, {"machine": machine(), "arguments": named, "nccl": nccl, "rows": rows})
+    print(f"written to {path}")
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Measure every spec in every layout on the ranks that torchrun has started; rank 0 writes the rows."""
+    ranks = join(arguments.device)
+    rows = []
+    for name in arguments.specs:
+        for layout in ["none"] if ranks.alone else arguments.layouts:
+            row = {"spec": name, "gpus": ranks.world_size, "layout": layout}
+            try:
+                row |= measure(name, layout, ranks, arguments)
+            except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
+                row["failed"] = str(error).splitlines()[0]
+                if not ranks.alone:  # the ranks are no longer in step
+                    raise
+            rows.append(row)
+            if ranks.is_main:
+                print(row, flush=True)
+                arguments.worker.write_text(json.dumps(rows))
+    leave()
+
+
+def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time steps of the trainer in one layout."""
+    torch.compiler.reset()
+    changes = ["model.stopping.tolerance=0", f"data.length={arguments.length}", *arguments.set]
+    run: Any = ib.load_spec(name, changes)
+    spec = run.phase_specs()[0].model
+    torch.manual_seed(0)
+    with ranks.device:  # the same weights on every rank, as the seed is
+        model = ib.build(spec)
+    if arguments.compile:
+        model.compile_layers()
+    unit = "layer" if layout_name == "layer" else "loop"
+    kind = {"none": "auto", "layer": "fsdp"}.get(layout_name, layout_name)
+    layout = lay_out(model, ParallelSpec.model_validate({"kind": kind, "unit": unit}), ranks)
+    optimizer = registry.build(run.training.optimizer, model=model)
+    sequences = arguments.rows * arguments.micro_batches
+    torch.manual_seed(1 + ranks.rank)
+    ids = torch.randint(spec.vocab_size, (sequences, arguments.length + 1))
+    batch = Batch(inputs=ids[:, :-1].contiguous(), labels=ids[:, 1:].contiguous())
+    on_cuda = ranks.device.type == "cuda"
+    if on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    times, result = [], None
+    for _ in range(arguments.steps + WARM_UP):
+        ranks.barrier()
+        began = time.perf_counter()
+        result = training_step(
+            layout,
+            optimizer,
+            batch,
+            precision="bfloat16",
+            micro_batch_size=arguments.rows,
+            clip_norm=1.0,
+            last_tokens=1,
+            refuse=lambda quantity, value: RuntimeError(f"the {quantity} is {value}"),
+        )
+        if on_cuda:
+            torch.cuda.synchronize()
+        times.append(ranks.max([time.perf_counter() - began])[0])
+    seconds = statistics.median(times[WARM_UP:])
+    tokens = sequences * arguments.length
+    row = {
+        "tokens_a_gpu": tokens,
+        "iterations": None if result is None or result.search is None else result.search.iterations,
+        "step_seconds": round(seconds, 5),
+        "tokens_per_second_a_gpu": round(tokens / seconds, 1),
+        "tokens_per_second": round(ranks.world_size * tokens / seconds, 1),
+    }
+    if on_cuda:
+        row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+    del layout, model, optimizer
+    if on_cuda:
+        torch.cuda.empty_cache()
+    return row
+
+
+def with_efficiency(rows: list[dict[str, Any]]) -> None:
+    """Put the share of one GPU's throughput beside each row's, where one GPU was measured."""
+    alone = {
+        row["spec"]: row["tokens_per_second_a_gpu"] for row in rows if row["gpus"] == 1 and "spec" in row
+    }
+    for row in rows:
+        if "tokens_per_second_a_gpu" in row and row["spec"] in alone:
+            row["efficiency"] = round(row["tokens_per_second_a_gpu"] / alone[row["spec"]], 4)
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table."""
+    print(f"{'spec':<24}{'layout':<8}{'GPUs':>5}{'tokens/s a GPU':>16}{'tokens/s':>12}{'kept':>8}{'GB':>7}")
+    for row in rows:
+        if "failed" in row:
+            print(f"{row.get('spec', ''):<24}{row.get('layout', ''):<8}{row['gpus']:>5}  {row['failed']}")
+            continue
+        kept = f"{row['efficiency']:.1%}" if "efficiency" in row else ""
+        print(
+            f"{row['spec']:<24}{row['layout']:<8}{row['gpus']:>5}{row['tokens_per_second_a_gpu']:>16,.0f}"
+            f"{row['tokens_per_second']:>12,.0f}{kept:>8}{row.get('peak_gb', ''):>7}"
+        )
+
+
+if __name__ == "__main__":
+    main()
