@@ -52,20 +52,34 @@ class NonFiniteLossError(RuntimeError):
         quantity: ``"loss"`` or ``"gradient norm"``.
         value: what was measured, infinite or not a number.
         samples: the global sample positions ``(first, one past the last)`` of the batch concerned.
+        skipped_before: batches skipped for the same reason right before it.
+        what: all that in a sentence, without what to do about it.
 
     """
 
     def __init__(
-        self, *, step: int, phase: str, quantity: str, value: float, samples: tuple[int, int]
+        self,
+        *,
+        step: int,
+        phase: str,
+        quantity: str,
+        value: float,
+        samples: tuple[int, int],
+        skipped_before: int = 0,
     ) -> None:
         self.step = step
         self.phase = phase
         self.quantity = quantity
         self.value = value
         self.samples = samples
-        super().__init__(
+        self.skipped_before = skipped_before
+        self.what = (
             f"the {quantity} is {value} at step {step} (phase {phase!r}, "
-            f"samples {samples[0]} to {samples[1] - 1}); the update was not made; "
+            f"samples {samples[0]} to {samples[1] - 1}); the update was not made"
+        )
+        before = f", nor those of the {skipped_before} steps before" if skipped_before else ""
+        super().__init__(
+            f"{self.what}{before}; "
             "lower training.optimizer.learning_rate or lengthen training.schedule.warmup"
         )
 

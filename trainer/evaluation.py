@@ -17,7 +17,18 @@ from torch import Tensor, nn
 from trainer.data.source import Batch, EvaluationSet
 from trainer.distributed import Ranks
 from trainer.metrics import rounded
-from trainer.step import SearchStatistics, autocast, correct_and_scored, search_statistics
+from trainer.step import PERCENTILES, SearchStatistics, autocast, correct_and_scored, search_statistics
+
+_SEARCH_COLUMNS = (
+    "iterations",
+    *(f"iterations_p{percent}" for percent in PERCENTILES),
+    "iterations_max",
+    "residual",
+    *(f"residual_p{percent}" for percent in PERCENTILES),
+    "residual_max",
+    "non_converged",
+    "diverged",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,16 +86,18 @@ class EvaluationResult:
 def search_row(search: SearchStatistics | None) -> dict[str, Any]:
     """Return the columns every row of metrics has about the search; all None for an explicit model."""
     if search is None:
-        keys = ("iterations", "iterations_max", "residual", "residual_max", "non_converged", "diverged")
-        return dict.fromkeys(keys)
-    return {
-        "iterations": rounded(search.iterations),
-        "iterations_max": search.iterations_max,
-        "residual": rounded(search.residual),
-        "residual_max": rounded(search.residual_max),
-        "non_converged": rounded(search.non_converged),
-        "diverged": rounded(search.diverged),
-    }
+        return dict.fromkeys(_SEARCH_COLUMNS)
+    values = (
+        rounded(search.iterations),
+        *search.iterations_percentiles,
+        search.iterations_max,
+        rounded(search.residual),
+        *map(rounded, search.residual_percentiles),
+        rounded(search.residual_max),
+        rounded(search.non_converged),
+        rounded(search.diverged),
+    )
+    return dict(zip(_SEARCH_COLUMNS, values, strict=True))
 
 
 def adjoint_row(adjoint: SearchStatistics | None) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from trainer.run_folder import RunFolder
 from trainer.schedule import Schedule
 from trainer.spec import Phase, RunSpec
 from trainer.step import StepResult, training_step
+from trainer.telemetry import Speedometer
 
 
 class Loop:
@@ -78,6 +79,12 @@ class Loop:
         self._failed_callback: CallbackError | None = None
         self._checkpoint_activations: Callable[[str], None] | None = getattr(
             self.model, "checkpoint_activations", None
+        )
+        self._speedometer = Speedometer(
+            length=spec.data.length,
+            devices=self.ranks.world_size,
+            device=self.device,
+            peak=spec.training.peak_flops,
         )
         self._context = CallbackContext(
             spec=spec,
@@ -160,12 +167,6 @@ class Loop:
             raise DataError(f"the data of step {step} can't be used: {error}") from error
         tokens = batch.tokens * self.ranks.world_size  # the ranks' shares are equal
 
-        def refuse(quantity: str, value: float) -> NonFiniteLossError:
-            samples = (first, first + training.batch_size)
-            return NonFiniteLossError(
-                step=step, phase=phase.name, quantity=quantity, value=value, samples=samples
-            )
-
         result = training_step(
             self.layout,
             self.optimizer,
@@ -174,8 +175,10 @@ class Loop:
             micro_batch_size=training.sequences_at_once,
             clip_norm=training.clip_norm,
             last_tokens=self.spec.evaluation.last_tokens,
-            refuse=refuse,
         )
+        skipped = result.not_finite is not None
+        if skipped:
+            self._skip(result, step=step, phase=phase, first=first)
         now = time.perf_counter()
         self.progress = replace(
             self.progress,
@@ -184,12 +187,30 @@ class Loop:
             samples=first + training.batch_size,
             tokens=self.progress.tokens + tokens,
             seconds=now - self._began,
+            skipped=self.progress.skipped + skipped,
+            skipped_in_a_row=self.progress.skipped_in_a_row + 1 if skipped else 0,
         )
-        self._record(result, rate=rate, tokens=tokens, step_seconds=now - began)
+        self._record(result, phase=phase, rate=rate, tokens=tokens, step_seconds=now - began)
         if self._due(training.evaluate_every) and step < self.total_steps:
             self._evaluate()
         if self._due(training.checkpoint_every):
             self._save()
+
+    def _skip(self, result: StepResult, *, step: int, phase: Phase, first: int) -> None:
+        """Say that a batch made no update, or refuse to go on; all ranks have the same result."""
+        training, quantity = self.spec.training, result.not_finite
+        assert quantity is not None
+        error = NonFiniteLossError(
+            step=step,
+            phase=phase.name,
+            quantity=quantity,
+            value=result.loss if quantity == "loss" else result.gradient_norm,
+            samples=(first, first + training.batch_size),
+            skipped_before=self.progress.skipped_in_a_row,
+        )
+        if training.non_finite == "stop" or error.skipped_before >= training.max_consecutive_skips:
+            raise error
+        self.display.say(f"WARNING: {error.what}; the batch is skipped ({self.progress.skipped + 1} so far)")
 
     def _asked_to_stop(self, interrupt: Interrupt) -> bool:
         """Whether some rank was, by a signal, a callback, or a failed callback or save: all stop together."""
@@ -242,7 +263,9 @@ class Loop:
 
     # ------------------------------------------------------------------------------------ what is left behind
 
-    def _record(self, result: StepResult, *, rate: float, tokens: int, step_seconds: float) -> None:
+    def _record(
+        self, result: StepResult, *, phase: Phase, rate: float, tokens: int, step_seconds: float
+    ) -> None:
         self.last_row = {
             "step": self.progress.step,
             "phase": self.progress.phase,
@@ -252,11 +275,14 @@ class Loop:
             "accuracy_last": result.accuracy_last,
             "learning_rate": rate,
             "gradient_norm": result.gradient_norm,
+            "skipped": result.not_finite,
             **search_row(result.search),
             **adjoint_row(result.adjoint),
             "tokens": self.progress.tokens,
             **epoch_row(self.data.epochs(self.progress.samples)),
+            "samples": self.progress.samples,
             "tokens_per_second": round(tokens / step_seconds, 1),
+            **self._speedometer.row(result, phase=phase, tokens=tokens, seconds=step_seconds),
             "step_seconds": round(step_seconds, 4),
             "seconds": round(self.progress.seconds, 3),
         }

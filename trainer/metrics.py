@@ -57,9 +57,13 @@ class MetricsFile:
             ]
             write_atomically(self.path, "".join(kept))
 
+    def rows(self) -> list[dict[str, Any]]:
+        """Return the objects of all lines."""
+        return list(read_metrics(self.path)) if self.path.exists() else []
+
     def last_row(self) -> dict[str, Any] | None:
         """Return the latest line's object, or None where there is none."""
-        rows = list(read_metrics(self.path)) if self.path.exists() else []
+        rows = self.rows()
         return rows[-1] if rows else None
 
     def close(self) -> None:

@@ -220,7 +220,11 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
     positive = [row["loss"] for run in runs for row in run.metrics if row["loss"]]
     logarithmic = bool(positive) and min(positive) < max(positive) / 20
     for run_index, run in enumerate(runs):
-        points = [(row["step"], row["loss"]) for row in run.metrics if row["loss"] or not logarithmic]
+        points = [
+            (row["step"], row["loss"])
+            for row in run.metrics
+            if row["loss"] is not None and (row["loss"] or not logarithmic)
+        ]
         steps, losses = [step for step, _ in points], [loss for _, loss in points]
         color = _COLORS[run_index % len(_COLORS)]
         axes.plot(steps, losses, linewidth=0.8, alpha=0.28, color=color)

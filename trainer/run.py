@@ -70,6 +70,7 @@ class Run:
             last_row=self.loop.last_row,
             results=results,
             manifest=self.manifest,
+            rows=self.folder.metrics.rows(),
             stopped=self.loop.callbacks.stop_reason,
         )
         write_json(self.folder.summary_path, summary)

@@ -6,7 +6,7 @@ Shape legend: B sequences of a micro-batch, L tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -20,6 +20,10 @@ from trainer.distributed import Layout, Ranks
 _Status = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+PERCENTILES = (50, 90, 99)
+"""Of the sequences of a batch, in the metrics."""
+
+
 @dataclass(frozen=True)
 class SearchStatistics:
     """How the searches of a batch for their fixed points went; residuals are measured, never assumed."""
@@ -30,6 +34,10 @@ class SearchStatistics:
     residual_max: float
     non_converged: float
     diverged: float
+    iterations_percentiles: tuple[float, ...] = ()
+    """At :data:`PERCENTILES`."""
+    residual_percentiles: tuple[float, ...] = ()
+    """The same."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,7 @@ class StepResult:
     """What one training step measured; ``search`` is None for an explicit model.
 
     ``adjoint`` is the backward solves of a gradient that has them (``implicit_function``), else None.
+    ``iterations_executed`` is how many calls of the map a sequence was part of, in the mean, done or not.
     Everything is over all ranks.
     """
 
@@ -46,6 +55,15 @@ class StepResult:
     gradient_norm: float
     search: SearchStatistics | None
     adjoint: SearchStatistics | None = None
+    iterations_executed: float | None = None
+
+    @property
+    def not_finite(self) -> str | None:
+        """The quantity that is not a number, or None where the update was made."""
+        for quantity, value in (("loss", self.loss), ("gradient norm", self.gradient_norm)):
+            if not math.isfinite(value):
+                return quantity
+        return None
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
@@ -70,13 +88,12 @@ def training_step(
     micro_batch_size: int | None,
     clip_norm: float | None,
     last_tokens: int,
-    refuse: Callable[[str, float], Exception],
 ) -> StepResult:
     """Make one update from a global batch, of which ``batch`` is this rank's part, cut into micro-batches.
 
     The loss is the mean over the global batch's scored tokens, however cut. Before the update the loss
-    and the gradient norm are read; where one isn't finite, ``refuse(quantity, value)`` is raised, on every
-    rank, and weights and optimizer state stay as they were.
+    and the gradient norm are read; where one isn't finite, weights and optimizer state stay as they were, on
+    every rank: the result says so (``not_finite``).
     """
     ranks = layout.ranks
     layout.forward.train()
@@ -101,11 +118,10 @@ def training_step(
         tally.add(output.loss.detach() * share, output, part.labels, last_tokens)
 
     # One reading from the device for the check: the update must not be made with what isn't a number.
-    totals = tally.over(ranks, norm=layout.clip(math.inf if clip_norm is None else clip_norm))
-    for quantity, value in (("loss", totals.loss), ("gradient norm", totals.gradient_norm)):
-        if not math.isfinite(value):
-            raise refuse(quantity, value)
-    optimizer.step()
+    norm = layout.clip(math.inf if clip_norm is None else clip_norm)
+    totals = tally.over(ranks, norm=norm, at_once=size)
+    if totals.not_finite is None:
+        optimizer.step()
     return totals
 
 
@@ -134,21 +150,26 @@ class _Tally:
         if solution.adjoint is not None:
             self._adjoints += map(_status, solution.adjoint.solutions)
 
-    def over(self, ranks: Ranks, *, norm: Tensor) -> StepResult:
-        """Read everything from the device at once, and put it together with what the other ranks read."""
+    def over(self, ranks: Ranks, *, norm: Tensor, at_once: int) -> StepResult:
+        """Read everything from the device at once, and put it together with what the other ranks read.
+
+        ``at_once`` sequences of a rank were searched together.
+        """
         searches, adjoints = _columns(self._searches), _columns(self._adjoints)
         scalars = torch.cat([torch.stack([self._loss, norm.to(self._loss)]), self._correct])
         own = torch.cat([scalars.double(), *searches, *adjoints]).tolist()
         every = torch.tensor(ranks.gather(own), dtype=torch.float64)
         first_search, first_adjoint = 6, 6 + sum(column.numel() for column in searches)
         correct, scored, last_correct, last_scored = every[:, 2:first_search].sum(0).tolist()
+        found = every[:, first_search:first_adjoint]
         return StepResult(
             loss=float(every[:, 0].sum()),
             accuracy=correct / max(1.0, scored),
             accuracy_last=last_correct / max(1.0, last_scored),
             gradient_norm=float(every[0, 1]),  # of all ranks' gradients already
-            search=_summed_up(every[:, first_search:first_adjoint]),
+            search=_summed_up(found),
             adjoint=_summed_up(every[:, first_adjoint:]),
+            iterations_executed=_executed(found.unflatten(1, (4, -1))[:, 0], at_once) if searches else None,
         )
 
 
@@ -166,13 +187,30 @@ def _summed_up(every: Tensor) -> SearchStatistics | None:
     return search_statistics(*every.unflatten(1, (4, -1)).unbind(1)) if every.numel() else None
 
 
+def _executed(iterations: Tensor, at_once: int) -> float:
+    """Return the mean number of calls a sequence was part of, from the iterations (ranks, sequences) it took.
+
+    Sequences that are done stay in the batch until half of those in it are (`Search.compact`).
+    """
+    total = 0
+    for batch in iterations.unflatten(1, (-1, at_once)).flatten(0, 1).tolist():
+        ordered = sorted(batch)
+        inside, begun = len(batch), 0
+        for done_after in ordered:
+            left = len(batch) - bisect_right(ordered, done_after)
+            if done_after > begun and 2 * left <= inside:
+                total += inside * (int(done_after) - begun)
+                inside, begun = left, int(done_after)
+    return total / iterations.numel()
+
+
 def search_statistics(
     iterations: Tensor, residual: Tensor, converged: Tensor, diverged: Tensor
 ) -> SearchStatistics:
     """Summarize the searches of many sequences, all of one shape, with one reading from the device."""
     residual = residual.float()
     counts = iterations.float()
-    mean, largest, mean_residual, largest_residual, met, lost = torch.stack(
+    moments = torch.stack(
         [
             counts.mean(),
             counts.max(),
@@ -181,7 +219,9 @@ def search_statistics(
             converged.float().mean(),
             diverged.float().mean(),
         ]
-    ).tolist()
+    )
+    read = torch.cat([moments, _percentiles(counts), _percentiles(residual)]).tolist()
+    mean, largest, mean_residual, largest_residual, met, lost = read[:6]
     return SearchStatistics(
         iterations=mean,
         iterations_max=int(largest),
@@ -189,4 +229,12 @@ def search_statistics(
         residual_max=largest_residual,
         non_converged=1.0 - met,
         diverged=lost,
+        iterations_percentiles=tuple(read[6 : 6 + len(PERCENTILES)]),
+        residual_percentiles=tuple(read[6 + len(PERCENTILES) :]),
     )
+
+
+def _percentiles(values: Tensor) -> Tensor:
+    # The nearest value, not one between two: those may be infinite.
+    at = torch.tensor([percent / 100 for percent in PERCENTILES], device=values.device, dtype=values.dtype)
+    return torch.quantile(values, at, interpolation="nearest")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -12,6 +12,7 @@ from trainer.evaluation import EvaluationResult
 from trainer.metrics import json_value
 from trainer.run_folder import differences
 from trainer.spec import RunSpec, WordProblemSpec
+from trainer.telemetry import by_phase
 
 
 def summarize(
@@ -23,12 +24,15 @@ def summarize(
     last_row: Mapping[str, Any],
     results: Sequence[EvaluationResult],
     manifest: Mapping[str, Any],
+    rows: Iterable[Mapping[str, Any]] = (),
     stopped: str | None = None,
 ) -> dict[str, Any]:
     """Return the summary of a finished run as JSON values; ``seconds`` is its wall time, resumes included.
 
-    ``stopped`` is why a callback ended it before its last step.
+    ``rows`` are the run's metrics, summed up by phase. ``stopped`` is why a callback ended it before its last
+    step.
     """
+    measured = by_phase(rows)
     summary = {
         "name": name,
         "task": spec.data.kind,
@@ -38,6 +42,7 @@ def summarize(
         "stopped": stopped,
         "tokens": progress.tokens,
         "samples": progress.samples,
+        "skipped": progress.skipped,
         "seconds": round(progress.seconds, 1),
         "seed": spec.training.seed,
         "training_length": spec.data.length,
@@ -48,6 +53,7 @@ def summarize(
                 "name": phase.name,
                 "first_step": phase.first_step,
                 "last_step": phase.last_step,
+                "measured": measured.get(phase.name),
                 "changes": differences(
                     {
                         "model": spec.model.model_dump(mode="json"),

@@ -135,6 +135,13 @@ class TrainingSpec(Spec):
     """Checkpoints at multiples of so many steps stay too; null: only the newest."""
     on_failed_save: Literal["stop", "continue"] = "stop"
     """What a checkpoint that can't be written (a full disk) means for the run; those before it stay whole."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What a loss or a gradient that is not a number means: the end of the run, or a batch without an update.
+    Either way the weights stay as they were, and the positions of the batch's samples are said."""
+    max_consecutive_skips: PositiveInt = 10
+    """Batches in a row that may be skipped; one more ends the run."""
+    peak_flops: PositiveFloat | None = None
+    """FLOP/s that one device can do at most, for utilizations; null: from a table of known devices."""
     threads: PositiveInt | None = None
     """CPU threads; null: torch's choice. Results are the same to the last bit only for equal numbers."""
 

@@ -1,0 +1,92 @@
+"""A loss or a gradient that is not a number: the run ends, or goes on without that batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.distributed import Layout
+from trainer.errors import NonFiniteLossError
+from trainer.metrics import read_metrics
+from trainer.run import build
+from trainer.spec import RunSpec
+
+Small = Callable[..., RunSpec]
+
+
+@pytest.fixture
+def infinite_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Make the norm of the gradient infinite at given steps, and the gradients too."""
+
+    def make(*steps: int) -> None:
+        clip, calls = Layout.clip, iter(range(1, 10**6))
+
+        def broken(self: Layout, limit: float) -> torch.Tensor:
+            if next(calls) in steps:
+                for parameter in self.model.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.fill_(math.inf)
+            return clip(self, limit)
+
+        monkeypatch.setattr(Layout, "clip", broken)
+
+    return make
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return list(read_metrics(folder / "metrics.jsonl"))
+
+
+def test_it_ends_the_run_and_says_which_samples(
+    small: Small, tmp_path: Path, infinite_at: Callable[..., None]
+) -> None:
+    infinite_at(3)
+    run = build(small(), output=tmp_path / "run", device="cpu")
+    with pytest.raises(NonFiniteLossError, match=r"step 3 .*samples 16 to 23\); the update was not made; "):
+        run.train()
+    assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
+
+
+def test_a_skipped_batch_changes_nothing_and_is_counted(
+    small: Small, tmp_path: Path, infinite_at: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    skipping = {"training.non_finite": "skip", "training.max_steps": 6}
+    infinite_at(2, 3, 5)
+    run = build(small(skipping), output=tmp_path / "run", device="cpu")
+    weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    run.loop.run(stop_at=1)
+    weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    run.loop.run(stop_at=3)
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(tensor, weights[name]), name
+    progress = run.loop.progress
+    assert (progress.skipped, progress.skipped_in_a_row, progress.samples) == (2, 2, 24)
+
+    infinite_at(2)  # counted anew by what makes them: step 5
+    again = build(small(skipping), output=tmp_path / "run", device="cpu", resume=True)
+    summary = again.train()
+    assert summary is not None
+    assert summary["skipped"] == 3
+    assert [row["skipped"] for row in rows(tmp_path / "run")] == [
+        None, "gradient norm", "gradient norm", None, "gradient norm", None
+    ]  # fmt: skip
+    assert rows(tmp_path / "run")[1]["gradient_norm"] is None
+    assert all(math.isfinite(tensor.abs().sum()) for tensor in again.model.state_dict().values())
+    assert summary["phases"][0]["measured"]["skipped"] == 3
+    shown = capsys.readouterr().out
+    assert "samples 8 to 15); the update was not made; the batch is skipped (1 so far)" in shown
+
+
+def test_too_many_in_a_row_end_the_run(
+    small: Small, tmp_path: Path, infinite_at: Callable[..., None]
+) -> None:
+    infinite_at(*range(2, 10))
+    changes = {"training.non_finite": "skip", "training.max_consecutive_skips": 2, "training.max_steps": 9}
+    run = build(small(changes), output=tmp_path / "run", device="cpu")
+    with pytest.raises(NonFiniteLossError, match=r"step 4 .* nor those of the 2 steps before"):
+        run.train()

@@ -1,0 +1,121 @@
+"""What a run says of its own speed: operations, utilization, percentiles, phases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.metrics import read_metrics
+from trainer.peak_flops import peak_flops
+from trainer.run import build
+from trainer.spec import RunSpec
+from trainer.step import _executed, search_statistics
+from trainer.telemetry import by_phase
+
+Small = Callable[..., RunSpec]
+
+
+def test_known_devices_and_others() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
+    assert peak_flops("NVIDIA H200", "float32") == 67e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", "bfloat16") == 312e12
+    assert peak_flops("", "bfloat16") is None
+
+
+def test_percentiles_are_values_of_sequences_and_survive_divergence() -> None:
+    residual = torch.cat([torch.arange(1.0, 100.0), torch.tensor([torch.inf])])
+    found = search_statistics(residual.long().clamp(0, 100), residual, residual < 50, residual > 1e9)
+    assert found.residual_percentiles[:2] == (50.0 + 1, 90.0)
+    assert found.residual_percentiles[2] == 99.0
+    assert found.residual_max == torch.inf
+    assert len(found.iterations_percentiles) == 3
+
+
+@pytest.mark.parametrize(
+    ("iterations", "calls"),
+    [
+        # alone: its own; together: all wait until half are done, then those that are done leave
+        ([[3.0]], 3.0),
+        ([[2.0, 2.0, 2.0, 2.0]], 2.0),
+        ([[1.0, 8.0, 8.0, 8.0]], 8.0),
+        ([[1.0, 1.0, 8.0, 8.0]], (4 * 1 + 2 * 7) / 4),
+        ([[1.0, 2.0, 4.0, 8.0]], (4 * 2 + 2 * 2 + 1 * 4) / 4),
+    ],
+)
+def test_what_waits_in_the_batch_counts_as_executed(iterations: list[list[float]], calls: float) -> None:
+    assert _executed(torch.tensor(iterations), len(iterations[0])) == calls
+
+
+def test_executed_calls_are_those_the_map_gets(small: Small, tmp_path: Path) -> None:
+    """Counted in the model itself, sequence by sequence."""
+    run = build(small({"model.stopping.max_iterations": 16}), output=tmp_path / "run", device="cpu")
+    rows = 0
+
+    def count(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: object) -> None:
+        nonlocal rows
+        rows += inputs[0].shape[0]
+
+    layer = next(module for name, module in run.model.named_modules() if name.endswith("layers.0"))
+    layer.register_forward_hook(count)
+    results = []
+    from trainer import loop
+
+    original = loop.training_step
+    try:
+        loop.training_step = lambda *args, **kwargs: results.append(original(*args, **kwargs)) or results[-1]  # type: ignore[assignment, func-returns-value]  # remembers
+        run.loop.run(stop_at=1)
+    finally:
+        loop.training_step = original
+    (result,) = results
+    assert result.iterations_executed == pytest.approx(rows / 8 - 1)  # one phantom step comes on top
+
+
+def test_rows_and_summary_tell_utilization_by_phase(small: Small, tmp_path: Path) -> None:
+    spec = small(
+        {
+            "training.peak_flops": 1e12,
+            "phases": [{"name": "first", "until": 2}, {"name": "second"}],
+        }
+    )
+    summary = build(spec, output=tmp_path / "run", device="cpu").train()
+    assert summary is not None
+    for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
+        assert 0 < row["mfu"] <= row["hfu"] < 1
+        assert row["tflops"] == pytest.approx(row["mfu"], rel=1e-2)
+        assert 0 < row["tflops"] <= row["tflops_executed"]
+        assert row["memory_gb"] > 0
+        assert row["residual_p50"] <= row["residual_p90"] <= row["residual_p99"] <= row["residual_max"]
+        assert row["iterations_p50"] <= row["iterations_max"]
+    first, second = (phase["measured"] for phase in summary["phases"])
+    assert (first["steps"], second["steps"]) == (2, 2)
+    assert first["tokens"] == pytest.approx(2 * 8 * 12, rel=0.01)
+    assert second["mfu"] > 0
+    json.dumps(summary, allow_nan=False)
+
+
+def test_an_explicit_model_has_no_search_but_a_utilization(small: Small, tmp_path: Path) -> None:
+    spec = small({"training.peak_flops": 1e12})
+    explicit = spec.model_dump()
+    explicit["model"] = {
+        key: value
+        for key, value in explicit["model"].items()
+        if key in ("d_model", "n_layers", "mixer", "mlp", "vocab_size")
+    } | {"kind": "explicit_lm"}
+    build(RunSpec.model_validate(explicit), output=tmp_path / "run", device="cpu").train()
+    (row, *_) = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert row["iterations"] is None
+    assert row["residual_p99"] is None
+    assert row["mfu"] == row["hfu"] > 0
+
+
+def test_nothing_measured_is_none() -> None:
+    (phase,) = by_phase(
+        [{"phase": "p", "step_seconds": 0.5, "tokens_per_second": 10.0, "loss": 1.0, "mfu": None}]
+    ).values()
+    assert phase["mfu"] is None
+    assert phase["tokens_per_second"] == 10.0

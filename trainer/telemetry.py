@@ -1,0 +1,131 @@
+"""What a run can tell of its own speed, beside its metrics: operations, utilization, memory, by phase."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from trainer.flops import TrainingFlops, training_flops
+from trainer.metrics import rounded
+from trainer.peak_flops import peak_flops
+from trainer.spec import Phase
+from trainer.step import StepResult
+
+
+class Speedometer:
+    """Counts the operations of steps, and what share they are of what the devices could do.
+
+    A multiply-add counts 2. ``mfu`` (model FLOPs utilization) counts what the mathematics asks for: each
+    sequence's own iterations. ``hfu`` (hardware FLOPs utilization) counts what the devices are given:
+    sequences that wait in the batch for others, and activations computed twice. Both are None where the
+    model doesn't tell its cost, or the device's peak is neither known nor given (`training.peak_flops`).
+
+    Args:
+        length: tokens in a sequence.
+        devices: how many take part.
+        device: this process's.
+        peak: FLOP/s of one device; None: looked up by its name.
+
+    """
+
+    def __init__(self, *, length: int, devices: int, device: torch.device, peak: float | None) -> None:
+        self._length = length
+        self._devices = devices
+        self._device = device
+        self._peak = peak
+        self._name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+
+    def row(self, result: StepResult, *, phase: Phase, tokens: int, seconds: float) -> dict[str, Any]:
+        """Return the columns of a step of ``tokens`` tokens: nothing is read from the device."""
+        flops = self._flops(result, phase)
+        peak = self._peak or peak_flops(self._name, phase.training.precision)
+        per_device = tokens / seconds / self._devices
+        utilization: dict[str, Any] = dict.fromkeys(("tflops", "tflops_executed", "mfu", "hfu"))
+        if flops is not None:
+            useful, executed = (amount * per_device for amount in flops)
+            utilization |= {
+                "tflops": rounded(useful / 1e12, 4),
+                "tflops_executed": rounded(executed / 1e12, 4),
+            }
+            if peak is not None:
+                utilization |= {"mfu": rounded(useful / peak, 4), "hfu": rounded(executed / peak, 4)}
+        return {**utilization, "memory_gb": self._memory()}
+
+    def _flops(self, result: StepResult, phase: Phase) -> TrainingFlops | None:
+        return training_flops(
+            phase.model,
+            length=self._length,
+            iterations=None if result.search is None else result.search.iterations,
+            iterations_executed=result.iterations_executed,
+            checkpoint_activations=phase.training.checkpoint_activations,
+        )
+
+    def _memory(self) -> float | None:
+        """Return the most memory (10^9 bytes) in use since the last call, on the CPU since the start."""
+        if self._device.type == "cuda":
+            most = torch.cuda.max_memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return rounded(most / 1e9, 4)
+        try:
+            import resource
+        except ImportError:  # not on Windows
+            return None
+        unit = 1 if sys.platform == "darwin" else 1024
+        return rounded(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 4)
+
+
+_AVERAGED = (
+    "iterations",
+    "iterations_p50",
+    "iterations_p90",
+    "iterations_p99",
+    "residual",
+    "residual_p50",
+    "residual_p90",
+    "residual_p99",
+    "non_converged",
+    "diverged",
+    "gradient_norm",
+    "tflops",
+    "tflops_executed",
+    "mfu",
+    "hfu",
+)
+_LARGEST = ("iterations_max", "residual_max", "memory_gb")
+
+
+def by_phase(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Sum up a run's rows of metrics for each of its phases, in order.
+
+    Averages are over steps, ``tokens_per_second`` over time; a quantity that no row of a phase has is None.
+    """
+    phases: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        phases.setdefault(row["phase"], []).append(row)
+    return {name: _summed_up(members) for name, members in phases.items()}
+
+
+def _summed_up(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+    seconds = sum(row["step_seconds"] for row in rows)
+    tokens = sum(row["tokens_per_second"] * row["step_seconds"] for row in rows)
+    summary: dict[str, Any] = {
+        "steps": len(rows),
+        "seconds": round(seconds, 2),
+        "tokens": round(tokens),
+        "tokens_per_second": round(tokens / seconds, 1) if seconds > 0 else None,
+        "loss_first": rows[0]["loss"],
+        "loss_last": rows[-1]["loss"],
+        "skipped": sum(row.get("skipped") is not None for row in rows),
+    }
+    for key in (*_AVERAGED, *_LARGEST):
+        values = [row[key] for row in rows if row.get(key) is not None]
+        if not values:
+            summary[key] = None
+        elif key in _LARGEST:
+            summary[key] = max(values)
+        else:
+            summary[key] = rounded(sum(values) / len(values))
+    return summary
