@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import implicit_blocks as ib
+from implicit_blocks.testing import GRADIENT_CONTRACTS
 from implicit_blocks.testing.contract import relative_error
 
 MIXERS = {"mamba2": ib.Mamba2Spec(d_state=8, head_dim=8), "attention": ib.AttentionSpec(n_heads=2)}
@@ -41,6 +42,30 @@ def gradients(model: ib.ImplicitLM, tokens: Tensor, **inputs) -> tuple[ib.LMOutp
 def agree(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
     for name, gradient in expected.items():
         assert relative_error(found[name], gradient) <= bound, name
+
+
+def series(jacobian: Tensor, *, steps: int, damping: float) -> Tensor:
+    """Return what stands in the place of ``(I − J)^{-1}`` when the steps begin at the fixed point."""
+    eye = torch.eye(jacobian.shape[0], dtype=jacobian.dtype)
+    before = now = torch.zeros_like(jacobian)
+    for _ in range(steps):
+        before, now = now, (1 - damping) * before + damping * (jacobian @ now + eye)
+    return now
+
+
+@pytest.mark.parametrize(
+    ("contract", "search"),
+    # The ranks' contract starts two processes, and once is enough.
+    [(name, True) for name in GRADIENT_CONTRACTS]
+    + [(name, False) for name in GRADIENT_CONTRACTS if name != "ddp"],
+)
+def test_contract(contract, search):
+    spec = ReversibleGradientSpec(steps=6, damping=0.6, search=search)
+
+    def oracle(jacobian: Tensor) -> Tensor:
+        return series(jacobian, steps=6, damping=0.6)
+
+    GRADIENT_CONTRACTS[contract](spec, oracle=oracle if search else "computation")
 
 
 @pytest.mark.parametrize("start", ["zeros", "embedding"])

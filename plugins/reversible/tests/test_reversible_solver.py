@@ -17,7 +17,7 @@ from implicit_blocks.testing import SOLVER_CONTRACTS
 @pytest.mark.parametrize("damping", [0.5, 0.8])
 @pytest.mark.parametrize("contract", SOLVER_CONTRACTS)
 def test_contract(contract, damping):
-    SOLVER_CONTRACTS[contract](ib.build(ReversibleSolverSpec(damping=damping)))
+    SOLVER_CONTRACTS[contract](ReversibleSolverSpec(damping=damping))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from implicit_blocks.hookspecs import Add, hookimpl
 from implicit_blocks_gated_deltanet.spec import GatedDeltaNetSpec
 
-__all__ = ["GatedDeltaNetSpec", "register_components"]
+__all__ = ["GatedDeltaNetSpec", "api_version", "register_components"]
+
+api_version = "1.0"  # of the library's plugin interface that this was written for
 
 
 @hookimpl

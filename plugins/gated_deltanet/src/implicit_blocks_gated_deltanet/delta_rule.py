@@ -132,7 +132,8 @@ def _cut(t_BLH: Tensor, chunks: int, size: int, dtype: torch.dtype) -> Tensor:
     missing = chunks * size - t_BLH.shape[1]
     if missing:
         t_BLH = pad(t_BLH, (0, 0) * (t_BLH.ndim - 2) + (0, missing))
-    return t_BLH.to(dtype).transpose(1, 2).unflatten(2, (chunks, size))
+    t_BHNQ: Tensor = t_BLH.to(dtype).transpose(1, 2).unflatten(2, (chunks, size))
+    return t_BHNQ
 
 
 def _check_shapes(

@@ -34,9 +34,16 @@ class GatedDeltaNetState(NamedTuple):
 
 
 class GatedDeltaNetContext(NamedTuple):
-    """Whether the window begins a sequence; its padding and documents, None where there are none."""
+    """Whether the window begins a sequence; its padding and documents, None where there are none.
+
+    Padding must not stand between the convolution's taps, nor between the state and the tokens after it. So
+    where there is some, the real tokens of each row are moved to its front (``order``, (B, L) int64), and the
+    result is moved back (``places``, (B, L)). All else is said of the moved tokens.
+    """
 
     begins: bool
+    order_BL: Tensor | None = None
+    places_BL: Tensor | None = None
     valid_BL: Tensor | None = None
     last_taps_BW: Tensor | None = None  # where the W − 1 last real inputs stand in tail and window together
     documents_BL: Tensor | None = None
@@ -138,6 +145,8 @@ class GatedDeltaNet(Mixer):
         projected: Tensor = self.in_proj(z)
         if u is not None:
             projected = projected + u
+        if context.order_BL is not None:
+            projected = _take(projected, context.order_BL)
         gate, conv_in, b, a = projected.split(
             (spec.value_width, self.conv_width, spec.n_heads, spec.n_heads), dim=-1
         )
@@ -178,6 +187,8 @@ class GatedDeltaNet(Mixer):
             )
         normed = self.norm(o).flatten(-2) * F.silu(gate)
         y: Tensor = self.out_proj(normed)
+        if context.places_BL is not None:
+            y = _take(y, context.places_BL)
         return y, conv_in, S
 
     def output_projections(self) -> Sequence[nn.Module]:
@@ -192,27 +203,42 @@ def _unit(x: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
 
 
+def _take(x_BLF: Tensor, index_BL: Tensor) -> Tensor:
+    return x_BLF.gather(1, index_BL[:, :, None].expand(-1, -1, x_BLF.shape[2]))
+
+
 def _context(window: Window, taps: int) -> GatedDeltaNetContext:
-    valid, documents = window.valid_BL, window.documents_BT
-    last = None
+    begins, valid, documents = window.start == 0, window.valid_BL, window.documents_BL
+    order = places = moved = last = ends = None
     if valid is not None:
-        # The tail holds the last real inputs: with padding on the right they are not the window's last ones.
-        order = torch.arange(1, window.length + 1, device=window.device)
-        end = (valid * order).amax(1)  # how many tokens up to and with the last real one
-        last = end[:, None] + torch.arange(taps - 1, device=window.device)
+        order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
+        places = order.argsort(1)
+        count = valid.sum(1, keepdim=True)
+        index = torch.arange(window.length, device=window.device)
+        moved, last = index < count, count + index.new_tensor(range(taps - 1))
+        ends = torch.minimum(index, count - 1)  # for each real token itself, for padding the last real one
     if documents is None:
-        return GatedDeltaNetContext(window.start == 0, valid, last)
-    start = window.start
-    before = documents[:, :start]
-    if window.valid_BT is not None:  # the tail holds real inputs: these are their documents
-        before = before.gather(1, window.valid_BT[:, :start].to(torch.int8).argsort(dim=1, stable=True))
-    before = before[:, max(0, start - taps + 1) :]
-    first = documents[:, :1].expand(-1, taps - 1 - before.shape[1])
+        return GatedDeltaNetContext(begins, order, places, moved, last)
+    before = _documents_before(window)
+    initial = before[:, -1] if before.shape[1] else None
+    if (
+        order is not None and ends is not None
+    ):  # padding is of the last real token's document: it cuts nothing
+        documents = documents.gather(1, order).gather(1, ends.clamp(min=0))
+        if initial is not None:
+            documents = torch.where(ends < 0, initial[:, None], documents)
+    tail = before[:, max(0, window.start - taps + 1) :]
+    missing = documents[:, :1].expand(-1, taps - 1 - tail.shape[1])
     return GatedDeltaNetContext(
-        start == 0,
-        valid,
-        last,
-        documents[:, start:],
-        torch.cat((first, before), dim=1),
-        documents[:, start - 1] if start else None,
+        begins, order, places, moved, last, documents, torch.cat((missing, tail), dim=1), initial
     )
+
+
+def _documents_before(window: Window) -> Tensor:
+    """Return the documents of the tokens before the window, (B, S), those of real tokens at the end."""
+    assert window.documents_BT is not None
+    documents = window.documents_BT[:, : window.start]
+    if window.valid_BT is None:
+        return documents
+    real_last = window.valid_BT[:, : window.start].to(torch.int8).argsort(dim=1, stable=True)
+    return documents.gather(1, real_last)

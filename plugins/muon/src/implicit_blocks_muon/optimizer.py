@@ -116,7 +116,7 @@ def matrices_of(model: nn.Module) -> dict[str, Tensor]:
         if not isinstance(layer, nn.Linear) or id(layer) in heads:
             continue
         if parametrize.is_parametrized(layer, "weight"):
-            chain: Any = layer.parametrizations["weight"]
+            chain: Any = layer.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
             direction = getattr(
                 chain, "original1", None
             )  # weight norm's; of other parametrizations all is AdamW's

@@ -5,7 +5,9 @@ from __future__ import annotations
 from implicit_blocks.hookspecs import Add, hookimpl
 from implicit_blocks_reversible.spec import ReversibleGradientSpec, ReversibleSolverSpec
 
-__all__ = ["ReversibleGradientSpec", "ReversibleSolverSpec", "register_components"]
+__all__ = ["ReversibleGradientSpec", "ReversibleSolverSpec", "api_version", "register_components"]
+
+api_version = "1.0"  # of the library's plugin interface that this was written for
 
 
 @hookimpl

@@ -149,7 +149,8 @@ class _Path:
         self.walked = self.called = None
 
         def norm_B(x: Tensor) -> Tensor:
-            return torch.linalg.vector_norm(x.flatten(1), dim=1)
+            norm: Tensor = torch.linalg.vector_norm(x.flatten(1), dim=1)
+            return norm
 
         start = self.start.to(torch.float64)
         size = torch.maximum(norm_B(self.ends[1]), norm_B(start)).clamp(min=torch.finfo(torch.float32).tiny)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from implicit_blocks.hookspecs import Add, hookimpl
 from implicit_blocks_rwkv7.spec import RWKV7Spec
 
-__all__ = ["RWKV7Spec", "register_components"]
+__all__ = ["RWKV7Spec", "api_version", "register_components"]
+
+api_version = "1.0"  # of the library's plugin interface that this was written for
 
 
 @hookimpl

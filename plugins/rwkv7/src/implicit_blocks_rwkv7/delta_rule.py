@@ -140,7 +140,8 @@ def _cut(t_BLHK: Tensor, chunks: int, size: int) -> Tensor:
     missing = chunks * size - t_BLHK.shape[1]
     if missing:
         t_BLHK = pad(t_BLHK, (0, 0, 0, 0, 0, missing))
-    return t_BLHK.transpose(1, 2).unflatten(2, (chunks, size))
+    t_BHNQK: Tensor = t_BLHK.transpose(1, 2).unflatten(2, (chunks, size))
+    return t_BHNQK
 
 
 def _check_shapes(

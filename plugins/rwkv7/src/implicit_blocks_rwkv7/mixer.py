@@ -38,9 +38,16 @@ class RWKV7State(NamedTuple):
 
 
 class RWKV7Context(NamedTuple):
-    """Whether the window begins a sequence; its padding and documents, None where there are none."""
+    """Whether the window begins a sequence; its padding and documents, None where there are none.
+
+    Padding must not stand between a token and the one before it. So where there is some, the real tokens of
+    each row are moved to its front (``order``, (B, L) int64), and the result is moved back (``places``, (B,
+    L)). All else is said of the moved tokens.
+    """
 
     begins: bool
+    order_BL: Tensor | None = None
+    places_BL: Tensor | None = None
     valid_BL: Tensor | None = None
     last_real_B: Tensor | None = None  # where the last real input stands behind the state's, 0 being that
     documents_BL: Tensor | None = None
@@ -148,9 +155,10 @@ class RWKV7(Mixer):
     ) -> tuple[Tensor, RWKV7State]:
         """Mix the window and return the state after it."""
         y, S = self._mix(z_BLD, u_BLU, state, context)
-        if context.last_real_B is None:
+        if context.order_BL is None:
             return y, RWKV7State(z_BLD[:, -1].clone(), S)
-        inputs = torch.cat((state.last_BD[:, None].to(z_BLD.dtype), z_BLD), dim=1)
+        real_first = _take(z_BLD, context.order_BL)
+        inputs = torch.cat((state.last_BD[:, None].to(z_BLD.dtype), real_first), dim=1)
         rows = torch.arange(inputs.shape[0], device=inputs.device)
         return y, RWKV7State(inputs[rows, context.last_real_B], S)
 
@@ -158,6 +166,8 @@ class RWKV7(Mixer):
         self, z: Tensor, u: Tensor | None, state: RWKV7State, context: RWKV7Context
     ) -> tuple[Tensor, Tensor]:
         spec = self.spec
+        if context.order_BL is not None:
+            z, u = _take(z, context.order_BL), None if u is None else _take(u, context.order_BL)
         projected = self._project(z, u, state, context)
         r, k, v = projected["r"], projected["k"], projected["v"]
         decay = at_least_float32(self.decay_up(torch.tanh(projected["decay"])))
@@ -192,27 +202,27 @@ class RWKV7(Mixer):
         normed = torch.addcmul(self.norm_bias.to(wide.dtype), normed, self.norm_weight.to(wide.dtype))
         bonus = (heads_r * self._heads(at_least_float32(self.rho)) * heads_k).sum(-1, keepdim=True) * heads_v
         y: Tensor = self.out_proj(gate * (normed + bonus.flatten(-2)))
-        return y, S
+        return (y if context.places_BL is None else _take(y, context.places_BL)), S
 
     def _project(
         self, z: Tensor, u: Tensor | None, state: RWKV7State, context: RWKV7Context
     ) -> dict[str, Tensor]:
         """Return the projections of the shifted inputs, each with its part of the injection."""
-        inputs = z if context.valid_BL is None else z.where(context.valid_BL[:, :, None], 0.0)
-        before = torch.cat((state.last_BD[:, None].to(z.dtype), inputs[:, :-1]), dim=1)
+        before = torch.cat((state.last_BD[:, None].to(z.dtype), z[:, :-1]), dim=1)
         if context.same_before_BL is not None:
             before = before.where(context.same_before_BL[:, :, None], 0.0)
-        change = before - inputs
+        change = before - z
         injected = [None] * len(self.widths) if u is None else u.split(tuple(self.widths.values()), dim=-1)
         projected = {}
         for (name, projection), part in zip(self.projections.items(), injected, strict=True):
-            shifted = torch.addcmul(inputs, change, self.shift[name].to(z.dtype))
+            shifted = torch.addcmul(z, change, self.shift[name].to(z.dtype))
             value: Tensor = projection(shifted)
             projected[name] = value if part is None else value + part
         return projected
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.spec.n_heads, self.spec.head_dim))
+        heads: Tensor = x.unflatten(-1, (self.spec.n_heads, self.spec.head_dim))
+        return heads
 
     def output_projections(self) -> Sequence[nn.Module]:
         """Return the output projection."""
@@ -224,22 +234,42 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
+def _take(x_BLF: Tensor, index_BL: Tensor) -> Tensor:
+    return x_BLF.gather(1, index_BL[:, :, None].expand(-1, -1, x_BLF.shape[2]))
+
+
 def _context(window: Window) -> RWKV7Context:
-    valid, documents, start = window.valid_BL, window.documents_BT, window.start
-    last = None
+    begins, valid, documents = window.start == 0, window.valid_BL, window.documents_BL
+    order = places = moved = last = ends = None
     if valid is not None:
-        order = torch.arange(1, window.length + 1, device=window.device)
-        last = (valid * order).amax(1)  # how many tokens up to and with the last real one
+        order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
+        places = order.argsort(1)
+        last = valid.sum(1)
+        index = torch.arange(window.length, device=window.device)
+        moved = index < last[:, None]
+        ends = torch.minimum(index, last[:, None] - 1)  # for padding, the last real token
     if documents is None:
-        return RWKV7Context(start == 0, valid, last)
-    if start == 0:
-        before = documents[:, :1]
-    elif window.valid_BT is None:
-        before = documents[:, start - 1 : start]
-    else:  # the state holds the last real input: this is its document
-        order = torch.arange(1, start + 1, device=window.device)
-        place = (window.valid_BT[:, :start] * order).amax(1, keepdim=True)
-        before = documents.gather(1, (place - 1).clamp(min=0))
-    own = documents[:, start:]
-    same = own == torch.cat((before, own[:, :-1]), dim=1)
-    return RWKV7Context(start == 0, valid, last, own, same, documents[:, start - 1] if start else None)
+        return RWKV7Context(begins, order, places, moved, last)
+    initial = _document_before(window)
+    if (
+        order is not None and ends is not None
+    ):  # padding is of the last real token's document: it cuts nothing
+        documents = documents.gather(1, order).gather(1, ends.clamp(min=0))
+        if initial is not None:
+            documents = torch.where(ends < 0, initial[:, None], documents)
+    before = documents[:, :1] if initial is None else initial[:, None]
+    same = documents == torch.cat((before, documents[:, :-1]), dim=1)
+    return RWKV7Context(begins, order, places, moved, last, documents, same, initial)
+
+
+def _document_before(window: Window) -> Tensor | None:
+    """Return the document of the last real token before the window, (B,), or None: it is the first."""
+    assert window.documents_BT is not None
+    if window.start == 0:
+        return None
+    documents = window.documents_BT[:, : window.start]
+    if window.valid_BT is None:
+        return documents[:, -1]
+    order = torch.arange(1, window.start + 1, device=window.device)
+    place = (window.valid_BT[:, : window.start] * order).amax(1, keepdim=True)
+    return documents.gather(1, (place - 1).clamp(min=0)).squeeze(1)
