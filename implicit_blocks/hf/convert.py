@@ -23,10 +23,11 @@ from implicit_blocks.hf.folders import (
 )
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
 from implicit_blocks.registry import build
-from implicit_blocks.sharded_files import INDEX, read_whole_tensors
+from implicit_blocks.sharded_files import INDEX, read_whole_tensors, require_whole
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
+_RECORD = "state.json"  # where a checkpoint of the trainer says what its files are
 _TRAINED = "model/"  # what the names of the model's tensors begin with in a checkpoint of the trainer
 
 
@@ -159,6 +160,8 @@ def _weights(checkpoint: Path, *, expected: Mapping[str, Tensor]) -> dict[str, T
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
+    if path.is_dir():
+        require_whole(path, record=_RECORD)
     if (path / INDEX).is_file():
         tensors = read_whole_tensors(path, prefix=_TRAINED)
         if not tensors:

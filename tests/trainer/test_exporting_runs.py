@@ -1,0 +1,134 @@
+"""``python -m implicit_blocks export`` of what the trainer leaves: runs, checkpoints, damaged ones."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from implicit_blocks.__main__ import main
+from trainer.checkpoint import read_model_tensors
+from trainer.run import build
+from trainer.spec import RunSpec
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from transformers import AutoModelForCausalLM  # after the skip
+
+import implicit_blocks.hf  # noqa: F401  # registers the models
+
+Small = Callable[..., RunSpec]
+
+
+@pytest.fixture(scope="module")
+def run(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("exported") / "run"
+    build(small({"training.checkpoint_every": 2}), output=folder, device="cpu").train()
+    return folder
+
+
+def exported(run: Path, destination: Path, checkpoint: Path) -> int:
+    return main(["export", str(run / "spec.yaml"), str(destination), "--checkpoint", str(checkpoint)])
+
+
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [("", 4), ("checkpoints/step-00000004", 4), ("checkpoints/step-00000002", 2)],
+    ids=["run", "newest", "older"],
+)
+def test_a_run_or_one_of_its_checkpoints_is_exported(
+    run: Path, tmp_path: Path, place: str, step: int
+) -> None:
+    assert exported(run, tmp_path / "out", run / place) == 0
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    tensors = read_model_tensors(run / "checkpoints" / f"step-{step:08d}")
+    assert tensors
+    for name, tensor in tensors.items():
+        assert torch.equal(state[f"model.lm.{name}"], tensor), name
+
+
+def _missing(checkpoint: Path) -> None:
+    next(checkpoint.glob("*.distcp")).unlink()
+
+
+def _cut_short(checkpoint: Path) -> None:
+    file = next(checkpoint.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:2000])
+
+
+def _altered(checkpoint: Path) -> None:
+    file = next(checkpoint.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 255
+    file.write_bytes(content)
+
+
+def _cut_short_unrecorded(checkpoint: Path) -> None:
+    _cut_short(checkpoint)
+    (checkpoint / "state.json").unlink()
+
+
+def _record_damaged(checkpoint: Path) -> None:
+    (checkpoint / "state.json").write_text('{"files": ')
+
+
+def _no_index(checkpoint: Path) -> None:
+    (checkpoint / ".metadata").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_missing, "is not whole: __0_0.distcp is missing; take another checkpoint"),
+        (_cut_short, "__0_0.distcp is 2000 bytes long where"),
+        (_altered, "__0_0.distcp was altered since it was written"),
+        (_cut_short_unrecorded, "cannot be read; a file is missing or cut short"),
+        (_record_damaged, "state.json is cut short or no record of files"),
+        (_no_index, "is not whole: .metadata is missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_exported(
+    run: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], None],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    checkpoint = Path(shutil.copytree(run / "checkpoints" / "step-00000004", tmp_path / "step-00000004"))
+    damage(checkpoint)
+    assert exported(run, tmp_path / "out", checkpoint) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{run}/spec.yaml", "{run}"], "exists already and is not an empty folder"),
+        (["{run}/spec.yaml", "out", "--checkpoint", "{run}/nowhere"], "there are no weights at"),
+        (["{run}/spec.yaml", "out", "--max-shard-size", "5"], "give a number and KB, MB or GB"),
+        (
+            ["word_problem_s3", "out", "--checkpoint", "{run}"],
+            "embedding.weight has shape (6, 16) and should",
+        ),
+        (["word_problem", "out"], "did you mean 'word_problem_s3'?"),
+    ],
+    ids=["taken", "nowhere", "size", "other-model", "no-spec"],
+)
+def test_other_mistakes_are_said(
+    run: Path,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", *(word.format(run=run) for word in arguments)]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
