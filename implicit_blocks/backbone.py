@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from implicit_blocks.graphs import MapGraphs
 from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.interfaces import State, Window
-from implicit_blocks.layers import Block, BlockContext, RMSNorm
+from implicit_blocks.layers import Block, BlockContext, RMSNorm, Stream
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weight_norm import add_weight_norm
+
+Value = TypeVar("Value", Tensor, Stream)
 
 
 class Backbone(nn.Module):
@@ -37,6 +40,7 @@ class Backbone(nn.Module):
         self.dropout = spec.dropout
         self.checkpoint: Literal["none", "steps", "layers"] = "none"
         """What backward computes again instead of keeping it: whole calls of the map, or its layers."""
+        self.graphs: MapGraphs | None = None  # of the map without gradients, where they are wanted
         if spec.weight_norm:
             add_weight_norm(self.layers)
 
@@ -96,33 +100,38 @@ class BoundMap:
     def __call__(self, z_BLD: Tensor) -> Tensor:
         """Return ``f(z)``, (B, L, D)."""
         again = self.backbone.checkpoint if torch.is_grad_enabled() else "none"
+        graphs = self.backbone.graphs
+        if graphs is not None and z_BLD.is_cuda and again == "none":
+            return graphs.call(self, z_BLD)
         if again == "steps":
-            return _again_in_backward(self._all_layers, z_BLD)
-        with self.weights.in_use():
-            if again == "none":
-                return self._all_layers(z_BLD)
-            for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
-                z_BLD = _again_in_backward(self._layer, z_BLD, block, state, context)
-            return self.backbone.norm(z_BLD)  # type: ignore[no-any-return]  # nn.Module calls are untyped
+            return _again_in_backward(self.compute, z_BLD)
+        if again == "none":
+            return self.compute(z_BLD)
+        stream = Stream(z_BLD)
+        for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
+            stream = _again_in_backward(self._layer, stream, block, state, context)
+        return self.backbone.norm(stream.joined())  # type: ignore[no-any-return]  # nn.Module calls are untyped
 
-    def _all_layers(self, z_BLD: Tensor) -> Tensor:
+    def compute(self, z_BLD: Tensor) -> Tensor:
+        """Return ``f(z)``, layer by layer."""
+        stream = Stream(z_BLD)
         with self.weights.in_use():
             for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
-                z_BLD = block(z_BLD, self.u_BLU, state, context)
-            return self.backbone.norm(z_BLD)  # type: ignore[no-any-return]  # as above
+                stream = block(stream, self.u_BLU, state, context)
+            return self.backbone.norm(stream.joined())  # type: ignore[no-any-return]  # as above
 
-    def _layer(self, z_BLD: Tensor, block: Block, state: State, context: BlockContext) -> Tensor:
+    def _layer(self, stream: Stream, block: Block, state: State, context: BlockContext) -> Stream:
         with self.weights.in_use():
-            return block(z_BLD, self.u_BLU, state, context)  # type: ignore[no-any-return]  # as above
+            return block(stream, self.u_BLU, state, context)  # type: ignore[no-any-return]  # as above
 
     def commit(self, z_BLD: Tensor) -> tuple[Tensor, tuple[State, ...]]:
         """Return ``f(z)`` and every layer's state after the window."""
-        after = []
+        after, stream = [], Stream(z_BLD)
         with self.weights.in_use():
             for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
-                z_BLD, state_after = block.advance(z_BLD, self.u_BLU, state, context)
+                stream, state_after = block.advance(stream, self.u_BLU, state, context)
                 after.append(state_after)
-            return self.backbone.norm(z_BLD), tuple(after)
+            return self.backbone.norm(stream.joined()), tuple(after)
 
     def select_rows(self, rows: Tensor) -> BoundMap:
         """Return the map of these rows, (R,) int64 indices."""
@@ -142,7 +151,7 @@ class BoundMap:
         )
 
 
-def _again_in_backward(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def _again_in_backward(function: Callable[..., Value], *arguments: Any) -> Value:
     # The map is pure, its dropout drawn beforehand: there is no random state to put back.
-    value: Tensor = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    value: Value = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return value

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_blocks.handed_back import check_next_point, check_solver_state
 from implicit_blocks.interfaces import Map, RowMap, Solution, Solver
+from implicit_blocks.ops.accelerated import available
 from implicit_blocks.specs import Stopping
 from implicit_blocks.stopping import Agreement
 
@@ -125,6 +126,7 @@ class _Loop:
         self.valid = search.valid
         self.z = self.elements(z0)
         self.best = self.z
+        self.fused = z0.is_cuda and z0.dtype != torch.float64 and self.valid is None and available("triton")
         count = (self.z.shape[0],)
         precision = torch.promote_types(z0.dtype, torch.float32)
         # The lowest so far; with prefix scope of the token and those before it.
@@ -158,6 +160,11 @@ class _Loop:
 
     def residuals(self, z: Tensor, fz: Tensor) -> Tensor:
         """Return each element's residual, (E,), in float32 or better."""
+        if self.fused and z.is_contiguous() and fz.is_contiguous():
+            from implicit_blocks.ops.kernels.residual import squared_norms
+
+            step, size = (square.sqrt_() for square in squared_norms(z, fz))
+            return step if self.stopping.norm == "absolute" else step / (size + RELATIVE_FLOOR)
         difference, value = fz - z, fz
         if self.valid is not None:
             if self.tokens > 1:
@@ -171,8 +178,8 @@ class _Loop:
         norm: Tensor = torch.linalg.vector_norm(difference, dim=1, dtype=precision)
         if self.stopping.norm == "absolute":
             return norm
-        size: Tensor = torch.linalg.vector_norm(value, dim=1, dtype=precision)
-        return norm / (size + RELATIVE_FLOOR)
+        whole: Tensor = torch.linalg.vector_norm(value, dim=1, dtype=precision)
+        return norm / (whole + RELATIVE_FLOOR)
 
     # ------------------------------------------------------------------------------------ the loop
 
@@ -183,30 +190,48 @@ class _Loop:
         check_solver_state(self.solver, state, self.z.shape[0])
         for iteration in range(1, self.stopping.max_iterations + 1):
             fz = self.call(self.z)
-            active = self.measure(*self.averaged(self.z, fz), active)
-            remaining = int(active.sum())
-            if iteration == self.stopping.max_iterations or self.search.ends(remaining == 0):
+            measured, value = self.averaged(self.z, fz)
+            active, improved = self.measure(measured, value, active)
+            if iteration == self.stopping.max_iterations:  # nothing is decided any more: the host goes on
+                self.best = torch.where(improved[:, None], value, self.best)
+                break
+            rows_active = active.view(-1, self.tokens).any(1)
+            remaining, better, rows = self.counts(active, improved, rows_active)
+            # torch.where, never arithmetic with the mask: a NaN in what is discarded must not spread
+            every = better == active.numel()
+            self.best = value if every else torch.where(improved[:, None], value, self.best)
+            if self.search.ends(remaining == 0):
                 break
             z, proposed = self.solver.update(self.z, fz, state, self.call)
             check_next_point(self.solver, z, self.z)
             if iteration == 1:
                 check_solver_state(self.solver, proposed, self.z.shape[0])
             if remaining < active.numel():
-                # torch.where, never arithmetic with the mask: a NaN in what is discarded must not spread
                 z = torch.where(active[:, None], z, self.best)
                 state = _where(active, proposed, state)
             else:
                 state = proposed
             self.z = z
-            if self.search.compact and 0 < remaining <= active.numel() // 2 and isinstance(self.f, RowMap):
-                rows_active = active.view(-1, self.tokens).any(1)
-                if 2 * int(rows_active.sum()) <= rows_active.numel():
-                    results = results or _Results(self)
-                    state, active = self.drop(results, rows_active, state, active)
+            if self.search.compact and self.can_drop(rows, rows_active.numel()):
+                results = results or _Results(self)
+                state, active = self.drop(results, rows_active, rows, state, active)
         if results is not None:
             results.write(self)
             results.restore(self)
         return self.solution(self.best.view(self.shape))
+
+    def counts(self, *flags: Tensor) -> list[int]:
+        """Return how many of each are set: the loop's one reading from the device in an iteration."""
+        counts = torch.stack([flag.sum() for flag in flags])
+        if not counts.is_cuda:
+            return counts.tolist()
+        # A copy and an event rather than tolist, which would wait for whatever else the device is given.
+        here = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        here.copy_(counts, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        arrived.synchronize()
+        return here.tolist()
 
     def averaged(self, z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
         """Return what stands for ``z`` and ``f(z)`` in the report: their moving averages, or they.
@@ -222,8 +247,8 @@ class _Loop:
         self.averages = z, fz
         return z, fz
 
-    def measure(self, z: Tensor, fz: Tensor, active: Tensor) -> Tensor:
-        """Take in what ``f`` returned; return which elements go on, (E,) bool."""
+    def measure(self, z: Tensor, fz: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Take in what ``f`` returned; return which elements go on, and which are better now, (E,) bool."""
         residual = self.residuals(z, fz)
         finite = residual.isfinite()
         if self.tokens == 1:
@@ -232,7 +257,6 @@ class _Loop:
             left = torch.where(self.converged, 0.0, torch.inf).to(residual.dtype)
             measured = self.prefix_largest(torch.where(active & finite, residual, left))
         improved = active & (measured < self.measured)
-        self.best = torch.where(improved[:, None], fz, self.best)
         self.measured = torch.where(improved, measured, self.measured)
         self.own_residual = torch.where(improved, residual, self.own_residual)
         self.iterations = self.iterations + active
@@ -245,14 +269,29 @@ class _Loop:
         if self.tokens > 1:
             behind = self.diverged.view(-1, self.tokens).cummax(1).values.reshape(-1)
             active = active & ~behind
-        return active
+        return active, improved
 
-    def drop(self, results: _Results, rows: Tensor, state: Any, active: Tensor) -> tuple[Any, Tensor]:
-        """Let the rows that are done leave the working set; ``rows`` (B,) bool says which go on."""
+    def can_drop(self, count: int, rows: int) -> bool:
+        """Whether it pays to go on with ``count`` of so many rows: the half or fewer."""
+        fewest = max(count, self.shape[0] // 8) if self.z.is_cuda else count
+        return count > 0 and 2 * fewest <= rows and isinstance(self.f, RowMap)
+
+    def drop(
+        self, results: _Results, rows: Tensor, count: int, state: Any, active: Tensor
+    ) -> tuple[Any, Tensor]:
+        """Let rows that are done leave the working set; ``rows`` (B,) bool says which ``count`` go on."""
         results.write(self)
-        index = rows.nonzero().squeeze(1)
+        if self.z.is_cuda:
+            # Four sizes of batch, for compiled kernels and recorded graphs: rows that are done fill up.
+            size = rows.numel()
+            while size // 2 >= max(count, self.shape[0] // 8):
+                size //= 2
+            index = torch.argsort((~rows).to(torch.uint8), stable=True)[:size].sort().values
+        else:
+            index = rows.nonzero().squeeze(1)
         results.rows = results.rows[index]
-        kept = rows.repeat_interleave(self.tokens).nonzero().squeeze(1)
+        tokens = torch.arange(self.tokens, device=index.device)
+        kept = (index[:, None] * self.tokens + tokens).reshape(-1)
         assert isinstance(self.f, RowMap)
         self.f = self.f.select_rows(index)
         self.valid = None if self.valid is None else self.valid[index]

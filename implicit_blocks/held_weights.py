@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils import _pytree as pytree
 
 from implicit_blocks.layers import Linear, SwiGLU
 from implicit_blocks.weight_norm import WeightNorm
@@ -40,6 +42,35 @@ class HeldWeights:
                 if isinstance(chain[0], WeightNorm):
                     weight: Tensor = WeightNorm.compute(chain.original0, chain.original1)
                     self._held.append((chain[0], weight))
+
+    def copied(self) -> HeldWeights:
+        """Return the same weights in memory of their own, without gradients."""
+        copy = HeldWeights()
+        copy._held = [
+            (holder, pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), value))
+            for holder, value in self._held
+        ]
+        return copy
+
+    @torch.no_grad()
+    def load_(self, other: HeldWeights) -> None:
+        """Take the values of the same modules' weights."""
+        torch._foreach_copy_(self.tensors(), other.tensors())
+
+    def as_leaves(self, other: HeldWeights) -> HeldWeights:
+        """Return the same memory as leaves of autograd, where the weights of ``other`` carry gradients."""
+        leaves = HeldWeights()
+        carry = iter([t.requires_grad for t in other.tensors()])
+        leaves._held = [
+            (holder, pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(next(carry)), value))
+            for holder, value in self._held
+        ]
+        return leaves
+
+    def tensors(self) -> list[Tensor]:
+        """Return all of them, in a fixed order."""
+        leaves = pytree.tree_leaves([value for _, value in self._held])
+        return [leaf for leaf in leaves if leaf is not None]
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

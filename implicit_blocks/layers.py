@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from torch.nn.utils import parametrize
 
+from implicit_blocks import weight_norm
 from implicit_blocks.handed_back import check_mixed
 from implicit_blocks.interfaces import Mixer, State
 from implicit_blocks.specs import SwiGLUSpec
@@ -74,17 +75,20 @@ class Linear(nn.Linear):
 
     def prepared(self) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias as a pass of many calls wants them: in autocast's type, padded."""
-        weight = plain_weight(self)
         bias: Tensor | None = self.bias
-        device = weight.device.type
-        if device != "meta" and torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
-            weight = weight.to(torch.get_autocast_dtype(device))
-            bias = None if bias is None else bias.to(weight.dtype)
-        rows = -weight.shape[0] % PADDING if self.pad_out and device == "cuda" else 0
-        columns = -weight.shape[1] % PADDING if self.pad_in and device == "cuda" else 0
-        if rows or columns:
-            weight = F.pad(weight, (0, columns, 0, rows))
-            bias = None if bias is None else F.pad(bias, (0, rows))
+        parameter = next(iter(self.parameters()))
+        device, dtype = parameter.device.type, parameter.dtype
+        if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(device)
+        rows = -self.out_features % PADDING if self.pad_out and device == "cuda" else 0
+        columns = -self.in_features % PADDING if self.pad_in and device == "cuda" else 0
+        weight = weight_norm.fused(self, dtype, rows, columns)
+        if weight is None:
+            weight = plain_weight(self).to(dtype)
+            if rows or columns:
+                weight = F.pad(weight, (0, columns, 0, rows))
+        if bias is not None:
+            bias = F.pad(bias.to(dtype), (0, rows)) if rows else bias.to(dtype)
         return weight, bias
 
 
@@ -129,6 +133,20 @@ class BlockContext(NamedTuple):
     masks: tuple[Tensor, Tensor] | None = None
 
 
+class Stream(NamedTuple):
+    """The residual stream, (B, L, D), and what the last branch has yet to add to it, or None.
+
+    The sum is left to the next layer, where a compiler fuses it with the norm that reads it.
+    """
+
+    z_BLD: Tensor
+    branch_BLD: Tensor | None = None
+
+    def joined(self) -> Tensor:
+        """Return the stream with the branch added."""
+        return self.z_BLD if self.branch_BLD is None else self.z_BLD + self.branch_BLD
+
+
 class Block(nn.Module):
     """A pre-norm residual layer: ``z ← z + mixer(norm(z), u)``, and with an MLP ``z ← z + mlp(norm(z))``."""
 
@@ -139,25 +157,28 @@ class Block(nn.Module):
         self.mlp_norm = None if mlp is None else RMSNorm(d_model, eps=norm_eps)
         self.mlp = mlp
 
-    def forward(self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: BlockContext) -> Tensor:
-        """Return the layer's output, (B, L, D)."""
-        return self._add(z_BLD, self.mixer(self.mixer_norm(z_BLD), u_BLU, state, context.mixer), context)
+    def forward(self, stream: Stream, u_BLU: Tensor | None, state: State, context: BlockContext) -> Stream:
+        """Return the residual stream after the layer."""
+        z = stream.joined()
+        return self._add(z, self.mixer(self.mixer_norm(z), u_BLU, state, context.mixer), context)
 
     def advance(
-        self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: BlockContext
-    ) -> tuple[Tensor, State]:
-        """Return the layer's output and the state after the window."""
-        mixed, after = self.mixer.advance(self.mixer_norm(z_BLD), u_BLU, state, context.mixer)
-        return self._add(z_BLD, mixed, context), after
+        self, stream: Stream, u_BLU: Tensor | None, state: State, context: BlockContext
+    ) -> tuple[Stream, State]:
+        """Return the residual stream after the layer, and the state after the window."""
+        z = stream.joined()
+        mixed, after = self.mixer.advance(self.mixer_norm(z), u_BLU, state, context.mixer)
+        return self._add(z, mixed, context), after
 
-    def _add(self, z: Tensor, mixed: Tensor, context: BlockContext) -> Tensor:
+    def _add(self, z: Tensor, mixed: Tensor, context: BlockContext) -> Stream:
         check_mixed(self.mixer, mixed, z)
         first, second = context.masks or (None, None)
-        z = z + (mixed if first is None else mixed * first)
+        mixed = mixed if first is None else mixed * first
         if self.mlp is None or self.mlp_norm is None:
-            return z
+            return Stream(z, mixed)
+        z = z + mixed
         hidden: Tensor = self.mlp(self.mlp_norm(z))
-        return z + (hidden if second is None else hidden * second)
+        return Stream(z, hidden if second is None else hidden * second)
 
     def dropout_masks(self, z_BLD: Tensor, probability: float) -> tuple[Tensor, Tensor] | None:
         """Draw the masks of one forward pass, scaled to keep the mean; the same for all its iterations."""

@@ -18,6 +18,7 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from implicit_blocks.backbone import Backbone, BoundMap
 from implicit_blocks.committed import Committed
 from implicit_blocks.fixed_point import solve_fixed_point
+from implicit_blocks.graphs import MapGraphs
 from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.interfaces import GradientEstimator, Solution, Solver
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_parameters_
@@ -30,6 +31,11 @@ from implicit_blocks.stopping import Agreement
 from implicit_blocks.weight_norm import add_weight_norm, assign_weight
 
 __all__ = ["Encoded", "ExplicitLM", "ImplicitLM", "LMOutput", "LanguageModel"]
+
+COMPILE_OPTIONS: dict[str, Any] = {
+    "realize_acc_reads_threshold": 40,  # a convolution over projection and injection stays one kernel
+    "comprehensive_padding": False,  # padded strides are copied away again before operators of our own
+}
 
 
 class Injection(nn.Module):
@@ -309,8 +315,18 @@ class LanguageModel(nn.Module, ABC):
         One compiled layer serves all of a kind. Worth it where windows keep one shape for many calls, as in
         training.
         """
+        # Shapes of training, evaluation and of batches that rows have left, with and without gradients.
+        torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
         for block in self.backbone.blocks():
-            block.compile(dynamic=False)
+            block.compile(dynamic=False, options=COMPILE_OPTIONS)
+
+    def capture_graphs(self, enabled: bool = True) -> None:
+        """Record the search's map as CUDA graphs, one a shape of the batch: an iteration is one launch then.
+
+        Worth it where shapes repeat and launching takes longer than computing, as with many small kernels;
+        costs a copy of the weights in the type they are used in. Off a GPU it changes nothing.
+        """
+        self.backbone.graphs = MapGraphs() if enabled else None
 
     def checkpoint_activations(self, what: Literal["none", "steps", "layers"]) -> None:
         """Choose what backward computes again instead of keeping it.

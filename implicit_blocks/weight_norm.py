@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from implicit_blocks.ops.accelerated import available
+
 
 class ComputedWeight(Tensor):
     """A weight that was computed from ``g`` and ``v``, whose ``data`` can be assigned to like a parameter's.
@@ -81,6 +83,26 @@ class WeightNorm(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightNorm:
         return WeightNorm()  # a held value belongs to a forward pass, never to a copy
+
+
+def fused(module: nn.Module, dtype: torch.dtype, rows: int, columns: int) -> Tensor | None:
+    """Return the normed matrix of ``module`` in ``dtype``, padded by zeros, from one kernel.
+
+    None where that can't be: without weight norm, off the GPU, in other precisions than the kernel's.
+    """
+    if not parametrize.is_parametrized(module, "weight"):
+        return None
+    chain: Any = module.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
+    if len(chain) != 1 or not isinstance(chain[0], WeightNorm):
+        return None
+    g, v = chain.original0, chain.original1
+    if not v.is_cuda or v.dtype != torch.float32 or v.ndim != 2 or not available("triton"):
+        return None
+    from implicit_blocks.ops.kernels.weight_norm import LARGEST_ROW, normed_weight
+
+    if v.shape[1] + columns > LARGEST_ROW:
+        return None
+    return normed_weight(g, v, dtype, rows, columns)
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

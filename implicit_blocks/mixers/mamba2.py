@@ -19,6 +19,7 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_linear_
+from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
 from implicit_blocks.ops.ssd import ssd
 from implicit_blocks.specs import Mamba2Spec
@@ -43,6 +44,11 @@ class Mamba2Context(NamedTuple):
     documents_BL: Tensor | None = None
     tail_documents_BW: Tensor | None = None
     initial_document_B: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the window begins a sequence, without padding or documents."""
+        return self.begins and self.valid_BL is None and self.documents_BL is None
 
 
 class DepthwiseConv(nn.Module):
@@ -132,7 +138,9 @@ class Mamba2(Mixer):
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
     ) -> Tensor:
         """Mix the window."""
-        gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
+        if (fused := self._fused(z_BLD, u_BLU, context)) is not None:
+            return fused[0]
+        gate, conv_in, dt = self._project(self.in_proj(z_BLD), u_BLU, context)
         y, _ = self._scan(gate, conv_in, dt, state, context, return_final_state=False)
         return y
 
@@ -140,7 +148,13 @@ class Mamba2(Mixer):
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
     ) -> tuple[Tensor, Mamba2State]:
         """Mix the window and return the state after it."""
-        gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
+        if not torch.is_grad_enabled() and (fused := self._fused(z_BLD, u_BLU, context)) is not None:
+            out, h_after, projected = fused
+            last = projected[:, 1 - self.spec.d_conv :, self.d_inner : self.d_inner + self.conv_width]
+            if u_BLU is not None:
+                last = last + u_BLU[:, 1 - self.spec.d_conv :, self.d_inner : self.d_inner + self.conv_width]
+            return out, Mamba2State(last.clone(), h_after)
+        gate, conv_in, dt = self._project(self.in_proj(z_BLD), u_BLU, context)
         y, h = self._scan(gate, conv_in, dt, state, context, return_final_state=True)
         assert h is not None
         if context.last_taps_BW is None:
@@ -151,9 +165,39 @@ class Mamba2(Mixer):
             tail = inputs.gather(1, index)
         return y, Mamba2State(tail, h)
 
-    def _project(self, z: Tensor, u: Tensor | None, context: Mamba2Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gate, what goes into the convolution, and dt; padding feeds nothing in."""
+    def _fused(
+        self, z: Tensor, u: Tensor | None, context: Mamba2Context
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return output, state and projection by the GPU's fused operator; None where it does not serve."""
+        if not mamba2_mix.eligible(z, context.plain, self.spec.d_conv):
+            return None
         projected: Tensor = self.in_proj(z)
+        if not mamba2_mix.suits(projected):
+            return None
+        mixed, h = mamba2_mix.mamba2_mix(
+            projected,
+            u,
+            conv_weight_CW=self.conv.weight,
+            conv_bias_C=self.conv.bias,
+            dt_bias_H=self.dt_bias,
+            A_log_H=self.A_log,
+            D_H=self.D,
+            norm_weight_I=self.norm.weight,
+            sizes=mamba2_mix.Mamba2Sizes(
+                self.n_heads,
+                self.spec.head_dim,
+                self.spec.n_groups,
+                self.spec.d_state,
+                self.norm.groups,
+                self.norm.eps,
+            ),
+        )
+        return self.out_proj(mixed), h, projected
+
+    def _project(
+        self, projected: Tensor, u: Tensor | None, context: Mamba2Context
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gate, what goes into the convolution, and dt; padding feeds nothing in."""
         if u is not None:
             projected = projected + u
         gate, conv_in, dt = projected.split((self.d_inner, self.conv_width, self.n_heads), dim=-1)

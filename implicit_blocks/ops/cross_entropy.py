@@ -11,9 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
+from implicit_blocks.ops.accelerated import available
+
 __all__ = ["linear_cross_entropy"]
 
-CHUNK_ENTRIES = 1 << 27  # logits of a chunk: 512 MiB in float32
+CHUNK_ENTRIES = 1 << 27  # logits of a chunk: 512 MiB in float32, or twice as many in bfloat16
+ROWS = 256  # a chunk's tokens are a multiple, so that matrix products fill their tiles
 PADDING = 64  # odd vocabularies misalign bfloat16 rows and lose the matrix units' fast kernels
 
 
@@ -61,28 +64,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
             grad_weight = torch.zeros(head.shape, dtype=wide, device=z.device) if want_weight else None
             loss = torch.zeros((), dtype=wide, device=z.device)
             predictions = torch.empty_like(labels)
-            rows = max(1, CHUNK_ENTRIES // head.shape[0])
-            for first in range(0, z.shape[0], rows):
-                part = slice(first, first + rows)
+            fused = z.is_cuda and available("triton") and compute != torch.float64
+            for part in _chunks(z.shape[0], head.shape[0] // (2 if fused else 1)):
                 z_part, label = z[part].to(compute), labels[part]
-                scored = label != ignored
-                index = label.where(scored, 0)[:, None]
-                logits = (z_part @ head.mT).to(wide)
-                values = logits[:, :vocabulary]
-                predictions[part] = values.argmax(1)
-                normalizer = values.logsumexp(1, keepdim=True)
-                loss += ((normalizer - values.gather(1, index)).squeeze(1) * scored).sum()
-                if not (want_z or want_weight):
-                    continue
-                values.sub_(normalizer).exp_()
-                values.scatter_add_(1, index, values.new_full(index.shape, -1.0))
-                values.mul_(scored[:, None])
-                logits[:, vocabulary:] = 0.0
-                gradient = logits.to(compute)
+                logits = z_part @ head.mT
+                differentiate = want_z or want_weight
+                score = _score_fused if fused else _score
+                part_loss, gradient, predictions[part] = score(
+                    logits, label, vocabulary, ignored, differentiate
+                )
+                loss += part_loss
                 if grad_z is not None:
                     grad_z[part] = gradient @ head
                 if grad_weight is not None:
-                    grad_weight += gradient.mT @ z_part
+                    _accumulate_(grad_weight, gradient.mT, z_part)
             if grad_weight is not None:
                 grad_weight = grad_weight[:vocabulary].to(weight.dtype)
             ctx.save_for_backward(grad_z, grad_weight)
@@ -100,3 +95,63 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _chunks(tokens: int, width: int) -> list[slice]:
+    """Cut the tokens into equal parts whose logits stay under the limit."""
+    most = max(1, CHUNK_ENTRIES // width)
+    parts = -(-tokens // most)
+    rows = -(-tokens // max(parts, 1))
+    if most >= ROWS:
+        rows = -(-rows // ROWS) * ROWS if -(-rows // ROWS) * ROWS <= most else rows
+    return [slice(first, min(first + rows, tokens)) for first in range(0, tokens, max(rows, 1))]
+
+
+def _score(
+    logits: Tensor, label: Tensor, vocabulary: int, ignored: int, differentiate: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the summed loss of a chunk, its gradient in the logits, and the likeliest tokens."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    scored = label != ignored
+    index = label.where(scored, 0)[:, None]
+    values = wide[:, :vocabulary]
+    predictions = values.argmax(1)
+    normalizer = values.logsumexp(1, keepdim=True)
+    loss = ((normalizer - values.gather(1, index)).squeeze(1) * scored).sum()
+    if not differentiate:
+        return loss, logits, predictions
+    values.sub_(normalizer).exp_()
+    values.scatter_add_(1, index, values.new_full(index.shape, -1.0))
+    values.mul_(scored[:, None])
+    wide[:, vocabulary:] = 0.0
+    return loss, wide.to(logits.dtype), predictions
+
+
+def _score_fused(
+    logits: Tensor, label: Tensor, vocabulary: int, ignored: int, differentiate: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the same by one kernel, the gradient in the logits' place."""
+    from implicit_blocks.ops.kernels.cross_entropy import softmax_cross_entropy_
+
+    loss = torch.empty(label.shape, dtype=torch.float32, device=label.device)
+    predictions = torch.empty_like(label)
+    softmax_cross_entropy_(
+        logits,
+        label,
+        vocabulary=vocabulary,
+        ignored=ignored,
+        loss_T=loss,
+        predictions_T=predictions,
+        differentiate=differentiate,
+    )
+    return loss.sum(), logits, predictions
+
+
+def _accumulate_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add ``left @ right`` to a total in a wider type, in one pass where the device offers it."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += left @ right

@@ -12,7 +12,12 @@ ALIGNMENT = 8  # strides must be multiples of this
 
 
 def suits(x_BLC: Tensor, documents_BL: Tensor | None) -> bool:
-    """Whether the kernels serve these inputs."""
+    """Whether the kernels serve these inputs, and better than what a compiler makes of the plain operators.
+
+    A compiler fuses those with what goes into the convolution, here the sum of projection and injection.
+    """
+    if torch.compiler.is_compiling():
+        return False
     if not x_BLC.is_cuda or x_BLC.dtype == torch.float64 or documents_BL is not None:
         return False
     aligned = all(stride % ALIGNMENT == 0 for stride in x_BLC.stride()[:2])

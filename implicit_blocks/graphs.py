@@ -1,0 +1,315 @@
+"""The map of a model recorded as CUDA graphs: an iteration of the search is then one launch.
+
+A map of 24 layers is some 400 kernels, and its backward twice as many. Launched one by one they keep the host
+busy for longer than the GPU needs for the work (Mamba2 130M, 8 × 2048 tokens on an H100: 32 ms of launching
+for 19 ms of work).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.held_weights import HeldWeights
+
+if TYPE_CHECKING:
+    from implicit_blocks.backbone import BoundMap
+
+_LOG = logging.getLogger(__name__)
+
+MOST = 8  # graphs of a kind: shapes of training, evaluation, and the batches that converged rows have left
+
+
+class MapGraphs:
+    """Graphs of a model's map, one a shape, without gradients for searches and with them for what follows.
+
+    They serve plain windows: those that begin their sequences, without padding, documents or dropout; any
+    other is computed as if there were no graphs, and so is a map that can't be recorded, with a line in the
+    log. Weights, injection and ``z`` are copied into buffers of the graphs, the first two once a pass.
+    """
+
+    def __init__(self) -> None:
+        self._searches: dict[Hashable, _SearchGraph] = {}
+        self._steps: dict[Hashable, list[_StepGraph]] = {}
+        self._buffers: dict[Hashable, _Buffers] = {}
+        self._refused: set[Hashable] = set()
+        self._memory: tuple[int, ...] = ()
+        self._pool: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MapGraphs:
+        return MapGraphs()  # a graph works on the memory that it was recorded with
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]  # the empty state of a copy
+
+    def call(self, f: BoundMap, z_BLD: Tensor) -> Tensor:
+        """Return ``f(z)``, from a graph where there is one or one can be made."""
+        key = _key(f, z_BLD)
+        if key is None or key in self._refused:
+            return f.compute(z_BLD)
+        try:
+            return self._call(f, z_BLD, key)
+        except _NotRecordedError as error:
+            _LOG.warning("the map can't be recorded as a CUDA graph, so it is launched: %s", error.__cause__)
+            self._refused.add(key)
+            return f.compute(z_BLD)
+
+    def _call(self, f: BoundMap, z_BLD: Tensor, key: Hashable) -> Tensor:
+        buffers = self._loaded(f, key)
+        if buffers is None:
+            return f.compute(z_BLD)
+        if torch.is_grad_enabled():
+            ready = self._steps.setdefault(key, [])
+            step = next((graph for graph in ready if not graph.in_use), None)
+            if step is None:
+                if len(ready) >= MOST:
+                    return f.compute(z_BLD)
+                step = _StepGraph(buffers.bind(f, with_gradients=True), z_BLD)
+                ready.append(step)
+            return step.call(f, z_BLD)
+        search = self._searches.get(key)
+        if search is None:
+            if len(self._searches) >= MOST:
+                return f.compute(z_BLD)
+            search = self._searches[key] = _SearchGraph(buffers.bind(f, with_gradients=False), z_BLD)
+            return search.compute(z_BLD)
+        if not search.recorded:
+            self._pool = self._pool or torch.cuda.graph_pool_handle()
+            search.record(self._pool)
+        return search.call(z_BLD)
+
+    def _loaded(self, f: BoundMap, key: Hashable) -> _Buffers | None:
+        """Return the buffers of a key with this pass's weights and injection in them.
+
+        None while another pass's backward still needs what is in them.
+        """
+        buffers = self._buffers.get(key)
+        if buffers is not None and buffers.hold(f):
+            return buffers
+        if any(step.in_use for steps in self._steps.values() for step in steps):
+            return None
+        memory = tuple(t.data_ptr() for t in (*f.backbone.parameters(), *f.backbone.buffers()))
+        if memory != self._memory:  # the model has moved: nothing recorded is worth anything
+            self._searches, self._steps, self._buffers, self._memory = {}, {}, {}, memory
+            buffers = None
+        if buffers is None:
+            weights = next(
+                iter(b.weights for b in self._buffers.values() if b.weights.alike(f.weights)), None
+            )
+            buffers = self._buffers[key] = _Buffers(f, weights)
+        buffers.load(f)
+        return buffers
+
+
+class _NotRecordedError(RuntimeError):
+    """What a graph cannot hold, such as asking for a value; the cause says what."""
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    # Other threads, such as those that load data, may go on. Autocast must not remember a weight's cast: it
+    # would outlive what the graph recorded of it.
+    with ExitStack() as stack:
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            stack.enter_context(torch.autocast("cuda", dtype=dtype, cache_enabled=False))
+        stack.enter_context(torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"))
+        yield
+
+
+def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
+    """Return what two calls must share to share a graph, or None where the window is not plain."""
+    window = f.window
+    plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
+    if not plain or any(context.masks is not None for context in f.contexts):
+        return None
+    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+    u = f.u_BLU
+    given = None if u is None else (u.shape, u.dtype)
+    return (z_BLD.shape, z_BLD.dtype, z_BLD.requires_grad, given, autocast, z_BLD.device)
+
+
+class _Weights:
+    """A copy of held weights, shared by the graphs that use weights of these types."""
+
+    def __init__(self, held: HeldWeights) -> None:
+        self.copy = held.copied()
+        self._of: ReferenceType[HeldWeights] | None = None
+
+    def alike(self, held: HeldWeights) -> bool:
+        return [(t.shape, t.dtype) for t in self.copy.tensors()] == [
+            (t.shape, t.dtype) for t in held.tensors()
+        ]
+
+    def load(self, held: HeldWeights) -> None:
+        if self._of is None or self._of() is not held:
+            self.copy.load_(held)
+            self._of = ref(held)
+
+
+class _Buffers:
+    """What graphs of one shape read: weights and injection."""
+
+    def __init__(self, f: BoundMap, weights: _Weights | None) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self.weights = weights if weights is not None else _Weights(f.weights)
+            self._u = None if f.u_BLU is None else f.u_BLU.detach().clone()
+        self._held: ReferenceType[HeldWeights] | None = None
+        self._of: ReferenceType[Tensor] | None = None
+
+    def hold(self, f: BoundMap) -> bool:
+        """Whether the buffers hold what this map reads."""
+        same = self._held is not None and self._held() is f.weights
+        return same and (f.u_BLU is None or (self._of is not None and self._of() is f.u_BLU))
+
+    @torch.no_grad()
+    def load(self, f: BoundMap) -> None:
+        """Take the weights and injection of a pass."""
+        self.weights.load(f.weights)
+        self._held = ref(f.weights)
+        if self._u is not None and f.u_BLU is not None:
+            self._u.copy_(f.u_BLU)
+            self._of = ref(f.u_BLU)
+
+    def bind(self, f: BoundMap, *, with_gradients: bool) -> BoundMap:
+        """Return the map on these buffers; with gradients they are leaves on the same memory."""
+        weights, u = self.weights.copy, self._u
+        if with_gradients:
+            weights = weights.as_leaves(f.weights)
+            u = (
+                None
+                if u is None
+                else u.detach().requires_grad_(f.u_BLU is not None and f.u_BLU.requires_grad)
+            )
+        # The states before a sequence's first token and the rotations are the same in every such window.
+        return replace(f, weights=weights, u_BLU=u)
+
+
+class _SearchGraph:
+    """A call of the map without gradients: computed the first time, then recorded and replayed.
+
+    Compilers and tuners of kernels run at the first call; they could not while a graph is recorded.
+    """
+
+    def __init__(self, f: BoundMap, z_BLD: Tensor) -> None:
+        with torch.inference_mode(False):
+            self._z = z_BLD.detach().clone()
+        self._f = f
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def recorded(self) -> bool:
+        return self._graph is not None
+
+    def compute(self, z_BLD: Tensor) -> Tensor:
+        return self._f.compute(z_BLD)
+
+    def record(self, pool: Any) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.inference_mode(False), torch.no_grad(), _recording(graph, pool):
+                self._out = self._f.compute(self._z)
+        except RuntimeError as error:
+            raise _NotRecordedError from error
+        self._graph = graph
+
+    def call(self, z_BLD: Tensor) -> Tensor:
+        """Return ``f(z)``, a tensor of its own."""
+        assert self._graph is not None
+        self._z.copy_(z_BLD)
+        self._graph.replay()
+        return self._out.clone()
+
+
+class _StepGraph:
+    """A call of the map with gradients, forward and backward recorded; one at a time may await backward."""
+
+    def __init__(self, f: BoundMap, z_BLD: Tensor) -> None:
+        self._z = z_BLD.detach().clone().requires_grad_(z_BLD.requires_grad)
+        self._f = f
+        self._call: ReferenceType[_Call] | None = None
+        self._leaves = [t for t in self.inputs(f, self._z) if t.requires_grad]
+        pool = torch.cuda.graph_pool_handle()  # of its own: activations stay between forward and backward
+        try:
+            out = f.compute(self._z)
+            torch.autograd.grad(out, self._leaves, torch.zeros_like(out), allow_unused=True)
+            del out
+            torch.cuda.synchronize()
+            self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with _recording(self._forward, pool):
+                out = f.compute(self._z)
+            self._dout = torch.zeros_like(out)
+            with _recording(self._backward, pool):
+                grads = torch.autograd.grad(out, self._leaves, self._dout, allow_unused=True)
+        except RuntimeError as error:
+            raise _NotRecordedError from error
+        self._out = out.detach()
+        self._grads = dict(zip(map(id, self._leaves), grads, strict=True))
+
+    @staticmethod
+    def inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
+        """Return all that a call's value may depend on: z, injection, held weights, parameters."""
+        u = [] if f.u_BLU is None else [f.u_BLU]
+        return [z_BLD, *u, *f.weights.tensors(), *f.backbone.parameters()]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a call's backward is still to come."""
+        return self._call is not None and self._call() is not None
+
+    def call(self, f: BoundMap, z_BLD: Tensor) -> Tensor:
+        """Return ``f(z)`` with its gradient."""
+        value: Tensor = _Step.apply(self, *self.inputs(f, z_BLD))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return value
+
+    def replay(self, z_BLD: Tensor, call: _Call) -> Tensor:
+        self._call = ref(call)
+        with torch.no_grad():
+            self._z.copy_(z_BLD)
+        self._forward.replay()
+        return self._out.clone()
+
+    def replay_backward(self, dout: Tensor, call: _Call, given: list[bool]) -> list[Tensor | None]:
+        """Return the gradients of the inputs; ``given`` says which of them keep theirs as it is."""
+        if self._call is None or self._call() is not call:
+            raise RuntimeError(
+                "backward a second time through a map recorded as a CUDA graph, whose activations are gone; "
+                "keep the gradients of the first, or model.capture_graphs(False)"
+            )
+        self._dout.copy_(dout)
+        self._backward.replay()
+        self._call = None
+        own = self.inputs(self._f, self._z)
+        grads = [self._grads.get(id(t)) for t in own]
+        # Autograd may keep a leaf's gradient as it is given: that must be no buffer of the graph's.
+        return [
+            None if g is None else g.clone() if leaf else g.detach()
+            for g, leaf in zip(grads, given, strict=True)
+        ]
+
+
+class _Call:
+    """Stands for one forward replay; alive as long as its backward may come."""
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: _StepGraph, z: Tensor, *others: Tensor) -> Tensor:
+        ctx.graph, ctx.call = graph, _Call()
+        ctx.leaves = [t.is_leaf for t in (z, *others)]
+        return graph.replay(z, ctx.call)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.graph.replay_backward(dout, ctx.call, ctx.leaves))

