@@ -1,6 +1,6 @@
 """Training throughput on one GPU: tokens a second, peak memory and iterations for models of the zoo.
 
-    python benchmarks/gpu_training.py [--works llama_130m mamba2_130m …] [--compile] [--steps 8]
+    python benchmarks/gpu_training.py [--works llama_130m mamba2_130m …] [--compile] [--graphs] [--fixed 4]
 
 A *work* is a zoo model with a batch: those of ``WORKS``, the shapes that the published implementation was
 timed at on an H100 (its figures stand beside ours). Synthetic tokens; bfloat16 autocast, float32 masters,
@@ -39,6 +39,8 @@ def main() -> None:
     parser.add_argument("--works", nargs="+", default=list(WORKS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--compile", action="store_true", help="compile the map")
+    parser.add_argument("--graphs", action="store_true", help="record the map as CUDA graphs")
+    parser.add_argument("--warm-up", type=int, default=12, help="steps before those that are timed")
     parser.add_argument(
         "--fixed", type=int, default=None, help="take so many iterations, whatever the residual"
     )
@@ -68,11 +70,13 @@ def measure(work: str, arguments: argparse.Namespace) -> dict[str, Any]:
         model = ib.build(spec).train()
     if arguments.compile:
         model.compile_layers()
+    if arguments.graphs:
+        model.capture_graphs()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
     ids = torch.randint(spec.vocab_size, (batch, length + 1), device="cuda")
     torch.cuda.reset_peak_memory_stats()
     times, iterations = [], []
-    for step in range(arguments.steps + 3):
+    for step in range(arguments.steps + arguments.warm_up):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -83,7 +87,7 @@ def measure(work: str, arguments: argparse.Namespace) -> dict[str, Any]:
         optimizer.zero_grad()
         end.record()
         torch.cuda.synchronize()
-        if step >= 3:
+        if step >= arguments.warm_up:
             times.append(start.elapsed_time(end) / 1000)
             if out.solution is not None:
                 iterations.append(out.solution.iterations.float().mean().item())

@@ -151,6 +151,8 @@ def build(
 
     callbacks, data, sets, model = ranks.together(make)
     layout = lay_out(model, training.parallel, ranks, phases=[phase.model for phase in spec.phase_specs()])
+    if training.cuda_graphs and ranks.device.type == "cuda" and layout.kind in ("none", "ddp"):
+        _method(model, spec, "capture_graphs", "training.cuda_graphs=false")()
     if not ranks.is_main:  # what is drawn while training, such as dropout, must differ between ranks
         seed_everything(training.seed + ranks.rank)
     optimizer = registry.build(training.optimizer, model=model)

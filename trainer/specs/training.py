@@ -111,6 +111,10 @@ class TrainingSpec(Spec):
     """Of the computation; weights and residuals are float32 in any case."""
     compile_layers: bool = False
     """Compile the model's layers: minutes at the first step, then faster steps on a GPU."""
+    cuda_graphs: bool = False
+    """Record the model's map as CUDA graphs: an iteration of the search is one launch, worth it where many
+    small kernels keep the host busy. A copy of the weights more; off a GPU, and with sharded weights, which
+    move, it changes nothing."""
     parallel: ParallelSpec = ParallelSpec()
     """How the run is laid out over its processes."""
     checkpoint_activations: CheckpointActivations = "none"

@@ -1,0 +1,125 @@
+"""The library's own kernels against the plain operators that they stand for, in values and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+from implicit_blocks.committed import Committed
+from implicit_blocks.held_weights import HeldWeights
+from implicit_blocks.mixers import Mamba2
+from implicit_blocks.ops import cross_entropy, mamba2_mix
+from implicit_blocks.ops.accelerated import load
+from implicit_blocks.ops.ssd import mamba_ssm
+from implicit_blocks.weight_norm import WeightNorm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+def error(found, expected):
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("padding", [(0, 0), (3, 59)], ids=["tight", "padded"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weight_norm(dtype, padding):
+    from implicit_blocks.ops.kernels.weight_norm import normed_weight
+
+    torch.manual_seed(0)
+    g = torch.rand(37, 1, device="cuda", requires_grad=True)
+    v = torch.randn(37, 69, device="cuda", requires_grad=True)
+    rows, columns = padding
+    dw = torch.randn(37 + rows, 69 + columns, device="cuda").to(dtype)
+    found = normed_weight(g, v, dtype, rows, columns)
+    found_grads = torch.autograd.grad(found, (g, v), dw)
+    wide_g, wide_v = (t.detach().double().requires_grad_() for t in (g, v))
+    expected = torch.nn.functional.pad(WeightNorm.compute(wide_g, wide_v), (0, columns, 0, rows))
+    expected_grads = torch.autograd.grad(expected, (wide_g, wide_v), dw.double())
+    assert error(found, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
+    assert not found[37:].any()
+    assert not found[:, 69:].any()
+    for ours, exact in zip(found_grads, expected_grads, strict=True):
+        assert error(ours, exact) < 1e-6
+
+
+@pytest.mark.parametrize("vocabulary", [61, 50_277], ids=["V61", "V50277"])
+def test_cross_entropy(vocabulary, monkeypatch):
+    torch.manual_seed(0)
+    z = torch.randn(700, 64, device="cuda")
+    weight = torch.randn(vocabulary, 64, device="cuda") * 0.3
+    labels = torch.randint(vocabulary, (700,), device="cuda")
+    labels[::7] = -100
+
+    def run(precise):
+        if precise:
+            monkeypatch.setattr(cross_entropy, "available", lambda module: False)
+        leaves = [
+            (t.double() if precise else t).detach().requires_grad_()
+            for t in (z.bfloat16(), weight.bfloat16())
+        ]
+        loss, predictions = cross_entropy.linear_cross_entropy(*leaves, labels)
+        return loss, predictions, *torch.autograd.grad(loss, leaves)
+
+    loss, predictions, *grads = run(False)
+    exact, likeliest, *exact_grads = run(True)
+    assert error(loss, exact) < 1e-3
+    assert (predictions == likeliest).float().mean() > 0.97  # ties of bfloat16 logits
+    for ours, wanted in zip(grads, exact_grads, strict=True):
+        assert error(ours, wanted) < 1e-2
+
+
+SHAPES = {
+    "B2-L256-D256-G1": (2, 256, 256, 1, True, True),
+    "B3-L300-D128-G2-no-injection": (3, 300, 128, 2, False, True),
+    "B2-L77-D192-G1-no-conv-bias": (2, 77, 192, 1, True, False),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_mamba2_between_its_projections(shape, monkeypatch):
+    if isinstance(reason := load(mamba_ssm.MODULE), str):
+        pytest.skip(reason)
+    batch, length, width, groups, injected, bias = shape
+    torch.manual_seed(0)
+    mixer = Mamba2(ib.Mamba2Spec(d_state=64, n_groups=groups, conv_bias=bias), d_model=width).cuda()
+    state = mixer.initial_state(batch, device=torch.device("cuda"), dtype=torch.float32)
+    committed = Committed(batch, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
+    window = committed.window(length, valid_BL=None, documents_BL=None, dtype=torch.float32)
+    context = mixer.prepare(window)
+    z = torch.randn(batch, length, width, device="cuda")
+    u = torch.randn(batch, length, mixer.injection_width, device="cuda").bfloat16() if injected else None
+    dy = torch.randn(batch, length, width, device="cuda")
+
+    def run(fused, precise=False):
+        if not fused:
+            monkeypatch.setattr(mamba2_mix, "eligible", lambda *_: False)
+        z_leaf = z.clone().requires_grad_()
+        u_leaf = None if u is None else (u.float() if precise else u).clone().requires_grad_()
+        with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not precise):
+            held = HeldWeights(mixer)
+            with held.in_use():
+                y = mixer(z_leaf, u_leaf, state, context)
+                with torch.no_grad():
+                    _, after = mixer.advance(z_leaf, u_leaf, state, context)
+        leaves = [leaf for leaf in (z_leaf, u_leaf, *mixer.parameters()) if leaf is not None]
+        return [y, *after, *torch.autograd.grad((y.float() * dy).sum(), leaves)]
+
+    fused = run(True)
+    plain, exact = run(False), run(False, precise=True)
+    for ours, launched, wanted in zip(fused, plain, exact, strict=True):
+        assert error(ours, wanted) < max(1.2 * error(launched, wanted), 2e-3)
+
+
+def test_residual():
+    from implicit_blocks.ops.kernels.residual import squared_norms
+
+    torch.manual_seed(0)
+    z, fz = torch.randn(2, 5, 10_001, device="cuda").unbind(0)
+    step, value = squared_norms(z.contiguous(), fz.contiguous())
+    torch.testing.assert_close(step, (fz - z).square().sum(1))
+    torch.testing.assert_close(value, fz.square().sum(1))

@@ -1,0 +1,152 @@
+"""The map recorded as CUDA graphs computes what it computes launched kernel by kernel."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.cuda import set_sync_debug_mode
+
+import implicit_blocks as ib
+from implicit_blocks.search_options import SearchOptions
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+MIXERS = {
+    "mamba2": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=96)},
+}
+
+
+def built(mixer, **changes):
+    fields = {"vocab_size": 61, "d_model": 64, "n_layers": 2, "gradient": ib.PhantomSpec(steps=2)}
+    stopping = ib.Stopping(tolerance=1e-3, max_iterations=12)
+    torch.manual_seed(0)
+    model = ib.build(ib.ImplicitLMSpec(**(fields | {"stopping": stopping} | MIXERS[mixer] | changes)))
+    return model.cuda().train()
+
+
+def tokens(seed=5, rows=4, length=64):
+    return torch.randint(61, (rows, length), generator=torch.Generator().manual_seed(seed)).cuda()
+
+
+def step(model, *batches):
+    losses = [model(ids, labels=ids, return_logits=False).loss for ids in batches]
+    sum(losses).backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return torch.stack(losses).detach(), grads
+
+
+def assert_same(found, expected):
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
+    for name, grad in expected[1].items():
+        torch.testing.assert_close(found[1][name], grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_training_steps_are_the_same(mixer):
+    launched, recorded = built(mixer), built(mixer)
+    recorded.capture_graphs()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (launched, recorded)]
+    for seed in range(5):  # the first computes, the second records, later ones replay with other weights
+        assert_same(step(recorded, tokens(seed)), step(launched, tokens(seed)))
+        for model, optimizer in zip((launched, recorded), optimizers, strict=True):
+            model(tokens(seed), labels=tokens(seed)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():  # so that rounding does not add up over the steps
+            for own, other in zip(recorded.parameters(), launched.parameters(), strict=True):
+                own.copy_(other)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_two_passes_before_one_backward(mixer):
+    launched, recorded = built(mixer), built(mixer)
+    recorded.capture_graphs()
+    for _ in range(3):
+        step(recorded, tokens(0))
+    assert_same(step(recorded, tokens(1), tokens(2)), step(launched, tokens(1), tokens(2)))
+
+
+def test_gradients_add_up_over_micro_batches():
+    launched, recorded = built("mamba2"), built("mamba2")
+    recorded.capture_graphs()
+    for _ in range(2):
+        step(recorded, tokens(0))
+    for model in (launched, recorded):
+        for seed in (1, 2, 3):
+            model(tokens(seed), labels=tokens(seed)).loss.backward()
+    for own, other in zip(recorded.parameters(), launched.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-3, atol=1e-5)
+
+
+def test_a_second_backward_is_refused_in_a_sentence():
+    model = built("attention")
+    model.capture_graphs()
+    for _ in range(2):
+        step(model, tokens(0))
+    loss = model(tokens(1), labels=tokens(1)).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_rows_that_leave_and_evaluation(mixer):
+    launched, recorded = (built(mixer).eval() for _ in range(2))
+    recorded.capture_graphs()
+    search = SearchOptions(tolerance=1e-4, max_iterations=40)
+    with torch.inference_mode():
+        for seed in range(4):
+            ids = tokens(seed, rows=16)
+            ids[1:, 1:] = ids[1:, :1]  # rows of unequal difficulty
+            found, expected = (model(ids, search=search) for model in (recorded, launched))
+            torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
+            assert found.solution.iterations.tolist() == expected.solution.iterations.tolist()
+
+
+def test_padding_and_states_are_launched():
+    launched, recorded = (built("mamba2").eval() for _ in range(2))
+    recorded.capture_graphs()
+    mask = torch.ones(4, 64, device="cuda")
+    mask[1, 40:] = 0
+    with torch.no_grad():
+        for _ in range(3):
+            found, expected = (m(tokens(), attention_mask=mask).logits for m in (recorded, launched))
+            torch.testing.assert_close(found[0], expected[0])
+            found, expected = (m(tokens(), window_length=16).logits for m in (recorded, launched))
+            torch.testing.assert_close(found, expected)
+
+
+def test_copies_record_their_own():
+    model = built("attention")
+    model.capture_graphs()
+    for _ in range(2):
+        step(model, tokens(0))
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.embedding.weight.mul_(2.0)
+    plain = copy.deepcopy(twin)
+    plain.capture_graphs(False)
+    for _ in range(3):
+        assert_same(step(twin, tokens(1)), step(plain, tokens(1)))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_the_loop_never_waits_for_the_device_unasked(mixer):
+    model = built(mixer)
+    model.capture_graphs()
+    ids = tokens(0)
+    for _ in range(3):
+        step(model, ids)
+    set_sync_debug_mode("error")
+    try:
+        loss = model(ids, labels=ids, return_logits=False).loss
+        loss.backward()
+    finally:
+        set_sync_debug_mode("default")
