@@ -9,7 +9,6 @@ import torch
 from torch.cuda import set_sync_debug_mode
 
 import implicit_blocks as ib
-from implicit_blocks.search_options import SearchOptions
 
 pytestmark = [
     pytest.mark.gpu,
@@ -100,12 +99,13 @@ def test_a_second_backward_is_refused_in_a_sentence():
 def test_rows_that_leave_and_evaluation(mixer):
     launched, recorded = (built(mixer).eval() for _ in range(2))
     recorded.capture_graphs()
-    search = SearchOptions(tolerance=1e-4, max_iterations=40)
     with torch.inference_mode():
         for seed in range(4):
             ids = tokens(seed, rows=16)
             ids[1:, 1:] = ids[1:, :1]  # rows of unequal difficulty
-            found, expected = (model(ids, search=search) for model in (recorded, launched))
+            found, expected = (
+                model(ids, tolerance=1e-4, max_iterations=40) for model in (recorded, launched)
+            )
             torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
             assert found.solution.iterations.tolist() == expected.solution.iterations.tolist()
 
@@ -137,6 +137,7 @@ def test_copies_record_their_own():
         assert_same(step(twin, tokens(1)), step(plain, tokens(1)))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_the_loop_never_waits_for_the_device_unasked(mixer):
     model = built(mixer)

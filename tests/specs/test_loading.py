@@ -67,7 +67,7 @@ def test_a_file_here_comes_before_the_zoo(write: Write) -> None:
 @pytest.mark.parametrize("name", ["mamba_130m", "zoo/mamba_130m.yaml", "./mamba_130m.yaml"])
 def test_what_is_not_there_names_the_nearest(write: Write, name: str) -> None:
     message = error_of(name)
-    assert "no spec 'mamba_130m' in the zoo; did you mean 'mamba2_130m'? Known: llama_1.3b" in message
+    assert "no spec 'mamba_130m' in the zoo; did you mean 'mamba2_130m'? Known: " in message
     assert ("no file" in message) == (name != "mamba_130m")
 
 
