@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -32,7 +33,7 @@ from implicit_blocks.weight_norm import add_weight_norm, assign_weight
 
 __all__ = ["Encoded", "ExplicitLM", "ImplicitLM", "LMOutput", "LanguageModel"]
 
-COMPILE_OPTIONS: dict[str, Any] = {
+COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "realize_acc_reads_threshold": 40,  # a convolution over projection and injection stays one kernel
     "comprehensive_padding": False,  # padded strides are copied away again before operators of our own
 }
