@@ -117,12 +117,17 @@ class Attention(Mixer):
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | LaneKeys, context: AttentionContext
     ) -> Tensor:
         """Attend from the window to itself and to the committed tokens."""
-        return self.advance(z_BLD, u_BLU, state, context)[0]
+        return self._attend(z_BLD, u_BLU, state, context)[0]
 
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | LaneKeys, context: AttentionContext
     ) -> tuple[Tensor, AttentionState | LaneKeys]:
         """Attend, and keep the window's keys and values."""
+        return self._attend(z_BLD, u_BLU, state, context)
+
+    def _attend(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | LaneKeys, context: AttentionContext
+    ) -> tuple[Tensor, AttentionState | LaneKeys]:
         batch, length, _ = z_BLD.shape
         q, k, v = self._project(z_BLD, u_BLU, context)
         after: AttentionState | LaneKeys
