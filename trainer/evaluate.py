@@ -138,8 +138,9 @@ def _prepare(options: argparse.Namespace) -> _Job:
 
     device = choose_device(options.device)
     subject = find_subject(options.checkpoint, spec=options.spec)
-    if options.self_iterations and not subject.implicit:
-        raise ValueError(f"{subject.name} is explicit and doesn't iterate; leave --self-iterations out")
+    if not subject.implicit and (options.self_iterations or options.tolerance is not None):
+        given = "--self-iterations" if options.self_iterations else "--tolerance"
+        raise ValueError(f"{subject.name} doesn't search for fixed points; leave {given} out")
     output: Path = options.output or default_folder(subject.name, root=Path("evaluations"))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already and is not an empty folder; choose another by --output")

@@ -145,7 +145,7 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
             if len(continuation) > self.max_length:
                 raise DataError(
                     f"a continuation has {len(continuation)} tokens, more than the model's maximum of "
-                    f"{self.max_length}; raise it, or leave the task out"
+                    f"{self.max_length}; raise it (--max-length), or leave the task out"
                 )
             self.truncated += len(tokens) > self.max_length + 1
             readers[tuple(tokens[-(self.max_length + 1) :][:-1])].append(number)

@@ -146,6 +146,41 @@ def test_perplexity_against_length(run_folder, tmp_path):
     assert "| length |" in " ".join((output / "table.md").read_text().split())
 
 
+@pytest.mark.parametrize("architecture", ["llama", "mamba2"])
+def test_a_baseline_of_transformers(architecture, small, benchmarks, tokenizer_file, tmp_path):
+    write_tokens(tmp_path / "text.bin", np.arange(2000) % 300, vocab_size=300)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1}
+    own = {
+        "llama": {"intermediate_size": 24, "num_attention_heads": 2},
+        "mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
+    }
+    spec = small(
+        {
+            "model": {
+                "kind": "transformers",
+                "architecture": architecture,
+                "vocab_size": 300,
+                "config": sizes | own[architecture],
+            },
+            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 16},
+            "training.max_steps": 1,
+            "evaluation.lengths": [16],
+        }
+    )
+    build(spec, output=tmp_path / "run", device="cpu").train()
+    found = []
+    for padding in ("right", "left"):
+        code = evaluate(
+            "--checkpoint", tmp_path / "run", "--data", benchmarks, "--tokenizer", tokenizer_file, "--tasks",
+            "piqa", "lambada", "--max-length", 64, "--padding", padding, "--output", tmp_path / padding,
+            "--device", "cpu", "--batch-size", 3,
+        )  # fmt: skip
+        assert code == 0
+        found.append(results(tmp_path / padding)["results"][0])
+    assert found[0]["tasks"]["piqa"]["search"] is None
+    assert found[0]["columns"] == pytest.approx(found[1]["columns"], rel=1e-3)
+
+
 def test_another_file_and_the_default_folder(exported, benchmarks, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     piqa = benchmarks / "piqa" / "valid.jsonl"
@@ -271,8 +306,9 @@ def test_explicit_models_have_no_self_iterations(tmp_path, benchmarks, tokenizer
     spec = ib.ExplicitLMSpec(vocab_size=300, d_model=16, n_layers=1, mixer=ib.AttentionSpec(n_heads=2))
     from_library(ib.build(spec)).save_pretrained(tmp_path / "explicit")
     tokenizer.save_pretrained(tmp_path / "explicit")
-    said = refused("--checkpoint", tmp_path / "explicit", "--data", benchmarks, "--self-iterations", 1, 2)
-    assert "is explicit and doesn't iterate" in said
+    for options in (("--self-iterations", 1, 2), ("--tolerance", 0.1)):
+        said = refused("--checkpoint", tmp_path / "explicit", "--data", benchmarks, *options)
+        assert f"doesn't search for fixed points; leave {options[0]} out" in said
 
 
 def test_weights_of_another_model(run_folder, exported, benchmarks, tokenizer_file, refused, tmp_path):

@@ -167,6 +167,7 @@ def test_rolling_log_likelihoods_and_generation_work_too(family, small_model, to
     assert found[0] < found[1]
     options = {"until": ["zzz"], "max_gen_toks": 3, "do_sample": False}
     generate = [Instance(request_type="generate_until", doc={}, arguments=(t, options), idx=0) for t in texts]
+    lm.restart(search={"max_iterations": 2})
     together = lm.generate_until(generate, disable_tqdm=True)
     assert together == [lm.generate_until([request], disable_tqdm=True)[0] for request in generate]
 
