@@ -1,13 +1,15 @@
 """The command line: ``python -m trainer --spec zoo/word_problem_s3.yaml [path.to.key=value …] …``.
 
 Exit codes: 0 done; 2 the request can't be carried out (said in a sentence); 3 the loss stopped being a
-number; 4 a checkpoint could not be saved; 75 stopped by SIGTERM or SIGUSR1, 130 by SIGINT (Ctrl-C): the run
-is saved and goes on by ``--resume``. So a job script may put a job that ends with 75 back into the queue.
+number; 4 a checkpoint or the metrics could not be written; 75 stopped by SIGTERM or SIGUSR1, 130 by SIGINT
+(Ctrl-C): the run is saved and goes on by ``--resume``. So a job script may put a job that ends with 75 back
+into the queue.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import signal
 import sys
 from collections.abc import Sequence
@@ -16,7 +18,14 @@ from pathlib import Path
 from implicit_blocks.contracts import ContractError
 from implicit_blocks.specs import load_spec, spec_name
 from trainer.display import duration
-from trainer.errors import CallbackError, DataError, FailedSaveError, NonFiniteLossError, PeerError
+from trainer.errors import (
+    CallbackError,
+    DataError,
+    FailedRecordError,
+    FailedSaveError,
+    NonFiniteLossError,
+    PeerError,
+)
 from trainer.spec import RunSpec
 
 REFUSED = 2
@@ -131,8 +140,12 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         return _refuse(f"{error}; {where}", NOT_FINITE if isinstance(error, NonFiniteLossError) else REFUSED)
     except (PeerError, ContractError) as error:
         return _refuse(str(error), REFUSED)
-    except FailedSaveError as error:
+    except (FailedSaveError, FailedRecordError) as error:
         return _refuse(str(error), NOT_SAVED)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        return _refuse(f"{error}; make room and go on by --resume", NOT_SAVED)
     except torch.OutOfMemoryError as error:
         step, what = run.loop.progress.step + 1, str(error).partition(". GPU")[0]
         return _refuse(

@@ -103,3 +103,21 @@ class FailedSaveError(RuntimeError):
             f"the checkpoint of step {step} could not be saved ({reason}); {before}; make room, "
             "or set training.on_failed_save=continue to train on without"
         )
+
+
+class FailedRecordError(RuntimeError):
+    """A run's metrics can't be written, such as to a full disk; it has been stopped, and saved if it could.
+
+    Attributes:
+        step: the step it was stopped after.
+        reason: what the operating system said.
+
+    """
+
+    def __init__(self, *, step: int, reason: str) -> None:
+        self.step = step
+        self.reason = reason
+        super().__init__(
+            f"the metrics can't be written ({reason}); stopped after step {step}; make room and go on by "
+            "--resume, or set training.on_failed_save=continue, which keeps them in memory meanwhile"
+        )

@@ -17,7 +17,7 @@ from trainer.data.prefetch import Prefetcher
 from trainer.data.source import DataSource, EvaluationSet, rank_share
 from trainer.display import Display
 from trainer.distributed import Layout
-from trainer.errors import CallbackError, DataError, FailedSaveError, NonFiniteLossError
+from trainer.errors import CallbackError, DataError, FailedRecordError, FailedSaveError, NonFiniteLossError
 from trainer.evaluation import EvaluationResult, adjoint_row, evaluate, search_row, table
 from trainer.interrupt import Interrupt
 from trainer.metrics import epoch_row
@@ -110,6 +110,7 @@ class Loop:
             DataError: the data of a step can't be used; the same.
             CallbackError: a callback that the run needs failed; a checkpoint has been saved.
             FailedSaveError: a checkpoint can't be written, and the spec doesn't say to go on without.
+            FailedRecordError: the metrics can't be written, likewise.
 
         """
         end = self.total_steps if stop_at is None else min(stop_at, self.total_steps)
@@ -124,6 +125,7 @@ class Loop:
                 self._save()
                 self._attend_to_save(wait=True)
             self._raise_failure()
+            self._require_records()
             finished = self.progress.step >= self.total_steps or self.callbacks.stop_reason is not None
             results = None
             if finished:
@@ -218,7 +220,7 @@ class Loop:
             interrupt.received or 0,
             self.callbacks.stop_reason is not None,
             self._failed_callback is not None,
-            self.spec.training.on_failed_save == "stop" and self.checkpointer.failed,
+            self._stops_at_failures and (self.checkpointer.failed or self._unwritten is not None),
         )
         by_signal, by_callback, failed, not_saved = self.ranks.max(list(map(float, asked)))
         if by_signal:
@@ -287,7 +289,10 @@ class Loop:
             "seconds": round(self.progress.seconds, 3),
         }
         if self.ranks.is_main:
+            said = self._unwritten is not None
             self.folder.metrics.write(self.last_row)
+            if self._unwritten is not None and not said and not self._stops_at_failures:
+                self.display.say(f"WARNING: the metrics can't be written ({self._unwritten}); they are kept")
         self.display.step(self.last_row)
         self._tell("on_step", row=self.last_row)
 
@@ -349,8 +354,25 @@ class Loop:
         self._saved_step = step
         self._tell("on_checkpoint", step=step, path=self.folder.checkpoints / step_name(step))
 
+    @property
+    def _stops_at_failures(self) -> bool:
+        return self.spec.training.on_failed_save == "stop"
+
+    @property
+    def _unwritten(self) -> OSError | None:
+        return self.folder.metrics.trouble or self.folder.evaluations.trouble
+
+    def _require_records(self) -> None:
+        """Refuse, on every rank, to end as if all were well where the main one can't write its metrics."""
+
+        def own() -> None:
+            if self._stops_at_failures and self._unwritten is not None:
+                raise FailedRecordError(step=self.progress.step, reason=str(self._unwritten))
+
+        self.ranks.together(own)
+
     def _failed_save(self, error: FailedSaveError) -> None:
-        if self.spec.training.on_failed_save == "stop":
+        if self._stops_at_failures:
             raise error
         self.display.say(f"WARNING: {error}; the run goes on")
 

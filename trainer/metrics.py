@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from trainer.files import write_atomically
 
@@ -33,18 +33,34 @@ def epoch_row(epochs: Mapping[str, float]) -> dict[str, float]:
 
 
 class MetricsFile:
-    """A file of JSON lines, each with a ``step``, appended to in order and readable at any moment."""
+    """A file of JSON lines, each with a ``step``, appended to in order and readable at any moment.
+
+    Where the disk is full lines are kept in memory, in order, and written once there is room; ``trouble`` is
+    what the operating system said, None while all is well.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: TextIO | None = None
+        self.trouble: OSError | None = None
+        self._file: BinaryIO | None = None
+        self._pending = b""
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one line and hand it to the operating system."""
-        if self._file is None:
-            self._file = self.path.open("a", encoding="utf-8")
-        self._file.write(json.dumps(json_value(row), allow_nan=False) + "\n")
-        self._file.flush()
+        self._pending += json.dumps(json_value(row), allow_nan=False).encode() + b"\n"
+        self._push()
+
+    def _push(self) -> None:
+        try:
+            if self._file is None:
+                # Without a buffer of its own: nothing is lost or doubled where a write fails half way.
+                self._file = self.path.open("ab", buffering=0)
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+        except OSError as error:
+            self.trouble = error
+        else:
+            self.trouble = None
 
     def truncate_after(self, step: int) -> None:
         """Drop later steps' lines, and a last line cut short, so that a resumed run has each step once."""
@@ -68,6 +84,8 @@ class MetricsFile:
 
     def close(self) -> None:
         """Close the file; the next line opens it again."""
+        if self._pending:
+            self._push()
         if self._file is not None:
             self._file.close()
             self._file = None

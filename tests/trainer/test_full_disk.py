@@ -1,0 +1,141 @@
+"""A disk that is full in the middle of a save: what was saved before stays whole, and the run says so."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.checkpoint import list_checkpoints, verify_checkpoint
+from trainer.metrics import MetricsFile, read_metrics
+
+SETTINGS = [
+    "model.d_model=16", "model.mixer.d_state=8", "model.mixer.head_dim=8", "model.dropout=0.1",
+    "training.batch_size=4", "training.threads=1", "training.checkpoint_every=2", "training.max_steps=12",
+    "data.length=12", "evaluation.lengths=[12]", "evaluation.sequences=4", "evaluation.batch_size=4",
+    "model.stopping.max_iterations=5", "model.at_evaluation.stopping.max_iterations=4",
+]  # fmt: skip
+
+
+def arguments(folder: Path, *options: str) -> list[str]:
+    return ["--spec", "word_problem_s3", *SETTINGS, "--device", "cpu", "--output", str(folder), *options]
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(row["step"], row["loss"]) for row in read_metrics(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, forks: Any) -> Path:
+    folder: Path = tmp_path_factory.mktemp("whole") / "run"
+    assert forks.run(arguments(folder), log=folder.parent / "log") == 0
+    return folder
+
+
+def test_the_run_stops_and_says_so(tmp_path: Path, forks: Any, whole: Path) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    assert forks.run(arguments(folder), log=log, full_at=330) == 4, log.read_text()
+    there = list_checkpoints(folder / "checkpoints")
+    assert "could not be saved ([Errno 28] No space left on device); the one before" in log.read_text()
+    assert f"{there[-1]}, is whole" in log.read_text()
+    for path in there:
+        verify_checkpoint(path)
+    assert not list((folder / "checkpoints").glob("*.tmp-*"))
+    assert 0 < len(losses(folder)) < 12
+    assert forks.run(arguments(folder, "--resume"), log=log) == 0, log.read_text()
+    assert losses(folder) == losses(whole)
+
+
+def test_or_it_goes_on_without_if_its_spec_says_so(tmp_path: Path, forks: Any, whole: Path) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    options = ["training.on_failed_save=continue", "training.keep_checkpoints=9"]
+    assert forks.run(arguments(folder, *options), log=log, full_at=330, full_for=6) == 0, log.read_text()
+    assert log.read_text().count("could not be saved ([Errno 28] No space left on device)") == 1
+    assert "; the run goes on" in log.read_text()
+    names = [path.name for path in list_checkpoints(folder / "checkpoints")]
+    assert len(names) == 5
+    assert names[-1] == "step-00000012"
+    assert losses(folder) == losses(whole)
+
+
+def test_all_ranks_hear_of_it(tmp_path: Path, forks: Any) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    codes = forks.run_ranks(2, arguments(folder), log=log, orders={1: {"full_at": 170}})
+    assert codes == [4, 4], log.read_text()
+    assert "could not be saved (rank 1: [Errno 28] No space left on device)" in log.read_text()
+    for path in list_checkpoints(folder / "checkpoints"):
+        verify_checkpoint(path)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[tuple[Path, Callable[[str], None]]]:
+    """Mount a disk of a megabyte, and give what makes it larger; or skip, saying so."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, check=False
+    ) if os.name == "posix" else None  # fmt: skip
+    if mounted is None or mounted.returncode != 0:
+        pytest.skip("a small disk can't be mounted here (not root)")
+
+    def enlarge(size: str) -> None:
+        subprocess.run(["mount", "-o", f"remount,size={size}", str(place)], check=True)
+
+    yield place, enlarge
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_real_disk_that_fills_up(
+    tmp_path: Path, forks: Any, whole: Path, small_disk: tuple[Path, Callable[[str], None]], policy: str
+) -> None:
+    place, enlarge = small_disk
+    folder, log = place / "run", tmp_path / "log"
+    options = [f"training.on_failed_save={policy}", "training.keep_checkpoints=99"]
+    code = forks.run(arguments(folder, *options), log=log)
+    said = log.read_text()
+    assert "No space left on device" in said
+    assert "Traceback" not in said
+    there = list_checkpoints(folder / "checkpoints")
+    assert 0 < len(there) < 6
+    for path in there:
+        verify_checkpoint(path)
+    assert code == (4 if policy == "stop" else 0)
+    enlarge("64m")
+    assert forks.run(arguments(folder, *options, "--resume"), log=log) == 0, log.read_text()
+    assert losses(folder) == losses(whole)
+
+
+def test_lines_wait_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write({"step": 1})
+    real = file._file
+    assert real is not None
+
+    class Full:
+        room = 5
+
+        def write(self, data: bytes) -> int:
+            if self.room == 0:
+                raise OSError(28, "No space left on device")
+            written = real.write(data[: self.room])
+            self.room -= written
+            return written
+
+        def close(self) -> None:
+            real.close()
+
+    full = Full()
+    file._file = full  # type: ignore[assignment]  # as much of a file as is needed
+    file.write({"step": 2})
+    assert file.trouble is not None
+    file.write({"step": 3})
+    full.room = 10**6
+    file.write({"step": 4})
+    assert file.trouble is None
+    file.close()
+    assert [row["step"] for row in read_metrics(file.path)] == [1, 2, 3, 4]
