@@ -61,7 +61,7 @@ def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = Non
     if rates:
         whole.append(f"{duration(seconds)} for {magnitude(spec.total_steps * tokens)} tokens")
     lines += _section("whole run", whole)
-    evaluated = f"lengths {', '.join(map(str, spec.evaluation.lengths or (spec.data.length,)))}"
+    evaluated = f"lengths {', '.join(map(str, spec.evaluation.at(spec.data.length).lengths))}"
     if spec.evaluation.identity_probabilities:
         evaluated += f"; p {', '.join(f'{p:g}' for p in spec.evaluation.identity_probabilities)}"
     lines += _section("evaluation", [f"{evaluated}; {spec.evaluation.sequences} sequences each"])

@@ -92,6 +92,7 @@ class Loop:
             optimizer=optimizer,
             device=self.device,
             is_main=self.ranks.is_main,
+            rank=self.ranks.rank,
             folder=folder.path,
             say=display.say,
             stop=self.callbacks.stop,

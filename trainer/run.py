@@ -139,7 +139,7 @@ def build(
         callbacks = Callbacks.build(spec.callbacks)
         vocab_size = getattr(spec.model, "vocab_size", None)
         data: DataSource = registry.build(spec.data, seed=training.seed, vocab_size=vocab_size)
-        sets = data.evaluation_sets(spec.evaluation)
+        sets = data.evaluation_sets(spec.evaluation.at(spec.data.length))
         # Built on the CPU and moved, so that the initial weights depend on neither device nor layout.
         seed_everything(training.seed)
         model: nn.Module = registry.build(spec.model)

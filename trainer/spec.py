@@ -9,7 +9,14 @@ from pydantic import PositiveInt, model_validator
 
 from implicit_blocks import registry
 from implicit_blocks.specs import BaseRunSpec, Spec, refusal
-from trainer.specs.callbacks import BenchmarksSpec, CallbackSpec, StopWhenSpec
+from trainer.specs.callbacks import (
+    BenchmarksSpec,
+    CallbackSpec,
+    ProfileSpec,
+    StopWhenSpec,
+    TensorBoardSpec,
+    WandbSpec,
+)
 from trainer.specs.data import (
     DataSpec,
     MixtureSourceSpec,
@@ -60,6 +67,8 @@ class EvaluationSpec(Spec):
 
     lengths: tuple[PositiveInt, ...] = ()
     """Sequence lengths; none: the training length."""
+    length_multiples: tuple[PositiveInt, ...] = ()
+    """Sequence lengths as multiples of the training length, such as [1, 2, 4, 8]; instead of `lengths`."""
     identity_probabilities: tuple[Probability, ...] = ()
     """Word problems: identity probabilities; none: the training one."""
     sequences: PositiveInt = 256
@@ -72,6 +81,20 @@ class EvaluationSpec(Spec):
     """Of the sequences drawn for evaluation."""
     window_length: PositiveInt | None = None
     """Tokens solved together: 1 is sequential mode; null: the whole sequence, simultaneous mode."""
+
+    @model_validator(mode="after")
+    def _lengths_once(self) -> Self:
+        if self.lengths and self.length_multiples:
+            message = "lengths are given already; leave one of the two out"
+            raise refusal(message, "length_multiples", value=self.length_multiples)
+        return self
+
+    def at(self, training_length: int) -> EvaluationSpec:
+        """Return the same with its lengths worked out for a training length."""
+        lengths = self.lengths or tuple(times * training_length for times in self.length_multiples)
+        return self.model_copy(
+            update={"lengths": lengths or (training_length,), "length_multiples": ()}
+        )
 
 
 class RunSpec(BaseRunSpec):
@@ -127,7 +150,7 @@ class RunSpec(BaseRunSpec):
             self.training.schedule.check(self.total_steps)
         except ValueError as error:
             raise refusal(str(error), "training", "schedule", value=self.training.schedule) from None
-        shortest = min(self.evaluation.lengths or (self.data.length,))
+        shortest = min(self.evaluation.at(self.data.length).lengths)
         if shortest < self.evaluation.last_tokens:
             message = f"the shortest sequence evaluated has {shortest} tokens; give {shortest} or less"
             raise refusal(message, "evaluation", "last_tokens", value=self.evaluation.last_tokens)

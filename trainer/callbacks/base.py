@@ -30,6 +30,7 @@ class CallbackContext:
     folder: Path
     say: Callable[[str], None]
     stop: Callable[[str], None]
+    rank: int = 0
     is_main: bool = True
 
 

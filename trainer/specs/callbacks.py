@@ -55,3 +55,37 @@ class BenchmarksSpec(CallbackSpec):
     """Sequences that go through the model at once."""
     max_length: PositiveInt | None = None
     """Tokens of a request at most; null: the training length."""
+
+
+class TensorBoardSpec(CallbackSpec):
+    """Write the metrics as TensorBoard's scalars into the folder `tensorboard` of the run."""
+
+    kind: Literal["tensorboard"] = "tensorboard"
+    every: PositiveInt = 1
+    """Steps between those written; evaluations all are."""
+
+
+class WandbSpec(CallbackSpec):
+    """Send the metrics to Weights & Biases."""
+
+    kind: Literal["wandb"] = "wandb"
+    project: str = "implicit_blocks"
+    """Where they appear."""
+    entity: str | None = None
+    """User or team; null: the one logged in."""
+    name: str | None = None
+    """What the run is called there; null: as its folder."""
+    mode: Literal["online", "offline", "disabled"] = "online"
+    """Offline keeps them in the run's folder, for `wandb sync`."""
+    every: PositiveInt = 1
+    """Steps between those sent; evaluations all are."""
+
+
+class ProfileSpec(CallbackSpec):
+    """Trace some steps with torch's profiler, into the folder `profiles` of the run."""
+
+    kind: Literal["profile"] = "profile"
+    start: PositiveInt = 10
+    """First step traced; the first steps of a run are not like the others."""
+    steps: PositiveInt = 3
+    """How many."""

@@ -1,0 +1,126 @@
+"""The callbacks of kinds ``tensorboard`` and ``wandb``: a run's metrics, where others are watched too."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.callbacks.base import Callback, CallbackContext
+from trainer.evaluation import EvaluationResult
+from trainer.specs.callbacks import TensorBoardSpec, WandbSpec
+
+_NOT_METRICS = ("step", "set", "length", "sequences")
+
+
+class TensorBoard(Callback):
+    """Write the metrics of steps and evaluations as scalars into the run's folder ``tensorboard``.
+
+    Look at them by ``tensorboard --logdir runs``. A resumed run goes on in the same curves: what was written
+    after its checkpoint is hidden.
+    """
+
+    def __init__(self, spec: TensorBoardSpec) -> None:
+        try:
+            from torch.utils import tensorboard
+        except ImportError as error:
+            raise ValueError(
+                "tensorboard is not installed; pip install 'implicit_blocks[log]', or leave the callback out"
+            ) from error
+        self._make = tensorboard.SummaryWriter
+        self._every = spec.every
+        self._writer: Any = None
+
+    def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
+        """Open the file; on the main process."""
+        if run.is_main:
+            self._writer = self._make(str(run.folder / "tensorboard"), purge_step=step + 1)
+
+    def on_step(self, run: CallbackContext, *, row: Mapping[str, Any]) -> None:
+        """Write a step's numbers."""
+        if self._writer is not None and row["step"] % self._every == 0:
+            for name, value in numbers(row).items():
+                self._writer.add_scalar(f"train/{name}", value, row["step"])
+
+    def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
+        """Write an evaluation's numbers."""
+        if self._writer is not None:
+            for name, value in of_results(results).items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
+
+    def on_end(self, run: CallbackContext, *, step: int, finished: bool) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+class Wandb(Callback):
+    """Send the metrics of steps and evaluations to Weights & Biases, or keep them for it (``mode: offline``).
+
+    The run's id stands in the file ``wandb.id`` of the run's folder, so that a resumed run goes on in the
+    same curves. Steps that are made again after a crash are dropped there, as their numbers are the same.
+    """
+
+    def __init__(self, spec: WandbSpec) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                "wandb is not installed; pip install wandb, or leave the callback out"
+            ) from error
+        self._wandb: Any = wandb
+        self._spec = spec
+        self._run: Any = None
+
+    def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
+        """Begin a run, or go on with it; on the main process."""
+        if not run.is_main:
+            return
+        spec, known = self._spec, run.folder / "wandb.id"
+        self._run = self._wandb.init(
+            project=spec.project,
+            entity=spec.entity,
+            name=spec.name or run.folder.name,
+            mode=spec.mode,
+            dir=str(run.folder),
+            id=known.read_text().strip() if known.exists() else None,
+            resume="allow",
+            config=run.spec.model_dump(mode="json"),
+        )
+        known.write_text(f"{self._run.id}\n")
+
+    def on_step(self, run: CallbackContext, *, row: Mapping[str, Any]) -> None:
+        """Send a step's numbers."""
+        if self._run is not None and row["step"] % self._spec.every == 0:
+            found = {f"train/{name}": value for name, value in numbers(row).items()}
+            self._run.log(found, step=row["step"])
+
+    def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
+        """Send an evaluation's numbers."""
+        if self._run is not None:
+            self._run.log(of_results(results), step=step)
+
+    def on_end(self, run: CallbackContext, *, step: int, finished: bool) -> None:
+        """End the run there."""
+        if self._run is not None:
+            self._run.finish()
+
+
+def numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return what of a row of metrics can be drawn: its finite numbers, without the step."""
+    return {
+        name: float(value)
+        for name, value in row.items()
+        if isinstance(value, int | float) and math.isfinite(value) and name not in _NOT_METRICS
+    }
+
+
+def of_results(results: Sequence[EvaluationResult]) -> dict[str, float]:
+    """Return the numbers of an evaluation, such as ``evaluation/L2048/perplexity``."""
+    return {
+        f"evaluation/{result.name}/{name}": value
+        for result in results
+        for name, value in numbers(result.as_row(by_position=False)).items()
+    }
