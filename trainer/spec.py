@@ -49,13 +49,16 @@ __all__ = [
     "OptimizerSpec",
     "Phase",
     "PhaseSpec",
+    "ProfileSpec",
     "RunSpec",
     "ScheduleSpec",
     "StopWhenSpec",
     "StreamSpec",
+    "TensorBoardSpec",
     "TokensSpec",
     "TrainingSpec",
     "TransformersSpec",
+    "WandbSpec",
     "WarmupConstantSqrtSpec",
     "WarmupLinearSpec",
     "WordProblemSpec",
@@ -92,9 +95,7 @@ class EvaluationSpec(Spec):
     def at(self, training_length: int) -> EvaluationSpec:
         """Return the same with its lengths worked out for a training length."""
         lengths = self.lengths or tuple(times * training_length for times in self.length_multiples)
-        return self.model_copy(
-            update={"lengths": lengths or (training_length,), "length_multiples": ()}
-        )
+        return self.model_copy(update={"lengths": lengths or (training_length,), "length_multiples": ()})
 
 
 class RunSpec(BaseRunSpec):

@@ -1,0 +1,104 @@
+"""TensorBoard, Weights & Biases, and traces, as callbacks of a run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer.metrics import read_metrics
+from trainer.run import build
+from trainer.spec import RunSpec
+
+Small = Callable[..., RunSpec]
+
+
+def test_tensorboard_has_every_step_once_after_a_resume_too(small: Small, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard", reason="the extra log is not installed")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    spec = small({"callbacks": [{"kind": "tensorboard"}], "training.checkpoint_every": 2})
+    build(spec, output=tmp_path / "run", device="cpu").train(stop_at=3)
+    build(spec, output=tmp_path / "run", device="cpu", checkpoint="2").train()
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    rows = {row["step"]: row for row in read_metrics(tmp_path / "run" / "metrics.jsonl")}
+    written = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert written == pytest.approx({step: row["loss"] for step, row in rows.items()})
+    assert {"train/residual_p90", "train/non_converged", "train/tokens_per_second"} <= set(
+        events.Tags()["scalars"]
+    )
+    (perplexity,) = events.Scalars("evaluation/p0.5_L16/perplexity")
+    assert perplexity.step == 4
+
+
+class FakeWandb:
+    """As much of wandb as is used."""
+
+    def __init__(self) -> None:
+        self.inits: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, float]]] = []
+        self.finished = 0
+
+    def init(self, **options: Any) -> SimpleNamespace:
+        self.inits.append(options)
+        return SimpleNamespace(id=options["id"] or "abc123", log=self.log, finish=self.finish)
+
+    def log(self, values: dict[str, float], *, step: int) -> None:
+        self.logged.append((step, values))
+
+    def finish(self) -> None:
+        self.finished += 1
+
+
+def test_wandb_gets_the_same_and_goes_on_with_its_run(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    spec = small({"callbacks": [{"kind": "wandb", "mode": "offline", "project": "p", "every": 2}]})
+    build(spec, output=tmp_path / "run", device="cpu").train(stop_at=2)
+    build(spec, output=tmp_path / "run", device="cpu", resume=True).train()
+    first, second = fake.inits
+    assert (first["id"], second["id"]) == (None, "abc123")
+    assert first["project"] == "p"
+    assert first["mode"] == "offline"
+    assert first["config"]["training"]["max_steps"] == 4
+    assert [step for step, _ in fake.logged] == [2, 4, 4]
+    assert "train/loss" in fake.logged[0][1]
+    assert "evaluation/p0.5_L12/loss" in fake.logged[2][1]
+    assert fake.finished == 2
+
+
+def test_what_is_missing_is_said(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    spec = small({"callbacks": [{"kind": "wandb"}]})
+    with pytest.raises(ValueError, match=r"callbacks\.0: .*wandb is not installed; pip install wandb"):
+        build(spec, output=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_trace_of_the_steps_asked_for(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = small({"callbacks": [{"kind": "profile", "start": 2, "steps": 2}]})
+    build(spec, output=tmp_path / "run", device="cpu").train()
+    trace = tmp_path / "run" / "profiles" / "steps-2-3.rank-0.json"
+    names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert sum(name.startswith("Optimizer.step") for name in names) == 2
+    assert "aten::mm" in trace.with_suffix(".txt").read_text()
+    assert "traced steps 2 to 3" in capsys.readouterr().out
+
+
+def test_lengths_as_multiples_of_the_training_length(small: Small, tmp_path: Path) -> None:
+    spec = small({"evaluation.lengths": [], "evaluation.length_multiples": [1, 2, 4, 8]})
+    summary = build(spec, output=tmp_path / "run", device="cpu").train()
+    assert summary is not None
+    assert [row["length"] for row in summary["evaluation"]] == [12, 24, 48, 96]
+    with pytest.raises(ValueError, match="leave one of the two out"):
+        small({"evaluation.length_multiples": [1, 2]})
