@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from implicit_blocks.layers import Linear, RMSNorm
 from trainer.callbacks import Callback
 from trainer.distributed import Ranks, join, leave
 from trainer.metrics import read_metrics
@@ -35,11 +36,40 @@ def hide_labels(run: Run) -> None:
     run.loop.data.batch = hidden  # type: ignore[method-assign]  # of this object alone
 
 
+def watch_types(run: Run) -> dict[str, set[torch.dtype]]:
+    """Note the types of the weights, of their gradients, and of what the layers compute with."""
+    weights = {parameter.dtype for parameter in run.model.parameters()}
+    types: dict[str, set[torch.dtype]] = {"weights": weights, "gradients": set(), "products": set()}
+    types["decays_and_norms"] = set()
+    update = run.loop.optimizer.step
+
+    def step(*arguments: Any, **keywords: Any) -> Any:
+        types["gradients"] |= {p.grad.dtype for p in run.model.parameters() if p.grad is not None}
+        return update(*arguments, **keywords)
+
+    run.loop.optimizer.step = step  # type: ignore[method-assign]
+    for module in run.model.modules():
+        if isinstance(module, Linear):
+            module.register_forward_hook(lambda module, _, output: types["products"].add(output.dtype))
+        for name in ("A_log", "dt_bias", "D"):
+            if hasattr(module, name):
+                module.register_forward_pre_hook(
+                    lambda module, _, name=name: types["decays_and_norms"].add(getattr(module, name).dtype)
+                )
+        if isinstance(module, RMSNorm):
+            module.register_forward_pre_hook(
+                lambda module, _: types["decays_and_norms"].add(module.weight.dtype)
+            )
+    return types
+
+
 def train(spec: dict[str, Any], folder: str, *, ranks: Ranks | None = None, hide: bool = False) -> Any:
     """Train a run; return its rows, its evaluations, and how often this process called a layer."""
     run = build(RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks)
     calls: list[bool] = []
-    run.model.backbone.blocks()[0].register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    blocks = run.model.backbone.blocks() if hasattr(run.model, "backbone") else [run.model]
+    blocks[0].register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    types = watch_types(run)
     if hide:
         hide_labels(run)
     run.train()
@@ -47,6 +77,7 @@ def train(spec: dict[str, Any], folder: str, *, ranks: Ranks | None = None, hide
         "rows": list(read_metrics(Path(folder) / "metrics.jsonl")),
         "evaluations": list(read_metrics(Path(folder) / "evaluations.jsonl")),
         "calls": len(calls),
+        "types": {name: sorted(str(kind).removeprefix("torch.") for kind in types[name]) for name in types},
         "layout": run.loop.layout.kind,
         "shards": [tuple(p.to_local().shape) for p in run.model.parameters() if hasattr(p, "to_local")],
     }
