@@ -102,6 +102,17 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def train_each_compiled(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
+    """Train with compiled layers, traced and differentiated by the compiler, without minutes for kernels."""
+    compiled = torch.nn.Module.compile
+
+    def without_kernels(self: Any, **options: Any) -> None:
+        compiled(self, backend="aot_eager", **options)
+
+    torch.nn.Module.compile = without_kernels  # type: ignore[method-assign,assignment]
+    return train_each(ranks, runs, folder)
+
+
 def count_gathers(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
     """Return how many times weights are gathered, and gradients scattered, in each step of each run."""
     gathers = {}
