@@ -169,9 +169,12 @@ def build(
         threads=torch.get_num_threads(),
         processes=ranks.world_size,
         layout=layout.kind,
+        data=data.identity(),
     )
     progress = Progress()
     if resume:
+        if not any(change.startswith("data") for change in changes):
+            ranks.on_main(lambda: folder.require_data(data.identity()))
         progress = go_on(
             folder,
             checkpoint=checkpoint,

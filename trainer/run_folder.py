@@ -81,6 +81,16 @@ class RunFolder:
         self._write_spec(spec)
         write_json(self.manifest_path, dict(manifest))
 
+    def require_data(self, identity: Mapping[str, Any]) -> None:
+        """Refuse data that are not those the run was trained on last, as far as either says what they are."""
+        history = self._manifest()
+        told = [entry["data"] for entry in (history, *history.get("resumed", ())) if entry.get("data")]
+        if told and identity and (changes := differences(told[-1], dict(identity))):
+            raise RunFolderError(
+                f"the data of {self.path} are not those it was trained on ({'; '.join(changes)}); give those "
+                "back, or name the new ones by data.path=…, and the run goes on with them"
+            )
+
     def record_resume(
         self, *, spec: Mapping[str, Any], manifest: Mapping[str, Any], step: int, changed: bool
     ) -> None:
@@ -133,6 +143,7 @@ def make_manifest(
     threads: int,
     processes: int = 1,
     layout: str = "none",
+    data: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return what must be known to repeat a run: versions, machine, device, seed, command."""
     return {
@@ -144,6 +155,7 @@ def make_manifest(
         "threads": threads,
         "processes": processes,
         "layout": layout,
+        "data": dict(data or {}),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "versions": versions(),

@@ -108,6 +108,10 @@ class Mixture(DataSource):
             if part.source.samples is not None
         }
 
+    def identity(self) -> Mapping[str, Any]:
+        """See `DataSource.identity`: those of the sources, by name."""
+        return {part.name: dict(part.source.identity()) for part in self.parts}
+
     def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
         """Give the sets of every source, its name before theirs: ``web_L2048``."""
         sets = {}

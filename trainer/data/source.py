@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -120,6 +120,13 @@ class DataSource(ABC):
         A source of one part calls it ``""``. Endless data have none.
         """
         return {} if self.samples is None else {"": position / self.samples}
+
+    def identity(self) -> Mapping[str, Any]:
+        """Say what the data are, as JSON values: a run is not resumed on others unless its spec says so.
+
+        Sources that the spec and the seed describe completely have nothing to say.
+        """
+        return {}
 
     @abstractmethod
     def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:

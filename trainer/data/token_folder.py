@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from trainer.data.manifest import MANIFEST, TRAIN, VALIDATION, read_manifest, tokenizer_identity, verify
 from trainer.data.token_files import Shard, TokenDtype, open_shards
+from trainer.files import digest
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,12 @@ class TokenFolder:
     def tokenizer(self) -> str | None:
         """The SHA-256 that identifies the tokenizer, where the manifest says it."""
         return tokenizer_identity(self.manifest)
+
+    def identity(self) -> dict[str, Any]:
+        """Say what the tokens are, wherever they lie: equal for equal manifests."""
+        files = [[shard.path.name, len(shard.tokens)] for shard in self.shards]
+        content = files if self.manifest is None else self.manifest
+        return {"tokens": self.tokens, "tokenizer": self.tokenizer, "content": digest(content)}
 
     def read(self, start: int, stop: int, *, vocab_size: int | None) -> npt.NDArray[np.int64]:
         """Tokens [start, stop) of the row.

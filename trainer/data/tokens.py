@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -133,6 +133,10 @@ class TokenData(DataSource):
             labels=torch.from_numpy(labels),
             documents=torch.from_numpy(documents),
         )
+
+    def identity(self) -> Mapping[str, Any]:
+        """See `DataSource.identity`: the manifest's, or without one that of the files' names and sizes."""
+        return self.files.identity()
 
     def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
         """One set a length, named such as ``L2048``: random samples of the validation tokens, or all of them.

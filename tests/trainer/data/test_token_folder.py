@@ -143,3 +143,23 @@ def test_a_dry_run_says_what_there_is(tokens: Path, capsys: Capture) -> None:
     assert f"the run takes {epochs:.2f} epochs" in said
     assert "10 documents in 1 file of" in said
     assert "documents are kept apart" in said
+
+
+def test_a_run_is_not_resumed_on_other_tokens(tmp_path: Path, tokens: Path, capsys: Capture) -> None:
+    settings = ["model.d_model=16", "model.n_layers=1", "model.mixer.n_heads=2", "model.mlp.d_hidden=16"]
+    settings += ["model.vocab_size=257", "data.length=16", "training.max_steps=4", "training.batch_size=4"]
+    settings += ["training.threads=1", "training.precision=float32", "evaluation.lengths=[16]"]
+    run = ["--spec", "books_10m_explicit", f"data.path={tokens}", *settings, "--device", "cpu"]
+    output = ["--output", str(tmp_path / "run")]
+    assert main([*run, *output, "--stop-at", "2"]) == 0
+    moved = tokens.rename(tmp_path / "moved")
+    source = tmp_path / "texts" / "train.jsonl"
+    source.write_text(source.read_text().replace("word", "text"))
+    held_out = ["--validation", str(tmp_path / "texts" / "held.jsonl"), "--tokenizer", "bytes"]
+    assert tokenize([str(source), *held_out, "--output", str(tokens), "--workers", "1"]) == 0
+    capsys.readouterr()
+    assert main(["--resume", *output, "--device", "cpu"]) == 2
+    assert "are not those it was trained on (content: " in capsys.readouterr().err
+    # The same tokens at another place are the same; others are taken if the spec names them.
+    assert main(["--resume", *output, f"data.path={moved}", "--stop-at", "3", "--device", "cpu"]) == 0
+    assert main(["--resume", *output, f"data.path={tokens}", "--device", "cpu"]) == 0
