@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from implicit_blocks import GradientEstimator, Map, Solution
+from implicit_blocks.contracts import ContractError, describe
 from implicit_blocks.driver import still_at_padding
 from implicit_blocks.interfaces import Adjoint, SearchLike
 from implicit_blocks_reversible.solver import step, undo
 from implicit_blocks_reversible.spec import most_steps
 
 
-class ReconstructionError(RuntimeError):
+class ReconstructionError(ContractError):
     """Steps could not be undone as exactly as asked for: their gradient would be of other points."""
 
 
@@ -168,7 +169,8 @@ class _Path:
         worst = float(error.nan_to_num(nan=torch.inf).max())
         if worst > self.rule.max_error:
             raise ReconstructionError(
-                f"undoing {self.rule.steps} reversible steps missed the start by {worst:.1e} of the value, "
-                f"more than max_error {self.rule.max_error:.1e}; take fewer steps, a smaller damping, or the "
-                "unrolled gradient with checkpointing"
+                f"{describe(self.rule)} could not undo its {self.rule.steps} steps: it missed the start by "
+                f"{worst:.1e} of the value, more than max_error {self.rule.max_error:.1e}; take fewer steps, "
+                "a smaller damping, or the unrolled gradient with checkpointing, and see that the map "
+                "returns the same value each time"
             )
