@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from implicit_blocks.ranges import require_share
 from implicit_blocks.specs import SolverSpec, Stopping
 
 
@@ -36,8 +37,8 @@ class SearchOptions:
     moving_average: float | None = None
 
     def __post_init__(self) -> None:
-        if self.moving_average is not None and not 0 < self.moving_average <= 1:
-            raise ValueError(f"moving_average is {self.moving_average}; choose a number in (0, 1]")
+        if self.moving_average is not None:
+            require_share("moving_average", self.moving_average)
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
+from implicit_blocks.ranges import require_count, require_share
 
 
 class Phantom(GradientEstimator):
@@ -26,10 +27,8 @@ class Phantom(GradientEstimator):
     """
 
     def __init__(self, *, steps: int = 4, damping: float = 0.8) -> None:
-        if steps < 1:
-            raise ValueError(f"steps is {steps}; choose at least 1")
-        if not 0 < damping <= 1:
-            raise ValueError(f"damping is {damping}; choose a number in (0, 1]")
+        require_count("steps", steps)
+        require_share("damping", damping)
         self.steps, self.damping = steps, damping
 
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:

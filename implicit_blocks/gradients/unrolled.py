@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from implicit_blocks.driver import still_at_padding
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
+from implicit_blocks.ranges import require_count
 
 
 class Unrolled(GradientEstimator):
@@ -28,8 +29,7 @@ class Unrolled(GradientEstimator):
     """
 
     def __init__(self, *, steps: int = 4, checkpointing: bool = False) -> None:
-        if steps < 1:
-            raise ValueError(f"steps is {steps}; choose at least 1")
+        require_count("steps", steps)
         self.steps, self.checkpointing = steps, checkpointing
 
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:

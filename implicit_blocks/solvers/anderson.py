@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.interfaces import Map, Solver
+from implicit_blocks.ranges import require_count, require_share
 
 
 class AndersonState(NamedTuple):
@@ -54,10 +55,8 @@ class Anderson(Solver):
     differentiable = True
 
     def __init__(self, *, memory: int = 5, damping: float = 1.0, regularization: float = 1e-6) -> None:
-        if memory < 1:
-            raise ValueError(f"memory is {memory}; choose at least 1")
-        if not 0 < damping <= 1:
-            raise ValueError(f"damping is {damping}; choose a number in (0, 1]")
+        require_count("memory", memory)
+        require_share("damping", damping)
         if regularization < 0:
             raise ValueError(f"regularization is {regularization}; choose 0 or more")
         self.memory, self.damping, self.regularization = memory, damping, regularization

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.interfaces import Map, Solver
+from implicit_blocks.ranges import require_share
 
 
 class Picard(Solver):
@@ -25,8 +26,7 @@ class Picard(Solver):
     differentiable = True
 
     def __init__(self, *, damping: float = 1.0, undamped_first: bool = False) -> None:
-        if not 0 < damping <= 1:
-            raise ValueError(f"damping is {damping}; choose a number in (0, 1]")
+        require_share("damping", damping)
         self.damping = damping
         self.undamped_first = undamped_first and damping < 1
 
