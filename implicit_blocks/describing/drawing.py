@@ -68,16 +68,24 @@ class _Row(NamedTuple):
     parameters: str
     part: bool
 
+    @property
+    def length(self) -> int:
+        """Of glyphs, name and note."""
+        return len(self.glyphs) + len(self.name) + (2 + len(self.note) if self.note else 0)
+
 
 def _tree(root: Node, *, title: str) -> list[Line]:
     first = _Row("", title, root.note, root.signal, "parameters", f"{root.parameters:,}", True)
     rows = [first, *_rows(root.children, "")]
+    # A part's words may run into the columns that it leaves empty.
+    full = [row for row in rows if row.signal or row.shape]
     widths = [
-        max(len(row.glyphs) + len(row.name) + (2 + len(row.note) if row.note else 0) for row in rows),
-        max(len(row.signal) for row in rows),
-        max(len(row.shape) for row in rows),
-        max(len(row.parameters) for row in rows),
+        max(row.length for row in full) + 2,
+        max(len(row.signal) for row in full) + 2,
+        max(len(row.shape) for row in full),
+        max(len(row.parameters) for row in rows) + 2,
     ]
+    widths[1] += max(0, max(row.length for row in rows) - sum(widths[:3]))
     return [_line(row, widths) for row in rows]
 
 
@@ -104,15 +112,20 @@ def _rows(nodes: Sequence[Node], indent: str) -> list[_Row]:
 
 
 def _line(row: _Row, widths: Sequence[int]) -> Line:
-    used = len(row.glyphs) + len(row.name) + (2 + len(row.note) if row.note else 0)
-    return (
+    left = (
         Span(row.glyphs, "dim"),
         Span(row.name, "bold cyan" if row.part else "cyan"),
         Span(f"  {row.note}" if row.note else "", "yellow" if row.part else "dim"),
-        Span(" " * (widths[0] - used + 2)),
-        Span(row.signal.ljust(widths[1] + 2), "magenta"),
-        Span(row.shape.rjust(widths[2] + 2), "green" if row.glyphs else "bold"),
-        Span(row.parameters.rjust(widths[3] + 2), "bold" if row.part else ""),
+    )
+    parameters = Span(row.parameters.rjust(widths[3]), "bold" if row.part else "")
+    if not (row.signal or row.shape):
+        return (*left, Span(" " * (sum(widths[:3]) - row.length)), parameters)
+    return (
+        *left,
+        Span(" " * (widths[0] - row.length)),
+        Span(row.signal.ljust(widths[1]), "magenta"),
+        Span(row.shape.rjust(widths[2]), "green" if row.glyphs else "bold"),
+        parameters,
     )
 
 

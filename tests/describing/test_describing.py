@@ -100,26 +100,26 @@ def text(lines: Any) -> str:
 
 
 DRAWN = """\
-word_problem_s3 · implicit_lm                                              tokens (B, L)           parameters  52,568
-├─ embedding.weight                                                        x (B, L, 64)                6 × 64     384
-├─ injection  u = W rms(x) + b, once a forward pass                        u (B, L, 324)                       21,448
-│  ├─ norm.weight                                                                                          64      64
-│  ├─ proj.weight  g·v/‖v‖                                                                     324 × 64 + 324  21,060
-│  └─ proj.bias                                                                                           324     324
-├─ ↻ backbone  z ← f(z, u) from z = 0, until z = f(z, u)                   z (B, L, 64)                        30,736
-│  ├─ layers.0  z + mixer(rms(z), u)                                                                           30,672
-│  │  ├─ mixer_norm.weight                                                                                 64      64
-│  │  └─ mixer  mamba2: 4 heads of 32, state 32, convolution 4, input + u                                      30,608
-│  │     ├─ A_log                                                                                           4       4
-│  │     ├─ dt_bias                                                                                         4       4
-│  │     ├─ D                                                                                               4       4
-│  │     ├─ in_proj.weight  g·v/‖v‖                                                            324 × 64 + 324  21,060
-│  │     ├─ conv.weight  g·v/‖v‖                                                                192 × 4 + 192     960
-│  │     ├─ conv.bias                                                                                     192     192
-│  │     ├─ norm.weight                                                                                   128     128
-│  │     └─ out_proj.weight  g·v/‖v‖                                                            64 × 128 + 64   8,256
-│  └─ norm.weight                                                                                          64      64
-└─ head  the embedding                                                     logits (B, L, 6)
+word_problem_s3 · implicit_lm                             tokens (B, L)         parameters  52,568
+├─ embedding.weight                                       x (B, L, 64)              6 × 64     384
+├─ injection  u = W rms(x) + b, once a forward pass       u (B, L, 324)                     21,448
+│  ├─ norm.weight                                                                       64      64
+│  ├─ proj.weight  g·v/‖v‖                                                  324 × 64 + 324  21,060
+│  └─ proj.bias                                                                        324     324
+├─ ↻ backbone  z ← f(z, u) from z = 0, until z = f(z, u)  z (B, L, 64)                      30,736
+│  ├─ layers.0  z + mixer(rms(z), u)                                                        30,672
+│  │  ├─ mixer_norm.weight                                                              64      64
+│  │  └─ mixer  mamba2: 4 heads of 32, state 32, convolution 4, input + u                   30,608
+│  │     ├─ A_log                                                                        4       4
+│  │     ├─ dt_bias                                                                      4       4
+│  │     ├─ D                                                                            4       4
+│  │     ├─ in_proj.weight  g·v/‖v‖                                         324 × 64 + 324  21,060
+│  │     ├─ conv.weight  g·v/‖v‖                                             192 × 4 + 192     960
+│  │     ├─ conv.bias                                                                  192     192
+│  │     ├─ norm.weight                                                                128     128
+│  │     └─ out_proj.weight  g·v/‖v‖                                         64 × 128 + 64   8,256
+│  └─ norm.weight                                                                       64      64
+└─ head  the embedding                                    logits (B, L, 6)
 
 search                    solver               until                                                    gradient
 unrolled: steps 1 to 130  picard: damping 1    the gradient's steps are taken                           unrolled: steps 8
