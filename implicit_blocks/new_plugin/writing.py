@@ -17,7 +17,7 @@ from implicit_blocks.new_plugin.names import PluginNames, choose_names
 
 _SUFFIX = ".template"
 _EXAMPLES = {
-    "mixer": "mixer: {kind: @NAME@, expand: 2}",
+    "mixer": "mixer: {kind: @NAME@, expand: 1}",
     "solver": "solver: {kind: @NAME@, momentum: 0.2}",
     "gradient": "gradient: {kind: @NAME@, terms: 4}",
 }

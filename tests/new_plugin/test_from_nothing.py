@@ -1,0 +1,83 @@
+"""From a fresh virtual environment to a plugin that is installed, trained and tested: timed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from implicit_blocks.new_plugin import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[2]
+MINUTES = 5
+
+
+class Clock:
+    """Runs commands in a folder, and keeps what each took."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        # Nothing of this environment may be found in the new one; the packages come through pip's settings.
+        self.environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+        self.environment["OMP_NUM_THREADS"] = "1"  # what takes long is one process
+        self.environment.pop("IMPLICIT_BLOCKS_PLUGINS", None)
+        self.seconds: dict[str, float] = {}
+
+    def run(self, what: str, *command: object) -> subprocess.CompletedProcess[str]:
+        began = time.monotonic()
+        done = subprocess.run(
+            [str(word) for word in command],
+            cwd=self.folder,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=900,
+        )
+        self.seconds[what] = round(time.monotonic() - began, 1)
+        return done
+
+    def must(self, what: str, *command: object) -> str:
+        done = self.run(what, *command)
+        assert done.returncode == 0, f"{what}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_afternoon_takes_less_than_five_minutes(tmp_path, family):
+    source = tmp_path / "source"  # building writes into the source folder
+    source.mkdir()
+    for part in ("implicit_blocks", "trainer", "zoo"):
+        shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, source / file)
+    clock = Clock(tmp_path)
+    clock.must("venv", sys.executable, "-m", "venv", "env")
+    python = tmp_path / "env" / "bin" / "python"
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    constrained = ["--constraint", ROOT / "constraints.txt"]
+    installed = clock.run("install the library", *pip, *constrained, f"{source}[train]")
+    if installed.returncode != 0 and "No matching distribution" in installed.stderr:
+        pytest.skip(f"pip reaches no packages: {installed.stderr.strip().splitlines()[-1]}")
+    assert installed.returncode == 0, installed.stderr
+
+    clock.must("new-plugin", python, "-m", "implicit_blocks", "new-plugin", "acme_thing", "--family", family)
+    clock.must("install the plugin", *pip, *constrained, "-e", "acme_thing[test]")
+    train = [python, "-m", "trainer", "--spec", "word_problem_s3_acme_thing", "--output", "run"]
+    clock.must("train", *train)
+    tested = clock.must("test", python, "-m", "pytest", "-q", "acme_thing")
+    assert " passed" in tested
+    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [record["loss"] for record in records if "loss" in record]
+    assert len(losses) == 200
+    assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
+    total = sum(clock.seconds.values())
+    print(f"{family}: {total:.0f} s of {60 * MINUTES}: {clock.seconds}")
+    assert total < 60 * MINUTES, clock.seconds
