@@ -74,7 +74,7 @@ class Search:
         return done if self.agree is None else self.agree(done)
 
     def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
-        """Return a solution with the value ``z``, given ``f(z)`` too, measured as a search measures."""
+        """Return a solution with the value ``z``, given ``f(z)``, both (B, …), measured as a search does."""
         self._check(z)
         with torch.no_grad():
             loop = _Loop(self, lambda z: z, z.detach())

@@ -20,7 +20,17 @@ from implicit_blocks.specs import Stopping
 def solve_fixed_point(
     f: Map, z0: Tensor, *, solver: Solver, gradient: GradientEstimator, stopping: Stopping, **search: Any
 ) -> Solution:
-    """Find ``z = f(z)``: by the gradient estimator while gradients are recorded, else by the search alone."""
+    """Find ``z = f(z)``: by the gradient estimator while gradients are recorded, else by the search alone.
+
+    Args:
+        f: the map; a ``RowMap`` lets rows that are done leave the batch.
+        z0: where the search begins, (B, …) with at least two dimensions.
+        solver: its update rule.
+        gradient: what of it is differentiated.
+        stopping: when it ends.
+        **search: further options of ``Search``: ``valid``, ``trace``, ``compact``.
+
+    """
     bound = Search(solver=solver, stopping=stopping, **search)
     if not torch.is_grad_enabled():
         return bound(f, z0)
@@ -47,6 +57,9 @@ class FixedPoint(nn.Module):
         gradient: phantom with its defaults; used while gradients are recorded. Without them the search alone
             runs.
         stopping: tolerance, iterations, norm, scope.
+
+    Raises:
+        ValueError: a solver or gradient that is none, such as its name or its spec.
 
     """
 

@@ -131,7 +131,7 @@ class Solution:
         )
 
     def with_value(self, z: Tensor, *, adjoint: Adjoint | None = None) -> Solution:
-        """Return the same report with another value: what a gradient estimator made of the search's ``z``."""
+        """Return the same report with another ``z`` (B, …): what a gradient estimator made of it."""
         return replace(self, z=z, adjoint=adjoint)
 
 
@@ -185,7 +185,7 @@ class SearchLike(Protocol):
         """Search for ``z = f(z)`` from ``z0`` without recording gradients."""
 
     def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
-        """Return a solution for a given pair ``z``, ``f(z)``, measured as a search would measure it."""
+        """Return a solution for a given pair ``z``, ``f(z)``, both (B, …), measured as a search would."""
 
 
 class GradientEstimator(Component, ABC):

@@ -184,6 +184,10 @@ class LanguageModel(nn.Module, ABC):
 
         ``search`` says how this call's search differs from the spec's. ``weights``, from ``hold_weights``,
         spare calls that follow each other, as in decoding, from making them ready again.
+
+        Raises:
+            ValueError: where shapes or state do not fit, or the window is shorter than a token.
+
         """
         batch, length = x_BLD.shape[:2]
         if window_length is not None and window_length < 1:

@@ -161,7 +161,7 @@ def generate(
 def stream(model: LanguageModel, prompts: Prompts, **options: Unpack[Options]) -> Iterator[Step]:
     """Yield the tokens of ``generate`` as they are made; ``max_new_tokens`` and other options as there.
 
-    Prompts and options are looked at here, not when the first token is asked for.
+    A step's tokens are (B,). Prompts and options are looked at here, not when the first token is asked for.
     """
     return _Run(model, prompts, **options).steps()
 

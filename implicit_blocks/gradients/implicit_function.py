@@ -33,6 +33,9 @@ class ImplicitFunction(GradientEstimator):
         solver: solver of the adjoint equation; Picard by default.
         stopping: its stopping rule; scope ``sequence``.
 
+    Raises:
+        ValueError: another scope.
+
     """
 
     def __init__(self, *, solver: Solver | None = None, stopping: Stopping | None = None) -> None:

@@ -24,6 +24,9 @@ class Phantom(GradientEstimator):
         steps: number of differentiated steps, at least 1.
         damping: λ in (0, 1].
 
+    Raises:
+        ValueError: a number out of its range.
+
     """
 
     def __init__(self, *, steps: int = 4, damping: float = 0.8) -> None:

@@ -1,4 +1,8 @@
-"""The unrolled gradient: differentiate every step of the solver."""
+"""The unrolled gradient: differentiate every step of the solver.
+
+P. J. Werbos, "Backpropagation through time: what it does and how to do it", Proc. IEEE 78, 1990;
+checkpointing: T. Chen et al., "Training deep nets with sublinear memory cost", 2016.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +29,9 @@ class Unrolled(GradientEstimator):
         steps: number of solver updates, at least 1.
         checkpointing: keep only ``z`` (and the solver's state) of each step and compute the rest again in
             backward: the activations of one step instead of ``steps``, for one more call of ``f`` a step.
+
+    Raises:
+        ValueError: fewer steps than one.
 
     """
 

@@ -37,7 +37,12 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
         return f"ImplicitCache(length={self.get_seq_length()}, capacity={self.capacity})"
 
     def commit(self, state: Committed, backbone: Backbone) -> None:
-        """Take the state after a window."""
+        """Take the state after a window.
+
+        Raises:
+            ValueError: more tokens are committed than the cache was made for.
+
+        """
         if self.capacity is not None and state.length > self.capacity:
             raise ValueError(
                 f"the cache was made for {self.capacity} tokens and {state.length} are committed; "
@@ -97,11 +102,11 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
             self.state = self.state.select_rows(rows.to(device), self._backbone)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams."""
+        """Follow the beams: keep the rows of these indices, (B,) int64."""
         self.select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep these rows."""
+        """Keep the rows of these indices, (R,) int64."""
         self.select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -139,7 +144,12 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
         self.state = self.state.truncate(-tokens_to_remove, self._backbone)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse: layers write nothing while a fixed point is iterated."""
+        """Refuse keys and values, of whatever shape: layers write nothing while a fixed point is iterated.
+
+        Raises:
+            ValueError: always.
+
+        """
         raise ValueError(
             "an ImplicitCache takes no keys and values from layers; the model commits to it, once a window"
         )

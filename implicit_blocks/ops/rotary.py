@@ -43,7 +43,7 @@ def rotation_tables(
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies, in radians a token, lowered for long texts.
+    """Return the frequencies (P / 2,), in radians a token, lowered for long texts.
 
     ``linear`` divides all by the factor (position interpolation: S. Chen et al., 2023). ``llama3`` divides
     those whose wavelength exceeds the original length / low_freq_factor, keeps those whose wavelength is

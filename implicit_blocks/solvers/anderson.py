@@ -50,6 +50,9 @@ class Anderson(Solver):
         damping: in (0, 1].
         regularization: ρ relative to the Gram matrix, at least 0.
 
+    Raises:
+        ValueError: a number out of its range.
+
     """
 
     differentiable = True

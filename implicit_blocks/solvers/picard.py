@@ -1,4 +1,10 @@
-"""Picard iteration: the next point is what ``f`` returned, or a step towards it."""
+"""Picard iteration: the next point is what ``f`` returned, or a step towards it.
+
+É. Picard, "Mémoire sur la théorie des équations aux dérivées partielles et la méthode des approximations
+successives", J. Math. Pures Appl. 6, 1890; damped: M. A. Krasnosel'skii, Uspekhi Mat. Nauk 10, 1955.
+
+Shape legend: E elements of a search, F features of an element.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +26,9 @@ class Picard(Solver):
         damping: λ in (0, 1]; 1 takes ``f(z)`` as it is.
         undamped_first: take the first step whole, so that a start at zero does not weigh on the iterates
             (what the published implementation does when it unrolls).
+
+    Raises:
+        ValueError: a damping out of its range.
 
     """
 

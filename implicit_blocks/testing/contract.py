@@ -16,7 +16,10 @@ P = ParamSpec("P")
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return ``‖actual − expected‖ / ‖expected‖`` (the numerator where that is 0); NaN counts as infinite."""
+    """Return ``‖actual − expected‖ / ‖expected‖`` (the numerator where that is 0), a number.
+
+    Tensors of any shape; infinite where shapes differ or anything is NaN.
+    """
     if actual.shape != expected.shape:
         return float("inf")
     actual, expected = actual.detach(), expected.detach()

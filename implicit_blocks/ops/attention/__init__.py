@@ -35,7 +35,7 @@ def attend(
 def attend_reference(
     q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, *, mask: Tensor | None = None, causal: bool = False
 ) -> Tensor:
-    """Return the same, written out: the oracle of ``attend``."""
+    """Return the same as ``attend`` from the same q, k, v, mask and causal, written out: its oracle."""
     group = q_BHLP.shape[1] // k_BKTP.shape[1]
     k, v = k_BKTP.repeat_interleave(group, dim=1), v_BKTP.repeat_interleave(group, dim=1)
     scores = q_BHLP @ k.mT / math.sqrt(q_BHLP.shape[-1])
