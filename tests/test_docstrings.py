@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -23,6 +23,7 @@ import trainer
 from implicit_blocks.interfaces import GradientEstimator, Mixer, Solver
 from implicit_blocks.specs import ComponentSpec, GradientSpec, MixerSpec, MLPSpec, SolverSpec, Spec
 
+KERNELS = "implicit_blocks.ops.kernels."  # need triton, which builds of torch for CPUs come without
 OPTIONAL = ("implicit_blocks.hf",)  # needs transformers
 
 # (B, L, D), (E,), (…, width), (B, …), (rows, 1, …), but not (see below) or (default)
@@ -38,6 +39,8 @@ def modules() -> Iterator[ModuleType]:
     yield ib
     for found in pkgutil.walk_packages(ib.__path__, "implicit_blocks."):
         if found.name.endswith("__main__"):
+            continue
+        if found.name.startswith(KERNELS) and importlib.util.find_spec("triton") is None:
             continue
         if found.name.startswith(OPTIONAL):
             pytest.importorskip(
