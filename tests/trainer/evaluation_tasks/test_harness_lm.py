@@ -27,7 +27,7 @@ def asked(kinds, data) -> list[Any]:
 def harness(model: Any, tokenizer: Any, **options: Any) -> Any:
     from trainer.evaluation_tasks.harness import HarnessLM
 
-    return HarnessLM(from_library(model), tokenizer, max_length=48, **options)
+    return HarnessLM(from_library(model), tokenizer, **{"max_length": 48, **options})
 
 
 def answers(lm: Any, tasks: list[Any]) -> list[tuple[float, bool]]:
@@ -186,3 +186,34 @@ def test_bfloat16_is_autocast(small_model, tokenizer, benchmarks):
     rough = answers(harness(small_model(), tokenizer, precision="bfloat16"), tasks)
     assert exact != rough
     assert [v for v, _ in rough] == pytest.approx([v for v, _ in exact], rel=0.05)
+
+
+@pytest.mark.slow
+def test_real_items_score_as_in_lm_eval_s_own_backend(family, small_model, tokenizer, shared_data, tmp_path):
+    """All tasks of the paper's table on the real files: equal log-likelihoods (1e-4), equal metrics."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    from trainer.evaluate import PAPER_TASKS
+    from trainer.evaluation_tasks.scores import ask
+
+    model, tasks = small_model(family), asked(PAPER_TASKS, shared_data)
+    from_library(model, max_position_embeddings=640).save_pretrained(tmp_path / "exported")
+    tokenizer.save_pretrained(tmp_path / "exported")
+    ours = harness(model, tokenizer, batch_size=5, max_length=640)
+    (scores,) = ask(ours, tasks, limit=12)
+    theirs = HFLM(pretrained=str(tmp_path / "exported"), device="cpu", batch_size=2)
+    assert theirs.max_length == 640
+    for task, score in zip(tasks, scores.tasks, strict=True):
+        found = lm_eval.evaluate(
+            theirs, {"tasks": {task.name: task.task}}, limit=12, bootstrap_iters=0, log_samples=True
+        )
+        for our, their in zip(score.samples, found["samples"][task.name], strict=True):
+            assert our["arguments"] == their["arguments"]
+            values = [[value for value, _ in sample["filtered_resps"]] for sample in (our, their)]
+            assert values[0] == pytest.approx(values[1], abs=1e-4)
+        for metric, value in score.metrics.items():
+            expected = found["results"][task.name][f"{metric},none"]
+            assert value == pytest.approx(expected, rel=1e-4)
+            if metric.startswith("acc"):
+                assert value == expected
