@@ -85,7 +85,7 @@ class NonFiniteLossError(RuntimeError):
 
 
 class FailedSaveError(RuntimeError):
-    """A checkpoint could not be written, such as to a full disk; those before it are as they were.
+    """A checkpoint or an export could not be written, such as to a full disk; those before are as they were.
 
     Attributes:
         step: the step whose checkpoint is missing.
@@ -94,13 +94,13 @@ class FailedSaveError(RuntimeError):
 
     """
 
-    def __init__(self, *, step: int, reason: str, kept: Path | None) -> None:
+    def __init__(self, *, step: int, reason: str, kept: Path | None, what: str = "checkpoint") -> None:
         self.step = step
         self.reason = reason
         self.kept = kept
-        before = "there is none before it" if kept is None else f"the one before, {kept}, is whole"
+        before = "there is no checkpoint" if kept is None else f"the last checkpoint, {kept}, is whole"
         super().__init__(
-            f"the checkpoint of step {step} could not be saved ({reason}); {before}; make room, "
+            f"the {what} of step {step} could not be saved ({reason}); {before}; make room, "
             "or set training.on_failed_save=continue to train on without"
         )
 

@@ -124,8 +124,11 @@ def evaluate(
     """Evaluate ``model`` on every set, in eval mode (its evaluation solver and stopping).
 
     Each of the ``ranks`` takes its share of a set, and all get the result of the whole; ``equally_often``
-    has them call the model equally often, for models that communicate when they are called.
+    has them call the model equally often, for models that communicate when they are called. ``batch_size``
+    sequences of the shortest set go through the model at once, of longer ones as many fewer.
     """
+    sets = list(sets)
+    tokens_at_once = batch_size * min((evaluation_set.length for evaluation_set in sets), default=1)
     ranks = Ranks(device) if ranks is None else ranks
     was_training = model.training
     model.eval()
@@ -139,7 +142,7 @@ def evaluate(
                     evaluation_set,
                     device=device,
                     precision=precision,
-                    batch_size=batch_size,
+                    batch_size=max(1, tokens_at_once // evaluation_set.length),
                     last_tokens=last_tokens,
                     window_length=window_length,
                     ranks=ranks,
@@ -176,10 +179,17 @@ def _evaluate_set(
         batch = batch.to(device)
         labels_BL = batch.labels
         with autocast(device, precision):
-            output = model(batch.inputs, labels=labels_BL, window_length=window_length, **batch.context())
+            # Not the logits: at eight times the training length they would not fit into a GPU's memory.
+            output = model(
+                batch.inputs,
+                labels=labels_BL,
+                return_logits=False,
+                window_length=window_length,
+                **batch.context(),
+            )
         if not counts:
             continue
-        correct_BL, scored_BL = correct_and_scored(output.logits.argmax(-1), labels_BL)
+        correct_BL, scored_BL = correct_and_scored(output.predictions, labels_BL)
         scored = int(scored_BL.sum())
         if scored > 0:
             loss_sum += float(output.loss) * scored

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from implicit_blocks.specs import ModelSpec
 from trainer.callbacks import CallbackContext, Callbacks
@@ -17,8 +18,16 @@ from trainer.data.prefetch import Prefetcher
 from trainer.data.source import DataSource, EvaluationSet, rank_share
 from trainer.display import Display
 from trainer.distributed import Layout
-from trainer.errors import CallbackError, DataError, FailedRecordError, FailedSaveError, NonFiniteLossError
+from trainer.errors import (
+    CallbackError,
+    DataError,
+    FailedRecordError,
+    FailedSaveError,
+    NonFiniteLossError,
+    PeerError,
+)
 from trainer.evaluation import EvaluationResult, adjoint_row, evaluate, search_row, table
+from trainer.exporting import export_model
 from trainer.interrupt import Interrupt
 from trainer.metrics import epoch_row
 from trainer.optimizers import set_learning_rate
@@ -133,6 +142,8 @@ class Loop:
                 # A run resumed at its end has not been in its last phase yet.
                 self._enter_phase(max(0, self.progress.step - 1))
                 results = self._evaluate()
+                if self.spec.training.export_every is not None:
+                    self._export()
             self._tell("on_end", step=self.progress.step, finished=finished)
             self._raise_failure()
             return results
@@ -198,6 +209,8 @@ class Loop:
             self._evaluate()
         if self._due(training.checkpoint_every):
             self._save()
+        if self._due(training.export_every) and step < self.total_steps:
+            self._export()
 
     def _skip(self, result: StepResult, *, step: int, phase: Phase, first: int) -> None:
         """Say that a batch made no update, or refuse to go on; all ranks have the same result."""
@@ -354,6 +367,23 @@ class Loop:
             return
         self._saved_step = step
         self._tell("on_checkpoint", step=step, path=self.folder.checkpoints / step_name(step))
+
+    def _export(self) -> None:
+        """Write the model for other programs to read; training waits."""
+        step = self.progress.step
+        self.display.doing("exporting the model")
+        try:
+            export_model(
+                self.model,
+                self._model_spec,
+                self.folder.exports / step_name(step),
+                length=self.spec.data.length,
+                ranks=self.ranks,
+            )
+        except (OSError, PeerError, SafetensorError) as error:
+            failed = FailedSaveError(step=step, reason=str(error), kept=self.last_checkpoint, what="export")
+            failed.__cause__ = error
+            self._failed_save(failed)
 
     @property
     def _stops_at_failures(self) -> bool:

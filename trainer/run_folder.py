@@ -30,6 +30,7 @@ class RunFolder:
         self.summary_path = path / "summary.json"
         self.report_path = path / "report.png"
         self.checkpoints = path / "checkpoints"
+        self.exports = path / "exports"
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self.evaluations = MetricsFile(path / "evaluations.jsonl")
 

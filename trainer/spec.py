@@ -77,7 +77,7 @@ class EvaluationSpec(Spec):
     sequences: PositiveInt = 256
     """Sequences for each length and probability."""
     batch_size: PositiveInt = 64
-    """Sequences that go through the model at once."""
+    """Sequences that go through the model at once; of lengths above the shortest one as many fewer."""
     last_tokens: PositiveInt = 10
     """Accuracy is read on this many tokens at the end of each sequence."""
     seed: Seed = 1234

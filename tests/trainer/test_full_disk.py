@@ -40,7 +40,7 @@ def test_the_run_stops_and_says_so(tmp_path: Path, forks: Any, whole: Path) -> N
     folder, log = tmp_path / "run", tmp_path / "log"
     assert forks.run(arguments(folder), log=log, full_at=330) == 4, log.read_text()
     there = list_checkpoints(folder / "checkpoints")
-    assert "could not be saved ([Errno 28] No space left on device); the one before" in log.read_text()
+    assert "could not be saved ([Errno 28] No space left on device); the last checkpoint" in log.read_text()
     assert f"{there[-1]}, is whole" in log.read_text()
     for path in there:
         verify_checkpoint(path)

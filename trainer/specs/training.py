@@ -139,6 +139,9 @@ class TrainingSpec(Spec):
     """Checkpoints at multiples of so many steps stay too; null: only the newest."""
     on_failed_save: Literal["stop", "continue"] = "stop"
     """What a checkpoint that can't be written (a full disk) means for the run; those before it stay whole."""
+    export_every: PositiveInt | None = None
+    """Steps between exports of the model into the folder `exports` of the run, and one at the end: folders
+    for transformers' from_pretrained, or model.safetensors without it; null: none."""
     non_finite: Literal["stop", "skip"] = "stop"
     """What a loss or a gradient that is not a number means: the end of the run, or a batch without an update.
     Either way the weights stay as they were, and the positions of the batch's samples are said."""

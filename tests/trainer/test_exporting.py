@@ -1,0 +1,98 @@
+"""Exports on the way: what others read is the model that is trained; training is not disturbed."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer import exporting
+from trainer.errors import FailedSaveError
+from trainer.metrics import read_metrics
+from trainer.run import build
+from trainer.spec import RunSpec
+
+Small = Callable[..., RunSpec]
+
+
+def losses(folder: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
+
+
+def test_a_folder_for_transformers_every_few_steps(small: Small, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    import implicit_blocks.hf  # noqa: F401  # registers the classes
+
+    changes = {"training.export_every": 2, "training.max_steps": 5, "model.dropout": 0.1}
+    run = build(small(changes), output=tmp_path / "run", device="cpu")
+    run.train()
+    names = sorted(path.name for path in (tmp_path / "run" / "exports").iterdir())
+    assert names == ["step-00000002", "step-00000004", "step-00000005"]
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "exports" / names[-1])
+    tokens = torch.arange(6)[None]
+    run.model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(tokens).logits, run.model(tokens).logits)
+    assert loaded.config.max_position_embeddings == 12
+
+    build(small({**changes, "training.export_every": None}), output=tmp_path / "other", device="cpu").train()
+    assert losses(tmp_path / "run") == losses(tmp_path / "other")
+
+
+def test_without_transformers_safetensors_and_the_spec(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "_write_for_transformers", lambda *args: False)
+    run = build(small({"training.export_every": 4}), output=tmp_path / "run", device="cpu")
+    run.train()
+    folder = tmp_path / "run" / "exports" / "step-00000004"
+    assert sorted(path.name for path in folder.iterdir()) == ["model.safetensors", "model.yaml"]
+    stored = load_file(folder / "model.safetensors")
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(stored[name], tensor), name
+
+
+@pytest.mark.parametrize("policy", ["stop", "continue"])
+def test_a_full_disk_leaves_no_half_export(
+    small: Small,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    policy: str,
+) -> None:
+    def full(*args: Any) -> bool:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(exporting, "_write_for_transformers", full)
+    changes = {"training.export_every": 2, "training.on_failed_save": policy}
+    run = build(small(changes), output=tmp_path / "run", device="cpu")
+    if policy == "stop":
+        with pytest.raises(FailedSaveError, match=r"export of step 2 could not be saved .*No space left"):
+            run.train()
+    else:
+        assert run.train() is not None
+        assert "export of step 4 could not be saved" in capsys.readouterr().out
+    assert list((tmp_path / "run" / "exports").iterdir()) == []
+
+
+def test_shards_are_put_together(tmp_path: Path, forks: Any) -> None:
+    exports = {}
+    for count in (1, 2):
+        folder, log = tmp_path / f"run{count}", tmp_path / f"log{count}"
+        options = [
+            "--spec", "word_problem_s3", "--device", "cpu", "--output", str(folder), "model.d_model=16",
+            "model.mixer.head_dim=8", "training.max_steps=2", "training.batch_size=4", "data.length=12",
+            "evaluation.lengths=[12]", "evaluation.sequences=2", "training.export_every=2",
+            "training.parallel.kind=auto" if count == 1 else "training.parallel.kind=fsdp",
+            "model.at_evaluation.stopping.max_iterations=4", "training.threads=1",
+        ]  # fmt: skip
+        assert forks.run_ranks(count, options, log=log) == [0] * count, log.read_text()
+        exports[count] = load_file(folder / "exports" / "step-00000002" / "model.safetensors")
+    assert exports[1].keys() == exports[2].keys()
+    for name, tensor in exports[1].items():
+        torch.testing.assert_close(tensor, exports[2][name], atol=1e-5, rtol=0)

@@ -1,0 +1,97 @@
+"""Exporting the model while it trains: folders that other programs read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec
+from trainer.checkpoint_folder import TEMPORARY
+from trainer.checkpoint_writer import named_tensors
+from trainer.distributed import Ranks
+from trainer.files import fsync_path
+from trainer.rng import random_state, restore_random_state
+
+
+def export_model(model: nn.Module, spec: ModelSpec, folder: Path, *, length: int, ranks: Ranks) -> None:
+    """Write ``model`` into the new folder ``folder``: whole, or not at all.
+
+    With transformers installed it is a folder for ``from_pretrained``; without, or for a model that
+    transformers can't be told of, ``model.safetensors`` and ``model.yaml``, its spec. Every rank must call
+    this: sharded tensors are put together on the main one, which writes.
+
+    Args:
+        model: the inner module; its tensors may be sharded.
+        spec: of the model.
+        folder: where to; what is there is replaced.
+        length: tokens it was trained on at once.
+        ranks: the processes.
+
+    Raises:
+        OSError: it can't be written, such as to a full disk; on other ranks a RuntimeError.
+
+    """
+    tensors, aliases = named_tensors(model)
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if ranks.is_main:
+            whole[name] = full.detach().cpu()
+    ranks.on_main(lambda: _write(model, spec, {**whole, **_under(aliases, whole)}, folder, length))
+
+
+def _under(aliases: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensors[target] for name, target in aliases.items()}
+
+
+def _write(model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: Path, length: int) -> None:
+    temporary = folder.with_name(f"{folder.name}{TEMPORARY}save")
+    shutil.rmtree(temporary, ignore_errors=True)
+    before = random_state()  # what is built for writing draws initial weights
+    try:
+        temporary.mkdir(parents=True)
+        if not _write_for_transformers(model, spec, state, temporary, length):
+            _write_plainly(spec, state, temporary)
+        for file in temporary.iterdir():
+            fsync_path(file)
+        fsync_path(temporary)
+        if folder.exists():
+            shutil.rmtree(folder)
+        temporary.rename(folder)
+        fsync_path(folder.parent)
+    finally:
+        restore_random_state(before)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_for_transformers(
+    model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: Path, length: int
+) -> bool:
+    """Write a folder of transformers, where it is installed and knows such a model; else say so."""
+    try:
+        from implicit_blocks.hf.folders import Checkpoint, special_tokens, write_transformers
+    except ImportError:
+        return False
+    if isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
+        fields: dict[str, Any] = {**special_tokens(spec), "max_position_embeddings": length}
+        write_transformers(Checkpoint(spec, state, fields), folder)
+        return True
+    make = getattr(model, "to_transformers", None)
+    if make is None or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return False
+    make().save_pretrained(folder)
+    return True
+
+
+def _write_plainly(spec: ModelSpec, state: dict[str, Tensor], folder: Path) -> None:
+    # safetensors refuses tensors that share storage, such as tied weights under two names.
+    own = {name: tensor.clone().contiguous() for name, tensor in state.items()}
+    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
+    text = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    (folder / "model.yaml").write_text(text, encoding="utf-8")
