@@ -9,9 +9,10 @@ Shape legend: S lanes, R of them in a step, D model width, U injection width, V 
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -280,10 +281,12 @@ class ContinuousDecoder:
         """Choose the next token of lanes whose last is committed, and begin to search for its solution."""
         logits = self.model.predict(hidden_RD)[:, : self.model.spec.vocab_size]
         made, on = [], []
-        for number, lane in enumerate(lanes.tolist()):
-            text = self.texts[lane]
-            assert text is not None
-            new = text.choose(logits[number : number + 1], self.search, lane)
+        in_work = [text for lane in lanes.tolist() if (text := self.texts[lane]) is not None]
+        tokens = _chosen(logits, in_work)
+        reports = self._reports(lanes)
+        for number, (lane, text) in enumerate(zip(lanes.tolist(), in_work, strict=True)):
+            last = text.take(tokens[number])
+            new = NewToken(text.number, tokens[number], last, logits[number], *reports[number])
             made.append(new)
             if new.last:
                 self.texts[lane] = None
@@ -304,9 +307,16 @@ class ContinuousDecoder:
             self.search.begin(lanes[index], hidden_RD[index].to(start.dtype) if warm else start[:, 0])
         return made
 
+    def _reports(self, lanes: Tensor) -> list[tuple[Any, ...]]:
+        """Return iterations, residual and converged of the searches behind these lanes' last tokens."""
+        if self.search.solver is None:
+            return [()] * len(lanes)
+        parts = (self.search.iterations, self.search.residual, self.search.converged)
+        return list(zip(*(part[lanes].tolist() for part in parts), strict=True))
+
 
 class _Text:
-    """A text in work: its request, and the tokens made so far."""
+    """A text in work: its request, and how many tokens have been made."""
 
     def __init__(self, number: int, request: Request, ids: Tensor) -> None:
         self.number, self.request, self.ids = number, request, ids
@@ -314,19 +324,21 @@ class _Text:
         count, sampling = request.max_new_tokens, request.sampling
         self.uniform_N = uniforms([request.seed], count, device=ids.device)[0] if sampling.draws else None
 
-    def choose(self, logits_1V: Tensor, search: LaneSearch, lane: int) -> NewToken:
-        uniform = None if self.uniform_N is None else self.uniform_N[self.made : self.made + 1]
-        token = int(self.request.sampling.choose(logits_1V, uniform))
+    def take(self, token: int) -> bool:
+        """Count a token; return whether it is the last."""
         self.made += 1
-        last = self.made == self.request.max_new_tokens or token in self.request.stop_tokens
-        if search.solver is None:
-            return NewToken(self.number, token, last, logits_1V[0])
-        return NewToken(
-            self.number,
-            token,
-            last,
-            logits_1V[0],
-            int(search.iterations[lane]),
-            float(search.residual[lane]),
-            bool(search.converged[lane]),
-        )
+        return self.made == self.request.max_new_tokens or token in self.request.stop_tokens
+
+
+def _chosen(logits_RV: Tensor, texts: Sequence[_Text]) -> list[int]:
+    """Return the next token of each text, those with one rule for choosing at once."""
+    tokens = [0] * len(texts)
+    by_rule: dict[Sampling, list[int]] = defaultdict(list)
+    for number, text in enumerate(texts):
+        by_rule[text.request.sampling].append(number)
+    for sampling, numbers in by_rule.items():
+        drawn = [u[texts[n].made] for n in numbers if (u := texts[n].uniform_N) is not None]
+        chosen = sampling.choose(logits_RV[numbers], torch.stack(drawn) if drawn else None)
+        for number, token in zip(numbers, chosen.tolist(), strict=True):
+            tokens[number] = token
+    return tokens

@@ -17,7 +17,7 @@ from implicit_blocks.ops.attention.lanes import attend_lanes
 @pytest.fixture
 def many():
     generator = torch.Generator().manual_seed(3)
-    return [torch.randint(19, (n,), generator=generator).tolist() for n in (6, 3, 1, 8, 2, 5, 4)]
+    return [torch.randint(19, (n,), generator=generator).tolist() for n in (6, 3, 1, 8, 2)]
 
 
 def counts(prompts):

@@ -47,7 +47,7 @@ def prompts(ids):
 
 def run(model, ids, **options):
     torch.manual_seed(11)
-    return model.generate(**prompts(ids), **({"max_new_tokens": 6, "do_sample": False} | options))
+    return model.generate(**prompts(ids), **({"max_new_tokens": 5, "do_sample": False} | options))
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
@@ -55,10 +55,9 @@ def test_every_mode_is_the_same_with_and_without_any_cache(family, lively_model,
     """Left-padded, at a tight tolerance, token for token."""
     model = lively_model(family)
     plain = run(model, ids, use_cache=False, **mode)
-    assert plain.shape[1] == 15
-    assert torch.equal(run(model, ids, **mode), plain)
-    assert torch.equal(run(model, ids, cache_implementation="dynamic", **mode), plain)
-    assert torch.equal(run(model, ids, cache_implementation="static", **mode), plain)
+    assert plain.shape[1] == 14
+    for implementation in ("dynamic", "static"):
+        assert torch.equal(run(model, ids, cache_implementation=implementation, **mode), plain)
 
 
 def test_rows_are_those_of_each_prompt_alone(family, lively_model, ids):
