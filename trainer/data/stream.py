@@ -125,7 +125,7 @@ class StreamData(DataSource):
         while True:
             self._dataset.set_epoch(epoch)
             found = False
-            for row in self._dataset:
+            for row in self._rows():
                 text = row.get(self._text_field)
                 if not isinstance(text, str):
                     raise ValueError(
@@ -138,6 +138,15 @@ class StreamData(DataSource):
             if not found:
                 raise ValueError(f"dataset {self._name} holds no text; check data.split and data.text_field")
             epoch += 1
+
+    def _rows(self) -> Iterator[Mapping[str, Any]]:
+        try:
+            yield from self._dataset
+        except Exception as error:  # the package raises whatever reading and downloading raise
+            raise ValueError(
+                f"dataset {self._name} can't be read further ({type(error).__name__}: {error}); resume the "
+                "run when it can"
+            ) from error
 
     def _next(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Give inputs, labels and documents of the next sample."""

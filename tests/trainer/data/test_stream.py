@@ -13,6 +13,7 @@ import torch
 from trainer.cli import main
 from trainer.data import stream
 from trainer.data.stream import ApproximateResumeWarning, StreamData, build
+from trainer.data.tokenizing.tokenizers import load_tokenizer
 from trainer.spec import StreamSpec
 
 datasets = pytest.importorskip("datasets", reason="streams are read by the package datasets")
@@ -94,6 +95,15 @@ def test_refuses(folder: Path, tmp_path: Path) -> None:
         open_stream(tmp_path / "empty").batch(0, 1)
     with pytest.raises(ValueError, match="can't be opened"):
         open_stream(tmp_path / "gone")
+
+    def breaks() -> Any:
+        yield {"text": "one"}
+        raise ConnectionError("gone away")
+
+    broken = datasets.IterableDataset.from_generator(breaks)
+    data = StreamData(broken, name="far", text_field="text", tokenizer=load_tokenizer("bytes"), length=16)
+    with pytest.raises(ValueError, match=r"dataset far can't be read further \(ConnectionError: gone away\)"):
+        data.batch(0, 1)
 
 
 def test_a_run_on_a_stream(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,7 +171,7 @@ def load_dataset(name: str, *, split: str, config: str | None, streaming: bool) 
                 loaded = loaded[split]
             return loaded.to_iterable_dataset() if streaming else loaded
         return datasets.load_dataset(name, config, split=split, streaming=streaming)
-    except (ValueError, OSError, RuntimeError) as error:
+    except Exception as error:  # the package raises whatever reading and downloading raise
         raise ValueError(f"dataset {name} can't be opened: {error}") from error
 
 

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -365,6 +366,7 @@ def _start_worker(recipe: Any, dtype: Dtype) -> None:
     global _worker
     from trainer.data.tokenizing.tokenizers import from_content
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears an interrupt, too, and ends them
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores between them
     if isinstance(recipe, tuple):
         content, end = recipe
