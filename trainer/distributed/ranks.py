@@ -179,7 +179,6 @@ def join(device: str = "auto", *, timeout_minutes: float = TIMEOUT_MINUTES) -> R
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
             timeout=timedelta(minutes=timeout_minutes),
-            device_id=chosen if chosen.type == "cuda" else None,
         )
     return Ranks(chosen, rank, world_size, local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
-PATIENCE_SECONDS = 120.0
+PATIENCE_SECONDS = 300.0
 
 
 def _free_port() -> int:

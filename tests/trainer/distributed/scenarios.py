@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import trainer.run
 from implicit_blocks.layers import Linear, RMSNorm
 from trainer.callbacks import Callback
 from trainer.distributed import Ranks, join, leave
@@ -147,6 +148,13 @@ def fail_on_one_rank(ranks: Ranks, spec: dict[str, Any], folder: str, what: str)
             raise ValueError(f"no token at {position}")
 
         run.loop.data.batch = broken  # type: ignore[method-assign]
+    if what == "crash" and ranks.rank == 1:
+
+        def crash(*_: Any) -> None:
+            if run.loop.progress.step == 1:
+                raise RuntimeError("a broken layer")
+
+        run.model.backbone.blocks()[0].register_forward_pre_hook(crash)
     if what == "callback" and ranks.rank == 1:
         from trainer.specs.callbacks import CallbackSpec
 
@@ -206,6 +214,7 @@ def fail_on_main(ranks: Ranks) -> Any:
 
 def main() -> None:
     os.environ.update(TASK["environment"])
+    trainer.run.draw = lambda runs, path: None  # type: ignore[assignment]  # pictures take longer than the runs
     torch.set_num_threads(1)
     result: Any
     try:

@@ -32,7 +32,7 @@ SPEC: dict[str, Any] = {
     },
     "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "length": 12},
     "training": {
-        "max_steps": 8,
+        "max_steps": 6,
         "batch_size": 8,
         "micro_batch_size": 2,
         "clip_norm": 0.25,
@@ -49,7 +49,7 @@ SPEC: dict[str, Any] = {
         {"name": "free", "training": {"optimizer": {"learning_rate": 1e-3}}},
     ],
     # 7 sequences: the ranks' shares of an evaluation differ
-    "evaluation": {"lengths": [12, 16], "identity_probabilities": [0.5], "sequences": 7, "batch_size": 2},
+    "evaluation": {"lengths": [12], "identity_probabilities": [0.5], "sequences": 7, "batch_size": 2},
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "auto": {},
@@ -139,6 +139,23 @@ def test_ranks_stop_on_their_own_unless_they_talk_in_the_loop(trained: Any) -> N
     for layout in ("fsdp_by_layer", "fsdp_by_layer_fixed"):
         assert first[layout]["calls"] == second[layout]["calls"]
     assert first["fsdp_by_layer"]["calls"] < first["fsdp_by_layer_fixed"]["calls"]
+
+
+def test_groups_of_ranks_that_share_the_state(processes: Any, tmp_path: Path) -> None:
+    specs = {
+        "single": spec_of(LLAMA, micro_batch_size=None, max_steps=3),
+        "hsdp": spec_of(
+            LLAMA, parallel={"kind": "hsdp", "shard_size": 2}, micro_batch_size=None, max_steps=3
+        ),
+    }
+    alone = {"single": specs.pop("single")}
+    single = processes("train_each", world_size=1, runs=alone, folder=str(tmp_path))[0]["single"]
+    four = processes("train_each", world_size=4, runs=specs, folder=str(tmp_path))
+    assert_equal_rows(four[0]["hsdp"]["rows"], single["rows"])
+    first, second, third, fourth = (rank["hsdp"]["shards"] for rank in four)
+    assert first == third
+    assert second == fourth
+    assert len({rank["hsdp"]["calls"] for rank in four}) > 1
 
 
 def test_the_mean_is_over_all_labels_however_they_are_spread(processes: Any, tmp_path: Path) -> None:

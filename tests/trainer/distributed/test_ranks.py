@@ -112,6 +112,16 @@ def test_what_fails_on_one_rank_ends_all(
         assert words in said
 
 
+@pytest.mark.parametrize("parallel", [{"kind": "ddp"}, {"kind": "fsdp", "unit": "layer"}])
+def test_a_rank_that_breaks_down_leaves_no_other_waiting(
+    plain: Any, processes: Any, tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    spec = plain({"training.parallel": parallel})
+    (waited, _), broken = processes("fail_on_one_rank", spec=spec, folder=str(tmp_path / "run"), what="crash")
+    assert broken == ("RuntimeError", "a broken layer")
+    assert waited.endswith("Error")
+
+
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(plain: Any, processes: Any, tmp_path: Path) -> None:
     spec = plain({"training.max_steps": 9})
     # The other rank is not told: it returns the step it stopped after, as None of a summary is there.
