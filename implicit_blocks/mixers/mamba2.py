@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,12 @@ class Mamba2State(NamedTuple):
 
 
 class Mamba2Context(NamedTuple):
-    """Whether the window begins a sequence; its padding and documents, None where there are none."""
+    """Whether the window begins a sequence; its padding and documents, None where there are none.
+
+    Padding of a later window must not stand between the convolution's tail and the first real token: the real
+    tokens are then moved to the front (``order_BL``), which the other fields describe, and back
+    (``places_BL``). In a first window padding is like the zeros before it.
+    """
 
     begins: bool
     valid_BL: Tensor | None = None
@@ -44,6 +49,8 @@ class Mamba2Context(NamedTuple):
     documents_BL: Tensor | None = None
     tail_documents_BW: Tensor | None = None
     initial_document_B: Tensor | None = None
+    order_BL: Tensor | None = None
+    places_BL: Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -140,9 +147,10 @@ class Mamba2(Mixer):
         """Mix the window."""
         if (fused := self._fused(z_BLD, u_BLU, context)) is not None:
             return fused[0]
+        z_BLD, u_BLU = _moved(z_BLD, context.order_BL), _moved(u_BLU, context.order_BL)
         gate, conv_in, dt = self._project(self.in_proj(z_BLD), u_BLU, context)
         y, _ = self._scan(gate, conv_in, dt, state, context, return_final_state=False)
-        return y
+        return _moved(y, context.places_BL)
 
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
@@ -154,6 +162,7 @@ class Mamba2(Mixer):
             if u_BLU is not None:
                 last = last + u_BLU[:, 1 - self.spec.d_conv :, self.d_inner : self.d_inner + self.conv_width]
             return out, Mamba2State(last.clone(), h_after)
+        z_BLD, u_BLU = _moved(z_BLD, context.order_BL), _moved(u_BLU, context.order_BL)
         gate, conv_in, dt = self._project(self.in_proj(z_BLD), u_BLU, context)
         y, h = self._scan(gate, conv_in, dt, state, context, return_final_state=True)
         assert h is not None
@@ -163,7 +172,7 @@ class Mamba2(Mixer):
             inputs = torch.cat((state.conv_BWC.to(conv_in.dtype), conv_in), dim=1)
             index = context.last_taps_BW[:, :, None].expand(-1, -1, inputs.shape[2])
             tail = inputs.gather(1, index)
-        return y, Mamba2State(tail, h)
+        return _moved(y, context.places_BL), Mamba2State(tail, h)
 
     def _fused(
         self, z: Tensor, u: Tensor | None, context: Mamba2Context
@@ -251,16 +260,29 @@ class Mamba2(Mixer):
         return (self.out_proj,)
 
 
+_Moved = TypeVar("_Moved", Tensor, Tensor | None)
+
+
+def _moved(x_BLF: _Moved, order_BL: Tensor | None) -> _Moved:
+    """Return the tokens in this order, (B, L, F); None where there are none, and as they are without one."""
+    if x_BLF is None or order_BL is None:
+        return x_BLF
+    return x_BLF.gather(1, order_BL[:, :, None].expand(-1, -1, x_BLF.shape[2]))
+
+
 def _context(window: Window, taps: int) -> Mamba2Context:
     valid, documents = window.valid_BL, window.documents_BT
-    last = None
+    last = moved = places = None
+    if valid is not None and window.start > 0:
+        moved = (~valid).to(torch.int8).argsort(dim=1, stable=True)
+        places, valid = moved.argsort(1), valid.gather(1, moved)
     if valid is not None:
         # The tail holds the last real inputs: with padding on the right they are not the window's last ones.
         order = torch.arange(1, window.length + 1, device=window.device)
         end = (valid * order).amax(1)  # how many tokens up to and with the last real one
         last = end[:, None] + torch.arange(taps - 1, device=window.device)
     if documents is None:
-        return Mamba2Context(window.start == 0, valid, last)
+        return Mamba2Context(window.start == 0, valid, last, order_BL=moved, places_BL=places)
     start = window.start
     before = documents[:, max(0, start - taps + 1) : start]
     first = documents[:, :1].expand(-1, taps - 1 - before.shape[1])
@@ -268,7 +290,9 @@ def _context(window: Window, taps: int) -> Mamba2Context:
         start == 0,
         valid,
         last,
-        documents[:, start:],
+        documents[:, start:] if moved is None else documents[:, start:].gather(1, moved),
         torch.cat((first, before), dim=1),
         documents[:, start - 1] if start else None,
+        moved,
+        places,
     )

@@ -142,7 +142,7 @@ def padding(spec: MixerSpec, d_model: int = D_MODEL) -> None:
 
 PADDED_WINDOWS = """
     111111111
-    001111111
+    001101111
     110011110
 """  # left or right of each window's tokens, as models promise; windows are cut at 4 at least
 
