@@ -30,6 +30,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("mixer", "attention"): {"n_heads": 2},
     ("mixer", "gated_deltanet"): {"n_heads": 2, "head_dim": 8, "chunk_size": 8},
     ("mixer", "mamba2"): {"d_state": 8, "head_dim": 8, "chunk_size": 8},
+    ("mixer", "rwkv7"): {"n_heads": 2, "head_dim": 4},
     ("mixer", "sliding_window_attention"): {"window": 4, "n_heads": 2},
     ("solver", "anderson"): {"memory": 2},
     ("solver", "picard"): {"damping": 0.8},

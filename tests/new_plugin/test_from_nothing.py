@@ -1,9 +1,14 @@
-"""From a fresh virtual environment to a plugin that is installed, trained and tested: timed."""
+"""From a fresh virtual environment to a plugin that is installed, trained and tested: timed.
+
+The bar is the clock on the wall; on a machine that others keep busy, where that says nothing, it is the time
+that the programs were given by the processors.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -18,6 +23,12 @@ ROOT = Path(__file__).resolve().parents[2]
 MINUTES = 5
 
 
+def processor_seconds() -> float:
+    """Return what all programs that have ended were given."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 class Clock:
     """Runs commands in a folder, and keeps what each took."""
 
@@ -28,9 +39,10 @@ class Clock:
         self.environment["OMP_NUM_THREADS"] = "1"  # what takes long is one process
         self.environment.pop("IMPLICIT_BLOCKS_PLUGINS", None)
         self.seconds: dict[str, float] = {}
+        self.processor_seconds: dict[str, float] = {}
 
     def run(self, what: str, *command: object) -> subprocess.CompletedProcess[str]:
-        began = time.monotonic()
+        began, given = time.monotonic(), processor_seconds()
         done = subprocess.run(
             [str(word) for word in command],
             cwd=self.folder,
@@ -41,6 +53,7 @@ class Clock:
             timeout=900,
         )
         self.seconds[what] = round(time.monotonic() - began, 1)
+        self.processor_seconds[what] = round(processor_seconds() - given, 1)
         return done
 
     def must(self, what: str, *command: object) -> str:
@@ -78,6 +91,7 @@ def test_an_afternoon_takes_less_than_five_minutes(tmp_path, family):
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 200
     assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
-    total = sum(clock.seconds.values())
-    print(f"{family}: {total:.0f} s of {60 * MINUTES}: {clock.seconds}")
-    assert total < 60 * MINUTES, clock.seconds
+    total, given = sum(clock.seconds.values()), sum(clock.processor_seconds.values())
+    print(f"{family}: {total:.0f} s: {clock.seconds}; of processors {given:.0f} s: {clock.processor_seconds}")
+    busy = os.getloadavg()[2] > 1.5 * (os.cpu_count() or 1)  # over the last quarter of an hour
+    assert (given if busy else total) < 60 * MINUTES, (clock.seconds, clock.processor_seconds)
