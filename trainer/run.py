@@ -143,6 +143,9 @@ def build(
         # Built on the CPU and moved, so that the initial weights depend on neither device nor layout.
         seed_everything(training.seed)
         model: nn.Module = registry.build(spec.model)
+        if getattr(spec.data, "documents", "ignore") != "ignore":
+            # The library's models keep documents apart; others may have to refuse, before anything is made.
+            getattr(model, "require_documents_apart", lambda: None)()
         if training.compile_layers:
             _method(model, spec, "compile_layers", "training.compile_layers=false")()
         if any(phase.training.checkpoint_activations != "none" for phase in spec.phase_specs()):

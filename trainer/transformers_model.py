@@ -91,14 +91,7 @@ class TransformersLM(nn.Module):
         if attention_mask is not None:
             given["attention_mask"] = attention_mask.long()
         if documents is not None:
-            if self._documents_apart is None:
-                self._documents_apart = _keeps_documents_apart(self.model)
-            if not self._documents_apart:
-                raise DataError(
-                    f"several documents are packed into a row, and {self.model.config.model_type!r} of "
-                    "transformers carries its state from one into the next; choose data that are not packed, "
-                    "or a model with attention only"
-                )
+            self.require_documents_apart()
             given["position_ids"] = _positions(documents)
         logits = at_least_float32(self.model(input_ids=input_ids, use_cache=False, **given).logits)
         loss = None
@@ -110,6 +103,22 @@ class TransformersLM(nn.Module):
         if return_logits or labels is None:
             return LMOutput(logits=logits, loss=loss)
         return LMOutput(logits=None, loss=loss, predictions=logits.argmax(-1))
+
+    def require_documents_apart(self) -> None:
+        """Refuse to go on where tokens would see those of another document in their row; the model is asked.
+
+        Raises:
+            DataError: they would.
+
+        """
+        if self._documents_apart is None:
+            self._documents_apart = _keeps_documents_apart(self.model)
+        if not self._documents_apart:
+            raise DataError(
+                f"several documents are packed into a row, and {self.model.config.model_type!r} of "
+                "transformers carries its state from one into the next; choose data that are not packed "
+                "(data.documents=ignore), or a model with attention only"
+            )
 
     def reconfigure(self, spec: TransformersSpec) -> None:
         """Refuse: there is nothing that could change with the weights staying as they are.

@@ -17,6 +17,7 @@ from implicit_blocks.specs import load_spec
 from trainer.cli import main
 from trainer.metrics import read_metrics
 from trainer.spec import TransformersSpec
+from trainer.tokenize import main as tokenize
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -218,6 +219,25 @@ def test_documents_are_kept_apart_or_refused() -> None:
             ValueError, match=f"packed into a row, and '{architecture}' of transformers carries"
         ):
             model_of(architecture)(ids, documents=documents)
+
+
+def test_documents_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text.txt").write_text("one\ntwo\nthree\n" * 40)
+    done = tokenize(
+        [str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--output", str(tmp_path / "tokens")]
+    )
+    assert done == 0
+    data = {"kind": "tokens", "path": str(tmp_path / "tokens"), "length": 12, "documents": "reset"}
+    for architecture, code in (("mamba2", 2), ("llama", 0)):
+        model = {"kind": "transformers", "architecture": architecture, "config": CONFIGS[architecture]}
+        spec = run_file(tmp_path, architecture, model={**model, "vocab_size": 300}, data=data)
+        output = tmp_path / architecture
+        overrides = ["training.max_steps=1", "evaluation.sequences=2"]
+        assert main(["--spec", spec, *overrides, "--output", str(output), "--device", "cpu"]) == code
+        assert output.exists() == (code == 0)
+    assert "'mamba2' of transformers carries its state from one into the next" in capsys.readouterr().err
 
 
 def test_layers_compile(monkeypatch: pytest.MonkeyPatch) -> None:
