@@ -29,6 +29,7 @@ from trainer.rng import seed_everything
 from trainer.run_folder import RunFolder, default_folder, differences, make_manifest
 from trainer.spec import RunSpec
 from trainer.summary import summarize
+from trainer.telemetry import in_words
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,9 @@ class Run:
             stopped=self.loop.callbacks.stop_reason,
         )
         write_json(self.folder.summary_path, summary)
+        for phase in summary["phases"]:
+            if phase["measured"] is not None:
+                self.display.say(in_words(phase["name"], phase["measured"]))
         try:
             draw([read_run(self.folder.path)], self.folder.report_path)
         except ImportError:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from trainer.display import duration, magnitude
 from trainer.flops import TrainingFlops, training_flops
 from trainer.metrics import rounded
 from trainer.peak_flops import peak_flops
 from trainer.spec import Phase
-from trainer.step import StepResult
+from trainer.step import PERCENTILES, StepResult
 
 
 class Speedometer:
@@ -129,3 +130,26 @@ def _summed_up(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
         else:
             summary[key] = rounded(sum(values) / len(values))
     return summary
+
+
+def in_words(name: str, measured: Mapping[str, Any]) -> str:
+    """Return a phase's measurements (of :func:`by_phase`) as a line."""
+    parts = [f"phase {name}: {measured['steps']} steps in {duration(measured['seconds'])}"]
+    if measured["tokens_per_second"] is not None:
+        parts.append(f"{magnitude(measured['tokens_per_second'])} tok/s")
+    if measured["mfu"] is not None:
+        parts.append(f"mfu {measured['mfu']:.1%} (executed {measured['hfu']:.1%})")
+    if measured["memory_gb"] is not None:
+        parts.append(f"{measured['memory_gb']:.1f} GB")
+    if measured["iterations"] is not None:
+        parts.append(f"iter {measured['iterations']:.1f}, at most {measured['iterations_max']}")
+    if measured["residual_p50"] is not None:
+        percentiles = ", ".join(f"{measured[f'residual_p{percent}']:.1e}" for percent in PERCENTILES)
+        parts.append(f"res p{'/'.join(map(str, PERCENTILES))} {percentiles}")
+    if measured["non_converged"] is not None:
+        parts.append(f"open {measured['non_converged']:.1%}")
+    if measured["gradient_norm"] is not None:
+        parts.append(f"|g| {measured['gradient_norm']:.2f}")
+    if measured["skipped"]:
+        parts.append(f"{measured['skipped']} skipped")
+    return "  ".join(parts)

@@ -60,8 +60,8 @@ def test_executed_calls_are_those_the_map_gets(small: Small, tmp_path: Path) -> 
         nonlocal rows
         rows += inputs[0].shape[0]
 
-    layer = next(module for name, module in run.model.named_modules() if name.endswith("layers.0"))
-    layer.register_forward_hook(count)
+    mixer = next(module for name, module in run.model.named_modules() if name.endswith("layers.0.mixer"))
+    mixer.register_forward_hook(count)
     results = []
     from trainer import loop
 
@@ -75,7 +75,9 @@ def test_executed_calls_are_those_the_map_gets(small: Small, tmp_path: Path) -> 
     assert result.iterations_executed == pytest.approx(rows / 8 - 1)  # one phantom step comes on top
 
 
-def test_rows_and_summary_tell_utilization_by_phase(small: Small, tmp_path: Path) -> None:
+def test_rows_and_summary_tell_utilization_by_phase(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spec = small(
         {
             "training.peak_flops": 1e12,
@@ -95,6 +97,8 @@ def test_rows_and_summary_tell_utilization_by_phase(small: Small, tmp_path: Path
     assert (first["steps"], second["steps"]) == (2, 2)
     assert first["tokens"] == pytest.approx(2 * 8 * 12, rel=0.01)
     assert second["mfu"] > 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("phase second: 2 ")]
+    assert all(part in line for part in ("tok/s", "mfu", "GB", "iter", "res p50/90/99", "open", "|g|"))
     json.dumps(summary, allow_nan=False)
 
 
