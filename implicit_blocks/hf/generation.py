@@ -20,6 +20,12 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
 
     ``tolerance``, ``max_iterations``, ``damping``, ``warm_start``, ``moving_average`` and ``window_length``
     are arguments of ``generate`` as of ``forward``; the last cuts the prompt into windows.
+
+    Caches may be dynamic or static, which reserves the room of attention layers at once; a Mamba2 state has
+    one size anyway. Transformers takes no static cache for assisted generation, and a Mamba2 model for
+    neither that, whose wrong guesses cannot be taken back, nor ``prefill_chunk_size``, which looks for
+    ``past_key_values`` (``window_length`` does the same). Quantized and offloaded caches keep what layers
+    hand them, and ours hand over nothing.
     """
 
     @torch.no_grad()
