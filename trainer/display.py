@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
@@ -59,24 +60,31 @@ def describe(row: Mapping[str, Any], *, accuracy: bool) -> str:
             parts.append(f"diverged {row['diverged']:.0%}")
     parts += [f"|g| {row['gradient_norm']:.2f}", f"lr {row['learning_rate']:.1e}"]
     parts.append(f"{magnitude(row['tokens_per_second'])} tok/s")
+    if row.get("mfu") is not None:
+        parts.append(f"mfu {row['mfu']:.1%}")
     return "  ".join(parts)
 
 
+_RECENT_STEPS = 50
+"""Steps that the time left is judged by: phases differ in pace, so the latest ones tell best."""
+
+
 class _Pace:
-    """Estimates the time left from the pace of this process's own steps."""
+    """Estimates the time left from the pace of the latest steps, what happened between them included."""
 
-    def __init__(self, *, step: int, total: int) -> None:
+    def __init__(self, *, total: int) -> None:
         self._total = total
-        self._first = step
-        self._start_seconds: float | None = None
+        self._ends: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS + 1)
+        """Steps and when each ended."""
 
-    def remaining(self, row: Mapping[str, Any]) -> float | None:
-        """Return the seconds left after ``row``, or None before there is anything to judge by."""
-        if self._start_seconds is None:
-            self._start_seconds = row["seconds"] - row["step_seconds"]
-        done = row["step"] - self._first
-        spent: float = row["seconds"] - self._start_seconds
-        return spent / done * (self._total - row["step"]) if done > 0 else None
+    def remaining(self, row: Mapping[str, Any]) -> float:
+        """Return the seconds left after ``row``, the row of the step that just ended."""
+        step, now = int(row["step"]), float(row["seconds"])
+        self._ends.append((step, now))
+        first, then = self._ends[0]
+        # The first step of a process compiles and warms up: it counts only as long as it is the only one.
+        pace = (now - then) / (step - first) if step > first else float(row["step_seconds"])
+        return pace * (self._total - step)
 
 
 class PlainDisplay:
@@ -92,7 +100,7 @@ class PlainDisplay:
     def start(self, *, step: int, total: int) -> None:
         """Begin at ``step`` of ``total``."""
         self._total = total
-        self._pace = _Pace(step=step, total=total)
+        self._pace = _Pace(total=total)
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Print the row if its step is a multiple of ``log_every``, or the first or the last."""
@@ -100,7 +108,7 @@ class PlainDisplay:
         remaining = self._pace.remaining(row)
         if row["step"] % self._log_every and row["step"] not in (1, self._total):
             return
-        left = "" if remaining is None else f"  left {duration(remaining)}"
+        left = f"  left {duration(remaining)}"
         width = len(str(self._total))
         self.say(
             f"{row['step']:>{width}}/{self._total}  {row['phase']}  "
@@ -166,7 +174,7 @@ class RichDisplay:
 
     def start(self, *, step: int, total: int) -> None:
         """Begin at ``step`` of ``total``."""
-        self._pace = _Pace(step=step, total=total)
+        self._pace = _Pace(total=total)
         self._progress.update(self._task, completed=step, total=total)
         self._live.start()
 
@@ -178,7 +186,7 @@ class RichDisplay:
             self._task,
             completed=row["step"],
             phase=row["phase"],
-            left="" if remaining is None else f"{duration(remaining)} left",
+            left=f"{duration(remaining)} left",
         )
         self._show(describe(row, accuracy=self._accuracy))
 

@@ -71,7 +71,7 @@ class EvaluationSpec(Spec):
     lengths: tuple[PositiveInt, ...] = ()
     """Sequence lengths; none: the training length."""
     length_multiples: tuple[PositiveInt, ...] = ()
-    """Sequence lengths as multiples of the training length, such as [1, 2, 4, 8]; instead of `lengths`."""
+    """Sequence lengths in training lengths, such as [1, 2, 4, 8]; read where `lengths` are none."""
     identity_probabilities: tuple[Probability, ...] = ()
     """Word problems: identity probabilities; none: the training one."""
     sequences: PositiveInt = 256
@@ -84,13 +84,6 @@ class EvaluationSpec(Spec):
     """Of the sequences drawn for evaluation."""
     window_length: PositiveInt | None = None
     """Tokens solved together: 1 is sequential mode; null: the whole sequence, simultaneous mode."""
-
-    @model_validator(mode="after")
-    def _lengths_once(self) -> Self:
-        if self.lengths and self.length_multiples:
-            message = "lengths are given already; leave one of the two out"
-            raise refusal(message, "length_multiples", value=self.length_multiples)
-        return self
 
     def at(self, training_length: int) -> EvaluationSpec:
         """Return the same with its lengths worked out for a training length."""

@@ -126,3 +126,19 @@ def test_runs_are_drawn_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_a_run_that_did_not_finish_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "summary.json is missing" in capsys.readouterr().err
+
+
+def test_the_time_left_follows_the_pace_of_the_latest_steps() -> None:
+    """A slow first step is forgotten, and so is an earlier phase of another pace."""
+    from trainer.display import _Pace
+
+    pace, now = _Pace(total=400), 100.0
+    left = []
+    for step in range(1, 301):
+        seconds = 60.0 if step == 1 else 1.0 if step <= 200 else 5.0
+        now += seconds
+        left.append(pace.remaining({"step": step, "seconds": now, "step_seconds": seconds}))
+    assert left[0] == pytest.approx(60.0 * 399)
+    assert left[1] == pytest.approx(1.0 * 398)
+    assert left[199] == pytest.approx(200.0)
+    assert left[299] == pytest.approx(500.0)
