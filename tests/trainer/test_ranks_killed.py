@@ -33,7 +33,8 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
     return [tuple(row[key] for key in kept) for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def kill_and_compare(tmp_path: Path, forks: Any, *options: str, kills: int) -> None:
+def kill_and_compare(tmp_path: Path, forks: Any, *options: str, kills: int, steps: int) -> None:
+    options = (*options, f"training.max_steps={steps}")
     whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
     assert forks.run_ranks(2, arguments(whole, *options), log=log) == [0, 0], log.read_text()
     draw = random.Random(1)
@@ -47,19 +48,19 @@ def kill_and_compare(tmp_path: Path, forks: Any, *options: str, kills: int) -> N
         assert codes[1 - victim] != 0
         during_saves += any((folder / "checkpoints").glob("*.tmp-*"))
     assert during_saves > 0
-    assert len(rows(folder)) < 24
+    assert len(rows(folder)) < steps
     assert forks.run_ranks(2, arguments(folder, *options, "--resume"), log=log) == [0, 0], log.read_text()
     assert rows(folder) == rows(whole)
 
 
 def test_one_of_two_ranks_killed_it_goes_on_to_the_last_bit(tmp_path: Path, forks: Any) -> None:
-    kill_and_compare(tmp_path, forks, kills=5)
+    kill_and_compare(tmp_path, forks, kills=5, steps=24)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_twenty_kills_of_one_of_two_ranks(tmp_path: Path, forks: Any, layout: str) -> None:
-    kill_and_compare(tmp_path, forks, f"training.parallel.kind={layout}", kills=20)
+    kill_and_compare(tmp_path, forks, f"training.parallel.kind={layout}", kills=20, steps=96)
 
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
