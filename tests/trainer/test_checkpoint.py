@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from trainer.checkpoint import (
+    Checkpointer,
     Progress,
     list_checkpoints,
     load_checkpoint,
     newest_sound_checkpoint,
+    read_model_tensors,
     save_checkpoint,
     verify_checkpoint,
 )
@@ -205,3 +209,57 @@ def test_another_model_is_refused_before_anything_is_loaded(
     assert torch.equal(wider.embedding.weight, before)
     with pytest.raises(CheckpointError, match=r"has embedding.weight, which the model lacks"):
         load_checkpoint(path, model=nn.Linear(2, 2))
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy is what the weights were when the save began; a second save waits for the first."""
+    from torch.distributed.checkpoint import filesystem
+
+    seed_everything(0)
+    model = Tied()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 1)
+    checkpointer = Checkpointer(tmp_path, model=model, optimizer=optimizer, spec_digest="d", keep=5)
+    at_save = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    may_write, write = threading.Event(), filesystem._write_item
+
+    def slow(*args: Any) -> Any:
+        assert may_write.wait(30)
+        return write(*args)
+
+    monkeypatch.setattr(filesystem, "_write_item", slow)
+    checkpointer.save(Progress(step=1))
+    train(model, optimizer, 3)
+    assert list_checkpoints(tmp_path) == []
+    assert not checkpointer.ended
+
+    second = threading.Thread(target=lambda: checkpointer.save(Progress(step=4)))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive()  # at most one save is in flight
+    may_write.set()
+    second.join(30)
+    checkpointer.wait()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000004"]
+    stored = read_model_tensors(tmp_path / "step-00000001")
+    for name, tensor in at_save.items():
+        assert torch.equal(stored[name], tensor), name
+    assert not torch.equal(stored["head.weight"], model.state_dict()["head.weight"])
+
+
+def test_milestones_stay(tmp_path: Path) -> None:
+    model = Tied()
+    optimizer = optimizer_of(model)
+    for step in range(1, 9):
+        save_checkpoint(
+            tmp_path,
+            model=model,
+            optimizer=optimizer,
+            progress=Progress(step=step),
+            spec_digest="d",
+            keep=2,
+            keep_every=3,
+        )
+    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [3, 6, 7, 8]
