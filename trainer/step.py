@@ -193,7 +193,8 @@ def _executed(iterations: Tensor, at_once: int) -> float:
     Sequences that are done stay in the batch until half of those in it are (`Search.compact`).
     """
     total = 0
-    for batch in iterations.unflatten(1, (-1, at_once)).flatten(0, 1).tolist():
+    # A rank's share need not be a multiple of the micro-batch: the last one is smaller then.
+    for batch in [row.tolist() for part in iterations.split(at_once, dim=1) for row in part]:
         ordered = sorted(batch)
         inside, begun = len(batch), 0
         for done_after in ordered:
