@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--compile", action="store_true", help="compile the layers")
+    parser.add_argument("--graphs", action="store_true", help="record CUDA graphs where weights are whole")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE", help="changes to the specs")
     parser.add_argument("--output", default="scaling")
@@ -109,6 +110,8 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
         model = ib.build(spec)
     if arguments.compile:
         model.compile_layers()
+    if arguments.graphs and layout_name in ("none", "ddp"):
+        model.capture_graphs()
     unit = "layer" if layout_name == "layer" else "loop"
     kind = {"none": "auto", "layer": "fsdp"}.get(layout_name, layout_name)
     layout = lay_out(model, ParallelSpec.model_validate({"kind": kind, "unit": unit}), ranks)
@@ -132,8 +135,9 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
             micro_batch_size=arguments.rows,
             clip_norm=1.0,
             last_tokens=1,
-            refuse=lambda quantity, value: RuntimeError(f"the {quantity} is {value}"),
         )
+        if result.not_finite is not None:
+            raise RuntimeError(f"the step of {name} is not finite: {result.not_finite}")
         if on_cuda:
             torch.cuda.synchronize()
         times.append(ranks.max([time.perf_counter() - began])[0])
