@@ -97,7 +97,8 @@ def measure(work: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "tokens_per_second": round(rate),
         "published_tokens_per_second": published,
         "times_published": None if published is None else round(rate / published, 2),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),  # without what recorded graphs keep
+        "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 1),
         "published_peak_gb": published_gb,
         "iterations": round(statistics.mean(iterations), 1) if iterations else None,
         "loss": round(out.loss.item(), 3),

@@ -65,9 +65,12 @@ class Speedometer:
         )
 
     def _memory(self) -> float | None:
-        """Return the most memory (10^9 bytes) in use since the last call, on the CPU since the start."""
+        """Return the most memory (10^9 bytes) held since the last call, on the CPU since the start.
+
+        On a GPU what the allocator reserved: what it counts as allocated leaves out the memory of CUDA graphs.
+        """
         if self._device.type == "cuda":
-            most = torch.cuda.max_memory_allocated(self._device)
+            most = torch.cuda.max_memory_reserved(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             return rounded(most / 1e9, 4)
         try:
