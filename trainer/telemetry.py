@@ -67,7 +67,7 @@ class Speedometer:
     def _memory(self) -> float | None:
         """Return the most memory (10^9 bytes) held since the last call, on the CPU since the start.
 
-        On a GPU what the allocator reserved: what it counts as allocated leaves out the memory of CUDA graphs.
+        On a GPU what the allocator reserved: what it counts as allocated leaves out what CUDA graphs keep.
         """
         if self._device.type == "cuda":
             most = torch.cuda.max_memory_reserved(self._device)
