@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from implicit_blocks.ops import accelerated
 from trainer.errors import RunFolderError
 from trainer.files import write_atomically, write_json
 from trainer.metrics import MetricsFile
@@ -160,6 +161,7 @@ def make_manifest(
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "versions": versions(),
+        "accelerated": accelerated.report(),
     }
 
 

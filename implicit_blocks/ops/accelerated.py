@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from importlib import metadata
 from types import ModuleType
 
 import torch
@@ -54,3 +55,24 @@ def require(module: str, *, package: str) -> ModuleType:
     if isinstance(found, str):
         raise ImportError(f"{found}; install {package} for your card (pip install 'implicit_blocks[cuda]')")
     return found
+
+
+PACKAGES = {
+    "mamba-ssm": "mamba_ssm.ops.triton.ssd_combined",
+    "causal-conv1d": "causal_conv1d",
+    "triton": "triton",
+}
+
+
+def report() -> dict[str, str]:
+    """Return, for each package that the operators use where it is there, its version or why it is not used.
+
+    For records of a run: on a machine without a GPU nothing is imported, and every package says so.
+    """
+    if not torch.cuda.is_available():
+        return dict.fromkeys(PACKAGES, "not used: no GPU")
+    found = {package: load(module) for package, module in PACKAGES.items()}
+    return {
+        package: f"not used: {module}" if isinstance(module, str) else metadata.version(package)
+        for package, module in found.items()
+    }
