@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from implicit_blocks.decoding import Generated, Scored, generate, score, stream
     from implicit_blocks.driver import Search
     from implicit_blocks.fixed_point import FixedPoint, solve_fixed_point
-    from implicit_blocks.gradients import ImplicitFunction, Phantom, Unrolled, jacobian_free
+    from implicit_blocks.gradients import ImplicitFunction, JacobianPenalty, Phantom, Unrolled, jacobian_free
     from implicit_blocks.hookspecs import hookimpl
     from implicit_blocks.interfaces import (
         Adjoint,
@@ -28,16 +28,18 @@ if TYPE_CHECKING:
     from implicit_blocks.mixers import Attention, Mamba2
     from implicit_blocks.model import ExplicitLM, ImplicitLM, LMOutput
     from implicit_blocks.registry import build
-    from implicit_blocks.solvers import Anderson, Picard
+    from implicit_blocks.solvers import Anderson, Broyden, Picard
     from implicit_blocks.specs import (
         AndersonSpec,
         AtEvaluation,
         AttentionSpec,
+        BroydenSpec,
         ComponentSpec,
         ExplicitLMSpec,
         GradientSpec,
         ImplicitFunctionSpec,
         ImplicitLMSpec,
+        JacobianPenaltySpec,
         Mamba2Spec,
         MixerSpec,
         MLPSpec,
@@ -56,7 +58,7 @@ _HOMES = {
     "decoding": ["Generated", "Scored", "generate", "score", "stream"],
     "driver": ["Search"],
     "fixed_point": ["FixedPoint", "solve_fixed_point"],
-    "gradients": ["ImplicitFunction", "Phantom", "Unrolled", "jacobian_free"],
+    "gradients": ["ImplicitFunction", "JacobianPenalty", "Phantom", "Unrolled", "jacobian_free"],
     "hookspecs": ["hookimpl"],
     "interfaces": [
         "Adjoint",
@@ -72,16 +74,18 @@ _HOMES = {
     "mixers": ["Attention", "Mamba2"],
     "model": ["ExplicitLM", "ImplicitLM", "LMOutput"],
     "registry": ["build"],
-    "solvers": ["Anderson", "Picard"],
+    "solvers": ["Anderson", "Broyden", "Picard"],
     "specs": [
         "AndersonSpec",
         "AtEvaluation",
         "AttentionSpec",
+        "BroydenSpec",
         "ComponentSpec",
         "ExplicitLMSpec",
         "GradientSpec",
         "ImplicitFunctionSpec",
         "ImplicitLMSpec",
+        "JacobianPenaltySpec",
         "MLPSpec",
         "Mamba2Spec",
         "MixerSpec",
@@ -105,6 +109,8 @@ __all__ = [
     "AtEvaluation",
     "Attention",
     "AttentionSpec",
+    "Broyden",
+    "BroydenSpec",
     "ComponentSpec",
     "ExplicitLM",
     "ExplicitLMSpec",
@@ -116,6 +122,8 @@ __all__ = [
     "ImplicitFunctionSpec",
     "ImplicitLM",
     "ImplicitLMSpec",
+    "JacobianPenalty",
+    "JacobianPenaltySpec",
     "LMOutput",
     "MLPSpec",
     "Mamba2",

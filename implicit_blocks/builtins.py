@@ -14,6 +14,7 @@ def register_components(add: Add) -> None:
     """Register the built-in kinds."""
     add("solver", specs.PicardSpec, "implicit_blocks.solvers.picard:Picard.from_spec")
     add("solver", specs.AndersonSpec, "implicit_blocks.solvers.anderson:Anderson.from_spec")
+    add("solver", specs.BroydenSpec, "implicit_blocks.solvers.broyden:Broyden.from_spec")
 
     add("gradient", specs.PhantomSpec, "implicit_blocks.gradients.phantom:Phantom.from_spec")
     add("gradient", specs.UnrolledSpec, "implicit_blocks.gradients.unrolled:Unrolled.from_spec")
@@ -21,6 +22,11 @@ def register_components(add: Add) -> None:
         "gradient",
         specs.ImplicitFunctionSpec,
         "implicit_blocks.gradients.implicit_function:ImplicitFunction.from_spec",
+    )
+    add(
+        "gradient",
+        specs.JacobianPenaltySpec,
+        "implicit_blocks.gradients.jacobian_penalty:JacobianPenalty.from_spec",
     )
 
     add("mixer", specs.Mamba2Spec, "implicit_blocks.mixers.mamba2:Mamba2")

@@ -62,7 +62,8 @@ class Solution:
     returned value; ``converged`` and ``diverged`` (B,) bool: neither is set where the iterations ran out.
     With prefix scope the ``token_…`` fields (B, L) say the same of each token, and the row's entry is its
     worst token's; elsewhere they are None. ``trace`` (iterations, B) or (iterations, B, L), on request, has
-    the residual of every call, NaN once an element had left the loop.
+    the residual of every call, NaN once an element had left the loop. ``penalty`` (B,), where the gradient
+    estimator has one, is what its mean adds to the loss; it carries gradients.
     """
 
     z: Tensor
@@ -76,6 +77,7 @@ class Solution:
     token_diverged: Tensor | None = None
     trace: Tensor | None = None
     adjoint: Adjoint | None = None
+    penalty: Tensor | None = None
 
     @classmethod
     def of_tokens(
@@ -128,6 +130,7 @@ class Solution:
             token_residual=join("token_residual"),
             token_converged=join("token_converged"),
             token_diverged=join("token_diverged"),
+            penalty=None if windows[0].penalty is None else stack("penalty").mean(0),
         )
 
     def with_value(self, z: Tensor, *, adjoint: Adjoint | None = None) -> Solution:

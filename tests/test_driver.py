@@ -245,7 +245,15 @@ def test_bad_shapes_are_refused():
 )
 @settings(max_examples=40, deadline=None)
 @pytest.mark.parametrize(
-    "solver", [ib.Picard(), ib.Picard(damping=0.6), ib.Anderson(), ib.Anderson(memory=1)]
+    "solver",
+    [
+        ib.Picard(),
+        ib.Picard(damping=0.6),
+        ib.Anderson(),
+        ib.Anderson(memory=1),
+        ib.Broyden(),
+        ib.Broyden(memory=2),
+    ],
 )
 def test_solvers_find_the_fixed_points_of_random_contractions(solver, rate, seed, rows, features):
     f, expected = contraction(rate, rows=rows, features=features, seed=seed)
@@ -307,6 +315,10 @@ def test_anderson_at_the_fixed_point_stays_finite():
         lambda: ib.Anderson(memory=0),
         lambda: ib.Anderson(damping=2.0),
         lambda: ib.Anderson(regularization=-1.0),
+        lambda: ib.Broyden(memory=0),
+        lambda: ib.JacobianPenalty(weight=0.0),
+        lambda: ib.JacobianPenalty(probes=0),
+        lambda: ib.JacobianPenalty(step=-1.0),
         lambda: ib.Phantom(steps=0),
         lambda: ib.Phantom(damping=0.0),
         lambda: ib.Unrolled(steps=0),

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,7 +115,7 @@ def training_step(
         with layout.accumulating(last=first + size >= len(batch)):
             with autocast(ranks.device, precision):
                 output = layout.forward(part.inputs, labels=labels_BL, return_logits=False, **part.context())
-            (output.loss * (share * layout.gradient_scale)).backward()
+            (_objective(output) * (share * layout.gradient_scale)).backward()
         tally.add(output.loss.detach() * share, output, part.labels, last_tokens)
 
     # One reading from the device for the check: the update must not be made with what isn't a number.
@@ -123,6 +124,15 @@ def training_step(
     if totals.not_finite is None:
         optimizer.step()
     return totals
+
+
+def _objective(output: Any) -> Tensor:
+    """Return what is differentiated: the loss, and what the gradient estimator adds to it."""
+    loss: Tensor = output.loss
+    if output.solution is None or output.solution.penalty is None:
+        return loss
+    penalty: Tensor = output.solution.penalty
+    return loss + penalty.mean()
 
 
 class _Tally:

@@ -1,6 +1,7 @@
 """Solvers: update rules for ``z = f(z)``, one a file."""
 
 from implicit_blocks.solvers.anderson import Anderson
+from implicit_blocks.solvers.broyden import Broyden
 from implicit_blocks.solvers.picard import Picard
 
-__all__ = ["Anderson", "Picard"]
+__all__ = ["Anderson", "Broyden", "Picard"]

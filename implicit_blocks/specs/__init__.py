@@ -2,7 +2,13 @@
 
 from implicit_blocks.specs.base import ComponentSpec, Spec
 from implicit_blocks.specs.errors import refusal, together
-from implicit_blocks.specs.gradients import GradientSpec, ImplicitFunctionSpec, PhantomSpec, UnrolledSpec
+from implicit_blocks.specs.gradients import (
+    GradientSpec,
+    ImplicitFunctionSpec,
+    JacobianPenaltySpec,
+    PhantomSpec,
+    UnrolledSpec,
+)
 from implicit_blocks.specs.layers import (
     AttentionSpec,
     Mamba2Spec,
@@ -22,7 +28,14 @@ from implicit_blocks.specs.model import (
     ModelSpec,
 )
 from implicit_blocks.specs.run import BaseRunSpec
-from implicit_blocks.specs.solvers import AndersonSpec, PicardSpec, SolverSpec, Stopping, StoppingOverrides
+from implicit_blocks.specs.solvers import (
+    AndersonSpec,
+    BroydenSpec,
+    PicardSpec,
+    SolverSpec,
+    Stopping,
+    StoppingOverrides,
+)
 from implicit_blocks.specs.tree import SpecError
 
 __all__ = [
@@ -30,11 +43,13 @@ __all__ = [
     "AtEvaluation",
     "AttentionSpec",
     "BaseRunSpec",
+    "BroydenSpec",
     "ComponentSpec",
     "ExplicitLMSpec",
     "GradientSpec",
     "ImplicitFunctionSpec",
     "ImplicitLMSpec",
+    "JacobianPenaltySpec",
     "LanguageModelSpec",
     "MLPSpec",
     "Mamba2Spec",

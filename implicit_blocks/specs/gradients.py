@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import PositiveInt, model_validator
+from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from implicit_blocks.specs.base import ComponentSpec
 from implicit_blocks.specs.errors import refusal
@@ -78,4 +78,36 @@ class ImplicitFunctionSpec(GradientSpec):
         if self.stopping.scope != "sequence":
             message = "the adjoint equation runs backwards through the tokens; its scope must be 'sequence'"
             raise refusal(message, "stopping", "scope", value=self.stopping.scope)
+        return self
+
+
+class JacobianPenaltySpec(GradientSpec):
+    """Another gradient, and a penalty on the size of the map's Jacobian, so that searches stay short.
+
+    Bai, Koltun and Kolter, "Stabilizing Equilibrium Models by Jacobian Regularization", ICML 2021.
+    """
+
+    kind: Literal["jacobian_penalty"] = "jacobian_penalty"
+    gradient: GradientSpec = PhantomSpec()
+    """The gradient of the fixed point itself."""
+    weight: PositiveFloat = 0.1
+    """What ``‖J‖²_F / d`` is multiplied by before it is added to the loss."""
+    probes: PositiveInt = 1
+    """Random directions it is estimated from; each costs two differentiated calls of the map."""
+    step: PositiveFloat = 1e-2
+    """Length of the differences along them, relative to the size of z."""
+
+    def forward_equivalents(self, iterations: float) -> float | None:
+        """Count the other gradient's and ``6 · probes``."""
+        other = self.gradient.forward_equivalents(iterations)
+        return None if other is None else other + 6 * self.probes
+
+    @model_validator(mode="after")
+    def _at_a_fixed_point(self) -> Self:
+        if self.gradient.differentiates_solver:
+            message = (
+                f"gradient {self.gradient.kind!r} ends after a fixed number of steps, and the penalty is on "
+                "the Jacobian at a fixed point; choose 'phantom' or 'implicit_function'"
+            )
+            raise refusal(message, "gradient", value=self.gradient)
         return self

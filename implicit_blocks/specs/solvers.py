@@ -73,6 +73,20 @@ class AndersonSpec(SolverSpec):
         return (2 * self.memory + 1) * features * itemsize + 8 + max(itemsize, 4) + 1
 
 
+class BroydenSpec(SolverSpec):
+    """Broyden's method: Newton's step with an inverse Jacobian learned from the steps taken."""
+
+    differentiable: ClassVar[bool] = True
+
+    kind: Literal["broyden"] = "broyden"
+    memory: PositiveInt = 10
+    """Rank-one terms of the inverse Jacobian that are kept; each costs two copies of the state."""
+
+    def state_bytes(self, features: int, *, itemsize: int) -> int:
+        """Count `memory` terms of two vectors, the last point and its value, and 4 numbers."""
+        return (2 * self.memory + 2) * features * itemsize + 8 + max(itemsize, 4) + 2
+
+
 class Stopping(Spec):
     """When the search ends, for each sequence or token by itself."""
 

@@ -28,6 +28,8 @@ SOLVERS = {
     "anderson": ib.AndersonSpec(),
     "anderson-1": ib.AndersonSpec(memory=1),
     "anderson-damped": ib.AndersonSpec(memory=3, damping=0.8),
+    "broyden": ib.BroydenSpec(),
+    "broyden-1": ib.BroydenSpec(memory=1),
 }
 
 
@@ -52,6 +54,7 @@ GRADIENTS = {
         ib.ImplicitFunctionSpec(solver=ib.AndersonSpec(), stopping=EXACTLY),
         "implicit",
     ),
+    "jacobian-penalty": (ib.JacobianPenaltySpec(gradient=ib.PhantomSpec()), neumann(4, 0.8)),
     "unrolled": (ib.UnrolledSpec(steps=3), "computation"),
     "unrolled-checkpointed": (ib.UnrolledSpec(steps=3, checkpointing=True), "computation"),
 }

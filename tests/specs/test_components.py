@@ -14,11 +14,13 @@ from implicit_blocks.specs import (
     AndersonSpec,
     AtEvaluation,
     AttentionSpec,
+    BroydenSpec,
     ComponentSpec,
     ExplicitLMSpec,
     GradientSpec,
     ImplicitFunctionSpec,
     ImplicitLMSpec,
+    JacobianPenaltySpec,
     Mamba2Spec,
     ModelSpec,
     PhantomSpec,
@@ -38,6 +40,7 @@ scope = st.sampled_from(["sequence", "prefix"])
 solvers = st.one_of(
     st.builds(PicardSpec, damping=damping, undamped_first=st.booleans()),
     st.builds(AndersonSpec, memory=counts, damping=damping, regularization=tolerance),
+    st.builds(BroydenSpec, memory=counts),
 )
 stoppings = st.builds(Stopping, tolerance=tolerance, max_iterations=counts, norm=norm, scope=scope)
 gradients = st.one_of(
@@ -113,6 +116,9 @@ def test_evaluation_keeps_what_it_does_not_override(training: Stopping, evaluati
         (PicardSpec, {"damping": 1.5}, "less than or equal to 1"),
         (AndersonSpec, {"memory": 0}, "greater than 0"),
         (AndersonSpec, {"regularization": -1e-6}, "greater than or equal to 0"),
+        (BroydenSpec, {"memory": 0}, "greater than 0"),
+        (JacobianPenaltySpec, {"weight": 0.0}, "greater than 0"),
+        (JacobianPenaltySpec, {"gradient": {"kind": "unrolled"}}, "at a fixed point"),
         (Stopping, {"tolerance": -0.1}, "greater than or equal to 0"),
         (Stopping, {"tolerance": float("nan")}, "finite"),
         (Stopping, {"max_iterations": 0}, "greater than 0"),

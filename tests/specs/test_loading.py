@@ -125,7 +125,7 @@ class TestMistakes:
                 "kind: picard",
                 "kind: picad",
                 "x.yaml:6:18: model.solver.kind: unknown solver 'picad'; "
-                "did you mean 'picard'? Known: anderson, picard",
+                "did you mean 'picard'? Known: anderson, broyden, picard",
             ),
             (
                 "damping: 0.5",
