@@ -4,6 +4,7 @@
 #   make test       lint, types, tests
 #   make test-all   the same with the tests that take minutes
 #   make test-gpu   the tests that need a CUDA device
+#   make docs       build the documentation into build/site
 #   make format     let ruff sort out the layout
 #   make clean      forget the virtual environment and what tools left behind
 #
@@ -27,7 +28,7 @@ export OMP_NUM_THREADS ?= 1
 # Somebody else's packages on the path would be tested instead of the pinned ones.
 unexport PYTHONPATH PYTHONHOME
 
-.PHONY: help demo test test-all test-gpu lint types format setup setup-dev clean
+.PHONY: help demo test test-all test-gpu lint types docs format setup setup-dev clean
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
@@ -50,6 +51,11 @@ lint: setup-dev
 
 types: setup-dev
 	@$(BIN)/python -m mypy
+
+# Warnings are errors. NO_MKDOCS_2_WARNING silences a notice of the theme's about other products.
+docs: setup-dev
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 format: setup-dev
 	@$(BIN)/ruff check --fix

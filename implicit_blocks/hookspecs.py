@@ -46,6 +46,7 @@ class Add(Protocol):
 
 hookspec: _Marker = pluggy.HookspecMarker(GROUP)
 hookimpl: _Marker = pluggy.HookimplMarker(GROUP)
+"""The decorator that marks a plugin's ``register_components``."""
 
 
 @hookspec

@@ -25,6 +25,7 @@ from implicit_blocks.specs import ComponentSpec, Stopping
 State = Any  # a tensor, or nested tuples, lists and dicts of tensors
 
 Map = Callable[[Tensor], Tensor]
+"""What fixed points are of: a function of a tensor that gives one of the same shape, dtype and device."""
 
 
 @runtime_checkable

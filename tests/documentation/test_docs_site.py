@@ -1,0 +1,138 @@
+"""The documentation builds strictly and without a network, and what it builds holds together."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+import implicit_blocks as ib
+
+ROOT = Path(__file__).resolve().parents[2]
+
+OFFLINE = """
+import socket
+def refuse(*arguments, **options):
+    raise OSError("the build reached for the network")
+socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
+from mkdocs.__main__ import cli
+cli()
+"""
+
+
+class Page(HTMLParser):
+    """What a page of the site refers to, and what can be referred to on it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.links: set[str] = set()
+        self.resources: set[str] = set()
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attrs if value is not None}
+        self.anchors |= {values[key] for key in ("id", "name") if key in values}
+        if tag == "a" and "href" in values:
+            self.links.add(values["href"])
+        elif tag == "link" and "href" in values:
+            self.resources.add(values["href"])
+        elif "src" in values:
+            self.resources.add(values["src"])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the documentation with warnings as errors and the network out of reach."""
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: the extra `docs` brings it")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-c", OFFLINE, "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.strip() == "", done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, Page]:
+    """Return every page of the site."""
+    return {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
+
+
+def test_every_link_and_anchor_of_the_site_leads_somewhere(site, pages):
+    broken = []
+    for path, page in pages.items():
+        if path.name == "404.html":
+            continue  # shown at any address, so its links are from the root
+        for link in sorted(page.links | page.resources):
+            parts = urlsplit(link)
+            if parts.scheme in {"http", "https", "mailto", "data", "javascript"}:
+                continue
+            target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
+            if not target.is_file() or (
+                parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].anchors
+            ):
+                broken.append(f"{path.relative_to(site)}: {link}")
+    assert not broken
+
+
+def test_nothing_is_fetched_from_elsewhere(site, pages):
+    fetched = [
+        f"{path.relative_to(site)}: {link}"
+        for path, page in pages.items()
+        for link in page.resources
+        if urlsplit(link).netloc
+    ]
+    assert not fetched
+    styles = [
+        path for path in site.rglob("*.css") if re.search(r"url\([\"']?https?:", path.read_text("utf-8"))
+    ]
+    assert not styles
+
+
+def test_every_public_name_is_in_the_reference(pages, site):
+    index = pages[site / "reference" / "index.html"]
+    for name in ib.__all__:
+        targets = [link for link in index.links if re.search(rf"#implicit_blocks(\.\w+)+\.{name}$", link)]
+        assert targets, name
+
+
+def test_the_index_of_the_reference_says_what_each_name_is(site):
+    text = (site / "reference" / "index.html").read_text(encoding="utf-8")
+    rows = re.findall(r"<tr>\s*<td>(.*?)</td>\s*<td>(.*?)</td>", text, flags=re.DOTALL)
+    assert len(rows) >= len(ib.__all__)
+    assert [name for name, said in rows if not said.strip()] == []
+
+
+def test_the_zoo_s_page_lists_every_spec(site):
+    text = (site / "zoo.html").read_text(encoding="utf-8")
+    for path in (ROOT / "zoo").glob("*.yaml"):
+        assert f"<code>{path.stem}</code>" in text, path.stem
+    assert "125\u202f4" in text  # llama_130m has 125.4 M parameters, counted from its spec
+
+
+def test_the_page_of_measurements_has_every_result_with_its_date(site):
+    text = (site / "benchmarks.html").read_text(encoding="utf-8")
+    results = list((ROOT / "benchmarks" / "results").glob("*.json"))
+    sections = re.split(r"<h2 ", text)[1:]
+    assert len(sections) == len(results)
+    for section in sections:
+        assert re.search(r"Date: \d{4}-\d\d-\d\d", section), section[:80]
+        assert "<table>" in section, section[:80]
+        assert "Versions: " in section, section[:80]

@@ -1,0 +1,166 @@
+"""The page of measurements: the files of ``benchmarks/results`` as tables, and where each is from.
+
+The programs write what suits them. Here every list of objects is a table, and so is an object of objects (its
+keys are the first column); what an object holds besides stands in front of the rows of the tables within it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+
+HEAD = """# Measurements
+
+Made from the files in `benchmarks/results`, which the programs in `benchmarks` write. Each says when, on
+what and with which versions it was measured; figures from different machines don't compare.
+"""
+ABOUT = ("machine", "date", "versions", "arguments", "note", "load_average_at_start", "nccl")
+
+
+def page(folder: Path) -> str:
+    """Return the page of the results in a folder of benchmarks."""
+    sections = [HEAD]
+    for path in sorted((folder / "results").glob("*.json")):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        sections += [f"## {path.stem.replace('_', ' ')}", _program(folder, path.stem)]
+        sections += [section for run in _runs(content) for section in _run(run)]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def _program(folder: Path, name: str) -> str:
+    """Say which program wrote a result, and what it measures."""
+    programs = [
+        path
+        for path in folder.glob("*.py")
+        if name == path.stem or (name.startswith(path.stem) and path.stem != "report")
+    ]
+    if not programs:
+        return ""
+    program = max(programs, key=lambda path: len(path.stem))
+    said = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or ""
+    return f"{' '.join(said.split(chr(10) * 2)[0].split())} (`python benchmarks/{program.name}`)"
+
+
+def _runs(content: Row) -> list[Row]:
+    """Return the runs that a file holds: one, or those of its list ``runs``."""
+    runs = content.get("runs")
+    if not isinstance(runs, list):
+        return [content]
+    shared = {key: value for key, value in content.items() if key != "runs"}
+    return [{**shared, **run} for run in runs]
+
+
+def _run(run: Row) -> list[str]:
+    about = {key: run[key] for key in ABOUT if key in run}
+    rest = {key: value for key, value in run.items() if key not in ABOUT}
+    made: list[tuple[str, list[Row]]] = []
+    alone = _collect(rest, name="", before={}, tables=made)
+    sections = [_about(about)]
+    if alone:
+        sections.append(_table([alone]))
+    sections += [f"**{name.replace('_', ' ')}**\n\n{_table(rows)}" for name, rows in _merged(made)]
+    return sections
+
+
+def _about(about: Row) -> str:
+    """Return date, machine, versions and arguments as a list."""
+    machine = dict(about.get("machine", {}))
+    versions = {**{k: machine.pop(k) for k in ("python", "torch", "transformers", "cuda") if k in machine}}
+    versions |= about.get("versions", {})
+    date = about.get("date") or machine.pop("date", "not recorded")
+    machine.pop("date", None)
+    gpu = machine.pop("gpu", None)
+    lines = [f"- Date: {str(date)[:10]}"]
+    lines += [f"- GPU: {gpu}"] if gpu else []
+    lines += [f"- Machine: {_listed(machine)}"] if machine else []
+    lines += [f"- Versions: {_listed(versions)}"] if versions else []
+    given = {k: v for k, v in about.get("arguments", {}).items() if v not in (None, [], False)}
+    lines += [f"- Arguments: {_listed(given)}"] if given else []
+    lines += [f"- NCCL: {_listed(about['nccl'])}"] if about.get("nccl") else []
+    lines += [f"- Note: {about['note']}"] if about.get("note") else []
+    return "\n".join(lines)
+
+
+def _collect(found: Mapping[str, Any], *, name: str, before: Row, tables: list[tuple[str, list[Row]]]) -> Row:
+    """Return what an object holds of its own, flat; the tables within it are added to ``tables``."""
+    own: Row = {}
+    within: list[tuple[str, list[Row]]] = []
+    for key, value in found.items():
+        rows = _rows(key, value)
+        if rows is not None:
+            within.append((f"{name}{' · ' if name else ''}{key}", rows))
+        elif isinstance(value, Mapping):
+            nested = _collect(value, name=f"{name}{' · ' if name else ''}{key}", before=before, tables=tables)
+            own |= {f"{key}: {inner}": entry for inner, entry in nested.items()}
+        else:
+            own[key] = value
+    for title, rows in within:
+        leading = {**before, **{k: v for k, v in own.items() if ":" not in k}} if name else before
+        made = [
+            {**leading, **_collect(row, name=title, before={**leading, **_key(row)}, tables=tables)}
+            for row in rows
+        ]
+        if any(set(row) - set(leading) for row in made):
+            tables.append((title, made))
+    return own
+
+
+def _key(row: Row) -> Row:
+    """Return what tells a row from its neighbors in the tables within it: what it begins with, and texts."""
+    plain = {k: v for k, v in row.items() if isinstance(v, str | int) and not isinstance(v, bool)}
+    first = next(iter(plain), None)
+    return {k: v for k, v in plain.items() if k == first or isinstance(v, str) or len(k) == 1}
+
+
+def _rows(key: str, value: Any) -> list[Row] | None:
+    """Return the rows of a value that is a table, or None."""
+    if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
+        return value
+    if (
+        isinstance(value, dict)
+        and len(value) > 1
+        and all(isinstance(entry, dict) for entry in value.values())
+    ):
+        return [{key: inner, **entry} for inner, entry in value.items()]
+    return None
+
+
+def _merged(tables: Sequence[tuple[str, list[Row]]]) -> list[tuple[str, list[Row]]]:
+    """Put the rows of tables of the same name together, outer tables first."""
+    merged: dict[str, list[Row]] = {}
+    for name, rows in tables:
+        merged.setdefault(name, []).extend(rows)
+    return sorted(merged.items(), key=lambda table: table[0].count(" · "))
+
+
+def _table(rows: Sequence[Row]) -> str:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    head = "| " + " | ".join(_text(column.replace("_", " ")) for column in columns) + " |"
+    line = "|" + " --- |" * len(columns)
+    body = ["| " + " | ".join(_text(row.get(column, "")) for column in columns) + " |" for row in rows]
+    return "\n".join([head, line, *body])
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key.replace('_', ' ')} {_text(value)}" for key, value in values.items())
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:,.0f}".replace(",", "\u202f")
+    if isinstance(value, int):
+        return f"{value:,}".replace(",", "\u202f") if abs(value) >= 10000 else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    if isinstance(value, dict):
+        return _listed(value)
+    return str(value).replace("|", "\\|")

@@ -1,0 +1,48 @@
+"""What mkdocs calls while it builds: the pages generated from the code, the zoo and the benchmarks."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _sibling(name: str) -> ModuleType:
+    """Import a file beside this one: hooks are loaded one by one, not as a package."""
+    spec = importlib.util.spec_from_file_location(
+        f"documentation_{name}", Path(__file__).parent / f"{name}.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+reference, zoo_table, benchmark_page = map(_sibling, ("reference", "zoo_table", "benchmark_page"))
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Add the reference's pages to the navigation."""
+    assert config.nav is not None
+    config.nav.append({"API reference": reference.navigation()})
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the generated pages."""
+    pages = {
+        "zoo.md": zoo_table.page(ROOT / "zoo"),
+        "benchmarks.md": benchmark_page.page(ROOT / "benchmarks"),
+        **reference.pages(ROOT),
+    }
+    for path, text in pages.items():
+        files.append(File.generated(config, path, content=text))
+    return files

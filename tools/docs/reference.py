@@ -1,0 +1,124 @@
+"""The API reference: a page for each public module, its names documented by their docstrings.
+
+Sources are read, not imported, so that the reference is the same whatever optional packages are installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+LIBRARY = {
+    "implicit_blocks.fixed_point": "Fixed points of any map",
+    "implicit_blocks.interfaces": "Interfaces",
+    "implicit_blocks.model": "Language models",
+    "implicit_blocks.driver": "The search",
+    "implicit_blocks.solvers": "Solvers",
+    "implicit_blocks.gradients": "Gradients",
+    "implicit_blocks.mixers": "Mixers",
+    "implicit_blocks.specs": "Specs",
+    "implicit_blocks.registry": "Registry",
+    "implicit_blocks.hookspecs": "Plugin hook",
+    "implicit_blocks.api_version": "Versions of the plugin interface",
+    "implicit_blocks.contracts": "Contracts",
+    "implicit_blocks.testing": "Conformance kit",
+    "implicit_blocks.decoding": "Decoding",
+    "implicit_blocks.hf": "transformers",
+}
+TRAINER = {
+    "trainer.spec": "Specs of runs",
+    "trainer.specs.evaluation_tasks": "Specs of evaluation tasks",
+    "trainer.data.source": "Data sources",
+    "trainer.schedule": "Schedules",
+    "trainer.optimizers": "Optimizers",
+    "trainer.callbacks": "Callbacks",
+    "trainer.evaluation_tasks.tasks": "Evaluation tasks",
+}
+
+
+def navigation() -> list[Any]:
+    """Return the reference's part of the navigation."""
+    return [
+        "reference/index.md",
+        {"Library": [{title: f"reference/{module}.md"} for module, title in LIBRARY.items()]},
+        {"Trainer": [{title: f"reference/{module}.md"} for module, title in TRAINER.items()]},
+    ]
+
+
+def pages(root: Path) -> dict[str, str]:
+    """Return the text of every page of the reference, by path."""
+    texts = {f"reference/{m}.md": _module_page(root, m, t) for m, t in {**LIBRARY, **TRAINER}.items()}
+    return {"reference/index.md": _index(root), **texts}
+
+
+def _index(root: Path) -> str:
+    homes = {name: m for m in LIBRARY for name in public_names(root, m)}
+    rows = "\n".join(
+        f"| [`{name}`][{homes[name]}.{name}] | {_summary(root, homes[name], name)} |"
+        for name in public_names(root, "implicit_blocks")
+    )
+    modules = "\n".join(
+        f"| [`{module}`]({module}.md) | {_first_line(_docstring(root, module))} |"
+        for module in {**LIBRARY, **TRAINER}
+    )
+    return (
+        "# API reference\n\n"
+        "These names are the library's promise: `import implicit_blocks as ib`, then `ib.NAME`.\n\n"
+        f"| name | what it is |\n| --- | --- |\n{rows}\n\n## Modules\n\n"
+        f"| module | what it holds |\n| --- | --- |\n{modules}\n"
+    )
+
+
+def _module_page(root: Path, module: str, title: str) -> str:
+    parts = [f"# {title}\n\n`{module}`\n", _docstring(root, module)]
+    parts += [f"::: {module}.{name}" for name in public_names(root, module)]
+    return "\n\n".join(parts) + "\n"
+
+
+def public_names(root: Path, module: str) -> list[str]:
+    """Return what a module exports: ``__all__``, or the public names that it defines."""
+    body = _parse(root, module).body
+    for node in body:
+        if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["__all__"]:
+            return [str(name) for name in ast.literal_eval(node.value)]
+    return [name for node in body for name in _defined(node) if not name.startswith("_")]
+
+
+def _defined(node: ast.stmt) -> list[str]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        return [node.name]
+    if isinstance(node, ast.Assign):
+        return [ast.unparse(target) for target in node.targets]
+    return [ast.unparse(node.target)] if isinstance(node, ast.AnnAssign) else []
+
+
+def _summary(root: Path, module: str, name: str) -> str:
+    """Return the first line of a name's docstring, found where the name is defined."""
+    for node in ast.walk(_parse(root, module)):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+            return _first_line(ast.get_docstring(node) or "")
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            assert node.module is not None
+            return _summary(root, node.module, name)
+    statements = _parse(root, module).body
+    for node, after in pairwise(statements):  # a constant's docstring follows it
+        if name in _defined(node) and isinstance(after, ast.Expr):
+            return _first_line(inspect.cleandoc(str(ast.literal_eval(after.value))))
+    return ""
+
+
+def _first_line(text: str) -> str:
+    return " ".join(text.split("\n\n")[0].split()).replace("|", "\\|")
+
+
+def _docstring(root: Path, module: str) -> str:
+    return ast.get_docstring(_parse(root, module)) or ""
+
+
+def _parse(root: Path, module: str) -> ast.Module:
+    path = root.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return ast.parse(file.read_text(encoding="utf-8"))

@@ -1,0 +1,71 @@
+"""The page of the zoo: what its specs say, in one table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from implicit_blocks.specs import ImplicitLMSpec, load_spec
+from implicit_blocks.specs.counting import count_parameters
+
+HEAD = """# The zoo
+
+Specs by name: `python -m trainer --spec NAME` trains one, `implicit_blocks.load_spec("NAME")` reads it, and
+`python -m implicit_blocks describe NAME` draws it. Settings can be changed on the spot: `path.to.key=value`.
+Each implicit phase is written as iterations of the search + steps of the gradient.
+
+| spec | layers \u00d7 width | parameters | search, by phase | data | what for |
+| --- | --- | --- | --- | --- | --- |
+"""
+
+
+def page(folder: Path) -> str:
+    """Return the page of the specs in a folder."""
+    return HEAD + "\n".join(map(_row, sorted(folder.glob("*.yaml"), key=_order))) + "\n"
+
+
+def purpose(path: Path) -> str:
+    """Return the comment at the head of a spec: what it is for, in a line."""
+    first = path.read_text(encoding="utf-8").split("\n", 1)[0]
+    if not first.startswith("# "):
+        raise ValueError(f"{path.name} doesn't say what it is for; begin it with a comment of one line")
+    return first.removeprefix("# ")
+
+
+def _row(path: Path) -> str:
+    spec: Any = load_spec(path)
+    model = spec.model
+    counts = count_parameters(model)
+    total = model.parameter_total() if counts is None else counts.total
+    size = "" if counts is None else f"{model.n_layers} \u00d7 {model.d_model}"
+    parameters = "not known" if total is None else f"{total:,}".replace(",", "\u202f")
+    cells = [f"`{path.stem}`", size, parameters, _phases(spec), _data(spec.data), purpose(path)]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _phases(spec: Any) -> str:
+    if not isinstance(spec.model, ImplicitLMSpec):
+        return "none"
+    return ", then ".join(
+        f"{phase.name} {phase.model.stopping.max_iterations} + {getattr(phase.model.gradient, 'steps', '?')} "
+        f"to step {phase.last_step:,}".replace(",", "\u202f")
+        for phase in spec.phase_specs()
+    )
+
+
+def _data(data: Any) -> str:
+    if data.kind == "word_problem":
+        group = data.group if data.monoid is None else f"{data.group} \u00d7 {data.monoid}"
+        return f"products in {group}, length {data.length}"
+    return f"{data.kind}, length {data.length}"
+
+
+def _order(path: Path) -> tuple[str, float, str]:
+    """Sort by family, then size: 1.3b is more than 760m."""
+    family, _, rest = path.stem.partition("_")
+    digits = rest.split("_")[0]
+    scale = {"b": 1000.0, "m": 1.0}.get(digits[-1:], 0.0)
+    try:
+        return family, float(digits[:-1]) * scale, path.stem
+    except ValueError:
+        return family, 0.0, path.stem
