@@ -11,6 +11,7 @@ from implicit_blocks.specs.counting import (
 from trainer.display import duration, magnitude
 from trainer.memory import GPU_BYTES, estimate_memory, work_out
 from trainer.spec import Phase, RunSpec
+from trainer.start import find_start
 
 
 def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = None) -> str:
@@ -29,8 +30,10 @@ def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = Non
 
     """
     training, phases = spec.training, spec.phase_specs()
-    tokens = training.batch_size * spec.data.length
-    sequences, vocab_size = spec.total_steps * training.batch_size, getattr(spec.model, "vocab_size", None)
+    sequences, vocab_size = spec.total_sequences, getattr(spec.model, "vocab_size", None)
+    tokens = sequences * spec.data.length
+    spec.require_shares(ranks)
+    one_batch = len({(phase.training.batch_size, phase.training.sequences_at_once) for phase in phases}) == 1
     lines = [
         f"{name} ({spec.model.kind})",
         *_section("parameters", _parameters(spec.model)),
@@ -38,12 +41,14 @@ def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = Non
         *_section(
             "training",
             [
-                f"{spec.total_steps:,} steps of {training.batch_size:,} x {spec.data.length:,} = "
-                f"{tokens:,} tokens, {magnitude(spec.total_steps * tokens)} tokens in all",
-                f"micro-batches of {min(training.sequences_at_once, training.share(ranks))}, "
-                f"{training.precision}, {training.optimizer.kind}, {training.schedule.kind}",
+                f"{spec.total_steps:,} steps of {_batch(spec, phases[0])}, {magnitude(tokens)} tokens in all"
+                if one_batch
+                else f"{spec.total_steps:,} steps of batches by phase, {magnitude(tokens)} tokens in all",
+                (_micro_batches(phases[0], ranks) + ", " if one_batch else "")
+                + f"{training.precision}, {training.optimizer.kind}, {training.schedule.kind}",
             ],
         ),
+        *_section("start", _start(spec)),
         *_section("ranks", _ranks(spec, ranks)),
     ]
     rates = _rates(rate, [phase.name for phase in phases])
@@ -51,15 +56,17 @@ def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = Non
     seconds = 0.0
     for phase in phases:
         described, flops = _phase(spec, phase, ranks)
+        if not one_batch:
+            described.insert(1, f"{_batch(spec, phase)}, {_micro_batches(phase, ranks)}")
         if phase.name in rates:
-            taken = (phase.last_step - phase.first_step) * tokens / rates[phase.name]
+            taken = _sequences(phase) * spec.data.length / rates[phase.name]
             described.append(f"{duration(taken)} at {rates[phase.name]:,.0f} tokens/s")
             seconds += taken
         lines += _section(f"phase {phase.name}", described)
         total = None if total is None or flops is None else total + flops
     whole = ["not known" if total is None else f"at most {_scaled(total)}FLOP"]
     if rates:
-        whole.append(f"{duration(seconds)} for {magnitude(spec.total_steps * tokens)} tokens")
+        whole.append(f"{duration(seconds)} for {magnitude(tokens)} tokens")
     lines += _section("whole run", whole)
     evaluated = f"lengths {', '.join(map(str, spec.evaluation.at(spec.data.length).lengths))}"
     if spec.evaluation.identity_probabilities:
@@ -87,6 +94,31 @@ def _parameters(model: ModelSpec) -> list[str]:
     parts = [f"{label} {'not known' if n is None else magnitude(n)}" for label, n in named if n != 0]
     total = "not known" if counts.total is None else f"{counts.total:,}"
     return [f"{total}: {', '.join(parts)}"]
+
+
+def _sequences(phase: Phase) -> int:
+    return (phase.last_step - phase.first_step) * phase.training.batch_size
+
+
+def _batch(spec: RunSpec, phase: Phase) -> str:
+    size, length = phase.training.batch_size, spec.data.length
+    return f"{size:,} x {length:,} = {size * length:,} tokens"
+
+
+def _micro_batches(phase: Phase, ranks: int) -> str:
+    return f"micro-batches of {min(phase.training.sequences_at_once, phase.training.share(ranks))}"
+
+
+def _start(spec: RunSpec) -> list[str]:
+    """Say which weights the run begins with, if they are not fresh."""
+    start = spec.training.start_from
+    if start is None:
+        return []
+    origin = find_start(start, spec)
+    lines = [f"WARNING: {complaint}" for complaint in origin.complaints]
+    told = "" if origin.progress is None else f" after {origin.progress['tokens']:,} tokens"
+    taken = [name for name in ("optimizer", "position") if getattr(start, name)]
+    return [*lines, f"{' and '.join(['weights', *taken])} of {origin.path}{told}"]
 
 
 def _ranks(spec: RunSpec, ranks: int) -> list[str]:
@@ -128,7 +160,6 @@ def _rates(given: str | None, phases: list[str]) -> dict[str, float]:
 
 
 def _phase(spec: RunSpec, phase: Phase, ranks: int) -> tuple[list[str], float | None]:
-    steps = phase.last_step - phase.first_step
     lines = [f"steps {phase.first_step + 1:,} to {phase.last_step:,}, {_search(phase.model)}"]
     length = spec.data.length
     flops = training_flops_per_token(phase.model, length=length)
@@ -137,7 +168,7 @@ def _phase(spec: RunSpec, phase: Phase, ranks: int) -> tuple[list[str], float | 
         lines.append("FLOP a token: not known, a component does not tell its cost")
         return lines, None
     least = training_flops_per_token(phase.model, length=length, iterations=1)
-    whole = flops * steps * spec.training.batch_size * length
+    whole = flops * _sequences(phase) * length
     if least is None or least == flops:
         cost = f"{_scaled(flops)}FLOP a token"
     else:

@@ -165,18 +165,9 @@ class Loop:
         rate = self.schedule.rate(step - 1, peak=training.optimizer.learning_rate)
         set_learning_rate(self.optimizer, rate)
         first = self.progress.samples
-        own, count = rank_share(training.batch_size, rank=self.ranks.rank, world_size=self.ranks.world_size)
+        own, *following = self._own_ranges(step - 1, first)
         try:
-            batch = self.ranks.together(
-                lambda: self.loader.batch(
-                    first + own,
-                    count,
-                    following=[
-                        (first + ahead * training.batch_size + own, count)
-                        for ahead in range(1, 1 + min(self.loader.depth, self.total_steps - step))
-                    ],
-                )
-            )
+            batch = self.ranks.together(lambda: self.loader.batch(*own, following=following))
         except ValueError as error:
             raise DataError(f"the data of step {step} can't be used: {error}") from error
         tokens = batch.tokens * self.ranks.world_size  # the ranks' shares are equal
@@ -212,6 +203,16 @@ class Loop:
         if self._due(training.export_every) and step < self.total_steps:
             self._export()
 
+    def _own_ranges(self, step: int, first: int) -> list[tuple[int, int]]:
+        """Return this rank's part of the batch that begins at sample ``first``, and of the next ones."""
+        ranges: list[tuple[int, int]] = []
+        for ahead in range(step, min(step + 1 + self.loader.depth, self.total_steps)):
+            size = self._phase_at(ahead).training.batch_size
+            offset, count = rank_share(size, rank=self.ranks.rank, world_size=self.ranks.world_size)
+            ranges.append((first + offset, count))
+            first += size
+        return ranges
+
     def _skip(self, result: StepResult, *, step: int, phase: Phase, first: int) -> None:
         """Say that a batch made no update, or refuse to go on; all ranks have the same result."""
         training, quantity = self.spec.training, result.not_finite
@@ -221,7 +222,7 @@ class Loop:
             phase=phase.name,
             quantity=quantity,
             value=result.loss if quantity == "loss" else result.gradient_norm,
-            samples=(first, first + training.batch_size),
+            samples=(first, first + phase.training.batch_size),
             skipped_before=self.progress.skipped_in_a_row,
         )
         if training.non_finite == "stop" or error.skipped_before >= training.max_consecutive_skips:
@@ -264,8 +265,11 @@ class Loop:
     def _due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
 
+    def _phase_at(self, step: int) -> Phase:
+        return next(phase for phase in self.phases if phase.first_step <= step < phase.last_step)
+
     def _enter_phase(self, step: int) -> Phase:
-        phase = next(phase for phase in self.phases if phase.first_step <= step < phase.last_step)
+        phase = self._phase_at(step)
         if phase.model != self._model_spec:
             self.model.reconfigure(phase.model)  # type: ignore[operator]  # the contract of language models
             self._model_spec = phase.model

@@ -26,6 +26,7 @@ from trainer.run_folder import RunFolder
 
 def go_on(
     folder: RunFolder,
+    beginning: Progress = Progress(),  # noqa: B008  # frozen
     *,
     checkpoint: str | None,
     model: nn.Module,
@@ -44,6 +45,7 @@ def go_on(
 
     Args:
         folder: of the run.
+        beginning: how far it has come before its first checkpoint.
         checkpoint: the name of the one to go on from; None: the newest that is whole.
         model: as it was built; the inner module, its tensors may be sharded.
         optimizer: of that model.
@@ -60,7 +62,7 @@ def go_on(
 
     """
     path = ranks.on_main(lambda: _choose(folder, checkpoint, display))
-    progress = Progress()
+    progress = beginning
     if path is not None:
         progress = load_checkpoint(
             path, model=model, optimizer=optimizer, restore_random=True, verify=False, ranks=ranks

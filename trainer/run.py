@@ -14,7 +14,7 @@ from torch import nn
 from implicit_blocks import registry
 from implicit_blocks.specs import load_spec
 from trainer.callbacks import Callbacks
-from trainer.checkpoint import Checkpointer, Progress
+from trainer.checkpoint import Checkpointer, Progress, list_checkpoints, load_checkpoint
 from trainer.data.source import DataSource, EvaluationSet
 from trainer.devices import choose_device, device_name
 from trainer.display import Display, SilentDisplay, make_display
@@ -28,6 +28,8 @@ from trainer.resume import go_on
 from trainer.rng import seed_everything
 from trainer.run_folder import RunFolder, default_folder, differences, make_manifest
 from trainer.spec import RunSpec
+from trainer.specs.start import StartSpec
+from trainer.start import Origin, find_start, read_start
 from trainer.summary import summarize
 from trainer.telemetry import in_words
 
@@ -134,11 +136,12 @@ def build(
         return []
 
     changes = ranks.on_main(look)
+    origin = ranks.on_main(lambda: _origin(spec, folder, changes, resume=resume))
     if training.threads is not None:
         torch.set_num_threads(training.threads)
 
     def make() -> tuple[Callbacks, DataSource, Mapping[str, EvaluationSet], nn.Module]:
-        training.share(ranks.world_size)  # refused here where it is no whole number
+        spec.require_shares(ranks.world_size)
         seed_everything(training.seed)
         callbacks = Callbacks.build(spec.callbacks)
         vocab_size = getattr(spec.model, "vocab_size", None)
@@ -154,6 +157,9 @@ def build(
             _method(model, spec, "compile_layers", "training.compile_layers=false")()
         if any(phase.training.checkpoint_activations != "none" for phase in spec.phase_specs()):
             _method(model, spec, "checkpoint_activations", "training.checkpoint_activations=none")
+        if origin is not None:
+            like = model.state_dict()
+            model.load_state_dict(read_start(origin, spec.model, like=like))
         return callbacks, data, sets, model
 
     callbacks, data, sets, model = ranks.together(make)
@@ -168,6 +174,9 @@ def build(
         display = SilentDisplay()
     display = display or make_display(log_every=training.log_every, accuracy=spec.data.kind == "word_problem")
 
+    progress = Progress()
+    if origin is not None and training.start_from is not None:
+        progress = _taken_over(origin, training.start_from, model=model, optimizer=optimizer, ranks=ranks)
     manifest = make_manifest(
         name=name,
         command=sys.argv if command is None else command,
@@ -177,13 +186,14 @@ def build(
         processes=ranks.world_size,
         layout=layout.kind,
         data=data.identity(),
+        started_from=ranks.on_main(lambda: None if origin is None else origin.record()),
     )
-    progress = Progress()
     if resume:
         if not any(change.startswith("data") for change in changes):
             ranks.on_main(lambda: folder.require_data(data.identity()))
         progress = go_on(
             folder,
+            progress,
             checkpoint=checkpoint,
             model=model,
             optimizer=optimizer,
@@ -196,6 +206,8 @@ def build(
         )
     else:
         ranks.on_main(lambda: folder.create(spec=dumped, manifest=manifest))
+    for complaint in () if origin is None else origin.complaints:
+        display.say(f"WARNING: {complaint}")
 
     loop = Loop(
         spec,
@@ -219,6 +231,27 @@ def build(
         callbacks=callbacks,
     )
     return Run(name=name, spec=spec, folder=folder, model=model, ranks=ranks, loop=loop, manifest=manifest)
+
+
+def _origin(spec: RunSpec, folder: RunFolder, changes: Sequence[str], *, resume: bool) -> Origin | None:
+    """Find the weights of another run to begin with; None where there are none, or the run has begun."""
+    if resume and list_checkpoints(folder.checkpoints):
+        if changed := [change for change in changes if change.startswith("training.start_from")]:
+            raise RunFolderError(
+                f"{folder.path} has begun already, so it can't be started from elsewhere "
+                f"({'; '.join(changed)}); leave that as it was, or start anew in another folder"
+            )
+        return None
+    return None if spec.training.start_from is None else find_start(spec.training.start_from, spec)
+
+
+def _taken_over(
+    origin: Origin, start: StartSpec, *, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> Progress:
+    """Take over what is asked for beside the weights; return where the run begins."""
+    if start.optimizer:
+        load_checkpoint(origin.path, model=model, optimizer=optimizer, verify=False, ranks=ranks)
+    return Progress(samples=origin.progress["samples"] if start.position and origin.progress else 0)
 
 
 def _method(model: nn.Module, spec: RunSpec, name: str, instead: str) -> Callable[..., None]:

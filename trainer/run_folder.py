@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-from implicit_blocks.ops import accelerated
 from trainer.errors import RunFolderError
 from trainer.files import write_atomically, write_json
 from trainer.metrics import MetricsFile
@@ -146,8 +145,11 @@ def make_manifest(
     processes: int = 1,
     layout: str = "none",
     data: Mapping[str, Any] | None = None,
+    started_from: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what must be known to repeat a run: versions, machine, device, seed, command."""
+    """Return what must be known to repeat a run: versions, machine, device, seed, command, first weights."""
+    from implicit_blocks.ops import accelerated  # brings torch, which a dry run does without
+
     return {
         "name": name,
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -158,6 +160,7 @@ def make_manifest(
         "processes": processes,
         "layout": layout,
         "data": dict(data or {}),
+        "started_from": None if started_from is None else dict(started_from),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "versions": versions(),

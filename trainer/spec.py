@@ -100,7 +100,7 @@ class RunSpec(BaseRunSpec):
     training: TrainingSpec
     """How."""
     phases: tuple[PhaseSpec, ...] = ()
-    """Changes of solver and gradient on the way; none: one phase."""
+    """Changes of solver, gradient and batch on the way; none: one phase."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """What is evaluated, on the way and at the end."""
     callbacks: tuple[CallbackSpec, ...] = ()
@@ -109,11 +109,31 @@ class RunSpec(BaseRunSpec):
     @property
     def total_steps(self) -> int:
         """Steps of the whole run."""
-        return self.training.total_steps(self.data.length)
+        return self.phase_specs()[-1].last_step
+
+    @property
+    def total_sequences(self) -> int:
+        """Sequences that the whole run sees, over all phases."""
+        return sum(
+            (phase.last_step - phase.first_step) * phase.training.batch_size for phase in self.phase_specs()
+        )
 
     def phase_specs(self) -> list[Phase]:
         """Name, first step, last step (exclusive), model and training spec of each phase."""
-        return plan(self.phases, model=self.model, training=self.training, total_steps=self.total_steps)
+        return plan(self.phases, model=self.model, training=self.training, length=self.data.length)
+
+    def require_shares(self, ranks: int) -> None:
+        """Refuse a number of processes that can't share every phase's batch equally.
+
+        Raises:
+            ValueError: naming the phase, where there are several.
+
+        """
+        for phase in self.phase_specs():
+            try:
+                phase.training.share(ranks)
+            except ValueError as error:
+                raise ValueError(f"phase {phase.name!r}: {error}" if self.phases else str(error)) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -140,13 +160,13 @@ class RunSpec(BaseRunSpec):
         if needed is not None and rows is not None and rows < needed:
             message = f"the data have {needed} tokens; give {needed} or more, or leave it out"
             raise refusal(message, "model", "vocab_size", value=rows)
+        total_steps = self.total_steps
         try:
-            self.training.schedule.check(self.total_steps)
+            self.training.schedule.check(total_steps)
         except ValueError as error:
             raise refusal(str(error), "training", "schedule", value=self.training.schedule) from None
         shortest = min(self.evaluation.at(self.data.length).lengths)
         if shortest < self.evaluation.last_tokens:
             message = f"the shortest sequence evaluated has {shortest} tokens; give {shortest} or less"
             raise refusal(message, "evaluation", "last_tokens", value=self.evaluation.last_tokens)
-        self.phase_specs()
         return self

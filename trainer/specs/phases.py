@@ -1,8 +1,12 @@
-"""Phases of a run: how the search and its gradient change on the way, the weights staying as they are."""
+"""Phases of a run: how search, gradient and batch change on the way, the weights staying as they are.
+
+Steps are the run's clock: a share of the run is a share of its steps, for phases as for schedules, however
+the batch changes. Tokens are counted over the phases, each with its own batch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from pydantic import Field, ValidationError
@@ -10,8 +14,10 @@ from pydantic import Field, ValidationError
 from implicit_blocks.specs import ModelSpec, Spec, merge, refusal, together
 from implicit_blocks.suggestions import did_you_mean
 from trainer.schedule import steps_of
-from trainer.specs.spans import Span
+from trainer.specs.spans import Until, tokens_of
 from trainer.specs.training import TrainingSpec
+
+_CHANGEABLE = {"batch_size", "micro_batch_size", "clip_norm", "checkpoint_activations", "optimizer"}
 
 
 class PhaseSpec(Spec):
@@ -19,12 +25,14 @@ class PhaseSpec(Spec):
 
     name: str
     """What records call it."""
-    until: Span | None = None
-    """Where it ends: a step, or a share of the run. Null: the end of the run, so only in the last phase."""
+    until: Until | None = None
+    """Where it ends, counted from the start of the run: a step, a share of its steps, or a number of tokens
+    (`2e9 tokens`), rounded up to whole steps. Null: the end of the run, so only in the last phase."""
     model: dict[str, Any] = Field(default_factory=dict)
     """Changes to the model's solver, gradient, stopping and at_evaluation."""
     training: dict[str, Any] = Field(default_factory=dict)
-    """Changes to clip_norm, checkpoint_activations and optimizer.learning_rate."""
+    """Changes to batch_size, micro_batch_size, clip_norm, checkpoint_activations and
+    optimizer.learning_rate."""
 
 
 class Phase(NamedTuple):
@@ -38,32 +46,85 @@ class Phase(NamedTuple):
 
 
 def plan(
-    phases: Sequence[PhaseSpec], *, model: ModelSpec, training: TrainingSpec, total_steps: int
+    phases: Sequence[PhaseSpec], *, model: ModelSpec, training: TrainingSpec, length: int
 ) -> list[Phase]:
-    """Work out the phases of a run; without any, one named ``train``.
+    """Work out the phases of a run on sequences of ``length`` tokens; without any, one named ``train``.
+
+    The last one ends where the run does. A run measured in tokens ends with the step that completes them.
 
     Raises:
         ValidationError: phases that overlap, end early or change what they can't; located from the run spec.
 
     """
     if not phases:
-        return [Phase("train", 0, total_steps, model, training)]
-    planned, start = [], 0
-    for index, (phase, end) in enumerate(zip(phases, _ends(phases, total_steps), strict=True)):
+        total = min(_lengths(training, lambda tokens: -(-tokens // (training.batch_size * length))))
+        return [Phase("train", 0, total, model, training)]
+    changed = []
+    for index, phase in enumerate(phases):
         try:
-            planned.append(
-                Phase(
-                    phase.name, start, end, _changed_model(model, phase), _changed_training(training, phase)
-                )
-            )
+            changed.append((_changed_model(model, phase), _changed_training(training, phase)))
         except ValidationError as error:
             raise together([error], under=("phases", index)) from None
-        start = end
-    return planned
+    tokens_a_step = [own.batch_size * length for _, own in changed]
+    total = min(_lengths(training, lambda tokens: _steps_with(tokens, phases, tokens_a_step)))
+    ends = _ends(phases, tokens_a_step, total)
+    return [
+        Phase(phase.name, start, end, *own)
+        for phase, start, end, own in zip(phases, [0, *ends], ends, changed, strict=False)
+    ]
 
 
-def _ends(phases: Sequence[PhaseSpec], total_steps: int) -> list[int]:
-    """Find the step before which each phase ends; shares are rounded so that every phase has a step."""
+def _lengths(training: TrainingSpec, steps_with: Callable[[int], int]) -> list[int]:
+    """Return the lengths of the run in steps, of which the shortest holds."""
+    lengths = [] if training.max_steps is None else [training.max_steps]
+    return lengths if training.max_tokens is None else [*lengths, steps_with(training.max_tokens)]
+
+
+def _steps_with(tokens: int, phases: Sequence[PhaseSpec], tokens_a_step: Sequence[int]) -> int:
+    """Return a number of steps that make a run of ``tokens``, where one step less makes a shorter one."""
+    # By halving, because phases that end at a share of the run move with its length.
+    short, enough = 0, -(-tokens // min(tokens_a_step))
+    while enough - short > 1:
+        middle = (short + enough) // 2
+        seen = sum(
+            (end - start) * each
+            for (start, end), each in zip(_spans(phases, tokens_a_step, middle), tokens_a_step, strict=True)
+        )
+        short, enough = (short, middle) if seen >= tokens else (middle, enough)
+    return enough
+
+
+def _spans(
+    phases: Sequence[PhaseSpec], tokens_a_step: Sequence[int], total_steps: int
+) -> Iterator[tuple[int, int]]:
+    """Yield the steps [start, end) of each phase, cut to a run of so many steps."""
+    start, tokens = 0, 0
+    for index, each in enumerate(tokens_a_step):
+        end = _end(phases, index, start=start, tokens=tokens, each=each, total_steps=total_steps)
+        end = min(max(end, start), total_steps) if index + 1 < len(phases) else total_steps
+        yield start, end
+        start, tokens = end, tokens + (end - start) * each
+
+
+def _end(
+    phases: Sequence[PhaseSpec], index: int, *, start: int, tokens: int, each: int, total_steps: int
+) -> int:
+    """Return where a phase ends as its spec says, whether the run is long enough or not.
+
+    It begins at step ``start``, with ``tokens`` seen before, and sees ``each`` a step. Shares are rounded so
+    that every phase has a step.
+    """
+    until, left = phases[index].until, len(phases) - index - 1
+    if until is None:
+        return total_steps
+    if isinstance(until, str):
+        return start + max(0, -(-(tokens_of(until) - tokens) // each))
+    end = steps_of(until, total_steps)
+    return min(max(end, start + 1), total_steps - left) if isinstance(until, float) and left else end
+
+
+def _ends(phases: Sequence[PhaseSpec], tokens_a_step: Sequence[int], total_steps: int) -> list[int]:
+    """Find the step before which each phase ends, and refuse those that don't cover the run."""
     if len(phases) > total_steps:
         message = (
             f"{len(phases)} phases don't fit into a run of length {total_steps}; "
@@ -71,29 +132,32 @@ def _ends(phases: Sequence[PhaseSpec], total_steps: int) -> list[int]:
         )
         raise refusal(message, "phases", value=phases)
     ends: list[int] = []
-    for index, phase in enumerate(phases):
-        start, left = (ends[-1] if ends else 0), len(phases) - index - 1
-        end = total_steps if phase.until is None else steps_of(phase.until, total_steps)
-        if isinstance(phase.until, float) and left:
-            end = min(max(end, start + 1), total_steps - left)
+    start = tokens = 0
+    for index, (phase, each) in enumerate(zip(phases, tokens_a_step, strict=True)):
+        left = len(phases) - index - 1
+        end = _end(phases, index, start=start, tokens=tokens, each=each, total_steps=total_steps)
+        said = f"{end} ({phase.until})" if isinstance(phase.until, str) else str(end)
         where = ("phases", index, "until")
         if left and phase.until is None:
             raise refusal(
-                "only the last phase may leave out where it ends; give a step or a share", *where, value=None
+                "only the last phase may leave out where it ends; give a step, a share or tokens",
+                *where,
+                value=None,
             )
         if left and end >= total_steps:
             message = (
-                f"phase {phase.name!r} ends at step {end} of {total_steps}, so the next one never begins; "
+                f"phase {phase.name!r} ends at step {said} of {total_steps}, so the next one never begins; "
                 "end it earlier, give a share such as 0.5, or lengthen the run"
             )
             raise refusal(message, *where, value=phase.until)
         if not left and end != total_steps:
-            message = f"the last phase ends at step {end} of {total_steps}; leave out where it ends"
+            message = f"the last phase ends at step {said} of {total_steps}; leave out where it ends"
             raise refusal(message, *where, value=phase.until)
         if end <= start:
-            message = f"phase {phase.name!r} begins at step {start} and ends at {end}; end it later"
+            message = f"phase {phase.name!r} begins at step {start} and ends at {said}; end it later"
             raise refusal(message, *where, value=phase.until)
         ends.append(end)
+        start, tokens = end, tokens + (end - start) * each
     return ends
 
 
@@ -107,9 +171,7 @@ def _changed_model(model: ModelSpec, phase: PhaseSpec) -> ModelSpec:
 
 
 def _changed_training(training: TrainingSpec, phase: PhaseSpec) -> TrainingSpec:
-    _refuse_others(
-        phase.training, {"clip_norm", "checkpoint_activations", "optimizer"}, "training", what="of training"
-    )
+    _refuse_others(phase.training, _CHANGEABLE, "training", what="of training")
     optimizer = phase.training.get("optimizer", {})
     if isinstance(optimizer, Mapping):
         _refuse_others(optimizer, {"learning_rate"}, "training", "optimizer", what="of the optimizer")

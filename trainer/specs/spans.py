@@ -1,10 +1,16 @@
-"""Lengths of time within a run: a number of steps, or a share of the run."""
+"""Lengths of time within a run: a number of steps, a share of the run, a number of tokens."""
 
 from __future__ import annotations
 
+import re
+from decimal import Decimal
 from typing import Annotated, Any
 
 from pydantic import PlainValidator
+
+_STEPS_OR_SHARE = "a number of steps (an integer, 0 or more)", "a share of the run (a float from 0.0 to 1.0)"
+_TOKENS = re.compile(r"([0-9][0-9_]*(?:\.[0-9]+)?(?:[eE]\+?[0-9]{1,2})?) ?tokens?")
+_MOST_TOKENS = 10**18
 
 
 def _span(value: Any) -> int | float:
@@ -12,10 +18,31 @@ def _span(value: Any) -> int | float:
         return value
     if isinstance(value, float) and 0 <= value <= 1:
         return value
+    raise ValueError(f"give {' or '.join(_STEPS_OR_SHARE)}")
+
+
+def _until(value: Any) -> int | float | str:
+    if isinstance(value, str) and (found := _TOKENS.fullmatch(value.strip())):
+        tokens = Decimal(found[1])
+        if 1 <= tokens <= _MOST_TOKENS and tokens == int(tokens):
+            return f"{int(tokens)} tokens"
+    else:
+        try:
+            return _span(value)
+        except ValueError:
+            pass
     raise ValueError(
-        "give a number of steps (an integer, 0 or more) or a share of the run (a float from 0.0 to 1.0)"
+        f"give {', '.join(_STEPS_OR_SHARE)} or a whole number of tokens with its unit (2e9 tokens)"
     )
+
+
+def tokens_of(until: str) -> int:
+    """Return the number of tokens in a validated :data:`Until` that counts them."""
+    return int(until.removesuffix(" tokens"))
 
 
 Span = Annotated[int | float, PlainValidator(_span, json_schema_input_type=int | float)]
 """An integer counts steps, a float from 0.0 to 1.0 a share of the run: 1 is one step, 1.0 the whole run."""
+
+Until = Annotated[int | float | str, PlainValidator(_until, json_schema_input_type=int | float | str)]
+"""A span counted from the start of the run, or text such as ``2e9 tokens``: so many tokens into it."""

@@ -10,6 +10,7 @@ from implicit_blocks.specs import ComponentSpec, Spec, refusal
 from trainer.schedule import steps_of
 from trainer.specs.parallel import ParallelSpec
 from trainer.specs.spans import Span
+from trainer.specs.start import Start
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
@@ -99,6 +100,9 @@ class TrainingSpec(Spec):
     """Length of the run in steps."""
     max_tokens: PositiveInt | None = None
     """Length of the run in tokens, rounded up to whole steps. With both, the shorter one holds."""
+    start_from: Start | None = None
+    """Other weights to begin with than fresh ones: a run (its newest checkpoint), a checkpoint, a folder for
+    transformers, a file of safetensors; or a mapping with that as `path`. Null: fresh ones."""
     batch_size: PositiveInt
     """Sequences in a step, over all ranks and micro-batches together."""
     micro_batch_size: PositiveInt | None = None
@@ -186,10 +190,3 @@ class TrainingSpec(Spec):
                 "a multiple of their number, or another number of processes"
             )
         return self.batch_size // ranks
-
-    def total_steps(self, length: int) -> int:
-        """Count the steps of the run, in sequences of `length` tokens."""
-        lengths = [] if self.max_steps is None else [self.max_steps]
-        if self.max_tokens is not None:
-            lengths.append(-(-self.max_tokens // (self.batch_size * length)))
-        return min(lengths)

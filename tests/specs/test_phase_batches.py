@@ -1,0 +1,132 @@
+"""Phases that end at a number of tokens, and phases with batches of their own."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from implicit_blocks.specs import merge
+from trainer.spec import RunSpec
+
+LENGTH = 32
+BASE: dict[str, Any] = {
+    "model": {"kind": "implicit_lm", "d_model": 64, "n_layers": 1, "mixer": {"kind": "mamba2"}},
+    "data": {"kind": "word_problem", "group": "S3", "length": LENGTH},
+    "training": {"max_steps": 100, "batch_size": 8, "optimizer": {"kind": "adamw", "learning_rate": 1e-3}},
+}
+
+
+def run(*phases: dict[str, Any], **training: Any) -> RunSpec:
+    named = [{"name": f"p{index}", **phase} for index, phase in enumerate(phases)]
+    return RunSpec.model_validate(merge(BASE, {"training": training, "phases": named}))
+
+
+def ends(spec: RunSpec) -> list[int]:
+    return [phase.last_step for phase in spec.phase_specs()]
+
+
+def batch(size: int, **more: Any) -> dict[str, Any]:
+    return {"training": {"batch_size": size, **more}}
+
+
+def tokens(spec: RunSpec) -> int:
+    return spec.total_sequences * LENGTH
+
+
+@pytest.mark.parametrize(
+    ("until", "end"),
+    [
+        ("256 tokens", 1),
+        ("257 tokens", 2),
+        ("1 token", 1),
+        ("5.12e3 tokens", 20),
+        ("5_120 tokens", 20),
+        ("5120tokens", 20),
+        (20, 20),
+        (0.2, 20),
+    ],
+)
+def test_a_phase_ends_at_tokens_steps_or_a_share(until: Any, end: int) -> None:
+    spec = run({"until": until}, {})
+    assert ends(spec) == [end, 100]
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+@pytest.mark.parametrize(
+    "until", [2e9, "2e9", "0 tokens", "0.5 tokens", "1e-3 tokens", "1e99 tokens", "3 steps", "x tokens", True]
+)
+def test_tokens_need_their_unit_and_a_whole_number(until: Any) -> None:
+    with pytest.raises(ValidationError, match=r"a whole number of tokens with its unit \(2e9 tokens\)"):
+        run({"until": until}, {})
+
+
+@pytest.mark.parametrize(
+    ("phases", "message"),
+    [
+        (
+            [{"until": "25600 tokens"}, {}],
+            r"ends at step 100 \(25600 tokens\) of 100, so the next one never begins",
+        ),
+        (
+            [{"until": 50}, {"until": "12800 tokens"}, {}],
+            r"begins at step 50 and ends at 50 \(12800 tokens\); end it later",
+        ),
+        ([{"until": "12800 tokens"}], r"the last phase ends at step 50 \(12800 tokens\) of 100; leave out"),
+        (
+            [{"until": 0.5}, batch(6, micro_batch_size=4)],
+            "batch_size 6 is not divisible by micro_batch_size",
+        ),
+        ([{}, {}], "give a step, a share or tokens"),
+    ],
+)
+def test_phases_that_do_not_cover_the_run(phases: list[Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        run(*phases)
+
+
+def test_tokens_are_counted_over_phases_with_their_own_batches() -> None:
+    # 10 steps of 8, then 16 a step: 2560 + 5120 tokens by step 20.
+    spec = run({"until": 10}, {"until": "7680 tokens", **batch(16)}, batch(4))
+    assert ends(spec) == [10, 20, 100]
+    assert spec.total_sequences == 10 * 8 + 10 * 16 + 80 * 4
+    assert [phase.training.sequences_at_once for phase in spec.phase_specs()] == [8, 16, 4]
+
+
+def test_a_run_measured_in_tokens_ends_with_the_step_that_completes_them() -> None:
+    spec = run({"until": 10}, batch(16), max_steps=None, max_tokens=2560 + 512 * 5 + 1)
+    assert ends(spec) == [10, 16]
+    assert run({"until": "2560 tokens"}, batch(16), max_steps=None, max_tokens=7680).total_steps == 20
+    # Of two lengths the shorter holds; without phases nothing changes.
+    assert run({"until": 10}, batch(16), max_steps=12, max_tokens=1e6).total_steps == 12
+    assert run(max_steps=None, max_tokens=257).total_steps == 2
+    # The last phase may say where the run ends, in tokens too.
+    assert ends(run({"until": 0.5}, {"until": "7680 tokens"}, max_steps=None, max_tokens=7680)) == [15, 30]
+
+
+@given(
+    st.lists(st.integers(1, 64), min_size=2, max_size=5),
+    st.lists(st.floats(0.01, 0.99), min_size=4, max_size=4, unique=True).map(sorted),
+    st.integers(200_000, 3_000_000),
+)
+def test_shares_and_any_batches_cover_the_tokens(
+    sizes: list[int], shares: list[float], max_tokens: int
+) -> None:
+    phases = [{"until": share, **batch(size)} for share, size in zip(shares, sizes[:-1], strict=False)]
+    spec = run(*phases, batch(sizes[-1]), max_steps=None, max_tokens=max_tokens)
+    planned = spec.phase_specs()
+    assert planned[0].first_step == 0
+    assert all(left.last_step == right.first_step for left, right in pairwise(planned))
+    assert all(phase.first_step < phase.last_step for phase in planned)
+    assert max_tokens <= tokens(spec) < max_tokens + len(sizes) * max(sizes) * LENGTH
+
+
+def test_every_phases_batch_must_be_shared_equally() -> None:
+    spec = run({"until": 0.5}, {"name": "late", **batch(6)})
+    spec.require_shares(2)
+    with pytest.raises(ValueError, match=r"phase 'late': training.batch_size 6 can't be shared equally by 4"):
+        spec.require_shares(4)

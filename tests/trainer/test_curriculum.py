@@ -1,0 +1,110 @@
+"""Phases with batches of their own in whole runs: position, tokens, exact resume, what a dry run shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.checkpoint import list_checkpoints, read_model_tensors
+from trainer.checkpoint_folder import read_state
+from trainer.data.source import Batch
+from trainer.dry_run import describe
+from trainer.errors import NonFiniteLossError
+from trainer.metrics import read_metrics
+from trainer.run import build
+from trainer.spec import RunSpec
+
+Small = Callable[..., RunSpec]
+
+GROWING: dict[str, Any] = {
+    "training.max_steps": 9,
+    "training.checkpoint_every": 2,
+    "training.loader_workers": 2,
+    "model.dropout": 0.1,  # draws from torch's generator at every step
+    "phases": [
+        {"name": "bounded", "until": "288 tokens", "model": {"gradient": {"kind": "unrolled", "steps": 2}}},
+        {"name": "free", "training": {"batch_size": 12, "micro_batch_size": 4}},
+    ],
+}
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return list(read_metrics(folder / "metrics.jsonl"))
+
+
+def losses(folder: Path) -> list[tuple[Any, ...]]:
+    kept = ("step", "phase", "loss", "gradient_norm", "learning_rate", "iterations", "tokens", "samples")
+    return [tuple(row[key] for key in kept) for row in rows(folder)]
+
+
+@pytest.fixture(scope="module")
+def whole(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that was never interrupted."""
+    folder: Path = tmp_path_factory.mktemp("growing") / "run"
+    build(small(GROWING), output=folder, device="cpu").train()
+    return folder
+
+
+def test_position_and_tokens_count_each_phases_batch(whole: Path) -> None:
+    sizes = [8] * 3 + [12] * 6  # 3 steps of 8 x 12 tokens make 288
+    assert [row["samples"] for row in rows(whole)] == [sum(sizes[: n + 1]) for n in range(9)]
+    assert [row["tokens"] for row in rows(whole)] == [12 * sum(sizes[: n + 1]) for n in range(9)]
+    assert [row["phase"] for row in rows(whole)] == ["bounded"] * 3 + ["free"] * 6
+    progress = read_state(list_checkpoints(whole / "checkpoints")[-1])["progress"]
+    assert (progress["phase"], progress["samples"], progress["tokens"]) == ("free", 96, 1152)
+
+
+@pytest.mark.parametrize("stop_at", [2, 3, 5])
+def test_a_run_in_two_parts_equals_the_whole_in_either_phase(
+    whole: Path, small: Small, tmp_path: Path, stop_at: int
+) -> None:
+    folder = tmp_path / "run"
+    assert build(small(GROWING), output=folder, device="cpu").train(stop_at=stop_at) is None
+    torch.rand(7)  # whatever happened in between
+    build(small(GROWING), output=folder, device="cpu", resume=True).train()
+    assert losses(folder) == losses(whole)
+    one, other = (read_model_tensors(list_checkpoints(path / "checkpoints")[-1]) for path in (whole, folder))
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def test_every_sample_comes_once_and_is_asked_for_once(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = build(small({**GROWING, "training.loader_workers": 1}), output=tmp_path / "run", device="cpu")
+    asked: list[tuple[int, int]] = []
+    give = run.loop.data.batch
+
+    def counting(position: int, count: int) -> Batch:
+        asked.append((position, count))
+        return give(position, count)
+
+    monkeypatch.setattr(run.loop.data, "batch", counting)
+    run.train()
+    assert asked == [(8 * n, 8) for n in range(3)] + [(24 + 12 * n, 12) for n in range(6)]
+
+
+def test_a_loss_that_is_no_number_names_the_samples_of_its_phase(small: Small, tmp_path: Path) -> None:
+    run = build(small(GROWING), output=tmp_path / "run", device="cpu")
+    run.train(stop_at=4)
+    next(run.model.parameters()).data.fill_(torch.nan)
+    with pytest.raises(NonFiniteLossError, match="samples 36 to 47"):
+        run.train()
+
+
+def test_the_dry_run_shows_each_phases_batch(small: Small) -> None:
+    told = describe(small(GROWING), name="growing", ranks=2, rate="96")
+    for line in (
+        "9 steps of batches by phase, 1.2k tokens in all",
+        "8 x 12 = 96 tokens, micro-batches of 4",
+        "12 x 12 = 144 tokens, micro-batches of 4",
+        "3s at 96 tokens/s",
+        "9s at 96 tokens/s",
+    ):
+        assert line in told, told
+    with pytest.raises(ValueError, match=r"phase 'bounded': training\.batch_size 8 can't be shared"):
+        describe(small(GROWING), name="growing", ranks=3)

@@ -1,0 +1,195 @@
+"""Runs that begin with the weights of others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from implicit_blocks.specs import load_spec
+from trainer import exporting
+from trainer.checkpoint import list_checkpoints, read_model_tensors
+from trainer.dry_run import describe
+from trainer.errors import CheckpointError, RunFolderError
+from trainer.metrics import read_metrics
+from trainer.run import build
+from trainer.spec import RunSpec
+
+Small = Callable[..., RunSpec]
+
+BOUNDED = {"gradient": {"kind": "unrolled", "steps": 2}}
+STEADY: dict[str, Any] = {
+    "training.schedule": {"kind": "warmup_constant_sqrt", "warmup": 0, "decay": 0},
+}
+
+
+def last(folder: Path) -> Path:
+    return list_checkpoints(folder / "checkpoints")[-1]
+
+
+def losses(folder: Path) -> list[tuple[float, float, int]]:
+    return [
+        (row["loss"], row["gradient_norm"], row["samples"]) for row in read_metrics(folder / "metrics.jsonl")
+    ]
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "manifest.json").read_text())
+    return read
+
+
+@pytest.fixture(scope="module")
+def bounded(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of the bounded phase alone: four steps."""
+    folder: Path = tmp_path_factory.mktemp("bounded") / "run"
+    changes = {**STEADY, "phases": [{"name": "bounded", "model": BOUNDED}], "training.export_every": 4}
+    build(small(changes), output=folder, device="cpu").train()
+    return folder
+
+
+def starting(path: Any, **more: Any) -> dict[str, Any]:
+    return {**STEADY, "training.start_from": path if isinstance(path, dict) else str(path), **more}
+
+
+def test_a_free_run_goes_on_from_a_bounded_one_as_within_one_run(
+    bounded: Path, small: Small, tmp_path: Path
+) -> None:
+    phases = [{"name": "bounded", "until": 4, "model": BOUNDED}, {"name": "free"}]
+    build(
+        small({**STEADY, "phases": phases, "training.max_steps": 7}), output=tmp_path / "one", device="cpu"
+    ).train()
+    start = {"path": str(bounded), "optimizer": True, "position": True}
+    changes = starting(start, **{"phases": [{"name": "free"}], "training.max_steps": 3})
+    build(small(changes), output=tmp_path / "two", device="cpu").train()
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")[4:]
+    told = manifest(tmp_path / "two")["started_from"]
+    assert (told["path"], told["form"], told["step"]) == (str(last(bounded).resolve()), "checkpoint", 4)
+    assert (told["phase"], told["samples"], told["tokens"]) == ("bounded", 32, 384)
+    assert len(told["sha256"]) == 64
+
+
+def test_weights_alone_begin_a_run_of_its_own(bounded: Path, small: Small, tmp_path: Path) -> None:
+    run = build(small(starting(bounded)), output=tmp_path / "run", device="cpu")
+    stored = read_model_tensors(last(bounded))
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(tensor, stored[name]), name
+    assert not run.loop.optimizer.state
+    assert run.loop.progress.samples == run.loop.progress.step == 0
+    assert load_spec(tmp_path / "run" / "spec.yaml").training.start_from.path == str(bounded)
+
+
+@pytest.mark.parametrize("source", ["checkpoint", "export", "plain", "file"])
+def test_weights_in_other_forms(
+    bounded: Path, small: Small, tmp_path: Path, source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = last(bounded)
+    if source == "export":
+        pytest.importorskip("transformers", reason="the extra hf is not installed")
+        path = bounded / "exports" / "step-00000004"
+    elif source in ("plain", "file"):
+        monkeypatch.setattr(exporting, "_write_for_transformers", lambda *args: False)
+        exported = build(small({"training.export_every": 4, **starting(bounded)}), output=tmp_path / "other")
+        exported.loop._export()
+        path = tmp_path / "other" / "exports" / "step-00000000"
+        path = path / "model.safetensors" if source == "file" else path
+    run = build(small(starting(path)), output=tmp_path / "run", device="cpu")
+    stored = read_model_tensors(last(bounded))
+    for name, tensor in run.model.state_dict().items():
+        assert torch.equal(tensor, stored[name]), name
+    assert manifest(tmp_path / "run")["started_from"]["sha256"]
+    if source != "checkpoint":
+        with pytest.raises(ValueError, match="holds weights only, no optimizer; give a run or a checkpoint"):
+            build(small(starting({"path": str(path), "optimizer": True})), output=tmp_path / "no")
+
+
+def test_an_explicit_run_starts_an_implicit_one(small: Small, tmp_path: Path) -> None:
+    explicit = small().model_dump(mode="json")
+    fields = {"kind": "explicit_lm", "d_model": 16, "n_layers": 1}
+    mixer = {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8}
+    spec = RunSpec.model_validate({**explicit, "model": {**fields, "mixer": mixer}})
+    first = build(spec, output=tmp_path / "explicit", device="cpu")
+    first.train()
+    implicit = {"model.start": "embedding", "model.stopping.max_iterations": 1}
+    run = build(small(starting(tmp_path / "explicit", **implicit)), output=tmp_path / "run", device="cpu")
+    tokens = torch.arange(6)[None]
+    with torch.no_grad():
+        x = first.model.eval().embedding(tokens)
+        embedded = run.model.eval().embedding(tokens)
+        assert torch.equal(x, embedded)
+        injected = run.model.injection(embedded)
+    assert not injected.any()
+    assert run.train() is not None
+    with pytest.raises(CheckpointError, match=r"set model\.start=embedding"):
+        build(small(starting(tmp_path / "explicit")), output=tmp_path / "no")
+    start = {"path": str(tmp_path / "explicit"), "optimizer": True}
+    with pytest.raises(ValueError, match=r"has no state; set training\.start_from\.optimizer=false"):
+        build(small(starting(start, **implicit)), output=tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.d_model": 32}, r"another model \(model.d_model: 16 → 32\)"),
+        ({"model.mixer.d_state": 4}, r"another model \(model.mixer.d_state: 8 → 4\)"),
+        ({"training.start_from": "nowhere"}, "there is nothing at nowhere; give a run's folder"),
+        ({"training.start_from": "empty"}, "is no run, no checkpoint and no exported folder"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_written(
+    bounded: Path, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    spec = small({**starting(bounded), **changes})
+    with pytest.raises(ValueError, match=message):
+        build(spec, output=tmp_path / "run", device="cpu")
+    with pytest.raises(ValueError, match=message):
+        describe(spec, name="run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_tensors_that_differ_are_all_listed(bounded: Path, small: Small, tmp_path: Path) -> None:
+    tensors = {name: tensor.clone() for name, tensor in read_model_tensors(last(bounded)).items()}
+    gone, *_ = sorted(tensors)
+    del tensors[gone]
+    path = tmp_path / "other.safetensors"
+    save_file({**tensors, "extra": torch.zeros(2)}, path)
+    with pytest.raises(CheckpointError) as caught:
+        build(small(starting(path)), output=tmp_path / "run", device="cpu")
+    assert f"{gone} is missing" in str(caught.value)
+    assert "extra is unknown, (2,)" in str(caught.value)
+
+
+def test_another_optimizers_state_is_refused(bounded: Path, small: Small, tmp_path: Path) -> None:
+    shutil.copytree(bounded, tmp_path / "other")
+    spec = (tmp_path / "other" / "spec.yaml").read_text()
+    (tmp_path / "other" / "spec.yaml").write_text(spec.replace("kind: adamw", "kind: acme"))
+    start = {"path": str(tmp_path / "other"), "optimizer": True}
+    with pytest.raises(ValueError, match="acme"):
+        build(small(starting(start)), output=tmp_path / "run", device="cpu")
+
+
+def test_a_run_resumed_before_its_first_checkpoint_starts_there_again(
+    bounded: Path, small: Small, tmp_path: Path
+) -> None:
+    build(small(starting(bounded)), output=tmp_path / "run", device="cpu")
+    shutil.rmtree(tmp_path / "run" / "checkpoints", ignore_errors=True)
+    build(small(starting(bounded)), output=tmp_path / "run", device="cpu", resume=True).train(stop_at=2)
+    build(small(starting(bounded)), output=tmp_path / "whole", device="cpu").train()
+    # Once it has begun, the other run is not needed any more; it can't be exchanged either.
+    with pytest.raises(RunFolderError, match="has begun already, so it can't be started from elsewhere"):
+        build(small(starting(tmp_path)), output=tmp_path / "run", device="cpu", resume=True)
+    build(small(starting(bounded)), output=tmp_path / "run", device="cpu", resume=True).train()
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+
+
+def test_the_dry_run_says_where_it_starts(bounded: Path, small: Small) -> None:
+    told = describe(small(starting(bounded)), name="free")
+    assert f"weights of {last(bounded)} after 384 tokens" in told
