@@ -1,0 +1,42 @@
+"""How the experiments' pictures look, and how they are written: whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+BLUE, ORANGE, GREEN, GREY, DARK = "#2b6cb0", "#d9730d", "#2f855a", "#5a6472", "#1f2933"
+
+
+def new_figure(*, width: float, height: float, title: str) -> Figure:
+    """Return an empty figure, its size in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title, fontsize=12.5, fontweight="bold", color=DARK)
+    return figure
+
+
+def finish(axes: Axes, *, title: str, x: str, y: str) -> None:
+    """Label a panel with lines in it."""
+    axes.set_title(title, fontsize=11)
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#9aa5b1")
+    axes.tick_params(colors="#3e4c59", labelsize=9)
+    axes.grid(True, color="#e4e7eb", linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def write_picture(figure: Figure, path: Path) -> None:
+    """Write it through a temporary file beside it."""
+    temporary = path.with_name(f".{path.name}")
+    figure.savefig(temporary, dpi=140, format=path.suffix.removeprefix("."))
+    temporary.replace(path)

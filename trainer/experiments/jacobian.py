@@ -1,0 +1,157 @@
+"""Theorem 1 and Figure 7: what the state after a token depends on, in an explicit and an implicit model.
+
+The paper's setting: one Mamba2 layer, d_model 64, expand 1, one head, d_state 1, float64, untrained.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.analysis import StateJacobian, state_jacobian
+from implicit_blocks.registry import build
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Mamba2Spec
+from trainer.experiments.drawing import new_figure, write_picture
+from trainer.files import write_json
+
+VOCABULARY = 60
+
+
+def run(
+    folder: Path,
+    *,
+    seed: int = 0,
+    tokens: int = 16,
+    width: int = 64,
+    dt: tuple[float, float] = (0.001, 0.1),
+    tolerance: float = 1e-12,
+    max_iterations: int = 512,
+) -> str:
+    """Find both models' Jacobians, write ``jacobian.json`` and ``jacobian.png``, return a summary.
+
+    Args:
+        folder: made where it is missing.
+        seed: of the weights and the tokens.
+        tokens: length of the sequence, whose last step is looked at; at least 2.
+        width: d_model, the number of entries of the state.
+        dt: range of the initial step sizes of the scan.
+        tolerance: of the fixed point.
+        max_iterations: of its search.
+
+    Raises:
+        ValueError: settings out of range, or no fixed point found.
+
+    """
+    found = measure(
+        seed=seed, tokens=tokens, width=width, dt=dt, tolerance=tolerance, max_iterations=max_iterations
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "seed": seed,
+        "tokens": tokens,
+        "d_model": width,
+        "dt": list(dt),
+        "tolerance": tolerance,
+        "max_iterations": max_iterations,
+        "dtype": "float64",
+    }
+    write_json(
+        folder / "jacobian.json",
+        {"experiment": "jacobian", "settings": settings, "models": [numbers(one) for one in found]},
+    )
+    draw(found, folder / "jacobian.png")
+    lines = ["model     formula-autograd  formula-differences  off-diagonal mass  rank  feedback's rank"]
+    lines += [
+        f"{one.kind:<8}  {one.formula_against_autograd:16.1e}  {one.formula_against_differences:19.1e}  "
+        f"{one.off_diagonal_mass:17.1e}  {one.rank:4d}  {one.feedback_rank:15d}"
+        for one in found
+    ]
+    return "\n".join([*lines, f"written: {folder / 'jacobian.json'}, {folder / 'jacobian.png'}"])
+
+
+def measure(
+    *,
+    seed: int,
+    tokens: int,
+    width: int,
+    dt: tuple[float, float],
+    tolerance: float,
+    max_iterations: int,
+) -> list[StateJacobian]:
+    """Return the Jacobians of the implicit model and of its explicit twin; arguments as for ``run``."""
+    if tokens < 2 or width < 1:
+        raise ValueError(
+            f"{tokens} tokens and width {width}: give 2 tokens or more, and a width of 1 or more"
+        )
+    shape: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "d_model": width,
+        "n_layers": 1,
+        "mixer": Mamba2Spec(d_state=1, expand=1, head_dim=width, dt_min=dt[0], dt_max=dt[1]),
+    }
+    text = torch.randint(0, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
+    found = []
+    with torch.random.fork_rng(devices=[]):
+        for spec in (ImplicitLMSpec(**shape), ExplicitLMSpec(**shape)):
+            torch.manual_seed(seed)
+            model = build(spec).double().eval()
+            found.append(state_jacobian(model, text, tolerance=tolerance, max_iterations=max_iterations))
+    return found
+
+
+def numbers(found: StateJacobian) -> dict[str, Any]:
+    """Return what is written of a Jacobian."""
+    return {
+        "kind": found.kind,
+        "formula_against_autograd": found.formula_against_autograd,
+        "formula_against_differences": found.formula_against_differences,
+        "largest_entry": float(found.autograd.abs().max()),
+        "largest_off_diagonal_entry": float(off_diagonal(found.autograd).abs().max()),
+        "off_diagonal_mass": found.off_diagonal_mass,
+        "rank": found.rank,
+        "feedback_rank": found.feedback_rank,
+        "residual": found.residual,
+        "iterations": found.iterations,
+    }
+
+
+def off_diagonal(matrix: Tensor) -> Tensor:
+    """Return a square matrix without its diagonal."""
+    return matrix - torch.diag(matrix.diagonal())
+
+
+def draw(found: list[StateJacobian], path: Path) -> None:
+    """Draw three heat maps a model: the formula, autograd, and what is between them."""
+    from matplotlib.colors import LogNorm, SymLogNorm
+
+    figure = new_figure(
+        width=12.4,
+        height=4.1 * len(found),
+        title="From state to state: Theorem 1, autograd, their difference",
+    )
+    panels = figure.subplots(len(found), 3, squeeze=False)
+    for row, one in zip(panels, found, strict=True):
+        largest = float(one.autograd.abs().max())
+        typical = float(off_diagonal(one.autograd).abs().median())
+        small = 10.0 ** math.floor(math.log10(max(typical, 1e-6 * largest)))
+        scale = SymLogNorm(linthresh=small, vmin=-largest, vmax=largest)
+        ticks = [sign * size for sign in (-1, 1) for size in (0.1, 1e-2, 1e-3, 1e-4, small) if size >= small]
+        for axes, matrix, name in ((row[0], one.formula, "formula"), (row[1], one.autograd, "autograd")):
+            image = axes.imshow(matrix.numpy(), cmap="RdBu_r", norm=scale, interpolation="nearest")
+            axes.set_title(f"{one.kind}: {name}", fontsize=11)
+            figure.colorbar(image, ax=axes, shrink=0.85, ticks=sorted({0.0, *ticks}))
+        difference = (one.formula - one.autograd).abs().clamp(min=1e-20)
+        image = row[2].imshow(
+            difference.numpy(), cmap="viridis", norm=LogNorm(1e-18, 1e-6), interpolation="nearest"
+        )
+        row[2].set_title(f"|difference|, at most {one.formula_against_autograd:.0e}", fontsize=11)
+        figure.colorbar(image, ax=row[2], shrink=0.85)
+        row[0].set_ylabel(f"rank {one.rank}, off the diagonal {one.off_diagonal_mass:.0e} of the mass")
+        for axes in row:
+            axes.set_xticks([])
+            axes.set_yticks([])
+    write_picture(figure, path)
