@@ -1,4 +1,4 @@
-"""The command line: ``python -m trainer.experiments jacobian``.
+"""The command line: ``python -m trainer.experiments jacobian | duality …``.
 
 Each experiment writes a JSON file with every number and a picture. Exit codes: 0 done, 2 the request can't be
 carried out (said in a sentence), 130 interrupted.
@@ -37,7 +37,27 @@ def parser() -> argparse.ArgumentParser:
     )
     jacobian.add_argument("--tolerance", type=float, default=1e-12, metavar="X", help="(1e-12)")
     jacobian.add_argument("--max-iterations", type=int, default=512, metavar="N", help="(512)")
-    for command in (jacobian,):
+    duality = commands.add_parser(
+        "duality", help="sequential against simultaneous evaluation of a trained model, over tolerances"
+    )
+    duality.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="RUN",
+        help="a run's folder, or one of its checkpoints",
+    )
+    duality.add_argument(
+        "--tolerances", type=float, nargs="+", default=[0.05, 1e-2, 1e-3, 1e-4, 1e-5], metavar="X"
+    )
+    duality.add_argument("--sequences", type=int, default=16, metavar="N", help="of evaluation data (16)")
+    duality.add_argument("--length", type=int, metavar="N", help="tokens each (default: the training length)")
+    duality.add_argument(
+        "--max-iterations", type=int, metavar="N", help="of each search (default: the evaluation's)"
+    )
+    duality.add_argument("--double", action="store_true", help="compute in float64")
+    duality.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
+    for command in (jacobian, duality):
         command.add_argument(
             "--output", type=Path, metavar="DIR", help="folder to write (experiments/<name>-<time>)"
         )
@@ -53,17 +73,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder: Path = options.output or default_folder(options.experiment, root=Path("experiments"))
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"the output {folder} is a file, not a folder; give another one by --output")
-        from trainer.experiments import jacobian
+        if options.experiment == "jacobian":
+            from trainer.experiments.jacobian import run as run_jacobian
 
-        text = jacobian.run(
-            folder,
-            seed=options.seed,
-            tokens=options.tokens,
-            width=options.width,
-            dt=tuple(options.dt),
-            tolerance=options.tolerance,
-            max_iterations=options.max_iterations,
-        )
+            text = run_jacobian(
+                folder,
+                seed=options.seed,
+                tokens=options.tokens,
+                width=options.width,
+                dt=tuple(options.dt),
+                tolerance=options.tolerance,
+                max_iterations=options.max_iterations,
+            )
+        else:
+            from trainer.experiments.duality import run as run_duality
+
+            text = run_duality(
+                folder,
+                options.checkpoint,
+                tolerances=options.tolerances,
+                sequences=options.sequences,
+                length=options.length,
+                max_iterations=options.max_iterations,
+                double=options.double,
+                device=options.device,
+            )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED

@@ -1,0 +1,111 @@
+"""``python -m trainer.experiments duality``: a small trained run, evaluated both ways."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+
+from trainer.experiments.cli import main
+from trainer.run import build
+from trainer.spec import RunSpec
+
+LENGTH = 8
+
+
+def spec(**model) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "model": {
+                "kind": "implicit_lm",
+                "d_model": 16,
+                "n_layers": 1,
+                "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
+                "gradient": {"kind": "unrolled", "steps": 4},
+                "at_evaluation": {
+                    "solver": {"kind": "broyden"},
+                    "stopping": {"tolerance": 1e-3, "max_iterations": 500},
+                },
+                **model,
+            },
+            "data": {"kind": "word_problem", "group": "Z2", "identity_probability": 0.5, "length": LENGTH},
+            "training": {
+                "max_steps": 30,
+                "batch_size": 16,
+                "optimizer": {"kind": "adamw", "learning_rate": 5e-3},
+                "schedule": {"kind": "warmup_linear"},
+                "threads": 1,
+            },
+            "evaluation": {"sequences": 4, "batch_size": 4, "last_tokens": 4},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("duality") / "run"
+    build(spec(), output=folder, device="cpu").train()
+    return folder
+
+
+def test_both_modes_agree_as_far_as_the_tolerance(trained, tmp_path, capsys):
+    arguments = ["--checkpoint", str(trained), "--tolerances", "1e-9", "1e-2", "--sequences", "4", "--double"]
+    assert main(["duality", *arguments, "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
+    written = json.loads((tmp_path / "out/duality.json").read_text())
+    loose, tight = written["tolerances"]
+    assert (loose["tolerance"], tight["tolerance"]) == (1e-2, 1e-9)
+    assert tight["tokens"] == 4 * LENGTH
+    assert tight["sequential"]["converged"] == tight["simultaneous"]["converged"] == 1.0
+    assert tight["logit_distance_max"] < 1e-5 * max(1.0, loose["logit_distance_max"])
+    assert tight["equal_tokens"] == 1.0
+    assert tight["equal_clear_tokens"] == 1.0
+    for mode in ("sequential", "simultaneous"):
+        figures = tight[mode]
+        assert sum(figures["iterations_histogram"]) == 4 * LENGTH
+        assert len(figures["iterations_histogram"]) == figures["iterations_max"] + 1
+        assert len(figures["iterations_by_position"]) == LENGTH
+        assert figures["iterations_mean"] > loose[mode]["iterations_mean"]
+    assert (tmp_path / "out/duality.png").read_bytes().startswith(b"\x89PNG")
+    assert "equal tokens" in capsys.readouterr().out
+
+
+def test_one_checkpoint_of_a_run_and_another_length(trained, tmp_path):
+    (checkpoint,) = (trained / "checkpoints").iterdir()
+    arguments = ["--checkpoint", str(checkpoint), "--tolerances", "0.1", "--sequences", "2", "--length", "12"]
+    assert main(["duality", *arguments, "--output", str(tmp_path / "out")]) == 0
+    assert json.loads((tmp_path / "out/duality.json").read_text())["settings"]["length"] == 12
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tolerances", "-1"], "tolerance -1.0 is none; choose numbers above 0"),
+        (["--sequences", "0"], "sequences is 0; choose at least 1"),
+        (["--length", "0"], "length is 0; choose at least 1"),
+        (["--device", "nonsense"], "device 'nonsense' is not a device's name"),
+    ],
+)
+def test_settings_out_of_range_are_refused(trained, tmp_path, capsys, options, message):
+    arguments = ["duality", "--checkpoint", str(trained), *options, "--output", str(tmp_path / "out")]
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_no_run_of_an_implicit_model_is_refused(tmp_path, capsys):
+    assert main(["duality", "--checkpoint", str(tmp_path / "none")]) == 2
+    assert "is no run and no checkpoint of one" in capsys.readouterr().err
+    explicit = spec().model_dump(mode="json", exclude_defaults=False)
+    explicit["model"] = {
+        "kind": "explicit_lm",
+        "vocab_size": 2,
+        "d_model": 16,
+        "n_layers": 1,
+        "mixer": explicit["model"]["mixer"],
+    }
+    explicit["training"]["max_steps"] = 1
+    build(RunSpec.model_validate(explicit), output=tmp_path / "explicit", device="cpu").train()
+    assert main(["duality", "--checkpoint", str(tmp_path / "explicit")]) == 2
+    assert "is of kind 'explicit_lm', which solves for nothing" in capsys.readouterr().err

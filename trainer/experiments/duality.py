@@ -1,0 +1,260 @@
+"""Duality: the tokens of a sequence solved together, or one after the other, give the same answers.
+
+Simultaneous mode searches for the fixed point of all tokens at once; sequential mode solves a token, commits
+its state, and goes on. They differ by what the tolerance leaves open.
+
+Shape legend: B sequences, L tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.model import ImplicitLM
+from implicit_blocks.registry import build
+from implicit_blocks.specs import load_spec
+from trainer.checkpoint import STATE_FILE, load_checkpoint, newest_sound_checkpoint
+from trainer.data.source import IGNORED, Batch, DataSource
+from trainer.devices import choose_device
+from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_picture
+from trainer.files import write_json
+from trainer.run_folder import RunFolder
+from trainer.spec import RunSpec
+
+MODES = ("simultaneous", "sequential")
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way of evaluating the same sequences: logits (B, L, V), iterations, convergence (B, L)."""
+
+    logits: Tensor
+    iterations: Tensor
+    converged: Tensor
+    seconds: float
+
+
+def run(
+    folder: Path,
+    checkpoint: Path,
+    *,
+    tolerances: Sequence[float],
+    sequences: int = 16,
+    length: int | None = None,
+    max_iterations: int | None = None,
+    double: bool = False,
+    device: str = "auto",
+) -> str:
+    """Compare both modes at each tolerance, write ``duality.json`` and ``duality.png``, return a summary.
+
+    Args:
+        folder: made where it is missing.
+        checkpoint: a run's folder, or one of its checkpoints.
+        tolerances: relative residuals that end a token's search.
+        sequences: how many of the run's evaluation data.
+        length: tokens of each; None: the training length.
+        max_iterations: of a search; None: the evaluation's.
+        double: compute in float64, where 1e-5 is far above rounding.
+        device: name of the device.
+
+    Raises:
+        ValueError: no trained implicit model there, or settings out of range.
+
+    """
+    for tolerance in tolerances:
+        if not (math.isfinite(tolerance) and tolerance > 0):
+            raise ValueError(f"tolerance {tolerance} is none; choose numbers above 0, such as 0.05 and 1e-5")
+    for name, value in (("sequences", sequences), ("length", length), ("max_iterations", max_iterations)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; choose at least 1")
+    place = choose_device(device)
+    name, spec, weights = trained(checkpoint)
+    batch = evaluation_batch(spec, sequences=sequences, length=length).to(place)
+    model: ImplicitLM = build(spec.model)
+    load_checkpoint(weights, model=model)
+    model = model.to(place, torch.float64 if double else torch.float32).eval()
+    rows, histograms = [], {}
+    for tolerance in sorted(tolerances, reverse=True):
+        modes = {
+            mode: evaluate(model, batch, mode=mode, tolerance=tolerance, max_iterations=max_iterations)
+            for mode in MODES
+        }
+        rows.append(compare(modes, batch.labels, tolerance=tolerance))
+        histograms[tolerance] = modes
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "checkpoint": str(weights),
+        "sequences": len(batch),
+        "length": batch.inputs.shape[1],
+        "max_iterations": max_iterations or model.evaluation_stopping.max_iterations,
+        "dtype": "float64" if double else "float32",
+        "solver": model.spec.at_evaluation.solver.model_dump(mode="json"),
+    }
+    write_json(
+        folder / "duality.json",
+        {"experiment": "duality", "run": name, "settings": settings, "tolerances": rows},
+    )
+    draw(rows, histograms[min(tolerances)], folder / "duality.png", title=name)
+    return "\n".join([table(rows), f"written: {folder / 'duality.json'}, {folder / 'duality.png'}"])
+
+
+def trained(checkpoint: Path) -> tuple[str, RunSpec, Path]:
+    """Return the name and spec of a run and the checkpoint to read.
+
+    Raises:
+        ValueError: it is no run, or its model searches for no fixed point.
+
+    """
+    single = (checkpoint / STATE_FILE).is_file()
+    folder = RunFolder(checkpoint.resolve().parents[1] if single else checkpoint)
+    if not folder.spec_path.is_file():
+        raise ValueError(f"{checkpoint} is no run and no checkpoint of one: {folder.spec_path} is missing")
+    spec = load_spec(folder.spec_path)
+    if not isinstance(spec, RunSpec):
+        raise ValueError(f"{folder.spec_path} is a spec of kind {spec.kind!r}, not of a run")
+    if spec.model.kind != "implicit_lm":
+        raise ValueError(
+            f"the model of {checkpoint} is of kind {spec.model.kind!r}, which solves for nothing; give a run "
+            "of an implicit_lm"
+        )
+    return folder.run_name(), spec, checkpoint if single else newest_sound_checkpoint(folder.checkpoints)[0]
+
+
+def evaluation_batch(spec: RunSpec, *, sequences: int, length: int | None) -> Batch:
+    """Return the first sequences of the run's first evaluation set at this length."""
+    data: DataSource = build(
+        spec.data, seed=spec.training.seed, vocab_size=getattr(spec.model, "vocab_size", None)
+    )
+    asked = spec.evaluation.model_copy(
+        update={"lengths": (length or spec.data.length,), "length_multiples": (), "sequences": sequences}
+    )
+    first = next(iter(data.evaluation_sets(asked).values()))
+    return first.source.batch(0, first.sequences)
+
+
+@torch.no_grad()
+def evaluate(
+    model: ImplicitLM, batch: Batch, *, mode: str, tolerance: float, max_iterations: int | None
+) -> Mode:
+    """Evaluate the batch in a mode, each token stopping by itself."""
+    began = time.perf_counter()
+    output = model(
+        batch.inputs,
+        window_length=1 if mode == "sequential" else None,
+        tolerance=tolerance,
+        max_iterations=max_iterations,
+        **batch.context(),
+    )
+    solution = output.solution
+    assert solution is not None
+    if solution.token_iterations is None or solution.token_converged is None:
+        raise ValueError(
+            "the model's evaluation stops whole sequences at once; duality compares tokens: train or export "
+            "it with at_evaluation.stopping.scope 'prefix'"
+        )
+    return Mode(
+        logits=output.logits.cpu(),
+        iterations=solution.token_iterations.cpu(),
+        converged=solution.token_converged.cpu(),
+        seconds=time.perf_counter() - began,
+    )
+
+
+def compare(modes: dict[str, Mode], labels_BL: Tensor, *, tolerance: float) -> dict[str, Any]:
+    """Return the figures of one tolerance: equal tokens, distances of logits, iterations of both modes.
+
+    A token is *clear* where its two best logits differ, in simultaneous mode, by more than twice the largest
+    distance of any logit of any token: the modes must agree on it.
+    """
+    together, in_turn = (modes[mode].logits for mode in MODES)
+    distance_BL = (together - in_turn).abs().amax(2)
+    equal_BL = together.argmax(2) == in_turn.argmax(2)
+    best = together.topk(2, dim=2).values
+    clear_BL = best[:, :, 0] - best[:, :, 1] > 2 * distance_BL.max()
+    scored_BL = labels_BL.cpu() != IGNORED
+    row: dict[str, Any] = {
+        "tolerance": tolerance,
+        "tokens": equal_BL.numel(),
+        "equal_tokens": float(equal_BL.double().mean()),
+        "logit_distance_mean": float(distance_BL.mean()),
+        "logit_distance_p99": float(torch.quantile(distance_BL.flatten().double(), 0.99)),
+        "logit_distance_max": float(distance_BL.max()),
+        "clear_tokens": float(clear_BL.double().mean()),
+        "equal_clear_tokens": float(equal_BL[clear_BL].double().mean()) if bool(clear_BL.any()) else None,
+    }
+    for name, mode in modes.items():
+        correct_BL = (mode.logits.argmax(2) == labels_BL.cpu()) & scored_BL
+        row[name] = {
+            "accuracy": float(correct_BL.sum() / scored_BL.sum().clamp(min=1)),
+            "converged": float(mode.converged.double().mean()),
+            "iterations_mean": float(mode.iterations.double().mean()),
+            "iterations_max": int(mode.iterations.max()),
+            "iterations_histogram": torch.bincount(mode.iterations.flatten()).tolist(),
+            "iterations_by_position": mode.iterations.double().mean(0).tolist(),
+            "seconds": round(mode.seconds, 3),
+        }
+    return row
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return the figures as aligned text."""
+    lines = ["tolerance  equal tokens  logits: mean      max  clear  equal  iterations: together  in turn"]
+    for row in rows:
+        clear = row["equal_clear_tokens"]
+        together, in_turn = (row[mode]["iterations_mean"] for mode in MODES)
+        lines.append(
+            f"{row['tolerance']:9.0e}  {row['equal_tokens']:12.2%}  {row['logit_distance_mean']:12.1e}  "
+            f"{row['logit_distance_max']:7.1e}  {row['clear_tokens']:5.0%}  "
+            f"{'-' if clear is None else format(clear, '.0%'):>5}  {together:20.1f}  {in_turn:7.1f}"
+        )
+    return "\n".join(lines)
+
+
+def draw(rows: Sequence[dict[str, Any]], modes: dict[str, Mode], path: Path, *, title: str) -> None:
+    """Draw agreement and distance against the tolerance, and the tightest one's iterations, by token."""
+    figure = new_figure(width=16.5, height=4.3, title=f"{title}: one token after the other, or all at once")
+    agreement, distance, histogram, positions = figure.subplots(1, 4)
+    tolerances = [row["tolerance"] for row in rows]
+    agreement.plot(tolerances, [100 * row["equal_tokens"] for row in rows], "o-", color=BLUE)
+    agreement.set_xscale("log")
+    lowest = min(row["equal_tokens"] for row in rows)
+    agreement.set_ylim(min(95.0, 100 * lowest - 1), 100.3)
+    finish(agreement, title="Equal tokens", x="tolerance", y="%")
+    for key, color, label in (
+        ("logit_distance_max", ORANGE, "largest"),
+        ("logit_distance_p99", GREEN, "99th percentile"),
+        ("logit_distance_mean", BLUE, "mean"),
+    ):
+        floor = [max(row[key], 1e-17) for row in rows]
+        distance.plot(tolerances, floor, "o-", color=color, label=label)
+    distance.plot(tolerances, tolerances, "--", color=GREY, linewidth=1, label="tolerance")
+    distance.set_xscale("log")
+    distance.set_yscale("log")
+    distance.legend(frameon=False, fontsize=9)
+    finish(distance, title="Distance of the logits", x="tolerance", y="largest of a token's logits")
+    most = max(int(mode.iterations.max()) for mode in modes.values())
+    edges = torch.linspace(0.5, most + 0.5, min(most, 60) + 1).tolist()
+    for (name, mode), color in zip(modes.items(), (BLUE, ORANGE), strict=True):
+        counts = mode.iterations.flatten().tolist()
+        histogram.hist(counts, bins=edges, histtype="step", color=color, linewidth=1.6, label=name)
+        positions.plot(
+            range(1, mode.iterations.shape[1] + 1),
+            mode.iterations.double().mean(0).tolist(),
+            color=color,
+            label=name,
+        )
+    histogram.set_yscale("log")
+    at = f"at tolerance {min(tolerances):.0e}"
+    finish(histogram, title=f"Iterations of a token, {at}", x="iterations", y="tokens")
+    finish(positions, title=f"Mean iterations, {at}", x="position", y="iterations")
+    for axes in (histogram, positions):
+        axes.legend(frameon=False, fontsize=9)
+    write_picture(figure, path)
