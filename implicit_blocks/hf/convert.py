@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +23,7 @@ from implicit_blocks.hf.folders import (
     write_published,
     write_transformers,
 )
-from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
+from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer, token_fields
 from implicit_blocks.registry import build
 from implicit_blocks.sharded_files import INDEX, read_whole_tensors, require_whole
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec
@@ -58,12 +60,28 @@ def convert(
     checkpoint = read_checkpoint(source, as_start=implicit)
     if fold:
         checkpoint = fold_weight_norm(checkpoint)
-    with whole_folder(destination) as folder:
-        if to == "published":
+    if to == "published":
+        with whole_folder(destination) as folder:
             write_published(checkpoint, folder, max_shard_bytes=size)
-        else:
-            write_transformers(checkpoint, folder, max_shard_size=max_shard_size)
+            copy_tokenizer(source, folder)
+        return
+    loaded = _bare_tokenizer(source, checkpoint)
+    if loaded is not None:
+        known = {name: value for name, value in checkpoint.fields.items() if value is not None}
+        checkpoint = replace(checkpoint, fields=token_fields(loaded) | known)
+    with whole_folder(destination) as folder:
+        write_transformers(checkpoint, folder, max_shard_size=max_shard_size)
         copy_tokenizer(source, folder)
+        if loaded is not None:
+            loaded.save_pretrained(folder)
+
+
+def _bare_tokenizer(source: Path, checkpoint: Checkpoint) -> Any | None:
+    """Load a ``tokenizer.json`` beside which nothing says which token ends a text, as lm-eval must know."""
+    if not (source / "tokenizer.json").is_file() or (source / "tokenizer_config.json").is_file():
+        return None
+    end: Any = checkpoint.fields.get("eos_token_id")
+    return load_tokenizer(source, end=next(iter(end), None) if isinstance(end, list) else end)
 
 
 def export(
@@ -81,7 +99,7 @@ def export(
         spec_name: a name of the zoo, or a YAML file.
         destination: a new or empty folder.
         checkpoint: weights: a file, a checkpoint of the trainer, or a run's folder, of which the newest
-            checkpoint is taken; None: fresh ones.
+            checkpoint is taken that is whole; None: fresh ones.
         tokenizer: to be in the folder too, as lm-eval and pipelines expect: a ``tokenizer.json``, or a folder
             with one.
         seed: of fresh weights.
@@ -115,8 +133,7 @@ def export(
     length = getattr(getattr(run, "data", None), "length", None)
     fields = special_tokens(spec) | ({} if length is None else {"max_position_embeddings": length})
     if loaded is not None:
-        ends = {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
-        fields |= {name: token for name, token in ends.items() if token is not None}
+        fields |= token_fields(loaded)
     with whole_folder(destination) as folder:
         write_transformers(Checkpoint(spec, dict(state), fields), folder, max_shard_size=max_shard_size)
         if loaded is not None:
@@ -138,14 +155,9 @@ def _build_other(spec: Any, *, checkpoint: Path | None, seed: int) -> Any:
 
 
 def _weights(checkpoint: Path, *, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read a file of weights, a checkpoint of the trainer, or the newest checkpoint of a run's folder."""
+    """Read a file of weights, a checkpoint of the trainer, or the newest whole one of a run's folder."""
     if (checkpoint / "checkpoints").is_dir():
-        steps = sorted((checkpoint / "checkpoints").glob("step-*"))
-        if not steps:
-            raise ValueError(
-                f"the run in {checkpoint} has no checkpoint yet; train it, or give a file of weights"
-            )
-        checkpoint = steps[-1]
+        checkpoint = _newest_whole(checkpoint)
     state = _read_weights(checkpoint)
     # Of weights that are tied the trainer stores one.
     stored = {expected[name].data_ptr(): tensor for name, tensor in state.items() if name in expected}
@@ -157,6 +169,28 @@ def _weights(checkpoint: Path, *, expected: Mapping[str, Tensor]) -> dict[str, T
     state |= tied
     check_tensors(state, expected, what=str(checkpoint))
     return state
+
+
+def _newest_whole(run: Path) -> Path:
+    """Find the newest checkpoint that is whole; what is wrong with newer ones is said."""
+    # Others are what a killed run was writing, such as step-00000120.tmp-save.
+    steps = [path for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    if not steps:
+        raise ValueError(f"the run in {run} has no checkpoint yet; train it, or give a file of weights")
+    complaints = []
+    for path in sorted(steps, reverse=True):
+        try:
+            if not (path / _RECORD).is_file():
+                raise ValueError(f"{path} is not whole: {_RECORD} is missing; take another checkpoint")
+            require_whole(path, record=_RECORD)
+        except ValueError as error:
+            complaints.append(str(error))
+            continue
+        for complaint in complaints:
+            reason = complaint.removesuffix("; take another checkpoint")
+            print(f"warning: {reason}; {path.name} is exported instead", file=sys.stderr)
+        return path
+    raise ValueError(f"the run in {run} has no checkpoint that is whole: {'; '.join(complaints)}")
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:

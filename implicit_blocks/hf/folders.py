@@ -30,6 +30,7 @@ _CORE, _HEAD = "model.lm.", "lm_head.weight"
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
+    "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",

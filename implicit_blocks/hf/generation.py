@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import GenerationMixin, LogitsProcessorList, SuppressTokensLogitsProcessor
 
 from implicit_blocks.decoding.prompts import check_prompts
 from implicit_blocks.hf.cache import ImplicitCache
@@ -47,7 +47,7 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
             valid = check_prompts(
                 shaped,
                 mask,
-                vocab_size=self.config.vocab_size if shaped is ids else None,
+                vocab_size=self.model.lm.spec.vocab_size if shaped is ids else None,
                 max_length=self.config.max_position_embeddings,
                 limit="max_position_embeddings of the configuration",
             )
@@ -89,6 +89,15 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
                 "choose 'dynamic' or 'static'"
             )
         model_kwargs[name] = ImplicitCache(max_cache_length + 1 if implementation == "static" else None)
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        """Never choose the rows that only pad the vocabulary to a round size: no tokenizer knows them."""
+        processors = super()._get_logits_processor(*args, **kwargs)
+        spec = self.model.lm.spec
+        padding = list(range(spec.vocab_size, spec.padded_vocab_size))
+        if padding:
+            processors.insert(0, SuppressTokensLogitsProcessor(padding, device=self.lm_head.weight.device))
+        return processors
 
     def _prefill(
         self,

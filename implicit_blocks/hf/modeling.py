@@ -224,8 +224,11 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
         resized: nn.Module = super().resize_token_embeddings(*args, **kwargs)
         rows = self.model.lm.embedding.weight.shape[0]
         changes = {"vocab_size": rows, "pad_vocab_to": 1}
-        if rows != self.config.model_spec.padded_vocab_size:
-            self.config.set_model_spec(self.config.model_spec.model_copy(update=changes))
+        spec = self.config.model_spec
+        asked = args[0] if args else kwargs.get("new_num_tokens")
+        # Rows that were padding may become tokens, without a change of their number.
+        if rows != spec.padded_vocab_size or (asked is not None and asked > spec.vocab_size):
+            self.config.set_model_spec(spec.model_copy(update=changes))
             self.model.lm.spec = self.model.lm.spec.model_copy(update=changes)
         return resized
 

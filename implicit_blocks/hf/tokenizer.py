@@ -9,11 +9,11 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """What usually ends a text, where a file of the vocabulary alone doesn't say."""
 
 
-def load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path, *, end: int | None = None) -> Any:
     """Load a ``tokenizer.json``, or a folder with one and what transformers keeps beside it.
 
     A bare ``tokenizer.json`` doesn't say which token ends a text, which lm-eval and ``generate`` must know:
-    it is taken to be the one of the usual names that the vocabulary has.
+    it is taken to be the one with the id ``end``, else the one of the usual names that the vocabulary has.
 
     Raises:
         ValueError: there is none, it can't be read, or no token ends a text.
@@ -37,16 +37,23 @@ def load_tokenizer(path: Path) -> Any:
         raise ValueError(f"{file} is no tokenizer that can be read: {error}") from None
     if loaded.eos_token_id is None:
         vocabulary = loaded.get_vocab()
-        end = next((token for token in _ENDS if token in vocabulary), None)
-        if end is None:
+        named = None if end is None else loaded.convert_ids_to_tokens(end)
+        token = named or next((token for token in _ENDS if token in vocabulary), None)
+        if token is None:
             raise ValueError(
                 f"the tokenizer of {path} doesn't say which token ends a text, and has none of "
                 f"{', '.join(_ENDS)}; name it as eos_token in a tokenizer_config.json beside it"
             )
-        loaded.eos_token = end
+        loaded.eos_token = token
         if loaded.bos_token_id is None:
-            loaded.bos_token = end
+            loaded.bos_token = token
     return loaded
+
+
+def token_fields(tokenizer: Any) -> dict[str, int]:
+    """Return what a configuration says of the tokens that begin and end a text."""
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    return {name: token for name, token in ends.items() if token is not None}
 
 
 def check_tokenizer_fits(tokenizer: Any, rows: int, *, name: object) -> None:

@@ -163,6 +163,7 @@ def test_a_pickle_of_more_than_weights_is_not_run(tmp_path, source, capsys):
 def test_a_tokenizer_larger_than_the_model(tmp_path, source, capsys):
     tokenizer = {"model": {"vocab": {str(n): n for n in range(18)}}, "added_tokens": [{"id": 18}]}
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (source / "tokenizer_config.json").write_text("{}")
     assert main(["convert", str(source), str(tmp_path / "fits")]) == 0
     assert (tmp_path / "fits" / "tokenizer.json").is_file()
     tokenizer["added_tokens"].append({"id": 19})

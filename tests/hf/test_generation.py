@@ -60,6 +60,20 @@ def test_every_mode_is_the_same_with_and_without_any_cache(family, lively_model,
         assert torch.equal(run(model, ids, cache_implementation=implementation, **mode), plain)
 
 
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_padded_vocabulary_is_never_generated(family, lively_model, ids, mode):
+    """No tokenizer knows these rows; here they would be the likeliest by far."""
+    model = lively_model(family, pad_vocab_to=32, tie_embeddings=False)
+    assert model.config.vocab_size == 32
+    with torch.no_grad():
+        model.lm_head.weight[19:] = 1e3 * torch.randn(13, 16, generator=torch.Generator().manual_seed(2))
+        free = model(ids).logits.argmax(-1)
+    assert (free >= 19).all()
+    assert (run(model, ids, **mode) < 19).all()
+    with pytest.raises(ValueError, match=r"prompt 0 has token 20.*0 to 18"):
+        model.generate(torch.full_like(ids, 20), pad_token_id=18)
+
+
 def test_rows_are_those_of_each_prompt_alone(family, lively_model, ids):
     model = lively_model(family)
     options = {

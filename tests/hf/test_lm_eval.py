@@ -181,6 +181,35 @@ def test_an_export_carries_its_tokenizer(exported, tokenizer_file):
     assert AutoConfig.from_pretrained(folder).eos_token_id == 0
 
 
+def test_a_converted_folder_says_which_token_ends_a_text(tokenizer_file, tmp_path, capsys):
+    """A bare tokenizer.json doesn't; then it is the configuration's, or one of the usual names."""
+    from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+    source, sizes = tmp_path / "llama", {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=300, num_hidden_layers=1, eos_token_id=[7, 8], bos_token_id=None, **sizes)
+    LlamaForCausalLM(config).save_pretrained(source)
+    text = tokenizer_file.read_text()
+    (source / "tokenizer.json").write_text(text.replace("<|endoftext|>", "<|over|>"))
+
+    def converted(name: str) -> tuple[Any, Any]:
+        assert main(["convert", str(source), str(tmp_path / name)]) == 0
+        return AutoTokenizer.from_pretrained(tmp_path / name), AutoConfig.from_pretrained(tmp_path / name)
+
+    loaded, found = converted("by-id")
+    assert (loaded.eos_token_id, found.eos_token_id) == (7, [7, 8])
+    fields = json.loads((source / "config.json").read_text()) | {"eos_token_id": None}
+    (source / "config.json").write_text(json.dumps(fields))
+    assert main(["convert", str(source), str(tmp_path / "nameless")]) == 2
+    assert "doesn't say which token ends a text" in capsys.readouterr().err
+    assert not (tmp_path / "nameless").exists()
+    (source / "tokenizer.json").write_text(text)
+    loaded, found = converted("by-name")
+    assert (loaded.eos_token, loaded.eos_token_id, found.eos_token_id) == ("<|endoftext|>", 0, 0)
+    own = {"eos_token": "the", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (source / "tokenizer_config.json").write_text(json.dumps(own))
+    assert converted("as-it-was")[0].eos_token == "the"
+
+
 def test_an_export_refuses_a_tokenizer_larger_than_the_model(exported, tokenizer_file, tmp_path, capsys):
     with pytest.raises(AssertionError):
         exported("attention", vocab_size=299)

@@ -215,6 +215,15 @@ def test_resizing_the_vocabulary_changes_the_spec(family, tiny_model, ids, tmp_p
     assert AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.shape[0] == 24
 
 
+def test_padding_of_the_vocabulary_may_become_tokens(family, tiny_model, ids, tmp_path):
+    model = tiny_model(family, pad_vocab_to=8)
+    model.resize_token_embeddings(model.config.vocab_size)
+    assert (model.config.vocab_size, model.config.model_spec.vocab_size) == (24, 24)
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.generate(ids + 5, max_new_tokens=1, do_sample=False, pad_token_id=18).shape == (3, 10)
+
+
 def test_what_cannot_be_done_is_refused(family, tiny_model, tiny_spec, ids):
     model = tiny_model(family)
     with pytest.raises(TypeError, match=r"no argument 'tolerence'.*tolerance"):

@@ -106,6 +106,29 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
+def test_the_newest_whole_checkpoint_of_a_run_is_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged = Path(shutil.copytree(run, tmp_path / "run"))
+    _cut_short(damaged / "checkpoints" / "step-00000004")
+    # What a process left that was killed while it wrote: not a checkpoint, although it sorts behind them.
+    half = Path(shutil.copytree(run / "checkpoints" / "step-00000004", tmp_path / "half"))
+    half.rename(damaged / "checkpoints" / "step-00000006.tmp-save")
+    assert exported(run, tmp_path / "out", damaged) == 0
+    said = capsys.readouterr().err
+    assert "__0_0.distcp is 2000 bytes long where" in said
+    assert "step-00000002 is exported instead" in said
+    tensors = read_model_tensors(run / "checkpoints" / "step-00000002")
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(state[f"model.lm.{name}"], tensor) for name, tensor in tensors.items())
+    (damaged / "checkpoints" / "step-00000002" / "state.json").unlink()
+    assert exported(run, tmp_path / "none", damaged) == 2
+    said = capsys.readouterr().err
+    assert "no checkpoint that is whole" in said
+    assert "state.json is missing" in said
+    assert not (tmp_path / "none").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
