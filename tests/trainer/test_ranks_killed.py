@@ -99,3 +99,24 @@ def test_from_one_rank_to_two_to_four_each_sample_is_seen_once(tmp_path: Path, f
     ends = [read_model_tensors(list_checkpoints(run / "checkpoints")[-1]) for run in (whole, folder)]
     for name, tensor in ends[0].items():
         assert (tensor - ends[1][name]).abs().max() < 1e-4, name
+
+
+def test_on_another_number_of_ranks_a_growing_batch_goes_on_at_the_same_sample(
+    tmp_path: Path, forks: Any
+) -> None:
+    growing = [
+        "phases.unrolled.until=192 tokens", "phases.free.training.batch_size=12", "training.max_steps=5",
+        "model.dropout=0", "training.loader_workers=2",
+    ]  # fmt: skip
+    whole, log = tmp_path / "whole", tmp_path / "log"
+    assert forks.run(arguments(whole, *growing), log=log) == 0, log.read_text()
+    for stop in (1, 3):  # in the first phase, and in the second
+        folder = tmp_path / str(stop)
+        assert forks.run(arguments(folder, *growing, "--stop-at", str(stop)), log=log) == 0, log.read_text()
+        codes = forks.run_ranks(2, arguments(folder, *growing, "--resume"), log=log)
+        assert codes == [0, 0], log.read_text()
+        for path in (whole, folder):
+            seen = [(row["samples"], row["tokens"]) for row in read_metrics(path / "metrics.jsonl")]
+            assert seen == [(8, 96), (16, 192), (28, 336), (40, 480), (52, 624)]
+        for row, other in zip(rows(folder), rows(whole), strict=True):
+            assert row[2] == pytest.approx(other[2], abs=1e-6)

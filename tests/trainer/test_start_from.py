@@ -115,15 +115,12 @@ def test_an_explicit_run_starts_an_implicit_one(small: Small, tmp_path: Path) ->
     spec = RunSpec.model_validate({**explicit, "model": {**fields, "mixer": mixer}})
     first = build(spec, output=tmp_path / "explicit", device="cpu")
     first.train()
-    implicit = {"model.start": "embedding", "model.stopping.max_iterations": 1}
+    implicit = {"model.start": "embedding", "model.gradient": {"kind": "unrolled", "steps": 1}}
     run = build(small(starting(tmp_path / "explicit", **implicit)), output=tmp_path / "run", device="cpu")
     tokens = torch.arange(6)[None]
-    with torch.no_grad():
-        x = first.model.eval().embedding(tokens)
-        embedded = run.model.eval().embedding(tokens)
-        assert torch.equal(x, embedded)
-        injected = run.model.injection(embedded)
-    assert not injected.any()
+    # With one iteration it is the explicit model: its search begins at the embedding, nothing is injected.
+    torch.testing.assert_close(run.model.train()(tokens).logits, first.model.train()(tokens).logits)
+    assert not run.model.injection(run.model.embedding(tokens)).any()
     assert run.train() is not None
     with pytest.raises(CheckpointError, match=r"set model\.start=embedding"):
         build(small(starting(tmp_path / "explicit")), output=tmp_path / "no")
@@ -193,3 +190,28 @@ def test_a_run_resumed_before_its_first_checkpoint_starts_there_again(
 def test_the_dry_run_says_where_it_starts(bounded: Path, small: Small) -> None:
     told = describe(small(starting(bounded)), name="free")
     assert f"weights of {last(bounded)} after 384 tokens" in told
+
+
+@pytest.mark.parametrize("kind", ["explicit_lm", "implicit_lm"])
+def test_an_ordinary_llama_of_transformers_is_a_start(kind: str, small: Small, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=6, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    llama = transformers.LlamaForCausalLM(config).eval()
+    llama.save_pretrained(tmp_path / "llama")
+    model: dict[str, Any] = {
+        "kind": kind, "d_model": 16, "n_layers": 1, "norm_eps": 1e-6, "tie_embeddings": False,
+        "mixer": {"kind": "attention", "n_heads": 2, "n_kv_heads": 2, "rope_theta": 1e4},
+        "mlp": {"kind": "swiglu", "d_hidden": 24},
+    }  # fmt: skip
+    if kind == "implicit_lm":
+        model |= {"start": "embedding", "stopping": {"max_iterations": 2}}
+    run = build(small(starting(tmp_path / "llama", model=model)), output=tmp_path / "run", device="cpu")
+    told = manifest(tmp_path / "run")["started_from"]
+    assert (told["form"], told["step"], len(told["sha256"])) == ("transformers", None, 64)
+    if kind == "explicit_lm":
+        tokens = torch.arange(6)[None]
+        with torch.no_grad():
+            torch.testing.assert_close(run.model.eval()(tokens).logits, llama(tokens).logits)
+    assert run.train() is not None
