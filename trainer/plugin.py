@@ -16,6 +16,7 @@ def register_components(add: Add) -> None:
     add("model", spec.TransformersSpec, "trainer.transformers_model:TransformersLM")
     add("data", spec.WordProblemSpec, "trainer.data.word_problem:build")
     add("data", spec.TokensSpec, "trainer.data.tokens:build")
+    add("data", spec.CatbAbISpec, "trainer.data.babi:build")
     add("data", spec.MixtureSpec, "trainer.data.mixture:build")
     add("data", spec.StreamSpec, "trainer.data.stream:build")
     add("optimizer", spec.AdamWSpec, "trainer.optimizers:build_adamw")

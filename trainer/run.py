@@ -172,7 +172,9 @@ def build(
     schedule = registry.build(training.schedule, total_steps=spec.total_steps)
     if not ranks.is_main:
         display = SilentDisplay()
-    display = display or make_display(log_every=training.log_every, accuracy=spec.data.kind == "word_problem")
+    display = display or make_display(
+        log_every=training.log_every, accuracy=spec.data.kind in ("word_problem", "catbabi")
+    )
 
     progress = Progress()
     if origin is not None and training.start_from is not None:

@@ -18,6 +18,7 @@ from trainer.specs.callbacks import (
     WandbSpec,
 )
 from trainer.specs.data import (
+    CatbAbISpec,
     DataSpec,
     MixtureSourceSpec,
     MixtureSpec,
@@ -42,6 +43,7 @@ __all__ = [
     "AdamWSpec",
     "BenchmarksSpec",
     "CallbackSpec",
+    "CatbAbISpec",
     "DataSpec",
     "EvaluationSpec",
     "MixtureSourceSpec",

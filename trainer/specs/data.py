@@ -85,6 +85,21 @@ class WordProblemSpec(DataSpec):
         return monoid
 
 
+class CatbAbISpec(DataSpec):
+    """bAbI's twenty tasks, their stories shuffled and put one behind the other."""
+
+    kind: Literal["catbabi"] = "catbabi"
+    path: str | None = None
+    """The archive en-valid-10k.tar.xz, or its folder; null in specs that leave it to the command line."""
+    length: PositiveInt = 200
+    """Tokens in a training sequence."""
+    scoring: Literal["answers", "all"] = "answers"
+    """What the loss of training is over: the answers alone (QA mode), or every next word. Accuracy is of the
+    answers in either case, all together and by task."""
+    held_out: Literal["valid", "test"] = "valid"
+    """The split to evaluate on; nothing should be chosen by the test split."""
+
+
 Documents = Literal["ignore", "reset"]
 
 

@@ -1,0 +1,174 @@
+"""CatbAbI: every story kept, the order from the seed, answers scored, missing files named."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.data.babi import SPLITS, TASKS, CatbAbI, build, parse, read_stories
+from trainer.data.source import IGNORED
+from trainer.errors import DataError
+from trainer.run import build as build_run
+from trainer.spec import CatbAbISpec, EvaluationSpec, RunSpec
+
+REAL = Path(__file__).resolve().parents[4] / "shared/data/babi/en-valid-10k.tar.xz"
+TEXT = """1 Mary moved to the bathroom.
+2 Where is Mary? \tbathroom\t1
+3 How do you go there?\ts,e\t1
+1 John {task} went to the {split}.
+2 Where is John? \t{split}\t1
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "en-valid-10k"
+    place.mkdir()
+    for task in TASKS:
+        for split in SPLITS:
+            (place / f"qa{task}_{split}.txt").write_text(TEXT.format(task=f"task{task}", split=split))
+    return place
+
+
+def source(folder, **changes) -> CatbAbI:
+    return build(CatbAbISpec(path=str(folder), **{"length": 16, **changes}), seed=1)
+
+
+def words(data: CatbAbI, ids: torch.Tensor) -> list[str]:
+    return [data._vocabulary[number] for number in ids.tolist()]
+
+
+def test_a_file_is_cut_into_stories_and_the_last_one_is_kept():
+    first, last = parse(TEXT.format(task="two", split="hall"), task=2)
+    assert " ".join(first.words) == (
+        "mary moved to the bathroom . where is mary ? bathroom how do you go there ? s,e"
+    )
+    assert [word for word, answer in zip(first.words, first.answers, strict=True) if answer] == [
+        "bathroom",
+        "s,e",
+    ]
+    assert " ".join(last.words) == "john two went to the hall . where is john ? hall"
+    with pytest.raises(DataError, match="qa2, line 1: '2 Mary' is no line of a story"):
+        parse("2 Mary", task=2)
+
+
+def test_an_epoch_has_every_story_once_in_an_order_of_its_own(folder):
+    data = source(folder)
+    epochs = [data.batch(epoch * data.samples, data.samples).inputs.flatten() for epoch in (0, 1)]
+    for epoch in epochs:
+        assert int((epoch > 0).sum()) == data.total
+        text = words(data, epoch)
+        assert {f"task{task}" for task in TASKS} <= set(text)
+        assert text.count("john") == 2 * len(TASKS)
+    assert not torch.equal(*epochs)
+    again = source(folder)
+    assert torch.equal(again.batch(3, 9).inputs, data.batch(3, 9).inputs)
+    assert torch.equal(data.batch(4, 1).labels[0], data.batch(3, 2).labels[1])
+    assert not torch.equal(
+        build(CatbAbISpec(path=str(folder), length=16), seed=2).batch(0, 4).inputs, data.batch(0, 4).inputs
+    )
+
+
+@pytest.mark.parametrize("scoring", ["answers", "all"])
+def test_labels_are_the_next_tokens(folder, scoring):
+    data = source(folder, scoring=scoring)
+    batch = data.batch(0, data.samples)
+    stream, labels = batch.inputs.flatten(), batch.labels.flatten()
+    scored = labels != IGNORED
+    assert torch.equal(labels[:-1][scored[:-1]], stream[1:][scored[:-1]])
+    if scoring == "answers":
+        assert int(scored.sum()) == 3 * len(TASKS)
+        assert set(words(data, stream[scored])) == {"?"}
+    else:
+        assert int(scored.sum()) == data.total - 1
+
+
+def test_sets_are_scored_by_task(folder):
+    evaluation = EvaluationSpec(sequences=1000).at(16)
+    sets = source(folder).evaluation_sets(evaluation)
+    assert list(sets) == ["L16", *(f"qa{task}_L16" for task in TASKS)]
+    counts = {}
+    for name, one in sets.items():
+        batches = list(one.batches(7))
+        counts[name] = sum(int((batch.labels != IGNORED).sum()) for batch in batches)
+    assert counts.pop("L16") == 60
+    assert set(counts.values()) == {3}
+
+
+def test_an_archive_is_read_as_its_folder(folder, tmp_path):
+    with tarfile.open(tmp_path / "babi.tar.xz", "w:xz") as archive:
+        archive.add(folder, arcname="en-valid-10k")
+    assert read_stories(tmp_path / "babi.tar.xz") == read_stories(folder)
+
+
+def test_what_is_missing_is_named(folder, tmp_path):
+    (folder / "qa3_train.txt").unlink()
+    (folder / "qa17_valid.txt").unlink()
+    with pytest.raises(ValueError, match=r"lacks 2 of bAbI's 60 files: qa3_train.txt, qa17_valid.txt"):
+        source(folder)
+    with pytest.raises(ValueError, match="there is no bAbI archive at"):
+        source(tmp_path / "nowhere")
+    (tmp_path / "cut.tar.xz").write_bytes(b"\xfd7zXZ\x00broken")
+    with pytest.raises(ValueError, match="is no archive that can be read"):
+        source(tmp_path / "cut.tar.xz")
+    with pytest.raises(ValueError, match="the bAbI archive is not named"):
+        build(CatbAbISpec())
+
+
+def test_a_stand_in_gives_no_story_of_the_other_splits(folder):
+    (folder / "qa3_train.txt").unlink()
+    (folder / "en").mkdir()
+    stand_in = TEXT.format(task="other", split="train")
+    (folder / "en/qa3_three-supporting-facts_train.txt").write_text(stand_in)
+    stories = [story for story in read_stories(folder).by_split["train"] if story.task == 3]
+    assert [story.words[1] for story in stories] == ["other"]  # Mary's is in qa3_valid.txt too
+
+
+def test_a_run_trains_on_it_and_tells_accuracy_by_task(folder, tmp_path):
+    size = source(folder).vocab_size
+    spec = RunSpec.model_validate(
+        {
+            "model": {
+                "kind": "explicit_lm",
+                "vocab_size": size,
+                "d_model": 16,
+                "n_layers": 1,
+                "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
+            },
+            "data": {"kind": "catbabi", "path": str(folder), "length": 16},
+            "training": {
+                "max_steps": 2,
+                "batch_size": 4,
+                "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
+                "schedule": {"kind": "warmup_linear"},
+                "threads": 1,
+            },
+            "evaluation": {"sequences": 4, "batch_size": 4},
+        }
+    )
+    run = build_run(spec, output=tmp_path / "run", device="cpu")
+    summary = run.train()
+    assert [one["set"] for one in summary["evaluation"]] == ["L16", *(f"qa{t}_L16" for t in TASKS)]
+    assert all(0 <= one["accuracy"] <= 1 for one in summary["evaluation"])
+    small = {
+        **spec.model_dump(mode="json"),
+        "model": {**spec.model_dump(mode="json")["model"], "vocab_size": 5},
+    }
+    with pytest.raises(ValueError, match=f"bAbI has {size} words but the model's vocab_size is 5"):
+        build_run(RunSpec.model_validate(small), output=tmp_path / "small", device="cpu")
+
+
+@pytest.mark.skipif(not REAL.exists(), reason="the bAbI archive is not beside the repository")
+def test_the_real_archive():
+    stories = read_stories(REAL)
+    assert {split: len(found) for split, found in stories.by_split.items()} == {
+        "train": 54781,
+        "valid": 6265,
+        "test": 6267,
+    }
+    assert len(stories.vocabulary) == 179
+    # The training file of qa3 is not in it; 200 stories of the small set stand in, 15 of them held out.
+    assert sum(story.task == 3 for story in stories.by_split["train"]) == 185

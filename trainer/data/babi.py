@@ -1,0 +1,306 @@
+"""bAbI's twenty tasks as one stream of words: catbAbI.
+
+J. Weston et al., "Towards AI-complete question answering", 2015; concatenated: I. Schlag, T. Munkhdalai and
+J. Schmidhuber, "Learning associative inference using fast weight memory", ICLR 2021.
+
+Supporting facts are removed, words are in lower case, "." and "?" are tokens, the answer stands after "?" as
+one token ("s,e" too). Every story is kept: of each file the last one too, and of an epoch the last
+row, filled up.
+"""
+
+from __future__ import annotations
+
+import re
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trainer.data.source import IGNORED, Batch, DataSource, EvaluationFields, EvaluationSet, check_range
+from trainer.errors import DataError
+
+TASKS = tuple(range(1, 21))
+SPLITS = ("train", "valid", "test")
+PADDING = "<pad>"
+_NAME = re.compile(r"(?:^|/)(?P<set>[^/]*)/?qa(?P<task>\d+)_(?:[a-z-]+_)?(?P<split>train|valid|test)\.txt$")
+_WORDS = re.compile(r"[^\s.?]+|[.?]")
+
+
+class Story(NamedTuple):
+    """The tokens of a story, and which of them are answers."""
+
+    task: int
+    words: tuple[str, ...]
+    answers: tuple[bool, ...]
+
+
+class Stories(NamedTuple):
+    """All stories by split, and the words of all of them in order, padding first."""
+
+    by_split: Mapping[str, Sequence[Story]]
+    vocabulary: tuple[str, ...]
+
+
+def read_stories(path: Path) -> Stories:
+    """Read the archive (``en-valid-10k.tar.xz``) or a folder it was unpacked into.
+
+    A task's file that is missing may be stood in for by that of the set ``en``; those of its stories that are
+    also in the task's other splits are left out.
+
+    Raises:
+        DataError: nothing there, files missing (all are named), or a line that is not bAbI's.
+
+    """
+    if not path.exists():
+        raise DataError(f"there is no bAbI archive at {path}; give en-valid-10k.tar.xz, or its folder")
+    files: dict[tuple[int, str], str] = {}
+    stand_ins: dict[tuple[int, str], str] = {}
+    for name, text in _files(path):
+        if (match := _NAME.search(name)) is not None:
+            key = int(match["task"]), match["split"]
+            (stand_ins if match["set"] == "en" else files)[key] = text
+    expected = [(task, split) for task in TASKS for split in SPLITS]
+    missing = [f"qa{t}_{s}.txt" for t, s in expected if (t, s) not in files and (t, s) not in stand_ins]
+    if missing:
+        raise DataError(
+            f"{path} lacks {len(missing)} of bAbI's {len(expected)} files: {', '.join(missing)}; "
+            "give the whole archive"
+        )
+    by_split: dict[str, list[Story]] = {split: [] for split in SPLITS}
+    for task, split in expected:
+        own = (task, split) in files
+        stories = parse(files[task, split] if own else stand_ins[task, split], task=task)
+        if not own:
+            others = [(task, other) for other in SPLITS if other != split and (task, other) in files]
+            known = {story for key in others for story in parse(files[key], task=task)}
+            stories = [story for story in stories if story not in known]
+        by_split[split] += stories
+    words = {word for stories in by_split.values() for story in stories for word in story.words}
+    return Stories(by_split, (PADDING, *sorted(words)))
+
+
+def _files(path: Path) -> Iterator[tuple[str, str]]:
+    if path.is_dir():
+        for file in sorted(path.rglob("qa*.txt")):
+            yield f"{path.name}/{file.relative_to(path).as_posix()}", file.read_text(encoding="utf-8")
+        return
+    try:
+        with tarfile.open(path) as archive:
+            for member in archive:
+                content = archive.extractfile(member) if _NAME.search(member.name) else None
+                if content is not None:
+                    yield member.name, content.read().decode("utf-8")
+    except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} is no archive that can be read ({error}); fetch it anew") from error
+
+
+def parse(text: str, *, task: int) -> list[Story]:
+    """Cut a file into stories: one begins wherever the numbers of its lines begin again at 1.
+
+    Raises:
+        DataError: a line without a number, or a first line whose number isn't 1.
+
+    """
+    stories: list[Story] = []
+    words: list[str] = []
+    answers: list[bool] = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        index, _, rest = line.partition(" ")
+        if not index.isdigit() or (not words and index != "1"):
+            raise DataError(
+                f"qa{task}, line {number}: {line[:40]!r} is no line of a story; fetch the file anew"
+            )
+        if index == "1" and words:
+            stories.append(Story(task, tuple(words), tuple(answers)))
+            words, answers = [], []
+        said, *asked = rest.lower().split("\t")
+        spoken = _WORDS.findall(said)
+        words += spoken
+        answers += [False] * len(spoken)
+        if asked:
+            words.append(asked[0].strip())
+            answers.append(True)
+    if words:
+        stories.append(Story(task, tuple(words), tuple(answers)))
+    return stories
+
+
+class CatbAbI(DataSource):
+    """A split's stories, shuffled anew each epoch by the seed, put one behind the other and cut into rows.
+
+    The label of a token is the next one: at "?" the answer. Scoring ``answers`` ignores all other labels,
+    ``all`` none. The last row of an epoch is filled up with padding that isn't scored.
+
+    Args:
+        stories: of one split.
+        vocabulary: words by their ids.
+        length: tokens in a row.
+        seed: of the order of the stories.
+        scoring: which labels count.
+        held_out: where evaluation sets come from; None: there are none.
+        only_task: score this task's answers alone, in the rows that have some.
+
+    """
+
+    concurrent = True
+
+    def __init__(
+        self,
+        stories: Sequence[Story],
+        vocabulary: Sequence[str],
+        *,
+        length: int,
+        seed: int,
+        scoring: str = "answers",
+        held_out: Sequence[Story] | None = None,
+        only_task: int | None = None,
+    ) -> None:
+        ids = {word: number for number, word in enumerate(vocabulary)}
+        self._stories = [
+            (
+                np.array([ids[word] for word in story.words], dtype=np.int64),
+                np.array([story.task if answer else 0 for answer in story.answers], dtype=np.int64),
+            )
+            for story in stories
+        ]
+        self._vocabulary, self._length, self._seed, self._scoring = vocabulary, length, seed, scoring
+        self._held_out, self._only_task = held_out, only_task
+        self.total = sum(len(words) for words, _ in self._stories)
+        self._epoch: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+        rows = self._rows(0)[1]
+        self._kept = np.arange(len(rows))
+        if only_task is not None:
+            self._kept = np.flatnonzero((rows[:, 1:] == only_task).any(1))
+
+    @property
+    def vocab_size(self) -> int:
+        """Words, and padding."""
+        return len(self._vocabulary)
+
+    @property
+    def length(self) -> int:
+        """Tokens in a row."""
+        return self._length
+
+    @property
+    def samples(self) -> int:
+        """Rows in an epoch."""
+        return len(self._kept)
+
+    def _rows(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return words and the tasks of answers (0 elsewhere), (rows, length + 1)."""
+        kept = self._epoch
+        if kept is None or kept[0] != epoch:
+            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._stories))
+            rows = -(-self.total // self._length)
+            both = []
+            for part in (0, 1):
+                stream = np.zeros(rows * self._length + 1, dtype=np.int64)
+                stream[: self.total] = np.concatenate([self._stories[index][part] for index in order])
+                both.append(
+                    np.lib.stride_tricks.sliding_window_view(stream, self._length + 1)[:: self._length]
+                )
+            kept = self._epoch = epoch, both[0], both[1]
+        return kept[1], kept[2]
+
+    def batch(self, position: int, count: int) -> Batch:
+        """See `DataSource.batch`."""
+        check_range(position, count)
+        inputs = np.empty((count, self._length), dtype=np.int64)
+        labels = np.empty_like(inputs)
+        for row in range(count):
+            epoch, index = divmod(position + row, self.samples)
+            words, tasks = self._rows(epoch)
+            line = self._kept[index]
+            inputs[row], labels[row] = words[line, :-1], words[line, 1:]
+            answered = tasks[line, 1:]
+            if self._only_task is not None:
+                scored = answered == self._only_task
+            else:
+                scored = answered > 0 if self._scoring == "answers" else labels[row] > 0
+            labels[row][~scored] = IGNORED
+        return Batch(inputs=torch.from_numpy(inputs), labels=torch.from_numpy(labels))
+
+    def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
+        """One set of all answers, ``L200``, and one a task, ``qa1_L200``: its answers in the same rows.
+
+        Raises:
+            ValueError: there is nothing held out.
+
+        """
+        if self._held_out is None:
+            raise ValueError("a set that is held out already has none of its own; ask the training source")
+        sets = {}
+        for length in evaluation.lengths or (self._length,):
+            for task in (None, *sorted({story.task for story in self._held_out})):
+                source = CatbAbI(
+                    self._held_out, self._vocabulary, length=length, seed=evaluation.seed, only_task=task
+                )
+                name = f"L{length}" if task is None else f"qa{task}_L{length}"
+                settings = {"length": length} if task is None else {"length": length, "task": task}
+                sets[name] = EvaluationSet(
+                    name=name,
+                    source=source,
+                    sequences=min(evaluation.sequences, source.samples),
+                    settings=settings,
+                )
+        return sets
+
+
+class CatbAbIFields(Protocol):
+    """The fields of a run's `data` section of kind ``catbabi``."""
+
+    @property
+    def path(self) -> str | None:
+        """The archive, or its folder."""
+
+    @property
+    def length(self) -> int:
+        """Tokens in a row."""
+
+    @property
+    def scoring(self) -> str:
+        """Which labels count in training."""
+
+    @property
+    def held_out(self) -> str:
+        """The split to evaluate on."""
+
+
+def build(spec: CatbAbIFields, *, seed: int = 0, vocab_size: int | None = None) -> CatbAbI:
+    """Make the training source that a `data` section describes.
+
+    Args:
+        spec: the section.
+        seed: of the order of the stories.
+        vocab_size: the model's, if it is to be checked.
+
+    Raises:
+        ValueError: no path, or a vocabulary that is too small; as `read_stories`.
+
+    """
+    if spec.path is None:
+        raise ValueError("the bAbI archive is not named; give it by data.path=en-valid-10k.tar.xz")
+    try:
+        stories = read_stories(Path(spec.path))
+    except DataError as error:
+        raise ValueError(str(error)) from error
+    words = len(stories.vocabulary)
+    if vocab_size is not None and vocab_size < words:
+        raise ValueError(
+            f"bAbI has {words} words but the model's vocab_size is {vocab_size}; set model.vocab_size={words}"
+        )
+    return CatbAbI(
+        stories.by_split["train"],
+        stories.vocabulary,
+        length=spec.length,
+        seed=seed,
+        scoring=spec.scoring,
+        held_out=stories.by_split[spec.held_out],
+    )
