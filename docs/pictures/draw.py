@@ -1,0 +1,225 @@
+"""Draw the pictures of the pages, from numbers of small models: ``python docs/pictures/draw.py [--run DIR]``.
+
+``--run`` is a run of the zoo's ``word_problem_s3``, for the picture of convergence; the others need nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import torch
+from matplotlib.axes import Axes
+from torch import Tensor
+
+import implicit_blocks as ib
+
+FOLDER = Path(__file__).parent
+BLUE, ORANGE, GREY = "#3b6fb6", "#e08214", "#777777"
+D_MODEL, TOKENS = 32, 6
+
+
+def save(figure: plt.Figure, name: str) -> None:
+    """Write one picture."""
+    figure.savefig(FOLDER / f"{name}.png", dpi=110, bbox_inches="tight")
+    plt.close(figure)
+    print(FOLDER / f"{name}.png")
+
+
+# ------------------------------------------------------------------------------------ state to state
+
+
+def state_jacobian(kind: str) -> Tensor:
+    """Return ``∂h_t / ∂h_{t−1}`` (D, D) of the first layer's state, one head with a state of width 1."""
+    torch.manual_seed(1)
+    mixer = ib.Mamba2Spec(d_state=1, expand=1, head_dim=D_MODEL)
+    common = {"vocab_size": 16, "d_model": D_MODEL, "n_layers": 1, "mixer": mixer}
+    if kind == "explicit":
+        model = ib.build(ib.ExplicitLMSpec(**common))
+    else:
+        tight = ib.Stopping(tolerance=1e-11, max_iterations=2000)
+        model = ib.build(
+            ib.ImplicitLMSpec(
+                **common,
+                solver=ib.PicardSpec(damping=0.5),
+                gradient=ib.ImplicitFunctionSpec(solver=ib.AndersonSpec(), stopping=tight),
+                stopping=tight,
+            )
+        )
+    model = model.double()
+    tokens = torch.randint(16, (1, TOKENS))
+    with torch.no_grad():
+        before = model(tokens[:, :-1], return_state=True).state
+    assert before is not None
+    (layer,) = before.layers
+
+    def after(h: Tensor) -> Tensor:
+        given = replace(before, layers=(layer._replace(h_BHPN=h.view_as(layer.h_BHPN)),))
+        out = model(tokens[:, -1:], state=given, return_state=True)
+        if out.solution is not None:
+            assert out.solution.converged.all(), out.solution.residual
+        return out.state.layers[0].h_BHPN.flatten()
+
+    h = layer.h_BHPN.flatten().detach().requires_grad_()
+    value = after(h)
+    rows = [torch.autograd.grad(v, h, retain_graph=True)[0] for v in value]
+    jacobian = torch.stack(rows)
+    step = torch.zeros_like(h)
+    step[0] = 1e-6
+    with torch.no_grad():
+        difference = (after(h + step) - after(h - step)) / 2e-6
+    print(f"{kind}: column 0 against a difference: {(jacobian[:, 0] - difference).abs().max():.1e}")
+    return jacobian
+
+
+def draw_state_jacobian() -> None:
+    """Draw both Jacobians, by absolute value on a logarithmic scale."""
+    figure, axes = plt.subplots(1, 2, figsize=(8.2, 3.9), layout="constrained")
+    for axis, kind in zip(axes, ("explicit", "implicit"), strict=True):
+        size = state_jacobian(kind).abs().clamp(min=1e-8)
+        image = axis.imshow(size, norm=mpl.colors.LogNorm(1e-5, 1), cmap="magma")
+        off = size - torch.diag(size.diag())
+        axis.set_title(f"{kind}: largest entry off the diagonal {off.max():.2g}", fontsize=10)
+        axis.set_xlabel("entry of the state before")
+        axis.set_ylabel("entry of the state after")
+    figure.colorbar(image, ax=axes, label="|∂h after / ∂h before|")
+    save(figure, "state_jacobian")
+
+
+# ------------------------------------------------------------------------------------ phantom gradient
+
+
+def draw_phantom() -> None:
+    """Draw how far phantom gradients are from the exact one, by steps and by how fast the map contracts."""
+    figure, axis = plt.subplots(figsize=(5.6, 3.6), layout="constrained")
+    for radius, color in ((0.3, BLUE), (0.6, GREY), (0.9, ORANGE)):
+        torch.manual_seed(0)
+        weight = torch.randn(24, 24, dtype=torch.float64)
+        weight = (weight / torch.linalg.matrix_norm(weight, 2) * radius).requires_grad_()
+        x, direction = torch.randn(8, 24, dtype=torch.float64), torch.randn(8, 24, dtype=torch.float64)
+        tight = ib.Stopping(tolerance=1e-12, max_iterations=2000)
+
+        def gradient(
+            estimator: ib.GradientEstimator,
+            weight: Tensor = weight,
+            x: Tensor = x,
+            direction: Tensor = direction,
+            tight: ib.Stopping = tight,
+        ) -> Tensor:
+            layer = ib.FixedPoint(
+                lambda z, x: torch.tanh(z @ weight.mT + x), gradient=estimator, stopping=tight
+            )
+            (value,) = torch.autograd.grad((layer(x).z * direction).sum(), weight)
+            return value
+
+        exact = gradient(ib.ImplicitFunction(stopping=tight))
+        steps = range(1, 17)
+        errors = [
+            float((gradient(ib.Phantom(steps=k, damping=0.8)) - exact).norm() / exact.norm()) for k in steps
+        ]
+        axis.semilogy(list(steps), errors, "o-", color=color, ms=3, label=f"‖W‖ = {radius}")
+    axis.axvline(4, color="#cccccc", lw=1, zorder=0)
+    axis.set_xlabel("differentiated steps k (damping 0.8)")
+    axis.set_ylabel("relative error of the gradient")
+    axis.legend(frameon=False)
+    save(figure, "phantom")
+
+
+# ------------------------------------------------------------------------------------ curriculum
+
+
+def draw_curriculum() -> None:
+    """Draw what the phases of the zoo's llama_1.3b allow and cost."""
+    spec = ib.load_spec("llama_1.3b")
+    figure, axis = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
+    total = spec.total_steps
+    for phase in spec.phase_specs():
+        first, last = 100 * phase.first_step / total, 100 * phase.last_step / total
+        most, steps = phase.model.stopping.max_iterations, phase.model.gradient.steps
+        axis.fill_between([first, last], 0, most, color=BLUE, alpha=0.75, lw=0)
+        axis.fill_between([first, last], most, most + steps, color=ORANGE, lw=0)
+        cost = phase.model.gradient.forward_equivalents(most)
+        axis.text(
+            (first + last) / 2,
+            most + steps + 1,
+            f"{phase.name} ({most} + {steps})\nat most {cost:.0f} passes",
+            ha="center",
+            fontsize=9,
+        )
+    axis.set_xlim(0, 100)
+    axis.set_ylim(0, 48)
+    axis.set_xlabel("per cent of the run")
+    axis.set_ylabel("calls of the map")
+    handles = [mpl.patches.Patch(color=BLUE), mpl.patches.Patch(color=ORANGE)]
+    axis.legend(handles, ["search, no gradients, at most", "differentiated"], frameon=False, loc="upper left")
+    save(figure, "curriculum")
+
+
+# ------------------------------------------------------------------------------------ modes
+
+
+def draw_modes(run: Path) -> None:
+    """Draw the residuals of a trained model's tokens, and how far its two modes are apart."""
+    from trainer.checkpoint import read_model_tensors
+
+    spec = ib.load_spec("word_problem_s3")
+    model = ib.build(spec.model)
+    newest = sorted((run / "checkpoints").glob("step-*"))[-1]
+    model.load_state_dict(read_model_tensors(newest))
+    model = model.double().eval()
+    torch.manual_seed(0)
+    tokens = torch.randint(6, (1, 64))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.6), layout="constrained")
+    with torch.no_grad():
+        out = model(tokens, tolerance=1e-6, max_iterations=800, trace=True)
+        _draw_trace(left, out.solution.trace[:, 0], figure)
+        tolerances = [10.0**-k for k in range(1, 9)]
+        for window, color in ((1, ORANGE), (8, BLUE)):
+            apart = []
+            for tolerance in tolerances:
+                knobs = {"tolerance": tolerance, "max_iterations": 2000}
+                whole, cut = model(tokens, **knobs), model(tokens, window_length=window, **knobs)
+                apart.append(float((whole.logits - cut.logits).abs().max()))
+            label = f"windows of {window}" + (" (sequential)" if window == 1 else "")
+            right.loglog(tolerances, apart, "o-", ms=3, color=color, label=label)
+    right.set_xlabel("tolerance")
+    right.set_ylabel("largest difference in logits\nfrom one window of 64")
+    right.legend(frameon=False)
+    save(figure, "modes")
+
+
+def _draw_trace(axis: Axes, trace: Tensor, figure: plt.Figure) -> None:
+    filled = trace.T.clone()
+    filled[filled.isnan()] = math.nan
+    image = axis.imshow(
+        filled,
+        aspect="auto",
+        origin="lower",
+        cmap="viridis",
+        norm=mpl.colors.LogNorm(1e-6, 1),
+        interpolation="nearest",
+    )
+    axis.set_xlabel("iteration")
+    axis.set_ylabel("token")
+    axis.set_title("residual; white where a token has stopped", fontsize=10)
+    figure.colorbar(image, ax=axis)
+
+
+def main() -> None:
+    """Draw everything."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, help="a run of word_problem_s3")
+    options = parser.parse_args()
+    draw_state_jacobian()
+    draw_phantom()
+    draw_curriculum()
+    if options.run is not None:
+        draw_modes(options.run)
+
+
+if __name__ == "__main__":
+    main()
