@@ -92,6 +92,11 @@ def test_every_link_and_anchor_of_the_site_leads_somewhere(site, pages):
     assert not broken
 
 
+def test_fences_are_rendered(pages):
+    shown = [path.name for path in pages if re.search(r"```\w|needs=&quot;", path.read_text("utf-8"))]
+    assert not shown
+
+
 def test_nothing_is_fetched_from_elsewhere(site, pages):
     fetched = [
         f"{path.relative_to(site)}: {link}"

@@ -1,0 +1,324 @@
+"""The examples in the texts: fenced blocks, how they are checked, and how they are run.
+
+A block's info string begins with its language: python, sh, yaml, toml, json, or text for what is only shown.
+Two settings may follow it::
+
+    title="mine.yaml"   the block is a file of that name, in the folder that the page's commands run in
+    needs="slow"        what running it takes; see NEEDS
+
+Blocks without ``needs`` are run by the fast tests, in order, with one namespace and one empty folder a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import importlib.util
+import json
+import os
+import re
+import runpy
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+from unittest import mock
+
+import yaml
+
+from implicit_blocks.specs import load_spec
+
+ROOT = Path(__file__).resolve().parents[2]
+LANGUAGES = {"python", "sh", "yaml", "toml", "json", "text"}
+NEEDS = {
+    "": "nothing: run by the fast tests",
+    "slow": "a minute or more: run by the slow tests",
+    "gpu": "a CUDA device: run by the tests for one",
+    "cluster": "several machines, or their scheduler",
+    "network": "a network",
+    "data": "files that the reader has",
+    "hours": "hours",
+    "context": "a whole that it is a part of",
+}
+"""What running a block takes. Those that can't be run here are checked as far as they can be."""
+SHELL = {"cat", "cd", "cp", "echo", "export", "git", "lm_eval", "ls", "make", "mkdir", "pip", "source"}
+"""Programs besides Python's that examples may use without saying what they need."""
+SHOWN = {"make", "pip", "git"}
+"""Programs that would set up or change the machine: their arguments are checked, and they are not run."""
+FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```[ ]*$", flags=re.DOTALL | re.MULTILINE)
+DIFFERENT = 1  # what `python -m implicit_blocks diff` ends with where specs differ
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    line: int
+    language: str
+    needs: str
+    title: str | None
+    text: str
+
+    @property
+    def place(self) -> str:
+        """Where it stands, for messages."""
+        return f"{self.page}, line {self.line}"
+
+
+class Parsed(Exception):  # noqa: N818  # no error: it ends a program whose arguments were understood
+    """A program's arguments, parsed."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__("parsed")
+        self.options = options
+
+
+def blocks(page: Path) -> list[Block]:
+    """Return the fenced blocks of a page, each held to the languages and settings there are."""
+    text = page.read_text(encoding="utf-8")
+    return [_block(page, text, match) for match in FENCE.finditer(text)]
+
+
+def _block(page: Path, text: str, match: re.Match[str]) -> Block:
+    indent, information, body = match.groups()
+    line = text.count("\n", 0, match.start()) + 1
+    language, _, settings = information.strip().partition(" ")
+    given = dict(re.findall(r'(\w+)="([^"]*)"', settings))
+    left = re.sub(r'\w+="[^"]*"', "", settings).strip()
+    known = language in LANGUAGES and given.get("needs", "") in NEEDS and set(given) <= {"needs", "title"}
+    if left or not known:
+        raise ValueError(
+            f"{page.name}, line {line}: a block that says {information!r}; give a language of "
+            f'{sorted(LANGUAGES)}, then title="FILE" or needs="…" with one of {sorted(NEEDS)[1:]}'
+        )
+    return Block(
+        page=page.name,
+        line=line,
+        language=language,
+        needs=given.get("needs", ""),
+        title=given.get("title"),
+        text="".join(part.removeprefix(indent) for part in body.splitlines(keepends=True)),
+    )
+
+
+@contextlib.contextmanager
+def folder_of(page: Sequence[Block], folder: Path) -> Iterator[None]:
+    """Work in a folder like a checkout, with the files that the page's blocks are."""
+    for name in ("zoo", "plugins", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name, target_is_directory=True)
+    for block in page:
+        if block.title is not None and re.fullmatch(r"[\w./-]+\.\w+", block.title):
+            path = folder / block.title
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text, encoding="utf-8")
+    with contextlib.chdir(folder):
+        yield
+
+
+# -------------------------------------------------------------------------------- checking
+
+
+def check(block: Block, *, made: frozenset[str] = frozenset()) -> None:
+    """Check a block as far as it can be without running it; within its page's folder.
+
+    Args:
+        block: the block.
+        made: names of specs that commands of the page make.
+
+    """
+    if block.language == "python":
+        compile(block.text, block.place, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+    elif block.language == "toml":
+        tomllib.loads(block.text)
+    elif block.language == "json":
+        json.loads(block.text)
+    elif block.language == "yaml":
+        content = yaml.safe_load(block.text)
+        if block.needs == "" and block.title is None and isinstance(content, dict):
+            Path("example.yaml").write_text(block.text, encoding="utf-8")
+            load_spec(Path("example.yaml"))
+        elif block.needs == "" and block.title is not None and block.title.endswith(".yaml"):
+            load_spec(Path(block.title))
+    elif block.language == "sh":
+        subprocess.run(["bash", "-n"], input=block.text, text=True, check=True, timeout=60)
+        for words in commands(block):
+            _check_command(block, words, made)
+
+
+def commands(block: Block) -> list[list[str]]:
+    """Return the words of a shell block's commands, without the variables set for them."""
+    found: list[list[str]] = []
+    for line in re.sub(r"\\\n", " ", block.text).splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
+        lexer.whitespace_split = True
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set("();|&"):
+                while words and re.match(r"\w+=", words[0]):
+                    words = words[1:]
+                found += [words] if words else []
+                words = []
+            else:
+                words.append(word)
+    without = [
+        words[: next((i for i, w in enumerate(words) if set(w) <= set("<>")), None)] for words in found
+    ]
+    return [words for words in without if words]  # redirections are the shell's
+
+
+def specs_made(page: Sequence[Block]) -> frozenset[str]:
+    """Return the names of the specs that ``new-plugin`` writes in the page's commands."""
+    words = [w for block in page if block.language == "sh" for w in commands(block) if "new-plugin" in w]
+    return frozenset(f"word_problem_s3_{w[w.index('new-plugin') + 1]}" for w in words)
+
+
+def _check_command(block: Block, words: list[str], made: frozenset[str]) -> None:
+    programs = [i for i, word in enumerate(words) if Path(word).name in {"python", "python3", "torchrun"}]
+    if not programs:
+        program = Path(words[0]).name
+        known = program in SHELL or block.needs in {"cluster", "network", "gpu", "context"} or not block.text
+        assert known, f"{block.place}: {program} is no program that examples use; say what it needs"
+        if program == "make":
+            targets = re.findall(
+                r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
+            )
+            assert set(words[1:2]) <= set(targets), f"{block.place}: no such target: {words}"
+        if program == "pip":
+            _check_extras(block, words)
+        return
+    words = words[programs[0] :]
+    if Path(words[0]).name == "torchrun":
+        from torch.distributed.run import get_args_parser
+
+        options = get_args_parser().parse_args(words[1:])
+        words = [
+            "python",
+            *(["-m"] if options.module else []),
+            options.training_script,
+            *options.training_script_args,
+        ]
+    if words[1:2] == ["-m"] and words[2].split(".")[0] in {"pip", "venv", "pytest", "mkdocs", "http"}:
+        _check_extras(block, words)
+        return
+    if words[1:2] in ([], ["-c"]):
+        return
+    options = _parsed(block, words[1:])
+    spec, overrides = getattr(options, "spec", None), list(getattr(options, "overrides", None) or [])
+    if spec is not None and str(spec) not in made:
+        load_spec(spec, overrides)
+
+
+def _check_extras(block: Block, words: Sequence[str]) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    for word in words:
+        for extras in re.findall(r"^(?:implicit_blocks|\.)\[([\w,]+)\]", word):
+            unknown = set(extras.split(",")) - set(project["optional-dependencies"])
+            assert not unknown, f"{block.place}: no such extra: {unknown}"
+
+
+def _parsed(block: Block, words: list[str]) -> argparse.Namespace:
+    """Return what a program makes of its arguments: it is started, and ended when it has parsed them."""
+
+    def ended(original: Any) -> Any:
+        def parse(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> NoReturn:
+            raise Parsed(original(parser, args, namespace))
+
+        return parse
+
+    parsers = {
+        name: ended(getattr(argparse.ArgumentParser, name))
+        for name in ("parse_args", "parse_intermixed_args")
+    }
+    try:
+        with mock.patch.multiple(argparse.ArgumentParser, **parsers):
+            _start(words)
+    except Parsed as parsed:
+        return parsed.options
+    except SystemExit as end:
+        raise AssertionError(
+            f"{block.place}: refused its arguments ({end.code}): {shlex.join(words)}"
+        ) from None
+    raise AssertionError(f"{block.place}: took no arguments: {shlex.join(words)}")
+
+
+# -------------------------------------------------------------------------------- running
+
+
+def run(page: Sequence[Block], *, needs: frozenset[str]) -> dict[str, Any]:
+    """Run a page's blocks that need no more than these, in order, within the page's folder.
+
+    Returns:
+        The names that the Python blocks made.
+
+    """
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for block in page:
+        if block.needs not in needs:
+            continue
+        if block.language == "python":
+            exec(compile(block.text, block.place, "exec"), namespace)
+        elif block.language == "sh":
+            _run_shell(block)
+    return namespace
+
+
+def _run_shell(block: Block) -> None:
+    words_of = [words for words in commands(block) if Path(words[0]).name not in SHOWN]
+    ours = [
+        words[:2] == ["python", "-m"] and words[2].split(".")[0] in {"implicit_blocks", "trainer"}
+        for words in words_of
+    ]
+    plain = not re.search(r"[|&;<>$`]|^\w+=", re.sub(r"'[^']*'|#.*", "", block.text), flags=re.MULTILINE)
+    if plain and all(ours):
+        for words in words_of:  # in this process, which has imported torch already
+            code = _start(words[1:])
+            allowed = {0, None, DIFFERENT} if "diff" in words[:4] else {0, None}
+            assert code in allowed, f"{block.place}: ended with {code}: {shlex.join(words)}"
+        return
+    if not words_of:
+        return
+    text = "\n".join(line for line in block.text.splitlines() if line.split(" ")[0] not in SHOWN)
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", text],
+        env=_environment(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=1200,
+    )
+    assert done.returncode == 0, f"{block.place}: ended with {done.returncode}\n{done.stdout}{done.stderr}"
+
+
+def _environment(ours: Mapping[str, str]) -> dict[str, str]:
+    path = os.pathsep.join([str(Path(sys.executable).parent), ours.get("PATH", "")])
+    return {**ours, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def _start(words: list[str]) -> Any:
+    """Run ``python WORDS`` in this process: a module by its ``main``, or a program's file."""
+    if words[0] != "-m":
+        with (
+            mock.patch.object(sys, "argv", words),
+            mock.patch.object(sys, "path", [str(Path(words[0]).parent), *sys.path]),
+        ):
+            return runpy.run_path(words[0], run_name="__main__")
+    name = words[1]
+    found = importlib.util.find_spec(name)
+    assert found is not None, f"there is no module {name}"
+    module = importlib.import_module(f"{name}.__main__" if found.submodule_search_locations else name)
+    with mock.patch.object(sys, "argv", [str(module.__file__), *words[2:]]):
+        try:
+            return module.main(words[2:])
+        except SystemExit as end:
+            return end.code if end.code != 2 else _refused(words)
+
+
+def _refused(words: Sequence[str]) -> NoReturn:
+    raise SystemExit(f"refused: {shlex.join(words)}")
