@@ -54,7 +54,7 @@ types: setup-dev
 
 # Warnings are errors. NO_MKDOCS_2_WARNING silences a notice of the theme's about other products.
 docs: setup-dev
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html"
 
 format: setup-dev

@@ -56,7 +56,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
             pytest.skip(f"{package} is not installed: the extra `docs` brings it")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
-        [sys.executable, "-c", OFFLINE, "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        [sys.executable, "-c", OFFLINE, "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
@@ -65,7 +65,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stderr.strip() == "", done.stderr
     return folder
 
 

@@ -155,7 +155,9 @@ def check(block: Block, *, made: frozenset[str] = frozenset()) -> None:
 def commands(block: Block) -> list[list[str]]:
     """Return the words of a shell block's commands, without the variables set for them."""
     found: list[list[str]] = []
-    for line in re.sub(r"\\\n", " ", block.text).splitlines():
+    text = re.sub(r"\\\n", " ", block.text)
+    text = re.sub(r"\$\([^()]*\)|\$\w+|\"\$@\"", "", text)  # what the shell puts there isn't known
+    for line in text.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
         words: list[str] = []
