@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -62,6 +63,17 @@ def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
             "evaluation.lengths=[12, 16]",
             f"model.vocab_size={VOCABULARY}", "training.micro_batch_size=2", "training.max_tokens=96",
         ]  # fmt: skip
+    elif spec.data.kind == "catbabi":
+        for task, split in itertools.product(range(1, 21), ("train", "valid", "test")):
+            text = f"1 Mary went to the hall{task}.\n2 Where is Mary? \thall{task}\t1\n"
+            (tmp_path / f"qa{task}_{split}.txt").write_text(text)
+        narrow += [
+            f"data.path={tmp_path}",
+            "data.length=12",
+            "training.max_steps=2",
+            "evaluation.lengths=[12]",
+        ]
+        narrow += ["model.vocab_size=40"]
     else:
         narrow += ["data.length=12", "training.max_steps=2", "evaluation.lengths=[12, 16]"]
     if name == "mamba2_state_tracking":  # its first phase ends at a step, not at a share
