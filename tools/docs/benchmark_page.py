@@ -70,7 +70,8 @@ def _run(run: Row) -> list[str]:
 def _about(about: Row) -> str:
     """Return date, machine, versions and arguments as a list."""
     machine = dict(about.get("machine", {}))
-    versions = {**{k: machine.pop(k) for k in ("python", "torch", "transformers", "cuda") if k in machine}}
+    packages = ("python", "torch", "transformers", "cuda", "mamba_ssm", "causal_conv1d")
+    versions = {name: machine.pop(name) for name in packages if name in machine}
     versions |= about.get("versions", {})
     date = about.get("date") or machine.pop("date", "not recorded")
     machine.pop("date", None)
