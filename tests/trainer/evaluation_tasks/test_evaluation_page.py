@@ -18,7 +18,7 @@ PAGE = (Path(__file__).resolve().parents[3] / "docs" / "evaluation.md").read_tex
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(rf"^```{language}[^\n]*\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
 
 
 def test_commands_can_be_parsed():
