@@ -45,6 +45,8 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
 
 # A freshly drawn RWKV-7 map this narrow need not contract; larger steps make it worse before it learns.
 LEARNING_RATES = {"rwkv7": 2e-3}
+# What is left of the loss after twenty steps, where it isn't 0.9 or less: this pair has only begun to learn.
+FALLEN = {("rwkv7", "reversible"): 0.97}
 
 
 def owners() -> set[str]:
@@ -128,7 +130,8 @@ def trained_in_two_parts(combination: Combination, folder: Path) -> torch.nn.Mod
     assert resumed.train() is not None
     fell = losses(folder)
     assert len(fell) == STEPS
-    assert sum(fell[-5:]) < 0.97 * sum(fell[:5]), fell  # in twenty steps some have only begun to learn
+    fallen = FALLEN.get((combination[0]["kind"], combination[2]["kind"]), 0.9)
+    assert sum(fell[-5:]) < fallen * sum(fell[:5]), fell
     return resumed.model
 
 
