@@ -40,7 +40,7 @@ class Backbone(nn.Module):
         self.dropout = spec.dropout
         self.checkpoint: Literal["none", "steps", "layers"] = "none"
         """What backward computes again instead of keeping it: whole calls of the map, or its layers."""
-        self.graphs: MapGraphs | None = None  # of the map without gradients, where they are wanted
+        self.graphs: MapGraphs | None = None  # of the map, where they are wanted
         if spec.weight_norm:
             add_weight_norm(self.layers)
 

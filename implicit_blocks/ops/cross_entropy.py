@@ -100,11 +100,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunks(tokens: int, width: int) -> list[slice]:
     """Cut the tokens into equal parts whose logits stay under the limit."""
     most = max(1, CHUNK_ENTRIES // width)
-    parts = -(-tokens // most)
-    rows = -(-tokens // max(parts, 1))
-    if most >= ROWS:
-        rows = -(-rows // ROWS) * ROWS if -(-rows // ROWS) * ROWS <= most else rows
-    return [slice(first, min(first + rows, tokens)) for first in range(0, tokens, max(rows, 1))]
+    parts = max(1, -(-tokens // most))
+    rows = max(1, -(-tokens // parts))
+    whole = -(-rows // ROWS) * ROWS
+    if whole <= most:
+        rows = whole
+    return [slice(first, first + rows) for first in range(0, tokens, rows)]
 
 
 def _score(
