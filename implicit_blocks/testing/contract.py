@@ -15,15 +15,17 @@ __all__ = ["ContractError", "named", "relative_error", "require"]
 P = ParamSpec("P")
 
 
-def relative_error(actual: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor, *, least: float = 0.0) -> float:
     """Return ``‖actual − expected‖ / ‖expected‖`` (the numerator where that is 0), a number.
 
-    Tensors of any shape; infinite where shapes differ or anything is NaN.
+    ``least`` is the root mean square under which ``expected`` counts as that large: what is 0 but for
+    rounding has no relative error. Tensors of any shape; infinite where shapes differ or anything is NaN.
     """
     if actual.shape != expected.shape:
         return float("inf")
     actual, expected = actual.detach(), expected.detach()
-    error = float((actual - expected).norm() / (expected.norm() or 1.0))
+    size = max(float(expected.norm()), least * expected.numel() ** 0.5)
+    error = float((actual - expected).norm()) / (size or 1.0)
     return error if error == error else float("inf")
 
 

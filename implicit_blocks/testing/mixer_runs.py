@@ -46,12 +46,18 @@ def inputs(mixer: Mixer, d_model: int, *, seed: int = 1) -> tuple[Tensor, Tensor
 
 
 def begin(
-    mixer: Mixer, batch: int = BATCH, *, dtype: torch.dtype = torch.float64, capacity: int | None = None
+    mixer: Mixer,
+    batch: int = BATCH,
+    *,
+    dtype: torch.dtype = torch.float64,
+    capacity: int | None = None,
+    device: torch.device | None = None,
 ) -> Committed:
-    """Return the state before the first token."""
+    """Return the state before the first token, on the CPU unless told otherwise."""
     options = {} if capacity is None else {"capacity": capacity}
-    state = mixer.initial_state(batch, device=torch.device("cpu"), dtype=dtype, **options)
-    return Committed(batch, 0, torch.zeros(1, dtype=torch.int64), (state,))
+    device = torch.device("cpu") if device is None else device
+    state = mixer.initial_state(batch, device=device, dtype=dtype, **options)
+    return Committed(batch, 0, torch.zeros(1, dtype=torch.int64, device=device), (state,))
 
 
 def run(

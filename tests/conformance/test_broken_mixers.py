@@ -12,7 +12,7 @@ import implicit_blocks as ib
 from implicit_blocks import registry
 from implicit_blocks.layers import Linear
 from implicit_blocks.specs import Parameters
-from implicit_blocks.testing import MIXER_CONTRACTS, ContractError, check_mixer
+from implicit_blocks.testing import MIXER_CONTRACTS, ContractError, check_backend, check_mixer
 
 
 class FaultySpec(ib.MixerSpec):
@@ -161,3 +161,27 @@ def test_a_fault_is_found_and_named(fault):
     assert said.startswith("Faulty")
     assert f"breaks the contract '{name}'" in said
     assert remedy in said
+
+
+@pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_kernels_that_agree_are_let_through(precision):
+    check_backend(
+        FaultySpec(), FaultySpec(), d_model=8, length=9, device="cpu", precision=precision, tolerance=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "messages"),
+    [
+        ("detached", ["for one window, the gradient of a is off by 1.0e+00"]),
+        ("forgets", ["for windows, the output is off by"]),
+        ("detached state", ["for windows, the gradient of"]),
+        ("padding", ["for a padded window, "]),
+        ("padding later", ["for padded windows, "]),
+    ],
+)
+def test_kernels_that_do_not_agree_are_named(fault, messages):
+    with pytest.raises(ContractError) as caught:
+        check_backend(FaultySpec(fault=fault), FaultySpec(), d_model=8, length=9, device="cpu")
+    for message in ("Faulty", "breaks the contract 'backend'", *messages):
+        assert message in str(caught.value)

@@ -11,6 +11,7 @@ from torch import Tensor
 from implicit_blocks.ops.accelerated import load
 
 MODULE = "fla.ops.gated_delta_rule"
+PACKAGE = "fla-core>=0.6"
 WIDEST_KEYS = 256
 """The kernels keep a head's keys in one block."""
 
@@ -36,9 +37,7 @@ def gated_delta_rule_fla(
     """
     module = load(MODULE)
     if isinstance(module, str):
-        raise ImportError(
-            f"{module}; pip install flash-linear-attention for backend 'fla', or choose backend 'plain'"
-        )
+        raise ImportError(f"{module}; pip install '{PACKAGE}' for backend 'fla', or choose backend 'plain'")
     if not v_BLHV.is_cuda or v_BLHV.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"backend 'fla' takes 16-bit floats on a GPU, not {v_BLHV.dtype} on {v_BLHV.device.type}; run "

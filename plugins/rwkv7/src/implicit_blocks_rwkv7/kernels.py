@@ -11,6 +11,7 @@ from torch import Tensor
 from implicit_blocks.ops.accelerated import load
 
 MODULE = "fla.ops.generalized_delta_rule"
+PACKAGE = "fla-core>=0.6"
 
 
 def generalized_delta_rule_fla(
@@ -23,10 +24,12 @@ def generalized_delta_rule_fla(
     *,
     initial_state_BHKV: Tensor | None,
     documents_BL: Tensor | None,
+    least_log_w: float,
 ) -> tuple[Tensor, Tensor]:
     """Scan as ``generalized_delta_rule`` does, on a GPU.
 
-    Asked for by name, so nothing falls back.
+    No ``log_w`` is below ``least_log_w``: that bound is what lets the kernels take a chunk's decays out of
+    its products. Asked for by name, so nothing falls back.
 
     Raises:
         ImportError: flash-linear-attention is not there, or can't be imported.
@@ -35,9 +38,7 @@ def generalized_delta_rule_fla(
     """
     module = load(MODULE)
     if isinstance(module, str):
-        raise ImportError(
-            f"{module}; pip install flash-linear-attention for backend 'fla', or choose backend 'plain'"
-        )
+        raise ImportError(f"{module}; pip install '{PACKAGE}' for backend 'fla', or choose backend 'plain'")
     if not v_BLHV.is_cuda or v_BLHV.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
             f"backend 'fla' takes 16-bit floats on a GPU, not {v_BLHV.dtype} on {v_BLHV.device.type}; run "
@@ -56,5 +57,6 @@ def generalized_delta_rule_fla(
         scale=1.0,
         initial_state=None if initial_state_BHKV is None else initial_state_BHKV.float().contiguous(),
         output_final_state=True,
+        lower_bound=least_log_w,
     )
     return o, state

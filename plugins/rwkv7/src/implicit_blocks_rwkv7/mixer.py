@@ -187,7 +187,10 @@ class RWKV7(Mixer):
         before = None if context.begins else state.S_BHKV
         if spec.backend == "fla":
             o, S = generalized_delta_rule_fla(
-                *tensors, initial_state_BHKV=before, documents_BL=context.documents_BL
+                *tensors,
+                initial_state_BHKV=before,
+                documents_BL=context.documents_BL,
+                least_log_w=-FASTEST_DECAY,
             )
         else:
             o, S = generalized_delta_rule(

@@ -1,0 +1,110 @@
+"""What kernels must hold: they compute what the plain operators do, as exactly as their precision allows.
+
+Shape legend: B batch, L tokens, D model width, U injection width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from implicit_blocks.interfaces import Mixer
+from implicit_blocks.registry import build
+from implicit_blocks.specs import MixerSpec
+from implicit_blocks.testing.contract import relative_error, require
+from implicit_blocks.testing.mixer_runs import begin, make, run
+
+
+def check_backend(
+    spec: MixerSpec,
+    reference: MixerSpec,
+    *,
+    d_model: int = 64,
+    batch: int = 3,
+    length: int = 70,
+    device: str = "cuda",
+    precision: torch.dtype | None = torch.bfloat16,
+    tolerance: float = 1e-2,
+) -> None:
+    """Check that a mixer's kernels agree with its plain operators: outputs, final state, every gradient.
+
+    Both compute in ``precision``, by autocast, and are compared with the plain operators in float64: the
+    kernels may be twice as far from them as the plain operators are, and ``tolerance`` on top (relative
+    errors, of each tensor by itself). Sequences come whole, in windows down to one token, and padded.
+
+    Args:
+        spec: the mixer with the kernels; parameters must have the reference's names and shapes.
+        reference: the same mixer with plain operators.
+        d_model: width of the residual stream.
+        batch: rows, B.
+        length: tokens, L; take more than a chunk of the kernels.
+        device: where both run; kernels that need no GPU are checked on "cpu".
+        precision: of autocast, or None for float32 without.
+        tolerance: relative error that the kernels may add.
+
+    Raises:
+        ContractError: naming the mixer, the tensor, the windows, and both errors.
+
+    """
+    plain = make(reference, d_model).to(device)
+    fast: Mixer = build(spec, d_model=d_model).to(device)
+    fast.load_state_dict(plain.state_dict())
+    generator = torch.Generator().manual_seed(1)
+    z, u = (
+        torch.randn(batch, length, width, generator=generator).to(device)
+        for width in (d_model, plain.injection_width)
+    )
+    padded = torch.rand(batch, length, generator=generator).to(device) < 0.7
+    for name, cuts, valid in (
+        ("one window", [length], None),
+        ("windows", [1, length // 2, length - 1, length], None),
+        ("a padded window", [length], padded),
+        ("padded windows", [length // 2, length], padded),
+    ):
+        found = _differentiated(fast.float(), z, u, cuts, valid, precision)
+        same = _differentiated(copy.deepcopy(plain).float(), z, u, cuts, valid, precision)
+        exact = _differentiated(plain, z.double(), u.double(), cuts, valid, None)
+        for part, expected in exact.items():
+            error, other = (relative_error(values[part].double(), expected) for values in (found, same))
+            require(
+                error <= tolerance + 2 * other,
+                fast,
+                "backend",
+                f"for {name}, {part} is off by {error:.1e}, where plain operators in the same precision are "
+                f"off by {other:.1e}",
+            )
+
+
+def _differentiated(
+    mixer: Mixer,
+    z: Tensor,
+    u: Tensor,
+    cuts: Sequence[int],
+    valid: Tensor | None,
+    precision: torch.dtype | None,
+) -> dict[str, Tensor]:
+    """Return outputs, final state, and the gradients of a fixed weighting of both, by name."""
+    leaves = {"z": z.clone().requires_grad_(), "u": u.clone().requires_grad_()}
+    start = begin(mixer, z.shape[0], dtype=z.dtype, device=z.device)
+    with torch.autocast(z.device.type, precision, enabled=precision is not None):
+        y, state = run(mixer, leaves["z"], leaves["u"], cuts, valid=valid, start=start)
+    if valid is not None:
+        y = y.where(valid[:, :, None], 0.0)  # what stands at padding is nobody's answer
+    values = {"the output": y}
+    for number, leaf in enumerate(pytree.tree_leaves(state)):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            values[f"tensor {number} of the final state"] = leaf
+    generator = torch.Generator().manual_seed(2)
+    loss = torch.zeros((), dtype=torch.float64, device=z.device)
+    for value in values.values():
+        weights = torch.randn(value.shape, dtype=torch.float64, generator=generator).to(z.device)
+        loss = loss + (value.double() * weights).sum()
+    leaves |= dict(mixer.named_parameters())
+    gradients = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        values[f"the gradient of {name}"] = torch.zeros_like(leaf) if gradient is None else gradient
+    return {name: value.detach() for name, value in values.items()}
