@@ -31,9 +31,10 @@ def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = Non
     """
     training, phases = spec.training, spec.phase_specs()
     sequences, vocab_size = spec.total_sequences, getattr(spec.model, "vocab_size", None)
-    tokens = sequences * spec.data.length
+    tokens = spec.total_tokens
     spec.require_shares(ranks)
-    one_batch = len({(phase.training.batch_size, phase.training.sequences_at_once) for phase in phases}) == 1
+    batches = {(p.training.batch_size, p.training.sequences_at_once, p.data.length) for p in phases}
+    one_batch = len(batches) == 1
     lines = [
         f"{name} ({spec.model.kind})",
         *_section("parameters", _parameters(spec.model)),
@@ -41,7 +42,7 @@ def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = Non
         *_section(
             "training",
             [
-                f"{spec.total_steps:,} steps of {_batch(spec, phases[0])}, {magnitude(tokens)} tokens in all"
+                f"{spec.total_steps:,} steps of {_batch(phases[0])}, {magnitude(tokens)} tokens in all"
                 if one_batch
                 else f"{spec.total_steps:,} steps of batches by phase, {magnitude(tokens)} tokens in all",
                 (_micro_batches(phases[0], ranks) + ", " if one_batch else "")
@@ -57,9 +58,11 @@ def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = Non
     for phase in phases:
         described, flops = _phase(spec, phase, ranks)
         if not one_batch:
-            described.insert(1, f"{_batch(spec, phase)}, {_micro_batches(phase, ranks)}")
+            described.insert(1, f"{_batch(phase)}, {_micro_batches(phase, ranks)}")
+        if phase.data != spec.data:
+            described[1:1] = phase.data.describe(sequences=_sequences(phase), vocab_size=vocab_size)
         if phase.name in rates:
-            taken = _sequences(phase) * spec.data.length / rates[phase.name]
+            taken = _sequences(phase) * phase.data.length / rates[phase.name]
             described.append(f"{duration(taken)} at {rates[phase.name]:,.0f} tokens/s")
             seconds += taken
         lines += _section(f"phase {phase.name}", described)
@@ -100,8 +103,8 @@ def _sequences(phase: Phase) -> int:
     return (phase.last_step - phase.first_step) * phase.training.batch_size
 
 
-def _batch(spec: RunSpec, phase: Phase) -> str:
-    size, length = phase.training.batch_size, spec.data.length
+def _batch(phase: Phase) -> str:
+    size, length = phase.training.batch_size, phase.data.length
     return f"{size:,} x {length:,} = {size * length:,} tokens"
 
 
@@ -161,7 +164,7 @@ def _rates(given: str | None, phases: list[str]) -> dict[str, float]:
 
 def _phase(spec: RunSpec, phase: Phase, ranks: int) -> tuple[list[str], float | None]:
     lines = [f"steps {phase.first_step + 1:,} to {phase.last_step:,}, {_search(phase.model)}"]
-    length = spec.data.length
+    length = phase.data.length
     flops = training_flops_per_token(phase.model, length=length)
     forward = count_flops(phase.model, length=length)
     if flops is None or forward is None or forward.layers is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,8 @@ class Loop:
     """Trains a model from where it stands to the end of the run, or to where it is told to stop.
 
     Everything it works on is given: it builds nothing and reads no spec files. ``progress`` says how far
-    the run has come; a resumed run starts with its checkpoint's.
+    the run has come; a resumed run starts with its checkpoint's. ``sources`` are the data of each phase, the
+    same object where they are the same.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Loop:
         layout: Layout,
         optimizer: torch.optim.Optimizer,
         schedule: Schedule,
-        data: DataSource,
+        sources: Sequence[DataSource],
         evaluation_sets: Mapping[str, EvaluationSet],
         folder: RunFolder,
         display: Display,
@@ -66,14 +67,14 @@ class Loop:
         self.model = layout.model
         self.optimizer = optimizer
         self.schedule = schedule
-        self.data = data
+        self.sources = sources
         self.evaluation_sets = evaluation_sets
         self.folder = folder
         self.device = self.ranks.device
         self.display = display
         self.progress = progress
-        self.loader = Prefetcher(data, workers=spec.training.loader_workers, pin=self.device.type == "cuda")
         self.phases = spec.phase_specs()
+        self.loader = self._loader_of(sources[0])
         self.total_steps = spec.total_steps
         self.last_row: dict[str, Any] = folder.metrics.last_row() or {}
         self.checkpointer = checkpointer
@@ -90,7 +91,6 @@ class Loop:
             self.model, "checkpoint_activations", None
         )
         self._speedometer = Speedometer(
-            length=spec.data.length,
             devices=self.ranks.world_size,
             device=self.device,
             peak=spec.training.peak_flops,
@@ -207,7 +207,10 @@ class Loop:
         """Return this rank's part of the batch that begins at sample ``first``, and of the next ones."""
         ranges: list[tuple[int, int]] = []
         for ahead in range(step, min(step + 1 + self.loader.depth, self.total_steps)):
-            size = self._phase_at(ahead).training.batch_size
+            phase = self._phase_at(ahead)
+            if self._source_of(phase) is not self.data:
+                break
+            size = phase.training.batch_size
             offset, count = rank_share(size, rank=self.ranks.rank, world_size=self.ranks.world_size)
             ranges.append((first + offset, count))
             first += size
@@ -268,6 +271,17 @@ class Loop:
     def _phase_at(self, step: int) -> Phase:
         return next(phase for phase in self.phases if phase.first_step <= step < phase.last_step)
 
+    @property
+    def data(self) -> DataSource:
+        """The data of the phase that the run is in."""
+        return self.loader.source
+
+    def _source_of(self, phase: Phase) -> DataSource:
+        return self.sources[self.phases.index(phase)]
+
+    def _loader_of(self, source: DataSource) -> Prefetcher:
+        return Prefetcher(source, workers=self.spec.training.loader_workers, pin=self.device.type == "cuda")
+
     def _enter_phase(self, step: int) -> Phase:
         phase = self._phase_at(step)
         if phase.model != self._model_spec:
@@ -276,6 +290,9 @@ class Loop:
             self.display.say(f"phase {phase.name}: steps {phase.first_step + 1} to {phase.last_step}")
         if phase is not self._phase:
             self._phase = phase
+            if (source := self._source_of(phase)) is not self.data:
+                self.loader.close()
+                self.loader = self._loader_of(source)
             if self._checkpoint_activations is not None:
                 self._checkpoint_activations(phase.training.checkpoint_activations)
             self._tell("on_phase", step=step, phase=phase)

@@ -85,7 +85,7 @@ def estimate_memory(spec: RunSpec, phase: Phase, *, ranks: int = 1) -> Memory | 
         return None
     columns = sum(size.weights / model.d_model for size in sizes if size is not None)
     training = phase.training
-    tokens = min(training.sequences_at_once, training.share(ranks)) * spec.data.length
+    tokens = min(training.sequences_at_once, training.share(ranks)) * phase.data.length
     width = 2 if training.precision == "bfloat16" else _FLOAT32
     # Beside what the matrices make: the residual stream, in float32, before each branch.
     layer = _VALUES_A_WEIGHT_COLUMN * columns * width + len(parts) * model.d_model * _FLOAT32

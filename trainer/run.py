@@ -140,13 +140,18 @@ def build(
     if training.threads is not None:
         torch.set_num_threads(training.threads)
 
-    def make() -> tuple[Callbacks, DataSource, Mapping[str, EvaluationSet], nn.Module]:
+    def make() -> tuple[Callbacks, list[DataSource], Mapping[str, EvaluationSet], nn.Module]:
         spec.require_shares(ranks.world_size)
         seed_everything(training.seed)
         callbacks = Callbacks.build(spec.callbacks)
         vocab_size = getattr(spec.model, "vocab_size", None)
-        data: DataSource = registry.build(spec.data, seed=training.seed, vocab_size=vocab_size)
-        sets = data.evaluation_sets(spec.evaluation.at(spec.data.length))
+        read = [spec.data, *(phase.data for phase in spec.phase_specs())]
+        made: dict[str, DataSource] = {}
+        for each in read:
+            if (key := each.model_dump_json()) not in made:
+                made[key] = registry.build(each, seed=training.seed, vocab_size=vocab_size)
+        own, *sources = (made[each.model_dump_json()] for each in read)
+        sets = own.evaluation_sets(spec.evaluation.at(spec.data.length))
         # Built on the CPU and moved, so that the initial weights depend on neither device nor layout.
         seed_everything(training.seed)
         model: nn.Module = registry.build(spec.model)
@@ -160,9 +165,9 @@ def build(
         if origin is not None:
             like = model.state_dict()
             model.load_state_dict(read_start(origin, spec.model, like=like))
-        return callbacks, data, sets, model
+        return callbacks, sources, sets, model
 
-    callbacks, data, sets, model = ranks.together(make)
+    callbacks, sources, sets, model = ranks.together(make)
     layout = lay_out(model, training.parallel, ranks, phases=[phase.model for phase in spec.phase_specs()])
     if training.cuda_graphs and ranks.device.type == "cuda" and layout.kind in ("none", "ddp"):
         _method(model, spec, "capture_graphs", "training.cuda_graphs=false")()
@@ -187,12 +192,12 @@ def build(
         threads=torch.get_num_threads(),
         processes=ranks.world_size,
         layout=layout.kind,
-        data=data.identity(),
+        data=sources[-1].identity(),
         started_from=ranks.on_main(lambda: None if origin is None else origin.record()),
     )
     if resume:
         if not any(change.startswith("data") for change in changes):
-            ranks.on_main(lambda: folder.require_data(data.identity()))
+            ranks.on_main(lambda: folder.require_data(sources[-1].identity()))
         progress = go_on(
             folder,
             progress,
@@ -216,7 +221,7 @@ def build(
         layout=layout,
         optimizer=optimizer,
         schedule=schedule,
-        data=data,
+        sources=sources,
         evaluation_sets=sets,
         folder=folder,
         display=display,

@@ -102,7 +102,7 @@ class RunSpec(BaseRunSpec):
     training: TrainingSpec
     """How."""
     phases: tuple[PhaseSpec, ...] = ()
-    """Changes of solver, gradient and batch on the way; none: one phase."""
+    """Changes of solver, gradient, batch and data on the way; none: one phase."""
     evaluation: EvaluationSpec = EvaluationSpec()
     """What is evaluated, on the way and at the end."""
     callbacks: tuple[CallbackSpec, ...] = ()
@@ -114,6 +114,14 @@ class RunSpec(BaseRunSpec):
         return self.phase_specs()[-1].last_step
 
     @property
+    def total_tokens(self) -> int:
+        """Tokens that the whole run sees, over all phases."""
+        return sum(
+            (phase.last_step - phase.first_step) * phase.training.batch_size * phase.data.length
+            for phase in self.phase_specs()
+        )
+
+    @property
     def total_sequences(self) -> int:
         """Sequences that the whole run sees, over all phases."""
         return sum(
@@ -121,8 +129,8 @@ class RunSpec(BaseRunSpec):
         )
 
     def phase_specs(self) -> list[Phase]:
-        """Name, first step, last step (exclusive), model and training spec of each phase."""
-        return plan(self.phases, model=self.model, training=self.training, length=self.data.length)
+        """Name, first step, last step (exclusive), model, training and data spec of each phase."""
+        return plan(self.phases, model=self.model, training=self.training, data=self.data)
 
     def require_shares(self, ranks: int) -> None:
         """Refuse a number of processes that can't share every phase's batch equally.

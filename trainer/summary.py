@@ -58,10 +58,12 @@ def summarize(
                     {
                         "model": spec.model.model_dump(mode="json"),
                         "training": spec.training.model_dump(mode="json"),
+                        "data": spec.data.model_dump(mode="json"),
                     },
                     {
                         "model": phase.model.model_dump(mode="json"),
                         "training": phase.training.model_dump(mode="json"),
+                        "data": phase.data.model_dump(mode="json"),
                     },
                 ),
             }

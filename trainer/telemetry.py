@@ -25,15 +25,13 @@ class Speedometer:
     model doesn't tell its cost, or the device's peak is neither known nor given (`training.peak_flops`).
 
     Args:
-        length: tokens in a sequence.
         devices: how many take part.
         device: this process's.
         peak: FLOP/s of one device; None: looked up by its name.
 
     """
 
-    def __init__(self, *, length: int, devices: int, device: torch.device, peak: float | None) -> None:
-        self._length = length
+    def __init__(self, *, devices: int, device: torch.device, peak: float | None) -> None:
         self._devices = devices
         self._device = device
         self._peak = peak
@@ -58,7 +56,7 @@ class Speedometer:
     def _flops(self, result: StepResult, phase: Phase) -> TrainingFlops | None:
         return training_flops(
             phase.model,
-            length=self._length,
+            length=phase.data.length,
             iterations=None if result.search is None else result.search.iterations,
             iterations_executed=result.iterations_executed,
             checkpoint_activations=phase.training.checkpoint_activations,

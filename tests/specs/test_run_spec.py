@@ -32,7 +32,7 @@ def refused(message: str, **changes: Any) -> None:
 
 def test_without_phases_there_is_one() -> None:
     spec = run()
-    assert spec.phase_specs() == [("train", 0, 100, spec.model, spec.training)]
+    assert spec.phase_specs() == [("train", 0, 100, spec.model, spec.training, spec.data)]
 
 
 def test_phases_merge_over_the_runs_own_sections() -> None:

@@ -108,3 +108,35 @@ def test_the_dry_run_shows_each_phases_batch(small: Small) -> None:
         assert line in told, told
     with pytest.raises(ValueError, match=r"phase 'bounded': training\.batch_size 8 can't be shared"):
         describe(small(GROWING), name="growing", ranks=3)
+
+
+LONGER: dict[str, Any] = {
+    "training.max_steps": 6,
+    "training.checkpoint_every": 2,
+    "training.loader_workers": 2,
+    "phases": [
+        {"name": "short", "until": 3, "data": {"length": 4, "identity_probability": 0.0}},
+        {"name": "long", "training": {"batch_size": 4}},
+    ],
+}
+
+
+def test_phases_read_data_of_their_own_and_go_on_exactly(small: Small, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    run = build(small(LONGER), output=one, device="cpu")
+    asked: list[tuple[int, ...]] = []
+    forward = run.model.forward
+
+    def looking(inputs: torch.Tensor, **options: Any) -> Any:
+        asked.append(tuple(inputs.shape))
+        return forward(inputs, **options)
+
+    run.model.forward = looking  # type: ignore[method-assign]  # of this object alone
+    run.train()
+    assert asked[:6] == [(8, 4)] * 3 + [(4, 12)] * 3
+    assert [row["tokens"] for row in rows(one)] == [32, 64, 96, 144, 192, 240]
+    assert [row["samples"] for row in rows(one)] == [8, 16, 24, 28, 32, 36]
+    for stop_at in (2, 4):
+        build(small(LONGER), output=other, device="cpu", resume=stop_at > 2).train(stop_at=stop_at)
+    build(small(LONGER), output=other, device="cpu", resume=True).train()
+    assert losses(one) == losses(other)

@@ -25,7 +25,7 @@ class Prefetcher:
     """
 
     def __init__(self, source: DataSource, *, workers: int = 1, pin: bool = False) -> None:
-        self._source, self._pin = source, pin
+        self.source, self._pin = source, pin
         self._workers = min(workers, 1) if not source.concurrent else workers
         self._pool: ThreadPoolExecutor | None = None
         self._waiting: OrderedDict[_Range, Future[Batch]] = OrderedDict()
@@ -64,5 +64,5 @@ class Prefetcher:
             self._pool = None
 
     def _load(self, position: int, count: int) -> Batch:
-        batch = self._source.batch(position, count)
+        batch = self.source.batch(position, count)
         return batch.pin_memory() if self._pin else batch

@@ -17,6 +17,8 @@ class DataSpec(ComponentSpec):
     """Base of all data sources' specs."""
 
     family: ClassVar[str] = "data"
+    changeable: ClassVar[frozenset[str]] = frozenset()
+    """Fields that a phase of training may change; any position can then be read with any of their values."""
 
     length: PositiveInt
     """Tokens in a training sequence."""
@@ -42,6 +44,8 @@ class DataSpec(ComponentSpec):
 
 class WordProblemSpec(DataSpec):
     """Prefix products in a finite group, optionally times a monoid: generated as they are needed."""
+
+    changeable: ClassVar[frozenset[str]] = frozenset({"length", "identity_probability"})
 
     kind: Literal["word_problem"] = "word_problem"
     group: str

@@ -1,4 +1,4 @@
-"""Phases of a run: how search, gradient and batch change on the way, the weights staying as they are.
+"""Phases of a run: how search, gradient, batch and data change on the way, the weights staying as they are.
 
 Steps are the run's clock: a share of the run is a share of its steps, for phases as for schedules, however
 the batch changes. Tokens are counted over the phases, each with its own batch.
@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 from implicit_blocks.specs import ModelSpec, Spec, merge, refusal, together
 from implicit_blocks.suggestions import did_you_mean
 from trainer.schedule import steps_of
+from trainer.specs.data import DataSpec
 from trainer.specs.spans import Until, tokens_of
 from trainer.specs.training import TrainingSpec
 
@@ -21,7 +22,7 @@ _CHANGEABLE = {"batch_size", "micro_batch_size", "clip_norm", "checkpoint_activa
 
 
 class PhaseSpec(Spec):
-    """One phase: what differs from the run's own `model` and `training` sections."""
+    """One phase: what differs from the run's own `model`, `training` and `data` sections."""
 
     name: str
     """What records call it."""
@@ -33,6 +34,9 @@ class PhaseSpec(Spec):
     training: dict[str, Any] = Field(default_factory=dict)
     """Changes to batch_size, micro_batch_size, clip_norm, checkpoint_activations and
     optimizer.learning_rate."""
+    data: dict[str, Any] = Field(default_factory=dict)
+    """Changes to the data, where their kind allows any: the length and identity_probability of word
+    problems."""
 
 
 class Phase(NamedTuple):
@@ -43,12 +47,13 @@ class Phase(NamedTuple):
     last_step: int
     model: ModelSpec
     training: TrainingSpec
+    data: DataSpec
 
 
 def plan(
-    phases: Sequence[PhaseSpec], *, model: ModelSpec, training: TrainingSpec, length: int
+    phases: Sequence[PhaseSpec], *, model: ModelSpec, training: TrainingSpec, data: DataSpec
 ) -> list[Phase]:
-    """Work out the phases of a run on sequences of ``length`` tokens; without any, one named ``train``.
+    """Work out the phases of a run; without any, one named ``train``.
 
     The last one ends where the run does. A run measured in tokens ends with the step that completes them.
 
@@ -57,15 +62,17 @@ def plan(
 
     """
     if not phases:
-        total = min(_lengths(training, lambda tokens: -(-tokens // (training.batch_size * length))))
-        return [Phase("train", 0, total, model, training)]
+        total = min(_lengths(training, lambda tokens: -(-tokens // (training.batch_size * data.length))))
+        return [Phase("train", 0, total, model, training, data)]
     changed = []
     for index, phase in enumerate(phases):
         try:
-            changed.append((_changed_model(model, phase), _changed_training(training, phase)))
+            changed.append(
+                (_changed_model(model, phase), _changed_training(training, phase), _changed_data(data, phase))
+            )
         except ValidationError as error:
             raise together([error], under=("phases", index)) from None
-    tokens_a_step = [own.batch_size * length for _, own in changed]
+    tokens_a_step = [own.batch_size * read.length for _, own, read in changed]
     total = min(_lengths(training, lambda tokens: _steps_with(tokens, phases, tokens_a_step)))
     ends = _ends(phases, tokens_a_step, total)
     return [
@@ -179,6 +186,14 @@ def _changed_training(training: TrainingSpec, phase: PhaseSpec) -> TrainingSpec:
         return TrainingSpec.model_validate(merge(training.model_dump(), phase.training))
     except ValidationError as error:
         raise together([error], under=("training",)) from None
+
+
+def _changed_data(data: DataSpec, phase: PhaseSpec) -> DataSpec:
+    _refuse_others(phase.data, data.changeable, "data", what=f"of data of kind {data.kind!r}")
+    try:
+        return type(data).model_validate(merge(data.model_dump(), phase.data)) if phase.data else data
+    except ValidationError as error:
+        raise together([error], under=("data",)) from None
 
 
 def _refuse_others(
