@@ -78,12 +78,10 @@ class Search:
         self._check(z)
         with torch.no_grad():
             loop = _Loop(self, lambda z: z, z.detach())
-            residual = loop.residuals(loop.elements(z.detach()), loop.elements(fz.detach()))
-            diverged = ~residual.isfinite()
-            measured = loop.prefix_largest(residual.masked_fill(diverged, torch.inf))
-            loop.own_residual = residual
+            loop.all_active = True  # padding too: its residual is 0
+            loop.measure(loop.residuals(loop.laid_out(z.detach()), loop.laid_out(fz.detach())))
+            loop.own_residual = loop.seen
             loop.iterations.fill_(iterations)
-            loop.converged, loop.diverged = measured <= self.stopping.tolerance, diverged
             return loop.solution(z)
 
     def _check(self, z0: Tensor) -> None:
@@ -117,121 +115,148 @@ def still_at_padding(fz: Tensor, z: Tensor, valid_BL: Tensor | None) -> Tensor:
 
 
 class _Loop:
-    """One run of a search: the working set of rows, and what is known of each element."""
+    """One run of a search: the working set of rows, and what is known of each element.
+
+    Points are (B, F) with scope ``sequence``, (B, L, F) with ``prefix``; what is known of the elements has 1
+    in the place of F, so that it masks points as it is. Calls of operators are what an iteration of a small
+    map costs, so nothing is kept that can be told from something else:
+
+    - ``seen``, the residual of an element's last call, which stands still once it has left the loop; where
+      it is not finite the element has diverged. With prefix scope the largest among a token's own and those
+      before it decides, which is not finite behind a token that has diverged.
+    - ``measured``, the lowest that decided; under the tolerance the element has converged.
+    """
 
     def __init__(self, search: Search, f: Map, z0: Tensor) -> None:
         self.search, self.stopping, self.solver, self.f = search, search.stopping, search.solver, f
         self.shape = z0.shape
-        self.tokens = z0.shape[1] if self.stopping.scope == "prefix" else 1
+        self.prefix = self.stopping.scope == "prefix"
         self.valid = search.valid
-        self.z = self.elements(z0)
+        self.z = self.laid_out(z0)
         self.best = self.z
         self.fused = z0.is_cuda and z0.dtype != torch.float64 and self.valid is None and available("triton")
-        count = (self.z.shape[0],)
+        count = (*self.z.shape[:-1], 1)
         precision = torch.promote_types(z0.dtype, torch.float32)
-        # The lowest so far; with prefix scope of the token and those before it.
+        self.seen = z0.new_zeros(count, dtype=precision)
         self.measured = z0.new_full(count, torch.inf, dtype=precision)
-        self.own_residual = self.measured
+        self.own_residual = self.measured  # that of the best point: with prefix scope, of the token alone
         self.iterations = z0.new_zeros(count, dtype=torch.int64)
-        self.converged = z0.new_zeros(count, dtype=torch.bool)
-        self.diverged = self.converged
+        self.active = torch.ones(count, dtype=torch.bool, device=z0.device)
+        self.all_active = True
         self.trace: list[Tensor] = []
         self.averages: tuple[Tensor, Tensor] | None = None  # of z and of f(z), where they are asked for
-        if self.tokens > 1 and self.valid is not None:
-            self.converged = ~self.valid.reshape(-1)
-            self.own_residual = self.own_residual.masked_fill(self.converged, 0.0)
+        self.here: Tensor | None = None
+        if self.prefix and self.valid is not None:
+            self.active, self.all_active = self.valid[..., None], False
 
     # ------------------------------------------------------------------------------------ layout
 
+    def laid_out(self, z: Tensor) -> Tensor:
+        """Lay (B, L, …) out as points."""
+        return z if z.ndim == 2 + self.prefix else z.reshape(*z.shape[: 1 + self.prefix], -1)
+
     def elements(self, z: Tensor) -> Tensor:
-        """Lay (B, L, …) out as elements, (E, F)."""
-        return z.reshape(z.shape[0] * self.tokens, -1)
+        """Lay points out as a solver sees them, (E, F)."""
+        return z.reshape(-1, z.shape[-1]) if self.prefix else z
 
     def call(self, z: Tensor) -> Tensor:
-        """Call the map on elements, (E, F)."""
-        whole = z.view(z.shape[0] // self.tokens, *self.shape[1:])
-        return self.elements(still_at_padding(self.f(whole), whole, self.valid))
+        """Call the map on points."""
+        whole = z if z.ndim == len(self.shape) else z.reshape(-1, *self.shape[1:])
+        return self.laid_out(still_at_padding(self.f(whole), whole, self.valid))
 
-    def prefix_largest(self, residual: Tensor) -> Tensor:
-        """With prefix scope, the largest residual among each token and those before it."""
-        if self.tokens == 1:
-            return residual
-        return residual.view(-1, self.tokens).cummax(1).values.reshape(-1)
+    def call_elements(self, z_EF: Tensor) -> Tensor:
+        """Call the map on elements: the handle that a solver is given."""
+        return self.elements(self.call(z_EF.reshape(self.z.shape)))
 
     def residuals(self, z: Tensor, fz: Tensor) -> Tensor:
-        """Return each element's residual, (E,), in float32 or better."""
+        """Return each element's residual, in float32 or better."""
+        relative = self.stopping.norm == "relative"
         if self.fused and z.is_contiguous() and fz.is_contiguous():
-            from implicit_blocks.ops.kernels.residual import squared_norms
+            from implicit_blocks.ops.kernels.residual import residuals
 
-            step, size = (square.sqrt_() for square in squared_norms(z, fz))
-            return step if self.stopping.norm == "absolute" else step / (size + RELATIVE_FLOOR)
+            return residuals(z, fz, floor=RELATIVE_FLOOR if relative else None)
         difference, value = fz - z, fz
         if self.valid is not None:
-            if self.tokens > 1:
-                difference = difference.masked_fill(~self.valid.reshape(-1, 1), 0.0)
+            if self.prefix:
+                difference = difference.masked_fill(~self.valid[..., None], 0.0)
             else:
                 padding = ~self.valid.view(*self.valid.shape, *[1] * (len(self.shape) - 2))
                 shape = (-1, *self.shape[1:])
                 difference = difference.view(shape).masked_fill(padding, 0.0).flatten(1)
                 value = fz.view(shape).masked_fill(padding, 0.0).flatten(1)
         precision = self.measured.dtype
-        norm: Tensor = torch.linalg.vector_norm(difference, dim=1, dtype=precision)
-        if self.stopping.norm == "absolute":
+        norm: Tensor = torch.linalg.vector_norm(difference, dim=-1, keepdim=True, dtype=precision)
+        if not relative:
             return norm
-        whole: Tensor = torch.linalg.vector_norm(value, dim=1, dtype=precision)
+        whole: Tensor = torch.linalg.vector_norm(value, dim=-1, keepdim=True, dtype=precision)
         return norm / (whole + RELATIVE_FLOOR)
 
     # ------------------------------------------------------------------------------------ the loop
 
     def run(self) -> Solution:
         results: _Results | None = None
-        active = ~self.converged
-        state = self.solver.init(self.z)
-        check_solver_state(self.solver, state, self.z.shape[0])
+        z_EF = self.elements(self.z)
+        state = self.solver.init(z_EF)
+        check_solver_state(self.solver, state, z_EF.shape[0])
         for iteration in range(1, self.stopping.max_iterations + 1):
             fz = self.call(self.z)
             measured, value = self.averaged(self.z, fz)
-            active, improved = self.measure(measured, value, active)
+            residual = self.residuals(measured, value)
+            if self.search.trace:
+                self.trace.append(residual.masked_fill(~self.active, torch.nan))
+            improved = self.measure(residual)
             if iteration == self.stopping.max_iterations:  # nothing is decided any more: the host goes on
-                self.best = torch.where(improved[:, None], value, self.best)
+                self.best = torch.where(improved, value, self.best)
                 break
-            rows_active = active.view(-1, self.tokens).any(1)
-            remaining, better, rows = self.counts(active, improved, rows_active)
+            remaining, rows, every = self.counts(improved)
             # torch.where, never arithmetic with the mask: a NaN in what is discarded must not spread
-            every = better == active.numel()
-            self.best = value if every else torch.where(improved[:, None], value, self.best)
+            self.best = value if every else torch.where(improved, value, self.best)
             if self.search.ends(remaining == 0):
                 break
-            z, proposed = self.solver.update(self.z, fz, state, self.call)
-            check_next_point(self.solver, z, self.z)
+            proposed, proposed_state = self.solver.update(z_EF, self.elements(fz), state, self.call_elements)
+            check_next_point(self.solver, proposed, z_EF)
             if iteration == 1:
-                check_solver_state(self.solver, proposed, self.z.shape[0])
-            if remaining < active.numel():
-                z = torch.where(active[:, None], z, self.best)
-                state = _where(active, proposed, state)
+                check_solver_state(self.solver, proposed_state, z_EF.shape[0])
+            z = proposed.reshape(self.z.shape) if self.prefix else proposed
+            self.all_active = remaining == self.active.numel()
+            if self.all_active:
+                self.z, z_EF, state = z, proposed, proposed_state
             else:
-                state = proposed
-            self.z = z
-            if self.search.compact and self.can_drop(rows, rows_active.numel()):
-                results = results or _Results(self)
-                state, active = self.drop(results, rows_active, rows, state, active)
+                self.z = torch.where(self.active, z, self.best)
+                state = _where(self.active, proposed_state, state)
+                if self.search.compact and self.can_drop(rows):
+                    results = results or _Results(self)
+                    state = self.drop(results, rows, state)
+                    self.all_active = remaining == self.active.numel()
+                z_EF = self.elements(self.z)
         if results is not None:
             results.write(self)
             results.restore(self)
-        return self.solution(self.best.view(self.shape))
+        return self.solution(self.best.reshape(self.shape))
 
-    def counts(self, *flags: Tensor) -> list[int]:
-        """Return how many of each are set: the loop's one reading from the device in an iteration."""
-        counts = torch.stack([flag.sum() for flag in flags])
+    def counts(self, improved: Tensor) -> tuple[int, int, bool]:
+        """Return how many elements go on, in how many rows, and whether all elements are better now.
+
+        The loop's one reading from the device in an iteration.
+        """
+        # Elements that have left are no better, so where some have only the others need counting.
+        flags = torch.stack((self.active, improved)) if self.all_active else self.active
+        counts = flags.sum(list(range(1 + self.all_active, flags.ndim)))
+        active, better = self.read(counts) if self.all_active else (self.read(counts), [0])
+        return sum(active), sum(map(bool, active)), sum(better) == improved.numel()
+
+    def read(self, counts: Tensor) -> list[Any]:
+        """Return what a tensor of counts holds."""
         if not counts.is_cuda:
             return counts.tolist()
         # A copy and an event rather than tolist, which would wait for whatever else the device is given.
-        here = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        here.copy_(counts, non_blocking=True)
+        if self.here is None or self.here.shape != counts.shape:
+            self.here = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
+        self.here.copy_(counts, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
         arrived.synchronize()
-        return here.tolist()
+        return self.here.tolist()
 
     def averaged(self, z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
         """Return what stands for ``z`` and ``f(z)`` in the report: their moving averages, or they.
@@ -247,40 +272,33 @@ class _Loop:
         self.averages = z, fz
         return z, fz
 
-    def measure(self, z: Tensor, fz: Tensor, active: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in what ``f`` returned; return which elements go on, and which are better now, (E,) bool."""
-        residual = self.residuals(z, fz)
-        finite = residual.isfinite()
-        if self.tokens == 1:
-            measured = residual.masked_fill(~finite, torch.inf)
+    def measure(self, residual: Tensor) -> Tensor:
+        """Take in the residuals of a call; return which elements are better now than ever."""
+        self.iterations = self.iterations + self.active
+        self.seen = residual if self.all_active else torch.where(self.active, residual, self.seen)
+        largest = self.seen.cummax(1).values if self.prefix else self.seen  # NaN where one so far is NaN
+        # No element that has left the loop can be better: what is seen of it, and of those before it in the
+        # prefix, stands still, or is not finite.
+        improved = largest < self.measured
+        self.measured = torch.fmin(largest, self.measured)
+        if self.prefix:
+            self.own_residual = torch.where(improved, self.seen, self.own_residual)
         else:
-            left = torch.where(self.converged, 0.0, torch.inf).to(residual.dtype)
-            measured = self.prefix_largest(torch.where(active & finite, residual, left))
-        improved = active & (measured < self.measured)
-        self.measured = torch.where(improved, measured, self.measured)
-        self.own_residual = torch.where(improved, residual, self.own_residual)
-        self.iterations = self.iterations + active
-        reached = active & (measured <= self.stopping.tolerance)
-        self.converged = self.converged | reached
-        self.diverged = self.diverged | (active & ~finite)
-        if self.search.trace:
-            self.trace.append(residual.masked_fill(~active, torch.nan))
-        active = active & finite & ~reached
-        if self.tokens > 1:
-            behind = self.diverged.view(-1, self.tokens).cummax(1).values.reshape(-1)
-            active = active & ~behind
-        return active, improved
+            self.own_residual = self.measured
+        self.active = (largest > self.stopping.tolerance) & (largest < torch.inf)
+        if self.prefix and self.valid is not None:
+            self.active = self.active & self.valid[..., None]
+        return improved
 
-    def can_drop(self, count: int, rows: int) -> bool:
-        """Whether it pays to go on with ``count`` of so many rows: the half or fewer."""
+    def can_drop(self, count: int) -> bool:
+        """Whether it pays to go on with ``count`` of the rows: the half or fewer."""
         fewest = max(count, self.shape[0] // 8) if self.z.is_cuda else count
-        return count > 0 and 2 * fewest <= rows and isinstance(self.f, RowMap)
+        return count > 0 and 2 * fewest <= self.z.shape[0] and isinstance(self.f, RowMap)
 
-    def drop(
-        self, results: _Results, rows: Tensor, count: int, state: Any, active: Tensor
-    ) -> tuple[Any, Tensor]:
-        """Let rows that are done leave the working set; ``rows`` (B,) bool says which ``count`` go on."""
+    def drop(self, results: _Results, count: int, state: Any) -> Any:
+        """Let rows that are done leave the working set, where ``count`` go on; return the solver's state."""
         results.write(self)
+        rows = self.active.flatten(1).any(1)
         if self.z.is_cuda:
             # Four sizes of batch, for compiled kernels and recorded graphs: rows that are done fill up.
             size = rows.numel()
@@ -290,54 +308,53 @@ class _Loop:
         else:
             index = rows.nonzero().squeeze(1)
         results.rows = results.rows[index]
-        tokens = torch.arange(self.tokens, device=index.device)
-        kept = (index[:, None] * self.tokens + tokens).reshape(-1)
         assert isinstance(self.f, RowMap)
         self.f = self.f.select_rows(index)
         self.valid = None if self.valid is None else self.valid[index]
-        self.z = self.z[kept]
+        self.z, self.active = self.z[index], self.active[index]
         if self.averages is not None:
-            self.averages = self.averages[0][kept], self.averages[1][kept]
+            self.averages = self.averages[0][index], self.averages[1][index]
         for name in _Results.NAMES:
-            setattr(self, name, getattr(self, name)[kept])
-        return pytree.tree_map(lambda leaf: leaf[kept], state), active[kept]
+            setattr(self, name, getattr(self, name)[index])
+        tokens = self.z.shape[1] if self.prefix else 1
+        kept = (index[:, None] * tokens + torch.arange(tokens, device=index.device)).reshape(-1)
+        return pytree.tree_map(lambda leaf: leaf[kept], state)
 
     def solution(self, z: Tensor) -> Solution:
         """Return the report with the value ``z``."""
-        trace = torch.stack(self.trace) if self.trace else None
-        if self.stopping.scope != "prefix":
-            return Solution(z, self.iterations, self.own_residual, self.converged, self.diverged, trace=trace)
-        by_token = (-1, self.tokens)
-        return Solution.of_tokens(
+        converged = self.measured <= self.stopping.tolerance
+        if self.prefix and self.search.valid is not None:
+            padding = ~self.search.valid[..., None]
+            converged = converged | padding
+            self.own_residual = self.own_residual.masked_fill(padding, 0.0)
+        make = Solution.of_tokens if self.prefix else Solution
+        return make(
             z,
-            iterations=self.iterations.view(by_token),
-            residual=self.own_residual.view(by_token),
-            converged=self.converged.view(by_token),
-            diverged=self.diverged.view(by_token),
-            trace=None if trace is None else trace.view(len(self.trace), *by_token),
+            iterations=self.iterations.squeeze(-1),
+            residual=self.own_residual.squeeze(-1),
+            converged=converged.squeeze(-1),
+            diverged=~self.seen.isfinite().squeeze(-1),
+            trace=torch.stack(self.trace).squeeze(-1) if self.trace else None,
         )
 
 
 class _Results:
     """What is known of all rows, once some have left the working set."""
 
-    NAMES = ("best", "measured", "own_residual", "iterations", "converged", "diverged")
+    NAMES = ("best", "seen", "measured", "own_residual", "iterations")
 
     def __init__(self, loop: _Loop) -> None:
         self.rows = torch.arange(loop.shape[0], device=loop.z.device)
-        self.tokens = loop.tokens
         self.values = {name: getattr(loop, name).clone() for name in self.NAMES}
         self.trace: list[Tensor] = []
 
     def write(self, loop: _Loop) -> None:
         """Write the working set's rows into the whole."""
-        tokens = torch.arange(self.tokens, device=self.rows.device)
-        index = (self.rows[:, None] * self.tokens + tokens).reshape(-1)
         for name, whole in self.values.items():
-            whole[index] = getattr(loop, name)
+            whole[self.rows] = getattr(loop, name)
         for part in loop.trace:
-            whole = part.new_full((self.values["measured"].numel(),), torch.nan)
-            whole[index] = part
+            whole = part.new_full(self.values["measured"].shape, torch.nan)
+            whole[self.rows] = part
             self.trace.append(whole)
         loop.trace = []
 

@@ -115,11 +115,15 @@ def test_mamba2_between_its_projections(shape, monkeypatch):
         assert error(ours, wanted) < max(1.2 * error(launched, wanted), 1.6e-2)
 
 
-def test_residual():
-    from implicit_blocks.ops.kernels.residual import squared_norms
+@pytest.mark.parametrize("floor", [1e-9, None], ids=["relative", "absolute"])
+@pytest.mark.parametrize("shape", [(5, 10_001), (3, 70, 64), (2, 5_000_000)], ids=str)
+def test_residual(shape, floor):
+    from implicit_blocks.ops.kernels.residual import residuals
 
     torch.manual_seed(0)
-    z, fz = torch.randn(2, 5, 10_001, device="cuda").unbind(0)
-    step, value = squared_norms(z.contiguous(), fz.contiguous())
-    torch.testing.assert_close(step, (fz - z).square().sum(1))
-    torch.testing.assert_close(value, fz.square().sum(1))
+    z, fz = torch.randn(2, *shape, device="cuda").unbind(0)
+    expected = (fz - z).double().norm(dim=-1, keepdim=True)
+    if floor is not None:
+        expected = expected / (fz.double().norm(dim=-1, keepdim=True) + floor)
+    found = residuals(z.contiguous(), fz.contiguous(), floor=floor)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
