@@ -7,7 +7,8 @@ Each number of GPUs is a run of its own under torchrun, of this same file. A ste
 tokens, ``--rows`` sequences of 2048 a GPU (4: 8192 tokens), bfloat16 autocast, float32 masters. Every search
 takes the iterations that the spec allows, (4+1), so that the work of a step is the same for all. The time is
 the median of ``--steps``, after warming up, between barriers. The efficiency is the tokens a second a GPU,
-divided by those of one GPU in the same table. The environment (``NCCL_…``) is handed on as it is.
+divided by those of one GPU in the same table, which may be of another run on the same machine
+(``--beside``). The environment (``NCCL_…``) is handed on as it is.
 """
 
 from __future__ import annotations
@@ -51,13 +52,18 @@ def main() -> None:
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE", help="changes to the specs")
     parser.add_argument("--output", default="scaling")
+    parser.add_argument(
+        "--beside", type=Path, nargs="*", default=[], help="results whose rows join the table"
+    )
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker is not None:
         work(arguments)
         return
     there = torch.cuda.device_count()
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = [
+        row for path in arguments.beside for row in json.loads(path.read_text())["rows"]
+    ]
     for gpus in arguments.gpus:
         if there and gpus > there:
             print(f"{gpus} GPUs: left out, there are {there}", flush=True)
@@ -73,7 +79,7 @@ def main() -> None:
             rows += json.loads(result.read_text())
     with_efficiency(rows)
     show(rows)
-    named = {name: value for name, value in vars(arguments).items() if name != "worker"}
+    named = {name: value for name, value in vars(arguments).items() if name not in ("worker", "beside")}
     nccl = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     path = write(arguments.output, {"machine": machine(), "arguments": named, "nccl": nccl, "rows": rows})
     print(f"written to {path}")

@@ -32,7 +32,7 @@ from trainer.checkpoint_folder import (
     step_name,
     verify_checkpoint,
 )
-from trainer.checkpoint_writer import Checkpointer, named_tensors
+from trainer.checkpoint_writer import Checkpointer, SaveTimes, named_tensors
 from trainer.distributed import Ranks
 from trainer.errors import CheckpointError
 from trainer.files import read_json
@@ -44,6 +44,7 @@ __all__ = [
     "STATE_FILE",
     "Checkpointer",
     "Progress",
+    "SaveTimes",
     "list_checkpoints",
     "load_checkpoint",
     "newest_sound_checkpoint",

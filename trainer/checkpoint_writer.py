@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from trainer.checkpoint_folder import (
     remove_unfinished,
     step_name,
 )
+from trainer.checkpoint_staging import Staging, own_share
 from trainer.distributed import Ranks
 from trainer.errors import FailedSaveError
 from trainer.files import digest, fsync_path, read_json, sha256_of, write_json
@@ -52,6 +55,20 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return {name: value for name, value in tensors.items() if name not in others}, others
 
 
+@dataclass(frozen=True)
+class SaveTimes:
+    """How long the save of a checkpoint took on this rank, and how large it is.
+
+    ``staging_seconds`` is the copying of the tensors, for which training waits, and ``seconds`` all of it,
+    until the checkpoint is whole; ``size`` is that of all ranks' tensors, in bytes.
+    """
+
+    step: int
+    staging_seconds: float
+    seconds: float
+    size: int
+
+
 class Checkpointer:
     """Saves a run's checkpoints into ``folder``, one at a time, while the training goes on.
 
@@ -68,6 +85,7 @@ class Checkpointer:
         keep: how many of the newest stay.
         keep_every: those at multiples of so many steps stay too.
         ranks: the processes; None: this one alone.
+        pin: whether what is copied from a GPU is copied to page-locked memory, kept between saves.
 
     """
 
@@ -81,6 +99,7 @@ class Checkpointer:
         keep: int,
         keep_every: int | None = None,
         ranks: Ranks | None = None,
+        pin: bool = True,
     ) -> None:
         self.folder = folder
         self._model = model
@@ -90,8 +109,12 @@ class Checkpointer:
         self._keep_every = keep_every
         self._ranks = ranks or Ranks(torch.device("cpu"))
         self._group = self._ranks.host_group()
+        self._staging = Staging(self._ranks.device, pin=pin)
         self._future: Future[Any] | None = None
         self._step = 0
+        self._times: Callable[[], SaveTimes] | None = None
+        self.saves: list[SaveTimes] = []
+        """Of the checkpoints saved so far, in order."""
 
     def save(self, progress: Progress) -> None:
         """Begin to save the checkpoint of ``progress.step``, after the one before has been written.
@@ -103,6 +126,7 @@ class Checkpointer:
         """
         self.wait()
         expect_one_process()
+        began = time.perf_counter()
         self._step = progress.step
         try:
             self._ranks.on_main(self._make_room)
@@ -124,18 +148,29 @@ class Checkpointer:
             of_rank={"random_state": random_state()},
             state=state,
             publish=self._publish,
+            staging=self._staging,
         )
+        every = {
+            **{MODEL_PREFIX + name: tensor for name, tensor in tensors.items()},
+            **{OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()},
+        }
+        size = sum(tensor.numel() * tensor.element_size() for tensor in every.values())
         future = async_save(
-            {
-                **{MODEL_PREFIX + name: tensor for name, tensor in tensors.items()},
-                **{OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()},
-            },
+            own_share(every, self._ranks),
             storage_writer=writer,
             process_group=self._group,
             no_dist=self._ranks.alone,
         )
         assert isinstance(future, Future)  # as it is where the writer brings its own staging
         self._future = future
+        staged, ended = time.perf_counter() - began, list[float]()
+        future.add_done_callback(lambda _: ended.append(time.perf_counter()))
+
+        def times() -> SaveTimes:
+            end = ended[0] if ended else time.perf_counter()  # callbacks may come after those who wait
+            return SaveTimes(progress.step, staged, end - began, size)
+
+        self._times = times
 
     def wait(self) -> None:
         """Wait until the save in flight, if there is one, has ended.
@@ -153,6 +188,8 @@ class Checkpointer:
             if self._ranks.is_main:
                 shutil.rmtree(self._temporary, ignore_errors=True)
             raise self._failure(error) from error
+        assert self._times is not None
+        self.saves.append(self._times())
 
     @property
     def ended(self) -> bool:
@@ -215,12 +252,21 @@ class _Writer(FileSystemWriter):
         of_rank: Mapping[str, Any],
         state: Mapping[str, Any],
         publish: Any,
+        staging: Staging,
     ) -> None:
         super().__init__(path, sync_files=True)
+        self._staging = staging
         self._rank = rank
         self._of_rank = of_rank
         self._state = state
         self._publish = publish
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if not self._staging.kept:
+            staged: dict[str, Any] = super().stage(state_dict)
+            return staged
+        self.per_thread_copy_ahead = 0  # as the method of the base class does: nothing is left to copy
+        return self._staging.stage(state_dict)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         written = super().write_data(plan, planner)

@@ -81,6 +81,10 @@ class Loop:
         self._began = time.perf_counter() - progress.seconds
         self._saved_step: int | None = progress.step if progress.step > 0 else None
         self._begun_save: int | None = None
+        self._stalled = 0.0
+        """Seconds that saves have held up training since the last row of metrics."""
+        self.stalled_seconds = 0.0
+        """The same, since the loop began."""
         self._model_spec: ModelSpec = spec.model
         self._phase: Phase | None = None
         self.stopped_by: int | None = None
@@ -321,8 +325,10 @@ class Loop:
             "tokens_per_second": round(tokens / step_seconds, 1),
             **self._speedometer.row(result, phase=phase, tokens=tokens, seconds=step_seconds),
             "step_seconds": round(step_seconds, 4),
+            "save_stall_seconds": round(self._stalled, 4),
             "seconds": round(self.progress.seconds, 3),
         }
+        self._stalled = 0.0
         if self.ranks.is_main:
             said = self._unwritten is not None
             self.folder.metrics.write(self.last_row)
@@ -365,6 +371,7 @@ class Loop:
         """Begin to save a checkpoint, unless this step's has been; the one in flight is waited for."""
         if self.progress.step in (0, self._saved_step, self._begun_save):
             return
+        began = time.perf_counter()
         self.display.doing("saving a checkpoint")
         self._attend_to_save(wait=True)
         self._tell("on_save", step=self.progress.step)
@@ -374,6 +381,9 @@ class Loop:
             self._failed_save(error)
         else:
             self._begun_save = self.progress.step
+        stalled = time.perf_counter() - began
+        self._stalled += stalled
+        self.stalled_seconds += stalled
 
     def _attend_to_save(self, *, wait: bool = False) -> None:
         """Take note of a save that has ended, or, where asked to, wait for its end."""

@@ -75,6 +75,8 @@ class Run:
             manifest=self.manifest,
             rows=self.folder.metrics.rows(),
             stopped=self.loop.callbacks.stop_reason,
+            saves=self.loop.checkpointer.saves,
+            stall_seconds=self.loop.stalled_seconds,
         )
         write_json(self.folder.summary_path, summary)
         for phase in summary["phases"]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.checkpoint import Progress
+from trainer.checkpoint import Progress, SaveTimes
 from trainer.evaluation import EvaluationResult
 from trainer.metrics import json_value
 from trainer.run_folder import differences
@@ -26,11 +26,13 @@ def summarize(
     manifest: Mapping[str, Any],
     rows: Iterable[Mapping[str, Any]] = (),
     stopped: str | None = None,
+    saves: Sequence[SaveTimes] = (),
+    stall_seconds: float = 0.0,
 ) -> dict[str, Any]:
     """Return the summary of a finished run as JSON values; ``seconds`` is its wall time, resumes included.
 
     ``rows`` are the run's metrics, summed up by phase. ``stopped`` is why a callback ended it before its last
-    step.
+    step. ``saves`` and the ``stall_seconds`` for which they held up training are since the last start.
     """
     measured = by_phase(rows)
     summary = {
@@ -69,6 +71,13 @@ def summarize(
             }
             for phase in spec.phase_specs()
         ],
+        "saving": {
+            "checkpoints": len(saves),
+            "gb": max((save.size for save in saves), default=0) / 1e9,
+            "stall_seconds": round(stall_seconds, 3),
+            "staging_seconds": [round(save.staging_seconds, 4) for save in saves],
+            "seconds": [round(save.seconds, 3) for save in saves],
+        },
         "final": dict(last_row),
         "evaluation": [result.as_row(by_position=True) for result in results],
         "device": manifest["device"],

@@ -51,7 +51,7 @@ class Speedometer:
             }
             if peak is not None:
                 utilization |= {"mfu": rounded(useful / peak, 4), "hfu": rounded(executed / peak, 4)}
-        return {**utilization, "memory_gb": self._memory()}
+        return {**utilization, **self._memory()}
 
     def _flops(self, result: StepResult, phase: Phase) -> TrainingFlops | None:
         return training_flops(
@@ -62,21 +62,27 @@ class Speedometer:
             checkpoint_activations=phase.training.checkpoint_activations,
         )
 
-    def _memory(self) -> float | None:
+    def _memory(self) -> dict[str, float | None]:
         """Return the most memory (10^9 bytes) held since the last call, on the CPU since the start.
 
-        On a GPU what the allocator reserved: what it counts as allocated leaves out what CUDA graphs keep.
+        On a GPU ``memory_gb`` is what the allocator reserved, and ``memory_allocated_gb`` what of it tensors
+        took, which leaves out what CUDA graphs keep. On the CPU the process is all there is to ask.
         """
         if self._device.type == "cuda":
-            most = torch.cuda.max_memory_reserved(self._device)
+            reserved = torch.cuda.max_memory_reserved(self._device)
+            allocated = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
-            return rounded(most / 1e9, 4)
+            return {
+                "memory_gb": rounded(reserved / 1e9, 4),
+                "memory_allocated_gb": rounded(allocated / 1e9, 4),
+            }
         try:
             import resource
         except ImportError:  # not on Windows
-            return None
+            return {"memory_gb": None, "memory_allocated_gb": None}
         unit = 1 if sys.platform == "darwin" else 1024
-        return rounded(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9, 4)
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return {"memory_gb": rounded(most / 1e9, 4), "memory_allocated_gb": None}
 
 
 _AVERAGED = (
@@ -96,7 +102,7 @@ _AVERAGED = (
     "mfu",
     "hfu",
 )
-_LARGEST = ("iterations_max", "residual_max", "memory_gb")
+_LARGEST = ("iterations_max", "residual_max", "memory_gb", "memory_allocated_gb")
 
 
 def by_phase(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -121,6 +127,8 @@ def _summed_up(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
         "loss_first": rows[0]["loss"],
         "loss_last": rows[-1]["loss"],
         "skipped": sum(row.get("skipped") is not None for row in rows),
+        # Those of older versions don't tell.
+        "save_stall_seconds": round(sum(row.get("save_stall_seconds") or 0.0 for row in rows), 3),
     }
     for key in (*_AVERAGED, *_LARGEST):
         values = [row[key] for row in rows if row.get(key) is not None]

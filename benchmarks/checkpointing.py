@@ -1,0 +1,129 @@
+"""How long checkpoints hold training up, and how long they take: copying, writing, reading.
+
+    python benchmarks/checkpointing.py [--specs llama_1.3b_bounded] [--copies pinned plain] [--saves 3]
+    torchrun --nproc-per-node 4 benchmarks/checkpointing.py --layout fsdp
+
+The trainer's own writer and reader, on the state of a run (weights and AdamW's two moments, float32) that
+doesn't train. *Staging* is the copying to the memory of the host, for which training waits: ``pinned`` copies
+to page-locked memory that is kept between saves, as the trainer does on a GPU, and ``plain`` to fresh memory.
+*Writing* is the rest, which training doesn't wait for: files, forced onto the disk, and their checksums.
+*Reading* is comparing the checksums and loading into model and optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from report import machine, write
+
+import implicit_blocks as ib
+from implicit_blocks import registry
+from trainer.checkpoint import Checkpointer, Progress, load_checkpoint
+from trainer.distributed import join, lay_out, leave
+from trainer.specs.parallel import ParallelSpec
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--specs", nargs="+", default=["llama_1.3b_bounded"])
+    parser.add_argument("--copies", nargs="+", default=["pinned", "plain"], choices=["pinned", "plain"])
+    parser.add_argument("--layout", default="auto", choices=["auto", "ddp", "fsdp"])
+    parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="where to write (default: a temporary folder)"
+    )
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE", help="changes to the specs")
+    parser.add_argument("--output", default="checkpointing")
+    arguments = parser.parse_args()
+    ranks = join(arguments.device)
+    folder = Path(ranks.broadcast(tempfile.mkdtemp(dir=arguments.folder)))
+    rows: list[dict[str, Any]] = []
+    try:
+        for name in arguments.specs:
+            rows += measure(name, folder, ranks, arguments)
+    finally:
+        if ranks.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+    if ranks.is_main:
+        show(rows)
+        named = {name: str(value) if name == "folder" else value for name, value in vars(arguments).items()}
+        print("written to", write(arguments.output, {"machine": machine(), "arguments": named, "rows": rows}))
+    leave()
+
+
+def measure(name: str, folder: Path, ranks: Any, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Save a spec's state several times with each kind of copies, and load it once."""
+    run: Any = ib.load_spec(name, arguments.set)
+    torch.manual_seed(0)
+    with ranks.device:
+        model = ib.build(run.model)
+    layout = lay_out(model, ParallelSpec.model_validate({"kind": arguments.layout}), ranks)
+    optimizer = registry.build(run.training.optimizer, model=model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # makes the moments
+    optimizer.zero_grad(set_to_none=True)
+    rows = []
+    for copies in arguments.copies:
+        checkpointer = Checkpointer(
+            folder / f"{name}-{copies}",
+            model=model,
+            optimizer=optimizer,
+            spec_digest="",
+            keep=1,
+            ranks=ranks,
+            pin=copies == "pinned",
+        )
+        for step in range(1, arguments.saves + 1):
+            ranks.barrier()
+            checkpointer.save(Progress(step=step))
+            checkpointer.wait()
+        began = time.perf_counter()
+        load_checkpoint(
+            checkpointer.folder / f"step-{arguments.saves:08d}", model=model, optimizer=optimizer, ranks=ranks
+        )
+        reading = time.perf_counter() - began
+        saves = checkpointer.saves
+        rows.append(
+            {
+                "spec": name,
+                "ranks": ranks.world_size,
+                "layout": layout.kind,
+                "copies": copies,
+                "gb": round(saves[0].size / 1e9, 3),
+                "staging_seconds": [round(ranks.max([save.staging_seconds])[0], 4) for save in saves],
+                "writing_seconds": [
+                    round(ranks.max([save.seconds - save.staging_seconds])[0], 3) for save in saves
+                ],
+                "reading_seconds": round(ranks.max([reading])[0], 3),
+            }
+        )
+        if ranks.is_main:
+            shutil.rmtree(checkpointer.folder)
+        del checkpointer
+    return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """Print the table; the first save locks pages, so it stands apart."""
+    print(
+        f"{'spec':<24}{'layout':<8}{'ranks':>6}{'copies':>8}{'GB':>8}"
+        f"{'staging, first':>16}{'then':>8}{'writing':>9}{'reading':>9}"
+    )
+    for row in rows:
+        (first, *others), writing = row["staging_seconds"], min(row["writing_seconds"])
+        print(
+            f"{row['spec']:<24}{row['layout']:<8}{row['ranks']:>6}{row['copies']:>8}{row['gb']:>8.2f}"
+            f"{first:>16.2f}{min(others, default=first):>8.2f}{writing:>9.1f}{row['reading_seconds']:>9.1f}"
+        )
+
+
+if __name__ == "__main__":
+    main()

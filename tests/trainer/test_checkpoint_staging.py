@@ -1,0 +1,42 @@
+"""What each rank copies for a checkpoint, and what is told of how long it took."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer.checkpoint_staging import own_share
+from trainer.distributed import Ranks
+from trainer.metrics import read_metrics
+from trainer.run import build
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_ranks_share_what_all_of_them_hold(world_size: int) -> None:
+    tensors = {f"{size}": torch.zeros(size) for size in (64, 3, 40, 24, 16, 9, 31, 5)}
+    shares = [own_share(tensors, Ranks(torch.device("cpu"), rank, world_size)) for rank in range(world_size)]
+    assert Counter(name for share in shares for name in share) == Counter(tensors.keys())
+    sizes = [sum(tensor.numel() for tensor in share.values()) for share in shares]
+    assert max(sizes) <= max(64, sum(sizes) / world_size + 40)
+
+
+def test_the_time_that_saves_take_is_told(small: Callable[..., Any], tmp_path: Path) -> None:
+    spec = small({"training.checkpoint_every": 2, "training.max_steps": 5, "training.keep_checkpoints": 9})
+    run = build(spec, output=tmp_path / "run", device="cpu")
+    run.train()
+    stalls = [row["save_stall_seconds"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert [stall > 0 for stall in stalls] == [False, False, True, False, True]  # told by the row after
+    saving = json.loads((tmp_path / "run" / "summary.json").read_text())["saving"]
+    assert saving["checkpoints"] == 3  # the last one is at the end
+    assert saving["gb"] == pytest.approx(
+        sum(12 * parameter.numel() + 4 for parameter in run.model.parameters()) / 1e9
+    )
+    assert len(saving["seconds"]) == len(saving["staging_seconds"]) == 3
+    assert sum(saving["staging_seconds"]) < saving["stall_seconds"]
+    assert saving["stall_seconds"] > sum(stalls)  # with that of the last one
