@@ -133,6 +133,31 @@ class BoundMap:
                 after.append(state_after)
             return self.backbone.norm(stream.joined()), tuple(after)
 
+    def first(self, tokens: int) -> BoundMap:
+        """Return the map of the window's first tokens, given the same states."""
+        return self._cut(0, tokens, self.states)
+
+    def after(self, z_BLD: Tensor) -> BoundMap:
+        """Commit the first tokens, at ``z``, and return the map of the others."""
+        taken = z_BLD.shape[1]
+        _, states = self.first(taken).commit(z_BLD)
+        return self._cut(taken, self.window.length, states)
+
+    def _cut(self, first: int, stop: int, states: tuple[State, ...]) -> BoundMap:
+        window = self.window.cut(first, stop)
+
+        def context(block: Block, whole: BlockContext) -> BlockContext:
+            masks: Any = None if whole.masks is None else tuple(mask[:, first:stop] for mask in whole.masks)
+            return BlockContext(block.mixer.prepare(window), masks)
+
+        return replace(
+            self,
+            window=window,
+            u_BLU=None if self.u_BLU is None else self.u_BLU[:, first:stop],
+            states=states,
+            contexts=tuple(map(context, self.backbone.blocks(), self.contexts)),
+        )
+
     def select_rows(self, rows: Tensor) -> BoundMap:
         """Return the map of these rows, (R,) int64 indices."""
         window = self.window.select_rows(rows)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.handed_back import check_next_point, check_solver_state
-from implicit_blocks.interfaces import Map, RowMap, Solution, Solver
+from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solution, Solver
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.specs import Stopping
 from implicit_blocks.stopping import Agreement
@@ -44,6 +44,10 @@ class Search:
             solver goes on from ``z`` and ``f(z)`` themselves.
         compact: let rows that are done leave the batch, where ``f`` offers ``select_rows``. Rows that go on
             may differ in the last digits from a run without, as matrix products of another size do.
+        commit_prefix: let tokens that are done in every row leave too, with prefix scope: they are committed
+            as state, at multiples of so many tokens (choose one of the mixer's chunk), and the rest goes on.
+            For maps that can be cut in time (``SequenceMap``); one more call of ``f`` a token. Worth it where
+            tokens converge one after the other, over many iterations; None: they stay.
 
     An *iteration* is one call of ``f``. The residual is that of the undamped map, ``‖f(z) − z‖`` in the norm
     of the element, divided by ``‖f(z)‖ + 1e-9`` with a relative norm, in float32 or better; padding is left
@@ -61,6 +65,7 @@ class Search:
     trace: bool = False
     moving_average: float | None = None
     compact: bool = True
+    commit_prefix: int | None = None
     agree: Agreement | None = None
 
     def __call__(self, f: Map, z0: Tensor) -> Solution:
@@ -129,7 +134,7 @@ class _Loop:
 
     def __init__(self, search: Search, f: Map, z0: Tensor) -> None:
         self.search, self.stopping, self.solver, self.f = search, search.stopping, search.solver, f
-        self.shape = z0.shape
+        self.shape = self.whole = z0.shape  # of the working set, and of the answer
         self.prefix = self.stopping.scope == "prefix"
         self.valid = search.valid
         self.z = self.laid_out(z0)
@@ -146,6 +151,7 @@ class _Loop:
         self.trace: list[Tensor] = []
         self.averages: tuple[Tensor, Tensor] | None = None  # of z and of f(z), where they are asked for
         self.here: Tensor | None = None
+        self.before: Tensor | None = None  # the largest residual seen of a row's committed tokens, if any
         if self.prefix and self.valid is not None:
             self.active, self.all_active = self.valid[..., None], False
 
@@ -228,11 +234,15 @@ class _Loop:
                     results = results or _Results(self)
                     state = self.drop(results, rows, state)
                     self.all_active = remaining == self.active.numel()
+                if done := self.can_commit(remaining):
+                    results = results or _Results(self)
+                    state = self.commit(results, done, state)
+                    self.all_active = remaining == self.active.numel()
                 z_EF = self.elements(self.z)
         if results is not None:
             results.write(self)
             results.restore(self)
-        return self.solution(self.best.reshape(self.shape))
+        return self.solution(self.best.reshape(self.whole))
 
     def counts(self, improved: Tensor) -> tuple[int, int, bool]:
         """Return how many elements go on, in how many rows, and whether all elements are better now.
@@ -277,6 +287,8 @@ class _Loop:
         self.iterations = self.iterations + self.active
         self.seen = residual if self.all_active else torch.where(self.active, residual, self.seen)
         largest = self.seen.cummax(1).values if self.prefix else self.seen  # NaN where one so far is NaN
+        if self.before is not None:
+            largest = torch.maximum(largest, self.before)
         # No element that has left the loop can be better: what is seen of it, and of those before it in the
         # prefix, stands still, or is not finite.
         improved = largest < self.measured
@@ -314,11 +326,49 @@ class _Loop:
         self.z, self.active = self.z[index], self.active[index]
         if self.averages is not None:
             self.averages = self.averages[0][index], self.averages[1][index]
+        self.before = None if self.before is None else self.before[index]
         for name in _Results.NAMES:
             setattr(self, name, getattr(self, name)[index])
         tokens = self.z.shape[1] if self.prefix else 1
         kept = (index[:, None] * tokens + torch.arange(tokens, device=index.device)).reshape(-1)
         return pytree.tree_map(lambda leaf: leaf[kept], state)
+
+    def can_commit(self, remaining: int) -> int:
+        """Return how many tokens can be committed, ``remaining`` elements being active; 0: none yet.
+
+        A commit costs a call for those tokens, and new shapes for the others: not for less than an eighth.
+        """
+        multiple = self.search.commit_prefix
+        if multiple is None or not self.prefix or 8 * remaining > 7 * self.active.numel():
+            return 0
+        behind = self.active.any(0).flatten().cummax(0).values  # not done in every row, or after such a token
+        tokens = self.active.shape[1]
+        (waiting,) = self.read(behind.sum(0, keepdim=True))
+        done: int = (tokens - waiting) // multiple * multiple
+        return done if 8 * done >= tokens and isinstance(self.f, SequenceMap) else 0
+
+    def commit(self, results: _Results, done: int, state: Any) -> Any:
+        """Let the first ``done`` tokens leave the working set; return the solver's state of the others."""
+        results.write(self)
+        results.first += done
+        assert isinstance(self.f, SequenceMap)
+        rows, tokens = self.active.shape[:2]
+        self.f = self.f.after(self.best[:, :done].reshape(rows, done, *self.shape[2:]))
+        seen = self.seen[:, :done].amax(1, keepdim=True)  # not finite where one has diverged
+        self.before = seen if self.before is None else torch.maximum(seen, self.before)
+        self.shape = torch.Size((self.shape[0], tokens - done, *self.shape[2:]))
+        self.valid = None if self.valid is None else self.valid[:, done:]
+        self.z, self.active = self.z[:, done:], self.active[:, done:]
+        if self.averages is not None:
+            self.averages = self.averages[0][:, done:], self.averages[1][:, done:]
+        for name in _Results.NAMES:
+            setattr(self, name, getattr(self, name)[:, done:])
+
+        def keep(leaf: Tensor) -> Tensor:
+            kept: Tensor = leaf.unflatten(0, (rows, tokens))[:, done:].flatten(0, 1)
+            return kept
+
+        return pytree.tree_map(keep, state)
 
     def solution(self, z: Tensor) -> Solution:
         """Return the report with the value ``z``."""
@@ -339,22 +389,24 @@ class _Loop:
 
 
 class _Results:
-    """What is known of all rows, once some have left the working set."""
+    """What is known of all rows and tokens, once some have left the working set."""
 
     NAMES = ("best", "seen", "measured", "own_residual", "iterations")
 
     def __init__(self, loop: _Loop) -> None:
         self.rows = torch.arange(loop.shape[0], device=loop.z.device)
+        self.first = 0  # the first token that is still in the working set
         self.values = {name: getattr(loop, name).clone() for name in self.NAMES}
         self.trace: list[Tensor] = []
 
     def write(self, loop: _Loop) -> None:
-        """Write the working set's rows into the whole."""
+        """Write the working set into the whole."""
+        place = (self.rows, slice(self.first, None)) if self.first else self.rows
         for name, whole in self.values.items():
-            whole[self.rows] = getattr(loop, name)
+            whole[place] = getattr(loop, name)
         for part in loop.trace:
             whole = part.new_full(self.values["measured"].shape, torch.nan)
-            whole[self.rows] = part
+            whole[place] = part
             self.trace.append(whole)
         loop.trace = []
 

@@ -15,10 +15,18 @@ from implicit_blocks.handed_back import check_solution
 from implicit_blocks.interfaces import GradientEstimator, Map, Solution, Solver
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
+from implicit_blocks.windowed import WindowedSearch
 
 
 def solve_fixed_point(
-    f: Map, z0: Tensor, *, solver: Solver, gradient: GradientEstimator, stopping: Stopping, **search: Any
+    f: Map,
+    z0: Tensor,
+    *,
+    solver: Solver,
+    gradient: GradientEstimator,
+    stopping: Stopping,
+    window_length: int | None = None,
+    **search: Any,
 ) -> Solution:
     """Find ``z = f(z)``: by the gradient estimator while gradients are recorded, else by the search alone.
 
@@ -28,10 +36,13 @@ def solve_fixed_point(
         solver: its update rule.
         gradient: what of it is differentiated.
         stopping: when it ends.
+        window_length: search so many tokens at a time (``WindowedSearch``); None: all together.
         **search: further options of ``Search``: ``valid``, ``trace``, ``compact``.
 
     """
-    bound = Search(solver=solver, stopping=stopping, **search)
+    whole = Search(solver=solver, stopping=stopping, **search)
+    cut = window_length is not None and window_length < z0.shape[1]
+    bound = WindowedSearch(whole, window_length) if cut and window_length is not None else whole
     if not torch.is_grad_enabled():
         return bound(f, z0)
     solution = gradient(f, z0, bound)

@@ -39,6 +39,23 @@ class RowMap(Protocol):
         """Return the same map for the rows with these indices, (R,) int64."""
 
 
+@runtime_checkable
+class SequenceMap(Protocol):
+    """A causal map of sequences that can be cut in time: its first tokens, or those after committed ones."""
+
+    def __call__(self, z: Tensor, /) -> Tensor:
+        """Return ``f(z)``, of ``z``'s shape, (B, L, …)."""
+
+    def first(self, tokens: int, /) -> SequenceMap:
+        """Return the same map for the first so many tokens alone."""
+
+    def after(self, z: Tensor, /) -> SequenceMap:
+        """Commit the first tokens, whose solution is ``z`` (B, T, …), and return the map of the others.
+
+        One call of the map for those tokens.
+        """
+
+
 # --------------------------------------------------------------------------------------------- solution
 
 
@@ -246,6 +263,19 @@ class Window:
         if key not in self.shared:
             self.shared[key] = make()
         return self.shared[key]
+
+    def cut(self, first: int, stop: int) -> Window:
+        """Return the window of its tokens from ``first`` up to ``stop``, those before them committed."""
+        end = self.start + stop
+        return replace(
+            self,
+            start=self.start + first,
+            length=stop - first,
+            positions_BL=self.positions_BL[:, first:stop],
+            valid_BT=None if self.valid_BT is None else self.valid_BT[:, :end],
+            documents_BT=None if self.documents_BT is None else self.documents_BT[:, :end],
+            shared={},
+        )
 
     def select_rows(self, rows: Tensor) -> Window:
         """Return the window of these rows, (R,) int64 indices."""

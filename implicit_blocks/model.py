@@ -431,12 +431,15 @@ class ImplicitLM(LanguageModel):
         rules = self.how_to_search(search)
         assert rules is not None
         solver, stopping = rules
+        windows = self.spec if self.training else self.spec.at_evaluation
         solution = solve_fixed_point(
             f,
             start_BLD,
             solver=solver,
             gradient=self.gradient,
             stopping=stopping,
+            window_length=windows.window_length,
+            commit_prefix=None if self.training else self.spec.at_evaluation.commit_prefix,
             valid=f.window.valid_BL,
             moving_average=search.moving_average,
             trace=trace,

@@ -67,6 +67,7 @@ PUBLIC_NAMES = [
     "Scored",
     "Search",
     "SearchLike",
+    "SequenceMap",
     "Solution",
     "Solver",
     "SolverSpec",

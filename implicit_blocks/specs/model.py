@@ -34,6 +34,13 @@ class AtEvaluation(Spec):
     """Damped, because evaluation goes on to convergence where training may not."""
     stopping: StoppingOverrides = StoppingOverrides()
     """What differs from the stopping rule of training."""
+    window_length: PositiveInt | None = None
+    """Tokens searched at a time, each window given those before it; null: all together."""
+    commit_prefix: PositiveInt | None = None
+    """Leave tokens behind that are done in every sequence, at multiples of so many; null: iterate on them.
+
+    For scope `prefix`; choose a multiple of the mixer's chunk.
+    """
 
 
 class LanguageModelSpec(ModelSpec):
@@ -91,7 +98,9 @@ class ExplicitLMSpec(LanguageModelSpec):
 class ImplicitLMSpec(LanguageModelSpec):
     """A language model whose layers are iterated to a fixed point: Schöne et al., ICML 2025."""
 
-    changeable: ClassVar[frozenset[str]] = frozenset({"solver", "gradient", "stopping", "at_evaluation"})
+    changeable: ClassVar[frozenset[str]] = frozenset(
+        {"solver", "gradient", "stopping", "window_length", "at_evaluation"}
+    )
     twin_of: ClassVar[frozenset[str]] = frozenset({"explicit_lm"})
 
     kind: Literal["implicit_lm"] = "implicit_lm"
@@ -105,6 +114,11 @@ class ImplicitLMSpec(LanguageModelSpec):
     """What of the search is differentiated."""
     stopping: Stopping = Stopping()
     """When the search ends in training."""
+    window_length: PositiveInt | None = None
+    """Tokens searched at a time in training, each window given those before it; null: all together.
+
+    The gradient's own steps are taken over the whole sequence.
+    """
     at_evaluation: AtEvaluation = AtEvaluation()
     """What differs in evaluation."""
 
@@ -132,4 +146,10 @@ class ImplicitLMSpec(LanguageModelSpec):
                     f"depends on later ones; set {where} to 'sequence' or choose another solver"
                 )
                 raise refusal(message, *place, value=solver)
+        if self.at_evaluation.commit_prefix is not None and self.evaluation_stopping.scope != "prefix":
+            message = (
+                "tokens are committed as they converge, which scope 'sequence' does not look at; choose "
+                "at_evaluation.stopping.scope 'prefix', or window_length"
+            )
+            raise refusal(message, "at_evaluation", "commit_prefix", value=self.at_evaluation.commit_prefix)
         return self

@@ -16,6 +16,7 @@ LIBRARY = {
     "implicit_blocks.interfaces": "Interfaces",
     "implicit_blocks.model": "Language models",
     "implicit_blocks.driver": "The search",
+    "implicit_blocks.windowed": "The search in windows",
     "implicit_blocks.solvers": "Solvers",
     "implicit_blocks.gradients": "Gradients",
     "implicit_blocks.mixers": "Mixers",

@@ -1,0 +1,303 @@
+"""The search in windows, and prefixes that are committed on the way: the same points, for fewer calls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+from implicit_blocks.windowed import WindowedSearch
+
+MIXERS = {
+    "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=24)},
+}
+LENGTH = 10
+
+
+def made(mixer: str, **changes) -> ib.ImplicitLM:
+    """Return a model in float64 that converges fast."""
+    stopping = ib.StoppingOverrides(tolerance=1e-10, max_iterations=300)
+    at_evaluation = ib.AtEvaluation(solver=ib.PicardSpec(damping=0.9), stopping=stopping)
+    spec = ib.ImplicitLMSpec(
+        vocab_size=19, d_model=16, n_layers=1, at_evaluation=at_evaluation, **MIXERS[mixer], **changes
+    )
+    torch.manual_seed(0)
+    model = ib.ImplicitLM(spec)
+    with torch.no_grad():
+        for block in model.backbone.blocks():
+            block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
+            block.mixer.out_proj.parametrizations.weight.original0.mul_(10.0)
+    return model.double().eval()
+
+
+def at_evaluation(model: ib.ImplicitLM, **changes) -> None:
+    spec = model.spec.at_evaluation.model_copy(update=changes)
+    model.reconfigure(model.spec.model_copy(update={"at_evaluation": spec}))
+
+
+@pytest.fixture(params=list(MIXERS))
+def model(request):
+    return made(request.param)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(19, (3, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def contexts(ids):
+    """Return texts with padding before, after and around them, and with several documents."""
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    mask[1, 7:] = 0
+    documents = (torch.arange(LENGTH) // 4).expand_as(ids)
+    return {"plain": {}, "padding": {"attention_mask": mask}, "documents": {"documents": documents}}
+
+
+def bound(model, ids, **context):
+    mask = context.get("attention_mask")
+    return model.bind(
+        model.embedding(ids),
+        model.initial_state(len(ids)),
+        weights=model.hold_weights(),
+        valid_BL=None if mask is None else mask.bool(),
+        documents_BL=context.get("documents"),
+    )
+
+
+@pytest.mark.parametrize("context", ["plain", "padding", "documents"])
+@torch.no_grad()
+def test_both_find_the_point_that_all_tokens_together_have(model, ids, context):
+    context = contexts(ids)[context]
+    real = context.get("attention_mask", torch.ones_like(ids)).bool()
+    expected = model(ids, **context)
+    for changes in ({"window_length": 3}, {"window_length": 5, "commit_prefix": 2}, {"commit_prefix": 2}):
+        at_evaluation(model, **{"window_length": None, "commit_prefix": None} | changes)
+        found = model(ids, **context)
+        assert found.solution.converged.all()
+        torch.testing.assert_close(found.logits[real], expected.logits[real], atol=1e-8, rtol=0)
+        assert found.solution.token_iterations.shape == ids.shape
+
+
+@pytest.mark.parametrize("scope", ["sequence", "prefix"])
+def test_in_training_the_gradient_is_that_of_the_whole_sequence(model, ids, scope):
+    gradients = {}
+    for window_length in (None, 4):
+        stopping = ib.Stopping(tolerance=1e-10, max_iterations=300, scope=scope)
+        model.reconfigure(
+            model.spec.model_copy(update={"stopping": stopping, "window_length": window_length})
+        )
+        model.train().zero_grad()
+        output = model(ids, labels=ids)
+        assert output.solution.converged.all()
+        assert output.solution.iterations.shape == (3,)
+        output.loss.backward()
+        gradients[window_length] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    torch.testing.assert_close(gradients[4], gradients[None], atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [
+        ib.PhantomSpec(steps=2),
+        ib.ImplicitFunctionSpec(stopping=ib.Stopping(tolerance=1e-10, max_iterations=200)),
+        ib.JacobianPenaltySpec(weight=0.1),
+        ib.UnrolledSpec(steps=3),
+    ],
+    ids=lambda spec: spec.kind,
+)
+def test_every_gradient_goes_with_windows(gradient, ids):
+    spec = {"gradient": gradient, "stopping": ib.Stopping(tolerance=1e-9, max_iterations=300)}
+    gradients = []
+    for window_length in (None, 5):
+        model = made("mamba2", window_length=window_length, **spec).train()
+        torch.manual_seed(1)
+        output = model(ids, labels=ids)
+        penalty = output.solution.penalty
+        (output.loss if penalty is None else output.loss + penalty.mean()).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    torch.testing.assert_close(*gradients, atol=1e-7, rtol=1e-5)
+
+
+def test_dropout_draws_one_mask_for_all_windows(ids):
+    stopping = ib.Stopping(tolerance=1e-10, max_iterations=300)
+    outputs = []
+    for window_length in (None, 4):
+        model = made("attention", dropout=0.2, stopping=stopping, window_length=window_length).train()
+        torch.manual_seed(3)
+        outputs.append(model(ids).logits)
+    torch.testing.assert_close(*outputs, atol=1e-8, rtol=0)
+
+
+@torch.no_grad()
+def test_a_window_has_the_iterations_to_itself(model, ids):
+    """And costs a call more, that of the commit, which the last window does not need."""
+    calls = []
+    f, start = bound(model, ids)
+    compute, commit = type(f).compute, type(f).commit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(f), "compute", lambda self, z: calls.append(z.shape[1]) or compute(self, z))
+        patch.setattr(type(f), "commit", lambda self, z: calls.append(-z.shape[1]) or commit(self, z))
+        stopping = ib.Stopping(tolerance=0.0, max_iterations=3, scope="prefix")
+        search = WindowedSearch(ib.Search(solver=ib.Picard(), stopping=stopping), 6)
+        solution = search(f, start)
+    assert calls == [6, 6, 6, -6, 4, 4, 4]
+    assert (solution.token_iterations == 3).all()
+    assert solution.z.shape == start.shape
+
+
+def test_a_map_that_cannot_be_cut_is_refused():
+    search = WindowedSearch(ib.Search(solver=ib.Picard(), stopping=ib.Stopping()), 2)
+    with pytest.raises(ValueError, match="offers first and after"):
+        search(lambda z: 0.5 * z, torch.ones(1, 4, 2))
+
+
+# ---------------------------------------------------------------------------------------- committed prefix
+
+SOLVERS = [ib.Picard(), ib.Picard(damping=0.7), ib.Anderson(memory=2), ib.Broyden(memory=3)]
+
+
+def prefix_search(solver, **options) -> ib.Search:
+    stopping = ib.Stopping(tolerance=1e-7, max_iterations=300, scope="prefix")
+    return ib.Search(solver=solver, stopping=stopping, trace=True, **options)
+
+
+def slow_to_the_right(model, ids, **context):
+    """Return a map whose tokens converge one after the other, and where to begin."""
+    f, start = bound(model, ids, **context)
+    generator = torch.Generator().manual_seed(1)
+    return f, start + torch.randn(start.shape, generator=generator, dtype=start.dtype)
+
+
+@pytest.mark.parametrize("solver", SOLVERS, ids=["picard", "damped", "anderson", "broyden"])
+@pytest.mark.parametrize("context", ["padding"])
+@torch.no_grad()
+def test_what_is_committed_never_changes_and_the_rest_agrees(model, ids, solver, context, monkeypatch):
+    f, start = slow_to_the_right(model, ids, **contexts(ids)[context])
+    valid = f.window.valid_BL
+    committed = []
+    after = type(f).after
+    monkeypatch.setattr(type(f), "after", lambda self, z: committed.append(z.clone()) or after(self, z))
+    plain = prefix_search(solver, valid=valid, compact=False)(f, start)
+    assert not committed
+    found = prefix_search(solver, valid=valid, compact=False, commit_prefix=2)(f, start)
+    assert committed
+    assert all(z.shape[1] % 2 == 0 for z in committed)
+    prefix = torch.cat(committed, dim=1)
+    assert torch.equal(found.z[:, : prefix.shape[1]], prefix)  # to the last bit
+    assert torch.equal(found.z[:, : committed[0].shape[1]], plain.z[:, : committed[0].shape[1]])
+    torch.testing.assert_close(found.z, plain.z, atol=1e-5, rtol=0)
+    assert torch.equal(found.token_converged, plain.token_converged)
+    assert found.converged.all()
+    assert found.trace.shape[1:] == ids.shape
+    assert torch.equal((~found.trace.isnan()).sum(0), found.token_iterations)
+
+
+@torch.no_grad()
+def test_rows_and_prefixes_leave_in_any_order(model, ids):
+    f, start = slow_to_the_right(model, ids)
+    start[1] = prefix_search(ib.Picard())(f, start).z[1]  # done at once
+    start[2] = start[1]
+    options = {"commit_prefix": 2, "moving_average": 0.9}
+    both, neither = prefix_search(ib.Picard(), **options), prefix_search(ib.Picard(), moving_average=0.9)
+    found, expected = both(f, start), replace(neither, compact=False)(f, start)
+    assert found.iterations[1] < found.iterations[0]
+    torch.testing.assert_close(found.z, expected.z, atol=1e-9, rtol=0)
+    assert torch.equal(found.token_iterations, expected.token_iterations)
+
+
+@torch.no_grad()
+def test_a_row_that_diverges_does_not_hold_the_others_up(ids):
+    model = made("mamba2")
+    f, start = slow_to_the_right(model, ids)
+    poisoned = f.u_BLU.clone()
+    poisoned[1, 5] = torch.inf
+    f = replace(f, u_BLU=poisoned)
+    found = prefix_search(ib.Picard(), commit_prefix=2)(f, start)
+    assert found.diverged.tolist() == [False, True, False]
+    assert found.z.isfinite().all()
+    alone = prefix_search(ib.Picard())(f.select_rows(torch.tensor([0, 2])), start[[0, 2]])
+    torch.testing.assert_close(found.z[[0, 2]], alone.z, atol=1e-9, rtol=0)
+
+
+@torch.no_grad()
+def test_it_saves_work_where_tokens_wait_for_each_other():
+    """A chain of rotations: token t settles after t iterations."""
+
+    class Chain:
+        def __init__(self, work, before=None, tokens=32):
+            self.work, self.before, self.tokens = work, before, tokens
+
+        def __call__(self, z):
+            self.work.append(z.shape[1])
+            first = torch.ones_like(z[:, :1]) if self.before is None else self.before
+            return torch.cat((first, z[:, :-1]), dim=1).roll(1, 2) * 0.999 + 0.001
+
+        def first(self, tokens):
+            return Chain(self.work, self.before, tokens)
+
+        def after(self, z):
+            return Chain(self.work, z[:, -1:], self.tokens - z.shape[1])
+
+    work, values = {}, {}
+    for name, changes in (("plain", {}), ("prefix", {"commit_prefix": 4})):
+        chain = Chain([])
+        search = replace(prefix_search(ib.Picard()), **changes)
+        values[name], work[name] = search(chain, torch.zeros(2, 32, 3).double()).z, sum(chain.work)
+    chain = Chain([])
+    windowed = WindowedSearch(prefix_search(ib.Picard()), 4)
+    values["windows"], work["windows"] = windowed(chain, torch.zeros(2, 32, 3).double()).z, sum(chain.work)
+    assert torch.equal(values["plain"], values["prefix"])
+    assert torch.equal(values["plain"], values["windows"])
+    assert work["prefix"] < 0.7 * work["plain"]
+    assert work["windows"] < 0.25 * work["plain"]
+
+
+# ------------------------------------------------------------------------------------------------- specs
+
+
+def test_the_spec_says_which_and_refuses_what_does_not_go_together():
+    with pytest.raises(ValueError, match="scope 'sequence' does not look at"):
+        ib.ImplicitLMSpec(
+            vocab_size=19,
+            d_model=16,
+            n_layers=1,
+            mixer=ib.Mamba2Spec(head_dim=8),
+            at_evaluation=ib.AtEvaluation(stopping=ib.StoppingOverrides(scope="sequence"), commit_prefix=4),
+        )
+    with pytest.raises(ValueError, match="greater than 0"):
+        made("mamba2", window_length=0)
+
+
+def test_a_phase_may_switch_windows_on(tmp_path):
+    from trainer.run import build
+    from trainer.spec import RunSpec
+
+    spec = RunSpec.model_validate(
+        {
+            "model": {
+                "kind": "implicit_lm",
+                "d_model": 16,
+                "n_layers": 1,
+                "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
+                "stopping": {"max_iterations": 16},
+                "at_evaluation": {"window_length": 4, "commit_prefix": 2},
+            },
+            "data": {"kind": "word_problem", "group": "Z2", "identity_probability": 0.5, "length": 12},
+            "training": {
+                "max_steps": 4,
+                "batch_size": 8,
+                "optimizer": {"kind": "adamw", "learning_rate": 1e-2},
+                "schedule": {"kind": "warmup_linear", "warmup": 0},
+                "threads": 1,
+            },
+            "phases": [{"name": "whole", "until": 0.5}, {"name": "windows", "model": {"window_length": 4}}],
+            "evaluation": {"sequences": 4, "batch_size": 4},
+        }
+    )
+    run = build(spec, output=tmp_path / "run", device="cpu")
+    run.train()
+    assert run.model.spec.window_length == 4
