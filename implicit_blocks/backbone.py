@@ -110,7 +110,7 @@ class BoundMap:
         stream = Stream(z_BLD)
         for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
             stream = _again_in_backward(self._layer, stream, block, state, context)
-        return self.backbone.norm(stream.joined())  # type: ignore[no-any-return]  # nn.Module calls are untyped
+        return self.backbone.norm(*stream)  # type: ignore[no-any-return]  # nn.Module calls are untyped
 
     def compute(self, z_BLD: Tensor) -> Tensor:
         """Return ``f(z)``, layer by layer."""
@@ -118,7 +118,7 @@ class BoundMap:
         with self.weights.in_use():
             for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
                 stream = block(stream, self.u_BLU, state, context)
-            return self.backbone.norm(stream.joined())  # type: ignore[no-any-return]  # as above
+            return self.backbone.norm(*stream)  # type: ignore[no-any-return]  # as above
 
     def _layer(self, stream: Stream, block: Block, state: State, context: BlockContext) -> Stream:
         with self.weights.in_use():
@@ -131,7 +131,7 @@ class BoundMap:
             for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
                 stream, state_after = block.advance(stream, self.u_BLU, state, context)
                 after.append(state_after)
-            return self.backbone.norm(stream.joined()), tuple(after)
+            return self.backbone.norm(*stream), tuple(after)
 
     def first(self, tokens: int) -> BoundMap:
         """Return the map of the window's first tokens, given the same states."""

@@ -42,8 +42,9 @@ class RMSNorm(nn.Module):
         self.groups = groups
         self.weight = nn.Parameter(torch.ones(width))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalize (…, width)."""
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """Normalize (…, width): ``x``, or ``x + added``, a sum that a compiler takes on the way."""
+        x = x if added is None else x + added
         wide = at_least_float32(x)
         if self.groups > 1:
             parts = wide.unflatten(-1, (self.groups, -1))

@@ -324,6 +324,7 @@ class LanguageModel(nn.Module, ABC):
         torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
         for block in self.backbone.blocks():
             block.compile(dynamic=False, options=COMPILE_OPTIONS)
+        self.backbone.norm.compile(dynamic=False, options=COMPILE_OPTIONS)
 
     def capture_graphs(self, enabled: bool = True) -> None:
         """Record the search's map as CUDA graphs, one a shape of the batch: an iteration is one launch then.

@@ -145,7 +145,7 @@ class Mamba2(Mixer):
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
     ) -> Tensor:
         """Mix the window."""
-        if (fused := self._fused(z_BLD, u_BLU, context)) is not None:
+        if (fused := self._fused(z_BLD, u_BLU, context, return_state=False)) is not None:
             return fused[0]
         z_BLD, u_BLU = _moved(z_BLD, context.order_BL), _moved(u_BLU, context.order_BL)
         gate, conv_in, dt = self._project(self.in_proj(z_BLD), u_BLU, context)
@@ -156,8 +156,10 @@ class Mamba2(Mixer):
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
     ) -> tuple[Tensor, Mamba2State]:
         """Mix the window and return the state after it."""
-        if not torch.is_grad_enabled() and (fused := self._fused(z_BLD, u_BLU, context)) is not None:
+        no_grad = not torch.is_grad_enabled()
+        if no_grad and (fused := self._fused(z_BLD, u_BLU, context, return_state=True)) is not None:
             out, h_after, projected = fused
+            assert h_after is not None
             last = projected[:, 1 - self.spec.d_conv :, self.d_inner : self.d_inner + self.conv_width]
             if u_BLU is not None:
                 last = last + u_BLU[:, 1 - self.spec.d_conv :, self.d_inner : self.d_inner + self.conv_width]
@@ -175,10 +177,18 @@ class Mamba2(Mixer):
         return _moved(y, context.places_BL), Mamba2State(tail, h)
 
     def _fused(
-        self, z: Tensor, u: Tensor | None, context: Mamba2Context
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor] | None:
         """Return output, state and projection by the GPU's fused operator; None where it does not serve."""
-        if not mamba2_mix.eligible(z, context.plain, self.spec.d_conv):
+        sizes = mamba2_mix.Mamba2Sizes(
+            self.n_heads,
+            self.spec.head_dim,
+            self.spec.n_groups,
+            self.spec.d_state,
+            self.norm.groups,
+            self.norm.eps,
+        )
+        if not mamba2_mix.eligible(z, context.plain, self.spec.d_conv, sizes):
             return None
         projected: Tensor = self.in_proj(z)
         if not mamba2_mix.suits(projected):
@@ -192,14 +202,8 @@ class Mamba2(Mixer):
             A_log_H=self.A_log,
             D_H=self.D,
             norm_weight_I=self.norm.weight,
-            sizes=mamba2_mix.Mamba2Sizes(
-                self.n_heads,
-                self.spec.head_dim,
-                self.spec.n_groups,
-                self.spec.d_state,
-                self.norm.groups,
-                self.norm.eps,
-            ),
+            sizes=sizes,
+            return_state=return_state,
         )
         return self.out_proj(mixed), h, projected
 

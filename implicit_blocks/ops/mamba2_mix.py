@@ -38,16 +38,22 @@ class Mamba2Sizes(NamedTuple):
 
 
 TAPS = 4  # of the convolution that the kernels are written for; all published models have four
+SHORTEST = 4  # tokens; below, few plain operators do
+ONE_CHUNK = 256  # tokens, at most; with more, states between chunks cost less than products of all pairs
 
 
-def eligible(z_BLD: Tensor, plain: bool, taps: int) -> bool:
+def eligible(z_BLD: Tensor, plain: bool, taps: int, sizes: Mamba2Sizes) -> bool:
     """Whether a window may be one for the operator; ``plain``: begins its sequence, no padding, no documents.
 
     Asked before the projection, whose type decides.
     """
-    if not (plain and z_BLD.is_cuda) or taps != TAPS or z_BLD.shape[1] < mamba_ssm.SHORTEST:
+    if not (plain and z_BLD.is_cuda) or taps != TAPS or z_BLD.shape[1] < SHORTEST:
         return False
-    return available("triton") and available(mamba_ssm.MODULE)
+    if not available("triton"):
+        return False
+    if _one_chunk(z_BLD.shape[1], sizes):
+        return True
+    return z_BLD.shape[1] >= mamba_ssm.SHORTEST and available(mamba_ssm.MODULE)
 
 
 def suits(projected_BLU: Tensor) -> bool:
@@ -66,8 +72,9 @@ def mamba2_mix(
     D_H: Tensor,
     norm_weight_I: Tensor,
     sizes: Mamba2Sizes,
-) -> tuple[Tensor, Tensor]:
-    """Return what the output projection reads, (B, L, I), and the state after the window, float32.
+    return_state: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return what the output projection reads, (B, L, I), and if asked the state after the window, float32.
 
     Args:
         projected_BLU: what the input projection gives, in bfloat16 or float16.
@@ -79,6 +86,7 @@ def mamba2_mix(
         D_H: the skip connection.
         norm_weight_I: of the gated norm.
         sizes: how the projection is divided.
+        return_state: compute the state too; else None stands in its place.
 
     The state carries no gradient to what is computed from it: windows that follow are not served here.
 
@@ -96,8 +104,10 @@ def mamba2_mix(
         norm_weight_I,
         list(sizes[:5]),
         sizes.norm_eps,
+        return_state,
+        torch.is_grad_enabled(),
     )
-    return out, state
+    return out, state if return_state else None
 
 
 @torch.library.custom_op("implicit_blocks::mamba2_mix", mutates_args=())
@@ -112,40 +122,47 @@ def _mix(
     norm_weight: Tensor,
     sizes: list[int],
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from implicit_blocks.ops.kernels.mamba2_parts import gated_norm_forward
+    return_state: bool,
+    keep: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the output, the state if asked for, and the scan's own output if to be kept; else empty ones."""
+    from implicit_blocks.ops.kernels import mamba2_one_chunk, mamba2_parts
 
-    shape = _sizes(sizes, eps)
+    shape, none = _sizes(sizes, eps), projected.new_empty(0)
     with without_autocast("cuda"):
-        x, B, C, dt = _scan_inputs(projected, u, conv_weight, conv_bias, dt_bias, shape)
+        conv = mamba2_parts.conv_forward(projected, u, conv_weight, conv_bias, first=shape.inner)
+        if _one_chunk(projected.shape[1], shape):
+            steps = mamba2_one_chunk.step_sizes(projected, u, dt_bias, A_log)
+            out, y = mamba2_one_chunk.forward(
+                conv, projected, u, steps, D, norm_weight, layout=_layout(shape), eps=eps, keep=keep
+            )
+            state = _last_state(conv, steps, shape) if return_state else none
+            return out, state, none if y is None else y
+        x, B, C = _divide(conv, shape)
         scan = require(mamba_ssm.MODULE, package="mamba-ssm")
         y, _, _, _, _, state = scan._mamba_chunk_scan_combined_fwd(
-            x, dt, -torch.exp(A_log.float()), B, C, mamba_ssm.CHUNK, D=D.float()
+            x,
+            _step_sizes(projected, u, dt_bias),
+            -torch.exp(A_log.float()),
+            B,
+            C,
+            mamba_ssm.CHUNK,
+            D=D.float(),
         )
         y = y.view(*projected.shape[:2], shape.inner)
-        out = gated_norm_forward(y, projected, u, norm_weight, eps=eps, groups=shape.norm_groups)
-    return out, state.float().contiguous(), y, dt
+        out = mamba2_parts.gated_norm_forward(y, projected, u, norm_weight, eps=eps, groups=shape.norm_groups)
+        return out, state.float().contiguous() if return_state else none, y if keep else none
 
 
 @_mix.register_fake
-def _(
-    projected: Tensor,
-    u: Tensor | None,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    norm_weight: Tensor,
-    sizes: list[int],
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(projected: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *_, sizes, eps, return_state, keep = others
     shape = _sizes(sizes, eps)
     batch, length, _ = projected.shape
+    state_shape = (batch, shape.n_heads, shape.head_dim, shape.d_state)
     out = projected.new_empty(batch, length, shape.inner)
-    state = projected.new_empty(batch, shape.n_heads, shape.head_dim, shape.d_state, dtype=torch.float32)
-    dt = projected.new_empty(batch, length, shape.n_heads, dtype=torch.float32)
-    return out, state, torch.empty_like(out), dt
+    state = projected.new_empty(state_shape, dtype=torch.float32) if return_state else projected.new_empty(0)
+    return out, state, torch.empty_like(out) if keep else projected.new_empty(0)
 
 
 @torch.library.custom_op("implicit_blocks::mamba2_mix_backward", mutates_args=())
@@ -160,44 +177,29 @@ def _mix_backward(
     D: Tensor,
     norm_weight: Tensor,
     y: Tensor,
-    dt: Tensor,
     sizes: list[int],
     eps: float,
 ) -> list[Tensor]:
-    from implicit_blocks.ops.kernels.mamba2_parts import conv_backward, gated_norm_backward
+    from implicit_blocks.ops.kernels import mamba2_parts
 
     shape = _sizes(sizes, eps)
-    inner, maps = shape.inner, shape.n_groups * shape.d_state
     with without_autocast("cuda"):
         dprojected = torch.empty_like(projected)
-        dy, dnorm = gated_norm_backward(
+        dy, dnorm = mamba2_parts.gated_norm_backward(
             dout, y, projected, u, norm_weight, dprojected, eps=eps, groups=shape.norm_groups
         )
         # Computed again rather than kept: a convolved window is a sixth of a layer's activations.
-        x, B, C, _ = _scan_inputs(projected, u, conv_weight, conv_bias, None, shape)
-        dconv = projected.new_empty(*projected.shape[:2], inner + 2 * maps)
-        dx, dB, dC = _divide(dconv, shape)
-        A = -torch.exp(A_log.float())
-        scan = require(mamba_ssm.MODULE, package="mamba-ssm")
-        _, ddt, dA, _, _, dD, _, _, _ = scan._mamba_chunk_scan_combined_bwd(
-            dy.view(x.shape),
-            x,
-            dt,
-            A,
-            B,
-            C,
-            y.view(x.shape),
-            mamba_ssm.CHUNK,
-            D=D.float(),
-            dx=dx,
-            dB=dB,
-            dC=dC,
+        conv = mamba2_parts.conv_forward(projected, u, conv_weight, conv_bias, first=shape.inner)
+        scan_backward = _one_chunk_backward if _one_chunk(projected.shape[1], shape) else _scan_backward
+        dconv, ddt, dt_bias_sum, dA_log, dD = scan_backward(
+            dy, y, conv, projected, u, dt_bias, A_log, D, shape
         )
-        dweight, dbias = conv_backward(dconv, projected, u, conv_weight, conv_bias, dprojected, first=inner)
-        ddt = ddt.float() * -torch.expm1(-dt)  # softplus' = sigmoid = 1 − exp(−softplus)
         dprojected[..., -shape.n_heads :] = ddt
+        dweight, dbias = mamba2_parts.conv_backward(
+            dconv, projected, u, conv_weight, conv_bias, dprojected, first=shape.inner
+        )
         given = (conv_weight, conv_bias, dt_bias, A_log, D, norm_weight)
-        found = (dweight, dbias, ddt.sum((0, 1)), dA * A, dD, dnorm)
+        found = (dweight, dbias, dt_bias_sum, dA_log, dD, dnorm)
         return [
             dprojected,
             *(f.to(g.dtype) if g is not None else f for g, f in zip(given, found, strict=True)),
@@ -205,21 +207,9 @@ def _mix_backward(
 
 
 @_mix_backward.register_fake
-def _(
-    dout: Tensor,
-    projected: Tensor,
-    u: Tensor | None,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    dt_bias: Tensor,
-    A_log: Tensor,
-    D: Tensor,
-    norm_weight: Tensor,
-    y: Tensor,
-    dt: Tensor,
-    sizes: list[int],
-    eps: float,
-) -> list[Tensor]:
+def _(dout: Tensor, projected: Tensor, u: Tensor | None, *others: Any) -> list[Tensor]:
+    conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, *_ = others
+
     def like(t: Tensor) -> Tensor:
         return torch.empty_like(t, memory_format=torch.contiguous_format)
 
@@ -227,29 +217,95 @@ def _(
     return [like(projected), like(conv_weight), bias, like(dt_bias), like(A_log), like(D), like(norm_weight)]
 
 
+def _one_chunk_backward(
+    dy: Tensor,
+    y: Tensor,
+    conv: Tensor,
+    projected: Tensor,
+    u: Tensor | None,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    shape: Mamba2Sizes,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of what was convolved, of the steps before softplus, dt_bias, A_log and D."""
+    from implicit_blocks.ops.kernels import mamba2_one_chunk
+
+    steps = mamba2_one_chunk.step_sizes(projected, u, dt_bias, A_log)
+    dconv, ddt, dA_log, dD = mamba2_one_chunk.backward(dy, conv, steps, A_log, D, layout=_layout(shape))
+    ddt = ddt * -torch.expm1(-steps.dt_BHL)  # softplus' = sigmoid = 1 − exp(−softplus)
+    return dconv, ddt.transpose(1, 2), ddt.sum((0, 2)), dA_log, dD
+
+
+def _scan_backward(
+    dy: Tensor,
+    y: Tensor,
+    conv: Tensor,
+    projected: Tensor,
+    u: Tensor | None,
+    dt_bias: Tensor,
+    A_log: Tensor,
+    D: Tensor,
+    shape: Mamba2Sizes,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return what ``_one_chunk_backward`` does, for sequences of any length."""
+    x, B, C = _divide(conv, shape)
+    dconv = torch.empty_like(conv)
+    dx, dB, dC = _divide(dconv, shape)
+    A, dt = -torch.exp(A_log.float()), _step_sizes(projected, u, dt_bias)
+    scan = require(mamba_ssm.MODULE, package="mamba-ssm")
+    _, ddt, dA, _, _, dD, _, _, _ = scan._mamba_chunk_scan_combined_bwd(
+        dy.view(x.shape),
+        x,
+        dt,
+        A,
+        B,
+        C,
+        y.view(x.shape),
+        mamba_ssm.CHUNK,
+        D=D.float(),
+        dx=dx,
+        dB=dB,
+        dC=dC,
+    )
+    ddt = ddt.float() * -torch.expm1(-dt)
+    return dconv, ddt, ddt.sum((0, 1)), dA * A, dD
+
+
 def _sizes(sizes: list[int], eps: float) -> Mamba2Sizes:
     n_heads, head_dim, n_groups, d_state, norm_groups = sizes
     return Mamba2Sizes(n_heads, head_dim, n_groups, d_state, norm_groups, eps)
 
 
-def _scan_inputs(
-    projected: Tensor,
-    u: Tensor | None,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    dt_bias: Tensor | None,
-    shape: Mamba2Sizes,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x, B, C and dt (or an empty tensor where no bias is given)."""
-    from implicit_blocks.ops.kernels.mamba2_parts import conv_forward
+def _one_chunk(length: int, shape: Mamba2Sizes) -> bool:
+    """Whether the kernels for short sequences serve: norms by group, widths that a matrix unit takes."""
+    if length > ONE_CHUNK or shape.norm_groups != shape.n_groups:
+        return False
+    return all(16 <= size <= 128 and size & (size - 1) == 0 for size in (shape.head_dim, shape.d_state))
 
-    x, B, C = _divide(conv_forward(projected, u, conv_weight, conv_bias, first=shape.inner), shape)
-    if dt_bias is None:
-        return x, B, C, projected.new_empty(0)
-    dt = projected[..., -shape.n_heads :].float()
+
+def _layout(shape: Mamba2Sizes) -> Any:
+    from implicit_blocks.ops.kernels.mamba2_one_chunk import Layout
+
+    return Layout(shape.n_heads, shape.head_dim, shape.n_groups, shape.d_state)
+
+
+def _last_state(conv: Tensor, steps: Any, shape: Mamba2Sizes) -> Tensor:
+    """Return the state after a sequence of one chunk, ``Σ_t exp(a_L − a_t) dt_t x_t B_tᵀ``, (B, H, P, N)."""
+    x, B, _ = _divide(conv, shape)
+    weight_BHL = torch.exp(steps.a_BHL[:, :, -1:] - steps.a_BHL) * steps.dt_BHL
+    weighted = (x.transpose(1, 2) * weight_BHL[..., None]).unflatten(1, (shape.n_groups, -1))
+    state: Tensor = weighted.transpose(-1, -2) @ B.float().transpose(1, 2)[:, :, None]
+    return state.flatten(1, 2).contiguous()
+
+
+def _step_sizes(projected: Tensor, u: Tensor | None, dt_bias: Tensor) -> Tensor:
+    """Return dt, (B, L, H) float32."""
+    heads = dt_bias.shape[0]
+    dt = projected[..., -heads:].float()
     if u is not None:
-        dt = dt + u[..., -shape.n_heads :]
-    return x, B, C, torch.nn.functional.softplus(dt + dt_bias.float())
+        dt = dt + u[..., -heads:]
+    return torch.nn.functional.softplus(dt + dt_bias.float())
 
 
 def _divide(conv: Tensor, shape: Mamba2Sizes) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,42 +317,25 @@ def _divide(conv: Tensor, shape: Mamba2Sizes) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.sizes, ctx.eps = inputs
+    *tensors, ctx.sizes, ctx.eps, _, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[2], output[3])
+    ctx.save_for_backward(*tensors, output[2])
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    projected, u, conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, y, dt = ctx.saved_tensors
     if dout is None:
-        return (None,) * 10
-    dprojected, dweight, dbias, ddt_bias, dA_log, dD, dnorm = _mix_backward(
-        dout.contiguous(),
-        projected,
-        u,
-        conv_weight,
-        conv_bias,
-        dt_bias,
-        A_log,
-        D,
-        norm_weight,
-        y,
-        dt,
-        ctx.sizes,
-        ctx.eps,
+        return (None,) * 12
+    projected, u, conv_weight, conv_bias, *others = ctx.saved_tensors
+    dprojected, dweight, dbias, *dothers = _mix_backward(
+        dout.contiguous(), projected, u, conv_weight, conv_bias, *others, ctx.sizes, ctx.eps
     )
-    du = None if u is None else dprojected
     return (
         dprojected,
-        du,
+        None if u is None else dprojected,
         dweight,
         None if conv_bias is None else dbias,
-        ddt_bias,
-        dA_log,
-        dD,
-        dnorm,
-        None,
-        None,
+        *dothers,
+        *(None,) * 4,
     )
 
 

@@ -77,6 +77,9 @@ SHAPES = {
     "B2-L256-D256-G1": (2, 256, 256, 1, True, True),
     "B3-L300-D128-G2-no-injection": (3, 300, 128, 2, False, True),
     "B2-L77-D192-G1-no-conv-bias": (2, 77, 192, 1, True, False),
+    "B5-L32-D64-G1": (5, 32, 64, 1, True, True),
+    "B3-L150-D128-G2": (3, 150, 128, 2, True, True),
+    "B2-L5-D128-G1": (2, 5, 128, 1, True, True),
 }
 
 
@@ -105,9 +108,10 @@ def test_mamba2_between_its_projections(shape, monkeypatch):
             with held.in_use():
                 y = mixer(z_leaf, u_leaf, state, context)
                 with torch.no_grad():
+                    sought = mixer(z_leaf, u_leaf, state, context)  # as a search calls it, keeping nothing
                     _, after = mixer.advance(z_leaf, u_leaf, state, context)
         leaves = [leaf for leaf in (z_leaf, u_leaf, *mixer.parameters()) if leaf is not None]
-        return [y, *after, *torch.autograd.grad((y.float() * dy).sum(), leaves)]
+        return [y, sought, *after, *torch.autograd.grad((y.float() * dy).sum(), leaves)]
 
     fused = run(True)
     plain, exact = run(False), run(False, precise=True)

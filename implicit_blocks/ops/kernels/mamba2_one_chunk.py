@@ -1,0 +1,416 @@
+"""Mamba2's scan and gated norm for sequences of one chunk, without states between chunks; their gradients.
+
+Within a chunk the scan is attention with decay,
+``y_t = D x_t + Σ_{s ≤ t} (C_t · B_s) exp(a_t − a_s) dt_s x_s`` with ``a`` the running sum of ``A dt``:
+T. Dao and A. Gu, "Transformers are SSMs", ICML 2024, section 6. A program walks over all heads of a block of
+tokens, so that the gated norm closes there and the gradient of the products of ``C`` and ``B`` is summed over
+heads where it is.
+
+Shapes: B batch, L tokens, H heads, P head width, G groups, N state width, U projection width, I = H · P, C =
+I + 2GN convolved channels. What ``conv`` holds: x, B and C beside each other, as the convolution writes them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from implicit_blocks.ops.kernels.mamba2_parts import _aligned, _load_sum
+
+HEADS_AT_ONCE = 16  # whose step sizes a program sums up
+BLOCK = 64  # tokens
+FORWARD = {"num_warps": 4, "num_stages": 2}
+PRODUCTS = {"num_warps": 4, "num_stages": 2}
+INPUTS = {"num_warps": 4, "num_stages": 2}
+
+
+class Layout(NamedTuple):
+    """How channels are divided: heads H, their width P, groups G, state width N."""
+
+    heads: int
+    width: int
+    groups: int
+    states: int
+
+
+class Steps(NamedTuple):
+    """Step sizes and running sums of ``A dt``, both (B, H, L) float32."""
+
+    dt_BHL: Tensor
+    a_BHL: Tensor
+
+
+def step_sizes(projected_BLU: Tensor, u_BLU: Tensor | None, dt_bias_H: Tensor, A_log_H: Tensor) -> Steps:
+    """Return ``dt = softplus(projected + u + dt_bias)``, of the last H columns, and its sums."""
+    batch, length, width = projected_BLU.shape
+    heads = dt_bias_H.shape[0]
+    dt = torch.empty(batch, heads, length, dtype=torch.float32, device=projected_BLU.device)
+    a = torch.empty_like(dt)
+    with torch.cuda.device(dt.device):
+        _step_sizes[(batch, triton.cdiv(heads, HEADS_AT_ONCE))](
+            projected_BLU,
+            u_BLU if u_BLU is not None else projected_BLU,
+            dt_bias_H,
+            A_log_H,
+            dt,
+            a,
+            length,
+            heads,
+            width,
+            HAS_U=u_BLU is not None,
+            TOKENS=_padded(length),
+            HEADS=HEADS_AT_ONCE,
+        )
+    return Steps(dt, a)
+
+
+def forward(
+    conv_BLC: Tensor,
+    projected_BLU: Tensor,
+    u_BLU: Tensor | None,
+    steps: Steps,
+    D_H: Tensor,
+    norm_weight_I: Tensor,
+    *,
+    layout: Layout,
+    eps: float,
+    keep: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``rms(y · silu(gate)) · w``, (B, L, I), and the scan's ``y`` itself if it is to be kept."""
+    batch, length, width = projected_BLU.shape
+    inner = layout.heads * layout.width
+    out = projected_BLU.new_empty(batch, length, inner)
+    y = torch.empty_like(out) if keep else None
+    block = _block(length)
+    blocks = triton.cdiv(length, block)
+    with torch.cuda.device(out.device):
+        _forward[(blocks * batch * layout.groups,)](
+            conv_BLC,
+            projected_BLU,
+            u_BLU if u_BLU is not None else projected_BLU,
+            *steps,
+            D_H,
+            norm_weight_I,
+            out,
+            y if y is not None else out,
+            length,
+            blocks,
+            *_aligned(width),
+            eps,
+            HAS_U=u_BLU is not None,
+            KEEP=keep,
+            **_constants(layout, block),
+            **FORWARD,
+        )
+    return out, y
+
+
+def backward(
+    dy_BLI: Tensor, conv_BLC: Tensor, steps: Steps, A_log_H: Tensor, D_H: Tensor, *, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of ``conv`` (B, L, C), and in float32 of dt (B, H, L), A_log (H,) and D (H,)."""
+    batch, length, _ = conv_BLC.shape
+    block = _block(length)
+    blocks = triton.cdiv(length, block)
+    pairs = batch * layout.groups
+    dconv = torch.empty_like(conv_BLC)
+    like_steps = (blocks, *steps.dt_BHL.shape)
+    by_column = torch.empty(like_steps, dtype=torch.float32, device=dy_BLI.device)  # a tile's sum over t …
+    by_row = torch.empty_like(by_column)  # … and over s
+    tiles = dy_BLI.new_empty(pairs, blocks * (blocks + 1) // 2, block, block)
+    dD = torch.empty(batch, blocks, layout.heads, dtype=torch.float32, device=dy_BLI.device)
+    ddt, dA = torch.empty_like(steps.dt_BHL), torch.empty_like(steps.dt_BHL[:, :, 0])
+    constants = _constants(layout, block)
+    with torch.cuda.device(dy_BLI.device):
+        _products_backward[(tiles.shape[1] * pairs,)](
+            dy_BLI, conv_BLC, *steps, tiles, by_column, by_row, length, batch, **constants, **PRODUCTS
+        )
+        _maps_backward[(blocks * pairs,)](tiles, conv_BLC, dconv, length, blocks, **constants, num_warps=4)
+        _inputs_backward[(blocks * batch * layout.heads,)](
+            dy_BLI, conv_BLC, *steps, D_H, dconv, dD, length, blocks, **constants, **INPUTS
+        )
+        _steps_backward[(batch * layout.heads,)](
+            *steps,
+            A_log_H,
+            by_column,
+            by_row,
+            ddt,
+            dA,
+            length,
+            blocks,
+            batch,
+            layout.heads,
+            TOKENS=_padded(length),
+            BLOCK=block,
+        )
+    return dconv, ddt, dA.sum(0), dD.sum((0, 1))
+
+
+def _padded(length: int) -> int:
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def _block(length: int) -> int:
+    return min(BLOCK, _padded(length))
+
+
+def _constants(layout: Layout, block: int) -> dict[str, int]:
+    return {
+        "HEADS": layout.heads,
+        "P": layout.width,
+        "GROUPS": layout.groups,
+        "N": layout.states,
+        "BLOCK": block,
+    }
+
+
+@triton.jit
+def _step_sizes(
+    p_ptr, u_ptr, bias_ptr, A_log_ptr, dt_ptr, a_ptr, L, H, width,
+    HAS_U: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.arange(0, TOKENS)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    mask = (token < L)[:, None] & (head < H)[None, :]
+    source = (row * L + token)[:, None] * width + width - H + head[None, :]
+    raw = _load_sum(p_ptr, u_ptr, source, mask, HAS_U)
+    raw += tl.load(bias_ptr + head, mask=head < H, other=0.0).to(tl.float32)[None, :]
+    dt = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
+    dt = tl.where(mask, dt, 0.0)
+    A = -tl.exp(tl.load(A_log_ptr + head, mask=head < H, other=0.0).to(tl.float32))
+    a = tl.cumsum(dt * A[None, :], axis=0)
+    target = (row * H + head)[None, :] * L + token[:, None]
+    tl.store(dt_ptr + target, dt, mask=mask)
+    tl.store(a_ptr + target, a, mask=mask)
+
+
+@triton.jit
+def _forward(
+    conv_ptr, p_ptr, u_ptr, dt_ptr, a_ptr, D_ptr, w_ptr, out_ptr, y_ptr,
+    L, blocks, width_part, UNIT: tl.constexpr, eps,
+    HAS_U: tl.constexpr, KEEP: tl.constexpr,
+    HEADS: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    inner: tl.constexpr = HEADS * P
+    channels: tl.constexpr = inner + 2 * GROUPS * N
+    per_group: tl.constexpr = HEADS // GROUPS
+    width = width_part * UNIT
+    last = blocks - 1 - tl.program_id(0) % blocks  # the longest blocks begin first
+    pair = tl.program_id(0) // blocks
+    row = (pair // GROUPS).to(tl.int64)
+    group = pair % GROUPS
+    token = last * BLOCK + tl.arange(0, BLOCK)
+    here = token < L
+    state = tl.arange(0, N)
+    entry = tl.arange(0, P)
+    maps = conv_ptr + row * L * channels + inner + group * N
+    C = tl.load(maps + GROUPS * N + token[:, None] * channels + state[None, :], mask=here[:, None], other=0.0)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    for number in range(per_group):
+        head = group * per_group + number
+        steps = (row * HEADS + head) * L
+        a = tl.load(a_ptr + steps + token, mask=here, other=0.0)
+        y = tl.zeros((BLOCK, P), tl.float32)
+        for block in range(last + 1):
+            before = block * BLOCK + tl.arange(0, BLOCK)
+            known = before < L
+            B = tl.load(maps + before[None, :] * channels + state[:, None], mask=known[None, :], other=0.0)
+            a_before = tl.load(a_ptr + steps + before, mask=known, other=0.0)
+            dt = tl.load(dt_ptr + steps + before, mask=known, other=0.0)
+            decay = tl.exp(tl.minimum(a[:, None] - a_before[None, :], 0.0))
+            weight = tl.where(token[:, None] >= before[None, :], tl.dot(C, B) * decay * dt[None, :], 0.0)
+            x = tl.load(
+                conv_ptr + (row * L + before)[:, None] * channels + head * P + entry[None, :],
+                mask=known[:, None],
+                other=0.0,
+            )
+            y += tl.dot(weight.to(x.dtype), x)
+        x = tl.load(
+            conv_ptr + (row * L + token)[:, None] * channels + head * P + entry[None, :],
+            mask=here[:, None],
+            other=0.0,
+        )
+        y += tl.load(D_ptr + head).to(tl.float32) * x.to(tl.float32)
+        target = (row * L + token)[:, None] * inner + head * P + entry[None, :]
+        if KEEP:
+            tl.store(y_ptr + target, y.to(y_ptr.dtype.element_ty), mask=here[:, None])
+        column = (row * L + token)[:, None] * width + head * P + entry[None, :]
+        gate = _load_sum(p_ptr, u_ptr, column, here[:, None], HAS_U)
+        value = y * gate * tl.sigmoid(gate)
+        squares += tl.sum(value * value, axis=1)
+        tl.store(out_ptr + target, value.to(out_ptr.dtype.element_ty), mask=here[:, None])
+    scale = tl.rsqrt(squares / (per_group * P) + eps)
+    tl.debug_barrier()  # what is read now was written by other threads of this program
+    for number in range(per_group):
+        first = (group * per_group + number) * P
+        target = (row * L + token)[:, None] * inner + first + entry[None, :]
+        value = tl.load(out_ptr + target, mask=here[:, None], other=0.0).to(tl.float32)
+        weight = tl.load(w_ptr + first + entry).to(tl.float32)
+        value *= scale[:, None] * weight[None, :]
+        tl.store(out_ptr + target, value.to(out_ptr.dtype.element_ty), mask=here[:, None])
+
+
+@triton.jit
+def _products_backward(
+    dy_ptr, conv_ptr, dt_ptr, a_ptr, tiles_ptr, column_ptr, row_ptr, L, batch,
+    HEADS: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # A tile: tokens t of one block, s of the same or an earlier one. It gives the gradient of C · B, summed
+    # over heads, and for each head the sums that step sizes need.
+    inner: tl.constexpr = HEADS * P
+    channels: tl.constexpr = inner + 2 * GROUPS * N
+    per_group: tl.constexpr = HEADS // GROUPS
+    pairs = batch * GROUPS
+    number = tl.program_id(0) // pairs
+    pair = tl.program_id(0) % pairs
+    late = 0
+    while (late + 1) * (late + 2) // 2 <= number:
+        late += 1
+    early = number - late * (late + 1) // 2
+    row = (pair // GROUPS).to(tl.int64)
+    group = pair % GROUPS
+    t = late * BLOCK + tl.arange(0, BLOCK)
+    s = early * BLOCK + tl.arange(0, BLOCK)
+    state = tl.arange(0, N)
+    entry = tl.arange(0, P)
+    maps = conv_ptr + row * L * channels + inner + group * N
+    C = tl.load(maps + GROUPS * N + t[:, None] * channels + state[None, :], mask=(t < L)[:, None], other=0.0)
+    B = tl.load(maps + s[None, :] * channels + state[:, None], mask=(s < L)[None, :], other=0.0)
+    products = tl.where(t[:, None] >= s[None, :], tl.dot(C, B), 0.0)
+    dproducts = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for one in range(per_group):
+        head = group * per_group + one
+        steps = (row * HEADS + head) * L
+        a_t = tl.load(a_ptr + steps + t, mask=t < L, other=0.0)
+        a_s = tl.load(a_ptr + steps + s, mask=s < L, other=0.0)
+        dt = tl.load(dt_ptr + steps + s, mask=s < L, other=0.0)
+        dy = tl.load(
+            dy_ptr + (row * L + t)[:, None] * inner + head * P + entry[None, :],
+            mask=(t < L)[:, None],
+            other=0.0,
+        )
+        x = tl.load(
+            conv_ptr + (row * L + s)[None, :] * channels + head * P + entry[:, None],
+            mask=(s < L)[None, :],
+            other=0.0,
+        )
+        decayed = tl.dot(dy, x) * tl.exp(tl.minimum(a_t[:, None] - a_s[None, :], 0.0))
+        dproducts += decayed * dt[None, :]
+        decayed *= products
+        tl.store(column_ptr + late * batch * HEADS * L + steps + s, tl.sum(decayed, axis=0), mask=s < L)
+        tl.store(
+            row_ptr + early * batch * HEADS * L + steps + t,
+            tl.sum(decayed * dt[None, :], axis=1),
+            mask=t < L,
+        )
+    dproducts = tl.where(t[:, None] >= s[None, :], dproducts, 0.0)
+    place = (pair.to(tl.int64) * (tl.num_programs(0) // pairs) + number) * BLOCK * BLOCK
+    offset = tl.arange(0, BLOCK)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(tiles_ptr + place + offset, dproducts.to(tiles_ptr.dtype.element_ty))
+
+
+@triton.jit
+def _maps_backward(
+    tiles_ptr, conv_ptr, dconv_ptr, L, blocks,
+    HEADS: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    inner: tl.constexpr = HEADS * P
+    channels: tl.constexpr = inner + 2 * GROUPS * N
+    mine = tl.program_id(0) % blocks
+    pair = tl.program_id(0) // blocks
+    row = (pair // GROUPS).to(tl.int64)
+    first = inner + (pair % GROUPS) * N
+    token = mine * BLOCK + tl.arange(0, BLOCK)
+    state = tl.arange(0, N)
+    one = tl.arange(0, BLOCK)
+    tiles_ptr += pair.to(tl.int64) * (blocks * (blocks + 1) // 2) * BLOCK * BLOCK
+    dC = tl.zeros((BLOCK, N), tl.float32)
+    for block in range(mine + 1):
+        other = block * BLOCK + one
+        tile = tiles_ptr + (mine * (mine + 1) // 2 + block) * BLOCK * BLOCK
+        weights = tl.load(tile + one[:, None] * BLOCK + one[None, :])
+        source = conv_ptr + (row * L + other)[:, None] * channels + first + state[None, :]
+        dC += tl.dot(weights, tl.load(source, mask=(other < L)[:, None], other=0.0))
+    dB = tl.zeros((BLOCK, N), tl.float32)
+    for block in range(mine, blocks):
+        other = block * BLOCK + one
+        tile = tiles_ptr + (block * (block + 1) // 2 + mine) * BLOCK * BLOCK
+        weights = tl.load(tile + one[None, :] * BLOCK + one[:, None])
+        source = conv_ptr + (row * L + other)[:, None] * channels + first + GROUPS * N + state[None, :]
+        dB += tl.dot(weights, tl.load(source, mask=(other < L)[:, None], other=0.0))
+    target = dconv_ptr + (row * L + token)[:, None] * channels + first + state[None, :]
+    tl.store(target, dB.to(dconv_ptr.dtype.element_ty), mask=(token < L)[:, None])
+    tl.store(target + GROUPS * N, dC.to(dconv_ptr.dtype.element_ty), mask=(token < L)[:, None])
+
+
+@triton.jit
+def _inputs_backward(
+    dy_ptr, conv_ptr, dt_ptr, a_ptr, D_ptr, dconv_ptr, dD_ptr, L, blocks,
+    HEADS: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    inner: tl.constexpr = HEADS * P
+    channels: tl.constexpr = inner + 2 * GROUPS * N
+    head = tl.program_id(0) % HEADS  # beside each other: heads that read the same B and C
+    mine = tl.program_id(0) // HEADS % blocks
+    row = (tl.program_id(0) // HEADS // blocks).to(tl.int64)
+    group = head // (HEADS // GROUPS)
+    steps = (row * HEADS + head) * L
+    s = mine * BLOCK + tl.arange(0, BLOCK)
+    known = s < L
+    state = tl.arange(0, N)
+    entry = tl.arange(0, P)
+    maps = conv_ptr + row * L * channels + inner + group * N
+    B = tl.load(maps + s[:, None] * channels + state[None, :], mask=known[:, None], other=0.0)
+    a_s = tl.load(a_ptr + steps + s, mask=known, other=0.0)
+    dt = tl.load(dt_ptr + steps + s, mask=known, other=0.0)
+    dx = tl.zeros((BLOCK, P), tl.float32)
+    for block in range(mine, blocks):
+        t = block * BLOCK + tl.arange(0, BLOCK)
+        C = tl.load(
+            maps + GROUPS * N + t[None, :] * channels + state[:, None], mask=(t < L)[None, :], other=0.0
+        )
+        a_t = tl.load(a_ptr + steps + t, mask=t < L, other=0.0)
+        decay = tl.exp(tl.minimum(a_t[None, :] - a_s[:, None], 0.0))
+        weight = tl.where(t[None, :] >= s[:, None], tl.dot(B, C) * decay * dt[:, None], 0.0)
+        dy = tl.load(
+            dy_ptr + (row * L + t)[:, None] * inner + head * P + entry[None, :],
+            mask=(t < L)[:, None],
+            other=0.0,
+        )
+        dx += tl.dot(weight.to(dy.dtype), dy)
+    own = (row * L + s)[:, None] * inner + head * P + entry[None, :]
+    dy = tl.load(dy_ptr + own, mask=known[:, None], other=0.0).to(tl.float32)
+    dx += tl.load(D_ptr + head).to(tl.float32) * dy
+    place = (row * L + s)[:, None] * channels + head * P + entry[None, :]
+    x = tl.load(conv_ptr + place, mask=known[:, None], other=0.0).to(tl.float32)
+    tl.store(dD_ptr + (row * blocks + mine) * HEADS + head, tl.sum(dy * x))
+    tl.store(dconv_ptr + place, dx.to(dconv_ptr.dtype.element_ty), mask=known[:, None])
+
+
+@triton.jit
+def _steps_backward(
+    dt_ptr, a_ptr, A_log_ptr, column_ptr, row_ptr, ddt_ptr, dA_ptr, L, blocks, batch, HEADS,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # a_t stands in every weight of its row with +, of its column with −, and is a sum of A dt up to t.
+    steps = tl.program_id(0).to(tl.int64) * L
+    whole = batch.to(tl.int64) * HEADS * L
+    token = tl.arange(0, TOKENS)
+    here = token < L
+    dt = tl.load(dt_ptr + steps + token, mask=here, other=0.0)
+    by_column = tl.zeros((TOKENS,), tl.float32)
+    by_row = tl.zeros((TOKENS,), tl.float32)
+    for block in range(blocks):
+        source = block * whole + steps + token
+        by_column += tl.load(column_ptr + source, mask=here & (token // BLOCK <= block), other=0.0)
+        by_row += tl.load(row_ptr + source, mask=here & (token // BLOCK >= block), other=0.0)
+    da = by_row - dt * by_column
+    after = tl.cumsum(da, axis=0, reverse=True)
+    A = -tl.exp(tl.load(A_log_ptr + tl.program_id(0) % HEADS).to(tl.float32))
+    tl.store(ddt_ptr + steps + token, by_column + A * after, mask=here)
+    tl.store(dA_ptr + tl.program_id(0), tl.sum(dt * after) * A)
