@@ -128,7 +128,8 @@ def _mix(
     """Return the output, the state if asked for, and the scan's own output if to be kept; else empty ones."""
     from implicit_blocks.ops.kernels import mamba2_one_chunk, mamba2_parts
 
-    shape, none = _sizes(sizes, eps), projected.new_empty(0)
+    shape = _sizes(sizes, eps)
+    nothing = projected.new_empty(0), projected.new_empty(0)  # an operator's results are apart
     with without_autocast("cuda"):
         conv = mamba2_parts.conv_forward(projected, u, conv_weight, conv_bias, first=shape.inner)
         if _one_chunk(projected.shape[1], shape):
@@ -136,8 +137,8 @@ def _mix(
             out, y = mamba2_one_chunk.forward(
                 conv, projected, u, steps, D, norm_weight, layout=_layout(shape), eps=eps, keep=keep
             )
-            state = _last_state(conv, steps, shape) if return_state else none
-            return out, state, none if y is None else y
+            state = _last_state(conv, steps, shape) if return_state else nothing[0]
+            return out, state, nothing[1] if y is None else y
         x, B, C = _divide(conv, shape)
         scan = require(mamba_ssm.MODULE, package="mamba-ssm")
         y, _, _, _, _, state = scan._mamba_chunk_scan_combined_fwd(
@@ -151,7 +152,7 @@ def _mix(
         )
         y = y.view(*projected.shape[:2], shape.inner)
         out = mamba2_parts.gated_norm_forward(y, projected, u, norm_weight, eps=eps, groups=shape.norm_groups)
-        return out, state.float().contiguous() if return_state else none, y if keep else none
+        return out, state.float().contiguous() if return_state else nothing[0], y if keep else nothing[1]
 
 
 @_mix.register_fake

@@ -14,8 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 TAPS = 4  # of the convolution, whose kernels keep the last inputs in registers
-TOKENS, CHANNELS = 32, 256  # that a program of the convolution walks along, and beside each other
-BACK_TOKENS, BACK_CHANNELS = 32, 256  # in backward
+TOKENS, CHANNELS = 32, 128  # that a program of the convolution walks along, and beside each other
 PROGRAMS = 528  # of the gated norm's backward: four a multiprocessor of an H100
 
 
@@ -60,10 +59,10 @@ def conv_backward(
     """Write the gradient of the convolved channels into ``dprojected``; return those of weight and bias."""
     batch, length, width = projected_BLU.shape
     channels = weight_CW.shape[0]
-    runs = triton.cdiv(length, BACK_TOKENS)
+    runs = triton.cdiv(length, TOKENS)
     partial = torch.empty(batch * runs, TAPS + 1, channels, dtype=torch.float32, device=dy_BLC.device)
     with torch.cuda.device(dy_BLC.device):
-        _conv_backward[(runs, triton.cdiv(channels, BACK_CHANNELS), batch)](
+        _conv_backward[(runs, triton.cdiv(channels, CHANNELS), batch)](
             projected_BLU,
             u_BLU if u_BLU is not None else projected_BLU,
             weight_CW,
@@ -77,8 +76,8 @@ def conv_backward(
             first,
             HAS_U=u_BLU is not None,
             HAS_BIAS=bias_C is not None,
-            TOKENS=BACK_TOKENS,
-            BLOCK=BACK_CHANNELS,
+            TOKENS=TOKENS,
+            BLOCK=CHANNELS,
             num_warps=1,
         )
     sums = partial.sum(0)
