@@ -1,10 +1,10 @@
-"""Mamba2's scan and gated norm for sequences of one chunk, without states between chunks; their gradients.
+"""Mamba2's scan for short sequences: one program walks along a head, its state in registers; the gradients.
 
-Within a chunk the scan is attention with decay,
-``y_t = D x_t + Σ_{s ≤ t} (C_t · B_s) exp(a_t − a_s) dt_s x_s`` with ``a`` the running sum of ``A dt``:
-T. Dao and A. Gu, "Transformers are SSMs", ICML 2024, section 6. A program walks over all heads of a block of
-tokens, so that the gated norm closes there and the gradient of the products of ``C`` and ``B`` is summed over
-heads where it is.
+With ``a`` the running sum of ``A dt``, ``y_t = D x_t + Σ_{s ≤ t} (C_t · B_s) exp(a_t − a_s) dt_s x_s``. Within
+a block of tokens that is attention with decay; what came before is a state: T. Dao and A. Gu, "Transformers
+are SSMs", ICML 2024, section 6. With few blocks a sequence, walking costs less than kernels of their own for
+states. The convolution of ``x`` is taken on the way, the gate applied, and the norm's squares are left to be summed
+over heads. Gradients take all pairs of blocks, in parallel.
 
 Shapes: B batch, L tokens, H heads, P head width, G groups, N state width, U projection width, I = H · P, C =
 I + 2GN convolved channels. What ``conv`` holds: x, B and C beside each other, as the convolution writes them.
@@ -24,8 +24,7 @@ from implicit_blocks.ops.kernels.mamba2_parts import _aligned, _load_sum
 HEADS_AT_ONCE = 16  # whose step sizes a program sums up
 BLOCK = 64  # tokens
 FORWARD = {"num_warps": 4, "num_stages": 2}
-PRODUCTS = {"num_warps": 4, "num_stages": 2}
-INPUTS = {"num_warps": 4, "num_stages": 2}
+BACKWARD = {"num_warps": 4, "num_stages": 1}
 
 
 class Layout(NamedTuple):
@@ -68,45 +67,54 @@ def step_sizes(projected_BLU: Tensor, u_BLU: Tensor | None, dt_bias_H: Tensor, A
     return Steps(dt, a)
 
 
+class Scanned(NamedTuple):
+    """What the scan gives: values (B, L, I), the norm's squares (B, H, L) if gated, the last state if asked."""
+
+    values_BLI: Tensor
+    squares_BHL: Tensor | None
+    state_BHPN: Tensor | None
+
+
 def forward(
     conv_BLC: Tensor,
     projected_BLU: Tensor,
     u_BLU: Tensor | None,
     steps: Steps,
     D_H: Tensor,
-    norm_weight_I: Tensor,
     *,
     layout: Layout,
-    eps: float,
-    keep: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Return ``rms(y · silu(gate)) · w``, (B, L, I), and the scan's ``y`` itself if it is to be kept."""
+    norm_weight_I: Tensor | None,
+    return_state: bool,
+) -> Scanned:
+    """Return ``y``; with a norm's weight ``y · silu(gate) · w`` and the sums over P of ``(y · silu(gate))²``."""
     batch, length, width = projected_BLU.shape
-    inner = layout.heads * layout.width
-    out = projected_BLU.new_empty(batch, length, inner)
-    y = torch.empty_like(out) if keep else None
+    gated = norm_weight_I is not None
+    values = projected_BLU.new_empty(batch, length, layout.heads * layout.width)
+    squares = torch.empty_like(steps.dt_BHL) if gated else None
+    shape = (batch, layout.heads, layout.width, layout.states)
+    state = torch.empty(shape, dtype=torch.float32, device=values.device) if return_state else None
     block = _block(length)
-    blocks = triton.cdiv(length, block)
-    with torch.cuda.device(out.device):
-        _forward[(blocks * batch * layout.groups,)](
+    with torch.cuda.device(values.device):
+        _forward[(batch * layout.heads,)](
             conv_BLC,
             projected_BLU,
             u_BLU if u_BLU is not None else projected_BLU,
             *steps,
             D_H,
-            norm_weight_I,
-            out,
-            y if y is not None else out,
+            norm_weight_I if norm_weight_I is not None else D_H,
+            values,
+            squares if squares is not None else steps.dt_BHL,
+            state if state is not None else steps.dt_BHL,
             length,
-            blocks,
+            triton.cdiv(length, block),
             *_aligned(width),
-            eps,
             HAS_U=u_BLU is not None,
-            KEEP=keep,
+            GATED=gated,
+            STATE=return_state,
             **_constants(layout, block),
             **FORWARD,
         )
-    return out, y
+    return Scanned(values, squares, state)
 
 
 def backward(
@@ -127,11 +135,11 @@ def backward(
     constants = _constants(layout, block)
     with torch.cuda.device(dy_BLI.device):
         _products_backward[(tiles.shape[1] * pairs,)](
-            dy_BLI, conv_BLC, *steps, tiles, by_column, by_row, length, batch, **constants, **PRODUCTS
+            dy_BLI, conv_BLC, *steps, tiles, by_column, by_row, length, batch, **constants, **BACKWARD
         )
         _maps_backward[(blocks * pairs,)](tiles, conv_BLC, dconv, length, blocks, **constants, num_warps=4)
         _inputs_backward[(blocks * batch * layout.heads,)](
-            dy_BLI, conv_BLC, *steps, D_H, dconv, dD, length, blocks, **constants, **INPUTS
+            dy_BLI, conv_BLC, *steps, D_H, dconv, dD, length, blocks, **constants, **BACKWARD
         )
         _steps_backward[(batch * layout.heads,)](
             *steps,
@@ -191,68 +199,58 @@ def _step_sizes(
 
 @triton.jit
 def _forward(
-    conv_ptr, p_ptr, u_ptr, dt_ptr, a_ptr, D_ptr, w_ptr, out_ptr, y_ptr,
-    L, blocks, width_part, UNIT: tl.constexpr, eps,
-    HAS_U: tl.constexpr, KEEP: tl.constexpr,
+    conv_ptr, p_ptr, u_ptr, dt_ptr, a_ptr, D_ptr, w_ptr, out_ptr, squares_ptr, state_ptr,
+    L, blocks, width_part, UNIT: tl.constexpr,
+    HAS_U: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr,
     HEADS: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     inner: tl.constexpr = HEADS * P
     channels: tl.constexpr = inner + 2 * GROUPS * N
-    per_group: tl.constexpr = HEADS // GROUPS
     width = width_part * UNIT
-    last = blocks - 1 - tl.program_id(0) % blocks  # the longest blocks begin first
-    pair = tl.program_id(0) // blocks
-    row = (pair // GROUPS).to(tl.int64)
-    group = pair % GROUPS
-    token = last * BLOCK + tl.arange(0, BLOCK)
-    here = token < L
+    head = tl.program_id(0) % HEADS  # beside each other: heads that read the same B and C
+    row = (tl.program_id(0) // HEADS).to(tl.int64)
+    steps = (row * HEADS + head) * L
     state = tl.arange(0, N)
     entry = tl.arange(0, P)
-    maps = conv_ptr + row * L * channels + inner + group * N
-    C = tl.load(maps + GROUPS * N + token[:, None] * channels + state[None, :], mask=here[:, None], other=0.0)
-    squares = tl.zeros((BLOCK,), tl.float32)
-    for number in range(per_group):
-        head = group * per_group + number
-        steps = (row * HEADS + head) * L
-        a = tl.load(a_ptr + steps + token, mask=here, other=0.0)
-        y = tl.zeros((BLOCK, P), tl.float32)
-        for block in range(last + 1):
-            before = block * BLOCK + tl.arange(0, BLOCK)
-            known = before < L
-            B = tl.load(maps + before[None, :] * channels + state[:, None], mask=known[None, :], other=0.0)
-            a_before = tl.load(a_ptr + steps + before, mask=known, other=0.0)
-            dt = tl.load(dt_ptr + steps + before, mask=known, other=0.0)
-            decay = tl.exp(tl.minimum(a[:, None] - a_before[None, :], 0.0))
-            weight = tl.where(token[:, None] >= before[None, :], tl.dot(C, B) * decay * dt[None, :], 0.0)
-            x = tl.load(
-                conv_ptr + (row * L + before)[:, None] * channels + head * P + entry[None, :],
-                mask=known[:, None],
-                other=0.0,
-            )
-            y += tl.dot(weight.to(x.dtype), x)
-        x = tl.load(
-            conv_ptr + (row * L + token)[:, None] * channels + head * P + entry[None, :],
-            mask=here[:, None],
-            other=0.0,
+    first = inner + head // (HEADS // GROUPS) * N
+    D = tl.load(D_ptr + head).to(tl.float32)
+    h = tl.zeros((N, P), tl.float32)
+    a_before = 0.0
+    for block in range(blocks):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        here = token < L
+        tokens = (row * L + token)[:, None]
+        maps = conv_ptr + row * L * channels + first
+        B = tl.load(maps + token[None, :] * channels + state[:, None], mask=here[None, :], other=0.0)
+        C = tl.load(
+            maps + GROUPS * N + token[:, None] * channels + state[None, :], mask=here[:, None], other=0.0
         )
-        y += tl.load(D_ptr + head).to(tl.float32) * x.to(tl.float32)
-        target = (row * L + token)[:, None] * inner + head * P + entry[None, :]
-        if KEEP:
-            tl.store(y_ptr + target, y.to(y_ptr.dtype.element_ty), mask=here[:, None])
-        column = (row * L + token)[:, None] * width + head * P + entry[None, :]
-        gate = _load_sum(p_ptr, u_ptr, column, here[:, None], HAS_U)
-        value = y * gate * tl.sigmoid(gate)
-        squares += tl.sum(value * value, axis=1)
-        tl.store(out_ptr + target, value.to(out_ptr.dtype.element_ty), mask=here[:, None])
-    scale = tl.rsqrt(squares / (per_group * P) + eps)
-    tl.debug_barrier()  # what is read now was written by other threads of this program
-    for number in range(per_group):
-        first = (group * per_group + number) * P
-        target = (row * L + token)[:, None] * inner + first + entry[None, :]
-        value = tl.load(out_ptr + target, mask=here[:, None], other=0.0).to(tl.float32)
-        weight = tl.load(w_ptr + first + entry).to(tl.float32)
-        value *= scale[:, None] * weight[None, :]
-        tl.store(out_ptr + target, value.to(out_ptr.dtype.element_ty), mask=here[:, None])
+        x = tl.load(conv_ptr + tokens * channels + head * P + entry[None, :], mask=here[:, None], other=0.0)
+        a = tl.load(a_ptr + steps + token, mask=here, other=0.0)
+        dt = tl.load(dt_ptr + steps + token, mask=here, other=0.0)
+        decay = tl.exp(tl.minimum(a[:, None] - a[None, :], 0.0))
+        weight = tl.where(token[:, None] >= token[None, :], tl.dot(C, B) * decay * dt[None, :], 0.0)
+        y = D * x.to(tl.float32) + tl.dot(weight.to(x.dtype), x)
+        y += tl.dot(C, h.to(C.dtype)) * tl.exp(tl.minimum(a - a_before, 0.0))[:, None]
+        if GATED:
+            gate = _load_sum(p_ptr, u_ptr, tokens * width + head * P + entry[None, :], here[:, None], HAS_U)
+            y *= gate * tl.sigmoid(gate)
+            tl.store(squares_ptr + steps + token, tl.sum(y * y, axis=1), mask=here)
+            y *= tl.load(w_ptr + head * P + entry).to(tl.float32)[None, :]
+        tl.store(
+            out_ptr + tokens * inner + head * P + entry[None, :],
+            y.to(out_ptr.dtype.element_ty),
+            mask=here[:, None],
+        )
+        if STATE or block + 1 < blocks:
+            last = tl.minimum((block + 1) * BLOCK, L) - 1
+            a_after = tl.load(a_ptr + steps + last)
+            weight_x = x.to(tl.float32) * (tl.exp(tl.minimum(a_after - a, 0.0)) * dt)[:, None]
+            h = h * tl.exp(a_after - a_before) + tl.dot(B, weight_x.to(B.dtype))
+            a_before = a_after
+    if STATE:
+        place = (row * HEADS + head) * P * N + entry[None, :] * N + state[:, None]
+        tl.store(state_ptr + place, h)
 
 
 @triton.jit
