@@ -212,7 +212,7 @@ class Mamba2(Mixer):
         if scale is None:
             out: Tensor = self.out_proj(values)
             return out
-        if scale.shape[-1] == 1 and type(self.out_proj) is Linear and self.out_proj.bias is None:
+        if scale.shape[-1] == 1 and isinstance(self.out_proj, Linear) and self.out_proj.bias is None:
             out = self.out_proj(values)  # linear: the norm's factor is applied to a narrower tensor behind it
             return (out * scale).to(out.dtype)
         normed = values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]

@@ -38,10 +38,10 @@ class Mamba2Sizes(NamedTuple):
 
 
 class Mixed(NamedTuple):
-    """What the operator gives: values (B, L, I), and the state after the window (B, H, P, N) float32, or None.
+    """What the operator gives: values (B, L, I), the state after the window (B, H, P, N) float32 or None.
 
-    With ``scale_BLG`` each group of the values is to be multiplied by its own, float32, to be normed: a factor
-    of a token, which may as well be applied behind a linear map of one group.
+    With ``scale_BLG``, float32, each group of a token's values is to be multiplied by its own factor to be
+    normed; where there is one group, that may be done behind a linear map.
     """
 
     values_BLI: Tensor

@@ -1,10 +1,10 @@
 """Mamba2's scan for short sequences: one program walks along a head, its state in registers; the gradients.
 
-With ``a`` the running sum of ``A dt``, ``y_t = D x_t + Σ_{s ≤ t} (C_t · B_s) exp(a_t − a_s) dt_s x_s``. Within
-a block of tokens that is attention with decay; what came before is a state: T. Dao and A. Gu, "Transformers
-are SSMs", ICML 2024, section 6. With few blocks a sequence, walking costs less than kernels of their own for
-states. The convolution of ``x`` is taken on the way, the gate applied, and the norm's squares are left to be summed
-over heads. Gradients take all pairs of blocks, in parallel.
+With ``a`` the running sum of ``A dt``, ``y_t = D x_t + Σ_{s ≤ t} (C_t · B_s) exp(a_t − a_s) dt_s x_s``:
+within a block of tokens attention with decay, and of what came before a state (T. Dao and A. Gu,
+"Transformers are SSMs", ICML 2024, section 6). With few blocks a sequence, walking costs less than kernels of
+their own for states. The gate is applied on the way, and the norm's squares are left to be summed over heads.
+Gradients take all pairs of blocks, in parallel.
 
 Shapes: B batch, L tokens, H heads, P head width, G groups, N state width, U projection width, I = H · P, C =
 I + 2GN convolved channels. What ``conv`` holds: x, B and C beside each other, as the convolution writes them.
@@ -68,7 +68,7 @@ def step_sizes(projected_BLU: Tensor, u_BLU: Tensor | None, dt_bias_H: Tensor, A
 
 
 class Scanned(NamedTuple):
-    """What the scan gives: values (B, L, I), the norm's squares (B, H, L) if gated, the last state if asked."""
+    """Values (B, L, I), the norm's squares (B, H, L) if gated, the last state (B, H, P, N) if asked for."""
 
     values_BLI: Tensor
     squares_BHL: Tensor | None
@@ -86,7 +86,7 @@ def forward(
     norm_weight_I: Tensor | None,
     return_state: bool,
 ) -> Scanned:
-    """Return ``y``; with a norm's weight ``y · silu(gate) · w`` and the sums over P of ``(y · silu(gate))²``."""
+    """Return ``y``, or with a norm's weight ``v · w``, ``v = y · silu(gate)``, and ``v²`` summed over P."""
     batch, length, width = projected_BLU.shape
     gated = norm_weight_I is not None
     values = projected_BLU.new_empty(batch, length, layout.heads * layout.width)
