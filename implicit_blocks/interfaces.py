@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from implicit_blocks.lanes import LaneStates
+from implicit_blocks.real_first import RealFirst
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ComponentSpec, Stopping
 
@@ -257,6 +258,27 @@ class Window:
     def documents_BL(self) -> Tensor | None:
         """The documents of the window's own tokens, (B, L) int64, or None: all of one."""
         return None if self.documents_BT is None else self.documents_BT[:, self.start :]
+
+    def real_first(self) -> RealFirst | None:
+        """Return the order that moves padding behind each row's real tokens, or None: there is no padding."""
+        valid = self.valid_BL
+        if valid is None:
+            return None
+        return self.once("real first", lambda: RealFirst.of(valid))  # type: ignore[no-any-return]  # made here
+
+    def documents_before(self, count: int) -> Tensor | None:
+        """Return the documents of the last real tokens before the window, (B, S) int64, the latest last.
+
+        S is ``count``, or the number of committed tokens where that is less. None where there is one
+        document. Rows with fewer real tokens have those of padding in front.
+        """
+        if self.documents_BT is None:
+            return None
+        documents = self.documents_BT[:, : self.start]
+        if self.valid_BT is not None:
+            real_last = self.valid_BT[:, : self.start].to(torch.int8).argsort(dim=1, stable=True)
+            documents = documents.gather(1, real_last)
+        return documents[:, max(0, self.start - count) :]
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return ``make()``, made once a window however many layers ask: masks, rotation tables."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_line
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
 from implicit_blocks.ops.ssd import ssd
+from implicit_blocks.real_first import moved
 from implicit_blocks.specs import Mamba2Spec
 
 
@@ -147,10 +148,10 @@ class Mamba2(Mixer):
         """Mix the window."""
         if (fused := self._fused(z_BLD, u_BLU, context, return_state=False)) is not None:
             return fused[0]
-        z_BLD, u_BLU = _moved(z_BLD, context.order_BL), _moved(u_BLU, context.order_BL)
+        z_BLD, u_BLU = moved(z_BLD, context.order_BL), moved(u_BLU, context.order_BL)
         gate, conv_in, dt = self._project(self.in_proj(z_BLD), u_BLU, context)
         y, _ = self._scan(gate, conv_in, dt, state, context, return_final_state=False)
-        return _moved(y, context.places_BL)
+        return moved(y, context.places_BL)
 
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
@@ -164,7 +165,7 @@ class Mamba2(Mixer):
             if u_BLU is not None:
                 last = last + u_BLU[:, 1 - self.spec.d_conv :, self.d_inner : self.d_inner + self.conv_width]
             return out, Mamba2State(last.clone(), h_after)
-        z_BLD, u_BLU = _moved(z_BLD, context.order_BL), _moved(u_BLU, context.order_BL)
+        z_BLD, u_BLU = moved(z_BLD, context.order_BL), moved(u_BLU, context.order_BL)
         gate, conv_in, dt = self._project(self.in_proj(z_BLD), u_BLU, context)
         y, h = self._scan(gate, conv_in, dt, state, context, return_final_state=True)
         assert h is not None
@@ -174,7 +175,7 @@ class Mamba2(Mixer):
             inputs = torch.cat((state.conv_BWC.to(conv_in.dtype), conv_in), dim=1)
             index = context.last_taps_BW[:, :, None].expand(-1, -1, inputs.shape[2])
             tail = inputs.gather(1, index)
-        return _moved(y, context.places_BL), Mamba2State(tail, h)
+        return moved(y, context.places_BL), Mamba2State(tail, h)
 
     def _fused(
         self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
@@ -274,16 +275,6 @@ class Mamba2(Mixer):
     def output_projections(self) -> Sequence[nn.Module]:
         """Return the output projection."""
         return (self.out_proj,)
-
-
-_Moved = TypeVar("_Moved", Tensor, Tensor | None)
-
-
-def _moved(x_BLF: _Moved, order_BL: Tensor | None) -> _Moved:
-    """Return the tokens in this order, (B, L, F); None where there are none, and as they are without one."""
-    if x_BLF is None or order_BL is None:
-        return x_BLF
-    return x_BLF.gather(1, order_BL[:, :, None].expand(-1, -1, x_BLF.shape[2]))
 
 
 def _context(window: Window, taps: int) -> Mamba2Context:

@@ -60,6 +60,42 @@ def begin(
     return Committed(batch, 0, torch.zeros(1, dtype=torch.int64, device=device), (state,))
 
 
+def commit(
+    mixer: Mixer,
+    z: Tensor,
+    u: Tensor | None,
+    cuts: Sequence[int],
+    *,
+    valid: Tensor | None = None,
+    documents: Tensor | None = None,
+    start: Committed | None = None,
+    tell_all: bool = True,
+) -> tuple[Tensor, Committed]:
+    """Mix windows that end at ``cuts``, committing each; return all outputs and what they leave.
+
+    Without ``tell_all`` windows that have no padding are not told of the padding in others.
+    """
+    committed = begin(mixer, z.shape[0]) if start is None else start
+    outputs, first = [], 0
+    for end in cuts:
+        part = slice(first, end)
+        of_window = None if valid is None else valid[:, part]
+        if of_window is not None and not tell_all and bool(of_window.all()):
+            of_window = None
+        window = committed.window(
+            end - first,
+            valid_BL=of_window,
+            documents_BL=None if documents is None else documents[:, part],
+            dtype=z.dtype,
+        )
+        context = mixer.prepare(window)
+        y, state = mixer.advance(z[:, part], None if u is None else u[:, part], committed.layers[0], context)
+        committed = committed.after(window, (state,))
+        outputs.append(y)
+        first = end
+    return torch.cat(outputs, dim=1), committed
+
+
 def run(
     mixer: Mixer,
     z: Tensor,
@@ -70,23 +106,9 @@ def run(
     documents: Tensor | None = None,
     start: Committed | None = None,
 ) -> tuple[Tensor, State]:
-    """Mix windows that end at ``cuts``, committing each; return all outputs and the last state."""
-    committed = begin(mixer, z.shape[0]) if start is None else start
-    outputs, first = [], 0
-    for end in cuts:
-        part = slice(first, end)
-        window = committed.window(
-            end - first,
-            valid_BL=None if valid is None else valid[:, part],
-            documents_BL=None if documents is None else documents[:, part],
-            dtype=z.dtype,
-        )
-        context = mixer.prepare(window)
-        y, state = mixer.advance(z[:, part], None if u is None else u[:, part], committed.layers[0], context)
-        committed = committed.after(window, (state,))
-        outputs.append(y)
-        first = end
-    return torch.cat(outputs, dim=1), committed.layers[0]
+    """Do as ``commit`` does; return all outputs and the mixer's last state."""
+    y, committed = commit(mixer, z, u, cuts, valid=valid, documents=documents, start=start)
+    return y, committed.layers[0]
 
 
 def forward(mixer: Mixer, z: Tensor, u: Tensor | None, *, valid: Tensor | None = None) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from implicit_blocks.specs import MixerSpec
+from implicit_blocks.testing import mixer_lanes as further
 from implicit_blocks.testing import mixer_modules as modules
 from implicit_blocks.testing import mixer_windows as windows
 from implicit_blocks.testing.contract import named
@@ -30,6 +31,8 @@ MIXER_CONTRACTS: dict[str, Callable[..., Any]] = named(
         windows.padded_windows,
         windows.documents,
         windows.capacity,
+        further.truncate,
+        further.lanes,
         modules.gradients,
         modules.low_precision,
         modules.copies,

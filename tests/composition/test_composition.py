@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 import implicit_blocks as ib
 from implicit_blocks import registry
-from implicit_blocks.decoding import generate
+from implicit_blocks.decoding import ContinuousDecoder, Request, generate
 from trainer.metrics import read_metrics
 from trainer.run import build
 from trainer.spec import RunSpec
@@ -147,6 +147,22 @@ def generates(model: torch.nn.Module) -> None:
     assert bool((made.iterations >= 1).all())
     alone = generate(model, prompts[1:], max_new_tokens=1, return_logits=True)
     torch.testing.assert_close(alone.logits[0, 0], made.logits[1, 0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("mixer", MIXERS, ids=lambda mixer: mixer["kind"])
+def test_texts_decoded_side_by_side_are_those_alone(mixer):
+    torch.manual_seed(0)
+    spec = run_spec((mixer, {"kind": "picard", "damping": 0.6}, {"kind": "phantom"})).model
+    model = ib.build(spec.model_copy(update={"vocab_size": 6})).eval()
+    decoder = ContinuousDecoder(model, lanes=2, capacity=16, max_iterations=6, tolerance=0.0)
+    prompts = [[1, 0, 2, 0, 5], [3], [2, 2]]
+    numbers = [decoder.submit(Request(prompt=prompt, max_new_tokens=7)) for prompt in prompts]
+    made: dict[int, list[int]] = {number: [] for number in numbers}
+    for new in decoder.run():
+        made[new.request].append(new.token)
+    for number, prompt in zip(numbers, prompts, strict=True):
+        alone = generate(model, [prompt], max_new_tokens=7, max_iterations=6, tolerance=0.0)
+        assert made[number] == alone.tokens[0].tolist()
 
 
 @pytest.mark.parametrize("combination", COVERING, ids=name)

@@ -10,9 +10,18 @@ from torch import Tensor, nn
 
 import implicit_blocks as ib
 from implicit_blocks import registry
+from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear
 from implicit_blocks.specs import Parameters
-from implicit_blocks.testing import MIXER_CONTRACTS, ContractError, check_backend, check_mixer
+from implicit_blocks.testing import (
+    CUTS,
+    MIXER_CONTRACTS,
+    PADDINGS,
+    ContractError,
+    check_backend,
+    check_mixer,
+    check_walk,
+)
 
 
 class FaultySpec(ib.MixerSpec):
@@ -49,6 +58,20 @@ class Faulty(ib.Mixer):
     def reset_parameters(self) -> None:
         if self.fault != "uninitialized":
             nn.init.uniform_(self.a, -1, 1)
+
+    @property
+    def truncates(self) -> bool:
+        return self.fault == "keeps what is taken back"
+
+    def truncate(self, state, length):
+        if self.truncates or self.fault == "truncates unsaid":
+            return state
+        return super().truncate(state, length)
+
+    def lanes(self, count, *, device, dtype, capacity):
+        if self.fault == "no lanes":
+            return super().lanes(count, device=device, dtype=dtype, capacity=capacity)
+        return FaultyLanes(self, count, device=device, dtype=dtype)
 
     @property
     def injection_width(self) -> int:
@@ -109,6 +132,28 @@ class Faulty(ib.Mixer):
         return y, (h,)
 
 
+class FaultyLanes(RecurrentLanes):
+    """Lanes that forget, or mix up, what was committed to them."""
+
+    def enter(self, lane):
+        if self.mixer.fault == "used lanes":
+            return self.mixer.select_rows(self.states, torch.tensor([lane]))
+        return super().enter(lane)
+
+    def settle(self, lane, state):
+        if self.mixer.fault != "lanes unsettled":
+            super().settle(lane, state)
+
+    def at(self, rows, lengths):
+        if self.mixer.fault == "lanes in order" and rows is not None:
+            rows = torch.arange(len(rows))
+        return super().at(rows, lengths)
+
+    def write(self, rows, after, committed):
+        everything = self.mixer.fault == "writes all lanes"
+        super().write(rows, after, torch.ones_like(committed) if everything else committed)
+
+
 @pytest.fixture(autouse=True)
 def _registered(monkeypatch):
     monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
@@ -129,6 +174,12 @@ BREAKS = {
     "padding later": ("padded_windows", "padded windows", "real tokens only"),
     "documents": ("documents", "documents", "documents_BT"),
     "capacity": ("capacity", "capacity", "initial_state(capacity="),
+    "keeps what is taken back": ("truncate", "truncate", "as those tokens left it"),
+    "truncates unsaid": ("truncate", "truncate", "say truncates = True"),
+    "lanes unsettled": ("lanes", "lanes", "call 1: the token behind 2 others in lane 0"),
+    "lanes in order": ("lanes", "lanes", "call 2"),
+    "writes all lanes": ("lanes", "lanes", "call 3: the token behind 3 others in lane 0"),
+    "used lanes": ("lanes", "lanes", "call 6: the token behind 3 others in lane 1"),
     "detached": ("gradients", "gradients", "direction of a"),
     "detached state": ("gradients", "gradients", "advance, in windows"),
     "type": ("low_precision", "low precision", "it raised RuntimeError"),
@@ -146,6 +197,43 @@ BREAKS = {
 
 def test_the_faultless_one_holds_them_all():
     check_mixer(FaultySpec())
+
+
+def test_lanes_are_not_asked_for():
+    MIXER_CONTRACTS["lanes"](FaultySpec(fault="no lanes"))
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("cuts", CUTS)
+def test_the_faultless_one_can_be_walked(cuts, padding):
+    check_walk(FaultySpec(), padding=padding, cuts=cuts, d_model=8)
+
+
+@pytest.mark.parametrize(
+    ("fault", "options", "message"),
+    [
+        ("padding", {"padding": "left"}, "(left padding, one window) row 1 differs"),
+        ("padding later", {"padding": "right", "cuts": "ragged windows"}, "row 1 differs"),
+        ("documents", {"documents": True}, "(none padding, one window, documents) row"),
+        ("forgets", {"cuts": "tokens"}, "row 0 differs"),
+        ("detached state", {"cuts": "ragged windows"}, "the gradient of z differs"),
+        ("unsaved", {"padding": "holes"}, None),
+    ],
+)
+def test_a_walk_finds_faults(fault, options, message):
+    if message is None:
+        check_walk(FaultySpec(fault=fault), **options)  # not what a walk is about
+        return
+    with pytest.raises(ContractError) as caught:
+        check_walk(FaultySpec(fault=fault), d_model=8, **options)
+    assert "breaks the contract 'rows as if alone'" in str(caught.value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "what"), [("padding", "padding 'centre'"), ("cuts", "cuts 'centre'")])
+def test_a_walk_knows_its_ways(name, what):
+    with pytest.raises(ValueError, match=f"unknown {what}; choose one of "):
+        check_walk(FaultySpec(), d_model=8, **{name: "centre"})
 
 
 def test_no_contract_goes_untested():

@@ -8,8 +8,8 @@ from implicit_blocks_gated_deltanet import GatedDeltaNetSpec
 from torch import Tensor
 
 import implicit_blocks as ib
-from implicit_blocks.committed import Committed
-from implicit_blocks.testing import MIXER_CONTRACTS
+from implicit_blocks.testing import CUTS, MIXER_CONTRACTS, PADDINGS, check_walk
+from implicit_blocks.testing.mixer_runs import run
 
 D_MODEL, LENGTH = 12, 20
 
@@ -19,48 +19,13 @@ SPECS = {
     "biases": GatedDeltaNetSpec(n_heads=1, head_dim=4, bias=True, conv_bias=True, d_conv=2),
     "no-convolution": GatedDeltaNetSpec(n_heads=1, head_dim=4, d_conv=1, chunk_size=2),
 }
+WALKED = GatedDeltaNetSpec(n_heads=2, head_dim=4, negative_eigenvalues=True, chunk_size=8)
 
 
 @pytest.mark.parametrize("contract", MIXER_CONTRACTS)
 @pytest.mark.parametrize("name", SPECS)
 def test_contract(name, contract):
     MIXER_CONTRACTS[contract](SPECS[name])
-
-
-def make(**options) -> ib.Mixer:
-    spec = GatedDeltaNetSpec(n_heads=2, head_dim=4, negative_eigenvalues=True, chunk_size=8, **options)
-    return ib.build(spec, d_model=D_MODEL).double()
-
-
-def run(
-    mixer: ib.Mixer,
-    z: Tensor,
-    u: Tensor,
-    lengths: list[int],
-    *,
-    valid: Tensor | None = None,
-    documents: Tensor | None = None,
-) -> tuple[Tensor, Committed]:
-    """Mix windows of these lengths, committing each; only windows with padding are told of it."""
-    batch = z.shape[0]
-    state = mixer.initial_state(batch, device=z.device, dtype=z.dtype)
-    committed = Committed(batch, 0, torch.zeros(1, dtype=torch.int64), (state,))
-    outputs, first = [], 0
-    for length in lengths:
-        part = slice(first, first + length)
-        padding = None if valid is None or bool(valid[:, part].all()) else valid[:, part]
-        window = committed.window(
-            length,
-            valid_BL=padding,
-            documents_BL=None if documents is None else documents[:, part],
-            dtype=z.dtype,
-        )
-        y, state = mixer.advance(z[:, part], u[:, part], committed.layers[0], mixer.prepare(window))
-        committed = committed.after(window, (state,))
-        outputs.append(y)
-        first += length
-    assert first == z.shape[1]
-    return torch.cat(outputs, dim=1), committed
 
 
 def inputs(mixer: ib.Mixer, batch: int = 3) -> tuple[Tensor, Tensor]:
@@ -70,62 +35,11 @@ def inputs(mixer: ib.Mixer, batch: int = 3) -> tuple[Tensor, Tensor]:
     )
 
 
-CUTS = {
-    "one window": [LENGTH],
-    "ragged windows": [1, 8, 3, 6, 2],
-    "tokens": [1] * LENGTH,
-}
-
-
-def padding(kind: str) -> Tensor | None:
-    """Where the tokens of 3 rows are real."""
-    if kind == "none":
-        return None
-    valid = torch.ones(3, LENGTH, dtype=torch.bool)
-    for row, count in enumerate((0, 2, 7)):
-        if kind == "left":
-            valid[row, :count] = False
-        elif kind == "right":
-            valid[row, LENGTH - count :] = False
-        elif kind == "between":  # a batch of prompts, padded on the right, goes on together
-            valid[row, 9 - count : 9] = False
-        else:
-            valid[row, torch.randperm(LENGTH)[: 2 * count]] = False
-    return valid
-
-
-@pytest.mark.parametrize("with_documents", [False, True], ids=["", "documents"])
-@pytest.mark.parametrize("kind", ["none", "left", "right", "between", "holes"])
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("cuts", CUTS)
-def test_every_row_is_mixed_as_if_alone_without_padding(kind, cuts, with_documents):
-    mixer = make()
-    z, u = inputs(mixer)
-    valid = padding(kind)
-    documents = torch.rand(3, LENGTH).lt(0.2).long().cumsum(1) if with_documents else None
-    y, committed = run(mixer, z, u, CUTS[cuts], valid=valid, documents=documents)
-    assert bool(y.isfinite().all())
-    weights = torch.randn_like(y)
-    loss = expected_loss = torch.zeros((), dtype=torch.float64)
-    for row in range(3):
-        real = torch.ones(LENGTH, dtype=torch.bool) if valid is None else valid[row]
-        pick = (slice(row, row + 1), real)
-        alone, alone_committed = run(
-            mixer,
-            z[pick],
-            u[pick],
-            [int(real.sum())],
-            documents=None if documents is None else documents[pick],
-        )
-        torch.testing.assert_close(y[pick], alone, rtol=1e-11, atol=1e-11)
-        states = zip(committed.layers[0], alone_committed.layers[0], strict=True)
-        for part, alone_part in states:
-            torch.testing.assert_close(part[row : row + 1], alone_part, rtol=1e-11, atol=1e-11)
-        loss = loss + (y[pick] * weights[pick]).sum()
-        expected_loss = expected_loss + (alone * weights[pick]).sum()
-    tensors = (z, u, *mixer.parameters())
-    found, expected = (torch.autograd.grad(total, tensors) for total in (loss, expected_loss))
-    for gradient, oracle in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, oracle, rtol=1e-10, atol=1e-10)
+def test_every_row_is_mixed_as_if_alone_without_padding(cuts, padding, documents):
+    check_walk(WALKED, padding=padding, cuts=cuts, documents=documents)
 
 
 @torch.no_grad()

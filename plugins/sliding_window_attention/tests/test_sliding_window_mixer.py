@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from implicit_blocks_sliding_window import SlidingWindowAttentionSpec, band
 from torch import Tensor
 
 import implicit_blocks as ib
-from implicit_blocks.committed import Committed
+from implicit_blocks.testing import CUTS, PADDINGS, check_walk
+from implicit_blocks.testing.mixer_runs import run
 
 D_MODEL, LENGTH = 16, 40
 
@@ -19,37 +22,6 @@ def make(window: int, **options) -> ib.Mixer:
     ).double()
 
 
-def run(
-    mixer: ib.Mixer,
-    z: Tensor,
-    u: Tensor,
-    lengths: list[int],
-    *,
-    valid: Tensor | None = None,
-    documents: Tensor | None = None,
-) -> tuple[Tensor, Committed]:
-    """Mix windows of these lengths, committing each; only windows with padding are told of it."""
-    batch = z.shape[0]
-    state = mixer.initial_state(batch, device=z.device, dtype=z.dtype)
-    committed = Committed(batch, 0, torch.zeros(1, dtype=torch.int64), (state,))
-    outputs, first = [], 0
-    for length in lengths:
-        part = slice(first, first + length)
-        padding = None if valid is None or bool(valid[:, part].all()) else valid[:, part]
-        window = committed.window(
-            length,
-            valid_BL=padding,
-            documents_BL=None if documents is None else documents[:, part],
-            dtype=z.dtype,
-        )
-        y, state = mixer.advance(z[:, part], u[:, part], committed.layers[0], mixer.prepare(window))
-        committed = committed.after(window, (state,))
-        outputs.append(y)
-        first += length
-    assert first == z.shape[1]
-    return torch.cat(outputs, dim=1), committed
-
-
 def inputs(mixer: ib.Mixer, batch: int = 4, length: int = LENGTH) -> tuple[Tensor, Tensor]:
     return (
         torch.randn(batch, length, D_MODEL, dtype=torch.float64, requires_grad=True),
@@ -57,70 +29,17 @@ def inputs(mixer: ib.Mixer, batch: int = 4, length: int = LENGTH) -> tuple[Tenso
     )
 
 
-CUTS = {
-    "one window": [LENGTH],
-    "long windows": [17, 23],
-    "ragged windows": [1, 12, 3, 20, 4],
-    "tokens": [1] * LENGTH,
-}
-
-
-def padding(kind: str) -> Tensor | None:
-    """Where the tokens of 4 rows are real: the first row has no padding, the last all but none."""
-    if kind == "none":
-        return None
-    valid = torch.ones(4, LENGTH, dtype=torch.int64)
-    if kind == "left":
-        for row, count in enumerate((0, 3, 15, LENGTH - 1)):
-            valid[row, :count] = 0
-    elif kind == "right":
-        for row, count in enumerate((0, 3, 15, LENGTH - 1)):
-            valid[row, LENGTH - count :] = 0
-    elif kind == "between":  # a batch of prompts, padded on the right, goes on together
-        for row, count in enumerate((0, 2, 9, 12)):
-            valid[row, 13 - count : 13] = 0
-    else:
-        valid = (torch.rand(4, LENGTH) < torch.tensor([1.0, 0.8, 0.5, 0.1])[:, None]).long()
-    return valid.bool()
-
-
 @pytest.mark.parametrize("minimum_block", [1, 64], ids=["blocks", "dense"])
-@pytest.mark.parametrize("with_documents", [False, True], ids=["", "documents"])
-@pytest.mark.parametrize("kind", ["none", "left", "right", "between", "holes"])
-@pytest.mark.parametrize("cuts", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("window", [1, 4, 7, 50])
 def test_every_row_is_mixed_as_if_alone_without_padding(
-    monkeypatch, window, cuts, kind, with_documents, minimum_block
+    monkeypatch, window, cuts, padding, documents, minimum_block
 ):
-    mixer = make(window)
-    z, u = inputs(mixer)
-    valid = padding(kind)
-    documents = torch.randint(0, 4, (4, LENGTH)).eq(0).long().cumsum(1) if with_documents else None
     monkeypatch.setattr(band, "MINIMUM_BLOCK", minimum_block)
-    y, _ = run(mixer, z, u, cuts, valid=valid, documents=documents)
-    assert bool(y.isfinite().all())  # padding too: a NaN there would spread in the layers above
-    monkeypatch.setattr(band, "MINIMUM_BLOCK", 1000)
-    weights = torch.randn_like(y)
-    loss = expected_loss = torch.zeros((), dtype=torch.float64)
-    for row in range(4):
-        real = torch.ones(LENGTH, dtype=torch.bool) if valid is None else valid[row]
-        if not bool(real.any()):
-            continue
-        pick = (slice(row, row + 1), real)
-        alone, _ = run(
-            mixer,
-            z[pick],
-            u[pick],
-            [int(real.sum())],
-            documents=None if documents is None else documents[pick],
-        )
-        torch.testing.assert_close(y[pick], alone, rtol=1e-11, atol=1e-11)
-        loss = loss + (y[pick] * weights[pick]).sum()
-        expected_loss = expected_loss + (alone * weights[pick]).sum()
-    tensors = (z, u, *mixer.parameters())
-    found, expected = (torch.autograd.grad(total, tensors) for total in (loss, expected_loss))
-    for gradient, oracle in zip(found, expected, strict=True):
-        torch.testing.assert_close(gradient, oracle, rtol=1e-10, atol=1e-10)
+    spec = SlidingWindowAttentionSpec(window=window, n_heads=4, n_kv_heads=2)
+    check_walk(spec, padding=padding, cuts=cuts, documents=documents, length=LENGTH)
 
 
 @pytest.mark.parametrize("length", [5, 40])
@@ -154,8 +73,8 @@ def test_the_state_stops_growing():
     z, u = inputs(mixer, length=600)
     sizes = []
     for cuts in ([600], [300, 300], [1] * 600, [5] * 120):
-        _, committed = run(mixer, z, u, cuts)
-        sizes.append(stored_bytes(committed.layers[0]))
+        _, state = run(mixer, z, u, list(itertools.accumulate(cuts)))
+        sizes.append(stored_bytes(state))
     keys_and_values = 2 * 4 * 2 * 7 * (D_MODEL // 4) * 8  # two of (B, K, w − 1, P) in float64
     assert sizes == [keys_and_values] * 4
 
@@ -164,8 +83,9 @@ def test_the_state_stops_growing():
 def test_the_state_of_padded_rows_stops_growing_too():
     mixer = make(8)
     z, u = inputs(mixer)
-    _, committed = run(mixer, z, u, CUTS["ragged windows"], valid=padding("holes"))
-    assert stored_bytes(committed.layers[0]) == 2 * 4 * 2 * 7 * (D_MODEL // 4) * 8
+    valid = torch.rand(4, LENGTH) < torch.tensor([1.0, 0.8, 0.5, 0.1])[:, None]
+    _, state = run(mixer, z, u, [1, 13, 16, 36, LENGTH], valid=valid)
+    assert stored_bytes(state) == 2 * 4 * 2 * 7 * (D_MODEL // 4) * 8
 
 
 @torch.no_grad()

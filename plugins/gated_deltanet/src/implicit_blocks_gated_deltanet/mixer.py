@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks import Mixer, Window
+from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
 from implicit_blocks.mixers.mamba2 import DepthwiseConv
 from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
+from implicit_blocks.real_first import RealFirst, moved
 from implicit_blocks_gated_deltanet.delta_rule import gated_delta_rule
 from implicit_blocks_gated_deltanet.kernels import gated_delta_rule_fla
 from implicit_blocks_gated_deltanet.spec import GatedDeltaNetSpec
@@ -37,14 +39,12 @@ class GatedDeltaNetContext(NamedTuple):
     """Whether the window begins a sequence; its padding and documents, None where there are none.
 
     Padding must not stand between the convolution's taps, nor between the state and the tokens after it. So
-    where there is some, the real tokens of each row are moved to its front (``order``, (B, L) int64), and the
-    result is moved back (``places``, (B, L)). All else is said of the moved tokens.
+    where there is some, the real tokens of each row are moved to its front, and the result is moved back.
+    All else is said of the moved tokens.
     """
 
     begins: bool
-    order_BL: Tensor | None = None
-    places_BL: Tensor | None = None
-    valid_BL: Tensor | None = None
+    real: RealFirst | None = None
     last_taps_BW: Tensor | None = None  # where the W − 1 last real inputs stand in tail and window together
     documents_BL: Tensor | None = None
     tail_documents_BW: Tensor | None = None
@@ -111,6 +111,10 @@ class GatedDeltaNet(Mixer):
         """Return the state of these rows."""
         return GatedDeltaNetState(state.conv_BWC[rows], state.S_BHKV[rows])
 
+    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> RecurrentLanes:
+        """Return a state a lane; none depends on a length."""
+        return RecurrentLanes(self, count, device=device, dtype=dtype)
+
     def prepare(self, window: Window) -> GatedDeltaNetContext:
         """Find where the convolution's next tail comes from, and the documents around the window."""
         taps = self.spec.d_conv
@@ -145,16 +149,16 @@ class GatedDeltaNet(Mixer):
         projected: Tensor = self.in_proj(z)
         if u is not None:
             projected = projected + u
-        if context.order_BL is not None:
-            projected = _take(projected, context.order_BL)
+        if context.real is not None:
+            projected = moved(projected, context.real.order_BL)
         gate, conv_in, b, a = projected.split(
             (spec.value_width, self.conv_width, spec.n_heads, spec.n_heads), dim=-1
         )
         beta = torch.sigmoid(at_least_float32(b)) * (2.0 if spec.negative_eigenvalues else 1.0)
         dt = F.softplus(at_least_float32(a) + at_least_float32(self.dt_bias))
         g = -torch.exp(at_least_float32(self.A_log)) * dt
-        if context.valid_BL is not None:  # padding feeds nothing in, and the state stands still
-            valid = context.valid_BL[:, :, None]
+        if context.real is not None:  # padding feeds nothing in, and the state stands still
+            valid = context.real.valid_BL[:, :, None]
             conv_in, beta, g = (t.where(valid, 0.0) for t in (conv_in, beta, g))
         conv_out = causal_conv(
             conv_in,
@@ -187,9 +191,7 @@ class GatedDeltaNet(Mixer):
             )
         normed = self.norm(o).flatten(-2) * F.silu(gate)
         y: Tensor = self.out_proj(normed)
-        if context.places_BL is not None:
-            y = _take(y, context.places_BL)
-        return y, conv_in, S
+        return y if context.real is None else moved(y, context.real.places_BL), conv_in, S
 
     def output_projections(self) -> Sequence[nn.Module]:
         """Return the output projection."""
@@ -203,42 +205,16 @@ def _unit(x: Tensor) -> Tensor:
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _take(x_BLF: Tensor, index_BL: Tensor) -> Tensor:
-    return x_BLF.gather(1, index_BL[:, :, None].expand(-1, -1, x_BLF.shape[2]))
-
-
 def _context(window: Window, taps: int) -> GatedDeltaNetContext:
-    begins, valid, documents = window.start == 0, window.valid_BL, window.documents_BL
-    order = places = moved = last = ends = None
-    if valid is not None:
-        order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
-        places = order.argsort(1)
-        count = valid.sum(1, keepdim=True)
-        index = torch.arange(window.length, device=window.device)
-        moved, last = index < count, count + index.new_tensor(range(taps - 1))
-        ends = torch.minimum(index, count - 1)  # for each real token itself, for padding the last real one
+    begins, real, documents = window.start == 0, window.real_first(), window.documents_BL
+    last = None if real is None else real.count_B[:, None] + real.count_B.new_tensor(range(taps - 1))
     if documents is None:
-        return GatedDeltaNetContext(begins, order, places, moved, last)
-    before = _documents_before(window)
-    initial = before[:, -1] if before.shape[1] else None
-    if (
-        order is not None and ends is not None
-    ):  # padding is of the last real token's document: it cuts nothing
-        documents = documents.gather(1, order).gather(1, ends.clamp(min=0))
-        if initial is not None:
-            documents = torch.where(ends < 0, initial[:, None], documents)
-    tail = before[:, max(0, window.start - taps + 1) :]
+        return GatedDeltaNetContext(begins, real, last)
+    before, tail = window.documents_before(1), window.documents_before(taps - 1)
+    assert before is not None
+    assert tail is not None
+    initial = None if begins else before[:, 0]
+    if real is not None:
+        documents = real.documents(documents, initial)
     missing = documents[:, :1].expand(-1, taps - 1 - tail.shape[1])
-    return GatedDeltaNetContext(
-        begins, order, places, moved, last, documents, torch.cat((missing, tail), dim=1), initial
-    )
-
-
-def _documents_before(window: Window) -> Tensor:
-    """Return the documents of the tokens before the window, (B, S), those of real tokens at the end."""
-    assert window.documents_BT is not None
-    documents = window.documents_BT[:, : window.start]
-    if window.valid_BT is None:
-        return documents
-    real_last = window.valid_BT[:, : window.start].to(torch.int8).argsort(dim=1, stable=True)
-    return documents.gather(1, real_last)
+    return GatedDeltaNetContext(begins, real, last, documents, torch.cat((missing, tail), dim=1), initial)

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks import Mixer, Window
+from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear, at_least_float32
+from implicit_blocks.real_first import RealFirst, moved
 from implicit_blocks_rwkv7.delta_rule import generalized_delta_rule
 from implicit_blocks_rwkv7.kernels import generalized_delta_rule_fla
 from implicit_blocks_rwkv7.spec import RWKV7Spec
@@ -41,15 +43,11 @@ class RWKV7Context(NamedTuple):
     """Whether the window begins a sequence; its padding and documents, None where there are none.
 
     Padding must not stand between a token and the one before it. So where there is some, the real tokens of
-    each row are moved to its front (``order``, (B, L) int64), and the result is moved back (``places``, (B,
-    L)). All else is said of the moved tokens.
+    each row are moved to its front, and the result is moved back. All else is said of the moved tokens.
     """
 
     begins: bool
-    order_BL: Tensor | None = None
-    places_BL: Tensor | None = None
-    valid_BL: Tensor | None = None
-    last_real_B: Tensor | None = None  # where the last real input stands behind the state's, 0 being that
+    real: RealFirst | None = None
     documents_BL: Tensor | None = None
     same_before_BL: Tensor | None = None  # whether the token before is of the same document
     initial_document_B: Tensor | None = None
@@ -138,6 +136,10 @@ class RWKV7(Mixer):
         """Return the state of these rows."""
         return RWKV7State(state.last_BD[rows], state.S_BHKV[rows])
 
+    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> RecurrentLanes:
+        """Return a state a lane; none depends on a length."""
+        return RecurrentLanes(self, count, device=device, dtype=dtype)
+
     def prepare(self, window: Window) -> RWKV7Context:
         """Find the last real token, and the documents around the window."""
         context: RWKV7Context = window.once(type(self), lambda: _context(window))
@@ -155,19 +157,19 @@ class RWKV7(Mixer):
     ) -> tuple[Tensor, RWKV7State]:
         """Mix the window and return the state after it."""
         y, S = self._mix(z_BLD, u_BLU, state, context)
-        if context.order_BL is None:
+        if context.real is None:
             return y, RWKV7State(z_BLD[:, -1].clone(), S)
-        real_first = _take(z_BLD, context.order_BL)
-        inputs = torch.cat((state.last_BD[:, None].to(z_BLD.dtype), real_first), dim=1)
+        front = moved(z_BLD, context.real.order_BL)
+        inputs = torch.cat((state.last_BD[:, None].to(z_BLD.dtype), front), dim=1)
         rows = torch.arange(inputs.shape[0], device=inputs.device)
-        return y, RWKV7State(inputs[rows, context.last_real_B], S)
+        return y, RWKV7State(inputs[rows, context.real.count_B], S)
 
     def _mix(
         self, z: Tensor, u: Tensor | None, state: RWKV7State, context: RWKV7Context
     ) -> tuple[Tensor, Tensor]:
         spec = self.spec
-        if context.order_BL is not None:
-            z, u = _take(z, context.order_BL), None if u is None else _take(u, context.order_BL)
+        if context.real is not None:
+            z, u = moved(z, context.real.order_BL), moved(u, context.real.order_BL)
         projected = self._project(z, u, state, context)
         r, k, v = projected["r"], projected["k"], projected["v"]
         decay = at_least_float32(self.decay_up(torch.tanh(projected["decay"])))
@@ -178,8 +180,8 @@ class RWKV7(Mixer):
         kappa = _unit(self._heads(wide_k * at_least_float32(self.xi)))
         key = wide_k * (1 + (rate - 1) * at_least_float32(self.alpha))
         correction = self._heads(rate) * kappa * (2.0 if spec.negative_eigenvalues else 1.0)
-        if context.valid_BL is not None:  # padding feeds nothing in, and the state stands still
-            valid = context.valid_BL[:, :, None]
+        if context.real is not None:  # padding feeds nothing in, and the state stands still
+            valid = context.real.valid_BL[:, :, None]
             key, log_w = key.where(valid, 0.0), log_w.where(valid, 0.0)
             correction = correction.where(valid[..., None], 0.0)
         heads_r, heads_k, heads_v = (self._heads(x) for x in (r, key, v))
@@ -205,7 +207,7 @@ class RWKV7(Mixer):
         normed = torch.addcmul(self.norm_bias.to(wide.dtype), normed, self.norm_weight.to(wide.dtype))
         bonus = (heads_r * self._heads(at_least_float32(self.rho)) * heads_k).sum(-1, keepdim=True) * heads_v
         y: Tensor = self.out_proj(gate * (normed + bonus.flatten(-2)))
-        return (y if context.places_BL is None else _take(y, context.places_BL)), S
+        return (y if context.real is None else moved(y, context.real.places_BL)), S
 
     def _project(
         self, z: Tensor, u: Tensor | None, state: RWKV7State, context: RWKV7Context
@@ -237,42 +239,15 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
-def _take(x_BLF: Tensor, index_BL: Tensor) -> Tensor:
-    return x_BLF.gather(1, index_BL[:, :, None].expand(-1, -1, x_BLF.shape[2]))
-
-
 def _context(window: Window) -> RWKV7Context:
-    begins, valid, documents = window.start == 0, window.valid_BL, window.documents_BL
-    order = places = moved = last = ends = None
-    if valid is not None:
-        order = (~valid).to(torch.int8).argsort(dim=1, stable=True)
-        places = order.argsort(1)
-        last = valid.sum(1)
-        index = torch.arange(window.length, device=window.device)
-        moved = index < last[:, None]
-        ends = torch.minimum(index, last[:, None] - 1)  # for padding, the last real token
+    begins, real, documents = window.start == 0, window.real_first(), window.documents_BL
     if documents is None:
-        return RWKV7Context(begins, order, places, moved, last)
-    initial = _document_before(window)
-    if (
-        order is not None and ends is not None
-    ):  # padding is of the last real token's document: it cuts nothing
-        documents = documents.gather(1, order).gather(1, ends.clamp(min=0))
-        if initial is not None:
-            documents = torch.where(ends < 0, initial[:, None], documents)
-    before = documents[:, :1] if initial is None else initial[:, None]
-    same = documents == torch.cat((before, documents[:, :-1]), dim=1)
-    return RWKV7Context(begins, order, places, moved, last, documents, same, initial)
-
-
-def _document_before(window: Window) -> Tensor | None:
-    """Return the document of the last real token before the window, (B,), or None: it is the first."""
-    assert window.documents_BT is not None
-    if window.start == 0:
-        return None
-    documents = window.documents_BT[:, : window.start]
-    if window.valid_BT is None:
-        return documents[:, -1]
-    order = torch.arange(1, window.start + 1, device=window.device)
-    place = (window.valid_BT[:, : window.start] * order).amax(1, keepdim=True)
-    return documents.gather(1, (place - 1).clamp(min=0)).squeeze(1)
+        return RWKV7Context(begins, real)
+    before = window.documents_before(1)
+    assert before is not None
+    initial = None if begins else before[:, 0]
+    if real is not None:
+        documents = real.documents(documents, initial)
+    first = documents[:, :1] if begins else before
+    same = documents == torch.cat((first, documents[:, :-1]), dim=1)
+    return RWKV7Context(begins, real, documents, same, initial)

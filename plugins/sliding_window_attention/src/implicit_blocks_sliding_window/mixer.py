@@ -17,36 +17,28 @@ from torch import Tensor
 
 from implicit_blocks import Mixer, Window
 from implicit_blocks.layers import Linear
+from implicit_blocks.ops.attention import attend
 from implicit_blocks.ops.rotary import rotate, rotation_tables
+from implicit_blocks.real_first import RealFirst, moved
 from implicit_blocks_sliding_window.band import BandMasks, attend_in_band, band_masks
+from implicit_blocks_sliding_window.lanes import LaneWindow, NewKeys, SlidingWindowLanes
 from implicit_blocks_sliding_window.spec import SlidingWindowAttentionSpec
-
-
-class SlidingWindowState(NamedTuple):
-    """Keys (rotated) and values of the last real tokens, (B, K, S, P), the latest of each row at the end.
-
-    S is the number of committed tokens, padding included, up to w − 1. Rows with fewer real tokens leave
-    slots at the front unused: the next window's masks know which.
-    """
-
-    keys: Tensor
-    values: Tensor
+from implicit_blocks_sliding_window.state import SlidingWindowState
 
 
 class SlidingWindowContext(NamedTuple):
     """What a window needs to know: rotation tables, masks, and how padding is moved out of the way.
 
     Padding must not count in the distance between tokens. So where there is some, the real tokens of each row
-    are moved to its front (``order``, (B, L) int64), attention runs over tokens without gaps, and the result
-    is moved back (``places``, (B, L)). ``kept`` (B, S) are the earlier and moved tokens that the state after
-    the window keeps. All three are None without padding.
+    are moved to its front, attention runs over tokens without gaps, and the result is moved back. ``kept``
+    (B, S) are the earlier and moved tokens that the state after the window keeps. Both are None without
+    padding.
     """
 
     cos: Tensor
     sin: Tensor
     masks: BandMasks
-    order: Tensor | None = None
-    places: Tensor | None = None
+    real: RealFirst | None = None
     kept: Tensor | None = None
 
 
@@ -89,6 +81,13 @@ class SlidingWindowAttention(Mixer):
         """Return the state of these rows."""
         return SlidingWindowState(state.keys[rows], state.values[rows])
 
+    def lanes(
+        self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int
+    ) -> SlidingWindowLanes:
+        """Return w − 1 slots a lane, whatever the capacity."""
+        shape = (count, self.n_kv_heads, self.window - 1, self.head_dim)
+        return SlidingWindowLanes(shape, device=device, dtype=dtype)
+
     def prepare(self, window: Window) -> SlidingWindowContext:
         """Make rotation tables, masks and the order of tokens, shared by layers of equal shape."""
         key = (type(self), self.window, self.rope_theta, self.head_dim)
@@ -98,16 +97,17 @@ class SlidingWindowAttention(Mixer):
     def _context(self, window: Window) -> SlidingWindowContext:
         earlier = min(window.start, self.window - 1)
         positions, documents = window.positions_BL, window.documents_BL
-        order = places = kept = known = None
-        if window.valid_BT is not None and window.valid_BL is not None:
-            order = _real_first(window.valid_BL)
-            places = order.argsort(1)
-            positions = positions.expand_as(order).gather(1, order)
+        real, kept, known = window.real_first(), None, None
+        if real is not None:
+            assert window.valid_BT is not None
+            positions = positions.expand_as(real.order_BL).gather(1, real.order_BL)
             known = window.valid_BT[:, : window.start].sum(1).clamp(max=earlier)
-            kept = self._kept(window, earlier)
-            documents = None if documents is None else documents.gather(1, order)
+            kept = self._kept(window, real, earlier)
+            documents = None if documents is None else documents.gather(1, real.order_BL)
         if documents is not None:
-            documents = torch.cat((_earlier_documents(window, earlier), documents), dim=1)
+            before = window.documents_before(earlier)
+            assert before is not None
+            documents = torch.cat((before, documents), dim=1)
         cos, sin = rotation_tables(
             positions, head_dim=self.head_dim, theta=self.rope_theta, dtype=window.dtype
         )
@@ -119,51 +119,64 @@ class SlidingWindowAttention(Mixer):
             known_B=known if earlier else None,
             documents_BT=documents,
         )
-        return SlidingWindowContext(cos, sin, masks, order, places, kept)
+        return SlidingWindowContext(cos, sin, masks, real, kept)
 
-    def _kept(self, window: Window, earlier: int) -> Tensor:
+    def _kept(self, window: Window, real: RealFirst, earlier: int) -> Tensor:
         """Return where the last real tokens stand among earlier and moved ones, (B, S)."""
-        assert window.valid_BL is not None
         slots = min(window.start + window.length, self.window - 1)
-        end = earlier + window.valid_BL.sum(1, keepdim=True)
+        end = earlier + real.count_B[:, None]
         # What would lie before the first slot is in a slot that `known` calls unused.
         return (end - slots + torch.arange(slots, device=window.device)).clamp(min=0)
 
     def forward(
-        self, z_BLD: Tensor, u_BLU: Tensor | None, state: SlidingWindowState, context: SlidingWindowContext
+        self,
+        z_BLD: Tensor,
+        u_BLU: Tensor | None,
+        state: SlidingWindowState | LaneWindow,
+        context: SlidingWindowContext,
     ) -> Tensor:
         """Attend from the window to itself and to the kept tokens."""
-        y, _, _ = self._attend(z_BLD, u_BLU, state, context)
-        return y
+        return self._attend(z_BLD, u_BLU, state, context)[0]
 
     def advance(
-        self, z_BLD: Tensor, u_BLU: Tensor | None, state: SlidingWindowState, context: SlidingWindowContext
-    ) -> tuple[Tensor, SlidingWindowState]:
-        """Attend, and keep the last w − 1 keys and values."""
+        self,
+        z_BLD: Tensor,
+        u_BLU: Tensor | None,
+        state: SlidingWindowState | LaneWindow,
+        context: SlidingWindowContext,
+    ) -> tuple[Tensor, SlidingWindowState | NewKeys]:
+        """Attend, and keep the last w − 1 keys and values; of lanes, return the new ones."""
         y, keys, values = self._attend(z_BLD, u_BLU, state, context)
+        if isinstance(state, LaneWindow):
+            return y, NewKeys(keys[:, :, -1:], values[:, :, -1:])
         return y, SlidingWindowState(self._last(keys, context), self._last(values, context))
 
     def _attend(
-        self, z: Tensor, u: Tensor | None, state: SlidingWindowState, context: SlidingWindowContext
+        self,
+        z: Tensor,
+        u: Tensor | None,
+        state: SlidingWindowState | LaneWindow,
+        context: SlidingWindowContext,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output, and keys and values of the kept tokens and the window's, (B, K, S + L, P)."""
         batch, length, _ = z.shape
         qkv = self.in_proj(z)
         if u is not None:
             qkv = qkv + u
-        if context.order is not None:
-            qkv = _take(qkv, context.order)
+        if context.real is not None:
+            qkv = moved(qkv, context.real.order_BL)
         heads = qkv.view(batch, length, self.n_heads + 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
         rotated = self.n_heads + self.n_kv_heads
         qk = rotate(heads[:, :rotated], context.cos, context.sin).to(heads.dtype)
         q, k, v = qk[:, : self.n_heads], qk[:, self.n_heads :], heads[:, rotated:]
-        keys = torch.cat((state.keys.to(k.dtype), k), dim=2)
-        values = torch.cat((state.values.to(v.dtype), v), dim=2)
-        y = attend_in_band(q, keys, values, context.masks, window=self.window)
+        keys = torch.cat((state[0].to(k.dtype), k), dim=2)
+        values = torch.cat((state[1].to(v.dtype), v), dim=2)
+        if isinstance(state, LaneWindow):
+            y = attend(q, keys, values, mask=state.seen_R1W)
+        else:
+            y = attend_in_band(q, keys, values, context.masks, window=self.window)
         out: Tensor = self.out_proj(y.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
-        if context.places is not None:
-            out = _take(out, context.places)
-        return out, keys, values
+        return out if context.real is None else moved(out, context.real.places_BL), keys, values
 
     def _last(self, x_BKTP: Tensor, context: SlidingWindowContext) -> Tensor:
         """Return the kept ones of earlier and new tokens, in storage of their own."""
@@ -178,22 +191,3 @@ class SlidingWindowAttention(Mixer):
     def output_projections(self) -> Sequence[Linear]:
         """Return the output projection."""
         return (self.out_proj,)
-
-
-def _real_first(valid_BL: Tensor) -> Tensor:
-    """Return the order that moves the real tokens of each row to its front, in their own order."""
-    return (~valid_BL).to(torch.int8).argsort(dim=1, stable=True)
-
-
-def _take(x_BLF: Tensor, index_BL: Tensor) -> Tensor:
-    return x_BLF.gather(1, index_BL[:, :, None].expand(-1, -1, x_BLF.shape[2]))
-
-
-def _earlier_documents(window: Window, earlier: int) -> Tensor:
-    """Return the documents of the last ``earlier`` real tokens before the window, (B, S), as in the state."""
-    assert window.documents_BT is not None
-    documents = window.documents_BT[:, : window.start]
-    if window.valid_BT is not None:
-        valid = window.valid_BT[:, : window.start]
-        documents = documents.gather(1, valid.to(torch.int8).argsort(dim=1, stable=True))
-    return documents[:, window.start - earlier :]

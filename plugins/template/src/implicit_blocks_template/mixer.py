@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from implicit_blocks import Mixer, Window
+from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear, at_least_float32
 from torch import Tensor, nn
 from torch.nn.functional import silu
@@ -72,6 +73,10 @@ class Template(Mixer):
     def select_rows(self, state: Tensor, rows: Tensor) -> Tensor:
         """Return the memory of these rows."""
         return state[rows]
+
+    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> RecurrentLanes:
+        """Return a memory a lane, for decoding texts of unlike lengths side by side."""
+        return RecurrentLanes(self, count, device=device, dtype=dtype)
 
     def prepare(self, window: Window) -> Context:
         """Find padding and the beginnings of documents; once a window, whatever the number of layers."""

@@ -1,0 +1,138 @@
+"""What a mixer must hold where it offers more than windows: tokens taken back, and lanes.
+
+Neither is asked for: a mixer that can't says so by ``ValueError``, as the base class does.
+
+Shape legend: S lanes, R of them in a step.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.committed import Committed
+from implicit_blocks.interfaces import Mixer, Window
+from implicit_blocks.lanes import LaneStates
+from implicit_blocks.specs import MixerSpec
+from implicit_blocks.testing.contract import relative_error, require
+from implicit_blocks.testing.mixer_runs import (
+    BATCH,
+    D_MODEL,
+    LENGTH,
+    TOLERANCE,
+    begin,
+    inputs,
+    make,
+    run,
+)
+
+
+@torch.no_grad()
+def truncate(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+    """Check that tokens taken back leave no trace, or that they can't be and ``truncate`` says so."""
+    mixer = make(spec, d_model)
+    z, u = inputs(mixer, d_model)
+    z_other, u_other = inputs(mixer, d_model, seed=2)
+    if not mixer.truncates:
+        _, state = run(mixer, z, u, [LENGTH])
+        try:
+            mixer.truncate(state, 4)
+        except ValueError:
+            return
+        require(
+            False,
+            mixer,
+            "truncate",
+            "truncates is False, yet truncate returned a state; say truncates = True, or raise ValueError",
+        )
+    for capacity in (None, 2 * LENGTH):
+        for kept in (1, 4, 8):
+            _, state = run(mixer, z, u, [4, LENGTH], start=begin(mixer, capacity=capacity))
+            state = mixer.truncate(state, kept)
+            start = Committed(BATCH, kept, torch.full((1,), kept), (state,))
+            further, _ = run(mixer, z_other[:, kept:], u_other[:, kept:], [LENGTH - kept], start=start)
+            joined = [torch.cat((a[:, :kept], b[:, kept:]), dim=1) for a, b in ((z, z_other), (u, u_other))]
+            expected, _ = run(mixer, joined[0], joined[1], [kept, LENGTH])
+            error = relative_error(further, expected[:, kept:])
+            require(
+                error < TOLERANCE,
+                mixer,
+                "truncate",
+                f"tokens behind the first {kept} of {LENGTH} (capacity {capacity}) differ by {error:.1e} "
+                "from those of a text that never was longer; return the state as those tokens left it",
+            )
+
+
+PROMPTS = (2, 5, 1)
+STEPS: tuple[tuple[list[int] | None, list[int]], ...] = (
+    (None, [0, 1, 2]),
+    ([2, 0], [2]),  # a lane whose search goes on is called, and commits nothing
+    (None, [0, 1]),
+    ([1], [1]),
+    ([0, 3, 2], [0, 2]),  # an idle lane fills a step up
+    (None, [1, 2]),
+)
+"""The lanes of each call, None being all, and those that commit."""
+
+
+@torch.no_grad()
+def lanes(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+    """Check that rows at lengths of their own are mixed as if alone, or that there are no lanes."""
+    mixer = make(spec, d_model)
+    z, u = inputs(mixer, d_model)
+    cpu = torch.device("cpu")
+    try:
+        states = mixer.lanes(BATCH + 1, device=cpu, dtype=torch.float64, capacity=LENGTH)
+    except ValueError:
+        return
+    expected = [run(mixer, z[row : row + 1], u[row : row + 1], [LENGTH])[0][0] for row in range(BATCH)]
+    lengths = torch.zeros(BATCH + 1, dtype=torch.int64)
+    row_of = list(range(BATCH))
+    for lane, prompt in enumerate(PROMPTS):
+        _enter(mixer, states, lane, z[lane, :prompt], u[lane, :prompt])
+        lengths[lane] = prompt
+    for step, (chosen, committing) in enumerate(STEPS):
+        if step == len(STEPS) - 1:  # the second lane's text has ended; another takes its place
+            row_of[1] = 0
+            _enter(mixer, states, 1, z[0, :3], u[0, :3])
+            lengths[1] = 3
+        rows = list(range(BATCH + 1)) if chosen is None else chosen
+        index = None if chosen is None else torch.tensor(chosen)
+        at = lengths[rows]
+        window = Window(
+            batch_size=len(rows), start=1, length=1, positions_BL=at[:, None], dtype=torch.float64
+        )
+        state, context = states.at(index, at), mixer.prepare(window)
+        tokens = [
+            torch.stack([x[row_of[lane], lengths[lane]] if lane < BATCH else x[0, 0] * 0 for lane in rows])
+            for x in (z, u)
+        ]
+        z_step, u_step = (x[:, None] for x in tokens)
+        mixer(z_step.flip(0) - 1, u_step, state, context)  # an iterate on the way leaves nothing behind
+        iterated = mixer(z_step, u_step, state, context)
+        final, after = mixer.advance(z_step, u_step, state, context)
+        states.write(index, after, torch.tensor([lane in committing for lane in rows]))
+        for number, lane in enumerate(rows):
+            if lane == BATCH:
+                continue
+            wanted = expected[row_of[lane]][lengths[lane]]
+            error = max(relative_error(y[number, 0], wanted) for y in (iterated, final))
+            require(
+                error < TOLERANCE,
+                mixer,
+                "lanes",
+                f"call {step + 1}: the token behind {int(lengths[lane])} others in lane {lane} differs by "
+                f"{error:.1e} from that of its text alone; look at enter and settle, at what `at` gives for "
+                "some lanes and for all, and write where it was committed only",
+            )
+        for lane in committing:
+            lengths[lane] += 1
+
+
+def _enter(mixer: Mixer, states: LaneStates, lane: int, z_LD: Tensor, u_LU: Tensor) -> None:
+    """Commit a prompt to a lane, in two windows where it has several tokens."""
+    count = z_LD.shape[0]
+    start = Committed(1, 0, torch.zeros(1, dtype=torch.int64), (states.enter(lane),))
+    cuts = [count] if count == 1 else [1, count]
+    _, state = run(mixer, z_LD[None], u_LU[None], cuts, start=start)
+    states.settle(lane, state)
