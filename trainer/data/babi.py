@@ -227,6 +227,15 @@ class CatbAbI(DataSource):
             labels[row][~scored] = IGNORED
         return Batch(inputs=torch.from_numpy(inputs), labels=torch.from_numpy(labels))
 
+    def tasks(self, position: int, count: int) -> torch.Tensor:
+        """Give the task that each label of `batch` answers, int64 (count, L), 0 at labels that answer none."""
+        check_range(position, count)
+        found = np.empty((count, self._length), dtype=np.int64)
+        for row in range(count):
+            epoch, index = divmod(position + row, self.samples)
+            found[row] = self._rows(epoch)[1][self._kept[index], 1:]
+        return torch.from_numpy(found)
+
     def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
         """One set of all answers, ``L200``, and one a task, ``qa1_L200``: its answers in the same rows.
 

@@ -1,0 +1,300 @@
+"""CatbAbI: how many layers an explicit model needs for what one implicit layer answers, task by task.
+
+Movahedi et al., "Fixed-point RNNs", 2025, have explicit Mamba of 1, 2 and 4 layers beside an implicit one.
+
+Shape legend: B rows, L tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from implicit_blocks.registry import build
+from trainer.data.babi import TASKS, CatbAbI
+from trainer.devices import choose_device, device_name
+from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_picture
+from trainer.experiments.runs import Finished, explicit_twin, load_model, run_spec, train
+from trainer.files import write_json
+from trainer.metrics import rounded
+from trainer.spec import RunSpec
+from trainer.step import autocast
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PUBLISHED = {"Mamba, 1 layer": 0.783, "2 layers": 0.871, "4 layers": 0.865, "FP-Mamba-H": 0.8955}
+"""Accuracies on CatbAbI in Movahedi et al., "Fixed-point RNNs"."""
+LAPTOP = (
+    "model.d_model=64",
+    "model.mixer.d_state=16",
+    "model.mixer.head_dim=32",
+    "training.max_steps=150",
+    "training.batch_size=16",
+    "training.optimizer.learning_rate=3e-3",
+    "phases.unrolled.model.gradient={kind: unrolled, steps: 4}",
+    "model.gradient.steps=2",
+    "model.stopping.max_iterations=12",
+    "model.at_evaluation.stopping.max_iterations=24",
+)
+"""What the laptop setting changes: it shows the way, not the figures."""
+MODES = {"answers": "QA mode", "all": "LM mode"}
+
+
+class Asked(NamedTuple):
+    """A model among those that are compared."""
+
+    kind: str
+    layers: int
+
+    @property
+    def name(self) -> str:
+        """Such as ``implicit-1``."""
+        return f"{self.kind}-{self.layers}"
+
+
+class Answers(NamedTuple):
+    """How a model answered: counts by task, and how its searches went (None for an explicit one)."""
+
+    correct: Mapping[int, int]
+    asked: Mapping[int, int]
+    search: dict[str, float] | None
+
+
+def run(
+    folder: Path,
+    data: Path,
+    *,
+    spec: str = "catbabi",
+    laptop: bool = False,
+    models: Sequence[str] = ("implicit-1", "explicit-1", "explicit-2", "explicit-4"),
+    scoring: Sequence[str] = ("answers", "all"),
+    seeds: Sequence[int] = (0,),
+    split: str = "valid",
+    sequences: int | None = None,
+    device: str = "auto",
+    changes: Sequence[str] = (),
+) -> str:
+    """Train what isn't trained yet, ask it, write ``catbabi.json`` and ``catbabi.png``, return a summary.
+
+    Args:
+        folder: made where it is missing; the runs lie in its ``runs``.
+        data: the archive, or the folder it was unpacked into.
+        spec: the implicit model's run; the explicit ones are its twins.
+        laptop: narrow and short.
+        models: such as ``implicit-1`` and ``explicit-4``.
+        scoring: what the loss of training is over, ``answers`` or ``all``; a run each.
+        seeds: a run each.
+        split: whose answers are asked, ``valid`` or ``test``.
+        sequences: how many rows of the split; None: all.
+        device: name of the device.
+        changes: to the spec.
+
+    Raises:
+        ValueError: no such model, an archive with files missing, or settings that don't fit.
+
+    """
+    wanted = [_asked(name) for name in models]
+    if sequences is not None and sequences < 1:
+        raise ValueError(f"sequences is {sequences}; choose at least 1")
+    place = choose_device(device)
+    common = [*(LAPTOP if laptop else ()), f"data.path={data}", *changes]
+    plan = [
+        (asked, mode, seed, _spec(spec, asked, [*common, f"data.scoring={mode}", f"training.seed={seed}"]))
+        for mode in scoring
+        for seed in seeds
+        for asked in wanted
+    ]
+    source = _source(plan[0][3], split)
+    rows = []
+    for asked, mode, seed, made in plan:
+        name = f"{asked.name}-{mode}-{seed}"
+        finished = train(made, folder / "runs" / name, name=name, device=device)
+        model = load_model(finished, place)
+        answers = ask(
+            model,
+            source,
+            rows=min(sequences or source.samples, source.samples),
+            batch_size=made.evaluation.batch_size,
+            device=place,
+            precision=made.training.precision,
+        )
+        rows.append(_row(asked, mode, seed, finished, answers))
+    written = {
+        "experiment": "catbabi",
+        "spec": spec,
+        "setting": "laptop" if laptop else "full",
+        "changes": list(changes),
+        "split": split,
+        "answers": sum(answers.asked.values()),
+        "device": device_name(place),
+        "published": PUBLISHED,
+        "models": rows,
+    }
+    write_json(folder / "catbabi.json", written)
+    write_picture(draw(written), folder / "catbabi.png")
+    return "\n".join([table(rows), f"written: {folder / 'catbabi.json'}, {folder / 'catbabi.png'}"])
+
+
+def _asked(name: str) -> Asked:
+    found = re.fullmatch(r"(implicit|explicit)-([1-9]\d*)", name)
+    if found is None:
+        raise ValueError(f"{name!r} is no model; write its kind and layers, such as implicit-1, explicit-4")
+    return Asked(found[1], int(found[2]))
+
+
+def _spec(spec: str, asked: Asked, changes: Sequence[str]) -> RunSpec:
+    if asked.kind == "explicit":
+        made = explicit_twin(spec, changes, n_layers=asked.layers)
+    else:
+        made = run_spec(spec, [*changes, f"model.n_layers={asked.layers}"])
+    if made.data.kind != "catbabi":
+        raise ValueError(f"the data of {spec} are of kind {made.data.kind!r}; give a run on catbabi")
+    # The figures come from a pass over all answers at the end; on the way a few rows will do.
+    few = made.evaluation.model_copy(update={"sequences": min(32, made.evaluation.sequences)})
+    return made.model_copy(update={"evaluation": few})
+
+
+def _source(spec: RunSpec, split: str) -> CatbAbI:
+    """Return the split's rows, answers scored."""
+    fields = spec.data.model_copy(update={"held_out": split})
+    data = build(fields, seed=spec.training.seed, vocab_size=getattr(spec.model, "vocab_size", None))
+    source = next(iter(data.evaluation_sets(spec.evaluation.at(spec.data.length)).values())).source
+    assert isinstance(source, CatbAbI)
+    return source
+
+
+@torch.no_grad()
+def ask(
+    model: nn.Module,
+    source: CatbAbI,
+    *,
+    rows: int,
+    batch_size: int,
+    device: torch.device,
+    precision: str,
+) -> Answers:
+    """Count a model's right answers, task by task, read where its searches have converged."""
+    correct, asked = torch.zeros(max(TASKS) + 1), torch.zeros(max(TASKS) + 1)
+    iterations, residuals, converged = [], [], []
+    for first in range(0, rows, batch_size):
+        count = min(batch_size, rows - first)
+        batch = source.batch(first, count).to(device)
+        tasks_BL = source.tasks(first, count)
+        with autocast(device, precision):
+            output = model(batch.inputs, labels=batch.labels, return_logits=False)
+        right_BL = (output.predictions == batch.labels).cpu()
+        asked += torch.bincount(tasks_BL.flatten(), minlength=len(asked))
+        correct += torch.bincount(tasks_BL[right_BL], minlength=len(asked))
+        if output.solution is not None:
+            solution = output.solution
+            found = solution.iterations if solution.token_iterations is None else solution.token_iterations
+            met = solution.converged if solution.token_converged is None else solution.token_converged
+            iterations.append(found.double().flatten().cpu())
+            residuals.append(solution.residual.double().cpu())
+            converged.append(met.double().flatten().cpu())
+    search = None
+    if iterations:
+        search = {
+            "iterations": rounded(float(torch.cat(iterations).mean()), 4),
+            "iterations_max": int(torch.cat(iterations).max()),
+            "residual": rounded(float(torch.cat(residuals).mean()), 4),
+            "residual_max": rounded(float(torch.cat(residuals).max()), 4),
+            "converged": rounded(float(torch.cat(converged).mean()), 6),
+        }
+    return Answers(_counts(correct), _counts(asked), search)
+
+
+def _counts(by_task: Tensor) -> dict[int, int]:
+    return {task: int(by_task[task]) for task in TASKS}
+
+
+def _row(asked: Asked, mode: str, seed: int, finished: Finished, answers: Answers) -> dict[str, Any]:
+    by_task = {
+        str(task): rounded(answers.correct[task] / answers.asked[task]) if answers.asked[task] else None
+        for task in TASKS
+    }
+    known = [value for value in by_task.values() if value is not None]
+    summary = finished.summary
+    return {
+        "model": asked.name,
+        "scoring": mode,
+        "seed": seed,
+        "parameters": summary["parameters"],
+        "steps": summary["steps"],
+        "seconds": summary["seconds"],
+        "accuracy": rounded(sum(answers.correct.values()) / max(1, sum(answers.asked.values()))),
+        "mean_of_tasks": rounded(sum(known) / max(1, len(known))),
+        "search": answers.search,
+        "by_task": by_task,
+    }
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return accuracies by task, a column a model, and what they come to."""
+    heads = [f"{row['model']} {MODES[row['scoring']].split()[0]} {row['seed']}" for row in rows]
+    width = max(map(len, heads))
+    lines = ["task     " + "  ".join(head.rjust(width) for head in heads)]
+
+    def line(name: str, values: Sequence[float | None], form: str = ".2%") -> str:
+        cells = ("-" if value is None else format(value, form) for value in values)
+        return f"{name:<9}" + "  ".join(cell.rjust(width) for cell in cells)
+
+    lines += [line(f"qa{task}", [row["by_task"][str(task)] for row in rows]) for task in TASKS]
+    lines += [line(key.split("_")[0], [row[key] for row in rows]) for key in ("mean_of_tasks", "accuracy")]
+    for key, form in (("iterations", ".1f"), ("residual", ".1e"), ("converged", ".1%")):
+        lines.append(line(key, [row["search"] and row["search"][key] for row in rows], form))
+    return "\n".join(lines)
+
+
+def draw(written: Mapping[str, Any]) -> Figure:
+    """Draw accuracies of all answers, and of each task's, the mean over seeds."""
+    rows: list[dict[str, Any]] = written["models"]
+    modes = list(dict.fromkeys(row["scoring"] for row in rows))
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure = new_figure(
+        width=15.0, height=5.4, title=f"CatbAbI, {written['split']} split: accuracy of the answers"
+    )
+    bars, heat = figure.subplots(1, 2, width_ratios=(1, 1.7))
+    colors = (BLUE, ORANGE, GREEN)
+    for index, mode in enumerate(modes):
+        for place, name in enumerate(names):
+            found = [100 * row["accuracy"] for row in rows if (row["model"], row["scoring"]) == (name, mode)]
+            at = place + (index - (len(modes) - 1) / 2) * 0.8 / len(modes)
+            label = MODES[mode] if place == 0 else None
+            mean = sum(found) / len(found)
+            bars.bar(at, mean, 0.8 / len(modes) * 0.94, color=colors[index], alpha=0.85, label=label)
+            bars.plot([at] * len(found), found, ".", color="black", markersize=4)
+            bars.annotate(f"{mean:.1f}", (at, mean), ha="center", va="bottom", fontsize=8)
+    for name, value in written["published"].items():
+        bars.axhline(100 * value, color=GREY, linewidth=0.8, linestyle=":")
+        bars.annotate(name, (len(names) - 0.45, 100 * value), fontsize=7, color=GREY, va="bottom", ha="right")
+    bars.set_xticks(range(len(names)), names)
+    bars.set_ylim(0, 105)
+    finish(bars, title="All answers; dotted: as published elsewhere", x="model and layers", y="%")
+    bars.legend(frameon=False, fontsize=9, loc="lower left")
+    lines = [(name, mode) for mode in modes for name in names]
+    values = torch.full((len(lines), len(TASKS)), torch.nan)
+    for row in range(len(lines)):
+        for column, task in enumerate(TASKS):
+            found = [
+                one["by_task"][str(task)]
+                for one in rows
+                if (one["model"], one["scoring"]) == lines[row] and one["by_task"][str(task)] is not None
+            ]
+            values[row, column] = 100 * sum(found) / len(found) if found else torch.nan
+    heat.imshow(values.numpy(), cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    for row in range(len(lines)):
+        for column in range(len(TASKS)):
+            if not values[row, column].isnan():
+                heat.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", fontsize=8)
+    heat.set_xticks(range(len(TASKS)), [str(task) for task in TASKS])
+    heat.set_yticks(range(len(lines)), [f"{name}, {mode and MODES[mode][:2]}" for name, mode in lines])
+    heat.set_title("By task, %", fontsize=11)
+    heat.set_xlabel("bAbI task")
+    return figure

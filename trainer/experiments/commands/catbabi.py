@@ -1,0 +1,71 @@
+"""``python -m trainer.experiments catbabi``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+HELP = "bAbI's stories in a row: explicit models of 1, 2, 4 layers, the implicit one, accuracy by task"
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Add what it is asked."""
+    made.add_argument(
+        "--data", type=Path, required=True, metavar="PATH", help="en-valid-10k.tar.xz, or its folder"
+    )
+    made.add_argument("--spec", default="catbabi", metavar="FILE", help="of the implicit model (catbabi)")
+    made.add_argument(
+        "--setting",
+        choices=("full", "laptop"),
+        default="full",
+        help="the spec as it is, or narrow and short: minutes on a CPU (full)",
+    )
+    made.add_argument(
+        "--models",
+        nargs="+",
+        default=["implicit-1", "explicit-1", "explicit-2", "explicit-4"],
+        metavar="KIND-LAYERS",
+        help="(implicit-1 explicit-1 explicit-2 explicit-4)",
+    )
+    made.add_argument(
+        "--scoring",
+        nargs="+",
+        choices=("answers", "all"),
+        default=["answers", "all"],
+        help="what the training loss is over: answers (QA mode), all next words (LM mode); both",
+    )
+    made.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="a run each (0)")
+    made.add_argument(
+        "--split",
+        choices=("valid", "test"),
+        default="valid",
+        help="whose answers are asked (valid); nothing should be chosen by the test split",
+    )
+    made.add_argument("--sequences", type=int, metavar="N", help="rows to ask (default: all of the split)")
+    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
+    made.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="path.to.key=value",
+        help="changes to the spec, for all models; what explicit ones don't know they leave out",
+    )
+
+
+def carry_out(folder: Path, options: argparse.Namespace) -> str:
+    """Run it and return its summary."""
+    from trainer.experiments.catbabi import run
+
+    return run(
+        folder,
+        options.data,
+        spec=options.spec,
+        laptop=options.setting == "laptop",
+        models=options.models,
+        scoring=options.scoring,
+        seeds=options.seeds,
+        split=options.split,
+        sequences=options.sequences,
+        device=options.device,
+        changes=options.set,
+    )

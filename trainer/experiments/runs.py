@@ -1,0 +1,119 @@
+"""Runs that an experiment needs: trained here, gone on with, or read where they have been finished before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from torch import nn
+
+from implicit_blocks.registry import build as build_component
+from implicit_blocks.specs import load_spec
+from implicit_blocks.specs.errors import explain
+from implicit_blocks.specs.loading import resolve
+from implicit_blocks.specs.merging import merge_runs
+from trainer.checkpoint import load_checkpoint, newest_sound_checkpoint
+from trainer.metrics import read_metrics
+from trainer.run import build
+from trainer.run_folder import RunFolder, differences
+from trainer.spec import RunSpec
+
+
+class Finished(NamedTuple):
+    """A finished run: its spec, its folder, what its files say."""
+
+    name: str
+    spec: RunSpec
+    folder: Path
+    summary: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    """One object a step."""
+    evaluations: list[dict[str, Any]]
+    """One object a set and evaluation."""
+
+
+def run_spec(name: str, overrides: Iterable[str] = ()) -> RunSpec:
+    """Return a run's spec by its name in the zoo, or a path, with changes.
+
+    Raises:
+        ValueError: it can't be loaded, or is of another kind.
+
+    """
+    spec = load_spec(name, list(overrides))
+    if not isinstance(spec, RunSpec):
+        raise ValueError(f"{name} is a spec of kind {spec.kind!r}; experiments train specs of kind 'run'")
+    return spec
+
+
+def explicit_twin(name: str, overrides: Iterable[str] = (), *, n_layers: int | None = None) -> RunSpec:
+    """Return the run of the explicit twin of a run's model: as it is, or with another number of layers.
+
+    Changes may be such as only the implicit model knows (its gradient, its phases): the twin leaves them out.
+    """
+    model: dict[str, Any] = {"kind": "explicit_lm"}
+    if n_layers is not None:
+        model["n_layers"] = n_layers
+    tree = merge_runs(resolve(name, list(overrides)), {"model": model})
+    try:
+        return RunSpec.model_validate(tree)
+    except ValidationError as error:
+        raise explain(error, tree, source=name) from None
+
+
+def train(spec: RunSpec, folder: Path, *, name: str, device: str, command: Sequence[str] = ()) -> Finished:
+    """Train a run in its folder and return it; what lies there is gone on with, or read if it is finished.
+
+    So an experiment that was interrupted is done by the same command, and several machines may train its
+    runs before one of them draws.
+
+    Raises:
+        ValueError: the folder holds a run of another spec, or the run can't be built.
+        KeyboardInterrupt: the run was interrupted; it has been saved.
+
+    """
+    place = RunFolder(folder)
+    if place.spec_path.is_file():
+        old = load_spec(place.spec_path).model_dump(mode="json")
+        if changes := differences(old, spec.model_dump(mode="json")):
+            raise ValueError(
+                f"{folder} holds a run of other settings ({'; '.join(changes[:3])}); give another --output"
+            )
+    if not place.summary_path.is_file():
+        run = build(
+            spec,
+            name=name,
+            output=folder,
+            device=device,
+            resume=place.spec_path.is_file(),
+            command=command or None,
+        )
+        run.display.say(f"{name}: {sum(p.numel() for p in run.model.parameters()):,} parameters, in {folder}")
+        if run.train() is None:
+            raise KeyboardInterrupt
+    return read(folder, name=name)
+
+
+def load_model(finished: Finished, device: torch.device) -> nn.Module:
+    """Return the model with its last weights, as its last phase left it, in evaluation mode."""
+    model: nn.Module = build_component(finished.spec.phase_specs()[-1].model)
+    load_checkpoint(newest_sound_checkpoint(finished.folder / "checkpoints")[0], model=model)
+    return model.to(device).eval()
+
+
+def read(folder: Path, *, name: str) -> Finished:
+    """Read a finished run."""
+    place = RunFolder(folder)
+    spec = load_spec(place.spec_path)
+    assert isinstance(spec, RunSpec)
+    return Finished(
+        name=name,
+        spec=spec,
+        folder=folder,
+        summary=json.loads(place.summary_path.read_text(encoding="utf-8")),
+        metrics=list(read_metrics(place.metrics.path)),
+        evaluations=list(read_metrics(place.evaluations.path)),
+    )
