@@ -31,7 +31,12 @@ PUBLISHED = {
 
 def test_holds_every_model_and_its_twins() -> None:
     twins = [f"{name}{suffix}" for name in MODELS for suffix in ("", "_bounded", "_explicit")]
-    books = [f"books_10m{family}{kind}" for family in ("", "_mamba2") for kind in ("", "_explicit")]
+    books = [
+        f"books_{size}{family}{kind}"
+        for size in ("5m", "10m")
+        for family in ("", "_mamba2")
+        for kind in ("", "_explicit")
+    ]
     others = [*books, "mamba2_state_tracking", "word_problem_s3", "word_problem_s3_explicit"]
     assert set(twins + others) <= set(zoo_names())
 

@@ -32,7 +32,12 @@ def test_the_zoo_is_complete() -> None:
         f"{family}_{size}" for family in ("llama", "mamba2") for size in ("130m", "350m", "760m", "1.3b")
     }
     twins = {f"{name}{kind}" for name in sizes for kind in ("", "_bounded", "_explicit")}
-    twins |= {f"books_10m{family}{kind}" for family in ("", "_mamba2") for kind in ("", "_explicit")}
+    twins |= {
+        f"books_{size}{family}{kind}"
+        for size in ("5m", "10m")
+        for family in ("", "_mamba2")
+        for kind in ("", "_explicit")
+    }
     assert twins | {"mamba2_state_tracking", "word_problem_s3", "word_problem_s3_explicit"} <= set(
         zoo_names()
     )

@@ -228,7 +228,7 @@ class CatbAbI(DataSource):
         return Batch(inputs=torch.from_numpy(inputs), labels=torch.from_numpy(labels))
 
     def tasks(self, position: int, count: int) -> torch.Tensor:
-        """Give the task that each label of `batch` answers, int64 (count, L), 0 at labels that answer none."""
+        """Give the task that each label of `batch` answers, int64 (count, L), 0 where it answers none."""
         check_range(position, count)
         found = np.empty((count, self._length), dtype=np.int64)
         for row in range(count):

@@ -1,0 +1,273 @@
+"""Language at small scale: implicit models beside their explicit twins, on the same text in the same order.
+
+Perplexity against tokens and against executed FLOPs, at 1 to 8 times the training length, against the
+iterations of the search (test-time compute), and for several shares of the curriculum's first phase.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from implicit_blocks.model import ImplicitLM
+from implicit_blocks.registry import build
+from trainer.data.source import DataSource, EvaluationSet
+from trainer.devices import choose_device, device_name
+from trainer.evaluation import evaluate
+from trainer.experiments.drawing import write_picture
+from trainer.experiments.language_picture import draw
+from trainer.experiments.runs import Finished, explicit_twin, load_model, run_spec, train
+from trainer.files import write_json
+from trainer.metrics import json_value, rounded
+from trainer.spec import RunSpec
+
+_SHORT = (
+    "model.d_model=64",
+    "model.n_layers=2",
+    "data.length=64",
+    "training.max_tokens=200e3",
+    "training.batch_size=16",
+    "training.precision=float32",
+    "training.optimizer.learning_rate=5e-3",
+    "phases.bounded.model.stopping.max_iterations=4",
+    "model.stopping.max_iterations=12",
+)
+LAPTOP = {
+    "mamba2": (*_SHORT, "model.mixer.d_state=16", "model.mixer.head_dim=16"),
+    "attention": (*_SHORT, "model.mixer.n_heads=4", "model.mlp.d_hidden=128"),
+}
+"""What the laptop setting changes, by mixer: it shows the way, not the figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What is trained and evaluated beside the specs; see the command's options."""
+
+    laptop: bool = False
+    seeds: tuple[int, ...] = (0,)
+    bounded: tuple[float, ...] = (0.7, 0.8, 0.9)
+    self_iterations: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    multiples: tuple[int, ...] = (1, 2, 4, 8)
+    sequences: int | None = None
+    evaluations: int = 10
+    changes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("self_iterations", "multiples", "evaluations", "sequences"):
+            value = getattr(self, name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and number < 1:
+                    raise ValueError(f"{name.replace('_', '-')} {number}: give numbers from 1 up")
+        for share in self.bounded:
+            if not 0 < share < 1:
+                raise ValueError(
+                    f"a first phase of {share:g} of the run leaves no second; give shares like 0.8"
+                )
+
+
+def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, device: str = "auto") -> str:
+    """Train what isn't trained yet, evaluate, write ``language.json`` and ``.png``, return a summary.
+
+    Args:
+        folder: made where it is missing; the runs lie in its ``runs``.
+        data: tokens, with a validation split.
+        specs: implicit models' runs.
+        settings: the rest.
+        device: name of the device.
+
+    Raises:
+        ValueError: specs that aren't of implicit models on tokens, or don't fit the data.
+
+    """
+    place = choose_device(device)
+    plans = [plan for index, name in enumerate(specs) for plan in _plans(name, data, settings, index == 0)]
+    rows = []
+    for label, spec in plans:
+        finished = train(spec, folder / "runs" / label["run"], name=label["run"], device=device)
+        rows.append({**label, **_measure(finished, settings, place)})
+    written = json_value(
+        {
+            "experiment": "language",
+            "specs": list(specs),
+            "settings": asdict(settings),
+            "device": device_name(place),
+            "runs": rows,
+        }
+    )
+    write_json(folder / "language.json", written)
+    write_picture(draw(written), folder / "language.png")
+    return "\n".join([table(rows), f"written: {folder / 'language.json'}, {folder / 'language.png'}"])
+
+
+def _plans(
+    name: str, data: Path, settings: Settings, with_shares: bool
+) -> Iterable[tuple[dict[str, Any], RunSpec]]:
+    """Yield what is trained for a spec: both twins with each seed, and other curricula."""
+    changes = [f"data.path={data}", *_laptop(name, settings), *settings.changes]
+    own = _checked(name, run_spec(name, changes))
+    share = own.phases[0].until if own.phases else None
+    for seed in settings.seeds:
+        seeded = [*changes, f"training.seed={seed}"]
+        label = {"spec": name, "seed": seed, "share": share}
+        implicit = _watched(run_spec(name, seeded), settings)
+        yield {**label, "kind": "implicit", "run": f"{name}-{seed}"}, implicit
+        explicit = _watched(explicit_twin(name, seeded), settings)
+        yield {**label, "kind": "explicit", "share": None, "run": f"{name}-explicit-{seed}"}, explicit
+    for other in settings.bounded if with_shares and own.phases else ():
+        if other != share:
+            seeded = [*changes, f"training.seed={settings.seeds[0]}", f"phases.0.until={other}"]
+            label = {"spec": name, "seed": settings.seeds[0], "share": other, "kind": "curriculum"}
+            yield {**label, "run": f"{name}-{other:g}"}, _watched(run_spec(name, seeded), settings)
+
+
+def _laptop(name: str, settings: Settings) -> tuple[str, ...]:
+    if not settings.laptop:
+        return ()
+    kind = getattr(getattr(run_spec(name).model, "mixer", None), "kind", None)
+    if kind not in LAPTOP:
+        raise ValueError(f"there is no laptop setting for a mixer of kind {kind!r}; narrow {name} by --set")
+    return LAPTOP[kind]
+
+
+def _checked(name: str, spec: RunSpec) -> RunSpec:
+    if spec.model.kind != "implicit_lm":
+        raise ValueError(f"the model of {name} is of kind {spec.model.kind!r}; give runs of an implicit_lm")
+    if spec.data.kind != "tokens":
+        raise ValueError(f"the data of {name} are of kind {spec.data.kind!r}; give runs on tokens")
+    return spec
+
+
+def _watched(spec: RunSpec, settings: Settings) -> RunSpec:
+    """Return the run with evaluations at its training length alone, so often on the way."""
+    every = max(1, spec.total_steps // settings.evaluations)
+    evaluation = spec.evaluation.model_copy(update={"lengths": (spec.data.length,), "length_multiples": ()})
+    training = spec.training.model_copy(update={"evaluate_every": every})
+    return spec.model_copy(update={"evaluation": evaluation, "training": training})
+
+
+# ------------------------------------------------------------------------------------ what is measured
+
+
+def _measure(finished: Finished, settings: Settings, device: torch.device) -> dict[str, Any]:
+    """Return what a run's files tell, and what its last checkpoint does with the validation text."""
+    spec, summary = finished.spec, finished.summary
+    data: DataSource = build(
+        spec.data, seed=spec.training.seed, vocab_size=getattr(spec.model, "vocab_size", None)
+    )
+    model = load_model(finished, device)
+
+    def perplexity(length: int, sequences: int | None) -> dict[str, Any]:
+        asked = spec.evaluation.model_copy(
+            update={"lengths": (length,), "length_multiples": (), "sequences": sequences or 10**9}
+        )
+        sets = list(data.evaluation_sets(asked).values())
+        if not sets:
+            raise ValueError("the tokens have no validation split; tokenize one with --validation")
+        return _evaluated(model, sets[0], spec, device)
+
+    length, sequences = spec.data.length, settings.sequences
+    lengths = [
+        {
+            "multiple": multiple,
+            **perplexity(multiple * length, sequences and max(1, sequences // multiple)),
+        }
+        for multiple in settings.multiples
+    ]
+    compute = []
+    if isinstance(model, ImplicitLM):
+        whole = model.spec
+        for most in settings.self_iterations:
+            model.reconfigure(_with_iterations(whole, most))
+            compute.append({"self_iterations": most, **perplexity(length, sequences)})
+        model.reconfigure(whole)
+    return {
+        "parameters": summary["parameters"],
+        "steps": summary["steps"],
+        "tokens": summary["tokens"],
+        "seconds": summary["seconds"],
+        "curve": curve(finished),
+        "lengths": lengths,
+        "test_time_compute": compute,
+        "training": _training(finished.metrics),
+    }
+
+
+def _with_iterations(spec: Any, most: int) -> Any:
+    stopping = spec.at_evaluation.stopping.model_copy(update={"max_iterations": most})
+    return spec.model_copy(
+        update={"at_evaluation": spec.at_evaluation.model_copy(update={"stopping": stopping})}
+    )
+
+
+def _evaluated(
+    model: torch.nn.Module, one: EvaluationSet, spec: RunSpec, device: torch.device
+) -> dict[str, Any]:
+    short = spec.data.length
+    (result,) = evaluate(
+        model,
+        [one],
+        device=device,
+        precision=spec.training.precision,
+        batch_size=max(1, spec.evaluation.batch_size * short // one.length),
+        last_tokens=spec.evaluation.last_tokens,
+    )
+    row = result.as_row(by_position=one.length == short and result.search is not None)
+    keys = ("length", "sequences", "loss", "perplexity", "iterations", "iterations_max", "residual")
+    kept = {key: row[key] for key in (*keys, "residual_max", "non_converged", "token_converged")}
+    return {**kept, "iterations_by_position": row.get("iterations_by_position")}
+
+
+def curve(finished: Finished) -> list[dict[str, Any]]:
+    """Return perplexity on the way: at so many tokens, after so many executed FLOPs, summed step by step."""
+    spent, tokens, flops = {}, 0, 0.0
+    for row in finished.metrics:
+        rate, speed = row["tflops_executed"], row["tokens_per_second"]
+        # FLOPs a token, from two rates: the time of a step is in both.
+        flops += math.nan if rate is None else 1e12 * rate / speed * (row["tokens"] - tokens)
+        tokens = row["tokens"]
+        spent[row["step"]] = tokens, flops
+    return [
+        {
+            "tokens": spent[row["step"]][0],
+            "flops": rounded(spent[row["step"]][1], 5),
+            "perplexity": row["perplexity"],
+            "phase": row["phase"],
+        }
+        for row in finished.evaluations
+    ]
+
+
+def _training(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the training loss, averaged over fiftieths of the run."""
+    size = max(1, len(metrics) // 50)
+    parts = [metrics[first : first + size] for first in range(0, len(metrics), size)]
+    return [
+        {"tokens": part[-1]["tokens"], "loss": rounded(sum(row["loss"] for row in part) / len(part))}
+        for part in parts
+    ]
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return what each run came to as aligned text."""
+    multiples = [f"{entry['multiple']}x" for entry in rows[0]["lengths"]]
+    lines = [
+        f"{'run':<28} parameters   tokens  PFLOP  "
+        + "  ".join(f"ppl {multiple}".rjust(8) for multiple in multiples)
+        + "  iterations  converged"
+    ]
+    for row in rows:
+        first, last = row["lengths"][0], row["curve"][-1]
+        spent = last["flops"] / 1e15 if last["flops"] is not None else math.nan
+        cells = "  ".join(f"{entry['perplexity']:8.2f}" for entry in row["lengths"])
+        search = ""
+        if first["iterations"] is not None:
+            met = first["token_converged"]
+            search = f"  {first['iterations']:10.1f}  {'-' if met is None else format(met, '.2%'):>9}"
+        size = f"{row['parameters'] / 1e6:9.1f}M  {row['tokens'] / 1e6:6.1f}M"
+        lines.append(f"{row['run']:<28} {size}  {spent:5.2f}  {cells}{search}")
+    return "\n".join(lines)

@@ -1,0 +1,98 @@
+"""The picture of the language experiment: six panels over all runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLORS = (BLUE, ORANGE, GREEN, "#805ad5", "#b83280", GREY)
+
+
+def draw(written: Mapping[str, Any]) -> Figure:
+    """Draw perplexity against tokens, FLOPs, length, self-iterations, share; and iterations by position."""
+    runs: list[dict[str, Any]] = written["runs"]
+    twins = [run for run in runs if run["kind"] != "curriculum"]
+    implicit = [run for run in twins if run["kind"] == "implicit"]
+    first_seed = min(run["seed"] for run in runs)
+    shown = [run for run in twins if run["seed"] == first_seed]
+    figure = new_figure(
+        width=16.0,
+        height=9.0,
+        title="Implicit (solid) and explicit (dashed) twins: perplexity on held-out text",
+    )
+    (tokens, flops, lengths), (compute, shares, positions) = figure.subplots(2, 3)
+    colors = dict(zip(written["specs"], _COLORS * len(runs), strict=False))
+    for axes, key, name in (
+        (tokens, "tokens", "tokens seen"),
+        (flops, "flops", "FLOPs executed in training"),
+    ):
+        for run in shown:
+            points = [(entry[key], entry["perplexity"]) for entry in run["curve"] if entry[key] is not None]
+            axes.plot(*_columns(points), **_look(run, colors))
+        axes.set_yscale("log")
+        finish(axes, title=f"Against {name.split()[0]}", x=name, y="perplexity")
+    flops.set_xscale("log")
+    for run in shown:
+        lengths.plot(
+            [entry["multiple"] for entry in run["lengths"]],
+            [entry["perplexity"] for entry in run["lengths"]],
+            **_look(run, colors),
+            marker="o",
+        )
+    lengths.set_xscale("log", base=2)
+    lengths.set_yscale("log")
+    finish(lengths, title="Length extrapolation", x="length, in training lengths", y="perplexity")
+    for run in [run for run in implicit if run["seed"] == first_seed]:
+        compute.plot(
+            [entry["self_iterations"] for entry in run["test_time_compute"]],
+            [entry["loss"] for entry in run["test_time_compute"]],
+            **_look(run, colors),
+            marker="o",
+        )
+        explicit = [other for other in shown if other["spec"] == run["spec"] and other["kind"] == "explicit"]
+        for twin in explicit:
+            compute.axhline(
+                twin["lengths"][0]["loss"], color=colors[run["spec"]], linestyle="--", linewidth=1
+            )
+        by_position = run["lengths"][0]["iterations_by_position"]
+        if by_position is not None:
+            positions.plot(range(1, len(by_position) + 1), by_position, **_look(run, colors))
+    compute.set_xscale("log", base=2)
+    finish(compute, title="Test-time compute, one checkpoint", x="self-iterations at most", y="loss, nats")
+    finish(positions, title="Iterations of a token", x="position", y="iterations")
+    _draw_shares(shares, runs, colors)
+    tokens.legend(frameon=False, fontsize=8)
+    return figure
+
+
+def _draw_shares(axes: Axes, runs: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> None:
+    tried = {run["spec"] for run in runs if run["kind"] == "curriculum"}
+    for spec in sorted(tried):
+        own = [run for run in runs if run["spec"] == spec and run["share"] is not None]
+        own = [run for run in own if run["seed"] == min(one["seed"] for one in own)]
+        points = sorted((run["share"], run["lengths"][0]["perplexity"]) for run in own)
+        axes.plot(*_columns(points), "o-", color=colors[spec], label=spec)
+        axes.legend(frameon=False, fontsize=8)
+    if not tried:
+        axes.text(0.5, 0.5, "not tried", ha="center", va="center", transform=axes.transAxes, color=GREY)
+    finish(axes, title="Share of the first phase", x="share of the run", y="perplexity")
+
+
+def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _look(run: Mapping[str, Any], colors: Mapping[str, str]) -> dict[str, Any]:
+    explicit = run["kind"] == "explicit"
+    return {
+        "color": colors[run["spec"]],
+        "linestyle": "--" if explicit else "-",
+        "linewidth": 1.5,
+        "label": None if explicit else run["spec"],
+    }
