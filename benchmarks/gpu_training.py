@@ -1,12 +1,14 @@
 """Training throughput on one GPU: tokens a second, peak memory and iterations for models of the zoo.
 
-    python benchmarks/gpu_training.py [--works llama_130m mamba2_130m …] [--compile] [--graphs] [--fixed 4]
+    python benchmarks/gpu_training.py [--works llama_130m_bounded …] [--compile] [--graphs] [--as-published]
 
 A *work* is a zoo model with a batch: those of ``WORKS``, the shapes that the published implementation was
 timed at on an H100 (its figures stand beside ours). Synthetic tokens; bfloat16 autocast, float32 masters,
 fused AdamW. The time is that of whole steps (forward, backward, clipping, optimizer), the median of
 ``--steps`` after warming up, by CUDA events. Model FLOPs are counted by ``implicit_blocks.specs.counting``
-from the iterations taken.
+from the iterations taken. ``--as-published`` takes the iterations that the published one took, whatever the
+residual. Where a work's spec is compiled, the row says in how many pieces too many (``graph_breaks``), and how
+often a step made the host wait for the device unasked (``waits``; ``torch.cuda.set_sync_debug_mode``).
 """
 
 from __future__ import annotations
@@ -15,37 +17,53 @@ import argparse
 import gc
 import statistics
 import traceback
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from on_device import CARD, bfloat16, device, graph_breaks, keep, model_of, parser, seconds, waits
 from report import machine, write
 
 import implicit_blocks as ib
+from implicit_blocks.specs.counting import training_flops_per_token
 
-# name: (zoo spec, rows, tokens a row, published tokens a second on an H100, published peak GB)
-WORKS: dict[str, tuple[str, int, int, int | None, float | None]] = {
-    "llama_130m_explicit": ("llama_130m_explicit", 8, 2048, 135_233, 19.5),
-    "llama_130m_bounded": ("llama_130m_bounded", 8, 2048, 64_687, 19.9),
-    "llama_1.3b_bounded": ("llama_1.3b_bounded", 4, 2048, 6_133, 46.1),
-    "mamba2_130m_explicit": ("mamba2_130m_explicit", 8, 2048, 70_119, 17.9),
-    "mamba2_130m_bounded": ("mamba2_130m_bounded", 8, 2048, 48_638, 18.4),
-    "mamba2_1.3b_bounded": ("mamba2_1.3b_bounded", 4, 2048, 10_949, 42.0),
-    "state_tracking": ("mamba2_state_tracking", 512, 256, 642_693, 8.2),
+
+@dataclass(frozen=True)
+class Work:
+    """A model of the zoo, a batch, and the published figures for the same on an H100."""
+
+    spec: str
+    rows: int
+    length: int
+    tokens_per_second: int | None = None
+    iterations: int | None = None
+    peak_gb: float | None = None
+
+
+WORKS = {
+    "llama_130m_explicit": Work("llama_130m_explicit", 8, 2048, 135_233, None, 19.5),
+    "llama_130m_bounded": Work("llama_130m_bounded", 8, 2048, 64_687, 4, 19.9),
+    "llama_130m_free": Work("llama_130m", 8, 2048, 22_108, 13, 41.4),
+    "llama_1.3b_bounded": Work("llama_1.3b_bounded", 4, 2048, 6_133, 4, 46.1),
+    "mamba2_130m_explicit": Work("mamba2_130m_explicit", 8, 2048, 70_119, None, 17.9),
+    "mamba2_130m_bounded": Work("mamba2_130m_bounded", 8, 2048, 48_638, 4, 18.4),
+    "mamba2_130m_free": Work("mamba2_130m", 8, 2048, 14_347, 14, 34.8),
+    "mamba2_1.3b_bounded": Work("mamba2_1.3b_bounded", 4, 2048, 10_949, 4, 42.0),
+    "state_tracking": Work("mamba2_state_tracking", 512, 256, 642_693, 18, 8.2),
 }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--works", nargs="+", default=list(WORKS))
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--compile", action="store_true", help="compile the map")
-    parser.add_argument("--graphs", action="store_true", help="record the map as CUDA graphs")
-    parser.add_argument("--warm-up", type=int, default=12, help="steps before those that are timed")
-    parser.add_argument(
-        "--fixed", type=int, default=None, help="take so many iterations, whatever the residual"
-    )
-    parser.add_argument("--output", default="gpu_training")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--works", nargs="+", default=list(WORKS), choices=list(WORKS), metavar="WORK")
+    options.add_argument("--steps", type=int, default=8)
+    options.add_argument("--compile", action="store_true", help="compile the map")
+    options.add_argument("--graphs", action="store_true", help="record the map as CUDA graphs")
+    options.add_argument("--warm-up", type=int, default=12, help="steps before those that are timed")
+    options.add_argument("--fixed", type=int, default=None, help="so many iterations, whatever the residual")
+    options.add_argument("--as-published", action="store_true", help="as many as the published one took")
+    options.add_argument("--output", default="gpu_training", help="name of the file in results")
+    arguments = options.parse_args()
     rows = []
     for work in arguments.works:
         torch.compiler.reset()  # the works share the layers' code, and its cache holds eight shapes
@@ -55,52 +73,73 @@ def main() -> None:
             rows.append({"work": work, "failed": traceback.format_exc(limit=3)})
         print(rows[-1], flush=True)
         gc.collect()
-        torch.cuda.empty_cache()
-    write(arguments.output, {"machine": machine(), "arguments": vars(arguments), "rows": rows})
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if arguments.json is not None:
+        keep(rows, arguments)
+    else:
+        given = {name: value for name, value in vars(arguments).items() if name != "json"}
+        write(arguments.output, {"machine": machine(), "arguments": given, "rows": rows})
 
 
-def measure(work: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    name, batch, length, published, published_gb = WORKS[work]
-    spec = ib.load_spec(name).model
-    if arguments.fixed is not None:
-        stopping = ib.Stopping(tolerance=0.0, max_iterations=arguments.fixed)
-        spec = spec.model_copy(update={"stopping": stopping})
-    torch.manual_seed(0)
-    with torch.device("cuda"):
-        model = ib.build(spec).train()
-    if arguments.compile:
-        model.compile_layers()
-    if arguments.graphs:
-        model.capture_graphs()
+def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Time the steps of a work."""
+    work = WORKS[name]
+    fixed = work.iterations if arguments.as_published else arguments.fixed
+    changes = (
+        {} if fixed is None else {"stopping": ib.Stopping(tolerance=0.0, max_iterations=fixed)}
+    )
+    model = model_of(
+        work.spec, tiny=arguments.tiny, changes=changes, compiled=arguments.compile, graphs=arguments.graphs
+    )
+    batch, length = (2, 32) if arguments.tiny else (work.rows, work.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)
-    ids = torch.randint(spec.vocab_size, (batch, length + 1), device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    times, iterations = [], []
-    for step in range(arguments.steps + arguments.warm_up):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        with torch.autocast("cuda", dtype=torch.bfloat16):
+    ids = torch.randint(model.spec.vocab_size, (batch, length + 1), device=device())
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    before = graph_breaks()
+    iterations = []
+
+    def forward_and_backward() -> Any:
+        with bfloat16():
             out = model(ids[:, :-1], labels=ids[:, 1:], return_logits=False)
         out.loss.backward()
+        return out
+
+    def step() -> None:
+        nonlocal out
+        out = forward_and_backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        end.record()
-        torch.cuda.synchronize()
-        if step >= arguments.warm_up:
-            times.append(start.elapsed_time(end) / 1000)
-            if out.solution is not None:
-                iterations.append(out.solution.iterations.float().mean().item())
+
+    out: Any = None
+    for _ in range(arguments.warm_up):
+        step()
+    times = []
+    for _ in range(arguments.steps):
+        times.append(seconds(step))
+        if out.solution is not None:
+            iterations.append(out.solution.iterations.float().mean().item())
+    taken = statistics.mean(iterations) if iterations else None
     rate = batch * length / statistics.median(times)
+    flops = training_flops_per_token(model.spec, length=length, iterations=taken)
+    published = work.tokens_per_second
     return {
-        "work": work,
+        "work": name,
         "tokens_per_second": round(rate),
         "published_tokens_per_second": published,
         "times_published": None if published is None else round(rate / published, 2),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1),  # without what recorded graphs keep
-        "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 1),
-        "published_peak_gb": published_gb,
-        "iterations": round(statistics.mean(iterations), 1) if iterations else None,
+        "iterations": None if taken is None else round(taken, 1),
+        "published_iterations": work.iterations,
+        "gflop_a_token": None if flops is None else round(flops / 1e9, 3),
+        "share_of_card": None if flops is None else round(rate * flops / CARD, 3),
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if on_gpu else None,  # without graphs'
+        "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 1) if on_gpu else None,
+        "published_peak_gb": work.peak_gb,
+        "graph_breaks": graph_breaks() - before if arguments.compile else None,
+        "waits": waits(forward_and_backward),
         "loss": round(out.loss.item(), 3),
     }
 

@@ -6,12 +6,15 @@ import datetime
 import json
 import os
 import platform
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 RESULTS = Path(__file__).parent / "results"
+# What may do the work of the operators on a GPU, beside torch.
+KERNEL_PACKAGES = ("triton", "mamba_ssm", "causal_conv1d", "fla-core", "flash_attn", "xformers")
 
 
 def cpu_model() -> str:
@@ -40,7 +43,16 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         described["gpu"] = torch.cuda.get_device_name()
         described["cuda"] = torch.version.cuda
+        described |= {name: version for name in KERNEL_PACKAGES if (version := version_of(name))}
     return described
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def write(name: str, result: dict[str, Any]) -> Path:
