@@ -86,9 +86,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Time the steps of a work."""
     work = WORKS[name]
     fixed = work.iterations if arguments.as_published else arguments.fixed
-    changes = (
-        {} if fixed is None else {"stopping": ib.Stopping(tolerance=0.0, max_iterations=fixed)}
-    )
+    changes = {} if fixed is None else {"stopping": ib.Stopping(tolerance=0.0, max_iterations=fixed)}
     model = model_of(
         work.spec, tiny=arguments.tiny, changes=changes, compiled=arguments.compile, graphs=arguments.graphs
     )

@@ -149,6 +149,7 @@ class _Loop:
         self.active = torch.ones(count, dtype=torch.bool, device=z0.device)
         self.all_active = True
         self.trace: list[Tensor] = []
+        self.traced: list[tuple[Tensor, Tensor]] = []  # residuals that are to be traced, and whose they are
         self.averages: tuple[Tensor, Tensor] | None = None  # of z and of f(z), where they are asked for
         self.here: Tensor | None = None
         self.before: Tensor | None = None  # the largest residual seen of a row's committed tokens, if any
@@ -209,7 +210,7 @@ class _Loop:
             measured, value = self.averaged(self.z, fz)
             residual = self.residuals(measured, value)
             if self.search.trace:
-                self.trace.append(residual.masked_fill(~self.active, torch.nan))
+                self.traced.append((residual, self.active))
             improved = self.measure(residual)
             if iteration == self.stopping.max_iterations:  # nothing is decided any more: the host goes on
                 self.best = torch.where(improved, value, self.best)
@@ -370,8 +371,14 @@ class _Loop:
 
         return pytree.tree_map(keep, state)
 
+    def newly_traced(self) -> list[Tensor]:
+        """Return what has been traced since this was last asked: residuals, NaN where an element had left."""
+        traced, self.traced = self.traced, []
+        return [residual.masked_fill(~active, torch.nan) for residual, active in traced]
+
     def solution(self, z: Tensor) -> Solution:
         """Return the report with the value ``z``."""
+        self.trace += self.newly_traced()
         converged = self.measured <= self.stopping.tolerance
         if self.prefix and self.search.valid is not None:
             padding = ~self.search.valid[..., None]
@@ -404,11 +411,10 @@ class _Results:
         place = (self.rows, slice(self.first, None)) if self.first else self.rows
         for name, whole in self.values.items():
             whole[place] = getattr(loop, name)
-        for part in loop.trace:
+        for part in loop.newly_traced():
             whole = part.new_full(self.values["measured"].shape, torch.nan)
             whole[place] = part
             self.trace.append(whole)
-        loop.trace = []
 
     def restore(self, loop: _Loop) -> None:
         """Give the whole back to the loop."""

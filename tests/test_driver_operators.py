@@ -47,7 +47,7 @@ def test_an_iteration_takes_few_operators(scope, solver, elements_leave):
     stopping = ib.Stopping(tolerance=1e-3, max_iterations=40, scope=scope)
     with Counter() as counter:
         f = counter.around(lambda z: rate * z + torch.linspace(1, 2, 8))
-        solution = ib.Search(solver=solver, stopping=stopping)(f, torch.zeros(4, 3, 8))
+        solution = ib.Search(solver=solver, stopping=stopping, trace=True)(f, torch.zeros(4, 3, 8))
     assert len(counter.counts) > 8
     assert (solution.iterations.unique().numel() > 1) == elements_leave
     own = 1 if solver.damping < 1 else 0  # the solver's step is not the driver's
