@@ -3,10 +3,10 @@
     python benchmarks/gpu_driver.py [--models llama_130m mamba2_130m] [--iterations 8] [--compile] [--graphs]
 
 The map is the one of the zoo's 130M models on random weights at 8 × 2048 tokens, bfloat16 autocast, iterated
-a fixed number of times (tolerance 0) by a loop over ``f`` and by ``Search`` with Picard, for whole rows and for
-tokens, with the statistics of its ``Solution`` and the residual of every call (``trace``). They run in turn;
-medians are compared. Operator calls are those that PyTorch dispatches between two calls of the map, the
-search's reading of its flags included, kernels of Triton not; kernels are counted by the profiler.
+a fixed number of times (tolerance 0) by a loop over ``f`` and by ``Search`` with Picard, for whole rows and
+for tokens, with the statistics of its ``Solution`` and the residual of every call (``trace``). They run in
+turn; medians are compared. Operator calls are those that PyTorch dispatches between two calls of the map (a
+kernel of Triton is none); kernels and copies are counted by the profiler.
 """
 
 from __future__ import annotations

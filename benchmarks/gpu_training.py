@@ -7,8 +7,8 @@ timed at on an H100 (its figures stand beside ours). Synthetic tokens; bfloat16 
 fused AdamW. The time is that of whole steps (forward, backward, clipping, optimizer), the median of
 ``--steps`` after warming up, by CUDA events. Model FLOPs are counted by ``implicit_blocks.specs.counting``
 from the iterations taken. ``--as-published`` takes the iterations that the published one took, whatever the
-residual. Where a work's spec is compiled, the row says in how many pieces too many (``graph_breaks``), and how
-often a step made the host wait for the device unasked (``waits``; ``torch.cuda.set_sync_debug_mode``).
+residual. A row also says how often the compiler left a function in pieces (``graph_breaks``) and how often a
+step made the host wait for the device unasked (``waits``, by ``torch.cuda.set_sync_debug_mode``).
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def keep(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Write the rows where ``--json`` says, with what they were measured on."""
     if arguments.json is not None:
         given = {name: value for name, value in vars(arguments).items() if name != "json"}
-        text = json.dumps({"machine": machine(), "arguments": given, "rows": rows}, indent=1)
+        text = json.dumps({"machine": machine(), "arguments": given, "rows": rows}, indent=1, default=str)
         arguments.json.write_text(text + "\n", encoding="utf-8")
 
 

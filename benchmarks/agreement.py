@@ -1,0 +1,181 @@
+"""How near the logits of the fast path and of the published rule are to those of a tight-tolerance solve.
+
+    python benchmarks/agreement.py [--models llama_130m_bounded …] [--golden DIR] [--compile] [--graphs]
+
+Three values of the same logits of the same model:
+
+- *tight*: the fixed point in float64, by Picard (damped by 0.5) to a tolerance of 1e-9;
+- *published rule*: written down here as the published code has it, launched operator by operator: in training
+  undamped Picard until the largest residual of the batch is under the tolerance, each sequence's lowest
+  residual, then the damped phantom steps; in evaluation damped Picard until the residual of the whole batch
+  is, then one more plain call;
+- *ours*: what the benchmarks time, ``model(tokens)`` with its kernels, compiled and recorded where asked for.
+
+The last two compute in bfloat16 (autocast), at the spec's tolerance and iterations. Reported are relative
+distances ``‖logits − tight‖ / ‖tight‖`` and the share of tokens with the same likeliest successor; *ours*
+holds where it is no farther than the published rule by more than 2 % and rounding. Models have random weights;
+``--golden`` adds the tensors of the published implementation kept in a folder, in float32.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from on_device import bfloat16, device, keep, model_of, parser
+from torch import Tensor
+
+import implicit_blocks as ib
+from implicit_blocks.hf.published import import_spec, import_tensors
+
+AS_FAR, ROUNDING = 1.02, 1e-6  # what counts as no farther: sums of another order round differently
+GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "reference"
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--models", nargs="*", default=["llama_130m_bounded", "mamba2_130m_bounded"])
+    options.add_argument(
+        "--golden", type=Path, default=GOLDEN, help="folder of published tensors, if it is there"
+    )
+    options.add_argument("--rows", type=int, default=2)
+    options.add_argument("--length", type=int, default=2048)
+    options.add_argument("--compile", action="store_true")
+    options.add_argument("--graphs", action="store_true")
+    arguments = options.parse_args()
+    rows = []
+    for name in arguments.models:
+        model = model_of(name, tiny=arguments.tiny, compiled=arguments.compile, graphs=arguments.graphs)
+        plain = model_of(name, tiny=arguments.tiny)
+        shape = (2, 32) if arguments.tiny else (arguments.rows, arguments.length)
+        ids = torch.randint(model.spec.vocab_size, shape, device=device())
+        with bfloat16():
+            rows += compare(name, model, plain, ids)
+        torch.compiler.reset()
+    folders = sorted(arguments.golden.iterdir()) if arguments.golden.is_dir() else []
+    for folder in folders:
+        rows += compare(folder.name, *golden(folder))
+    keep(rows, arguments)
+
+
+def golden(folder: Path) -> tuple[ib.ImplicitLM, ib.ImplicitLM, Tensor]:
+    """Return a model with published weights twice, and the tokens that came with it."""
+    from safetensors.torch import load_file
+
+    spec = import_spec(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    weights = import_tensors(load_file(folder / "weights.safetensors"))
+    models = []
+    for _ in range(2):
+        model = ib.build(spec)
+        model.load_state_dict(weights)
+        models.append(model.to(device()).train())
+    ids = load_file(folder / "expected.safetensors")["input_ids"].to(device())
+    return models[0], models[1], ids
+
+
+def compare(name: str, model: ib.ImplicitLM, plain: ib.ImplicitLM, ids: Tensor) -> list[dict[str, Any]]:
+    """Return a row for training and one for evaluation."""
+    rows = []
+    exact, solution = tight(plain, ids)
+    for mode, rule in (("training", published_training), ("evaluation", published_evaluation)):
+        ours, iterations = fast(model.train(mode == "training"), ids)
+        theirs, published_iterations = rule(plain.train(mode == "training"), ids)
+        row = {
+            "model": name,
+            "mode": mode,
+            "distance": distance(ours, exact),
+            "published_distance": distance(theirs, exact),
+            "same_token": share_of_same(ours, exact),
+            "published_same_token": share_of_same(theirs, exact),
+            "iterations": iterations,
+            "published_iterations": published_iterations,
+            "tight_residual": float(solution.residual.max()),
+            "tight_converged": bool(solution.converged.all()),
+        }
+        row["holds"] = row["distance"] <= AS_FAR * row["published_distance"] + ROUNDING
+        print(row, flush=True)
+        rows.append(row)
+    return rows
+
+
+@torch.no_grad()
+def tight(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, ib.Solution]:
+    """Return the logits at the fixed point, in float64, and how the search for it went."""
+    wide = ib.build(model.spec).double().to(device())
+    wide.load_state_dict(model.state_dict())
+    with torch.autocast(device().type, enabled=False):
+        out = wide.eval()(ids, tolerance=1e-9, max_iterations=600, damping=0.5)
+    return out.logits, out.solution
+
+
+def fast(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, float]:
+    """Return the logits that the benchmarks' path computes, and its iterations (of the slowest row)."""
+    out = None
+    for _ in range(3):  # graphs are recorded at the second call
+        if model.training:
+            out = model(ids, labels=ids)
+            out.loss.backward()
+            model.zero_grad()
+        else:
+            with torch.no_grad():
+                out = model(ids)
+    assert out is not None
+    return out.logits.detach(), float(out.solution.iterations.max())
+
+
+def bound(model: ib.ImplicitLM, ids: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """Return the map of the tokens and where its search begins."""
+    return model.bind(model.embedding(ids), model.initial_state(len(ids)), weights=model.hold_weights())
+
+
+@torch.no_grad()
+def published_training(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, int]:
+    """Undamped Picard with joint stopping, the best point of each sequence, damped phantom steps."""
+    f, z = bound(model, ids)
+    stopping, phantom = model.spec.stopping, model.spec.gradient
+    assert isinstance(phantom, ib.PhantomSpec)
+    best, lowest = z, torch.full((len(ids),), torch.inf, device=z.device)
+    for iteration in range(1, stopping.max_iterations + 1):  # noqa: B007  # told at the end
+        fz = f(z)
+        residual = (fz - z).flatten(1).norm(dim=1) / (fz.flatten(1).norm(dim=1) + 1e-9)
+        best = torch.where((residual < lowest)[:, None, None], fz, best)
+        lowest = torch.minimum(residual, lowest)
+        z = fz
+        if residual.max() <= stopping.tolerance:
+            break
+    z = best
+    for _ in range(phantom.steps):
+        z = torch.lerp(z, f(z), phantom.damping)
+    return model.predict(z), iteration
+
+
+@torch.no_grad()
+def published_evaluation(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, int]:
+    """Damped Picard until the residual of the whole batch is under the tolerance, then one plain call."""
+    f, z = bound(model, ids)
+    damping = getattr(model.spec.at_evaluation.solver, "damping", 1.0)
+    stopping = model.spec.evaluation_stopping
+    for iteration in range(1, stopping.max_iterations + 1):  # noqa: B007  # told at the end
+        fz = f(z)
+        residual = (fz - z).norm() / (z.norm() + 1e-6)
+        z = torch.lerp(z, fz, damping)
+        if residual <= stopping.tolerance:
+            break
+    return model.predict(f(z)), iteration
+
+
+def distance(logits: Tensor, exact: Tensor) -> float:
+    """Return the relative distance of logits."""
+    return float((logits.double() - exact).norm() / exact.norm())
+
+
+def share_of_same(logits: Tensor, exact: Tensor) -> float:
+    """Return how often the likeliest token is the same."""
+    return float((logits.argmax(-1) == exact.argmax(-1)).double().mean())
+
+
+if __name__ == "__main__":
+    main()
