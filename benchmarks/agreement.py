@@ -13,7 +13,7 @@ Three values of the same logits of the same model:
 
 The last two compute in bfloat16 (autocast), at the spec's tolerance and iterations. Reported are relative
 distances ``‖logits − tight‖ / ‖tight‖`` and the share of tokens with the same likeliest successor; *ours*
-holds where it is no farther than the published rule by more than 2 % and rounding. Models have random weights;
+holds where it is no farther than the published rule by more than 2 % and rounding. Weights are random;
 ``--golden`` adds the tensors of the published implementation kept in a folder, in float32.
 """
 
