@@ -234,10 +234,13 @@ class LanguageModel(nn.Module, ABC):
     def _finish(self, f: BoundMap, z: Tensor, state: Committed, *, commit: bool) -> tuple[Tensor, Committed]:
         """Map once more where the value is still owed, and commit where that is asked for."""
         owed = self._owes_a_call()
-        if not commit:
-            return (f(z) if owed else z), state
-        mapped, layers = f.commit(z)
-        z = mapped if owed else z
+        mapped, layers = f.commit(z) if commit else (f(z) if owed else z, None)
+        if owed and f.u_BLU is not None:  # after a search: what overflows keeps the value that it had
+            z = torch.where(mapped.sum(-1, keepdim=True).isfinite(), mapped, z)
+        else:
+            z = mapped if owed else z
+        if layers is None:
+            return z, state
         return z, state.after(f.window, layers, z)
 
     def bind(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.driver import Search
+from implicit_blocks.gradients.sound import sound_rows, with_diverged
 from implicit_blocks.interfaces import Adjoint, GradientEstimator, Map, SearchLike, Solution, Solver
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
@@ -25,7 +26,7 @@ class ImplicitFunction(GradientEstimator):
     The solution's ``adjoint.solution`` reports the backward solve once it has run: iterations, residual,
     status. The adjoint is solved in the precision of ``z``, also under autocast. Rows are solved side by
     side; the scope is the whole row, since a token's gradient depends on those after it. Second derivatives
-    are not offered.
+    are not offered. Rows whose search has diverged keep what it had, without a gradient.
 
     Calls of ``f``: the search's and one more; in backward one vector-Jacobian product an iteration.
 
@@ -49,11 +50,14 @@ class ImplicitFunction(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then attach the adjoint solve to one differentiated call."""
         found = search(f, z0)
-        z = found.z.detach().requires_grad_()
+        f, rows = sound_rows(f, found)
+        z = (found.z if rows is None else found.z[rows]).detach().requires_grad_()
         fz = f(z)
         adjoint = Adjoint()
         backward = Search(solver=self.solver, stopping=self.stopping)
         value = _Implicit.apply(fz, z, backward, adjoint)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        if rows is not None:
+            value = with_diverged(value, found.z, found)
         return found.with_value(value, adjoint=adjoint)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from implicit_blocks.driver import still_at_padding
 from implicit_blocks.gradients.phantom import Phantom
+from implicit_blocks.gradients.sound import sound_rows, with_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
 from implicit_blocks.ranges import require_count
 
@@ -63,7 +64,13 @@ class JacobianPenalty(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Solve as the other estimator does, and measure the Jacobian there."""
         solution = self.gradient(f, z0, search)
-        size = jacobian_size(f, solution.z.detach(), valid=search.valid, probes=self.probes, step=self.step)
+        f, rows = sound_rows(f, solution)
+        z, valid = solution.z.detach(), search.valid
+        if rows is not None:
+            z, valid = z[rows], None if valid is None else valid[rows]
+        size = jacobian_size(f, z, valid=valid, probes=self.probes, step=self.step)
+        if rows is not None:
+            size = with_diverged(size, torch.zeros_like(size), solution)
         return replace(solution, penalty=self.weight * size)
 
 

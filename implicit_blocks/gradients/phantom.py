@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from implicit_blocks.gradients.sound import sound_rows, with_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
 from implicit_blocks.ranges import require_count, require_share
 
@@ -18,7 +19,8 @@ class Phantom(GradientEstimator):
     of the ``steps`` steps. Where the gradient must be exact, use ``ImplicitFunction``.
 
     Calls of ``f``: the search's and ``steps`` more. The solution's ``z`` is the point after those steps; its
-    residual and status are the search's.
+    residual and status are the search's. Rows whose search has diverged take no steps: they keep what the
+    search had, without a gradient, and spoil neither the loss nor the weights' gradients.
 
     Args:
         steps: number of differentiated steps, at least 1.
@@ -37,10 +39,11 @@ class Phantom(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then take the differentiated steps."""
         solution = search(f, z0)
-        z = solution.z
+        f, rows = sound_rows(f, solution)
+        z = solution.z if rows is None else solution.z[rows]
         for _ in range(self.steps):
             z = f(z) if self.damping == 1 else torch.lerp(z, f(z), self.damping)
-        return solution.with_value(z)
+        return solution.with_value(z if rows is None else with_diverged(z, solution.z, solution))
 
 
 def jacobian_free() -> Phantom:

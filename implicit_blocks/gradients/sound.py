@@ -1,0 +1,46 @@
+"""Keeping rows whose search has diverged out of what is differentiated.
+
+A gradient of weights is a sum over rows: one row of NaN would be NaN in every weight, and in the loss.
+
+Shape legend: B batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.interfaces import Map, RowMap, Solution
+
+
+def sound_rows(f: Map, solution: Solution) -> tuple[Map, Tensor | None]:
+    """Return a map of rows that have not diverged, and which they are, (B,) int64 indices.
+
+    In the place of a row that has diverged stands another one, so that shapes stay those that kernels were
+    compiled for; give it back what it had by ``with_diverged``. The map itself and None where no row has
+    diverged, where all have, or where ``f`` cannot be restricted to rows.
+    """
+    diverged = solution.diverged
+    if not isinstance(f, RowMap) or not _read(diverged.any() & ~diverged.all()):
+        return f, None
+    own = torch.arange(diverged.numel(), device=diverged.device)
+    another = torch.argmin(diverged.to(torch.uint8))
+    rows = torch.where(diverged, another, own)
+    return f.select_rows(rows), rows
+
+
+def with_diverged(value: Tensor, kept: Tensor, solution: Solution) -> Tensor:
+    """Return ``value`` (B, …) with what ``kept`` has in the rows that have diverged."""
+    return torch.where(solution.diverged.view(-1, *[1] * (value.ndim - 1)), kept.detach(), value)
+
+
+def _read(flag: Tensor) -> bool:
+    if not flag.is_cuda:
+        return bool(flag)
+    # A copy and an event rather than bool, which would wait for whatever else the device is given.
+    here = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
+    here.copy_(flag, non_blocking=True)
+    arrived = torch.cuda.Event()
+    arrived.record()
+    arrived.synchronize()
+    return bool(here)

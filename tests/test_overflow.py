@@ -1,0 +1,109 @@
+"""What overflows in half precision is one sequence's trouble: it has diverged, and no other notices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+
+MIXERS = {
+    "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4), "mlp": ib.SwiGLUSpec(d_hidden=24)},
+}
+GRADIENTS = {
+    "phantom": ib.PhantomSpec(),
+    "implicit_function": ib.ImplicitFunctionSpec(),
+    "jacobian_penalty": ib.JacobianPenaltySpec(),
+}
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+OVERFLOWS = 1  # the row that does
+
+
+def made(mixer: str, dtype: torch.dtype, monkeypatch, *, first=OVERFLOWS, last=OVERFLOWS, **changes):
+    """Return a model that adds numbers to row 1 which its type can hold, but not what they are mapped to."""
+    spec = ib.ImplicitLMSpec(vocab_size=19, d_model=16, n_layers=2, **MIXERS[mixer], **changes)
+    torch.manual_seed(0)
+    model = ib.ImplicitLM(spec)
+    with torch.no_grad():
+        for block in model.backbone.blocks():
+            block.mixer.out_proj.parametrizations.weight.original0.mul_(50.0)
+    inject = type(model).inject
+
+    def large(self, x_BLD, weights):
+        u, start = inject(self, x_BLD, weights)
+        factor = torch.ones(len(u), 1, 1, dtype=u.dtype, device=u.device)
+        for row in range(first, min(last + 1, len(u))):
+            factor[row] = 0.25 * torch.finfo(dtype).max / float(u.detach()[row].abs().max())
+        return u * factor, start
+
+    monkeypatch.setattr(type(model), "inject", large)
+    return model
+
+
+def check_evaluation(model, ids, dtype, device="cpu"):
+    model.eval()
+    with torch.no_grad(), torch.autocast(device, dtype=dtype):
+        found = model(ids, labels=ids, return_state=True)
+        alone = model(ids[:1], labels=ids[:1])
+        more = model(ids, state=found.state)  # a row that is lost stays lost, and alone
+    for output in (found, more):
+        diverged = output.solution.diverged.tolist()
+        assert diverged == [row == OVERFLOWS for row in range(len(ids))]
+        assert output.logits.isfinite().all()
+    assert not found.solution.converged[OVERFLOWS]
+    assert found.loss.isfinite()
+    torch.testing.assert_close(found.logits[:1], alone.logits, atol=0.02, rtol=0)
+    assert torch.equal(found.solution.token_iterations[:1], alone.solution.token_iterations)
+
+
+def check_training(model, ids, dtype, device="cpu"):
+    model.train()
+    with torch.autocast(device, dtype=dtype):
+        output = model(ids, labels=ids)
+    assert output.solution.diverged.tolist() == [row == OVERFLOWS for row in range(len(ids))]
+    penalty = output.solution.penalty
+    assert output.loss.isfinite()
+    (output.loss if penalty is None else output.loss + penalty.mean()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.isfinite().all(), name
+    moved = [p for name, p in model.named_parameters() if "in_proj" in name and p.grad.abs().max() > 0]
+    assert moved  # the others still teach
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(0, 19, (3, 9), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("search", [{}, {"window_length": 4}, {"commit_prefix": 2}], ids=str)
+def test_in_evaluation(mixer, dtype, search, ids, monkeypatch):
+    at_evaluation = ib.AtEvaluation(stopping=ib.StoppingOverrides(max_iterations=60), **search)
+    check_evaluation(made(mixer, dtype, monkeypatch, at_evaluation=at_evaluation), ids, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
+def test_in_training(mixer, dtype, gradient, ids, monkeypatch):
+    check_training(made(mixer, dtype, monkeypatch, gradient=gradient), ids, dtype)
+
+
+def test_where_every_row_overflows_nothing_is_hidden(ids, monkeypatch):
+    model = made("mamba2", torch.float16, monkeypatch, first=0, last=2).train()
+    with torch.autocast("cpu", dtype=torch.float16):
+        output = model(ids, labels=ids)
+    assert output.solution.diverged.all()
+    assert output.loss.isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_on_a_gpu(mixer, dtype, ids, monkeypatch):
+    at_evaluation = ib.AtEvaluation(stopping=ib.StoppingOverrides(max_iterations=60))
+    model = made(mixer, dtype, monkeypatch, at_evaluation=at_evaluation).cuda()
+    check_evaluation(model, ids.cuda(), dtype, "cuda")
+    check_training(model, ids.cuda(), dtype, "cuda")
