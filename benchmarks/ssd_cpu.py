@@ -88,7 +88,7 @@ def compare(batch: int, length: int, widths: dict[str, int], rounds: int) -> dic
     inputs = make_inputs(batch, length, **widths)
     dy = torch.randn(inputs[0].shape, generator=torch.Generator().manual_seed(1))
     candidates: dict[str, Scan | None] = {
-        "implicit_blocks": ours("chunked"),
+        "implicit_blocks": ours("torch"),
         "implicit_blocks, autograd": ours("chunked_autograd"),
         "transformers, chunk 256": theirs(256),
         "transformers, chunk 64": theirs(64),
@@ -132,11 +132,11 @@ def resident_bytes(field: str) -> int:
 def measure_length(length: int) -> dict[str, float]:
     """Time and peak memory at one length, in this process."""
     small = make_inputs(1, 64, **WIDTHS_130M)
-    timed(ours("chunked"), small, torch.ones_like(small[0]))  # libraries loaded, thread pools started
+    timed(ours("torch"), small, torch.ones_like(small[0]))  # libraries loaded, thread pools started
     inputs = make_inputs(1, length, **WIDTHS_130M)
     dy = torch.ones_like(inputs[0])
     before = resident_bytes("VmRSS")
-    times = [timed(ours("chunked"), inputs, dy)["both"] for _ in range(3)]
+    times = [timed(ours("torch"), inputs, dy)["both"] for _ in range(3)]
     return {
         "L": length,
         "microseconds_per_token": round(1e6 * statistics.median(times) / length, 2),

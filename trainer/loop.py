@@ -12,6 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from implicit_blocks.specs import ModelSpec
+from trainer.backend_record import BackendRecord
 from trainer.callbacks import CallbackContext, Callbacks
 from trainer.checkpoint import Checkpointer, Progress, step_name
 from trainer.data.prefetch import Prefetcher
@@ -78,6 +79,7 @@ class Loop:
         self.total_steps = spec.total_steps
         self.last_row: dict[str, Any] = folder.metrics.last_row() or {}
         self.checkpointer = checkpointer
+        self._backends = BackendRecord(folder if self.ranks.is_main else None, display)
         self._began = time.perf_counter() - progress.seconds
         self._saved_step: int | None = progress.step if progress.step > 0 else None
         self._begun_save: int | None = None
@@ -135,6 +137,7 @@ class Loop:
                 self._tell("on_start", step=self.progress.step, checkpoint=self.last_checkpoint)
                 while self.progress.step < end and not self._asked_to_stop(interrupt):
                     self._one_step()
+                    self._backends.update()
                     self._attend_to_save()
                 self._save()
                 self._attend_to_save(wait=True)
@@ -146,6 +149,7 @@ class Loop:
                 # A run resumed at its end has not been in its last phase yet.
                 self._enter_phase(max(0, self.progress.step - 1))
                 results = self._evaluate()
+                self._backends.update()
                 if self.spec.training.export_every is not None:
                     self._export()
             self._tell("on_end", step=self.progress.step, finished=finished)

@@ -26,7 +26,7 @@ from trainer.loop import Loop
 from trainer.report import draw, read_run
 from trainer.resume import go_on
 from trainer.rng import seed_everything
-from trainer.run_folder import RunFolder, default_folder, differences, make_manifest
+from trainer.run_folder import RunFolder, default_folder, differences, make_manifest, of_values
 from trainer.spec import RunSpec
 from trainer.specs.start import StartSpec
 from trainer.start import Origin, find_start, read_start
@@ -281,7 +281,7 @@ def _changes(folder: RunFolder, spec: RunSpec) -> list[str]:
     old = load_spec(str(folder.spec_path)).model_dump(mode="json")
     changes = differences(old, spec.model_dump(mode="json"))
     free = tuple(f"model.{name}{end}" for name in spec.model.changeable for end in (".", ":"))
-    of_model = [c for c in changes if c.startswith("model") and not c.startswith(free)]
+    of_model = [c for c in changes if c.startswith("model") and not c.startswith(free) and of_values(c)]
     if of_model:
         raise RunFolderError(
             f"{folder.path} holds a run of another model, so it can't be resumed with this spec "

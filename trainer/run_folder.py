@@ -103,6 +103,13 @@ class RunFolder:
             self.spec_path.rename(self.path / f"spec.until-step-{step:08d}.yaml")
             self._write_spec(spec)
 
+    def record_backends(self, report: Mapping[str, Mapping[str, str]]) -> None:
+        """Note in the manifest which backends ran, for the part of the run that is under way."""
+        history = self._manifest()
+        part = (history.get("resumed") or [history])[-1]
+        part["backends"] = {operation: dict(found) for operation, found in report.items()}
+        write_json(self.manifest_path, history)
+
     def _write_spec(self, spec: Mapping[str, Any]) -> None:
         text = yaml.safe_dump(
             dict(spec), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
@@ -177,6 +184,12 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[name] = None
     return found
+
+
+def of_values(change: str) -> bool:
+    """Whether a change of a spec, one of `differences`, can change values: not a choice of backends."""
+    field = change.partition(":")[0].rpartition(".")[2]
+    return field != "backend" and not field.endswith("_backend")
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:

@@ -16,7 +16,7 @@ from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, loa
 from trainer.checkpoint_folder import STATE_FILE, newest_sound_checkpoint, read_state, verify_checkpoint
 from trainer.errors import CheckpointError
 from trainer.files import sha256_of
-from trainer.run_folder import RunFolder, differences
+from trainer.run_folder import RunFolder, differences, of_values
 from trainer.specs.start import StartSpec
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ def require_fitting(theirs: ModelSpec, ours: ModelSpec, *, path: Path) -> None:
         {name: value for name, value in model.model_dump(mode="json").items() if name not in skipped}
         for model in (theirs, ours)
     )
-    if found := differences(old, new, "model"):
+    if found := list(filter(of_values, differences(old, new, "model"))):
         raise CheckpointError(
             f"training.start_from: {path} is of another model ({'; '.join(found)}); "
             "start from one of this model, or change the spec"

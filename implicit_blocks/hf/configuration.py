@@ -92,11 +92,15 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
             setattr(self, name, value)
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return what is saved, the whole spec too where it is the default's, which may change one day."""
+        """Return what is saved, the whole spec too where it is the default's, which may change one day.
+
+        Choices of backends stay behind: who loads the folder may have another machine.
+        """
         saved: dict[str, Any] = super().to_diff_dict()
-        return saved | {
-            name: getattr(self, name) for name in ("spec", *_FOLLOWING, "max_position_embeddings")
-        }
+        saved |= {name: getattr(self, name) for name in (*_FOLLOWING, "max_position_embeddings")}
+        spec = self.model_spec
+        portable = spec.model_copy(update={"mixer": spec.mixer.portable()})
+        return saved | {"spec": portable.model_dump(mode="json")}
 
     def _checked(self, fields: Mapping[str, Any] | ModelSpec | None) -> LanguageModelSpec:
         if isinstance(fields, Mapping):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear
 from implicit_blocks.mixers.attention_lanes import AttentionLanes, LaneKeys
-from implicit_blocks.ops.attention import attend
+from implicit_blocks.ops.attention import ATTENTION, Blocks, attend, find_blocks
 from implicit_blocks.ops.attention.lanes import attend_lanes
 from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks.specs import AttentionSpec
@@ -36,12 +36,16 @@ class AttentionState(NamedTuple):
 
 
 class AttentionContext(NamedTuple):
-    """Rotations (1 or B, 1, L, P / 2), and which keys a query sees, (…, L, T) bool or None: by ``causal``."""
+    """Rotations (1 or B, 1, L, P / 2), and which keys a query sees, (…, L, T) bool or None: by ``causal``.
+
+    ``causal`` with a mask says that the mask is no more than that; ``blocks`` are flex attention's.
+    """
 
     cos: Tensor
     sin: Tensor
     mask: Tensor | None
     causal: bool
+    blocks: Blocks | None = None
 
 
 class Attention(Mixer):
@@ -66,6 +70,8 @@ class Attention(Mixer):
         self.head_dim = spec.head_width(d_model)
         self.rope_theta = spec.rope_theta
         self.rope_scaling = spec.rope_scaling
+        self.backend = spec.backend
+        ATTENTION.require(spec.backend)
         self.in_proj = Linear(d_model, self.injection_width, bias=spec.bias)
         self.out_proj = Linear(self.n_heads * self.head_dim, d_model, bias=spec.bias)
 
@@ -111,7 +117,11 @@ class Attention(Mixer):
             ),
         )
         mask = window.once("attention mask", lambda: _mask(window))
-        return AttentionContext(cos, sin, mask, causal=mask is None and window.length > 1)
+        causal = window.length > 1 and window.valid_BT is None and window.documents_BT is None
+        blocks = None
+        if self.backend == "flex":
+            blocks = window.once("attention blocks", lambda: _blocks(window, mask, causal))
+        return AttentionContext(cos, sin, mask, causal, blocks)
 
     def forward(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | LaneKeys, context: AttentionContext
@@ -136,7 +146,15 @@ class Attention(Mixer):
         else:
             end = state.length + length
             keys, values = _extend(state.keys, state.length, k), _extend(state.values, state.length, v)
-            y = attend(q, keys[:, :, :end], values[:, :, :end], mask=context.mask, causal=context.causal)
+            y = attend(
+                q,
+                keys[:, :, :end],
+                values[:, :, :end],
+                mask=context.mask,
+                causal=context.causal,
+                blocks=context.blocks,
+                backend=self.backend,
+            )
             after = AttentionState(keys, values, end)
         out: Tensor = self.out_proj(y.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
         return out, after
@@ -189,6 +207,12 @@ def _mask(window: Window) -> Tensor | None:
         mask = mask & window.valid_BT[:, None, :]
     # A padding token sees itself, so that no softmax runs over nothing.
     return mask if mask.ndim == 2 else (mask | (key == query))[:, None]
+
+
+def _blocks(window: Window, mask: Tensor | None, causal: bool) -> Blocks:
+    """Return which blocks of the mask flex attention looks at."""
+    keys = window.start + window.length
+    return find_blocks(mask, length=window.length, keys=keys, causal=causal, device=window.device)
 
 
 def _extend(buffer: Tensor, length: int, new: Tensor) -> Tensor:

@@ -20,8 +20,9 @@ from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_linear_
 from implicit_blocks.ops import mamba2_mix
-from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
-from implicit_blocks.ops.ssd import ssd
+from implicit_blocks.ops.backends import AUTO
+from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv, conv_tail
+from implicit_blocks.ops.ssd import SSD, ssd
 from implicit_blocks.real_first import moved
 from implicit_blocks.specs import Mamba2Spec
 
@@ -92,6 +93,8 @@ class Mamba2(Mixer):
         super().__init__()
         spec.check(d_model)
         self.spec = spec
+        SSD.require(spec.backend)
+        CAUSAL_CONV.require(spec.conv_backend)
         self.d_inner = spec.expand * d_model
         self.n_heads = self.d_inner // spec.head_dim
         self.conv_width = self.d_inner + 2 * spec.n_groups * spec.d_state
@@ -189,7 +192,8 @@ class Mamba2(Mixer):
             self.norm.groups,
             self.norm.eps,
         )
-        if not mamba2_mix.eligible(z, context.plain, self.spec.d_conv, sizes):
+        chosen = (self.spec.backend, self.spec.conv_backend)
+        if chosen != (AUTO, AUTO) or not mamba2_mix.eligible(z, context.plain, self.spec.d_conv, sizes):
             return None
         projected: Tensor = self.in_proj(z)
         if not mamba2_mix.suits(projected):
@@ -252,6 +256,7 @@ class Mamba2(Mixer):
             activation="silu",
             documents_BL=context.documents_BL,
             tail_documents_BW=context.tail_documents_BW,
+            backend=self.spec.conv_backend,
         )
         groups, maps = self.spec.n_groups, self.spec.n_groups * self.spec.d_state
         x, B, C = conv_out.split((self.d_inner, maps, maps), dim=-1)
@@ -267,6 +272,7 @@ class Mamba2(Mixer):
             documents_BL=context.documents_BL,
             initial_document_B=context.initial_document_B,
             return_final_state=return_final_state,
+            backend=self.spec.backend,
         )
         y = torch.addcmul(y, x, self.D[:, None].to(x.dtype)).view(batch, length, self.d_inner)
         out: Tensor = self.out_proj(self.norm(y * F.silu(gate)))

@@ -1,4 +1,4 @@
-"""Which accelerated packages are here: looked for once, a failure said once, with its reason."""
+"""Which optional packages are here: looked for once, a failure said once, with its reason."""
 
 from __future__ import annotations
 
@@ -12,21 +12,27 @@ import torch
 _LOG = logging.getLogger(__name__)
 
 
+class MissingPackageError(ImportError, ValueError):
+    """A package that was asked for by name is not there; says how to get it."""
+
+
 _FOUND: dict[str, ModuleType | str] = {}
 
 
 def available(module: str) -> bool:
-    """Whether an accelerated module can be used."""
-    if (
-        module not in _FOUND
-    ):  # a dictionary, which a compiler sees through; it must not trace the import itself
-        load(module)
-    return not isinstance(_FOUND[module], str)
+    """Whether a module can be used. A compiler asks once, while it traces, and takes the answer as given."""
+    found: bool = _loads(module)
+    return found
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
+def _loads(module: str) -> bool:
+    return not isinstance(load(module), str)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
 def load(module: str) -> ModuleType | str:
-    """Import an accelerated module; return it, or the reason why it can't be used."""
+    """Import a module; return it, or the reason why it can't be used."""
     if module not in _FOUND:
         _FOUND[module] = _import(module)
     return _FOUND[module]
@@ -40,34 +46,45 @@ def _import(module: str) -> ModuleType | str:
     except Exception as error:  # compiled packages that don't fit fail in any way at all
         reason = f"importing {module} failed: {type(error).__name__}: {error}"
     if torch.cuda.is_available():
-        _LOG.info("plain PyTorch in place of %s: %s", module, reason)
+        _LOG.info("%s is not used: %s", module, reason)
     return reason
 
 
 def require(module: str, *, package: str) -> ModuleType:
-    """Import an accelerated module that was asked for by name.
+    """Import a module that was asked for by name; ``package`` is what to install.
 
     Raises:
-        ImportError: saying what is missing and how to get it.
+        MissingPackageError: saying what is missing and how to get it. It is an ImportError and a ValueError.
 
     """
     found: ModuleType | str = load(module)
     if isinstance(found, str):
-        raise ImportError(f"{found}; install {package} for your card (pip install 'implicit_blocks[cuda]')")
+        raise MissingPackageError(f"{found}; {how_to_get(package)}")
     return found
+
+
+def how_to_get(package: str) -> str:
+    """Say how a package is installed."""
+    built = {"mamba-ssm", "causal-conv1d", "flash-attn"}
+    how = f"pip install --no-build-isolation {package}, built for your card" if package in built else ""
+    return f"install it ({how or f'pip install {package}'}; docs/backends.md)"
 
 
 PACKAGES = {
     "mamba-ssm": "mamba_ssm.ops.triton.ssd_combined",
     "causal-conv1d": "causal_conv1d",
+    "fla-core": "fla.ops.simple_gla",
+    "flash-attn": "flash_attn",
+    "xformers": "xformers.ops",
     "triton": "triton",
 }
 
 
 def report() -> dict[str, str]:
-    """Return, for each package that the operators use where it is there, its version or why it is not used.
+    """Return, for each package that the operators know, its version or why it is not used.
 
-    For records of a run: on a machine without a GPU nothing is imported, and every package says so.
+    For records of a run: on a machine without a GPU nothing is imported, and every package says so. That a
+    package is there does not say that anything ran with it; `implicit_blocks.ops.backends.report` does.
     """
     if not torch.cuda.is_available():
         return dict.fromkeys(PACKAGES, "not used: no GPU")

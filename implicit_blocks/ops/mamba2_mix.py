@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.ops.accelerated import available, require
+from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.ssd import mamba_ssm
 from implicit_blocks.ops.transforms import without_autocast
 
@@ -103,6 +104,7 @@ def mamba2_mix(
     The state carries no gradient to what is computed from it: windows that follow are not served here.
 
     """
+    note("mamba2 between its projections", "our Triton kernels")
     if u_BLU is not None:
         u_BLU = u_BLU.to(projected_BLU.dtype).expand_as(projected_BLU).contiguous()
     out, squares, state, _ = _mix(

@@ -12,8 +12,13 @@ def is_transformed() -> bool:
     operators better than it sees through tiles. torch has no public question for the first two;
     ``autograd.Function.apply`` asks the same.
     """
+    return torch.compiler.is_compiling() or is_differentiated_forward()
+
+
+def is_differentiated_forward() -> bool:
+    """Whether a ``torch.func`` transform or forward mode is under way, which no kernel knows."""
     if torch.compiler.is_compiling():
-        return True
+        return False
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 

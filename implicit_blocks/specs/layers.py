@@ -67,6 +67,15 @@ class MixerSpec(_LayerPartSpec):
         """Width of the injection that the mixer adds to its projections. None: not known."""
         return None
 
+    def portable(self) -> Self:
+        """Return the spec without what suits one machine: choices of backends go back to their defaults.
+
+        They are the fields `backend` and those whose names end in `_backend`.
+        """
+        fields = type(self).model_fields
+        chosen = [name for name in fields if name == "backend" or name.endswith("_backend")]
+        return self.model_copy(update={name: fields[name].default for name in chosen})
+
 
 class MLPSpec(_LayerPartSpec):
     """Base of all MLPs' specs: what works on each token by itself."""
@@ -107,6 +116,10 @@ class Mamba2Spec(MixerSpec):
     """Added to the mean square in the gated norm."""
     norm_groups: PositiveInt | None = None
     """Parts of the inner width that the gated norm takes each by itself; null: as many as n_groups."""
+    backend: Literal["auto", "torch", "mamba-ssm", "fla"] = "auto"
+    """What computes the scan. `auto`: by what is installed, the device and shapes; else this or an error."""
+    conv_backend: Literal["auto", "torch", "causal-conv1d", "fla"] = "auto"
+    """What computes the convolution, likewise."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
@@ -224,6 +237,8 @@ class AttentionSpec(MixerSpec):
     """Width of a head, even; null: d_model / n_heads."""
     bias: bool = False
     """Whether the projections of q, k and v, and out, have biases."""
+    backend: Literal["auto", "torch", "sdpa", "flash-attn", "flex", "xformers"] = "auto"
+    """What computes attention: `auto`: by what is installed, device and shapes; else this or an error."""
 
     @model_validator(mode="after")
     def _whole_groups(self) -> Self:

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from implicit_blocks.ops.ssd import BACKENDS, ssd
+from implicit_blocks.ops.ssd import SSD, ssd
 
-FAST = ("chunked", "chunked_autograd")
+FAST = ("torch", "chunked_autograd")
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -237,7 +237,7 @@ def test_function_transforms(length: int) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 80])
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name != "mamba_ssm"])
+@pytest.mark.parametrize("backend", [b.name for b in SSD.backends if not b.package])
 def test_bfloat16_inputs(backend: str, length: int) -> None:
     """The result is that of the rounded inputs in float32: only y is rounded."""
     inputs = make(Shape(2, length, 4, 8, 16), torch.float32)
@@ -254,7 +254,7 @@ def test_bfloat16_inputs(backend: str, length: int) -> None:
 def test_autocast_does_not_narrow_the_sums() -> None:
     inputs = make(Shape(2, 40, 4, 8, 16), torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        values = evaluate(inputs, "chunked")
+        values = evaluate(inputs, "torch")
     compare(values, evaluate(inputs, "recurrence"), 1e-5)
 
 
@@ -311,7 +311,7 @@ def test_any_shape(shape: Shape, chunk_size: int, documents: bool, state: bool, 
         "documents_BL": make_documents(shape, seed=seed) if documents else None,
         "chunk_size": chunk_size,
     }
-    compare(evaluate(inputs, "chunked", **options), evaluate(inputs, "recurrence", **options), 1e-9)
+    compare(evaluate(inputs, "torch", **options), evaluate(inputs, "recurrence", **options), 1e-9)
 
 
 def test_rows_do_not_depend_on_their_mates() -> None:
@@ -362,7 +362,7 @@ def test_memory_is_linear_in_length(backend: str) -> None:
 
 def test_unknown_backend() -> None:
     inputs = make(Shape(1, 3, 2, 4, 8), torch.float32, state=False)
-    with pytest.raises(ValueError, match=r"'cuda-magic'.*chunked.*recurrence"):
+    with pytest.raises(ValueError, match=r"'cuda-magic'.*torch.*recurrence"):
         ssd(*inputs, backend="cuda-magic")
 
 
@@ -392,7 +392,7 @@ def test_backends_keep_the_gradients_asked_for() -> None:
         for i in needed:
             inputs[i].requires_grad_()
         found = []
-        for backend in ("chunked", "recurrence"):
+        for backend in ("torch", "recurrence"):
             y, _ = ssd(*inputs[:5], initial_state_BHPN=inputs[5], chunk_size=8, backend=backend)
             found.append(torch.autograd.grad(y.sum(), [inputs[i] for i in needed]))
         compare(found[0], found[1], 1e-10)

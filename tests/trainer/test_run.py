@@ -253,6 +253,23 @@ def test_a_run_of_another_model_is_not_resumed(whole: Path, small: Small) -> Non
     assert "tolerance" not in str(refusal.value), "that much could change"
 
 
+def test_backends_are_recorded_and_may_change_on_resume(whole: Path, small: Small, tmp_path: Path) -> None:
+    ran = json.loads((whole / "manifest.json").read_text())["backends"]
+    assert ran["ssd"]["torch"] == "ran"
+    assert ran["ssd"]["mamba-ssm"].startswith("untested: ")
+    shutil.copytree(whole, tmp_path / "run")
+    changed = small({**CURRICULUM, "model.mixer.backend": "torch"})
+    assert build(changed, output=tmp_path / "run", device="cpu", resume=True).train() is not None
+    manifest = json.loads((tmp_path / "run" / "manifest.json").read_text())
+    assert manifest["resumed"][-1]["backends"] == manifest["backends"] == ran
+
+
+def test_a_backend_that_is_missing_is_refused_before_the_folder_is_made(small: Small, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"backend 'mamba-ssm': .*install"):
+        build(small({"model.mixer.backend": "mamba-ssm"}), output=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
+
+
 def test_the_search_may_change_on_resume_and_it_is_told(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,46 +1,53 @@
-"""Attention over given queries, keys and values.
+"""Attention over given queries, keys and values, with a choice of backends behind one function.
 
 Shape legend: B batch, H query heads, K key and value heads (dividing H), L queries, T keys, P head width.
 """
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-__all__ = ["attend", "attend_reference"]
+from implicit_blocks.ops.attention import flash, flex, memory_efficient, plain
+from implicit_blocks.ops.attention.flex import Blocks, find_blocks
+from implicit_blocks.ops.backends import AUTO, Operation
+
+__all__ = ["ATTENTION", "Blocks", "attend", "find_blocks"]
+
+
+ATTENTION = Operation(
+    "attention", flash.BACKEND, flex.BACKEND, plain.SDPA, memory_efficient.BACKEND, plain.WRITTEN_OUT
+)
 
 
 def attend(
-    q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, *, mask: Tensor | None = None, causal: bool = False
+    q_BHLP: Tensor,
+    k_BKTP: Tensor,
+    v_BKTP: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+    blocks: Blocks | None = None,
+    backend: str = AUTO,
 ) -> Tensor:
     """Return ``softmax(q k^T / √P) v``, (B, H, L, P).
 
-    ``mask`` (…, L, T) bool says which keys a query sees; ``causal`` (with L = T, without mask) lets it see
-    itself and what comes before.
+    Args:
+        q_BHLP: queries.
+        k_BKTP: keys; each head's serve H / K query heads.
+        v_BKTP: values.
+        mask: (…, L, T) bool, which keys a query sees; None: all, or by ``causal``.
+        causal: the queries are the last L of the T tokens, and each sees itself and what comes before. With
+            L < T a mask must say the same, for backends that go by it.
+        blocks: what `find_blocks` found of the mask, for flex attention, which finds it anew each time
+            otherwise.
+        backend: ``auto``, or a name of ``ATTENTION.names``: that one or an error. ``torch`` is the formula
+            written out, in memory for all L × T scores: what the others are tested against.
+
+    Raises:
+        ValueError: for an unknown backend or one that can't run these inputs.
+        ImportError: for a backend asked for by name whose package is missing.
+
     """
-    return scaled_dot_product_attention(
-        q_BHLP,
-        k_BKTP,
-        v_BKTP,
-        attn_mask=mask,
-        is_causal=causal,
-        enable_gqa=q_BHLP.shape[1] != k_BKTP.shape[1],
-    )
-
-
-def attend_reference(
-    q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, *, mask: Tensor | None = None, causal: bool = False
-) -> Tensor:
-    """Return the same as ``attend`` from the same q, k, v, mask and causal, written out: its oracle."""
-    group = q_BHLP.shape[1] // k_BKTP.shape[1]
-    k, v = k_BKTP.repeat_interleave(group, dim=1), v_BKTP.repeat_interleave(group, dim=1)
-    scores = q_BHLP @ k.mT / math.sqrt(q_BHLP.shape[-1])
-    if causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return scores.softmax(-1) @ v
+    taken = ATTENTION.choose(backend, q_BHLP, k_BKTP, v_BKTP, mask, causal, blocks)
+    y: Tensor = taken.run(q_BHLP, k_BKTP, v_BKTP, mask, causal, blocks)
+    return y

@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.causal_conv import cuda
+from implicit_blocks.ops.backends import AUTO, Backend, Operation
+from implicit_blocks.ops.causal_conv import cuda, fla
 from implicit_blocks.ops.causal_conv.plain import convolve
 from implicit_blocks.ops.causal_conv.tiled import TiledConvolution, convolve_tiled
 from implicit_blocks.ops.transforms import is_transformed
 
-__all__ = ["causal_conv", "conv_tail"]
+__all__ = ["CAUSAL_CONV", "causal_conv", "conv_tail"]
 
 
 def causal_conv(
@@ -25,6 +26,7 @@ def causal_conv(
     activation: Literal["silu"] | None = None,
     documents_BL: Tensor | None = None,
     tail_documents_BW: Tensor | None = None,
+    backend: str = AUTO,
 ) -> Tensor:
     """Convolve each channel with its own W taps: ``y_t = b + Σ_k w_k x_{t-W+1+k}``.
 
@@ -38,12 +40,16 @@ def causal_conv(
         activation: "silu", applied to the result, or None.
         documents_BL: a number for each token's document; taps on another document's tokens count as zero.
         tail_documents_BW: the documents of the tail's tokens, (B, W-1); None: the first token's.
+        backend: ``auto`` takes causal-conv1d's kernels or fla's where they are installed and suit the inputs,
+            else ``torch``; a name of ``CAUSAL_CONV.names`` takes that one or raises.
 
     Returns:
         y_BLC, in the type of x.
 
     Raises:
-        ValueError: if the tail or the weight does not fit, or the activation is unknown.
+        ValueError: if the tail or the weight does not fit, the activation or the backend is unknown, or the
+            backend asked for can't run these inputs.
+        ImportError: for a backend asked for by name whose package is missing.
 
     """
     channels, taps = weight_CW.shape
@@ -53,13 +59,15 @@ def causal_conv(
         )
     if activation not in (None, "silu"):
         raise ValueError(f"unknown activation {activation!r}; choose 'silu' or None")
-    if cuda.suits(x_BLC, documents_BL):
+    silu = activation == "silu"
+    taken = CAUSAL_CONV.choose(backend, x_BLC, weight_CW, documents_BL)
+    if taken is not _TORCH:
         known = None if tail_BWC is None else _checked_tail(x_BLC, tail_BWC, taps)
-        y_BLC: Tensor = cuda.convolve_cuda(x_BLC, known, weight_CW, bias_C, activation == "silu")
+        y_BLC: Tensor = taken.run(x_BLC, known, weight_CW, bias_C, silu)
         return y_BLC
     if tail_BWC is None and documents_BL is None and torch.compiler.is_compiling():
         full = torch.nn.functional.pad(x_BLC, (0, 0, taps - 1, 0))
-        return convolve(full, weight_CW, bias_C, activation == "silu", None).to(x_BLC.dtype)
+        return convolve(full, weight_CW, bias_C, silu, None).to(x_BLC.dtype)
     tail = _checked_tail(x_BLC, tail_BWC, taps)
     same_BLW = None
     if documents_BL is not None:
@@ -67,16 +75,30 @@ def causal_conv(
             tail_documents_BW = documents_BL[:, :1].expand(-1, taps - 1)
         history = torch.cat([tail_documents_BW, documents_BL], dim=1)
         same_BLW = history.unfold(1, taps, 1) == documents_BL[..., None]
+    plain: Tensor = taken.run(x_BLC, tail, weight_CW, bias_C, silu, same_BLW)
+    return plain
 
-    silu = activation == "silu"
+
+def _convolve_plainly(
+    x_BLC: Tensor,
+    tail_BWC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    silu: bool,
+    same_BLW: Tensor | None,
+) -> Tensor:
     if is_transformed():
-        full = torch.cat([tail.to(x_BLC.dtype), x_BLC], dim=1)
+        full = torch.cat([tail_BWC.to(x_BLC.dtype), x_BLC], dim=1)
         return convolve(full, weight_CW, bias_C, silu, same_BLW).to(x_BLC.dtype)
-    differentiable = (x_BLC, tail, weight_CW, bias_C)
+    differentiable = (x_BLC, tail_BWC, weight_CW, bias_C)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
         y: Tensor = TiledConvolution.apply(*differentiable, silu, same_BLW)  # type: ignore[no-untyped-call] # torch leaves it untyped
         return y
     return convolve_tiled(*differentiable, silu, same_BLW)
+
+
+_TORCH = Backend("torch", _convolve_plainly)
+CAUSAL_CONV = Operation("causal_conv", cuda.BACKEND, fla.BACKEND, _TORCH)
 
 
 def conv_tail(x_BLC: Tensor, tail_BWC: Tensor | None, *, taps: int) -> Tensor:

@@ -5,23 +5,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import available, load
+from implicit_blocks.ops.accelerated import require
+from implicit_blocks.ops.backends import Backend
+from implicit_blocks.ops.transforms import is_differentiated_forward, is_transformed
 
 MODULE = "causal_conv1d"
 ALIGNMENT = 8  # strides must be multiples of this
+MOST_TAPS = 4
 
 
-def suits(x_BLC: Tensor, documents_BL: Tensor | None) -> bool:
-    """Whether the kernels serve these inputs, and better than what a compiler makes of the plain operators.
+def _refuses(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> str:
+    if not x_BLC.is_cuda:
+        return "its kernels run on a GPU"
+    if x_BLC.dtype == torch.float64:
+        return "its kernels know no float64"
+    if documents_BL is not None:
+        return "it takes one document a row"
+    if not 2 <= weight_CW.shape[1] <= MOST_TAPS:
+        return f"it takes 2 to {MOST_TAPS} taps"
+    if x_BLC.stride(2) != 1 or any(stride % ALIGNMENT for stride in x_BLC.stride()[:2]):
+        return f"the strides of rows and tokens must be multiples of {ALIGNMENT}, that of channels 1"
+    if is_differentiated_forward():
+        return "its kernels have no forward-mode derivatives"
+    return ""
 
-    A compiler fuses those with what goes into the convolution, here the sum of projection and injection.
+
+def pays(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> bool:
+    """Whether a library's kernel beats the plain operators.
+
+    Not where a compiler fuses those with what goes into the convolution, here the sum of projection and
+    injection.
     """
-    if torch.compiler.is_compiling():
-        return False
-    if not x_BLC.is_cuda or x_BLC.dtype == torch.float64 or documents_BL is not None:
-        return False
-    aligned = all(stride % ALIGNMENT == 0 for stride in x_BLC.stride()[:2])
-    return x_BLC.stride(2) == 1 and aligned and available(MODULE)
+    return not is_transformed()
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled already; torch leaves it untyped
@@ -29,8 +44,7 @@ def convolve_cuda(
     x_BLC: Tensor, tail_BWC: Tensor | None, weight_CW: Tensor, bias_C: Tensor | None, silu: bool
 ) -> Tensor:
     """Convolve, SiLU included where asked for; ``causal_conv`` documents arguments and results."""
-    kernels = load(MODULE)
-    assert not isinstance(kernels, str)
+    kernels = require(MODULE, package="causal-conv1d")
     tail = None
     if tail_BWC is not None:
         tail = tail_BWC.to(x_BLC.dtype).contiguous().transpose(1, 2)
@@ -42,3 +56,6 @@ def convolve_cuda(
         activation="silu" if silu else None,
     )
     return y.transpose(1, 2)
+
+
+BACKEND = Backend("causal-conv1d", convolve_cuda, _refuses, pays, MODULE, "causal-conv1d")

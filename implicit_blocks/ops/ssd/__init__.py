@@ -5,57 +5,41 @@ heads that share B and C (H is a multiple of G), N state width.
 """
 
 from functools import wraps
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
+from implicit_blocks.ops.backends import AUTO, Backend, Operation
+from implicit_blocks.ops.ssd import fla, mamba_ssm
 from implicit_blocks.ops.ssd.chunked import ssd_chunked
 from implicit_blocks.ops.ssd.chunked_autograd import ssd_chunked_autograd
-from implicit_blocks.ops.ssd.mamba_ssm import ssd_mamba_ssm, suits
 from implicit_blocks.ops.ssd.recurrence import ssd_recurrence
 from implicit_blocks.ops.transforms import without_autocast
 
-__all__ = ["BACKENDS", "Backend", "ssd"]
+__all__ = ["SSD", "ssd"]
 
 
-class Backend(Protocol):
-    """An implementation of the scan; :func:`ssd` documents arguments and results."""
-
-    def __call__(
-        self,
-        x_BLHP: Tensor,
-        dt_BLH: Tensor,
-        A_H: Tensor,
-        B_BLGN: Tensor,
-        C_BLGN: Tensor,
-        *,
-        initial_state_BHPN: Tensor | None,
-        chunk_size: int,
-        documents_BL: Tensor | None,
-        initial_document_B: Tensor | None,
-        return_final_state: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Scan a window of tokens."""
-        ...
-
-
-def _own_precision(backend: Backend) -> Backend:
+def _own_precision(scan: Any) -> Any:
     """Switch autocast off within a plain backend, which chooses its types itself."""
 
-    @wraps(backend)
-    def scan(x_BLHP: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    @wraps(scan)
+    def run(x_BLHP: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         with without_autocast(x_BLHP.device.type):
-            return backend(x_BLHP, *tensors, **options)
+            found: tuple[Tensor, Tensor | None] = scan(x_BLHP, *tensors, **options)
+            return found
 
-    return scan
+    return run
 
 
-BACKENDS: dict[str, Backend] = {
-    "chunked": _own_precision(ssd_chunked),
-    "chunked_autograd": _own_precision(ssd_chunked_autograd),
-    "mamba_ssm": ssd_mamba_ssm,
-    "recurrence": _own_precision(ssd_recurrence),
-}
+SSD = Operation(
+    "ssd",
+    mamba_ssm.BACKEND,
+    fla.BACKEND,
+    Backend("torch", _own_precision(ssd_chunked)),
+    # What the others are tested against: readable, and slow.
+    Backend("chunked_autograd", _own_precision(ssd_chunked_autograd)),
+    Backend("recurrence", _own_precision(ssd_recurrence)),
+)
 
 
 def ssd(
@@ -70,7 +54,7 @@ def ssd(
     documents_BL: Tensor | None = None,
     initial_document_B: Tensor | None = None,
     return_final_state: bool = False,
-    backend: str | None = None,
+    backend: str = AUTO,
 ) -> tuple[Tensor, Tensor | None]:
     """Scan ``h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t`` over a window of tokens.
 
@@ -90,24 +74,21 @@ def ssd(
             it changes. None: each row is one document.
         initial_document_B: the document that the initial state belongs to; None: the first token's.
         return_final_state: whether to return the state after the last token.
-        backend: a key of ``BACKENDS``; None takes mamba-ssm's kernels where they are installed and suit the
-            inputs (a GPU, 16-bit floats), else the plain "chunked".
+        backend: ``auto`` takes mamba-ssm's kernels or fla's where they are installed and suit the inputs (a
+            GPU, 16-bit floats), else ``torch``; a name of ``SSD.names`` takes that one or raises.
 
     Returns:
         ``y_BLHP`` in the type of x, and the final state (in float32, or in float64 if any input is), or
         None where it was not asked for. Decays and states are accumulated in that type whatever the inputs'.
 
     Raises:
-        ValueError: for an unknown backend, or shapes that do not fit together.
+        ValueError: for an unknown backend or one that can't run these inputs, or shapes that don't fit
+            together.
         ImportError: for a backend asked for by name whose package is missing.
 
     """
-    if backend is None:
-        backend = "mamba_ssm" if suits(x_BLHP, initial_state_BHPN, documents_BL) else "chunked"
-    if backend not in BACKENDS:
-        raise ValueError(f"unknown SSD backend {backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
     _check_shapes(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, initial_state_BHPN, chunk_size, documents_BL)
-    return BACKENDS[backend](
+    found: tuple[Tensor, Tensor | None] = SSD.choose(backend, x_BLHP, initial_state_BHPN, documents_BL).run(
         x_BLHP,
         dt_BLH,
         A_H,
@@ -119,6 +100,7 @@ def ssd(
         initial_document_B=initial_document_B,
         return_final_state=return_final_state,
     )
+    return found
 
 
 def _check_shapes(

@@ -11,27 +11,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import available, require
-from implicit_blocks.ops.transforms import without_autocast
+from implicit_blocks.ops.accelerated import require
+from implicit_blocks.ops.backends import Backend
+from implicit_blocks.ops.transforms import is_differentiated_forward, without_autocast
 
 MODULE = "mamba_ssm.ops.triton.ssd_combined"
+STEP_MODULE = "mamba_ssm.ops.triton.selective_state_update"
 CHUNK = 256  # what the kernels are tuned for; the chunk is a matter of speed, not of values
 SHORTEST = 32  # below, a handful of plain operators beat the kernels' six launches
 
 
-def suits(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tensor | None) -> bool:
-    """Whether the kernels serve these inputs, and better than plain PyTorch does.
+def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tensor | None) -> str:
+    if not x_BLHP.is_cuda:
+        return "its kernels run on a GPU"
+    if x_BLHP.dtype == torch.float64:
+        return "its kernels know no float64"
+    if documents_BL is not None and initial_state_BHPN is not None and x_BLHP.shape[1] > 1:
+        return "it cuts documents only at the start of a sequence"
+    if is_differentiated_forward():
+        return "its kernels have no forward-mode derivatives"
+    return ""
 
-    In float32 their products are TF32, with errors near 3e-4, so float32 stays with the plain scan unless
-    TF32 products were allowed. Documents are served at the start of a sequence only.
+
+def pays(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tensor | None) -> bool:
+    """Whether Triton's scans are worth choosing.
+
+    In float32 their products are TF32, with errors near 3e-4: not unless TF32 products were allowed. Short
+    windows are a handful of plain operators.
     """
-    if not x_BLHP.is_cuda or x_BLHP.dtype == torch.float64 or x_BLHP.shape[1] < SHORTEST:
+    if x_BLHP.shape[1] < SHORTEST:
         return False
-    if x_BLHP.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
-        return False
-    if documents_BL is not None and initial_state_BHPN is not None:
-        return False
-    return available(MODULE)
+    return x_BLHP.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
 
 
 def ssd_mamba_ssm(
@@ -49,23 +59,64 @@ def ssd_mamba_ssm(
 ) -> tuple[Tensor, Tensor | None]:
     """Scan; ``ssd`` documents arguments and results. The chunk is the kernels' own.
 
-    Raises:
-        ImportError: where mamba-ssm is missing.
-        ValueError: for inputs on the CPU, or documents together with an initial state.
-
+    A single token without gradients takes one step of the recurrence, in float32 whatever the inputs.
     """
-    if not available(MODULE):  # looked up in a dictionary, which a compiler sees through
-        require(MODULE, package="mamba-ssm")
-    if not x_BLHP.is_cuda:
-        raise ValueError("SSD backend 'mamba_ssm' needs a GPU; leave the backend out or choose 'chunked'")
-    if documents_BL is not None and initial_state_BHPN is not None:
-        raise ValueError(
-            "SSD backend 'mamba_ssm' cuts documents only at the start of a sequence; choose 'chunked' for "
-            "documents after an initial state"
-        )
+    tensors = (x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, initial_state_BHPN)
+    if x_BLHP.shape[1] == 1:
+        state = initial_state_BHPN
+        if documents_BL is not None:
+            state = _of_the_same_document(state, documents_BL, initial_document_B)
+        if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)):
+            y, state = _step(*tensors[:5], state)
+            return y, state if return_final_state else None
+        y, state = _scan(*tensors[:5], state, None)
+        return y, state.float() if return_final_state else None
     documents = None if documents_BL is None else documents_BL.to(torch.int32).contiguous()
-    y, state = _scan(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, initial_state_BHPN, documents)
+    y, state = _scan(*tensors, documents)
     return y, state.float() if return_final_state else None
+
+
+BACKEND = Backend("mamba-ssm", ssd_mamba_ssm, _refuses, pays, MODULE, "mamba-ssm")
+
+
+def _of_the_same_document(
+    state_BHPN: Tensor | None, documents_BL: Tensor, initial_document_B: Tensor | None
+) -> Tensor | None:
+    if state_BHPN is None or initial_document_B is None:
+        return state_BHPN
+    same_B = documents_BL[:, 0] == initial_document_B
+    return torch.where(same_B[:, None, None, None], state_BHPN, 0.0)
+
+
+@torch.library.custom_op("implicit_blocks::mamba_ssm_step", mutates_args=())
+def _step(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    kernels = require(STEP_MODULE, package="mamba-ssm")
+    batch, _, heads, width = x.shape
+    shape = (batch, heads, width, B.shape[3])
+    # The kernel writes into the state that it is given.
+    if initial_state is None:
+        state = x.new_zeros(shape, dtype=torch.float32)
+    else:
+        state = initial_state.to(torch.float32, copy=True)
+    none = A.new_zeros(heads, dtype=torch.float32)[:, None].expand(heads, width)  # it asks for bias and D
+    y = kernels.selective_state_update(
+        state,
+        x[:, 0],
+        dt[:, 0, :, None].expand(batch, heads, width),
+        A.float()[:, None, None].expand(shape[1:]),
+        B[:, 0],
+        C[:, 0],
+        D=none,
+        dt_bias=none,
+    )
+    return y.unsqueeze(1), state
+
+
+@_step.register_fake
+def _(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _like(x), _state_like(x, tensors[2])
 
 
 @torch.library.custom_op("implicit_blocks::mamba_ssm_scan", mutates_args=())
@@ -87,18 +138,8 @@ def _scan(
 
 
 @_scan.register_fake
-def _(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    initial_state: Tensor | None,
-    documents: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    batch, _, heads, width = x.shape
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, x.new_empty(batch, heads, width, B.shape[3], dtype=torch.float32)
+def _(x: Tensor, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _like(x), _state_like(x, tensors[2])
 
 
 @torch.library.custom_op("implicit_blocks::mamba_ssm_scan_backward", mutates_args=())
@@ -134,23 +175,20 @@ def _scan_backward(
 
 
 @_scan_backward.register_fake
-def _(
-    dy: Tensor,
-    dstate: Tensor | None,
-    y: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    initial_state: Tensor | None,
-    documents: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    def like(t: Tensor) -> Tensor:
-        return torch.empty_like(t, memory_format=torch.contiguous_format)
+def _(dy: Tensor, dstate: Tensor | None, y: Tensor, *given: Tensor | None) -> tuple[Tensor, ...]:
+    *inputs, initial_state, _ = given
+    none = y.new_empty(0) if initial_state is None else _like(initial_state)
+    return (*(_like(t) for t in inputs if t is not None), none)
 
-    none = x.new_empty(0) if initial_state is None else like(initial_state)
-    return like(x), like(dt), like(A), like(B), like(C), none
+
+def _like(t: Tensor) -> Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+def _state_like(x: Tensor, B: Tensor | None) -> Tensor:
+    assert B is not None
+    batch, _, heads, width = x.shape
+    return x.new_empty(batch, heads, width, B.shape[3], dtype=torch.float32)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,0 +1,44 @@
+"""Attention by flash-attn's CUDA kernels: T. Dao, "FlashAttention-2", 2023."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.ops.accelerated import require
+from implicit_blocks.ops.attention.flex import Blocks
+from implicit_blocks.ops.backends import Backend
+from implicit_blocks.ops.transforms import is_differentiated_forward
+
+MODULE = "flash_attn"
+WIDEST_HEAD = 256
+
+
+def refuses(
+    q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
+) -> str:
+    """Say why flash kernels can't run these inputs; "" where they can."""
+    if not q_BHLP.is_cuda:
+        return "its kernels run on a GPU"
+    if q_BHLP.dtype not in (torch.float16, torch.bfloat16):
+        return "its kernels take float16 and bfloat16"
+    if mask is not None and not causal:
+        return "it takes no mask, for padding or documents"
+    width = q_BHLP.shape[3]
+    if width > WIDEST_HEAD or width % 8:
+        return f"heads must be {WIDEST_HEAD} wide at most, and a multiple of 8"
+    if is_differentiated_forward():
+        return "its kernels have no forward-mode derivatives"
+    return ""
+
+
+def _attend(
+    q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
+) -> Tensor:
+    kernels = require(MODULE, package="flash-attn")
+    q, k, v = (t.transpose(1, 2) for t in (q_BHLP, k_BKTP, v_BKTP))
+    y: Tensor = kernels.flash_attn_func(q, k, v, causal=causal)  # the last query sees the last key
+    return y.transpose(1, 2)
+
+
+BACKEND = Backend("flash-attn", _attend, refuses, lambda *inputs: False, MODULE, "flash-attn")

@@ -1,0 +1,205 @@
+"""The dispatcher: what is taken unasked, what is refused by name, what is remembered."""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+from typing import get_args
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+from implicit_blocks.ops import accelerated, backends
+from implicit_blocks.ops.attention import ATTENTION, attend, find_blocks
+from implicit_blocks.ops.backends import Backend, Operation
+from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv
+from implicit_blocks.ops.ssd import SSD, ssd
+
+
+@pytest.fixture
+def operation(monkeypatch):
+    """Three backends: a missing one, one for short inputs that pays for two or more, and one for all."""
+    monkeypatch.setattr(backends, "_OPERATIONS", {})
+    monkeypatch.setattr(backends, "_CHOSEN", {})
+    monkeypatch.setattr(accelerated, "_FOUND", {})
+
+    def too_long(x):
+        return "it takes four numbers at most" if len(x) > 4 else ""
+
+    return Operation(
+        "double",
+        Backend("missing", lambda x: None, module="no_such_package", package="no-such"),
+        Backend("short", lambda x: x + x, too_long, lambda x: len(x) > 1, "math", "math"),
+        Backend("plain", lambda x: 2 * x),
+    )
+
+
+def test_auto_takes_the_first_that_is_there_can_and_pays(operation):
+    assert operation.choose("auto", torch.ones(3)).name == "short"
+    assert operation.choose("auto", torch.ones(5)).name == "plain"
+    assert operation.choose("auto", torch.ones(1)).name == "plain"
+
+
+def test_by_name_it_need_not_pay(operation):
+    assert operation.choose("short", torch.ones(1)).name == "short"
+
+
+def test_what_is_missing_is_said_with_how_to_get_it(operation):
+    message = "double backend 'missing': no_such_package is not installed; install it .pip install no-such"
+    with pytest.raises(ImportError, match=message):
+        operation.choose("missing", torch.ones(3))
+    with pytest.raises(ValueError, match="set the backend to auto"):
+        operation.require("missing")
+
+
+def test_what_cannot_run_says_why_and_what_it_was_given(operation):
+    message = r"'short' can't run these inputs: it takes four numbers at most.*float32 on cpu.*\(5,\)"
+    with pytest.raises(ValueError, match=message):
+        operation.choose("short", torch.ones(5))
+
+
+def test_unknown_names_are_refused_with_those_known(operation):
+    with pytest.raises(ValueError, match="'fast'; choose one of auto, missing, short, plain"):
+        operation.require("fast")
+
+
+def test_the_first_use_is_one_line_in_the_log(operation, caplog):
+    with caplog.at_level(logging.INFO, logger=backends.__name__):
+        for _ in range(3):
+            operation.choose("auto", torch.ones(3))
+    assert [record.getMessage() for record in caplog.records] == ["double is computed by short"]
+
+
+def test_what_has_not_run_is_untested(operation, monkeypatch):
+    assert backends.report() == {}
+    operation.choose("auto", torch.ones(5))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert backends.report() == {
+        "double": {
+            "plain": "ran",
+            "missing": "untested: no_such_package is not installed",
+            "short": "untested: installed, not chosen",
+        }
+    }
+
+
+def test_a_compiler_sees_through_the_choice(operation):
+    def twice(x):
+        return operation.choose("auto", x).run(x)
+
+    compiled = torch.compile(twice, backend="eager", fullgraph=True)
+    x = torch.arange(3.0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        torch.testing.assert_close(compiled(x), 2 * x)
+        torch.testing.assert_close(compiled(x), 2 * x)
+    assert backends.chosen() == (("double", "short"),)
+
+
+def test_on_a_cpu_nothing_is_imported_unasked(monkeypatch):
+    monkeypatch.setattr(accelerated, "_FOUND", {})
+    x = torch.randn(1, 8, 2, 8)
+    B = torch.randn(1, 8, 1, 8)
+    ssd(x, torch.rand(1, 8, 2), -torch.rand(2), B, B)
+    causal_conv(torch.randn(1, 8, 16), torch.randn(16, 4))
+    q = torch.randn(1, 2, 8, 16)
+    attend(q, q, q, causal=True)
+    assert accelerated._FOUND == {}
+
+
+CPU_INPUTS = {
+    SSD: (torch.zeros(1, 8, 2, 8), None, None),
+    CAUSAL_CONV: (torch.zeros(1, 8, 16), torch.zeros(16, 4), None),
+    ATTENTION: (*[torch.zeros(1, 2, 8, 16)] * 3, None, True, None),
+}
+GPU_ONLY = [(o, b.name) for o in CPU_INPUTS for b in o.backends if b.package]
+
+
+@pytest.mark.parametrize(("operation", "name"), GPU_ONLY, ids=[f"{o.name}-{n}" for o, n in GPU_ONLY])
+def test_kernels_asked_for_on_a_cpu(operation, name, monkeypatch):
+    """Where the package is there, the error is about the device; where it isn't, about the package."""
+    with pytest.raises((ImportError, ValueError), match=rf"{operation.name} backend '{name}'"):
+        operation.choose(name, *CPU_INPUTS[operation])
+    module = next(b.module for b in operation.backends if b.name == name)
+    monkeypatch.setitem(accelerated._FOUND, module, ModuleType(module))
+    with pytest.raises(ValueError, match="its kernels run on a GPU"):
+        operation.choose(name, *CPU_INPUTS[operation])
+
+
+def test_every_backend_of_a_spec_exists():
+    for spec, field, operation in (
+        (ib.Mamba2Spec, "backend", SSD),
+        (ib.Mamba2Spec, "conv_backend", CAUSAL_CONV),
+        (ib.AttentionSpec, "backend", ATTENTION),
+    ):
+        named = set(get_args(spec.model_fields[field].annotation)) - {"auto"}
+        assert named == set(operation.names) - {"recurrence", "chunked_autograd"}
+
+
+def test_a_model_that_names_what_is_missing_is_not_built(monkeypatch):
+    monkeypatch.setattr(accelerated, "_FOUND", {"flash_attn": "flash_attn is not installed"})
+    mixer = ib.AttentionSpec(n_heads=2, backend="flash-attn")
+    with pytest.raises(ImportError, match="pip install --no-build-isolation flash-attn, built for your card"):
+        ib.build(ib.ExplicitLMSpec(vocab_size=7, d_model=16, n_layers=1, mixer=mixer))
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [ib.Mamba2Spec(d_state=8, head_dim=8, backend="torch", conv_backend="torch")]
+    + [ib.AttentionSpec(n_heads=2, backend=name) for name in ("torch", "sdpa", "flex")],
+    ids=lambda mixer: f"{mixer.kind}-{mixer.backend}",
+)
+def test_a_backend_in_the_spec_changes_no_value(mixer):
+    def values(spec):
+        torch.manual_seed(0)
+        model = ib.build(ib.ExplicitLMSpec(vocab_size=7, d_model=16, n_layers=1, mixer=spec)).eval()
+        ids = torch.randint(7, (2, 12), generator=torch.Generator().manual_seed(1))
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        with torch.no_grad():
+            whole, padded = model(ids).logits, model(ids, attention_mask=mask).logits
+            return whole, model(ids, window_length=5).logits, padded[mask.bool()]
+
+    for found, expected in zip(values(mixer), values(mixer.portable()), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "flex"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("seen", ["causal", "behind", "documents", "all"])
+def test_attention_is_the_formula(seen, kv_heads, backend):
+    """In output, and where there is a backward pass on a CPU in every gradient."""
+    batch, heads, width, length = 2, 4, 16, 24
+    keys = 40 if seen == "behind" else length
+    tensors = [torch.randn(batch, heads, length, width), *torch.randn(2, batch, kv_heads, keys, width)]
+    place = torch.arange(keys)
+    before = place <= torch.arange(keys - length, keys)[:, None]
+    documents = (torch.arange(batch * keys).view(batch, 1, keys) // 7)[..., -length:]
+    alike = documents[..., None] == documents[:, :, None]
+    masks = {"behind": before, "documents": before[:, -length:] & alike}
+    given = {"mask": masks.get(seen), "causal": seen in ("causal", "behind")}
+    expected = attend(*tensors, **given, backend="torch")
+    with torch.no_grad():
+        blocks = find_blocks(given["mask"], length=length, keys=keys, causal=given["causal"], device="cpu")
+        found = attend(*tensors, **given, blocks=blocks, backend=backend)
+    torch.testing.assert_close(found, expected)
+    if backend == "flex":
+        with pytest.raises(ValueError, match="no backward pass on a CPU"):
+            attend(tensors[0].requires_grad_(), *tensors[1:], **given, backend=backend)
+        return
+    leaves = [t.requires_grad_() for t in tensors]
+    pairs = []
+    for name in ("torch", backend):
+        y = attend(*leaves, **given, backend=name)
+        pairs.append(torch.autograd.grad(y.sin().sum(), leaves))
+    torch.testing.assert_close(*pairs)
+
+
+def test_causal_queries_behind_others_are_the_last_ones():
+    q, k = torch.randn(1, 1, 3, 16), torch.randn(1, 1, 8, 16)
+    mask = torch.arange(8) <= torch.arange(5, 8)[:, None]
+    expected = attend(q, k, k, mask=mask, backend="torch")
+    torch.testing.assert_close(attend(q, k, k, causal=True, backend="torch"), expected)
+    torch.testing.assert_close(attend(q, k, k, mask=mask, causal=True), expected)
+    with pytest.raises(ValueError, match="fewer queries than keys take a mask"):
+        attend(q, k, k, causal=True, backend="sdpa")
