@@ -1,0 +1,86 @@
+"""``python -m trainer.experiments catbabi``: trains once, asks every answer, by task; what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+
+from trainer.data.babi import SPLITS, TASKS
+from trainer.experiments.cli import main
+
+NARROW = [
+    "model.vocab_size=40", "model.d_model=16", "model.mixer.d_state=4", "model.mixer.head_dim=8",
+    "data.length=16", "training.max_steps=3", "training.batch_size=4", "training.threads=1",
+    "phases.unrolled.model.gradient={kind: unrolled, steps: 2}",
+    "model.at_evaluation.stopping.max_iterations=8", "evaluation.sequences=2",
+]  # fmt: skip
+
+
+@pytest.fixture
+def archive(tmp_path):
+    folder = tmp_path / "babi"
+    folder.mkdir()
+    for task, split in itertools.product(TASKS, SPLITS):
+        text = f"1 Mary went to the hall{task}.\n2 Where is Mary? \thall{task}\t1\n"
+        (folder / f"qa{task}_{split}.txt").write_text(text)
+    return folder
+
+
+def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
+    folder = tmp_path / "out"
+    arguments = ["catbabi", "--data", str(archive), "--models", "implicit-1", "explicit-2", "--device", "cpu"]
+    arguments += ["--scoring", "answers", "--output", str(folder), "--set", *NARROW]
+    assert main(arguments) == 0
+    written = json.loads((folder / "catbabi.json").read_text())
+    implicit, explicit = written["models"]
+    assert (implicit["model"], explicit["model"]) == ("implicit-1", "explicit-2")
+    assert written["answers"] == len(TASKS)  # one a task
+    for row in written["models"]:
+        right = [row["by_task"][str(task)] for task in TASKS]
+        assert set(right) <= {0.0, 1.0}
+        assert (
+            row["accuracy"] == pytest.approx(sum(right) / len(TASKS)) == pytest.approx(row["mean_of_tasks"])
+        )
+        assert row["steps"] == 3
+    assert explicit["search"] is None
+    assert 1 <= implicit["search"]["iterations"] <= implicit["search"]["iterations_max"] <= 8
+    assert (folder / "catbabi.png").read_bytes().startswith(b"\x89PNG")
+    assert "qa20" in capsys.readouterr().out
+
+    summary = folder / "runs/implicit-1-answers-0/summary.json"
+    before = summary.stat().st_mtime_ns
+    assert main([*arguments, "--split", "test"]) == 0
+    assert json.loads((folder / "catbabi.json").read_text())["split"] == "test"
+    assert summary.stat().st_mtime_ns == before
+
+    assert main([*arguments[:-1], "evaluation.sequences=1"]) == 2
+    assert "holds a run of other settings (evaluation.sequences: 2 → 1)" in capsys.readouterr().err
+
+
+def test_what_is_refused(archive, tmp_path, capsys):
+    out = ["--output", str(tmp_path / "out")]
+    assert main(["catbabi", "--data", str(archive), "--models", "deep-1", *out]) == 2
+    assert "'deep-1' is no model; write its kind and layers" in capsys.readouterr().err
+    assert main(["catbabi", "--data", str(archive), "--spec", "word_problem_s3", *out]) == 2
+    assert "data.path" in capsys.readouterr().err
+    (archive / "qa3_train.txt").unlink()
+    assert main(["catbabi", "--data", str(archive), *out]) == 2
+    assert "lacks 1 of bAbI's 60 files: qa3_train.txt" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_laptop_setting(shared_data, tmp_path):
+    archive = shared_data / "babi/en-valid-10k.tar.xz"
+    arguments = ["catbabi", "--data", str(archive), "--setting", "laptop", "--sequences", "64"]
+    assert main([*arguments, "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
+    written = json.loads((tmp_path / "out/catbabi.json").read_text())
+    assert len(written["models"]) == 8
+    assert (tmp_path / "out/catbabi.png").stat().st_size > 10_000
+    # A few minutes teach the words that answers are made of: guessing one of all words is right in 1 of 179.
+    for row in written["models"]:
+        assert row["accuracy"] > (0.2 if row["scoring"] == "answers" else 0.05), row["model"]

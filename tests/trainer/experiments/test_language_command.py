@@ -1,0 +1,102 @@
+"""``python -m trainer.experiments language``: twins on one text, everything measured; what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+
+from trainer.experiments.cli import main
+from trainer.tokenize import main as tokenize
+
+NARROW = [
+    "model.vocab_size=40", "model.d_model=16", "model.n_layers=1", "data.length=12", "data.dtype=uint16",
+    "training.max_tokens=240", "training.batch_size=4", "training.precision=float32", "training.threads=1",
+    "model.mixer.d_state=4", "model.mixer.head_dim=8", "evaluation.last_tokens=4",
+]  # fmt: skip
+
+
+@pytest.fixture
+def tokens(tmp_path):
+    folder = tmp_path / "tokens"
+    folder.mkdir()
+    np.random.default_rng(0).integers(40, size=500).astype(np.uint16).tofile(folder / "tokens.bin")
+    return folder
+
+
+def test_twins_are_trained_and_measured(tokens, tmp_path, capsys):
+    folder = tmp_path / "out"
+    arguments = ["language", "--data", str(tokens), "--specs", "books_5m_mamba2", "--bounded", "0.4", "0.8"]
+    arguments += ["--self-iterations", "1", "3", "--multiples", "1", "2", "--sequences", "4"]
+    arguments += ["--evaluations", "2", "--device", "cpu", "--output", str(folder)]
+    arguments += ["--set", *NARROW, f"data.validation_path={tokens}"]
+    assert main(arguments) == 0
+    written = json.loads((folder / "language.json").read_text())
+    implicit, explicit, other = written["runs"]
+    assert [run["kind"] for run in written["runs"]] == ["implicit", "explicit", "curriculum"]
+    assert (implicit["share"], explicit["share"], other["share"]) == (0.8, None, 0.4)
+    assert implicit["tokens"] == explicit["tokens"] == 240
+    for run in written["runs"]:
+        assert [entry["length"] for entry in run["lengths"]] == [12, 24]
+        assert [entry["sequences"] for entry in run["lengths"]] == [4, 2]
+        seen = [entry["tokens"] for entry in run["curve"]]
+        assert seen == sorted(seen)
+        assert seen[-1] == 240
+        spent = [entry["flops"] for entry in run["curve"]]
+        assert spent == sorted(spent)
+    assert implicit["curve"][-1]["flops"] > 1.5 * explicit["curve"][-1]["flops"]
+    assert explicit["test_time_compute"] == []
+    few, more = implicit["test_time_compute"]
+    assert (few["iterations_max"], few["self_iterations"]) == (1, 1)
+    assert more["iterations_max"] <= 3
+    assert len(implicit["lengths"][0]["iterations_by_position"]) == 12
+    assert (folder / "language.png").read_bytes().startswith(b"\x89PNG")
+    assert "books_5m_mamba2-explicit-0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--specs", "books_5m_explicit"], "is of kind 'explicit_lm'; give runs of an implicit_lm"),
+        (["--specs", "word_problem_s3", "--set", "training.seed=1"], "data"),
+        (["--bounded", "1.5"], "a first phase of 1.5 of the run leaves no second"),
+        (["--self-iterations", "0"], "self-iterations 0: give numbers from 1 up"),
+    ],
+)
+def test_what_is_refused(tokens, tmp_path, capsys, options, message):
+    assert main(["language", "--data", str(tokens), "--output", str(tmp_path / "out"), *options]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_laptop_setting(shared_data, tmp_path):
+    pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    books = shared_data / "classic-books/valid.txt.xz"
+    made = [
+        str(books),
+        "--separator",
+        "<|endoftext|>",
+        "--train-tokenizer",
+        "512",
+        "--validation",
+        str(books),
+    ]
+    assert tokenize([*made, "--output", str(tmp_path / "tokens")]) == 0
+    arguments = ["language", "--data", str(tmp_path / "tokens"), "--setting", "laptop", "--device", "cpu"]
+    arguments += ["--specs", "books_5m_mamba2", "books_5m", "--sequences", "32", "--evaluations", "4"]
+    arguments += ["--output", str(tmp_path / "out"), "--set", "model.vocab_size=512", "training.threads=1"]
+    assert main(arguments) == 0
+    runs = {run["run"]: run for run in json.loads((tmp_path / "out/language.json").read_text())["runs"]}
+    assert len(runs) == 6
+    for run in runs.values():
+        first, last = run["curve"][0], run["curve"][-1]
+        assert last["perplexity"] < first["perplexity"] < 512, run["run"]
+    (mamba2,) = (run for name, run in runs.items() if name == "books_5m_mamba2-0")
+    one, *_, most = mamba2["test_time_compute"]
+    assert most["loss"] < one["loss"]  # iterations are worth something
+    assert mamba2["lengths"][-1]["perplexity"] < 1.2 * mamba2["lengths"][0]["perplexity"]
+    assert (tmp_path / "out/language.png").stat().st_size > 10_000
