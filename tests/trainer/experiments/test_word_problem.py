@@ -1,0 +1,172 @@
+"""``python -m trainer.experiments word-problem``: both studies, tiny, and in the laptop's setting (slow)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+
+from trainer.data.word_problem import WordProblem, WordProblemStream
+from trainer.experiments.cli import main
+from trainer.experiments.word_problem_measure import _hard
+
+TINY = """
+model:
+  kind: implicit_lm
+  d_model: 16
+  n_layers: 1
+  mixer: {kind: mamba2, d_state: 4, head_dim: 8}
+  gradient: {kind: phantom, steps: 1}
+  stopping: {tolerance: 0.05, max_iterations: 8}
+  at_evaluation: {solver: {kind: picard, damping: 0.8}, stopping: {tolerance: 1.0e-2, max_iterations: 30}}
+data: {kind: word_problem, group: Z2, length: 8}
+training:
+  max_steps: 3
+  batch_size: 8
+  threads: 1
+  optimizer: {kind: adamw, learning_rate: 1.0e-3}
+phases:
+  - {name: short, until: 1, data: {length: 2, identity_probability: 0.0}}
+  - {name: long}
+evaluation: {last_tokens: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("specs") / "tiny.yaml"
+    path.write_text(TINY, encoding="utf-8")
+    return str(path)
+
+
+def read(folder: Path) -> Any:
+    assert (folder / "word_problem.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((folder / "word_problem.json").read_text(encoding="utf-8"))
+
+
+def test_least_layers_and_going_on_with_them(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    options = [
+        "--spec",
+        tiny,
+        "--groups",
+        "Z2",
+        "--models",
+        "implicit-mamba2",
+        "mamba2",
+        "--layers",
+        "2",
+        "1",
+    ]
+    options += ["--lengths", "4", "2", "--threshold", "1e-9", "--sequences", "4", "--device", "cpu"]
+    assert main(["word-problem", *options, "--output", str(folder)]) == 0
+    written = read(folder)
+    assert written["chance"] == {"Z2": 0.5}
+    assert [(row["model"], row["length"], row["least_layers"]) for row in written["least_layers"]] == [
+        ("implicit-mamba2", 2, 1),
+        ("implicit-mamba2", 4, 1),
+        ("mamba2", 2, 1),
+        ("mamba2", 4, 1),
+    ]
+    implicit, *_, explicit = written["runs"]
+    assert [(test["length"], test["identity_probability"]) for test in implicit["tests"]] == [
+        (2, 0.5), (8, 0.5), (2, 0.0), (8, 0.0)
+    ]  # fmt: skip
+    assert all(test["residual"] > 0 and 0 <= test["non_converged"] <= 1 for test in implicit["tests"])
+    assert all(test["residual"] is None for test in explicit["tests"])
+    assert "least layers for 0%" in capsys.readouterr().out
+
+    metrics = folder / "runs/Z2-mamba2-1-L2-seed0/metrics.jsonl"
+    before = metrics.stat().st_mtime_ns
+    options[options.index("1e-9")] = (
+        "1"  # one layer is not enough now: two are tried, one is not trained again
+    )
+    assert main(["word-problem", *options, "--output", str(folder)]) == 0
+    assert metrics.stat().st_mtime_ns == before
+    again = read(folder)
+    assert {row["layers"] for row in again["runs"] if row["model"] == "mamba2"} == {1, 2}
+    assert [row["length"] for row in again["least_layers"] if row["least_layers"] is None] == [2, 2]
+
+
+def test_rare_hard_tokens_in_both_modes(tiny: str, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    options = ["--study", "hard-tokens", "--spec", tiny, "--groups", "Z2", "--lengths", "6"]
+    options += ["--iterations", "2", "1", "--sequences", "3", "--test-p", "0.5", "--test-lengths", "1", "2"]
+    options += ["--device", "cpu", "--set", "training.max_steps=2"]
+    assert main(["word-problem", *options, "--output", str(folder)]) == 0
+    written = read(folder)
+    rows = written["tests"]
+    assert [(r["training_iterations"], r["length"], r["mode"]) for r in rows] == [
+        (n, length, mode) for n in (1, 2) for length in (6, 12) for mode in ("simultaneous", "sequential")
+    ]
+    for row in rows:
+        assert row["training_p"] == 0.9
+        assert row["steps"] == 2
+        assert len(row["iterations_by_position"]) == row["length"]
+        counted = row["iterations_by_hard_tokens"]
+        assert sum(one["tokens"] for one in counted) == 3 * row["length"]
+        assert 0 <= row["converged"] <= 1
+        assert row["residual_max"] >= row["residual"] > 0
+    together = rows[0]["iterations_by_position"]
+    assert together == sorted(together)  # a token never stops before those ahead of it
+
+
+def test_hard_tokens_are_those_that_change_the_state() -> None:
+    problem = WordProblem(group="S3", monoid="EABX", identity_probability=0.9)
+    source = WordProblemStream(problem, length=4, seed=0)
+    tokens = torch.tensor([[0, 3, 4, 23]])  # the identity with E and X, then two other elements
+    assert _hard(source, tokens).tolist() == [[False, False, True, True]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--groups", "Q8"], "group 'Q8' is not known"),
+        (["--test-p", "2"], "p = 2 is no probability; give numbers from 0 to 1"),
+        (["--lengths", "0"], "lengths: 0 is too small; give numbers from 1 up"),
+        (["--spec", "llama_130m"], "give one on a word_problem"),
+        (["--study", "hard-tokens", "--device", "nonsense"], "device 'nonsense' is not a device's name"),
+    ],
+)
+def test_what_cannot_be_done_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    assert main(["word-problem", *options, "--output", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_laptops_least_layers(tmp_path: Path) -> None:
+    assert main(["word-problem", "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
+    written = read(tmp_path / "out")
+    implicit = [row for row in written["runs"] if row["model"] == "implicit-mamba2"]
+    assert [row["least_layers"] for row in written["least_layers"] if row["model"] == "implicit-mamba2"] == [
+        1
+    ] * 3
+    for row in implicit:
+        at_length = [test for test in row["tests"] if test["length"] == row["length"]]
+        assert all(test["accuracy_last"] > 0.97 and test["non_converged"] < 0.05 for test in at_length)
+    least = {
+        row["length"]: row["least_layers"] for row in written["least_layers"] if row["model"] == "mamba2"
+    }
+    assert None in least.values() or least[16] > 1
+
+
+@pytest.mark.slow
+def test_the_laptops_hard_tokens(tmp_path: Path) -> None:
+    options = ["--study", "hard-tokens", "--device", "cpu", "--output", str(tmp_path / "out")]
+    assert main(["word-problem", *options]) == 0
+    rows = read(tmp_path / "out")["tests"]
+    found = {(r["training_iterations"], r["identity_probability"], r["length"], r["mode"]): r for r in rows}
+    for mode in ("simultaneous", "sequential"):
+        row = found[16, 0.5, 32, mode]
+        assert row["accuracy_last"] > 0.9
+        assert row["converged"] > 0.9

@@ -1,0 +1,106 @@
+"""The runs that the experiments with word problems compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
+from trainer.experiments.word_problem import SETTINGS, changed
+from trainer.experiments.word_problem_specs import NATIVE, require_model, varied
+
+BASE = "word_problem_s3_curriculum"
+
+
+@pytest.mark.parametrize("model", NATIVE)
+def test_models_differ_in_what_their_names_say(model: str) -> None:
+    spec: Any = varied(BASE, model=model, layers=3)
+    assert spec.model.n_layers == 3
+    assert isinstance(spec.model, ImplicitLMSpec if model.startswith("implicit") else ExplicitLMSpec)
+    assert spec.model.mixer.kind == ("attention" if model.endswith("llama") else "mamba2")
+    assert (spec.model.mlp is None) == model.endswith("mamba2")
+
+
+def test_every_model_sees_the_same_data_in_the_same_order() -> None:
+    specs = [varied(BASE, model=model, length=16) for model in (*NATIVE, "transformers:mamba2")]
+    first, *others = (
+        [(phase.first_step, phase.training.batch_size, phase.data) for phase in spec.phase_specs()]
+        for spec in specs
+    )
+    assert all(other == first for other in others)
+    assert {phase.training for phase in specs[0].phase_specs()} == {
+        phase.training for phase in specs[-1].phase_specs()
+    }
+
+
+def test_phases_are_cut_to_the_training_length() -> None:
+    lengths = [phase.data.length for phase in varied(BASE, model="mamba2", length=8).phase_specs()]
+    assert lengths == [4, 8, 8, 8]
+
+
+def test_rare_hard_tokens_are_rare_in_every_phase_and_iterations_few() -> None:
+    spec = varied(BASE, model="implicit-mamba2", identity_probability=0.9, iterations=20)
+    phases: list[Any] = spec.phase_specs()
+    assert [phase.data.identity_probability for phase in phases] == [0.9] * 4
+    assert [phase.model.stopping.max_iterations for phase in phases] == [16, 20, 20, 20]
+    steps: Any = varied("word_problem_s3", model="implicit-mamba2", iterations=4).phase_specs()
+    assert steps[0].model.gradient.steps == 4
+    assert steps[1].model.gradient.steps == 4  # of phantom: no iterations of the search
+    assert steps[1].model.stopping.max_iterations == 4
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mamba2", "mamba", "gpt_neox"])
+def test_baselines_of_transformers_have_the_models_sizes(architecture: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    spec: Any = varied(BASE, model=f"transformers:{architecture}", layers=2, group="A4")
+    assert (spec.model.config["hidden_size"], spec.model.config["num_hidden_layers"]) == (64, 2)
+    assert spec.model.vocab_size == 12
+    assert spec.model.parameter_total() > 10_000
+
+
+@pytest.mark.parametrize("group", ["S3", "A4", "A5", "S5", "Z7", "A5xZ2", "Z2xZ3"])
+def test_groups_and_products_are_data(group: str) -> None:
+    for model in ("implicit-mamba2", "mamba2"):
+        spec: Any = varied(BASE, model=model, group=group)
+        assert spec.data.group == group
+        assert spec.model.vocab_size == spec.data.vocab_size
+
+
+def test_what_cannot_be_compared_is_refused() -> None:
+    with pytest.raises(ValueError, match="model 'mamba3' is not known; did you mean 'mamba2'"):
+        require_model("mamba3")
+    with pytest.raises(
+        ValueError, match="llama_130m is a run on data of kind 'tokens'; give one on a word_problem"
+    ):
+        varied("llama_130m", model="mamba2")
+    with pytest.raises(ValueError, match="group 'B5' is not known"):
+        varied(BASE, model="mamba2", group="B5")
+    with pytest.raises(ValueError, match="length"):
+        varied(BASE, model="mamba2", length=0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"groups": ["Q8"]}, "group 'Q8' is not known"),
+        ({"groups": []}, "groups are none; give one or more"),
+        ({"models": ["rnn"]}, "model 'rnn' is not known"),
+        ({"lengths": [0]}, "lengths: 0 is too small; give numbers from 1 up"),
+        ({"test_lengths": [0]}, "test_lengths: 0 is too small"),
+        ({"iterations": [0]}, "iterations: 0 is too small"),
+        ({"layers": [-1]}, "layers: -1 is too small"),
+        ({"test_p": [1.5]}, "p = 1.5 is no probability; give numbers from 0 to 1"),
+        ({"train_p": -0.1}, "p = -0.1 is no probability"),
+        ({"threshold": 0.0}, "threshold is 0; give an accuracy above 0, at most 1"),
+        ({"sequences": 0}, "sequences is 0; give 1 or more"),
+    ],
+)
+def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        changed(SETTINGS["layers", "laptop"], changes)
+
+
+@pytest.mark.parametrize("named", SETTINGS, ids="-".join)
+def test_the_settings_are_in_range(named: tuple[str, str]) -> None:
+    SETTINGS[named].require()

@@ -1,0 +1,160 @@
+"""Word problems: Figure 1, the least layers that solve each length, and Figure 3, rare hard tokens.
+
+M. Schöne et al., "Implicit Language Models are RNNs", ICML 2025. Accuracy is read where the search has
+converged, over the last tokens of each sequence, with residuals and the share that converged beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from trainer.data import groups as algebra
+from trainer.experiments.word_problem_specs import require_model
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What a study varies, and what it keeps.
+
+    ``spec`` is the run that is varied; ``models``, ``layers`` (of explicit ones; an implicit model has one),
+    ``threshold`` (the accuracy that counts as solved) belong to Figure 1, ``iterations`` (of training) to
+    Figure 3. ``lengths`` and ``train_p`` are of training (None: as the spec's phases say), ``test_lengths``
+    multiples of the training length, ``test_p`` identity probabilities.
+    """
+
+    spec: str
+    groups: tuple[str, ...]
+    models: tuple[str, ...] = ("implicit-mamba2",)
+    layers: tuple[int, ...] = (1,)
+    lengths: tuple[int, ...]
+    threshold: float = 0.9
+    iterations: tuple[int, ...] = (32,)
+    train_p: float | None = None
+    test_p: tuple[float, ...] = (0.5, 0.0)
+    test_lengths: tuple[int, ...] = (1, 4)
+    sequences: int
+    seeds: tuple[int, ...] = (0,)
+
+    def require(self) -> None:
+        """Refuse what is out of range.
+
+        Raises:
+            ValueError: says what, and what to give.
+
+        """
+        for name in (
+            "groups",
+            "models",
+            "layers",
+            "lengths",
+            "iterations",
+            "test_p",
+            "test_lengths",
+            "seeds",
+        ):
+            if not getattr(self, name):
+                raise ValueError(f"{name} are none; give one or more")
+        for name in ("layers", "lengths", "iterations", "test_lengths"):
+            for value in getattr(self, name):
+                if value < 1:
+                    raise ValueError(f"{name}: {value} is too small; give numbers from 1 up")
+        if self.sequences < 1:
+            raise ValueError(f"sequences is {self.sequences}; give 1 or more")
+        for p in (*self.test_p, *(() if self.train_p is None else (self.train_p,))):
+            if not 0 <= p <= 1:
+                raise ValueError(f"p = {p:g} is no probability; give numbers from 0 to 1")
+        if not (math.isfinite(self.threshold) and 0 < self.threshold <= 1):
+            raise ValueError(f"threshold is {self.threshold:g}; give an accuracy above 0, at most 1")
+        for group in self.groups:
+            algebra.group_order(group)
+        for model in self.models:
+            require_model(model)
+
+
+SETTINGS: dict[tuple[str, str], Settings] = {
+    ("layers", "laptop"): Settings(
+        spec="word_problem_s3_curriculum",
+        groups=("S3",),
+        models=("implicit-mamba2", "mamba2", "llama"),
+        layers=(1, 2),
+        lengths=(4, 8, 16),
+        sequences=128,
+    ),
+    ("layers", "gpu"): Settings(
+        spec="word_problem_a5",
+        groups=("A5", "S5"),
+        models=("implicit-mamba2", "mamba2", "implicit-llama", "llama"),
+        layers=(1, 2, 4, 8, 16),
+        lengths=(4, 8, 16, 32, 64),
+        sequences=1024,
+    ),
+    ("hard-tokens", "laptop"): Settings(
+        spec="word_problem_s3_curriculum",
+        groups=("S3",),
+        lengths=(32,),
+        iterations=(1, 4, 16),
+        train_p=0.9,
+        test_p=(0.9, 0.5, 0.0),
+        test_lengths=(1, 2),
+        sequences=64,
+    ),
+    ("hard-tokens", "gpu"): Settings(
+        spec="word_problem_a5_256",
+        groups=("A5",),
+        lengths=(256,),
+        iterations=(1, 2, 4, 8, 16, 32),
+        train_p=0.9,
+        test_p=(0.9, 0.5, 0.0),
+        sequences=256,
+    ),
+}
+
+
+def run(
+    folder: Path,
+    *,
+    study: str = "layers",
+    setting: str = "laptop",
+    device: str = "auto",
+    overrides: Sequence[str] = (),
+    **changes: Any,
+) -> str:
+    """Train and test what a study compares, write ``word_problem.json`` and ``.png``, return a summary.
+
+    Args:
+        folder: made where it is missing. The runs are in its folder ``runs``; those that are finished there
+            are read, not trained again, so that an interrupted study is gone on with by the same command.
+        study: ``layers`` or ``hard-tokens``.
+        setting: ``laptop`` (minutes) or ``gpu``.
+        device: name of the device.
+        overrides: changes to every run's spec.
+        changes: fields of :class:`Settings`; None: the setting's.
+
+    Raises:
+        ValueError: no such study or setting, or values out of range.
+
+    """
+    if (study, setting) not in SETTINGS:
+        known = ", ".join(f"{one} {other}" for one, other in SETTINGS)
+        raise ValueError(f"no study {study!r} in the setting {setting!r}; there are {known}")
+    settings = changed(SETTINGS[study, setting], changes)
+    if study == "layers":
+        from trainer.experiments.word_problem_layers import carry_out
+    else:
+        from trainer.experiments.word_problem_hard_tokens import carry_out
+    return carry_out(folder, settings, device=device, overrides=overrides)
+
+
+def changed(settings: Settings, changes: dict[str, Any]) -> Settings:
+    """Return the settings with those changes that are not None, checked."""
+    given = {name: value for name, value in changes.items() if value is not None}
+    if unknown := sorted(set(given) - {field.name for field in fields(Settings)}):
+        raise ValueError(f"settings {', '.join(unknown)} are not known")
+    fitting: dict[str, Any] = {n: tuple(v) if isinstance(v, list) else v for n, v in given.items()}
+    made = replace(settings, **fitting)
+    made.require()
+    return made

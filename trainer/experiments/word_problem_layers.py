@@ -1,0 +1,232 @@
+"""Figure 1: the least layers that solve the word problem of each length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trainer.experiments.drawing import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure, write_picture
+from trainer.experiments.runs import Finished, train
+from trainer.experiments.word_problem import Settings
+from trainer.experiments.word_problem_specs import IMPLICIT, varied
+from trainer.files import write_json
+
+COLORS = {"implicit-mamba2": BLUE, "mamba2": ORANGE, "implicit-llama": GREEN, "llama": GREY}
+
+
+def carry_out(folder: Path, settings: Settings, *, device: str, overrides: Sequence[str] = ()) -> str:
+    """Look for the least layers of each model and length, write the figures and the picture.
+
+    Layers are tried from the fewest up, beginning with those that a shorter length took; a length that no
+    number of them solves ends the search of that model, and longer ones are not tried. With several seeds a
+    number of layers solves a length if it does so with one of them: the paper asks what can be learned.
+    """
+    rows: list[dict[str, Any]] = []
+    trained: list[dict[str, Any]] = []
+    for group in settings.groups:
+        for model in settings.models:
+            candidates = (1,) if model in IMPLICIT else tuple(sorted(settings.layers))
+            for length in sorted(settings.lengths):
+                least = None
+                for layers in candidates:
+                    found = _solve(
+                        folder, settings, group, model, layers, length, device=device, overrides=overrides
+                    )
+                    trained += found
+                    if max(row["accuracy_last"] for row in found) >= settings.threshold:
+                        least = layers
+                        break
+                rows.append({"group": group, "model": model, "length": length, "least_layers": least})
+                if least is None:
+                    break
+                candidates = tuple(n for n in candidates if n >= least)
+    chance = {row["group"]: row.pop("chance") for row in trained}
+    written = {
+        "experiment": "word-problem",
+        "study": "layers",
+        "settings": {**asdict(settings), "overrides": list(overrides)},
+        "chance": chance,
+        "least_layers": rows,
+        "runs": trained,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "word_problem.json", written)
+    draw(written, folder / "word_problem.png")
+    return "\n".join(
+        [table(written), f"written: {folder / 'word_problem.json'}, {folder / 'word_problem.png'}"]
+    )
+
+
+def _solve(
+    folder: Path,
+    settings: Settings,
+    group: str,
+    model: str,
+    layers: int,
+    length: int,
+    *,
+    device: str,
+    overrides: Sequence[str],
+) -> list[dict[str, Any]]:
+    """Train one number of layers at one length, with seeds until one solves it."""
+    found: list[dict[str, Any]] = []
+    for seed in settings.seeds:
+        spec = varied(
+            settings.spec,
+            model=model,
+            layers=layers,
+            group=group,
+            length=length,
+            identity_probability=settings.train_p,
+            seed=seed,
+            evaluation={
+                "lengths": [times * length for times in settings.test_lengths],
+                "identity_probabilities": list(settings.test_p),
+                "sequences": settings.sequences,
+                "last_tokens": min(10, length),
+            },
+            overrides=overrides,
+        )
+        name = f"{group}-{model.replace(':', '-')}-{layers}-L{length}-seed{seed}"
+        finished = train(spec, folder / "runs" / name, name=name, device=device)
+        found.append(summed_up(finished, group=group, model=model, layers=layers, length=length))
+        if found[-1]["accuracy_last"] >= settings.threshold:
+            break
+    return found
+
+
+def summed_up(finished: Finished, *, group: str, model: str, layers: int, length: int) -> dict[str, Any]:
+    """Return what one run came to; ``accuracy_last`` is at its training length and the first p tested."""
+    kept = (
+        "identity_probability",
+        "length",
+        "accuracy_last",
+        "accuracy",
+        "loss",
+        "iterations",
+        "iterations_max",
+        "residual",
+        "residual_max",
+        "non_converged",
+        "diverged",
+        "token_converged",
+    )
+    tests = [{key: row[key] for key in kept} for row in finished.summary["evaluation"]]
+    first = tests[0]["identity_probability"]
+    own = [row for row in tests if row["length"] == length] or tests
+    summary = finished.summary
+    return {
+        "group": group,
+        "model": model,
+        "layers": layers,
+        "length": length,
+        "seed": summary["seed"],
+        "parameters": summary["parameters"],
+        "steps": summary["steps"],
+        "tokens": summary["tokens"],
+        "seconds": summary["seconds"],
+        "device": summary["device"],
+        "chance": summary["chance"],
+        "accuracy_last": next(row for row in own if row["identity_probability"] == first)["accuracy_last"],
+        "tests": tests,
+    }
+
+
+def table(written: dict[str, Any]) -> str:
+    """Return the figures as aligned text."""
+    lines = ["group  model               layers  length  seed  p     at    last tokens  residual  converged"]
+    for row in written["runs"]:
+        for test in row["tests"]:
+            found = "       -          -"
+            if test["residual"] is not None:
+                found = f"{test['residual']:8.1e}  {1 - test['non_converged']:9.1%}"
+            lines.append(
+                f"{row['group']:<5}  {row['model']:<18}  {row['layers']:6d}  {row['length']:6d}  "
+                f"{row['seed']:4d}  {test['identity_probability']:<4g}  {test['length']:4d}  "
+                f"{test['accuracy_last']:11.2%}  {found}"
+            )
+    lines.append(f"least layers for {written['settings']['threshold']:.0%}:")
+    for row in written["least_layers"]:
+        least = "none of those tried" if row["least_layers"] is None else str(row["least_layers"])
+        lines.append(f"  {row['group']} {row['model']}, length {row['length']}: {least}")
+    return "\n".join(lines)
+
+
+def draw(written: dict[str, Any], path: Path) -> None:
+    """Draw the least layers against length, and accuracy at the training length and beyond, a row a group."""
+    settings = written["settings"]
+    groups, models = settings["groups"], settings["models"]
+    figure = new_figure(
+        width=12.5, height=4.4 * len(groups), title="Word problems: layers, lengths, and lengths never seen"
+    )
+    panels = figure.subplots(len(groups), 2, squeeze=False)
+    lengths = sorted(settings["lengths"])
+    for (least, accuracy), group in zip(panels, groups, strict=True):
+        top = max(settings["layers"])
+        for index, model in enumerate(models):
+            color = COLORS.get(model, DARK)
+            shift = 1 + 0.03 * (index - (len(models) - 1) / 2)  # lines that coincide stay visible
+            of_model = [r for r in written["least_layers"] if (r["group"], r["model"]) == (group, model)]
+            solved = [(r["length"], r["least_layers"]) for r in of_model if r["least_layers"] is not None]
+            failed = [r["length"] for r in of_model if r["least_layers"] is None]
+            least.plot([x for x, _ in solved], [y * shift for _, y in solved], "o-", color=color, label=model)
+            least.plot(failed, [2 * top * shift] * len(failed), "x", color=color, markersize=9)
+            best = _best(written["runs"], group, model)
+            for p, style in zip(settings["test_p"], ("o-", "s--", "^:", "v-."), strict=False):
+                for times, fill in zip(settings["test_lengths"], ("full", "none", "none"), strict=False):
+                    points = [
+                        (row["length"], test["accuracy_last"])
+                        for row in best
+                        for test in row["tests"]
+                        if test["identity_probability"] == p and test["length"] == times * row["length"]
+                    ]
+                    accuracy.plot(
+                        [x for x, _ in points],
+                        [100 * y for _, y in points],
+                        style,
+                        fillstyle=fill,
+                        color=color,
+                        linewidth=1.2,
+                        label=f"{model}, p {p:g}, {times}x",
+                    )
+        least.set_xscale("log", base=2)
+        least.set_yscale("log", base=2)
+        least.set_xticks(lengths, [str(n) for n in lengths])
+        ticks = sorted(settings["layers"])
+        least.set_yticks([*ticks, 2 * top], [*map(str, ticks), "not\nsolved"])
+        least.set_ylim(0.8, 2.4 * top)
+        least.minorticks_off()
+        least.legend(frameon=False, fontsize=9)
+        finish(
+            least,
+            title=f"{group}: least layers for {settings['threshold']:.0%}",
+            x="training length",
+            y="layers",
+        )
+        accuracy.set_xscale("log", base=2)
+        accuracy.set_xticks(lengths, [str(n) for n in lengths])
+        accuracy.minorticks_off()
+        if written["chance"][group] is not None:
+            accuracy.axhline(100 * written["chance"][group], color="#9aa5b1", linestyle=":", linewidth=1)
+        accuracy.set_ylim(-3, 103)
+        accuracy.legend(frameon=False, fontsize=7.5, ncols=max(1, len(models) // 2), loc="center left")
+        finish(
+            accuracy,
+            title=f"{group}: accuracy of the best number of layers, at convergence",
+            x="training length",
+            y="% of the last tokens",
+        )
+    write_picture(figure, path)
+
+
+def _best(runs: Sequence[dict[str, Any]], group: str, model: str) -> list[dict[str, Any]]:
+    """Return, for each length, the run with the highest accuracy there."""
+    best: dict[int, dict[str, Any]] = {}
+    for row in runs:
+        if (row["group"], row["model"]) != (group, model):
+            continue
+        if row["length"] not in best or row["accuracy_last"] > best[row["length"]]["accuracy_last"]:
+            best[row["length"]] = row
+    return [best[length] for length in sorted(best)]

@@ -1,0 +1,170 @@
+"""Word problems: the runs that the experiments compare, made from one spec. Imports no torch.
+
+A *model* has a name: ``implicit-mamba2``, ``mamba2``, ``implicit-llama``, ``llama``, or ``transformers:`` and
+a model type by transformers' name. All of them have the width of the spec's model, see the same data in the
+same order, and keep its phases as far as those are about data and training; how to search only an implicit
+model is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from implicit_blocks.specs import ExplicitLMSpec, merge
+from implicit_blocks.specs.errors import explain
+from implicit_blocks.specs.loading import resolve
+from implicit_blocks.specs.overrides import apply_overrides
+from implicit_blocks.specs.tree import Section
+from implicit_blocks.suggestions import did_you_mean
+from trainer.spec import RunSpec, WordProblemSpec
+
+IMPLICIT = ("implicit-mamba2", "implicit-llama")
+NATIVE = ("implicit-mamba2", "mamba2", "implicit-llama", "llama")
+BASELINE = "transformers:"
+
+
+def require_model(name: str) -> None:
+    """Refuse a model of no known name.
+
+    Raises:
+        ValueError: names what there is.
+
+    """
+    if name in NATIVE or (name.startswith(BASELINE) and name != BASELINE):
+        return
+    raise ValueError(f"model {name!r} is not known; {did_you_mean(name, NATIVE)}, or give {BASELINE}NAME")
+
+
+def varied(
+    base: str,
+    *,
+    model: str,
+    layers: int = 1,
+    group: str | None = None,
+    length: int | None = None,
+    identity_probability: float | None = None,
+    iterations: int | None = None,
+    seed: int = 0,
+    evaluation: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+) -> RunSpec:
+    """Return the spec of one run.
+
+    Args:
+        base: name or path of the spec that is varied.
+        model: see above.
+        layers: of the model.
+        group: of the word problem; None: the spec's, and so for the following.
+        length: of the training sequences. Phases with longer ones are cut to it.
+        identity_probability: of training, in all phases.
+        iterations: of the search, at most, in all phases. Unrolled phases take at most as many steps.
+        seed: of the run.
+        evaluation: changes to that section.
+        overrides: further changes, ``path.to.key=value``, made last.
+
+    Raises:
+        ValueError: an unknown model, a spec that is no word problem's, or settings that don't fit.
+
+    """
+    require_model(model)
+    tree = resolve(base)
+    try:
+        given = RunSpec.model_validate(tree)
+    except ValidationError as error:
+        raise explain(error, tree, source=base) from None
+    if not isinstance(given.data, WordProblemSpec):
+        raise ValueError(f"{base} is a run on data of kind {given.data.kind!r}; give one on a word_problem")
+    data = _without_none(group=group, length=length, identity_probability=identity_probability)
+    tree = merge(
+        tree,
+        {
+            "data": data,
+            "training": {"seed": seed},
+            "evaluation": dict(evaluation or {}),
+        },
+    )
+    tree["model"] = _model(tree["model"], model, layers=layers, width=given.model.d_model)  # type: ignore[attr-defined]  # both kinds of spec have it
+    tree["phases"] = [
+        _phase(phase, implicit=model in IMPLICIT, data=data, iterations=iterations)
+        for phase in tree.get("phases", [])
+    ]
+    if model in IMPLICIT and iterations is not None:
+        tree["model"] = merge(tree["model"], {"stopping": {"max_iterations": iterations}})
+    if not tree["phases"]:
+        del tree["phases"]
+    tree = apply_overrides(Section(tree), overrides)
+    try:
+        return RunSpec.model_validate(tree)
+    except ValidationError as error:
+        raise explain(error, tree, source=base) from None
+
+
+def _model(own: Mapping[str, Any], name: str, *, layers: int, width: int) -> dict[str, Any]:
+    """Return the `model` section of a named model."""
+    if name.startswith(BASELINE):
+        return {"kind": "transformers", **_baseline(name.removeprefix(BASELINE), own, layers, width)}
+    changes: dict[str, Any] = {"n_layers": layers}
+    if name.endswith("llama"):
+        changes["mixer"] = {"kind": "attention", "n_heads": max(1, width // 64)}
+        changes["mlp"] = {"kind": "swiglu", "d_hidden": int(2 / 3 * 4 * width)}
+    made: dict[str, Any] = merge(own, changes)
+    if name in IMPLICIT:
+        return made
+    kept = {key: value for key, value in made.items() if key in ExplicitLMSpec.model_fields}
+    return {**kept, "kind": "explicit_lm"}
+
+
+def _baseline(architecture: str, own: Mapping[str, Any], layers: int, width: int) -> dict[str, Any]:
+    """Return a baseline's architecture and configuration, of the sizes of the spec's model."""
+    mixer = own.get("mixer", {})
+    expand, head, state = mixer.get("expand", 2), mixer.get("head_dim", 64), mixer.get("d_state", 128)
+    heads = max(1, width // 64)
+    known: dict[str, dict[str, Any]] = {
+        "llama": {
+            "intermediate_size": int(2 / 3 * 4 * width),
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+        },
+        "mamba2": {
+            "state_size": state,
+            "expand": expand,
+            "head_dim": head,
+            "num_heads": expand * width // head,
+            "n_groups": 1,
+            "chunk_size": 32,
+        },
+        "mamba": {"state_size": 16, "expand": expand},
+        "gpt_neox": {"intermediate_size": 4 * width, "num_attention_heads": heads},
+    }
+    config = {"hidden_size": width, "num_hidden_layers": layers, **known.get(architecture, {})}
+    vocabulary = {"vocab_size": own["vocab_size"]} if "vocab_size" in own else {}
+    return {"architecture": architecture, "config": config, **vocabulary}
+
+
+def _phase(
+    phase: Mapping[str, Any], *, implicit: bool, data: Mapping[str, Any], iterations: int | None
+) -> dict[str, Any]:
+    """Return a phase for another model, other data, or fewer iterations."""
+    changed = {key: value for key, value in phase.items() if key != "model" or implicit}
+    own = dict(phase.get("data", {}))
+    if "length" in own and "length" in data:
+        own["length"] = min(own["length"], data["length"])
+    if "identity_probability" in data:
+        own.pop("identity_probability", None)
+    if own or "data" in changed:
+        changed["data"] = own
+    if implicit and iterations is not None and "model" in changed:
+        model = dict(changed["model"])
+        for section, key in (("stopping", "max_iterations"), ("gradient", "steps")):
+            inner = dict(model.get(section, {}))
+            if key in inner and (section == "stopping" or inner.get("kind") == "unrolled"):
+                model[section] = {**inner, key: min(inner[key], iterations)}
+        changed["model"] = model
+    return changed
+
+
+def _without_none(**values: Any) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if value is not None}
