@@ -82,6 +82,8 @@ SETTINGS: dict[tuple[str, str], Settings] = {
         models=("implicit-mamba2", "mamba2", "llama"),
         layers=(1, 2),
         lengths=(4, 8, 16),
+        train_p=0.0,
+        test_p=(0.0, 0.5),
         sequences=128,
     ),
     ("layers", "gpu"): Settings(
@@ -90,6 +92,8 @@ SETTINGS: dict[tuple[str, str], Settings] = {
         models=("implicit-mamba2", "mamba2", "implicit-llama", "llama"),
         layers=(1, 2, 4, 8, 16),
         lengths=(4, 8, 16, 32, 64),
+        train_p=0.0,
+        test_p=(0.0, 0.5),
         sequences=1024,
     ),
     ("hard-tokens", "laptop"): Settings(

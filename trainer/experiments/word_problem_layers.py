@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.experiments.drawing import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure, write_picture
 from trainer.experiments.runs import Finished, train
 from trainer.experiments.word_problem import Settings
 from trainer.experiments.word_problem_specs import IMPLICIT, varied
 from trainer.files import write_json
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLORS = {"implicit-mamba2": BLUE, "mamba2": ORANGE, "implicit-llama": GREEN, "llama": GREY}
 
@@ -155,70 +158,75 @@ def table(written: dict[str, Any]) -> str:
 
 
 def draw(written: dict[str, Any], path: Path) -> None:
-    """Draw the least layers against length, and accuracy at the training length and beyond, a row a group."""
+    """Draw the least layers against length, and for each p the accuracy there and beyond, a row a group."""
     settings = written["settings"]
-    groups, models = settings["groups"], settings["models"]
+    groups, tested = settings["groups"], settings["test_p"]
     figure = new_figure(
-        width=12.5, height=4.4 * len(groups), title="Word problems: layers, lengths, and lengths never seen"
+        width=5.4 * (1 + len(tested)),
+        height=4.4 * len(groups),
+        title="Word problems: layers, lengths, and lengths never seen",
     )
-    panels = figure.subplots(len(groups), 2, squeeze=False)
-    lengths = sorted(settings["lengths"])
-    for (least, accuracy), group in zip(panels, groups, strict=True):
-        top = max(settings["layers"])
-        for index, model in enumerate(models):
-            color = COLORS.get(model, DARK)
-            shift = 1 + 0.03 * (index - (len(models) - 1) / 2)  # lines that coincide stay visible
-            of_model = [r for r in written["least_layers"] if (r["group"], r["model"]) == (group, model)]
-            solved = [(r["length"], r["least_layers"]) for r in of_model if r["least_layers"] is not None]
-            failed = [r["length"] for r in of_model if r["least_layers"] is None]
-            least.plot([x for x, _ in solved], [y * shift for _, y in solved], "o-", color=color, label=model)
-            least.plot(failed, [2 * top * shift] * len(failed), "x", color=color, markersize=9)
-            best = _best(written["runs"], group, model)
-            for p, style in zip(settings["test_p"], ("o-", "s--", "^:", "v-."), strict=False):
-                for times, fill in zip(settings["test_lengths"], ("full", "none", "none"), strict=False):
-                    points = [
-                        (row["length"], test["accuracy_last"])
-                        for row in best
-                        for test in row["tests"]
-                        if test["identity_probability"] == p and test["length"] == times * row["length"]
-                    ]
-                    accuracy.plot(
-                        [x for x, _ in points],
-                        [100 * y for _, y in points],
-                        style,
-                        fillstyle=fill,
-                        color=color,
-                        linewidth=1.2,
-                        label=f"{model}, p {p:g}, {times}x",
-                    )
-        least.set_xscale("log", base=2)
-        least.set_yscale("log", base=2)
-        least.set_xticks(lengths, [str(n) for n in lengths])
-        ticks = sorted(settings["layers"])
-        least.set_yticks([*ticks, 2 * top], [*map(str, ticks), "not\nsolved"])
-        least.set_ylim(0.8, 2.4 * top)
-        least.minorticks_off()
-        least.legend(frameon=False, fontsize=9)
-        finish(
-            least,
-            title=f"{group}: least layers for {settings['threshold']:.0%}",
-            x="training length",
-            y="layers",
-        )
-        accuracy.set_xscale("log", base=2)
-        accuracy.set_xticks(lengths, [str(n) for n in lengths])
-        accuracy.minorticks_off()
-        if written["chance"][group] is not None:
-            accuracy.axhline(100 * written["chance"][group], color="#9aa5b1", linestyle=":", linewidth=1)
-        accuracy.set_ylim(-3, 103)
-        accuracy.legend(frameon=False, fontsize=7.5, ncols=max(1, len(models) // 2), loc="center left")
-        finish(
-            accuracy,
-            title=f"{group}: accuracy of the best number of layers, at convergence",
-            x="training length",
-            y="% of the last tokens",
-        )
+    panels = figure.subplots(len(groups), 1 + len(tested), squeeze=False)
+    for (least, *accuracies), group in zip(panels, groups, strict=True):
+        _draw_least(written, least, group)
+        for axes, p in zip(accuracies, tested, strict=True):
+            _draw_accuracy(written, axes, group, p)
+        for axes in (least, *accuracies):
+            lengths = sorted(settings["lengths"])
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(lengths, [str(n) for n in lengths])
+            axes.minorticks_off()
     write_picture(figure, path)
+
+
+def _draw_least(written: dict[str, Any], axes: Axes, group: str) -> None:
+    settings = written["settings"]
+    models, top = settings["models"], max(settings["layers"])
+    for index, model in enumerate(models):
+        color = COLORS.get(model, DARK)
+        shift = 1 + 0.04 * (index - (len(models) - 1) / 2)  # lines that coincide stay visible
+        rows = [row for row in written["least_layers"] if (row["group"], row["model"]) == (group, model)]
+        solved = [(row["length"], row["least_layers"]) for row in rows if row["least_layers"] is not None]
+        failed = [row["length"] for row in rows if row["least_layers"] is None]
+        axes.plot([x for x, _ in solved], [y * shift for _, y in solved], "o-", color=color, label=model)
+        axes.plot(failed, [2 * top * shift] * len(failed), "x", color=color, markersize=9)
+    ticks = sorted(settings["layers"])
+    axes.set_yscale("log", base=2)
+    axes.set_yticks([*ticks, 2 * top], [*map(str, ticks), "not\nsolved"])
+    axes.set_ylim(0.8, 2.4 * top)
+    axes.legend(frameon=False, fontsize=9, loc="center right")
+    finish(
+        axes, title=f"{group}: least layers for {settings['threshold']:.0%}", x="training length", y="layers"
+    )
+
+
+def _draw_accuracy(written: dict[str, Any], axes: Axes, group: str, p: float) -> None:
+    settings = written["settings"]
+    styles = list(
+        zip(settings["test_lengths"], (("o-", "full"), ("s--", "none"), ("^:", "none")), strict=False)
+    )
+    for model in settings["models"]:
+        for times, (style, fill) in styles:
+            points = [
+                (row["length"], test["accuracy_last"])
+                for row in _best(written["runs"], group, model)
+                for test in row["tests"]
+                if test["identity_probability"] == p and test["length"] == times * row["length"]
+            ]
+            xs, ys = [x for x, _ in points], [100 * y for _, y in points]
+            axes.plot(xs, ys, style, fillstyle=fill, color=COLORS.get(model, DARK), linewidth=1.4)
+    for times, (style, fill) in styles:
+        axes.plot([], [], style, fillstyle=fill, color=DARK, label=f"at {times}x the training length")
+    if written["chance"][group] is not None:
+        axes.axhline(100 * written["chance"][group], color="#9aa5b1", linestyle=":", linewidth=1)
+    axes.set_ylim(-3, 103)
+    axes.legend(frameon=False, fontsize=9, loc="center right")
+    finish(
+        axes,
+        title=f"{group}, p {p:g}: accuracy with the best layers",
+        x="training length",
+        y="% of the last tokens, at convergence",
+    )
 
 
 def _best(runs: Sequence[dict[str, Any]], group: str, model: str) -> list[dict[str, Any]]:
