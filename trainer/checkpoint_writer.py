@@ -33,7 +33,7 @@ from trainer.checkpoint_folder import (
 )
 from trainer.checkpoint_staging import Staging, own_share
 from trainer.distributed import Ranks
-from trainer.errors import FailedSaveError
+from trainer.errors import FailedSaveError, LostPeerError, PeerError
 from trainer.files import digest, fsync_path, read_json, sha256_of, write_json
 from trainer.optimizers import optimizer_state
 from trainer.rng import random_state
@@ -122,6 +122,7 @@ class Checkpointer:
         Raises:
             FailedSaveError: about the one before, and this one isn't begun then; or there is no folder to
                 begin in.
+            LostPeerError: another process is gone.
 
         """
         self.wait()
@@ -130,7 +131,7 @@ class Checkpointer:
         self._step = progress.step
         try:
             self._ranks.on_main(self._make_room)
-        except (OSError, RuntimeError) as error:  # the latter where another rank tells
+        except (OSError, RuntimeError) as error:
             raise self._failure(error) from error
         tensors, aliases = named_tensors(self._model)
         of_optimizer, values = optimizer_state(self._optimizer, self._model)
@@ -177,6 +178,7 @@ class Checkpointer:
 
         Raises:
             FailedSaveError: it could not be written; what was written of it is removed.
+            LostPeerError: another process was gone before all had written.
 
         """
         future, self._future = self._future, None
@@ -204,9 +206,14 @@ class Checkpointer:
         """Whether the save in flight has ended badly, as far as this process knows; doesn't wait."""
         return self._future is not None and self._future.done() and self._future.exception() is not None
 
-    def _failure(self, error: BaseException) -> FailedSaveError:
-        kept = list_checkpoints(self.folder)
-        return FailedSaveError(step=self._step, reason=self._reason(error), kept=kept[-1] if kept else None)
+    def _failure(self, error: BaseException) -> FailedSaveError | LostPeerError:
+        every = list_checkpoints(self.folder)
+        kept = every[-1] if every else None
+        # What a process fails at itself is told to all of them; else telling is what failed.
+        told = isinstance(error, CheckpointException | OSError | PeerError)
+        if isinstance(error, RuntimeError) and not told and not self._ranks.alone:
+            return LostPeerError(step=self._step, reason=str(error), kept=kept)
+        return FailedSaveError(step=self._step, reason=self._reason(error), kept=kept)
 
     def _reason(self, error: BaseException) -> str:
         if not isinstance(error, CheckpointException):

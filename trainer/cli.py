@@ -1,9 +1,9 @@
 """The command line: ``python -m trainer --spec zoo/word_problem_s3.yaml [path.to.key=value …] …``.
 
-Exit codes: 0 done; 2 the request can't be carried out (said in a sentence); 3 the loss stopped being a
-number; 4 a checkpoint or the metrics could not be written; 75 stopped by SIGTERM or SIGUSR1, 130 by SIGINT
-(Ctrl-C): the run is saved and goes on by ``--resume``. So a job script may put a job that ends with 75 back
-into the queue.
+Exit codes: 0 done; 1 a mistake in the program, or another process of the run is gone; 2 the request can't be
+carried out (said in a sentence); 3 the loss stopped being a number; 4 a checkpoint or the metrics could not
+be written; 75 stopped by SIGTERM or SIGUSR1, 130 by SIGINT (Ctrl-C): the run is saved and goes on by
+``--resume``. So a job script may put a job that ends with 75 back into the queue.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from trainer.errors import (
     DataError,
     FailedRecordError,
     FailedSaveError,
+    LostPeerError,
     NonFiniteLossError,
     PeerError,
 )
 from trainer.spec import RunSpec
 
+LOST = 1
 REFUSED = 2
 NOT_FINITE = 3
 NOT_SAVED = 4
@@ -138,6 +140,8 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         kept = run.loop.last_checkpoint
         where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
         return _refuse(f"{error}; {where}", NOT_FINITE if isinstance(error, NonFiniteLossError) else REFUSED)
+    except LostPeerError as error:
+        return _refuse(str(error), LOST)
     except (PeerError, ContractError) as error:
         return _refuse(str(error), REFUSED)
     except (FailedSaveError, FailedRecordError) as error:
@@ -158,7 +162,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}"
         )
         asked = options.stop_at is not None and run.loop.progress.step >= options.stop_at
-        if asked:
+        if asked and run.loop.stopped_by is None:
             return 0
         return INTERRUPTED if run.loop.stopped_by == signal.SIGINT else TO_BE_RESUMED
     if summary["stopped"] is not None:

@@ -43,6 +43,25 @@ class PeerError(RuntimeError):
     """Another process of the run failed, in its own words."""
 
 
+class LostPeerError(RuntimeError):
+    """Another process of the run was gone in the middle of a save, which takes all of them.
+
+    Attributes:
+        step: the step whose checkpoint is missing.
+        kept: the newest checkpoint there is, or None.
+
+    """
+
+    def __init__(self, *, step: int, reason: str, kept: Path | None) -> None:
+        self.step = step
+        self.kept = kept
+        before = "there is no checkpoint" if kept is None else f"the last checkpoint, {kept}, is whole"
+        super().__init__(
+            f"another process of the run was gone while the checkpoint of step {step} was saved ({reason}); "
+            f"{before}; its own output tells why it ended; go on by --resume"
+        )
+
+
 class NonFiniteLossError(RuntimeError):
     """The loss or the gradient stopped being a number; the update was not made.
 

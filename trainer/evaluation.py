@@ -31,6 +31,10 @@ _SEARCH_COLUMNS = (
 )
 
 
+class EvaluationStopped(Exception):  # noqa: N818  # asked for, no error
+    """An evaluation was stopped before its end; there is no result."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
     """A model's answers on one set.
@@ -120,12 +124,18 @@ def evaluate(
     announce: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
     equally_often: bool = False,
+    stop: Callable[[], bool] | None = None,
 ) -> list[EvaluationResult]:
     """Evaluate ``model`` on every set, in eval mode (its evaluation solver and stopping).
 
     Each of the ``ranks`` takes its share of a set, and all get the result of the whole; ``equally_often``
     has them call the model equally often, for models that communicate when they are called. ``batch_size``
-    sequences of the shortest set go through the model at once, of longer ones as many fewer.
+    sequences of the shortest set go through the model at once, of longer ones as many fewer. ``stop`` is
+    asked before every batch, equally often on all ranks, which it must give the same answer.
+
+    Raises:
+        EvaluationStopped: ``stop`` said so.
+
     """
     sets = list(sets)
     tokens_at_once = batch_size * min((evaluation_set.length for evaluation_set in sets), default=1)
@@ -147,6 +157,7 @@ def evaluate(
                     window_length=window_length,
                     ranks=ranks,
                     equally_often=equally_often,
+                    stop=stop,
                 )
             )
         return results
@@ -166,6 +177,7 @@ def _evaluate_set(
     window_length: int | None,
     ranks: Ranks,
     equally_often: bool,
+    stop: Callable[[], bool] | None,
 ) -> EvaluationResult:
     began = time.perf_counter()
     length = evaluation_set.length
@@ -175,8 +187,12 @@ def _evaluate_set(
     iterations_L = torch.zeros(length, dtype=torch.float64)
     per_sequence: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
     by_token, tokens_converged = True, 0
-    for batch, counts in _share(evaluation_set, batch_size, ranks, equally_often=equally_often):
-        batch = batch.to(device)
+    for shared, counts in _share(evaluation_set, batch_size, ranks, equally_often=equally_often):
+        if stop is not None and stop():
+            raise EvaluationStopped
+        if shared is None:
+            continue
+        batch = shared.to(device)
         labels_BL = batch.labels
         with autocast(device, precision):
             # Not the logits: at eight times the training length they would not fit into a GPU's memory.
@@ -231,16 +247,18 @@ def _evaluate_set(
 
 def _share(
     evaluation_set: EvaluationSet, batch_size: int, ranks: Ranks, *, equally_often: bool
-) -> Iterator[tuple[Batch, bool]]:
-    """Go through a rank's share of a set; with False come batches that only keep the others company."""
-    calls = 0
+) -> Iterator[tuple[Batch | None, bool]]:
+    """Go through a rank's share of a set, in as many turns as there are on every rank.
+
+    With False come turns that only keep the others company: with a batch where the model must be called.
+    """
+    turns = 0
     for batch in evaluation_set.batches(batch_size, rank=ranks.rank, world_size=ranks.world_size):
         yield batch, True
-        calls += 1
+        turns += 1
     largest_share = -(-evaluation_set.sequences // ranks.world_size)
-    if equally_often:
-        for _ in range(calls, -(-largest_share // batch_size)):
-            yield evaluation_set.source.batch(0, 1), False
+    for _ in range(turns, -(-largest_share // batch_size)):
+        yield evaluation_set.source.batch(0, 1) if equally_often else None, False
 
 
 def _ratio(correct: Tensor, scored: Tensor) -> float:

@@ -24,10 +24,18 @@ from trainer.errors import (
     DataError,
     FailedRecordError,
     FailedSaveError,
+    LostPeerError,
     NonFiniteLossError,
     PeerError,
 )
-from trainer.evaluation import EvaluationResult, adjoint_row, evaluate, search_row, table
+from trainer.evaluation import (
+    EvaluationResult,
+    EvaluationStopped,
+    adjoint_row,
+    evaluate,
+    search_row,
+    table,
+)
 from trainer.exporting import export_model
 from trainer.interrupt import Interrupt
 from trainer.metrics import epoch_row
@@ -89,6 +97,7 @@ class Loop:
         """The same, since the loop began."""
         self._model_spec: ModelSpec = spec.model
         self._phase: Phase | None = None
+        self._interrupt = Interrupt()
         self.stopped_by: int | None = None
         """The signal that ended the run, if one did."""
         self.callbacks = Callbacks() if callbacks is None else callbacks
@@ -118,14 +127,16 @@ class Loop:
     def run(self, *, stop_at: int | None = None) -> list[EvaluationResult] | None:
         """Train to the end and evaluate; return the results, or None if the run was stopped before its end.
 
-        A run that is stopped, by ``stop_at`` (a step) or by an interrupt, has saved a checkpoint. One that a
-        callback ends is finished early: saved and evaluated, too.
+        A run that is stopped, by ``stop_at`` (a step) or by a signal, has saved a checkpoint; an evaluation
+        that a signal cut short is made up for when the run is resumed. One that a callback ends is finished
+        early: saved and evaluated, too.
 
         Raises:
             NonFiniteLossError: the loss or the gradient is not a number; the last checkpoint is as it was.
             DataError: the data of a step can't be used; the same.
             CallbackError: a callback that the run needs failed; a checkpoint has been saved.
             FailedSaveError: a checkpoint can't be written, and the spec doesn't say to go on without.
+            LostPeerError: another process is gone in the middle of a save.
             FailedRecordError: the metrics can't be written, likewise.
 
         """
@@ -133,25 +144,28 @@ class Loop:
         self._began = time.perf_counter() - self.progress.seconds
         self.display.start(step=self.progress.step, total=self.total_steps)
         try:
-            with Interrupt() as interrupt:
+            finished, results = False, None
+            with Interrupt() as self._interrupt:
                 self._tell("on_start", step=self.progress.step, checkpoint=self.last_checkpoint)
-                while self.progress.step < end and not self._asked_to_stop(interrupt):
+                if self._owes_evaluation():
+                    self._enter_phase(self.progress.step - 1)
+                    self._evaluate()
+                while self.progress.step < end and not self._asked_to_stop():
                     self._one_step()
                     self._backends.update()
                     self._attend_to_save()
                 self._save()
                 self._attend_to_save(wait=True)
-            self._raise_failure()
-            self._require_records()
-            finished = self.progress.step >= self.total_steps or self.callbacks.stop_reason is not None
-            results = None
-            if finished:
-                # A run resumed at its end has not been in its last phase yet.
-                self._enter_phase(max(0, self.progress.step - 1))
-                results = self._evaluate()
-                self._backends.update()
-                if self.spec.training.export_every is not None:
-                    self._export()
+                self._raise_failure()
+                self._require_records()
+                if self.progress.step >= self.total_steps or self.callbacks.stop_reason is not None:
+                    # A run resumed at its end has not been in its last phase yet.
+                    self._enter_phase(max(0, self.progress.step - 1))
+                    results = self._evaluate()
+                    self._backends.update()
+                    finished = results is not None
+            if finished and self.spec.training.export_every is not None:
+                self._export()
             self._tell("on_end", step=self.progress.step, finished=finished)
             self._raise_failure()
             return results
@@ -240,10 +254,10 @@ class Loop:
             raise error
         self.display.say(f"WARNING: {error.what}; the batch is skipped ({self.progress.skipped + 1} so far)")
 
-    def _asked_to_stop(self, interrupt: Interrupt) -> bool:
+    def _asked_to_stop(self) -> bool:
         """Whether some rank was, by a signal, a callback, or a failed callback or save: all stop together."""
         asked = (
-            interrupt.received or 0,
+            self._interrupt.received or 0,
             self.callbacks.stop_reason is not None,
             self._failed_callback is not None,
             self._stops_at_failures and (self.checkpointer.failed or self._unwritten is not None),
@@ -254,6 +268,11 @@ class Loop:
         if by_callback and self.callbacks.stop_reason is None:
             self.callbacks.stop("a callback of another process asked for it")
         return bool(by_signal or by_callback or failed or not_saved)
+
+    def _signalled(self) -> bool:
+        """Whether a signal has come to some rank; noted on all."""
+        self.stopped_by = int(self.ranks.max([self._interrupt.received or 0])[0]) or None
+        return self.stopped_by is not None
 
     def _tell(self, event: str, **details: Any) -> None:
         try:
@@ -341,21 +360,37 @@ class Loop:
         self.display.step(self.last_row)
         self._tell("on_step", row=self.last_row)
 
-    def _evaluate(self) -> list[EvaluationResult]:
+    def _owes_evaluation(self) -> bool:
+        """Whether the run was stopped in an evaluation: at its step there is a checkpoint, but no result."""
+
+        def missing() -> bool:
+            last = self.folder.evaluations.last_row()
+            return last is None or last["step"] < self.progress.step
+
+        due = self._due(self.spec.training.evaluate_every) and 0 < self.progress.step < self.total_steps
+        return due and self.ranks.on_main(missing)
+
+    def _evaluate(self) -> list[EvaluationResult] | None:
+        """Evaluate the model, and write and show the results; None where a signal cut it short."""
         evaluation = self.spec.evaluation
-        with self.layout.gathered():
-            results = evaluate(
-                self.model,
-                self.evaluation_sets.values(),
-                device=self.device,
-                precision=self.spec.training.precision,
-                batch_size=evaluation.batch_size,
-                last_tokens=evaluation.last_tokens,
-                window_length=evaluation.window_length,
-                announce=self.display.doing,
-                ranks=self.ranks,
-                equally_often=self.layout.communicates_in_the_loop,
-            )
+        try:
+            with self.layout.gathered():
+                results = evaluate(
+                    self.model,
+                    self.evaluation_sets.values(),
+                    device=self.device,
+                    precision=self.spec.training.precision,
+                    batch_size=evaluation.batch_size,
+                    last_tokens=evaluation.last_tokens,
+                    window_length=evaluation.window_length,
+                    announce=self.display.doing,
+                    ranks=self.ranks,
+                    equally_often=self.layout.communicates_in_the_loop,
+                    stop=self._signalled,
+                )
+        except EvaluationStopped:
+            self.display.say(f"the evaluation after step {self.progress.step} was cut short by a signal")
+            return None
         self.progress = replace(self.progress, seconds=time.perf_counter() - self._began)
         for result in results if self.ranks.is_main else ():
             row = {
@@ -446,7 +481,7 @@ class Loop:
         """See a save to its end when the run ends by an error, of which it must not distract."""
         try:
             self._attend_to_save(wait=True)
-        except (FailedSaveError, CallbackError) as error:
+        except (FailedSaveError, LostPeerError, CallbackError) as error:
             self.display.say(f"WARNING: {error}")
 
     @property

@@ -57,6 +57,20 @@ def test_one_of_two_ranks_killed_it_goes_on_to_the_last_bit(tmp_path: Path, fork
     kill_and_compare(tmp_path, forks, kills=5, steps=24)
 
 
+def test_a_rank_that_dies_in_a_save_is_what_the_others_say(tmp_path: Path, forks: Any) -> None:
+    folder, log = tmp_path / "run", tmp_path / "log"
+    # Four events are its two steps, the next ones tensors that it writes.
+    codes = forks.run_ranks(
+        2, arguments(folder, "training.max_steps=2"), log=log, orders={1: {"kill_at": 10}}
+    )
+    assert codes == [1, -signal.SIGKILL]
+    said = log.read_text()
+    assert "error: another process of the run was gone while the checkpoint of step 2 was saved" in said
+    assert "there is no checkpoint" in said
+    assert "make room" not in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_twenty_kills_of_one_of_two_ranks(tmp_path: Path, forks: Any, layout: str) -> None:

@@ -189,6 +189,29 @@ def fail_on_one_rank(ranks: Ranks, spec: dict[str, Any], folder: str, what: str)
     return None if run.train() is None and what != "signal" else run.loop.progress.step
 
 
+def interrupt_evaluation(ranks: Ranks, spec: dict[str, Any], folder: str, at: int) -> Any:
+    """Send the last rank a signal while it evaluates its first batch after step ``at``."""
+    import signal
+
+    run = build(RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks)
+    calls: list[int] = []
+
+    def watch(module: Any, *_: Any) -> None:
+        if not module.training:
+            calls.append(run.loop.progress.step)
+            if run.loop.progress.step == at and calls.count(at) == 1 and ranks.rank == ranks.world_size - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    run.model.register_forward_pre_hook(watch)
+    summary = run.train()
+    return {
+        "finished": summary is not None,
+        "signal": run.loop.stopped_by,
+        "step": run.loop.progress.step,
+        "calls": calls.count(at),
+    }
+
+
 def talk(ranks: Ranks) -> Any:
     """Try what ranks can tell one another."""
     ranks.barrier()

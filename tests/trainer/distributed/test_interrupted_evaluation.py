@@ -1,0 +1,70 @@
+"""A signal during an evaluation ends it at the next batch; a resumed run makes up for what is missing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.metrics import read_metrics
+from trainer.run import build
+
+CHANGES = {
+    "training.evaluate_every": 2,
+    "training.checkpoint_every": 4,
+    "evaluation.sequences": 6,
+    "evaluation.batch_size": 1,
+}
+
+
+def left(folder: Path) -> Any:
+    """Return what a run wrote that doesn't depend on the clock."""
+    kept = ("step", "set", "loss", "accuracy", "iterations", "residual")
+    file = folder / "evaluations.jsonl"
+    rows = [{key: row.get(key) for key in kept} for row in (read_metrics(file) if file.exists() else ())]
+    return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")], rows
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.run.draw", lambda runs, path: None)
+
+
+@pytest.mark.parametrize("at", [2, 4], ids=["on the way", "at the end"])
+def test_the_next_batch_is_not_evaluated(small: Callable[..., Any], tmp_path: Path, at: int) -> None:
+    whole = build(small(CHANGES), output=tmp_path / "whole", device="cpu")
+    whole.train()
+    run = build(small(CHANGES), output=tmp_path / "run", device="cpu")
+    calls: list[int] = []
+
+    def watch(module: Any, *_: Any) -> None:
+        if not module.training:
+            calls.append(run.loop.progress.step)
+            if calls.count(at) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    run.model.register_forward_pre_hook(watch)
+    assert run.train() is None
+    assert run.loop.stopped_by == signal.SIGTERM
+    assert run.loop.progress.step == at
+    assert calls.count(at) == 3
+    assert run.model.training
+    assert (tmp_path / "run" / "checkpoints" / f"step-{at:08d}").is_dir()
+    assert {row["step"] for row in left(tmp_path / "run")[1]} == ({2} if at == 4 else set())
+
+    again = build(small(CHANGES), output=tmp_path / "run", device="cpu", resume=True)
+    assert again.train() is not None
+    assert left(tmp_path / "run") == left(tmp_path / "whole")
+
+
+def test_all_ranks_leave_it_together(small: Callable[..., Any], processes: Any, tmp_path: Path) -> None:
+    # Five sequences: the last rank has fewer batches than the first.
+    spec = small({**CHANGES, "evaluation.sequences": 5}).model_dump(mode="json")
+    found = processes("interrupt_evaluation", spec=spec, folder=str(tmp_path / "run"), at=2)
+    assert found == [{"finished": False, "signal": signal.SIGTERM, "step": 2, "calls": 1}] * 2
+    whole = processes("interrupt_evaluation", spec=spec, folder=str(tmp_path / "whole"), at=9)
+    assert [rank["finished"] for rank in whole] == [True, True]
