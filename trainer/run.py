@@ -176,7 +176,7 @@ def build(
     if not ranks.is_main:  # what is drawn while training, such as dropout, must differ between ranks
         seed_everything(training.seed + ranks.rank)
     optimizer = registry.build(training.optimizer, model=model)
-    schedule = registry.build(training.schedule, total_steps=spec.total_steps)
+    schedule = registry.build(spec.schedule_spec(), total_steps=spec.total_steps)
     if not ranks.is_main:
         display = SilentDisplay()
     display = display or make_display(

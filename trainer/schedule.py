@@ -21,21 +21,23 @@ class Schedule(ABC):
 
 class _WarmUpFields(Protocol):
     @property
-    def warmup(self) -> float | int: ...
+    def warmup(self) -> float | int | str: ...
     @property
     def final_learning_rate(self) -> float: ...
 
 
 class _SqrtFields(_WarmUpFields, Protocol):
     @property
-    def decay(self) -> float | int: ...
+    def decay(self) -> float | int | str: ...
 
 
-def steps_of(amount: float | int, total_steps: int) -> int:
+def steps_of(amount: float | int | str, total_steps: int) -> int:
     """Return ``amount`` in steps: a float below 1 is a fraction of the run, anything else is steps already.
 
-    A fraction is rounded to the nearest step; the fraction 1.0 is the whole run.
+    A fraction is rounded to the nearest step; the fraction 1.0 is the whole run. What counts tokens must have
+    been worked out (`ScheduleSpec.in_steps`).
     """
+    assert not isinstance(amount, str)
     if isinstance(amount, float) and amount <= 1.0:
         return round(amount * total_steps)
     return int(amount)

@@ -27,7 +27,7 @@ from trainer.specs.data import (
     TokensSpec,
     WordProblemSpec,
 )
-from trainer.specs.phases import Phase, PhaseSpec, plan
+from trainer.specs.phases import Phase, PhaseSpec, plan, steps_of_tokens
 from trainer.specs.training import (
     AdamWSpec,
     OptimizerSpec,
@@ -132,6 +132,15 @@ class RunSpec(BaseRunSpec):
         """Name, first step, last step (exclusive), model, training and data spec of each phase."""
         return plan(self.phases, model=self.model, training=self.training, data=self.data)
 
+    def schedule_spec(self) -> ScheduleSpec:
+        """Return the schedule with spans that count tokens worked out in steps."""
+        phases = self.phase_specs()
+
+        def steps(tokens: int, *, from_the_end: bool) -> int:
+            return steps_of_tokens(tokens, phases, from_the_end=from_the_end)
+
+        return self.training.schedule.in_steps(steps)
+
     def require_shares(self, ranks: int) -> None:
         """Refuse a number of processes that can't share every phase's batch equally.
 
@@ -172,7 +181,7 @@ class RunSpec(BaseRunSpec):
             raise refusal(message, "model", "vocab_size", value=rows)
         total_steps = self.total_steps
         try:
-            self.training.schedule.check(total_steps)
+            self.schedule_spec().check(total_steps)
         except ValueError as error:
             raise refusal(str(error), "training", "schedule", value=self.training.schedule) from None
         shortest = min(self.evaluation.at(self.data.length).lengths)

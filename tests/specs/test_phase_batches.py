@@ -130,3 +130,34 @@ def test_every_phases_batch_must_be_shared_equally() -> None:
     spec.require_shares(2)
     with pytest.raises(ValueError, match=r"phase 'late': training.batch_size 6 can't be shared equally by 4"):
         spec.require_shares(4)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "steps"),
+    [
+        ({"warmup": "2560 tokens", "decay": "5120 tokens"}, (10, 20)),
+        ({"warmup": "2561 tokens", "decay": "1 token"}, (11, 1)),
+        ({"warmup": 0.1, "decay": 7}, (0.1, 7)),
+    ],
+)
+def test_a_schedule_counts_tokens_too(schedule: Any, steps: Any) -> None:
+    spec = run(schedule={"kind": "warmup_constant_sqrt", **schedule})
+    found: Any = spec.schedule_spec()
+    assert (found.warmup, found.decay) == steps
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+
+
+def test_a_warm_up_counts_from_the_start_and_a_decay_from_the_end_whatever_the_batch() -> None:
+    # 20 steps of 256 tokens, 60 of 1024, 20 of 4096
+    phases = ({"until": 20}, {"until": 80, **batch(32)}, batch(128))
+    schedule = {"kind": "warmup_constant_sqrt", "warmup": "7168 tokens", "decay": "86016 tokens"}
+    found: Any = run(*phases, schedule=schedule).schedule_spec()
+    assert (found.warmup, found.decay) == (20 + 2, 20 + 4)
+
+
+def test_a_warm_up_of_more_tokens_than_the_run_has_is_refused() -> None:
+    message = r"a warm-up of 110 steps and a decay of 20 don't fit into 100 steps"
+    with pytest.raises(ValidationError, match=message):
+        run(schedule={"kind": "warmup_constant_sqrt", "warmup": "28160 tokens"})
+    with pytest.raises(ValidationError, match="a warm-up of 200 steps doesn't fit into 100 steps"):
+        run(schedule={"kind": "warmup_linear", "warmup": "51200 tokens"})

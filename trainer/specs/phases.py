@@ -81,6 +81,20 @@ def plan(
     ]
 
 
+def steps_of_tokens(tokens: int, phases: Sequence[Phase], *, from_the_end: bool = False) -> int:
+    """Return how many steps at the start or the end of a run have so many tokens, rounded up.
+
+    Of a run that is too short, as many as it would take if it went on like its last phase (or its first one).
+    """
+    steps, each = 0, 1
+    for phase in reversed(phases) if from_the_end else phases:
+        each, span = phase.training.batch_size * phase.data.length, phase.last_step - phase.first_step
+        if tokens <= span * each:
+            break
+        steps, tokens = steps + span, tokens - span * each
+    return steps + -(-tokens // each)
+
+
 def _lengths(training: TrainingSpec, steps_with: Callable[[int], int]) -> list[int]:
     """Return the lengths of the run in steps, of which the shortest holds."""
     lengths = [] if training.max_steps is None else [training.max_steps]

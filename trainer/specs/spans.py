@@ -21,7 +21,7 @@ def _span(value: Any) -> int | float:
     raise ValueError(f"give {' or '.join(_STEPS_OR_SHARE)}")
 
 
-def _until(value: Any) -> int | float | str:
+def _span_or_tokens(value: Any) -> int | float | str:
     if isinstance(value, str) and (found := _TOKENS.fullmatch(value.strip())):
         tokens = Decimal(found[1])
         if 1 <= tokens <= _MOST_TOKENS and tokens == int(tokens):
@@ -36,13 +36,14 @@ def _until(value: Any) -> int | float | str:
     )
 
 
-def tokens_of(until: str) -> int:
-    """Return the number of tokens in a validated :data:`Until` that counts them."""
-    return int(until.removesuffix(" tokens"))
+def tokens_of(span: str) -> int:
+    """Return the number of tokens in a validated :data:`Span` that counts them."""
+    return int(span.removesuffix(" tokens"))
 
 
-Span = Annotated[int | float, PlainValidator(_span, json_schema_input_type=int | float)]
-"""An integer counts steps, a float from 0.0 to 1.0 a share of the run: 1 is one step, 1.0 the whole run."""
+Span = Annotated[int | float | str, PlainValidator(_span_or_tokens, json_schema_input_type=int | float | str)]
+"""An integer counts steps, a float from 0.0 to 1.0 is a share of the run (1 is one step, 1.0 the whole run),
+and text such as ``2e9 tokens`` counts tokens, rounded up to whole steps."""
 
-Until = Annotated[int | float | str, PlainValidator(_until, json_schema_input_type=int | float | str)]
-"""A span counted from the start of the run, or text such as ``2e9 tokens``: so many tokens into it."""
+Until = Span
+"""A span counted from the start of the run."""

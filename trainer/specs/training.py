@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
@@ -9,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from implicit_blocks.specs import ComponentSpec, Spec, refusal
 from trainer.schedule import steps_of
 from trainer.specs.parallel import ParallelSpec
-from trainer.specs.spans import Span
+from trainer.specs.spans import Span, tokens_of
 from trainer.specs.start import Start
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -42,6 +43,19 @@ class ScheduleSpec(ComponentSpec):
     """Base of all schedules' specs: the learning rate as a function of the step."""
 
     family: ClassVar[str] = "schedule"
+    from_the_end: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are spans at the end of the run; others begin with it. It matters where they are given in
+    tokens and the batch changes: builders get steps, or shares."""
+
+    def in_steps(self, steps: Callable[..., int]) -> Self:
+        """Return the same with steps for tokens, of which ``steps(tokens, from_the_end=…)`` have so many."""
+        spans = {name: getattr(self, name) for name in type(self).model_fields}
+        counted = {
+            name: steps(tokens_of(span), from_the_end=name in self.from_the_end)
+            for name, span in spans.items()
+            if isinstance(span, str) and span.endswith(" tokens")
+        }
+        return self.model_copy(update=counted)
 
     def check(self, total_steps: int) -> None:
         """Refuse a run that is too short.
@@ -56,11 +70,13 @@ class ScheduleSpec(ComponentSpec):
 class WarmupConstantSqrtSpec(ScheduleSpec):
     """Linear warm-up, constant, then a ``1 - sqrt`` decay."""
 
+    from_the_end: ClassVar[frozenset[str]] = frozenset({"decay"})
+
     kind: Literal["warmup_constant_sqrt"] = "warmup_constant_sqrt"
     warmup: Span = 0.01
-    """Length of the warm-up."""
+    """Length of the warm-up: steps, a share of the run, or tokens."""
     decay: Span = 0.2
-    """Length of the decay, at the end of the run."""
+    """Length of the decay, at the end of the run: the same."""
     final_learning_rate: NonNegativeFloat = 1e-5
     """Rate of the last step."""
 
@@ -79,7 +95,7 @@ class WarmupLinearSpec(ScheduleSpec):
 
     kind: Literal["warmup_linear"] = "warmup_linear"
     warmup: Span = 0.1
-    """Length of the warm-up."""
+    """Length of the warm-up: steps, a share of the run, or tokens."""
     final_learning_rate: NonNegativeFloat = 0.0
     """Rate of the last step."""
 
