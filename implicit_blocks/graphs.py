@@ -116,7 +116,8 @@ class _NotRecordedError(RuntimeError):
 
 
 @contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Record what is launched within, in the autocast mode of the caller."""
     # Other threads, such as those that load data, may go on. Autocast must not remember a weight's cast: it
     # would outlive what the graph recorded of it.
     with ExitStack() as stack:
@@ -217,7 +218,7 @@ class _SearchGraph:
     def record(self, pool: Any) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.inference_mode(False), torch.no_grad(), _recording(graph, pool):
+            with torch.inference_mode(False), torch.no_grad(), recording(graph, pool):
                 self._out = self._f.compute(self._z)
         except RuntimeError as error:
             raise _NotRecordedError from error
@@ -246,10 +247,10 @@ class _StepGraph:
             del out
             torch.cuda.synchronize()
             self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with _recording(self._forward, pool):
+            with recording(self._forward, pool):
                 out = f.compute(self._z)
             self._dout = torch.zeros_like(out)
-            with _recording(self._backward, pool):
+            with recording(self._backward, pool):
                 grads = torch.autograd.grad(out, self._leaves, self._dout, allow_unused=True)
         except RuntimeError as error:
             raise _NotRecordedError from error

@@ -27,8 +27,8 @@ class LaneStates(ABC):
         """Return the state of a lane before its first token, of one row, to commit a prompt to."""
 
     @abstractmethod
-    def settle(self, lane: int, state: State) -> None:
-        """Keep the state that committing a prompt to ``enter``'s has left."""
+    def settle(self, lane: int, state: State, length: int) -> None:
+        """Keep the state that committing a prompt of ``length`` tokens to ``enter``'s has left."""
 
     @abstractmethod
     def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
@@ -40,7 +40,10 @@ class LaneStates(ABC):
 
     @abstractmethod
     def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
-        """Commit, where ``committed_R`` (R,) bool says so, what ``advance`` left of ``at``'s state."""
+        """Commit, where ``committed_R`` (R,) bool says so, what ``advance`` left of ``at``'s state.
+
+        In the memory that is there, and without asking the device for a value: a step is recorded as a graph.
+        """
 
 
 class RecurrentLanes(LaneStates):
@@ -59,7 +62,7 @@ class RecurrentLanes(LaneStates):
         """Return an empty state."""
         return self._new
 
-    def settle(self, lane: int, state: State) -> None:
+    def settle(self, lane: int, state: State, length: int) -> None:
         """Copy the state into its lane."""
         for whole, row in self._pairs(state):
             whole[lane : lane + 1] = row
@@ -70,10 +73,12 @@ class RecurrentLanes(LaneStates):
 
     def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
         """Copy what was committed into its lanes."""
-        where = committed_R.nonzero().squeeze(1)
-        lanes = where if rows_R is None else rows_R[where]
         for whole, rows in self._pairs(after):
-            whole[lanes] = rows[where].to(whole.dtype)
+            mask = committed_R.view(-1, *[1] * (whole.ndim - 1))
+            if rows_R is None:
+                whole.copy_(torch.where(mask, rows.to(whole.dtype), whole))
+            else:
+                whole[rows_R] = torch.where(mask, rows.to(whole.dtype), whole[rows_R])
 
     def _pairs(self, state: State) -> zip[tuple[Tensor, Tensor]]:
         return zip(pytree.tree_leaves(self.states), pytree.tree_leaves(state), strict=True)

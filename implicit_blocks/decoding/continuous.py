@@ -4,7 +4,7 @@ A batch that waits for its slowest row at every token pays for the longest searc
 whose search has ended commits its token, chooses the next and begins to search for that, while the others go
 on with theirs; and a prompt that waits takes the place of a text that has ended.
 
-Shape legend: S lanes, R of them in a step, D model width, U injection width, V vocabulary.
+Shape legend: V vocabulary.
 """
 
 from __future__ import annotations
@@ -12,18 +12,16 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from implicit_blocks.backbone import BoundMap
-from implicit_blocks.committed import Committed
 from implicit_blocks.decoding.generation import check_model
-from implicit_blocks.decoding.lane_search import LaneSearch
+from implicit_blocks.decoding.lane_batch import LaneBatch, Places
 from implicit_blocks.decoding.prompts import check_prompts, lay_out
+from implicit_blocks.decoding.recorded import Late, put_
 from implicit_blocks.decoding.sampling import Sampling, uniforms
-from implicit_blocks.interfaces import Window
+from implicit_blocks.lanes import LaneStates
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.search_options import SearchOptions
 
@@ -88,6 +86,7 @@ class ContinuousDecoder:
         damping: of the solver.
         warm_start: begin each token's search at the solution of the one before.
         moving_average: α of an average over the iterates, for noisy maps.
+        graphs: record steps as CUDA graphs, on a GPU, one for each of ``buckets``: a step is one launch then.
 
     Raises:
         ValueError: for sizes that make no sense, a model in training mode, or a mixer that has no lanes.
@@ -108,6 +107,7 @@ class ContinuousDecoder:
         damping: float | None = None,
         warm_start: bool = False,
         moving_average: float | None = None,
+        graphs: bool = True,
     ) -> None:
         check_model(model)
         for name, size in (("lanes", lanes), ("capacity", capacity)):
@@ -118,32 +118,18 @@ class ContinuousDecoder:
             raise ValueError(f"buckets are {sorted(sizes)}; choose sizes from 1 to the {lanes} lanes")
         self.model, self.capacity, self.buckets = model, capacity, sorted(sizes)
         self.window_length = window_length
-        self.options = SearchOptions(
+        self.device = model.embedding.weight.device
+        self.on_gpu = self.device.type == "cuda"
+        options = SearchOptions(
             tolerance=tolerance,
             max_iterations=max_iterations,
             damping=damping,
             warm_start=warm_start,
             moving_average=moving_average,
         )
-        self.weights = model.hold_weights()
-        embedding = model.embedding.weight
-        self.device = embedding.device
-        self.states = [
-            block.mixer.lanes(lanes, device=self.device, dtype=embedding.dtype, capacity=capacity)
-            for block in model.backbone.blocks()
-        ]
-        solver, stopping = model.how_to_search(self.options) or (None, None)
-        self.search = LaneSearch(
-            solver,
-            stopping,
-            lanes=lanes,
-            width=model.spec.d_model,
-            device=self.device,
-            dtype=model.stream_dtype,
-            moving_average=moving_average,
+        self.batch = LaneBatch(
+            model, lanes=lanes, capacity=capacity, options=options, graphs=graphs and self.on_gpu
         )
-        self.lengths_S = torch.zeros(lanes, dtype=torch.int64, device=self.device)
-        self.u_SU: Tensor | None = None  # made with the first token, which knows its type
         self.texts: list[_Text | None] = [None] * lanes
         self.waiting: deque[_Text] = deque()
         self.submitted = 0
@@ -151,7 +137,14 @@ class ContinuousDecoder:
         """Calls of the map on busy lanes so far, those for prompts left out."""
         self.rows_called = 0
         """Rows of those calls, filled-up ones included."""
-        self._map: tuple[BoundMap, Tensor, Tensor] | None = None
+        self._done: Late | None = None  # which lanes' searches had ended after the last call
+        self._chosen: deque[_Chosen] = deque()  # tokens on their way to the host
+        self._rows: list[int] = []  # of the last call
+
+    @property
+    def states(self) -> list[LaneStates]:
+        """Each layer's states of all lanes."""
+        return self.batch.states
 
     def submit(self, request: Request) -> int:
         """Let a prompt wait for a lane; return its number, counted from 0.
@@ -177,168 +170,152 @@ class ContinuousDecoder:
 
     @property
     def busy(self) -> bool:
-        """Whether a text is in work, or waits."""
-        return bool(self.waiting) or any(text is not None for text in self.texts)
+        """Whether a text is in work, or waits, or a token is still to be handed out."""
+        return bool(self.waiting or self._chosen) or any(text is not None for text in self.texts)
 
     @torch.no_grad()
     def step(self) -> list[NewToken]:
-        """Fill free lanes, call the map once, and return the tokens that this made, or none."""
-        made = self._admit()
-        if not any(text is not None for text in self.texts):
-            return made
-        f, rows, busy = self._bound()
-        z = self.search.z[rows]
-        committing = self.search.done[rows] & busy
-        which = committing.nonzero().squeeze(1)
-        self.calls += 1
-        self.rows_called += len(rows)
-        if len(which):
-            mapped, after = f.commit(z[:, None])
-            index = None if len(rows) == len(self.texts) else rows
-            for lane_states, layer in zip(self.states, after, strict=True):
-                lane_states.write(index, layer, committing)
-        else:
-            mapped = f(z[:, None])
-        fz = mapped[:, 0]
-        if self.search.solver is not None:
-            self.search.take(rows, fz, busy & ~committing, lambda z_RD: f(z_RD[:, None])[:, 0])
-        if len(which):
-            lanes = rows[which]
-            self.lengths_S[lanes] += 1
-            made += self._choose(lanes, fz[which])
-        return made
+        """Fill free lanes, call the map once, and return the tokens that have become known, or none.
 
-    def _bound(self) -> tuple[BoundMap, Tensor, Tensor]:
-        """Return the map of the lanes in the next call, which they are, and which of them are busy."""
-        if self._map is not None:
-            return self._map
+        On a GPU the host is one call ahead of it: which searches have ended, and the tokens that were chosen,
+        are read while the next call runs. The map is called once more where a search has ended, to commit
+        its token, so that nothing waits for what is read late but the end of a text by a stop token.
+        """
+        self._admit()
+        size = self._point()
+        if not size:
+            return self._collected()
+        committing = [] if self.on_gpu else self._committing()
+        before = self._done
+        self.batch.step(size, commit=self.on_gpu or bool(committing))
+        self._done = Late(self.batch.search.done)
+        if self.on_gpu:
+            committing = self._committing(before)
+        self.calls += 1
+        self.rows_called += size
+        self._choose(committing)
+        return self._collected(before=self.calls if self.on_gpu else None)
+
+    def _committing(self, done: Late | None = None) -> list[int]:
+        """Return the lanes that commit in the call after the one that ``done`` was read behind."""
+        in_work = [(lane, text) for lane, text in enumerate(self.texts) if text is not None]
+        if self.batch.search.solver is None:
+            return [lane for lane, _ in in_work]
+        done = done if done is not None else self._done
+        if done is None:
+            return []
+        flags = done.read()
+        return [lane for lane, text in in_work if flags[lane] and text.begun < self.calls]
+
+    def _point(self) -> int:
+        """Point at the lanes of the next call; return how many, 0 where none is busy."""
         busy = [lane for lane, text in enumerate(self.texts) if text is not None]
-        idle = [lane for lane, text in enumerate(self.texts) if text is None]
+        if not busy:
+            return 0
         size = next(size for size in self.buckets if size >= len(busy))
-        chosen = sorted(busy + idle[: size - len(busy)])
-        rows = torch.tensor(chosen, device=self.device)
-        index = None if size == len(self.texts) else rows
-        lengths = self.lengths_S[rows]
-        window = Window(
-            batch_size=size,
-            start=1,  # at least; how many each lane has is in the states
-            length=1,
-            positions_BL=lengths[:, None],
-            dtype=self.model.stream_dtype,
-        )
-        f = self.model.backbone.bind(
-            window,
-            u_BLU=None if self.u_SU is None else self.u_SU[rows][:, None],
-            states=tuple(states.at(index, lengths) for states in self.states),
-            start_BLD=self.search.z[rows][:, None],
-            weights=self.weights,
-        )
-        taken = torch.tensor([self.texts[lane] is not None for lane in chosen], device=self.device)
-        self._map = f, rows, taken
-        return self._map
+        rows = self._filled_up(busy, size)
+        if rows != self._rows:
+            self.batch.point("step", rows)
+            self._rows = rows
+        return size
+
+    def _filled_up(self, lanes: Sequence[int], size: int) -> list[int]:
+        """Return these lanes and others, idle ones first, in order; so many together."""
+        others = sorted((text is not None, n) for n, text in enumerate(self.texts) if n not in lanes)
+        return sorted([*lanes, *(lane for _, lane in others[: size - len(lanes)])])
 
     # ------------------------------------------------------------------------------------ tokens
 
-    def _admit(self) -> list[NewToken]:
+    def _admit(self) -> None:
         """Solve the prompts that find a free lane, each by itself, and choose their first tokens."""
-        made: list[NewToken] = []
         for lane in range(len(self.texts)):
             while self.waiting and self.texts[lane] is None:  # again, where a text ends with its first token
                 self.texts[lane] = text = self.waiting.popleft()
-                state = Committed(
-                    1,
-                    0,
-                    torch.zeros(1, dtype=torch.int64, device=self.device),
-                    tuple(states.enter(lane) for states in self.states),
-                )
-                encoded = self.model.encode(
-                    self.model.embedding(text.ids),
-                    state=state,
-                    return_state=True,
-                    window_length=self.window_length,
-                    search=self.options,
-                    weights=self.weights,
-                )
-                assert encoded.state is not None
-                for states, layer in zip(self.states, encoded.state.layers, strict=True):
-                    states.settle(lane, layer)
-                lanes = torch.tensor([lane], device=self.device)
-                self.lengths_S[lane] = text.ids.shape[1]
-                solution = encoded.solution
-                if solution is not None:
-                    of_tokens = solution.token_iterations is not None
-                    for name in ("iterations", "residual", "converged"):
-                        last = (
-                            getattr(solution, f"token_{name}")[:, -1]
-                            if of_tokens
-                            else getattr(solution, name)
-                        )
-                        getattr(self.search, name)[lanes] = last
-                made += self._choose(lanes, encoded.hidden_BLD[:, -1])
-        return made
+                self.batch.encode(lane, text.ids, window_length=self.window_length)
+                self._choose([lane])
 
-    def _choose(self, lanes: Tensor, hidden_RD: Tensor) -> list[NewToken]:
+    def _choose(self, lanes: Sequence[int]) -> None:
         """Choose the next token of lanes whose last is committed, and begin to search for its solution."""
-        logits = self.model.predict(hidden_RD)[:, : self.model.spec.vocab_size]
-        made, on = [], []
-        in_work = [text for lane in lanes.tolist() if (text := self.texts[lane]) is not None]
-        tokens = _chosen(logits, in_work)
-        reports = self._reports(lanes)
-        for number, (lane, text) in enumerate(zip(lanes.tolist(), in_work, strict=True)):
-            last = text.take(tokens[number])
-            new = NewToken(text.number, tokens[number], last, logits[number], *reports[number])
-            made.append(new)
-            if new.last:
-                self.texts[lane] = None
-                self.lengths_S[lane] = 0
-            else:
-                on.append(number)
-        self._map = None
-        if on:
-            chosen = torch.tensor([[made[number].token] for number in on], device=self.device)
-            index = torch.tensor(on, device=self.device)
-            x = self.model.embedding(chosen)
-            u, start = self.model.inject(x, self.weights)
-            if u is not None:
-                if self.u_SU is None:
-                    self.u_SU = u.new_zeros(len(self.texts), u.shape[-1])
-                self.u_SU[lanes[index]] = u[:, 0]
-            warm = self.options.warm_start and u is not None
-            self.search.begin(lanes[index], hidden_RD[index].to(start.dtype) if warm else start[:, 0])
-        return made
+        if not lanes:
+            return
+        size = next(size for size in self.buckets if size >= len(lanes))
+        rows = self._filled_up(lanes, size)
+        texts = {rows.index(lane): text for lane in lanes if (text := self.texts[lane]) is not None}
+        for place, text in texts.items():
+            text.begun = self.calls
+            if text.chosen + 1 == text.request.max_new_tokens:
+                self.texts[rows[place]] = None
+        on = [place in texts and self.texts[lane] is not None for place, lane in enumerate(rows)]
+        self.batch.point("choose", rows, [place in texts for place in range(size)], on)
+        self.batch.predict(size)
+        places = self.batch.places("choose", size)
+        self._draw(places, texts)
+        self.batch.begin(size)
+        logits = {place: places.logits_RV[place].clone() for place in texts}
+        self._chosen.append(_Chosen(self.calls, rows, texts, logits, Late(places.report_4R)))
+        for text in texts.values():
+            text.chosen += 1
 
-    def _reports(self, lanes: Tensor) -> list[tuple[Any, ...]]:
-        """Return iterations, residual and converged of the searches behind these lanes' last tokens."""
-        if self.search.solver is None:
-            return [()] * len(lanes)
-        parts = (self.search.iterations, self.search.residual, self.search.converged)
-        return list(zip(*(part[lanes].tolist() for part in parts), strict=True))
+    def _draw(self, places: Places, texts: dict[int, _Text]) -> None:
+        """Draw tokens for the texts that want it, those with one rule at once."""
+        by_rule: dict[Sampling, list[int]] = defaultdict(list)
+        for place, text in texts.items():
+            if text.request.sampling.draws:
+                by_rule[text.request.sampling].append(place)
+        for sampling, drawing in by_rule.items():
+            zero = torch.zeros((), dtype=torch.float64, device=self.device)
+            uniform = [zero] * len(places.rows_R)
+            for place in drawing:
+                numbers = texts[place].uniform_N
+                assert numbers is not None
+                uniform[place] = numbers[texts[place].chosen]
+            where = torch.zeros_like(places.where_R)
+            put_(where, [place in drawing for place in range(len(uniform))])
+            chosen = sampling.choose(places.logits_RV, torch.stack(uniform))
+            self.batch.take_tokens(places, chosen, where)
+
+    def _collected(self, *, before: int | None = None) -> list[NewToken]:
+        """Return the tokens chosen before this call, or all; end the texts that they stop."""
+        made: list[NewToken] = []
+        searched = self.batch.search.solver is not None
+        while self._chosen and (before is None or self._chosen[0].call < before):
+            chosen = self._chosen.popleft()
+            tokens, iterations, residual, converged = chosen.report.read()
+            for place, text in chosen.texts.items():
+                if text.ended:
+                    continue
+                token = int(tokens[place])
+                text.made += 1
+                text.ended = text.made == text.request.max_new_tokens or token in text.request.stop_tokens
+                how = (int(iterations[place]), residual[place], bool(converged[place])) if searched else ()
+                made.append(NewToken(text.number, token, text.ended, chosen.logits[place], *how))
+                lane = chosen.rows[place]
+                if text.ended and self.texts[lane] is text:  # it went on, until its token was known
+                    self.texts[lane] = None
+                    self.batch.leave(lane)
+        return made
 
 
 class _Text:
-    """A text in work: its request, and how many tokens have been made."""
+    """A text in work: its request, how many of its tokens were chosen, and how many of those handed out.
+
+    ``begun`` is the call of the map behind which its last token was chosen.
+    """
 
     def __init__(self, number: int, request: Request, ids: Tensor) -> None:
         self.number, self.request, self.ids = number, request, ids
-        self.made = 0
+        self.chosen = self.made = self.begun = 0
+        self.ended = False
         count, sampling = request.max_new_tokens, request.sampling
         self.uniform_N = uniforms([request.seed], count, device=ids.device)[0] if sampling.draws else None
 
-    def take(self, token: int) -> bool:
-        """Count a token; return whether it is the last."""
-        self.made += 1
-        return self.made == self.request.max_new_tokens or token in self.request.stop_tokens
 
+@dataclass(frozen=True)
+class _Chosen:
+    """Tokens that were chosen behind a call of the map: of which texts, by their place among the lanes."""
 
-def _chosen(logits_RV: Tensor, texts: Sequence[_Text]) -> list[int]:
-    """Return the next token of each text, those with one rule for choosing at once."""
-    tokens = [0] * len(texts)
-    by_rule: dict[Sampling, list[int]] = defaultdict(list)
-    for number, text in enumerate(texts):
-        by_rule[text.request.sampling].append(number)
-    for sampling, numbers in by_rule.items():
-        drawn = [u[texts[n].made] for n in numbers if (u := texts[n].uniform_N) is not None]
-        chosen = sampling.choose(logits_RV[numbers], torch.stack(drawn) if drawn else None)
-        for number, token in zip(numbers, chosen.tolist(), strict=True):
-            tokens[number] = token
-    return tokens
+    call: int
+    rows: list[int]
+    texts: dict[int, _Text]
+    logits: dict[int, Tensor]
+    report: Late

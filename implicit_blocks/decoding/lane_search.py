@@ -56,16 +56,18 @@ class LaneSearch:
         self.state: Any = () if solver is None else pytree.tree_map(torch.clone, solver.init(self.z))
         self.averages = None if moving_average is None else (self.z.clone(), self.z.clone())
 
-    def begin(self, lanes_R: Tensor, start_RD: Tensor) -> None:
-        """Begin a token in each of these lanes."""
-        self.z[lanes_R] = start_RD
-        self.best[lanes_R] = start_RD
-        self.residual[lanes_R] = torch.inf
-        self.iterations[lanes_R] = 0
-        self.converged[lanes_R] = False
-        self.done[lanes_R] = self.solver is None
+    def begin(self, lanes_R: Tensor, start_RD: Tensor, where_R: Tensor | None = None) -> None:
+        """Begin a token in each of these lanes, or in those of them that ``where_R``, (R,) bool, names."""
+        where = torch.ones_like(lanes_R, dtype=torch.bool) if where_R is None else where_R
+        start = start_RD.to(self.z.dtype)
+        self._put(self.z, lanes_R, start, where)
+        self._put(self.best, lanes_R, start, where)
+        self._put(self.residual, lanes_R, torch.inf, where)
+        self._put(self.iterations, lanes_R, 0, where)
+        self._put(self.converged, lanes_R, False, where)
+        self._put(self.done, lanes_R, self.solver is None, where)
         if self.solver is not None:
-            _write(self.state, lanes_R, self.solver.init(start_RD))
+            self._put_state(lanes_R, self.solver.init(start), where)
 
     def take(self, rows_R: Tensor, fz_RD: Tensor, active_R: Tensor, f: Map) -> None:
         """Take in what the map returned for these lanes' ``z``, where ``active_R`` says that they search.
@@ -94,8 +96,7 @@ class LaneSearch:
         self.iterations[rows_R] = iterations
         self.converged[rows_R] |= reached
         self.done[rows_R] |= ended
-        where = goes_on.nonzero().squeeze(1)
-        _write(self.state, rows_R[where], pytree.tree_map(lambda leaf: leaf[where], proposed))
+        self._put_state(rows_R, proposed, goes_on)
 
     def _averaged(self, rows: Tensor, z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
         if self.averages is None or self.moving_average is None:
@@ -116,7 +117,16 @@ class LaneSearch:
         size: Tensor = torch.linalg.vector_norm(fz, dim=1, dtype=self.residual.dtype)
         return norm / (size + RELATIVE_FLOOR)
 
+    @staticmethod
+    def _put(whole: Tensor, rows_R: Tensor, values: Tensor | float, where_R: Tensor) -> None:
+        # A mask rather than the rows it names, whose number would have to be read from the device.
+        old = whole[rows_R]
+        where = where_R.view(-1, *[1] * (old.ndim - 1))
+        if not isinstance(values, Tensor):
+            whole[rows_R] = old.masked_fill(where, values)
+        else:
+            whole[rows_R] = torch.where(where, values, old)
 
-def _write(state: Any, rows: Tensor, values: Any) -> None:
-    for whole, part in zip(pytree.tree_leaves(state), pytree.tree_leaves(values), strict=True):
-        whole[rows] = part
+    def _put_state(self, rows_R: Tensor, values: Any, where_R: Tensor) -> None:
+        for whole, part in zip(pytree.tree_leaves(self.state), pytree.tree_leaves(values), strict=True):
+            self._put(whole, rows_R, part, where_R)

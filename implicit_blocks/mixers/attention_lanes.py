@@ -41,7 +41,7 @@ class AttentionLanes(LaneStates):
 
         return AttentionState(self.keys[lane : lane + 1], self.values[lane : lane + 1], 0)
 
-    def settle(self, lane: int, state: State) -> None:
+    def settle(self, lane: int, state: State, length: int) -> None:
         """There is nothing to do: the prompt is in its lane."""
         assert state.keys.data_ptr() == self.keys[lane].data_ptr()
 
