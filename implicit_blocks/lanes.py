@@ -39,8 +39,10 @@ class LaneStates(ABC):
         """
 
     @abstractmethod
-    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
+    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor, lengths_R: Tensor) -> None:
         """Commit, where ``committed_R`` (R,) bool says so, what ``advance`` left of ``at``'s state.
+
+        ``rows_R`` and ``lengths_R`` are those given to ``at``.
 
         In the memory that is there, and without asking the device for a value: a step is recorded as a graph.
         """
@@ -71,7 +73,7 @@ class RecurrentLanes(LaneStates):
         """Return the states, or a copy of these lanes'."""
         return self.states if rows_R is None else self.mixer.select_rows(self.states, rows_R)
 
-    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
+    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor, lengths_R: Tensor) -> None:
         """Copy what was committed into its lanes."""
         for whole, rows in self._pairs(after):
             mask = committed_R.view(-1, *[1] * (whole.ndim - 1))

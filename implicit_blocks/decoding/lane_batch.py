@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from implicit_blocks.backbone import BoundMap
 from implicit_blocks.committed import Committed
+from implicit_blocks.decoding.fused import FusedMap, fused_map
 from implicit_blocks.decoding.lane_search import LaneSearch
 from implicit_blocks.decoding.recorded import Recorded, put_
 from implicit_blocks.interfaces import Solution, Window
@@ -87,6 +89,9 @@ class LaneBatch:
         with self.precision():
             u, _ = model.inject(model.embedding(self.tokens_S[:1, None]), self.weights)
         self.u_SU = None if u is None else u.new_zeros(lanes, u.shape[-1])
+        self.fused: FusedMap | None = None
+        if graphs:
+            self.fused = fused_map(model, self.states, self.weights, capacity=capacity)
 
     def precision(self) -> torch.autocast:
         """Return the autocast mode that the lanes were made in, for what is done to them later."""
@@ -166,7 +171,7 @@ class LaneBatch:
         busy, z_RD = self.busy_S[rows_R], search.z[rows_R]
         committing = busy & search.done[rows_R]
         lengths = self.lengths_S[rows_R]
-        f = self._map(rows_R, z_RD, lengths, committing, commit=commit)
+        f = self._map(rows_R, lengths, committing, commit=commit)
         fz_RD = f(z_RD)
         if search.solver is not None:
             search.take(rows_R, fz_RD, busy & ~committing, f)
@@ -176,10 +181,28 @@ class LaneBatch:
             search.done[rows_R] &= ~committing
 
     def _map(
-        self, rows_R: Tensor, z_RD: Tensor, lengths_R: Tensor, committing_R: Tensor, *, commit: bool
+        self, rows_R: Tensor, lengths_R: Tensor, committing_R: Tensor, *, commit: bool
     ) -> Callable[[Tensor], Tensor]:
         """Return the map of these lanes; its first call commits."""
+        if self.fused is not None:
+            return self.fused.bind(rows_R, self.u_SU, lengths_R, committing_R)
         index = None if len(rows_R) == self.lanes else rows_R
+        owed = commit
+
+        def call(z_RD: Tensor) -> Tensor:
+            nonlocal owed
+            if not owed:  # a solver's own call may follow that which commits, and must not undo it
+                f = self._bound(rows_R, index, z_RD, lengths_R + committing_R if commit else lengths_R)
+                return f.compute(z_RD[:, None])[:, 0]
+            owed = False
+            mapped, after = self._bound(rows_R, index, z_RD, lengths_R).commit(z_RD[:, None])
+            for states, layer in zip(self.states, after, strict=True):
+                states.write(index, layer, committing_R, lengths_R)
+            return mapped[:, 0]
+
+        return call
+
+    def _bound(self, rows_R: Tensor, index_R: Tensor | None, z_RD: Tensor, lengths_R: Tensor) -> BoundMap:
         window = Window(
             batch_size=len(rows_R),
             start=1,  # at least; how many each lane has is in the states
@@ -187,26 +210,13 @@ class LaneBatch:
             positions_BL=lengths_R[:, None],
             dtype=self.model.stream_dtype,
         )
-        f = self.model.backbone.bind(
+        return self.model.backbone.bind(
             window,
             u_BLU=None if self.u_SU is None else self.u_SU[rows_R][:, None],
-            states=tuple(states.at(index, lengths_R) for states in self.states),
+            states=tuple(states.at(index_R, lengths_R) for states in self.states),
             start_BLD=z_RD[:, None],
             weights=self.weights,
         )
-        owed = commit
-
-        def call(z_RD: Tensor) -> Tensor:
-            nonlocal owed
-            if not owed:
-                return f.compute(z_RD[:, None])[:, 0]
-            owed = False
-            mapped, after = f.commit(z_RD[:, None])
-            for states, layer in zip(self.states, after, strict=True):
-                states.write(index, layer, committing_R)
-            return mapped[:, 0]
-
-        return call
 
     def predict(self, size: int) -> None:
         """Compute the logits of the lanes pointed at, and take the likeliest tokens."""

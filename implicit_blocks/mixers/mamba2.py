@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks.interfaces import Mixer, Window
-from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_linear_
+from implicit_blocks.mixers.mamba2_lanes import Mamba2Lanes
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.backends import AUTO
 from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv, conv_tail
@@ -136,9 +136,9 @@ class Mamba2(Mixer):
         """Return the state of these rows."""
         return Mamba2State(state.conv_BWC[rows], state.h_BHPN[rows])
 
-    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> RecurrentLanes:
+    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> Mamba2Lanes:
         """Return a state a lane; none depends on a length."""
-        return RecurrentLanes(self, count, device=device, dtype=dtype)
+        return Mamba2Lanes(self, count, device=device, dtype=dtype)
 
     def prepare(self, window: Window) -> Mamba2Context:
         """Find where the convolution's next tail comes from, and the documents around the window."""

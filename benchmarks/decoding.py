@@ -1,0 +1,183 @@
+"""Decoding on one GPU: milliseconds an iteration, for one text and for many at once.
+
+    python benchmarks/decoding.py [--models mamba2_1.3b llama_1.3b] [--rows 1 64] [--context 512]
+    python benchmarks/decoding.py --tiny --device cpu       # a look at whether it runs
+
+Random weights in bfloat16 (autocast; weight norm computed once), tolerance 0 and ``--iterations`` iterations,
+so that every token takes as many calls of the map and one more to commit it. An *iteration* is a call of the
+map on all rows; its time is that of decoding as a whole, choosing tokens included, divided by the calls.
+``replay_ms`` is that of a call alone. ``floor_ms`` is what reading weights and states once must cost at the
+card's copying speed, which is measured first.
+
+Modes: ``fused``, kernels made for single tokens, recorded as a graph; ``graphs``, the layers as they are,
+recorded; ``launched``, the layers kernel by kernel. The published implementation takes 86.7 ms (mamba2_1.3b)
+and 52.2 ms (llama_1.3b) an iteration for one text, in float32, on an H100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+import traceback
+from typing import Any
+
+import torch
+from report import machine, write
+
+import implicit_blocks as ib
+from implicit_blocks.decoding import ContinuousDecoder, Request
+from implicit_blocks.search_options import SearchOptions
+
+PUBLISHED = {"mamba2_130m": 41.8, "llama_130m": 20.6, "mamba2_1.3b": 86.7, "llama_1.3b": 52.2}
+MODES = ("fused", "graphs", "launched")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=["mamba2_1.3b", "llama_1.3b"])
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 64])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["fused"])
+    parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
+    parser.add_argument("--iterations", type=int, default=16, help="that every token takes")
+    parser.add_argument("--tokens", type=int, default=6, help="timed, of every row")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="two layers of width 64")
+    parser.add_argument("--output", default="decoding")
+    arguments = parser.parse_args()
+    speed = copying_speed(arguments.device)
+    rows = []
+    for name in arguments.models:
+        model = built(name, arguments)
+        for count in arguments.rows:
+            for mode in arguments.modes:
+                work = {"model": name, "rows": count, "context": arguments.context, "mode": mode}
+                try:
+                    rows.append(work | measure(model, count, mode, speed, arguments))
+                except (RuntimeError, torch.OutOfMemoryError):
+                    rows.append(work | {"failed": traceback.format_exc(limit=4)})
+                rows[-1]["published_ms"] = PUBLISHED.get(name) if count == 1 else None
+                print(rows[-1], flush=True)
+                gc.collect()
+        del model
+        gc.collect()
+        if arguments.device == "cuda":
+            torch.cuda.empty_cache()
+    write(arguments.output, {"machine": machine(), "arguments": vars(arguments), "rows": rows})
+    table(rows, speed)
+
+
+def built(name: str, arguments: argparse.Namespace) -> Any:
+    spec = ib.load_spec(name).model
+    if arguments.tiny:
+        mixer = spec.mixer.model_copy(update={"n_heads": 4} if name.startswith("llama") else {"d_state": 16})
+        mlp = None if spec.mlp is None else spec.mlp.model_copy(update={"d_hidden": 96})
+        sizes = {"d_model": 64, "n_layers": 2, "vocab_size": 61, "mixer": mixer, "mlp": mlp}
+        spec = spec.model_copy(update=sizes)
+    torch.manual_seed(0)
+    with torch.device(arguments.device):
+        return ib.build(spec).eval()
+
+
+@torch.no_grad()
+def measure(
+    model: Any, rows: int, mode: str, speed: float | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    on_gpu, tokens = arguments.device == "cuda", arguments.tokens
+    warm_up = 3  # tokens: computed, recorded, replayed
+    with torch.autocast(arguments.device, dtype=torch.bfloat16):
+        decoder = ContinuousDecoder(
+            model,
+            lanes=rows,
+            buckets=[rows],
+            capacity=arguments.context + tokens + warm_up + 2,
+            tolerance=0.0,
+            max_iterations=arguments.iterations,
+            graphs=mode != "launched",
+        )
+    batch = decoder.batch
+    if mode == "graphs":
+        batch.fused = None
+    if on_gpu and mode == "fused" and batch.fused is None:
+        raise RuntimeError("this model has no fused kernels")
+    batch.options = SearchOptions(max_iterations=1)  # prompts are not what is measured
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(rows):
+        prompt = torch.randint(model.spec.vocab_size, (arguments.context,), generator=generator)
+        decoder.submit(Request(prompt=prompt, max_new_tokens=tokens + warm_up + 2))
+    each = arguments.iterations + 1
+    while decoder.calls < warm_up * each + 1:
+        decoder.step()
+    synchronize(on_gpu)
+    before, start = decoder.calls, time.perf_counter()
+    while decoder.calls < before + tokens * each:
+        decoder.step()
+    synchronize(on_gpu)
+    total = (time.perf_counter() - start) / (decoder.calls - before)
+    kept = [t for state in batch.states for t in vars(state).values() if torch.is_tensor(t) and t.ndim > 2]
+    states = sum(t.nbytes for t in kept)
+    if model.spec.mixer.kind == "attention":  # of the room, what counts
+        states = states * arguments.context // decoder.capacity
+    weights = sum(t.nbytes for t in batch.weights.tensors())
+    found = {
+        "ms": round(1000 * total, 3),
+        "weights_gb": round(weights / 1e9, 2),
+        "states_gb": round(states / 1e9, 2),
+        "state_types": sorted({str(t.dtype).removeprefix("torch.") for t in kept}),
+        "finite": bool(batch.search.z.isfinite().all()),
+    }
+    if on_gpu:
+        count = 50
+        batch.busy_S.fill_(False)  # the same call, but that nothing comes of it
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(count):
+            batch.step(rows)
+        end.record()
+        torch.cuda.synchronize()
+        found["replay_ms"] = round(begin.elapsed_time(end) / count, 3)
+        found["memory_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+    if speed is not None:
+        found["floor_ms"] = round(1000 * (weights + states) / speed, 3)
+    return found
+
+
+def copying_speed(device: str) -> float | None:
+    """Return the bytes a second that the card reads and writes as it copies."""
+    if device != "cuda":
+        return None
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    target.copy_(source)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(20):
+        target.copy_(source)
+    end.record()
+    torch.cuda.synchronize()
+    return 20 * 2 * source.nbytes / (begin.elapsed_time(end) / 1000)
+
+
+def synchronize(on_gpu: bool) -> None:
+    if on_gpu:
+        torch.cuda.synchronize()
+
+
+def table(rows: list[dict[str, Any]], speed: float | None) -> None:
+    described = machine()
+    print(f"\n{described.get('gpu', described['cpu'])}, torch {described['torch']}, {described['date']}")
+    if speed is not None:
+        print(f"copies at {speed / 1e12:.2f} TB/s")
+    print("| model | rows | mode | ms an iteration | a call alone | floor | published | state |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for row in rows:
+        cells = [row.get(name) for name in ("ms", "replay_ms", "floor_ms", "published_ms", "state_types")]
+        print(
+            f"| {row['model']} | {row['rows']} | {row['mode']} | "
+            + " | ".join("" if cell is None else str(cell).strip("[]").replace("'", "") for cell in cells)
+            + (" | failed |" if "failed" in row else " |")
+        )
+
+
+if __name__ == "__main__":
+    main()

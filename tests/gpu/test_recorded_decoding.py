@@ -1,0 +1,159 @@
+"""Decoding by recorded steps: the tokens of decoding kernel by kernel, with nothing read on the way."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch.cuda import set_sync_debug_mode
+
+import implicit_blocks as ib
+from implicit_blocks.decoding import ContinuousDecoder, Request, Sampling
+from implicit_blocks.decoding.recorded import Recorded
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+MIXERS = {
+    "mamba2": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)},
+    "mamba2-groups": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, n_groups=2, bias=True)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=90)},
+}
+
+
+@pytest.fixture(autouse=True)
+def _exact_products():
+    torch.set_float32_matmul_precision("highest")
+
+
+def built(mixer, **changes):
+    stopping = ib.StoppingOverrides(tolerance=1e-4, max_iterations=100)
+    at_evaluation = ib.AtEvaluation(solver=ib.PicardSpec(damping=0.9), stopping=stopping)
+    fields = {"vocab_size": 61, "d_model": 64, "n_layers": 2, "at_evaluation": at_evaluation}
+    torch.manual_seed(0)
+    model = ib.build(ib.ImplicitLMSpec(**(fields | MIXERS[mixer] | changes))).eval()
+    with torch.no_grad():
+        model.embedding.weight.mul_(20)
+        for block in model.backbone.blocks():
+            block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
+            block.mixer.out_proj.parametrizations.weight.original0.mul_(10.0)
+    return model.cuda()
+
+
+def prompts():
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(61, (n,), generator=generator).tolist() for n in (6, 70, 1, 33, 2, 9)]
+
+
+def decode(model, *, lanes, fused=True, count=12, sampling=None, **options):
+    decoder = ContinuousDecoder(model, lanes=lanes, capacity=96, **options)
+    if not fused:
+        decoder.batch.fused = None
+    for row, prompt in enumerate(prompts()):
+        sampled = sampling or Sampling()
+        decoder.submit(Request(prompt=prompt, max_new_tokens=count, seed=row, sampling=sampled))
+    made = defaultdict(list)
+    for new in decoder.run():
+        made[new.request].append(new)
+    return decoder, [made[row] for row in range(len(made))]
+
+
+def assert_same(found, expected, *, atol=2e-3):
+    assert len(found) == len(expected)
+    for row, other in zip(found, expected, strict=True):
+        assert [new.token for new in row] == [new.token for new in other]
+        for new, old in zip(row, other, strict=True):
+            torch.testing.assert_close(new.logits, old.logits, atol=atol, rtol=1e-3)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_recorded_steps_make_the_tokens_of_launched_ones(mixer, lanes, fused):
+    model = built(mixer)
+    decoder, found = decode(model, lanes=lanes, fused=fused)
+    assert (decoder.batch.fused is not None) == fused
+    assert all(recorded.graph is not None for recorded in recorded_often(decoder))
+    _, expected = decode(model, lanes=lanes, graphs=False)
+    assert_same(found, expected)
+
+
+def recorded_often(decoder) -> list[Recorded]:
+    often = [recorded for recorded in decoder.batch._recorded.values() if recorded._calls > 1]
+    assert often
+    return often
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_they_are_those_of_the_cpu_too(mixer):
+    model = built(mixer)
+    _, found = decode(model, lanes=4, count=6)
+    for row, prompt in enumerate(prompts()):
+        alone = ib.generate(model.cpu(), [prompt], max_new_tokens=6)
+        assert [new.token for new in found[row]] == alone.tokens[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"warm_start": True},
+        {"moving_average": 0.6},
+        {"max_iterations": 3},
+        {"sampling": Sampling(temperature=1.5, top_k=8, top_p=0.9)},
+    ],
+    ids=str,
+)
+def test_knobs_and_sampling(knobs):
+    model = built("mamba2")
+    assert_same(decode(model, lanes=4, **knobs)[1], decode(model, lanes=4, graphs=False, **knobs)[1])
+
+
+def test_a_solver_with_a_memory():
+    stopping = ib.StoppingOverrides(tolerance=1e-4, max_iterations=50)
+    model = built("attention", at_evaluation=ib.AtEvaluation(solver=ib.BroydenSpec(), stopping=stopping))
+    assert_same(decode(model, lanes=4)[1], decode(model, lanes=4, graphs=False)[1])
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_bfloat16(mixer):
+    model = built(mixer)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for lanes in (1, 4):
+            _, found = decode(model, lanes=lanes, count=1)
+            _, expected = decode(model, lanes=lanes, count=1, graphs=False)
+            assert_same(found, expected, atol=0.2)
+            decoder, found = decode(model, lanes=lanes, tolerance=0.02)
+            assert all(new.converged for row in found for new in row)
+    assert {t.dtype for t in decoder.batch.weights.tensors() if t.ndim > 1} >= {torch.bfloat16}
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_steps_wait_for_nothing_and_move_nothing(mixer, lanes):
+    decoder = ContinuousDecoder(
+        built(mixer), lanes=lanes, buckets=[lanes], capacity=96, tolerance=0.0, max_iterations=4
+    )
+    for prompt in prompts()[:lanes]:
+        decoder.submit(Request(prompt=prompt, max_new_tokens=20))
+
+    def addresses():
+        batch = decoder.batch
+        kept = [batch.lengths_S, batch.tokens_S, batch.busy_S, batch.hidden_SD, batch.u_SU, batch.search.z]
+        states = [t for s in decoder.states for t in vars(s).values() if torch.is_tensor(t)]
+        return [t.data_ptr() for t in (*kept, *states)]
+
+    before = addresses()
+    while decoder.calls < 15:
+        decoder.step()
+    set_sync_debug_mode("error")
+    try:
+        made = [new for _ in range(30) for new in decoder.step()]
+    finally:
+        set_sync_debug_mode("default")
+    assert len(made) >= 5 * lanes
+    assert addresses() == before
+    assert all(recorded.graph is not None for recorded in decoder.batch._recorded.values())
