@@ -27,8 +27,8 @@ class LaneStates(ABC):
         """Return the state of a lane before its first token, of one row, to commit a prompt to."""
 
     @abstractmethod
-    def settle(self, lane: int, state: State, length: int) -> None:
-        """Keep the state that committing a prompt of ``length`` tokens to ``enter``'s has left."""
+    def settle(self, lane: int, state: State) -> None:
+        """Keep the state that committing a prompt to ``enter``'s has left."""
 
     @abstractmethod
     def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
@@ -39,10 +39,8 @@ class LaneStates(ABC):
         """
 
     @abstractmethod
-    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor, lengths_R: Tensor) -> None:
+    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
         """Commit, where ``committed_R`` (R,) bool says so, what ``advance`` left of ``at``'s state.
-
-        ``rows_R`` and ``lengths_R`` are those given to ``at``.
 
         In the memory that is there, and without asking the device for a value: a step is recorded as a graph.
         """
@@ -64,7 +62,7 @@ class RecurrentLanes(LaneStates):
         """Return an empty state."""
         return self._new
 
-    def settle(self, lane: int, state: State, length: int) -> None:
+    def settle(self, lane: int, state: State) -> None:
         """Copy the state into its lane."""
         for whole, row in self._pairs(state):
             whole[lane : lane + 1] = row
@@ -73,7 +71,7 @@ class RecurrentLanes(LaneStates):
         """Return the states, or a copy of these lanes'."""
         return self.states if rows_R is None else self.mixer.select_rows(self.states, rows_R)
 
-    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor, lengths_R: Tensor) -> None:
+    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
         """Copy what was committed into its lanes."""
         for whole, rows in self._pairs(after):
             mask = committed_R.view(-1, *[1] * (whole.ndim - 1))

@@ -115,6 +115,7 @@ class FusedMap:
                     assert isinstance(state, AttentionLanes)
                     mixer = _Attention(block.mixer, state, _tables(block.mixer, tables, capacity, state))
                 self.layers.append(_Layer(block, mixer))
+        self.slots = _side_by_side([state for state in states if isinstance(state, Mamba2Lanes)])
 
     def bind(
         self, rows_R: Tensor, u_SU: Tensor | None, lengths_R: Tensor, committing_R: Tensor
@@ -143,6 +144,9 @@ class FusedMap:
         branch = None
         for layer in self.layers:
             z_RD, branch = layer(z_RD, branch, step)
+        if self.slots is not None:
+            slots, taps = self.slots
+            slots[:, step.rows_R] = (slots[:, step.rows_R] + step.committing_R) % taps
         return add_norm(z_RD, branch, self.norm.weight, eps=self.norm.eps, dtype=z_RD.dtype)[1]
 
 
@@ -196,7 +200,7 @@ class _Mamba2:
             projected,
             u,
             step.rows_R,
-            step.lengths_R,
+            self.states.next_S,
             step.committing_R,
             self.states.taps_SWC,
             self.states.h_SHPN,
@@ -288,6 +292,16 @@ def _held(layer: nn.Module) -> _Matrix:
     assert isinstance(layer, Linear)
     weight, bias = layer.prepared() if layer.held is None else layer.held
     return _Matrix(weight.detach().contiguous(), bias)
+
+
+def _side_by_side(states: Sequence[Mamba2Lanes]) -> tuple[Tensor, int] | None:
+    """Lay the layers' next slots into one tensor, (layers, S), for one step forward to serve all."""
+    if not states:
+        return None
+    slots = torch.stack([state.next_S for state in states])
+    for state, own in zip(states, slots, strict=True):
+        state.next_S = own
+    return slots, states[0].taps_SWC.shape[1]
 
 
 def _tables(

@@ -115,7 +115,7 @@ class LaneBatch:
         assert encoded.state is not None
         length = ids_1L.shape[1]
         for states, layer in zip(self.states, encoded.state.layers, strict=True):
-            states.settle(lane, layer, length)
+            states.settle(lane, layer)
         self.lengths_S[lane] = length
         self.busy_S[lane] = True
         self.hidden_SD[lane] = encoded.hidden_BLD[0, -1]
@@ -197,7 +197,7 @@ class LaneBatch:
             owed = False
             mapped, after = self._bound(rows_R, index, z_RD, lengths_R).commit(z_RD[:, None])
             for states, layer in zip(self.states, after, strict=True):
-                states.write(index, layer, committing_R, lengths_R)
+                states.write(index, layer, committing_R)
             return mapped[:, 0]
 
         return call

@@ -41,7 +41,7 @@ class AttentionLanes(LaneStates):
 
         return AttentionState(self.keys[lane : lane + 1], self.values[lane : lane + 1], 0)
 
-    def settle(self, lane: int, state: State, length: int) -> None:
+    def settle(self, lane: int, state: State) -> None:
         """There is nothing to do: the prompt is in its lane."""
         assert state.keys.data_ptr() == self.keys[lane].data_ptr()
 
@@ -49,5 +49,5 @@ class AttentionLanes(LaneStates):
         """Return the lanes, by their index."""
         return LaneKeys(self.keys, self.values, rows_R, lengths_R)
 
-    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor, lengths_R: Tensor) -> None:
+    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
         """There is nothing to do: what stands behind a lane's tokens is committed by counting it."""

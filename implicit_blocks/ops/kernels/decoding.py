@@ -127,7 +127,7 @@ def mamba2_step(
     projected_RU: Tensor,
     u_SU: Tensor | None,
     rows_R: Tensor,
-    lengths_R: Tensor,
+    slots_S: Tensor,
     committing_R: Tensor,
     taps_SWC: Tensor,
     h_SHPN: Tensor,
@@ -145,10 +145,10 @@ def mamba2_step(
         projected_RU: gate, x, B, C, dt, contiguous.
         u_SU: the injection of each lane; None: there is none, or it has been added.
         rows_R: int64, the lane of each row, all different.
-        lengths_R: int64, tokens that each row's lane has committed.
+        slots_S: int64, which of the W slots of its lane the token's input of the convolution takes; those of
+            the tokens before it lie behind, the oldest first, and around the end.
         committing_R: bool, which rows commit: their ``h`` is replaced. Nobody else's is written.
-        taps_SWC: inputs of the convolution, that of position p in slot p mod W; that of the token is written
-            to its slot, which counts once the token is committed.
+        taps_SWC: inputs of the convolution; that of the token is written to its slot.
         h_SHPN: states, P and N powers of 2.
         conv_weight_CW: oldest tap first.
         conv_bias_C: or None.
@@ -167,7 +167,7 @@ def mamba2_step(
             projected_RU,
             projected_RU if u_SU is None else u_SU,
             rows_R,
-            lengths_R,
+            slots_S,
             committing_R.view(torch.int8),
             taps_SWC,
             h_SHPN,
@@ -362,11 +362,10 @@ def _load_sum(p_ptr, u_ptr, place, HAS_U: tl.constexpr):
 
 
 @triton.jit
-def _conv(here, taps_ptr, w_ptr, b_ptr, channel, length, C, W: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _conv(here, taps_ptr, w_ptr, b_ptr, channel, slot, C, W: tl.constexpr, HAS_BIAS: tl.constexpr):
     y = here * tl.load(w_ptr + channel * W + W - 1).to(tl.float32)
     for tap in tl.static_range(W - 1):
-        slot = (length + 1 + tap) % W  # of position length − (W − 1) + tap
-        before = tl.load(taps_ptr + slot * C + channel).to(tl.float32)
+        before = tl.load(taps_ptr + (slot + 1 + tap) % W * C + channel).to(tl.float32)
         y += before * tl.load(w_ptr + channel * W + tap).to(tl.float32)
     if HAS_BIAS:
         y += tl.load(b_ptr + channel).to(tl.float32)
@@ -378,7 +377,7 @@ def _mamba2_step(
     p_ptr,
     u_ptr,
     rows_ptr,
-    lengths_ptr,
+    slots_ptr,
     committing_ptr,
     taps_ptr,
     h_ptr,
@@ -403,7 +402,7 @@ def _mamba2_step(
     part = tl.program_id(0) % (P // BLOCK_P)
     row = tl.program_id(1).to(tl.int64)
     lane = tl.load(rows_ptr + row)
-    length = tl.load(lengths_ptr + row)
+    slot = tl.load(slots_ptr + lane)
     inner = H * P
     group = head // (H // G)
     p_ptr += row * U
@@ -418,9 +417,9 @@ def _mamba2_step(
     x_here = _load_sum(p_ptr, u_ptr, inner + x_channel, HAS_U)
     b_here = _load_sum(p_ptr, u_ptr, inner + b_channel, HAS_U)
     c_here = _load_sum(p_ptr, u_ptr, inner + c_channel, HAS_U)
-    x = _conv(x_here, taps_ptr, w_ptr, b_ptr, x_channel, length, C, W, HAS_BIAS)
-    B = _conv(b_here, taps_ptr, w_ptr, b_ptr, b_channel, length, C, W, HAS_BIAS)
-    c = _conv(c_here, taps_ptr, w_ptr, b_ptr, c_channel, length, C, W, HAS_BIAS)
+    x = _conv(x_here, taps_ptr, w_ptr, b_ptr, x_channel, slot, C, W, HAS_BIAS)
+    B = _conv(b_here, taps_ptr, w_ptr, b_ptr, b_channel, slot, C, W, HAS_BIAS)
+    c = _conv(c_here, taps_ptr, w_ptr, b_ptr, c_channel, slot, C, W, HAS_BIAS)
     dt = _load_sum(p_ptr, u_ptr, inner + C + head, HAS_U) + tl.load(dt_bias_ptr + head).to(tl.float32)
     dt = tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(dt)))
     decay = tl.exp(-dt * tl.exp(tl.load(a_log_ptr + head).to(tl.float32)))
@@ -429,12 +428,12 @@ def _mamba2_step(
     gate = _load_sum(p_ptr, u_ptr, x_channel, HAS_U)
     tl.store(out_ptr + row * inner + x_channel, y * gate * tl.sigmoid(gate))
     # The slot of the token itself: nobody reads it before the token is committed.
-    slot = taps_ptr + (length % W) * C
+    taps_ptr += slot * C
     kind = taps_ptr.dtype.element_ty
-    tl.store(slot + x_channel, x_here.to(kind))
+    tl.store(taps_ptr + x_channel, x_here.to(kind))
     if (head % (H // G) == 0) & (part == 0):
-        tl.store(slot + b_channel, b_here.to(kind))
-        tl.store(slot + c_channel, c_here.to(kind))
+        tl.store(taps_ptr + b_channel, b_here.to(kind))
+        tl.store(taps_ptr + c_channel, c_here.to(kind))
     if tl.load(committing_ptr + row) != 0:
         tl.store(place, h.to(h_ptr.dtype.element_ty))
 
