@@ -174,7 +174,8 @@ class _Mamba2:
     def __call__(
         self, z: Tensor, branch: Tensor | None, norm: RMSNorm, step: _Step
     ) -> tuple[Tensor, Tensor | None]:
-        from implicit_blocks.ops.kernels.decoding import add_norm, linear_rows, mamba2_step
+        from implicit_blocks.ops.kernels.decoding import add_norm, linear_rows
+        from implicit_blocks.ops.kernels.decoding_mixers import mamba2_step
 
         few = len(z) <= FEW
         u = step.u_SU
@@ -229,7 +230,8 @@ class _Attention:
     def __call__(
         self, z: Tensor, branch: Tensor | None, norm: RMSNorm, step: _Step
     ) -> tuple[Tensor, Tensor | None]:
-        from implicit_blocks.ops.kernels.decoding import add_norm, attention_step, linear_rows
+        from implicit_blocks.ops.kernels.decoding import add_norm, linear_rows
+        from implicit_blocks.ops.kernels.decoding_mixers import attention_step
 
         few = len(z) <= FEW
         into, out = self.in_proj, self.out_proj
