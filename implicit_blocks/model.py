@@ -270,12 +270,9 @@ class LanguageModel(nn.Module, ABC):
     def _head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
-    def predict(self, z_BLD: Tensor, weight: Tensor | None = None) -> Tensor:
-        """Return the logits (…, V), in float32 or better, of what ``encode`` returned, (…, D).
-
-        ``weight``, from ``hold_head``, spares calls that follow each other its cast for autocast.
-        """
-        weight = self._head_weight if weight is None else weight
+    def predict(self, z_BLD: Tensor) -> Tensor:
+        """Return the logits (…, V), in float32 or better, of what ``encode`` returned, (…, D)."""
+        weight = self._head_weight
         return at_least_float32(F.linear(z_BLD.to(weight.dtype), weight))
 
     # ------------------------------------------------------------------------------------ states, parameters
@@ -283,17 +280,10 @@ class LanguageModel(nn.Module, ABC):
     def hold_weights(self) -> HeldWeights:
         """Return the weights of the map as they are now, made ready for any number of calls of ``encode``.
 
-        For calls without gradients, and in the autocast mode of this one. The head is no part of the map:
-        ``hold_head``.
+        For calls without gradients, and in the autocast mode of this one. The head is no part of the map and
+        casts its own weight.
         """
         return HeldWeights(*(module for module in self.children() if module is not self.head))
-
-    def hold_head(self) -> Tensor:
-        """Return the head's weight as it is now, (V, D), in the type that autocast asks for."""
-        weight = self._head_weight
-        if not torch.is_autocast_enabled(weight.device.type) or weight.dtype == torch.float64:
-            return weight
-        return weight.to(torch.get_autocast_dtype(weight.device.type))
 
     @property
     def stream_dtype(self) -> torch.dtype:

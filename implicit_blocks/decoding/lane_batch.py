@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from implicit_blocks.backbone import BoundMap
 from implicit_blocks.committed import Committed
@@ -61,10 +62,11 @@ class LaneBatch:
         self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._recorded: dict[tuple[str, int], Recorded] = {}
         self._places: dict[tuple[str, int], Places] = {}
-        self.weights, self.head = model.hold_weights(), model.hold_head()
         dtype = embedding.dtype
         if self._autocast is not None and dtype != torch.float64:
             dtype = self._autocast
+        self.weights = model.hold_weights()
+        self.head = (embedding if model.head is None else model.head.weight).to(dtype)
         self.states = [
             block.mixer.lanes(lanes, device=self.device, dtype=dtype, capacity=capacity)
             for block in model.backbone.blocks()
@@ -225,7 +227,7 @@ class LaneBatch:
 
     def _predict(self, places: Places) -> None:
         rows = places.rows_R
-        logits = self.model.predict(self.hidden_SD[rows], self.head)
+        logits = linear(self.hidden_SD[rows].to(self.head.dtype), self.head)  # as ``model.predict`` does
         places.logits_RV.copy_(logits[:, : self.model.spec.vocab_size])
         self.take_tokens(places, places.logits_RV.argmax(-1), places.where_R)
 

@@ -4,8 +4,7 @@ What a layer must cost there is reading its weights and states once; every furth
 So norms, injection, activation and residual are part of the matrix product beside them, and nothing is
 written to a state until a token is committed.
 
-Shape legend: S lanes, R rows of a step, each in a lane; K input width, M output width, D model width, F hidden
-width.
+Shape legend: S lanes, R rows of a step, each in a lane; K input, M output, D model, F hidden width.
 """
 
 from __future__ import annotations
