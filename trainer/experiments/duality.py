@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from implicit_blocks.specs import load_spec
 from trainer.checkpoint import STATE_FILE, load_checkpoint, newest_sound_checkpoint
 from trainer.data.source import IGNORED, Batch, DataSource
 from trainer.devices import choose_device
-from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_picture
-from trainer.files import write_json
+from trainer.experiments.drawing import write_picture
+from trainer.experiments.duality_picture import draw
+from trainer.files import read_json, write_json
 from trainer.run_folder import RunFolder
 from trainer.spec import RunSpec
 
@@ -50,6 +51,8 @@ def run(
     sequences: int = 16,
     length: int | None = None,
     max_iterations: int | None = None,
+    damping: float | None = None,
+    tokenizer: Path | None = None,
     double: bool = False,
     device: str = "auto",
 ) -> str:
@@ -62,6 +65,9 @@ def run(
         sequences: how many of the run's evaluation data.
         length: tokens of each; None: the training length.
         max_iterations: of a search; None: the evaluation's.
+        damping: of both searches' solver, in (0, 1]; None: the evaluation's. Where a few tokens oscillate,
+            less than the evaluation's brings them to rest.
+        tokenizer: a tokenizer.json that tokens are named by; None: the one beside the data, if there is one.
         double: compute in float64, where 1e-5 is far above rounding.
         device: name of the device.
 
@@ -75,6 +81,8 @@ def run(
     for name, value in (("sequences", sequences), ("length", length), ("max_iterations", max_iterations)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}; choose at least 1")
+    if damping is not None and not 0 < damping <= 1:
+        raise ValueError(f"damping is {damping}; choose a number in (0, 1]")
     place = choose_device(device)
     name, spec, weights = trained(checkpoint)
     batch = evaluation_batch(spec, sequences=sequences, length=length).to(place)
@@ -84,7 +92,14 @@ def run(
     rows, histograms = [], {}
     for tolerance in sorted(tolerances, reverse=True):
         modes = {
-            mode: evaluate(model, batch, mode=mode, tolerance=tolerance, max_iterations=max_iterations)
+            mode: evaluate(
+                model,
+                batch,
+                mode=mode,
+                tolerance=tolerance,
+                max_iterations=max_iterations,
+                damping=damping,
+            )
             for mode in MODES
         }
         rows.append(compare(modes, batch.labels, tolerance=tolerance))
@@ -95,14 +110,18 @@ def run(
         "sequences": len(batch),
         "length": batch.inputs.shape[1],
         "max_iterations": max_iterations or model.evaluation_stopping.max_iterations,
+        "damping": damping,
         "dtype": "float64" if double else "float32",
         "solver": model.spec.at_evaluation.solver.model_dump(mode="json"),
     }
+    tightest = histograms[min(tolerances)]
+    # In turn, because together a token goes on until all before it have converged too.
+    kinds = by_kind(batch.inputs.cpu(), tightest["sequential"].iterations, _names(spec, tokenizer))
     write_json(
         folder / "duality.json",
-        {"experiment": "duality", "run": name, "settings": settings, "tolerances": rows},
+        {"experiment": "duality", "run": name, "settings": settings, "tolerances": rows, "by_token": kinds},
     )
-    draw(rows, histograms[min(tolerances)], folder / "duality.png", title=name)
+    write_picture(draw(rows, tightest, kinds, title=name), folder / "duality.png")
     return "\n".join([table(rows), f"written: {folder / 'duality.json'}, {folder / 'duality.png'}"])
 
 
@@ -142,7 +161,13 @@ def evaluation_batch(spec: RunSpec, *, sequences: int, length: int | None) -> Ba
 
 @torch.no_grad()
 def evaluate(
-    model: ImplicitLM, batch: Batch, *, mode: str, tolerance: float, max_iterations: int | None
+    model: ImplicitLM,
+    batch: Batch,
+    *,
+    mode: str,
+    tolerance: float,
+    max_iterations: int | None,
+    damping: float | None = None,
 ) -> Mode:
     """Evaluate the batch in a mode, each token stopping by itself."""
     began = time.perf_counter()
@@ -151,6 +176,7 @@ def evaluate(
         window_length=1 if mode == "sequential" else None,
         tolerance=tolerance,
         max_iterations=max_iterations,
+        damping=damping,
         **batch.context(),
     )
     solution = output.solution
@@ -204,6 +230,39 @@ def compare(modes: dict[str, Mode], labels_BL: Tensor, *, tolerance: float) -> d
     return row
 
 
+def by_kind(inputs_BL: Tensor, iterations_BL: Tensor, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """Return the mean iterations of each token of the vocabulary that occurs 4 times or more, most first."""
+    ids, counts = inputs_BL.flatten(), torch.bincount(inputs_BL.flatten())
+    sums = torch.bincount(ids, weights=iterations_BL.flatten().double())
+    often = (counts >= 4).nonzero().flatten().tolist()
+    found = [
+        {
+            "token": number,
+            "text": names.get(number),
+            "count": int(counts[number]),
+            "iterations_mean": float(sums[number] / counts[number]),
+        }
+        for number in often
+    ]
+    return sorted(found, key=lambda one: -one["iterations_mean"])
+
+
+def _names(spec: RunSpec, tokenizer: Path | None) -> dict[int, str]:
+    """Return how tokens are written; nothing where that isn't known."""
+    path = tokenizer
+    if path is None:
+        data = getattr(spec.data, "path", None)
+        beside = Path(data) / "tokenizer.json" if data is not None else None
+        if beside is None or not beside.is_file():
+            return {}
+        path = beside
+    try:
+        vocabulary = read_json(path)["model"]["vocab"]
+        return {int(number): str(text).replace("\u0120", "\u2423") for text, number in vocabulary.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no tokenizer.json with a vocabulary ({error!r})") from error
+
+
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the figures as aligned text."""
     lines = ["tolerance  equal tokens  logits: mean      max  clear  equal  iterations: together  in turn"]
@@ -216,45 +275,3 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{'-' if clear is None else format(clear, '.0%'):>5}  {together:20.1f}  {in_turn:7.1f}"
         )
     return "\n".join(lines)
-
-
-def draw(rows: Sequence[dict[str, Any]], modes: dict[str, Mode], path: Path, *, title: str) -> None:
-    """Draw agreement and distance against the tolerance, and the tightest one's iterations, by token."""
-    figure = new_figure(width=16.5, height=4.3, title=f"{title}: one token after the other, or all at once")
-    agreement, distance, histogram, positions = figure.subplots(1, 4)
-    tolerances = [row["tolerance"] for row in rows]
-    agreement.plot(tolerances, [100 * row["equal_tokens"] for row in rows], "o-", color=BLUE)
-    agreement.set_xscale("log")
-    lowest = min(row["equal_tokens"] for row in rows)
-    agreement.set_ylim(min(95.0, 100 * lowest - 1), 100.3)
-    finish(agreement, title="Equal tokens", x="tolerance", y="%")
-    for key, color, label in (
-        ("logit_distance_max", ORANGE, "largest"),
-        ("logit_distance_p99", GREEN, "99th percentile"),
-        ("logit_distance_mean", BLUE, "mean"),
-    ):
-        floor = [max(row[key], 1e-17) for row in rows]
-        distance.plot(tolerances, floor, "o-", color=color, label=label)
-    distance.plot(tolerances, tolerances, "--", color=GREY, linewidth=1, label="tolerance")
-    distance.set_xscale("log")
-    distance.set_yscale("log")
-    distance.legend(frameon=False, fontsize=9)
-    finish(distance, title="Distance of the logits", x="tolerance", y="largest of a token's logits")
-    most = max(int(mode.iterations.max()) for mode in modes.values())
-    edges = torch.linspace(0.5, most + 0.5, min(most, 60) + 1).tolist()
-    for (name, mode), color in zip(modes.items(), (BLUE, ORANGE), strict=True):
-        counts = mode.iterations.flatten().tolist()
-        histogram.hist(counts, bins=edges, histtype="step", color=color, linewidth=1.6, label=name)
-        positions.plot(
-            range(1, mode.iterations.shape[1] + 1),
-            mode.iterations.double().mean(0).tolist(),
-            color=color,
-            label=name,
-        )
-    histogram.set_yscale("log")
-    at = f"at tolerance {min(tolerances):.0e}"
-    finish(histogram, title=f"Iterations of a token, {at}", x="iterations", y="tokens")
-    finish(positions, title=f"Mean iterations, {at}", x="position", y="iterations")
-    for axes in (histogram, positions):
-        axes.legend(frameon=False, fontsize=9)
-    write_picture(figure, path)

@@ -22,7 +22,7 @@ from trainer.evaluation import evaluate
 from trainer.experiments.drawing import write_picture
 from trainer.experiments.language_picture import draw
 from trainer.experiments.runs import Finished, explicit_twin, load_model, run_spec, train
-from trainer.files import write_json
+from trainer.files import read_json, write_json
 from trainer.metrics import json_value, rounded
 from trainer.spec import RunSpec
 
@@ -89,7 +89,7 @@ def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, d
     rows = []
     for label, spec in plans:
         finished = train(spec, folder / "runs" / label["run"], name=label["run"], device=device)
-        rows.append({**label, **_measure(finished, settings, place)})
+        rows.append({**label, **_measured(finished, settings, place)})
     written = json_value(
         {
             "experiment": "language",
@@ -151,6 +151,22 @@ def _watched(spec: RunSpec, settings: Settings) -> RunSpec:
 
 
 # ------------------------------------------------------------------------------------ what is measured
+
+
+def _measured(finished: Finished, settings: Settings, device: torch.device) -> dict[str, Any]:
+    """Return what `_measure` gives, from the run's folder where it has been measured before."""
+    path = finished.folder / "measured.json"
+    how = {
+        "self_iterations": list(settings.self_iterations),
+        "multiples": list(settings.multiples),
+        "sequences": settings.sequences,
+    }
+    if path.is_file() and (kept := read_json(path))["how"] == how:
+        found: dict[str, Any] = kept["measured"]
+        return found
+    measured: dict[str, Any] = json_value(_measure(finished, settings, device))
+    write_json(path, {"how": how, "measured": measured})
+    return measured
 
 
 def _measure(finished: Finished, settings: Settings, device: torch.device) -> dict[str, Any]:

@@ -67,6 +67,13 @@ def test_both_modes_agree_as_far_as_the_tolerance(trained, tmp_path, capsys):
         assert len(figures["iterations_histogram"]) == figures["iterations_max"] + 1
         assert len(figures["iterations_by_position"]) == LENGTH
         assert figures["iterations_mean"] > loose[mode]["iterations_mean"]
+    kinds = written["by_token"]
+    assert {one["token"] for one in kinds} == {0, 1}
+    assert sum(one["count"] for one in kinds) == 4 * LENGTH
+    assert sum(one["count"] * one["iterations_mean"] for one in kinds) == pytest.approx(
+        4 * LENGTH * tight["sequential"]["iterations_mean"]
+    )
+    assert kinds[0]["iterations_mean"] >= kinds[1]["iterations_mean"]
     assert (tmp_path / "out/duality.png").read_bytes().startswith(b"\x89PNG")
     assert "equal tokens" in capsys.readouterr().out
 
@@ -78,10 +85,25 @@ def test_one_checkpoint_of_a_run_and_another_length(trained, tmp_path):
     assert json.loads((tmp_path / "out/duality.json").read_text())["settings"]["length"] == 12
 
 
+def test_tokens_are_named_by_a_tokenizer(trained, tmp_path, capsys):
+    vocabulary = tmp_path / "tokenizer.json"
+    vocabulary.write_text(json.dumps({"model": {"vocab": {"\u0120even": 0, "odd": 1}}}), encoding="utf-8")
+    arguments = ["duality", "--checkpoint", str(trained), "--tolerances", "0.1"]
+    arguments += ["--sequences", "2", "--max-iterations", "20", "--tokenizer", str(vocabulary)]
+    assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
+    written = json.loads((tmp_path / "out/duality.json").read_text())
+    assert {one["text"] for one in written["by_token"]} == {"\u2423even", "odd"}
+    vocabulary.write_text("[]")
+    assert main([*arguments, "--output", str(tmp_path / "other")]) == 2
+    assert "is no tokenizer.json with a vocabulary" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--tolerances", "-1"], "tolerance -1.0 is none; choose numbers above 0"),
+        (["--damping", "1.5"], "damping is 1.5; choose a number in (0, 1]"),
+        (["--damping", "0.5"], "solver 'broyden' has no damping; leave it out or choose another solver"),
         (["--sequences", "0"], "sequences is 0; choose at least 1"),
         (["--length", "0"], "length is 0; choose at least 1"),
         (["--device", "nonsense"], "device 'nonsense' is not a device's name"),

@@ -25,6 +25,15 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--max-iterations", type=int, metavar="N", help="of each search (default: the evaluation's)"
     )
+    made.add_argument(
+        "--damping", type=float, metavar="X", help="of both searches (default: the evaluation's)"
+    )
+    made.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FILE",
+        help="a tokenizer.json, to name tokens by (default: the one beside the data, if there is one)",
+    )
     made.add_argument("--double", action="store_true", help="compute in float64")
     made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
 
@@ -40,6 +49,8 @@ def carry_out(folder: Path, options: argparse.Namespace) -> str:
         sequences=options.sequences,
         length=options.length,
         max_iterations=options.max_iterations,
+        damping=options.damping,
+        tokenizer=options.tokenizer,
         double=options.double,
         device=options.device,
     )

@@ -1,0 +1,67 @@
+"""The picture of the duality experiment: five panels over tolerances, positions and tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from trainer.experiments.duality import Mode
+
+
+def draw(
+    rows: Sequence[dict[str, Any]], modes: Mapping[str, Mode], kinds: Sequence[dict[str, Any]], *, title: str
+) -> Figure:
+    """Draw agreement and distance against the tolerance, and the tightest one's iterations, by token."""
+    figure = new_figure(width=19.0, height=4.3, title=f"{title}: one token after the other, or all at once")
+    agreement, distance, histogram, positions, tokens = figure.subplots(1, 5)
+    tolerances = [row["tolerance"] for row in rows]
+    agreement.plot(tolerances, [100 * row["equal_tokens"] for row in rows], "o-", color=BLUE)
+    agreement.set_xscale("log")
+    lowest = min(row["equal_tokens"] for row in rows)
+    agreement.set_ylim(min(95.0, 100 * lowest - 1), 100.3)
+    finish(agreement, title="Equal tokens", x="tolerance", y="%")
+    for key, color, label in (
+        ("logit_distance_max", ORANGE, "largest"),
+        ("logit_distance_p99", GREEN, "99th percentile"),
+        ("logit_distance_mean", BLUE, "mean"),
+    ):
+        floor = [max(row[key], 1e-17) for row in rows]
+        distance.plot(tolerances, floor, "o-", color=color, label=label)
+    distance.plot(tolerances, tolerances, "--", color=GREY, linewidth=1, label="tolerance")
+    distance.set_xscale("log")
+    distance.set_yscale("log")
+    distance.legend(frameon=False, fontsize=9)
+    finish(distance, title="Distance of the logits", x="tolerance", y="largest of a token's logits")
+    most = max(int(mode.iterations.max()) for mode in modes.values())
+    edges = torch.linspace(0.5, most + 0.5, min(most, 60) + 1).tolist()
+    for (name, mode), color in zip(modes.items(), (BLUE, ORANGE), strict=True):
+        counts = mode.iterations.flatten().tolist()
+        histogram.hist(counts, bins=edges, histtype="step", color=color, linewidth=1.6, label=name)
+        positions.plot(
+            range(1, mode.iterations.shape[1] + 1),
+            mode.iterations.double().mean(0).tolist(),
+            color=color,
+            label=name,
+        )
+    histogram.set_yscale("log")
+    at = f"at tolerance {min(tolerances):.0e}"
+    finish(histogram, title=f"Iterations of a token, {at}", x="iterations", y="tokens")
+    finish(positions, title=f"Mean iterations, {at}", x="position", y="iterations")
+    for axes in (histogram, positions):
+        axes.legend(frameon=False, fontsize=9)
+    ends = [*kinds[:12], *kinds[-12:]] if len(kinds) > 24 else list(kinds)
+    colors = [ORANGE if place < (len(ends) + 1) // 2 else BLUE for place in range(len(ends))]
+    tokens.barh(range(len(ends)), [one["iterations_mean"] for one in ends], color=colors)
+    labels = [str(one["token"]) if one["text"] is None else one["text"] for one in ends]
+    tokens.set_yticks(range(len(ends)), [label.replace("$", r"\$") for label in labels])
+    tokens.invert_yaxis()
+    finish(tokens, title="Tokens that take most and least, in turn", x="mean iterations", y="")
+    tokens.tick_params(axis="y", labelsize=7)
+    return figure
