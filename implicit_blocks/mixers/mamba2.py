@@ -274,7 +274,7 @@ class Mamba2(Mixer):
             return_final_state=return_final_state,
             backend=self.spec.backend,
         )
-        y = torch.addcmul(y, x, self.D[:, None].to(x.dtype)).view(batch, length, self.d_inner)
+        y = torch.addcmul(y, x, self.D[:, None].to(x.dtype)).reshape(batch, length, self.d_inner)
         out: Tensor = self.out_proj(self.norm(y * F.silu(gate)))
         return out, h
 
