@@ -74,6 +74,23 @@ def test_gradients_are_equal_and_less_is_kept(mixer, gradient, dropout):
         assert kept < 0.8 * all_kept
 
 
+@pytest.mark.parametrize("mixer", [MAMBA2, ATTENTION], ids=lambda m: m["kind"])
+def test_the_search_keeps_nothing_for_backward(mixer):
+    """Activations are those of the phantom steps, and as many times those of one."""
+
+    def kept(steps, iterations):
+        stopping = {"tolerance": 1e-30, "max_iterations": iterations}
+        model = model_of(mixer, {"kind": "phantom", "steps": steps}, stopping=stopping)
+        _, _, held, calls = gradients(model, "none")
+        assert calls.count(False) == iterations
+        return held
+
+    one, two, three = (kept(steps, 3) for steps in (1, 2, 3))
+    assert kept(2, 12) == two
+    assert two > 1.4 * one
+    assert three - two == pytest.approx(two - one, rel=0.02)
+
+
 @pytest.mark.parametrize("checkpoint", ["steps", "layers"])
 def test_each_differentiated_layer_is_called_once_more_and_the_search_is_not(checkpoint):
     model = model_of(MAMBA2, {"kind": "phantom", "steps": STEPS})

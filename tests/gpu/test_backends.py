@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+import implicit_blocks as ib
 from implicit_blocks.ops.accelerated import load
 from implicit_blocks.ops.attention import ATTENTION, attend, find_blocks
 from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv
 from implicit_blocks.ops.ssd import SSD, ssd
+from implicit_blocks.testing import check_backend
 
 pytestmark = [
     pytest.mark.gpu,
@@ -160,6 +162,26 @@ def test_attention(backend, seen, kv_heads):
 
     for found, expected in zip(run(torch.bfloat16, backend), run(torch.float64, "torch"), strict=True):
         assert error(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize(
+    ("scan", "conv"),
+    [("auto", "auto"), ("mamba-ssm", "causal-conv1d"), ("fla", "fla"), ("mamba-ssm", "torch")],
+    ids="-".join,
+)
+def test_mamba2_by_any_of_them(scan, conv):
+    """Whole, in windows down to one token, and padded: as exactly as 16-bit floats allow."""
+    for operation, name in ((SSD, scan), (CAUSAL_CONV, conv)):
+        if name != "auto":
+            backend_of(operation, name)
+    sizes = {"d_state": 64, "head_dim": 32}
+    plain = ib.Mamba2Spec(**sizes, backend="torch", conv_backend="torch")
+    check_backend(ib.Mamba2Spec(**sizes, backend=scan, conv_backend=conv), plain)
+
+
+@pytest.mark.parametrize("backend", ["auto", "flex"])
+def test_attention_layers_by_any_of_them(backend):
+    check_backend(ib.AttentionSpec(n_heads=2, backend=backend), ib.AttentionSpec(n_heads=2, backend="torch"))
 
 
 @pytest.mark.parametrize("backend", ["mamba-ssm", "fla"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from implicit_blocks.ops import cross_entropy
 from implicit_blocks.ops.cross_entropy import linear_cross_entropy
@@ -37,3 +38,21 @@ def test_without_gradients_and_under_autocast():
     loss.backward()
     torch.testing.assert_close(loss, exact, rtol=2e-2, atol=0)
     assert weight.grad.dtype == torch.float32
+
+
+def test_whole_logits_are_never_made(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK_ENTRIES", 4 * 50)
+    made = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            tensors = out if isinstance(out, (tuple, list)) else (out,)
+            made.extend(t.untyped_storage().nbytes() for t in tensors if isinstance(t, torch.Tensor))
+            return out
+
+    z, weight = torch.randn(200, 6, requires_grad=True), torch.randn(50, 6, requires_grad=True)
+    with Watch():
+        loss, _ = linear_cross_entropy(z, weight, torch.randint(50, (200,)))
+        loss.backward()
+    assert max(made) < 200 * 50  # of four bytes each
