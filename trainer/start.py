@@ -32,9 +32,9 @@ _NOT_OF_THE_WEIGHTS = frozenset({"dropout", "embedding_std", "scale_residual_ini
 class Origin(NamedTuple):
     """Weights that were found, checked but not read.
 
-    ``model`` is the spec of the model they are of, and ``optimizer`` the kind of optimizer that made them,
-    None where that isn't known. ``progress`` is how far the other run had come, for a checkpoint;
-    ``complaints`` are what is wrong with newer ones.
+    ``model`` is the spec of the model they are of, ``optimizer`` the kind of optimizer that made them, and
+    ``task`` what they were trained for, None where that isn't known. ``progress`` is how far the other run
+    had come, for a checkpoint; ``complaints`` are what is wrong with newer ones.
     """
 
     path: Path
@@ -43,6 +43,7 @@ class Origin(NamedTuple):
     optimizer: str | None = None
     progress: Mapping[str, Any] | None = None
     complaints: tuple[str, ...] = ()
+    task: str | None = None
 
     def record(self) -> dict[str, Any]:
         """Return what a manifest says of them; the digest is that of the checkpoint's state or the file."""
@@ -69,6 +70,11 @@ def find_start(start: StartSpec, spec: RunSpec) -> Origin:
     origin = _find(Path(start.path))
     if origin.model is not None:
         require_fitting(origin.model, spec.model, path=origin.path)
+    if None not in (origin.task, spec.data.task) and origin.task != spec.data.task:
+        raise CheckpointError(
+            f"training.start_from: {origin.path} was trained for another task, {origin.task}; this run's is "
+            f"{spec.data.task}; start from one on that, or from an exported folder to use the weights anyway"
+        )
     more = [name for name in ("optimizer", "position") if getattr(start, name)]
     if more and origin.form != "checkpoint":
         raise ValueError(
@@ -127,6 +133,7 @@ def _checkpoint(path: Path, run: Path, complaints: list[str] | None = None) -> O
         optimizer=None if spec is None else spec.training.optimizer.kind,
         progress=progress,
         complaints=tuple(complaints or ()),
+        task=None if spec is None else spec.data.task,
     )
 
 

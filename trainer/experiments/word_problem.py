@@ -23,7 +23,8 @@ class Settings:
     ``spec`` is the run that is varied; ``models``, ``layers`` (of explicit ones; an implicit model has one),
     ``threshold`` (the accuracy that counts as solved) belong to Figure 1, ``iterations`` (of training) to
     Figure 3. ``lengths`` and ``train_p`` are of training (None: as the spec's phases say), ``test_lengths``
-    multiples of the training length, ``test_p`` identity probabilities.
+    multiples of the training length, ``test_p`` identity probabilities. ``overrides`` are further changes to
+    every run's spec.
     """
 
     spec: str
@@ -38,6 +39,7 @@ class Settings:
     test_lengths: tuple[int, ...] = (1, 4)
     sequences: int
     seeds: tuple[int, ...] = (0,)
+    overrides: tuple[str, ...] = ()
 
     def require(self) -> None:
         """Refuse what is out of range.
@@ -103,8 +105,9 @@ SETTINGS: dict[tuple[str, str], Settings] = {
         iterations=(1, 4, 16),
         train_p=0.9,
         test_p=(0.9, 0.5, 0.0),
-        test_lengths=(1, 2),
-        sequences=64,
+        test_lengths=(1,),
+        sequences=32,
+        overrides=("model.at_evaluation.stopping.max_iterations=200",),
     ),
     ("hard-tokens", "gpu"): Settings(
         spec="word_problem_a5_256",
@@ -125,6 +128,7 @@ def run(
     setting: str = "laptop",
     device: str = "auto",
     overrides: Sequence[str] = (),
+    checkpoints: Sequence[Path] = (),
     **changes: Any,
 ) -> str:
     """Train and test what a study compares, write ``word_problem.json`` and ``.png``, return a summary.
@@ -136,6 +140,7 @@ def run(
         setting: ``laptop`` (minutes) or ``gpu``.
         device: name of the device.
         overrides: changes to every run's spec.
+        checkpoints: of ``hard-tokens``: trained runs to test; nothing is trained then.
         changes: fields of :class:`Settings`; None: the setting's.
 
     Raises:
@@ -146,11 +151,16 @@ def run(
         known = ", ".join(f"{one} {other}" for one, other in SETTINGS)
         raise ValueError(f"no study {study!r} in the setting {setting!r}; there are {known}")
     settings = changed(SETTINGS[study, setting], changes)
+    settings = replace(settings, overrides=(*settings.overrides, *overrides))
     if study == "layers":
+        if checkpoints:
+            raise ValueError("the study layers trains its models; checkpoints are tested by hard-tokens")
         from trainer.experiments.word_problem_layers import carry_out
-    else:
-        from trainer.experiments.word_problem_hard_tokens import carry_out
-    return carry_out(folder, settings, device=device, overrides=overrides)
+
+        return carry_out(folder, settings, device=device)
+    from trainer.experiments.word_problem_hard_tokens import carry_out as train_and_test
+
+    return train_and_test(folder, settings, device=device, checkpoints=checkpoints)
 
 
 def changed(settings: Settings, changes: dict[str, Any]) -> Settings:

@@ -4,53 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 from implicit_blocks import registry
+from trainer.checkpoint import load_checkpoint
 from trainer.data.source import DataSource
-from trainer.devices import choose_device
+from trainer.devices import choose_device, device_name
 from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_picture
-from trainer.experiments.runs import Finished, load_model, train
+from trainer.experiments.duality import trained
+from trainer.experiments.runs import load_model, train
 from trainer.experiments.word_problem import Settings
 from trainer.experiments.word_problem_measure import MODES, measure
 from trainer.experiments.word_problem_specs import varied
 from trainer.files import write_json
+from trainer.spec import EvaluationSpec, RunSpec, WordProblemSpec
 
 COLORS = (BLUE, ORANGE, GREEN, GREY)
 
 
-def carry_out(folder: Path, settings: Settings, *, device: str, overrides: Sequence[str] = ()) -> str:
+def carry_out(
+    folder: Path,
+    settings: Settings,
+    *,
+    device: str,
+    checkpoints: Sequence[Path] = (),
+) -> str:
     """Train with each number of iterations, test in both modes, write the figures and the picture."""
-    rows: list[dict[str, Any]] = []
     place = choose_device(device)
-    for group in settings.groups:
-        for length in settings.lengths:
-            for iterations in sorted(settings.iterations):
-                for seed in settings.seeds:
-                    spec = varied(
-                        settings.spec,
-                        model="implicit-mamba2",
-                        group=group,
-                        length=length,
-                        identity_probability=settings.train_p,
-                        iterations=iterations,
-                        seed=seed,
-                        evaluation={
-                            "lengths": [times * length for times in settings.test_lengths],
-                            "identity_probabilities": list(settings.test_p),
-                            "sequences": settings.sequences,
-                            "last_tokens": min(10, length),
-                        },
-                        overrides=overrides,
-                    )
-                    name = f"{group}-L{length}-s{iterations}-seed{seed}"
-                    finished = train(spec, folder / "runs" / name, name=name, device=device)
-                    rows += tests(finished, place, group=group, iterations=iterations)
+    if checkpoints:
+        rows = [row for path in checkpoints for row in _of_checkpoint(path, settings, place)]
+    else:
+        rows = _of_runs(folder, settings, place, device=device)
     written = {
         "experiment": "word-problem",
         "study": "hard-tokens",
-        "settings": {**asdict(settings), "overrides": list(overrides)},
+        "settings": {
+            **asdict(settings),
+            "checkpoints": list(map(str, checkpoints)),
+        },
         "tests": rows,
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,24 +55,71 @@ def carry_out(folder: Path, settings: Settings, *, device: str, overrides: Seque
     return "\n".join([table(rows), f"written: {folder / 'word_problem.json'}, {folder / 'word_problem.png'}"])
 
 
-def tests(finished: Finished, device: Any, *, group: str, iterations: int) -> list[dict[str, Any]]:
-    """Test one run in both modes on every set of its evaluation."""
-    spec = finished.spec
+def _of_runs(folder: Path, settings: Settings, place: torch.device, *, device: str) -> list[dict[str, Any]]:
+    """Train, or read, what the settings ask for, and test it."""
+    rows = []
+    asked = product(settings.groups, settings.lengths, sorted(settings.iterations), settings.seeds)
+    for group, length, iterations, seed in asked:
+        spec = varied(
+            settings.spec,
+            model="implicit-mamba2",
+            group=group,
+            length=length,
+            identity_probability=settings.train_p,
+            iterations=iterations,
+            seed=seed,
+            evaluation=_tests(settings, length),
+            overrides=settings.overrides,
+        )
+        name = f"{group}-L{length}-s{iterations}-seed{seed}"
+        finished = train(spec, folder / "runs" / name, name=name, device=device)
+        more = {"steps": finished.summary["steps"], "training_seconds": finished.summary["seconds"]}
+        rows += tests(spec, load_model(finished, place), place, **more)
+    return rows
+
+
+def _of_checkpoint(path: Path, settings: Settings, place: torch.device) -> list[dict[str, Any]]:
+    """Test a run that is trained already."""
+    _, spec, weights = trained(path)
+    if not isinstance(spec.data, WordProblemSpec):
+        raise ValueError(
+            f"{path} is a run on data of kind {spec.data.kind!r}; give one that was trained on a word_problem"
+        )
+    evaluation = EvaluationSpec.model_validate(
+        {**spec.evaluation.model_dump(), "length_multiples": (), **_tests(settings, spec.data.length)}
+    )
+    spec = spec.model_copy(update={"evaluation": evaluation})
+    model = registry.build(spec.phase_specs()[-1].model)
+    progress = load_checkpoint(weights, model=model)
+    return tests(spec, model.to(place).eval(), place, steps=progress.step, training_seconds=progress.seconds)
+
+
+def _tests(settings: Settings, length: int) -> dict[str, Any]:
+    """Return what of an `evaluation` section the settings say."""
+    return {
+        "lengths": [times * length for times in settings.test_lengths],
+        "identity_probabilities": list(settings.test_p),
+        "sequences": settings.sequences,
+        "last_tokens": min(10, length),
+    }
+
+
+def tests(spec: RunSpec, model: nn.Module, device: torch.device, **more: Any) -> list[dict[str, Any]]:
+    """Test a model in both modes on every set of its run's evaluation."""
+    assert isinstance(spec.data, WordProblemSpec)
+    last = spec.phase_specs()[-1]
     data: DataSource = registry.build(spec.data, seed=spec.training.seed, vocab_size=spec.model.vocab_size)  # type: ignore[attr-defined]  # of every language model
-    model = load_model(finished, device)
     sets = data.evaluation_sets(spec.evaluation.at(spec.data.length))
     at_once = spec.evaluation.batch_size * min(one.length for one in sets.values())
-    summary = finished.summary
     return [
         {
-            "group": group,
+            "group": spec.data.group,
             "training_length": spec.data.length,
-            "training_p": spec.data.identity_probability,  # type: ignore[attr-defined]  # of word problems
-            "training_iterations": iterations,
-            "seed": summary["seed"],
-            "steps": summary["steps"],
-            "training_seconds": summary["seconds"],
-            "device": summary["device"],
+            "training_p": spec.data.identity_probability,
+            "training_iterations": last.model.stopping.max_iterations,  # type: ignore[attr-defined]  # of an implicit model
+            "seed": spec.training.seed,
+            "device": device_name(device),
+            **more,
             **measure(
                 model,
                 tested,
@@ -115,7 +158,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def draw(written: dict[str, Any], path: Path) -> None:
     """Draw accuracy and convergence against training iterations, and the tests' iterations, a row a group."""
     settings, rows = written["settings"], written["tests"]
-    groups = settings["groups"]
+    groups = list(dict.fromkeys(row["group"] for row in rows))
     figure = new_figure(
         width=17.5,
         height=4.4 * len(groups),

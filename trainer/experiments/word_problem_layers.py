@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COLORS = {"implicit-mamba2": BLUE, "mamba2": ORANGE, "implicit-llama": GREEN, "llama": GREY}
 
 
-def carry_out(folder: Path, settings: Settings, *, device: str, overrides: Sequence[str] = ()) -> str:
+def carry_out(folder: Path, settings: Settings, *, device: str) -> str:
     """Look for the least layers of each model and length, write the figures and the picture.
 
     Layers are tried from the fewest up, beginning with those that a shorter length took; a length that no
@@ -34,9 +34,7 @@ def carry_out(folder: Path, settings: Settings, *, device: str, overrides: Seque
             for length in sorted(settings.lengths):
                 least = None
                 for layers in candidates:
-                    found = _solve(
-                        folder, settings, group, model, layers, length, device=device, overrides=overrides
-                    )
+                    found = _solve(folder, settings, group, model, layers, length, device=device)
                     trained += found
                     if max(row["accuracy_last"] for row in found) >= settings.threshold:
                         least = layers
@@ -49,7 +47,7 @@ def carry_out(folder: Path, settings: Settings, *, device: str, overrides: Seque
     written = {
         "experiment": "word-problem",
         "study": "layers",
-        "settings": {**asdict(settings), "overrides": list(overrides)},
+        "settings": asdict(settings),
         "chance": chance,
         "least_layers": rows,
         "runs": trained,
@@ -71,7 +69,6 @@ def _solve(
     length: int,
     *,
     device: str,
-    overrides: Sequence[str],
 ) -> list[dict[str, Any]]:
     """Train one number of layers at one length, with seeds until one solves it."""
     found: list[dict[str, Any]] = []
@@ -90,7 +87,7 @@ def _solve(
                 "sequences": settings.sequences,
                 "last_tokens": min(10, length),
             },
-            overrides=overrides,
+            overrides=settings.overrides,
         )
         name = f"{group}-{model.replace(':', '-')}-{layers}-L{length}-seed{seed}"
         finished = train(spec, folder / "runs" / name, name=name, device=device)

@@ -28,6 +28,11 @@ class DataSpec(ComponentSpec):
         """Number of token ids, where the spec alone tells it."""
         return None
 
+    @property
+    def task(self) -> str | None:
+        """What is asked for, where answers to something else are of no use here; None: text, of any kind."""
+        return None
+
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
         """Say in words what the data are, for a dry run, and check them as far as that takes no torch.
 
@@ -63,6 +68,12 @@ class WordProblemSpec(DataSpec):
         return groups.group_order(self.group) * (
             1 if self.monoid is None else groups.monoid(self.monoid).order
         )
+
+    @property
+    def task(self) -> str:
+        """Products in the group, and in the monoid."""
+        monoid = "EABX" if self.monoid == "published" else self.monoid
+        return f"products in {self.group}" + ("" if monoid is None else f" times the monoid {monoid}")
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
         """See `DataSpec.describe`."""
@@ -102,6 +113,11 @@ class CatbAbISpec(DataSpec):
     answers in either case, all together and by task."""
     held_out: Literal["valid", "test"] = "valid"
     """The split to evaluate on; nothing should be chosen by the test split."""
+
+    @property
+    def task(self) -> str:
+        """Answers to bAbI's questions."""
+        return "answers in catbAbI"
 
 
 Documents = Literal["ignore", "reset"]

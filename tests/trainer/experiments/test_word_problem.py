@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
+from trainer.cli import main as train
 from trainer.data.word_problem import WordProblem, WordProblemStream
 from trainer.experiments.cli import main
 from trainer.experiments.word_problem_measure import _hard
@@ -77,7 +78,7 @@ def test_least_layers_and_going_on_with_them(
     ]
     implicit, *_, explicit = written["runs"]
     assert [(test["length"], test["identity_probability"]) for test in implicit["tests"]] == [
-        (2, 0.5), (8, 0.5), (2, 0.0), (8, 0.0)
+        (2, 0.0), (8, 0.0), (2, 0.5), (8, 0.5)
     ]  # fmt: skip
     assert all(test["residual"] > 0 and 0 <= test["non_converged"] <= 1 for test in implicit["tests"])
     assert all(test["residual"] is None for test in explicit["tests"])
@@ -118,6 +119,47 @@ def test_rare_hard_tokens_in_both_modes(tiny: str, tmp_path: Path) -> None:
     assert together == sorted(together)  # a token never stops before those ahead of it
 
 
+def test_trained_runs_are_tested_without_training(tiny: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    changes = ["training.max_steps=2", "evaluation.sequences=2"]
+    assert train(["--spec", tiny, *changes, "--device", "cpu", "--output", str(run)]) == 0
+    options = ["--study", "hard-tokens", "--checkpoints", str(run), "--sequences", "3", "--test-p", "0.25"]
+    options += ["--test-lengths", "2", "--device", "cpu", "--output", str(tmp_path / "out")]
+    assert main(["word-problem", *options]) == 0
+    rows = read(tmp_path / "out")["tests"]
+    assert [(r["mode"], r["length"], r["sequences"], r["identity_probability"]) for r in rows] == [
+        ("simultaneous", 16, 3, 0.25),
+        ("sequential", 16, 3, 0.25),
+    ]
+    assert rows[0]["steps"] == 2
+    assert not (tmp_path / "out/runs").exists()
+
+
+def test_a_checkpoint_of_another_task_is_refused(
+    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokens.bin").write_bytes(bytes(200))
+    text = ["data={kind: tokens, path: tokens.bin, validation_path: tokens.bin, dtype: uint16, length: 8}"]
+    changes = ["training.max_steps=1", "model.vocab_size=2", "phases=[]"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert train(["--spec", tiny, *text, *changes, "--device", "cpu", "--output", "text"]) == 0
+    options = ["--study", "hard-tokens", "--checkpoints", str(tmp_path / "text"), "--device", "cpu"]
+    assert main(["word-problem", *options, "--output", str(tmp_path / "out")]) == 2
+    assert "is a run on data of kind 'tokens'; give one that was trained on a word_problem" in (
+        capsys.readouterr().err
+    )
+    z4 = tmp_path / "z4"
+    changes = ["training.max_steps=2", "evaluation.sequences=2", "data.group=Z4", "--device", "cpu"]
+    assert train(["--spec", tiny, *changes, "--output", str(z4)]) == 0
+    capsys.readouterr()
+    changes = [f"training.start_from={z4}", "data.group=Z2xZ2", "--device", "cpu"]
+    assert train(["--spec", tiny, *changes, "--output", str(tmp_path / "other")]) == 2
+    assert "was trained for another task, products in Z4; this run's is products in Z2xZ2" in (
+        capsys.readouterr().err
+    )
+
+
 def test_hard_tokens_are_those_that_change_the_state() -> None:
     problem = WordProblem(group="S3", monoid="EABX", identity_probability=0.9)
     source = WordProblemStream(problem, length=4, seed=0)
@@ -132,6 +174,8 @@ def test_hard_tokens_are_those_that_change_the_state() -> None:
         (["--test-p", "2"], "p = 2 is no probability; give numbers from 0 to 1"),
         (["--lengths", "0"], "lengths: 0 is too small; give numbers from 1 up"),
         (["--spec", "llama_130m"], "give one on a word_problem"),
+        (["--checkpoints", "runs/one"], "checkpoints are tested by hard-tokens"),
+        (["--study", "hard-tokens", "--checkpoints", "none"], "is no run and no checkpoint of one"),
         (["--study", "hard-tokens", "--device", "nonsense"], "device 'nonsense' is not a device's name"),
     ],
 )

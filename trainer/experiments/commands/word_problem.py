@@ -29,6 +29,13 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--lengths", type=int, nargs="+", metavar="N", help="of training")
     made.add_argument("--threshold", type=float, metavar="X", help="layers: accuracy that counts as solved")
     made.add_argument("--iterations", type=int, nargs="+", metavar="N", help="hard-tokens: in training")
+    made.add_argument(
+        "--checkpoints",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="hard-tokens: test these trained runs, or checkpoints of them, and train none",
+    )
     made.add_argument("--train-p", type=float, metavar="P", help="identity probability in training")
     made.add_argument("--test-p", type=float, nargs="+", metavar="P", help="identity probabilities in tests")
     made.add_argument("--test-lengths", type=int, nargs="+", metavar="N", help="of the sequences in tests")
@@ -55,6 +62,7 @@ def carry_out(folder: Path, options: argparse.Namespace) -> str:
         setting=options.setting,
         device=options.device,
         overrides=options.overrides,
+        checkpoints=options.checkpoints or (),
         spec=options.spec,
         groups=options.groups,
         models=options.models,
