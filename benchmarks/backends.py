@@ -1,6 +1,6 @@
 """Every backend of scan, convolution and attention at the zoo's shapes, on a GPU: milliseconds and errors.
 
-    python benchmarks/backends.py --json results.json
+    python benchmarks/backends.py
 
 Times are the median of several calls between CUDA events, forward alone (without gradients) and forward and
 backward, each with a cold second-level cache. Errors are relative to the oracle in float64, at a shorter
@@ -14,15 +14,15 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from importlib import metadata
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+from report import machine, write
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import PACKAGES, load
+from implicit_blocks.ops.accelerated import load
 from implicit_blocks.ops.attention import ATTENTION, attend, find_blocks
 from implicit_blocks.ops.backends import Backend, Operation
 from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv
@@ -226,15 +226,11 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where to write the rows")
+    parser.add_argument("--json", type=Path, help="where to write the rows instead of benchmarks/results")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU; what these measure runs on one")
-    versions = {}
-    for package, module in PACKAGES.items():
-        found = load(module)
-        versions[package] = found if isinstance(found, str) else metadata.version(package)
     print(f"{'':63} {'forward':>9} {'both':>9} {'error':>9}   (ms)")
     rows = []
     for name, case in CASES.items():
@@ -247,14 +243,11 @@ def main() -> None:
             row |= measure(case, work, backend, rounds=options.rounds)
             rows.append(row | {"seconds": round(time.perf_counter() - began, 1)})
             print(line(row), flush=True)
-    if options.json is not None:
-        about = {
-            "card": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "packages": versions,
-            "date": time.strftime("%Y-%m-%d"),
-        }
-        options.json.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+    result = {"machine": machine(), "arguments": {"rounds": options.rounds}, "backends": rows}
+    if options.json is None:
+        write("backends", result)
+    else:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

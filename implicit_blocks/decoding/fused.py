@@ -24,6 +24,7 @@ from implicit_blocks.mixers.mamba2 import Mamba2
 from implicit_blocks.mixers.mamba2_lanes import Mamba2Lanes
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.ops.accelerated import available
+from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.rotary import rotation_tables
 
 _LOG = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ def fused_map(
     if why is not None:
         _LOG.info("decoding computes layer by layer, without fused kernels: %s", why)
         return None
+    note("steps of decoding", "our Triton kernels")
     return FusedMap(model, states, weights, capacity=capacity)
 
 
@@ -67,6 +69,8 @@ def _obstacle(model: LanguageModel, states: Sequence[LaneStates]) -> str | None:
     """Return what stands in the way of fused kernels, or None."""
     if not available("triton"):
         return "Triton is not installed"
+    if model.spec.mixer != model.spec.mixer.portable():
+        return "the spec names a backend, which is taken at its word"
     if model.stream_dtype != torch.float32:
         return f"the residual stream is {model.stream_dtype}"
     for block, state in zip(model.backbone.blocks(), states, strict=True):

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from implicit_blocks.ops.backends import note
+
 __all__ = ["BACKENDS", "attend_lanes"]
 
 
@@ -42,6 +44,7 @@ def attend_lanes(
         backend = "each" if q_RHP.device.type == "cpu" else "masked"
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
+    note("attention in lanes", f"sdpa, {backend}")
     return BACKENDS[backend](q_RHP, keys_SKCP, values_SKCP, rows_R, lengths_R)
 
 
