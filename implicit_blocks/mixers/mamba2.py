@@ -198,7 +198,7 @@ class Mamba2(Mixer):
         projected: Tensor = self.in_proj(z)
         if not mamba2_mix.suits(projected):
             return None
-        mixed = mamba2_mix.mamba2_mix(
+        mixed, h = mamba2_mix.mamba2_mix(
             projected,
             u,
             conv_weight_CW=self.conv.weight,
@@ -210,19 +210,7 @@ class Mamba2(Mixer):
             sizes=sizes,
             return_state=return_state,
         )
-        return self._project_out(mixed), mixed.state_BHPN, projected
-
-    def _project_out(self, mixed: mamba2_mix.Mixed) -> Tensor:
-        values, scale = mixed.values_BLI, mixed.scale_BLG
-        if scale is None:
-            out: Tensor = self.out_proj(values)
-            return out
-        if scale.shape[-1] == 1 and isinstance(self.out_proj, Linear) and self.out_proj.bias is None:
-            out = self.out_proj(values)  # linear: the norm's factor is applied to a narrower tensor behind it
-            return (out * scale).to(out.dtype)
-        normed = values.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]
-        out = self.out_proj(normed.flatten(-2).to(values.dtype))
-        return out
+        return self.out_proj(mixed), h, projected
 
     def _project(
         self, projected: Tensor, u: Tensor | None, context: Mamba2Context

@@ -38,18 +38,6 @@ class Mamba2Sizes(NamedTuple):
         return self.n_heads * self.head_dim
 
 
-class Mixed(NamedTuple):
-    """What the operator gives: values (B, L, I), the state after the window (B, H, P, N) float32 or None.
-
-    With ``scale_BLG``, float32, each group of a token's values is to be multiplied by its own factor to be
-    normed; where there is one group, that may be done behind a linear map.
-    """
-
-    values_BLI: Tensor
-    scale_BLG: Tensor | None
-    state_BHPN: Tensor | None
-
-
 TAPS = 4  # of the convolution that the kernels are written for; all published models have four
 SHORTEST = 4  # tokens; below, few plain operators do
 ONE_CHUNK = 256  # tokens, at most; with more, states between chunks cost less than products of all pairs
@@ -86,8 +74,8 @@ def mamba2_mix(
     norm_weight_I: Tensor,
     sizes: Mamba2Sizes,
     return_state: bool,
-) -> Mixed:
-    """Return what the output projection reads and, if asked, the state after the window.
+) -> tuple[Tensor, Tensor | None]:
+    """Return what the output projection reads, (B, L, I), and if asked the state after the window, float32.
 
     Args:
         projected_BLU: what the input projection gives, in bfloat16 or float16.
@@ -107,7 +95,7 @@ def mamba2_mix(
     note("mamba2 between its projections", "our Triton kernels")
     if u_BLU is not None:
         u_BLU = u_BLU.to(projected_BLU.dtype).expand_as(projected_BLU).contiguous()
-    out, squares, state, _ = _mix(
+    out, state, _ = _mix(
         projected_BLU.contiguous(),
         u_BLU,
         conv_weight_CW,
@@ -121,11 +109,7 @@ def mamba2_mix(
         return_state,
         torch.is_grad_enabled(),
     )
-    scale = None
-    if squares.numel():
-        by_group = squares.unflatten(1, (sizes.n_groups, -1)).sum(2).transpose(1, 2)
-        scale = torch.rsqrt(by_group / (sizes.inner // sizes.n_groups) + sizes.norm_eps)
-    return Mixed(out, scale, state if return_state else None)
+    return out, state if return_state else None
 
 
 @torch.library.custom_op("implicit_blocks::mamba2_mix", mutates_args=())
@@ -142,33 +126,19 @@ def _mix(
     eps: float,
     return_state: bool,
     keep: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return values, squares for the norm, the state, the scan's own output: empty what there is not.
-
-    With ``keep`` the values are normed and the scan's output is there for backward; without it short
-    sequences give the values before the norm, and squares.
-    """
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the values, the state if asked for, the scan's own output if backward needs it; else empty."""
     from implicit_blocks.ops.kernels import mamba2_one_chunk, mamba2_parts
 
     shape = _sizes(sizes, eps)
-    none, no_squares, no_y = (projected.new_empty(0) for _ in range(3))  # an operator's results are apart
+    none, no_y = projected.new_empty(0), projected.new_empty(0)  # an operator's results are tensors apart
     with without_autocast("cuda"):
         conv = mamba2_parts.conv_forward(projected, u, conv_weight, conv_bias, first=shape.inner)
         if _one_chunk(projected.shape[1], shape):
-            scanned = mamba2_one_chunk.forward(
-                conv,
-                projected,
-                u,
-                mamba2_one_chunk.step_sizes(projected, u, dt_bias, A_log),
-                D,
-                layout=_layout(shape),
-                norm_weight_I=None if keep else norm_weight,
-                return_state=return_state,
+            steps = mamba2_one_chunk.step_sizes(projected, u, dt_bias, A_log)
+            y, state = mamba2_one_chunk.forward(
+                conv, steps, D, layout=_layout(shape), return_state=return_state
             )
-            state = none if scanned.state_BHPN is None else scanned.state_BHPN
-            if scanned.squares_BHL is not None:
-                return scanned.values_BLI, scanned.squares_BHL, state, no_y
-            y = scanned.values_BLI
         else:
             x, B, C = _divide(conv, shape)
             scan = require(mamba_ssm.MODULE, package="mamba-ssm")
@@ -176,25 +146,20 @@ def _mix(
             y, _, _, _, _, state = scan._mamba_chunk_scan_combined_fwd(
                 x, dt, A, B, C, mamba_ssm.CHUNK, D=D.float()
             )
-            y = y.view(*projected.shape[:2], shape.inner)
-            state = state.float().contiguous() if return_state else none
+            y, state = y.view(*projected.shape[:2], shape.inner), state.float().contiguous()
         out = mamba2_parts.gated_norm_forward(y, projected, u, norm_weight, eps=eps, groups=shape.norm_groups)
-        return out, no_squares, state, y if keep else no_y
+        return out, none if state is None or not return_state else state, y if keep else no_y
 
 
 @_mix.register_fake
-def _(projected: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(projected: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
     *_, sizes, eps, return_state, keep = others
     shape = _sizes(sizes, eps)
     batch, length, _ = projected.shape
-    wide = projected.new_empty(0, dtype=torch.float32)
-    squares = projected.new_empty(0)
-    if not keep and _one_chunk(length, shape):
-        squares = wide.new_empty(batch, shape.n_heads, length)
     state_shape = (batch, shape.n_heads, shape.head_dim, shape.d_state)
-    state = wide.new_empty(state_shape) if return_state else projected.new_empty(0)
+    state = projected.new_empty(state_shape, dtype=torch.float32) if return_state else projected.new_empty(0)
     out = projected.new_empty(batch, length, shape.inner)
-    return out, squares, state, torch.empty_like(out) if keep else projected.new_empty(0)
+    return out, state, torch.empty_like(out) if keep else projected.new_empty(0)
 
 
 @torch.library.custom_op("implicit_blocks::mamba2_mix_backward", mutates_args=())
@@ -342,7 +307,7 @@ def _divide(conv: Tensor, shape: Mamba2Sizes) -> tuple[Tensor, Tensor, Tensor]:
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     *tensors, ctx.sizes, ctx.eps, _, _ = inputs
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*tensors, output[3])
+    ctx.save_for_backward(*tensors, output[2])
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:

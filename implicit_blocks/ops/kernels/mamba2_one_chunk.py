@@ -3,8 +3,7 @@
 With ``a`` the running sum of ``A dt``, ``y_t = D x_t + Σ_{s ≤ t} (C_t · B_s) exp(a_t − a_s) dt_s x_s``:
 within a block of tokens attention with decay, and of what came before a state (T. Dao and A. Gu,
 "Transformers are SSMs", ICML 2024, section 6). With few blocks a sequence, walking costs less than kernels of
-their own for states. The gate is applied on the way, and the norm's squares are left to be summed over heads.
-Gradients take all pairs of blocks, in parallel.
+their own for states. Gradients take all pairs of blocks, in parallel.
 
 Shapes: B batch, L tokens, H heads, P head width, G groups, N state width, U projection width, I = H · P, C =
 I + 2GN convolved channels. What ``conv`` holds: x, B and C beside each other, as the convolution writes them.
@@ -19,12 +18,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.mamba2_parts import _aligned, _load_sum
+from implicit_blocks.ops.kernels.mamba2_parts import _load_sum
 
 HEADS_AT_ONCE = 16  # whose step sizes a program sums up
 BLOCK = 64  # tokens
-FORWARD = {"num_warps": 4, "num_stages": 2}
-BACKWARD = {"num_warps": 4, "num_stages": 1}
+LAUNCH = {"num_warps": 4, "num_stages": 1}
 
 
 class Layout(NamedTuple):
@@ -67,54 +65,29 @@ def step_sizes(projected_BLU: Tensor, u_BLU: Tensor | None, dt_bias_H: Tensor, A
     return Steps(dt, a)
 
 
-class Scanned(NamedTuple):
-    """Values (B, L, I), the norm's squares (B, H, L) if gated, the last state (B, H, P, N) if asked for."""
-
-    values_BLI: Tensor
-    squares_BHL: Tensor | None
-    state_BHPN: Tensor | None
-
-
 def forward(
-    conv_BLC: Tensor,
-    projected_BLU: Tensor,
-    u_BLU: Tensor | None,
-    steps: Steps,
-    D_H: Tensor,
-    *,
-    layout: Layout,
-    norm_weight_I: Tensor | None,
-    return_state: bool,
-) -> Scanned:
-    """Return ``y``, or with a norm's weight ``v · w``, ``v = y · silu(gate)``, and ``v²`` summed over P."""
-    batch, length, width = projected_BLU.shape
-    gated = norm_weight_I is not None
-    values = projected_BLU.new_empty(batch, length, layout.heads * layout.width)
-    squares = torch.empty_like(steps.dt_BHL) if gated else None
+    conv_BLC: Tensor, steps: Steps, D_H: Tensor, *, layout: Layout, return_state: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``y``, (B, L, I), and if asked the state after the sequences, (B, H, P, N) float32."""
+    batch, length, _ = conv_BLC.shape
+    y = conv_BLC.new_empty(batch, length, layout.heads * layout.width)
     shape = (batch, layout.heads, layout.width, layout.states)
-    state = torch.empty(shape, dtype=torch.float32, device=values.device) if return_state else None
+    state = torch.empty(shape, dtype=torch.float32, device=y.device) if return_state else None
     block = _block(length)
-    with torch.cuda.device(values.device):
+    with torch.cuda.device(y.device):
         _forward[(batch * layout.heads,)](
             conv_BLC,
-            projected_BLU,
-            u_BLU if u_BLU is not None else projected_BLU,
             *steps,
             D_H,
-            norm_weight_I if norm_weight_I is not None else D_H,
-            values,
-            squares if squares is not None else steps.dt_BHL,
+            y,
             state if state is not None else steps.dt_BHL,
             length,
             triton.cdiv(length, block),
-            *_aligned(width),
-            HAS_U=u_BLU is not None,
-            GATED=gated,
             STATE=return_state,
             **_constants(layout, block),
-            **FORWARD,
+            **LAUNCH,
         )
-    return Scanned(values, squares, state)
+    return y, state
 
 
 def backward(
@@ -135,11 +108,11 @@ def backward(
     constants = _constants(layout, block)
     with torch.cuda.device(dy_BLI.device):
         _products_backward[(tiles.shape[1] * pairs,)](
-            dy_BLI, conv_BLC, *steps, tiles, by_column, by_row, length, batch, **constants, **BACKWARD
+            dy_BLI, conv_BLC, *steps, tiles, by_column, by_row, length, batch, **constants, **LAUNCH
         )
         _maps_backward[(blocks * pairs,)](tiles, conv_BLC, dconv, length, blocks, **constants, num_warps=4)
         _inputs_backward[(blocks * batch * layout.heads,)](
-            dy_BLI, conv_BLC, *steps, D_H, dconv, dD, length, blocks, **constants, **BACKWARD
+            dy_BLI, conv_BLC, *steps, D_H, dconv, dD, length, blocks, **constants, **LAUNCH
         )
         _steps_backward[(batch * layout.heads,)](
             *steps,
@@ -199,14 +172,11 @@ def _step_sizes(
 
 @triton.jit
 def _forward(
-    conv_ptr, p_ptr, u_ptr, dt_ptr, a_ptr, D_ptr, w_ptr, out_ptr, squares_ptr, state_ptr,
-    L, blocks, width_part, UNIT: tl.constexpr,
-    HAS_U: tl.constexpr, GATED: tl.constexpr, STATE: tl.constexpr,
+    conv_ptr, dt_ptr, a_ptr, D_ptr, y_ptr, state_ptr, L, blocks, STATE: tl.constexpr,
     HEADS: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     inner: tl.constexpr = HEADS * P
     channels: tl.constexpr = inner + 2 * GROUPS * N
-    width = width_part * UNIT
     head = tl.program_id(0) % HEADS  # beside each other: heads that read the same B and C
     row = (tl.program_id(0) // HEADS).to(tl.int64)
     steps = (row * HEADS + head) * L
@@ -232,16 +202,8 @@ def _forward(
         weight = tl.where(token[:, None] >= token[None, :], tl.dot(C, B) * decay * dt[None, :], 0.0)
         y = D * x.to(tl.float32) + tl.dot(weight.to(x.dtype), x)
         y += tl.dot(C, h.to(C.dtype)) * tl.exp(tl.minimum(a - a_before, 0.0))[:, None]
-        if GATED:
-            gate = _load_sum(p_ptr, u_ptr, tokens * width + head * P + entry[None, :], here[:, None], HAS_U)
-            y *= gate * tl.sigmoid(gate)
-            tl.store(squares_ptr + steps + token, tl.sum(y * y, axis=1), mask=here)
-            y *= tl.load(w_ptr + head * P + entry).to(tl.float32)[None, :]
-        tl.store(
-            out_ptr + tokens * inner + head * P + entry[None, :],
-            y.to(out_ptr.dtype.element_ty),
-            mask=here[:, None],
-        )
+        target = y_ptr + tokens * inner + head * P + entry[None, :]
+        tl.store(target, y.to(y_ptr.dtype.element_ty), mask=here[:, None])
         if STATE or block + 1 < blocks:
             last = tl.minimum((block + 1) * BLOCK, L) - 1
             a_after = tl.load(a_ptr + steps + last)
