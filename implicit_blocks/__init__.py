@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from implicit_blocks.mixers import Attention, Mamba2
     from implicit_blocks.model import ExplicitLM, ImplicitLM, LMOutput
     from implicit_blocks.registry import build
-    from implicit_blocks.solvers import Anderson, Broyden, Picard
+    from implicit_blocks.solvers import Anderson, Broyden, PatientPicard, Picard
     from implicit_blocks.specs import (
         AndersonSpec,
         AtEvaluation,
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         MixerSpec,
         MLPSpec,
         ModelSpec,
+        PatientPicardSpec,
         PhantomSpec,
         PicardSpec,
         SolverSpec,
@@ -76,7 +77,7 @@ _HOMES = {
     "mixers": ["Attention", "Mamba2"],
     "model": ["ExplicitLM", "ImplicitLM", "LMOutput"],
     "registry": ["build"],
-    "solvers": ["Anderson", "Broyden", "Picard"],
+    "solvers": ["Anderson", "Broyden", "PatientPicard", "Picard"],
     "specs": [
         "AndersonSpec",
         "AtEvaluation",
@@ -92,6 +93,7 @@ _HOMES = {
         "Mamba2Spec",
         "MixerSpec",
         "ModelSpec",
+        "PatientPicardSpec",
         "PhantomSpec",
         "PicardSpec",
         "SolverSpec",
@@ -134,6 +136,8 @@ __all__ = [
     "Mixer",
     "MixerSpec",
     "ModelSpec",
+    "PatientPicard",
+    "PatientPicardSpec",
     "Phantom",
     "PhantomSpec",
     "Picard",

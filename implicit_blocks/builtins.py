@@ -13,6 +13,7 @@ from implicit_blocks.hookspecs import Add, hookimpl
 def register_components(add: Add) -> None:
     """Register the built-in kinds."""
     add("solver", specs.PicardSpec, "implicit_blocks.solvers.picard:Picard.from_spec")
+    add("solver", specs.PatientPicardSpec, "implicit_blocks.solvers.patient_picard:PatientPicard.from_spec")
     add("solver", specs.AndersonSpec, "implicit_blocks.solvers.anderson:Anderson.from_spec")
     add("solver", specs.BroydenSpec, "implicit_blocks.solvers.broyden:Broyden.from_spec")
 

@@ -59,6 +59,8 @@ PUBLIC_NAMES = [
     "Mixer",
     "MixerSpec",
     "ModelSpec",
+    "PatientPicard",
+    "PatientPicardSpec",
     "Phantom",
     "PhantomSpec",
     "Picard",

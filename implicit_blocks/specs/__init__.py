@@ -31,6 +31,7 @@ from implicit_blocks.specs.run import BaseRunSpec
 from implicit_blocks.specs.solvers import (
     AndersonSpec,
     BroydenSpec,
+    PatientPicardSpec,
     PicardSpec,
     SolverSpec,
     Stopping,
@@ -56,6 +57,7 @@ __all__ = [
     "MixerSpec",
     "ModelSpec",
     "Parameters",
+    "PatientPicardSpec",
     "PhantomSpec",
     "PicardSpec",
     "RopeScaling",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from implicit_blocks.specs.base import ComponentSpec, Spec
+from implicit_blocks.specs.errors import refusal
 
 Damping = Annotated[float, Field(gt=0, le=1)]
 """λ in ``z ← (1 - λ) z + λ f(z)``: 1 is the plain step."""
@@ -53,6 +54,31 @@ class PicardSpec(SolverSpec):
     def state_bytes(self, features: int, *, itemsize: int) -> int:
         """Count nothing, or a flag where the first step differs."""
         return int(self.undamped_first and self.damping < 1)
+
+
+class PatientPicardSpec(SolverSpec):
+    """Picard whose damping falls where the residual no longer does: the plain step, then shorter ones."""
+
+    kind: Literal["patient_picard"] = "patient_picard"
+    damping: Damping = 1.0
+    """Share of f(z) in the first steps."""
+    patience: PositiveInt = 8
+    """Iterations without a lower residual that are waited for."""
+    shrink: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """What the share is then multiplied by."""
+    least: Damping = 0.25
+    """Where it ends."""
+
+    def state_bytes(self, features: int, *, itemsize: int) -> int:
+        """Count the share, the lowest residual, and the iterations since."""
+        return 2 * max(itemsize, 4) + 8
+
+    @model_validator(mode="after")
+    def _falls(self) -> Self:
+        if self.least > self.damping:
+            message = f"the damping begins at {self.damping} and can only fall; choose that or less"
+            raise refusal(message, "least", value=self.least)
+        return self
 
 
 class AndersonSpec(SolverSpec):

@@ -105,6 +105,7 @@ def test_list_shows_kinds_owners_versions_and_failures(install, capsys: pytest.C
     assert [line.split()[:4] for line in out.splitlines() if line.startswith("solver")] == [
         ["solver", "anderson", "implicit_blocks", registry.entry("solver", "anderson").version],
         ["solver", "broyden", "implicit_blocks", registry.entry("solver", "broyden").version],
+        ["solver", "patient_picard", "implicit_blocks", registry.entry("solver", "patient_picard").version],
         ["solver", "picard", "implicit_blocks", registry.entry("solver", "picard").version],
     ]
     assert "Not in use:\n  broken  broken  1.2.3  ModuleNotFoundError: No module named" in out

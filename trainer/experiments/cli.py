@@ -15,7 +15,7 @@ from types import ModuleType
 
 REFUSED = 2
 INTERRUPTED = 130
-EXPERIMENTS = ("catbabi", "duality", "jacobian", "language", "word-problem")
+EXPERIMENTS = ("catbabi", "duality", "jacobian", "language", "solvers", "word-problem")
 """Each has a module in ``trainer.experiments.commands``: HELP, ``add_options`` and ``carry_out``."""
 
 

@@ -1,0 +1,132 @@
+"""``python -m trainer.experiments solvers``: its file, its picture, its refusals, on a small trained run."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+
+from trainer.experiments.cli import main
+from trainer.run import build
+from trainer.spec import RunSpec
+
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    spec = RunSpec.model_validate(
+        {
+            "model": {
+                "kind": "implicit_lm",
+                "d_model": 16,
+                "n_layers": 1,
+                "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
+                "gradient": {"kind": "phantom", "steps": 2},
+                "stopping": {"max_iterations": 16},
+            },
+            "data": {"kind": "word_problem", "group": "Z2", "identity_probability": 0.5, "length": LENGTH},
+            "training": {
+                "max_steps": 30,
+                "batch_size": 16,
+                "optimizer": {"kind": "adamw", "learning_rate": 5e-3},
+                "schedule": {"kind": "warmup_linear"},
+                "threads": 1,
+            },
+            "phases": [
+                {"name": "unrolled", "until": 0.8, "model": {"gradient": {"kind": "unrolled", "steps": 4}}},
+                {"name": "free"},
+            ],
+            "evaluation": {"sequences": 4, "batch_size": 4, "last_tokens": 4},
+        }
+    )
+    folder = tmp_path_factory.mktemp("solvers") / "run"
+    build(spec, output=folder, device="cpu").train()
+    return folder
+
+
+def test_ways_by_name_are_measured_and_drawn(trained, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["--checkpoint", str(trained), "--tolerances", "0.1", "--sequences", "2", "--repeats", "1"]
+    arguments += ["--only", "damping 0.8", "windows of 4", "--max-iterations", "32"]
+    assert main(["solvers", *arguments, "--device", "cpu", "--output", str(out)]) == 0
+    (one,) = json.loads((out / "solvers.json").read_text())["models"]
+    assert {row["way"] for row in one["rows"]} == {
+        "Picard, damping 0.8",
+        "Anderson, memory 5, damping 0.8",
+        "Picard 0.8, windows of 4",
+    }
+    assert one["penalties"] == []
+    assert (out / "solvers_run.png").read_bytes().startswith(b"\x89PNG")
+    assert "Picard 0.8, windows of 4" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_every_way_is_measured_and_drawn(trained, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["--checkpoint", str(trained), "--tolerances", "0.1", "1e-4", "--sequences", "2"]
+    settings = ["--repeats", "1", "--penalties", "0", "0.3", "--penalty-steps", "2", "--max-iterations", "64"]
+    assert main(["solvers", *arguments, *settings, "--output", str(out)]) == 0
+    (one,) = json.loads((out / "solvers.json").read_text())["models"]
+    rows = {(row["way"], row["scope"], row["tolerance"]): row for row in one["rows"]}
+    tight = {
+        way: row for (way, scope, tolerance), row in rows.items() if (scope, tolerance) == ("prefix", 1e-4)
+    }
+    for way in ("Picard", "Anderson, memory 5", "Broyden, memory 5", "Picard, patient"):
+        assert tight[way]["iterations_mean"] >= 2
+        assert rows[way, "prefix", 0.1]["calls"] <= tight[way]["calls"]
+    # A call for every iteration, and the last one.
+    assert tight["Picard"]["calls"] == tight["Picard"]["iterations_max"] + 1
+    assert tight["Picard, damping 0.5"]["calls"] > tight["Picard"]["calls"]
+    # Broyden's and Anderson's memory, a token's share of it, as the specs state it.
+    assert tight["Broyden, memory 5"]["state_bytes"] == 12 * 16 * 4 + 14
+    assert tight["Anderson, memory 5"]["state_bytes"] == 11 * 16 * 4 + 13
+    # Windows and committed prefixes spare calls of tokens that are done, and find the same points.
+    plain = tight["Picard, damping 0.8"]
+    for way in ("Picard 0.8, windows of 4", "Picard 0.8, token by token", "Picard 0.8, prefix committed"):
+        if plain["converged"] == tight[way]["converged"] == 1:
+            assert tight[way]["logit_error"] < 0.05
+    assert tight["Picard 0.8, token by token"]["calls"] > plain["calls"]
+    assert len(one["spectrum"]["radii"]) == 2 * len(one["spectrum"]["positions"])
+    assert one["spectrum"]["residual_largest"] < 1e-2
+    before, without, penalized = one["penalties"]
+    assert (before["weight"], without["weight"], penalized["weight"]) == (None, 0.0, 0.3)
+    assert penalized["step_ms"] > 0
+    assert (out / "solvers_run.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    assert "spectral radius of single tokens' maps" in printed
+    assert "penalty " in printed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tolerances", "0"], "tolerance 0.0 is none; choose numbers above 0"),
+        (["--penalties", "-1"], "penalty -1.0 is none"),
+        (["--repeats", "0"], "repeats is 0; choose at least 1"),
+        (["--only", "nonsense"], "no way of searching has nonsense in its name; there are Picard, "),
+    ],
+)
+def test_settings_out_of_range_are_refused(trained, tmp_path, capsys, options, message):
+    arguments = ["solvers", "--checkpoint", str(trained), *options, "--output", str(tmp_path / "out")]
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_laptop_setting(tmp_path, capsys):
+    """Trains S3 and compares on it: some five minutes of one core."""
+    options = ["--sequences", "4", "--tolerances", "1e-3", "--repeats", "1", "--length", "64"]
+    assert main(["solvers", *options, "--device", "cpu", "--output", str(tmp_path)]) == 0
+    (one,) = json.loads((tmp_path / "solvers.json").read_text())["models"]
+    rows = {(row["way"], row["scope"]): row for row in one["rows"]}
+    plain = rows["Picard, damping 0.8", "prefix"]
+    assert plain["converged"] == 1
+    assert plain["accuracy"] > 0.97
+    assert rows["Picard", "prefix"]["work"] < plain["work"]  # damping costs where the map contracts
+    assert rows["Picard 0.8, windows of 16", "prefix"]["work"] < 0.5 * plain["work"]
+    assert rows["Picard 0.8, prefix committed", "prefix"]["work"] < 0.8 * plain["work"]
+    assert one["spectrum"]["largest"] < 1

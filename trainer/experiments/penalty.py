@@ -1,0 +1,137 @@
+"""What a penalty on the Jacobian buys and costs: a trained model is trained on with it, at several weights.
+
+Weight 0 is the same number of steps without, so that the penalty is not credited with what they do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from implicit_blocks.gradients.jacobian_penalty import jacobian_size
+from implicit_blocks.model import ImplicitLM
+from implicit_blocks.registry import build
+from implicit_blocks.specs import ImplicitLMSpec, JacobianPenaltySpec, PicardSpec
+from trainer.checkpoint import load_checkpoint
+from trainer.data.source import IGNORED, Batch
+from trainer.experiments.runs import load_model, train
+from trainer.experiments.searching import Way, accuracy, search, spectrum
+from trainer.spec import RunSpec
+
+
+def measure(
+    folder: Path,
+    spec: RunSpec,
+    checkpoint: Path,
+    *,
+    weights_of_penalty: Sequence[float],
+    steps: int,
+    batch: Batch,
+    tolerances: Sequence[float],
+    max_iterations: int,
+    device: torch.device,
+) -> list[dict[str, Any]]:
+    """Return a row for the model as it is, then one for each weight; runs are kept in ``folder``."""
+    last = spec.phase_specs()[-1].model
+    assert isinstance(last, ImplicitLMSpec)
+    before: ImplicitLM = build(last)
+    load_checkpoint(checkpoint, model=before)
+    rows = [_row(None, before.to(device).eval(), batch, tolerances, max_iterations, step_ms=None)]
+    for weight in weights_of_penalty:
+        finished = train(
+            continued(spec, checkpoint, weight=weight, steps=steps),
+            folder / f"weight_{weight:g}",
+            name=f"penalty {weight:g}",
+            device=str(device),
+        )
+        seconds = sorted(row["seconds"] for row in finished.metrics[1:] or finished.metrics)
+        model = load_model(finished, device)
+        assert isinstance(model, ImplicitLM)
+        rows.append(
+            _row(
+                weight,
+                model,
+                batch,
+                tolerances,
+                max_iterations,
+                step_ms=1000 * seconds[len(seconds) // 2],
+            )
+        )
+    return rows
+
+
+def continued(spec: RunSpec, checkpoint: Path, *, weight: float, steps: int) -> RunSpec:
+    """Return the run that goes on from a checkpoint in its last phase, with a penalty of this weight."""
+    phase = spec.phase_specs()[-1]
+    model, training = phase.model, phase.training
+    assert isinstance(model, ImplicitLMSpec)
+    if weight > 0:
+        model = model.model_copy(
+            update={"gradient": JacobianPenaltySpec(gradient=model.gradient, weight=weight)}
+        )
+    written = spec.model_dump(mode="json")
+    # Its own evaluation at the end is not read: this module has the one that counts.
+    brief = {"lengths": [], "length_multiples": [], "identity_probabilities": [], "sequences": 1}
+    asked = training.model_dump(mode="json") | {
+        "max_steps": steps,
+        "max_tokens": None,
+        "start_from": {"path": str(checkpoint)},
+        "evaluate_every": None,
+        "checkpoint_every": steps,
+    }
+    return RunSpec.model_validate(
+        written
+        | {
+            "model": model.model_dump(mode="json"),
+            "training": asked,
+            "evaluation": written["evaluation"] | brief,
+            "phases": [],
+            "callbacks": [],
+        }
+    )
+
+
+@torch.no_grad()
+def _row(
+    weight: float | None,
+    model: ImplicitLM,
+    batch: Batch,
+    tolerances: Sequence[float],
+    max_iterations: int,
+    *,
+    step_ms: float | None,
+) -> dict[str, Any]:
+    damped = Way("", PicardSpec(damping=0.8))
+    iterations, converged = {}, {}
+    for tolerance in sorted(tolerances, reverse=True):
+        output, _ = search(model, batch, damped, "prefix", tolerance, max_iterations)
+        iterations[f"{tolerance:g}"] = float(output.solution.iterations.double().mean())
+        converged[f"{tolerance:g}"] = float(output.solution.converged.double().mean())
+    # What is left of output is the search at the tightest tolerance.
+    loss = torch.nn.functional.cross_entropy(
+        output.logits.flatten(0, 1), batch.labels.flatten(), ignore_index=IGNORED
+    )
+    f, _ = model.bind(
+        model.embedding(batch.inputs),
+        model.initial_state(len(batch)),
+        weights=model.hold_weights(),
+        documents_BL=batch.documents,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        size = jacobian_size(f, output.solution.z, probes=8)
+    found = spectrum(model, batch, max_iterations=max_iterations)
+    return {
+        "weight": weight,
+        "loss": float(loss),
+        "accuracy": accuracy(output.logits, batch.labels),
+        "iterations": iterations,
+        "converged": converged,
+        "jacobian_size": float(size.mean()),
+        "radius_median": found["median"],
+        "radius_largest": found["largest"],
+        "step_ms": step_ms,
+    }

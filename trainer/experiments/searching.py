@@ -1,0 +1,136 @@
+"""Searching for a trained model's fixed points in one way or another, and what is measured about it.
+
+Shape legend: B sequences, L tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.analysis import spectral_radius
+from implicit_blocks.model import ImplicitLM
+from implicit_blocks.specs import AtEvaluation, BroydenSpec, PicardSpec, SolverSpec, StoppingOverrides
+from implicit_blocks.specs.solvers import Scope
+from trainer.data.source import IGNORED, Batch
+
+SCOPES: tuple[Scope, ...] = ("prefix", "sequence")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of searching: a solver, what of the sequence it searches for at once, knobs of the call."""
+
+    name: str
+    solver: SolverSpec
+    window_length: int | None = None
+    commit_prefix: int | None = None
+    call: dict[str, Any] = field(default_factory=dict)
+    scopes: tuple[Scope, ...] = SCOPES
+
+
+def search(
+    model: ImplicitLM, batch: Batch, way: Way, scope: Scope, tolerance: float, max_iterations: int
+) -> tuple[Any, float]:
+    """Evaluate the batch one way; return the output and the seconds it took."""
+    stopping = StoppingOverrides(
+        tolerance=tolerance, max_iterations=max_iterations, norm="relative", scope=scope
+    )
+    at_evaluation = AtEvaluation(
+        solver=way.solver,
+        stopping=stopping,
+        window_length=way.window_length,
+        commit_prefix=way.commit_prefix,
+    )
+    model.reconfigure(model.spec.model_copy(update={"at_evaluation": at_evaluation}))
+    began = _now(batch.inputs.device)
+    output = model(batch.inputs, **way.call, **batch.context())
+    return output, _now(batch.inputs.device) - began
+
+
+def reference(
+    model: ImplicitLM, batch: Batch, tolerance: float, max_iterations: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits, points and whether they converged, (B,), of the better of two searches, row by row.
+
+    Damped Picard settles where maps contract, Broyden where they don't.
+    """
+    outputs = [
+        search(model, batch, Way("", solver), "prefix", tolerance, max_iterations)[0]
+        for solver in (PicardSpec(damping=0.8), BroydenSpec(memory=20))
+    ]
+    first, second = outputs
+    better = (second.solution.residual < first.solution.residual).view(-1, 1, 1)
+    return (
+        torch.where(better, second.logits, first.logits),
+        torch.where(better, second.solution.z, first.solution.z),
+        first.solution.converged | second.solution.converged,
+    )
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.process_time()  # what other programs do on the same processor is not counted
+
+
+@contextmanager
+def counted(model: ImplicitLM, calls: list[tuple[int, int]]) -> Iterator[None]:
+    """Write down the rows and tokens of each call of the map; its last norm is in each of them once."""
+    handle = model.backbone.norm.register_forward_hook(
+        lambda module, inputs, out: calls.append((out.shape[0], out.shape[1]))
+    )
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def accuracy(logits: Tensor, labels_BL: Tensor) -> float:
+    """Return the share of scored tokens whose label is the most likely."""
+    scored_BL = labels_BL != IGNORED
+    return float(((logits.argmax(2) == labels_BL) & scored_BL).sum() / scored_BL.sum().clamp(min=1))
+
+
+@torch.no_grad()
+def spectrum(model: ImplicitLM, batch: Batch, *, max_iterations: int, positions: int = 8) -> dict[str, Any]:
+    """Return spectral radii of the map at the fixed point, token by token, at some positions.
+
+    The Jacobian of a causal map over a sequence is block triangular: its eigenvalues are those of the single
+    tokens' maps, each given the states that the tokens before it left.
+    """
+    if batch.context():
+        batch = Batch(inputs=batch.inputs, labels=batch.labels)
+    _, z, converged = reference(model, batch, 1e-5, max_iterations)
+    f, _ = model.bind(
+        model.embedding(batch.inputs), model.initial_state(len(batch)), weights=model.hold_weights()
+    )
+    length = batch.inputs.shape[1]
+    places = sorted(
+        {round(place) for place in torch.linspace(0, length - 1, min(positions, length)).tolist()}
+    )
+    radii, residuals = [], []
+    generator = torch.Generator(z.device).manual_seed(0)
+    for place in places:
+        rest = f if place == 0 else f.after(z[:, :place])
+        one = rest if place == length - 1 else rest.first(1)
+        found = spectral_radius(one, z[:, place : place + 1], generator=generator)
+        radii += found.radius.tolist()
+        residuals += found.residual.tolist()
+    ordered = torch.tensor(radii)
+    return {
+        "positions": places,
+        "radii": radii,
+        "median": float(ordered.median()),
+        "largest": float(ordered.max()),
+        "above_one": float((ordered > 1).double().mean()),
+        "residual_largest": max(residuals),
+        "converged": float(converged.double().mean()),
+    }

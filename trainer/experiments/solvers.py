@@ -1,0 +1,311 @@
+"""What each solver, and each way of searching, costs on a trained model: iterations, work, time, error.
+
+Every configuration searches for the fixed points of the same sequences to the same tolerances. Beside it: how
+the map contracts at the points that were found, and what a Jacobian penalty changes about that.
+
+Shape legend: B sequences, L tokens.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from implicit_blocks.model import ImplicitLM
+from implicit_blocks.registry import build, kinds
+from implicit_blocks.specs import (
+    AndersonSpec,
+    BroydenSpec,
+    ImplicitLMSpec,
+    PatientPicardSpec,
+    PicardSpec,
+    SolverSpec,
+)
+from implicit_blocks.specs.solvers import Scope
+from trainer.checkpoint import load_checkpoint
+from trainer.data.source import Batch
+from trainer.devices import choose_device
+from trainer.experiments.duality import evaluation_batch, trained
+from trainer.experiments.penalty import measure as measure_penalties
+from trainer.experiments.searching import Way, accuracy, counted, reference, search, spectrum
+from trainer.experiments.solvers_picture import draw
+from trainer.files import write_json
+
+REFERENCE = 1e-6  # tolerance of the points that errors are measured against
+
+
+def ways(length: int) -> list[Way]:
+    """Return what is compared, for sequences of a length."""
+    damped = PicardSpec(damping=0.8)
+    made = [
+        Way("Picard", PicardSpec()),
+        *(Way(f"Picard, damping {share}", PicardSpec(damping=share)) for share in (0.9, 0.8, 0.5)),
+        *(Way(f"Anderson, memory {memory}", AndersonSpec(memory=memory)) for memory in (2, 5)),
+        Way("Anderson, memory 5, damping 0.8", AndersonSpec(memory=5, damping=0.8)),
+        *(Way(f"Broyden, memory {memory}", BroydenSpec(memory=memory)) for memory in (5, 20)),
+        Way("Picard, patient", PatientPicardSpec()),
+        Way("Picard 0.8, average of half", damped, call={"moving_average": 0.5}),
+    ]
+    if "reversible" in kinds("solver"):  # of the plugin, where it is installed
+        made.append(Way("reversible", SolverSpec.model_validate({"kind": "reversible"})))
+    for part in (size for size in (4, 16, 64) if size < length):
+        made.append(Way(f"Picard 0.8, windows of {part}", damped, window_length=part))
+    if length > 16:
+        made.append(Way("Broyden 5, windows of 16", BroydenSpec(memory=5), window_length=16))
+    if length > 1:
+        made += [
+            Way("Picard 0.8, token by token", damped, window_length=1, scopes=("prefix",)),
+            Way(
+                "Picard 0.8, token by token, warm",
+                damped,
+                call={"window_length": 1, "warm_start": True},
+                scopes=("prefix",),
+            ),
+            Way(
+                "Picard 0.8, prefix committed", damped, commit_prefix=max(1, length // 16), scopes=("prefix",)
+            ),
+        ]
+    return made
+
+
+def run(
+    folder: Path,
+    checkpoints: Sequence[Path],
+    *,
+    tolerances: Sequence[float],
+    sequences: int = 16,
+    length: int | None = None,
+    max_iterations: int = 512,
+    repeats: int = 3,
+    only: Sequence[str] = (),
+    penalties: Sequence[float] = (),
+    penalty_steps: int = 60,
+    device: str = "auto",
+) -> str:
+    """Compare all ways on each trained model; write ``solvers.json`` and a picture a model; return a summary.
+
+    Args:
+        folder: made where it is missing.
+        checkpoints: folders of runs, or checkpoints of theirs.
+        tolerances: relative residuals that end a search.
+        sequences: how many of the runs' evaluation data.
+        length: tokens of each; None: the training length.
+        max_iterations: of a search, and of each window's.
+        repeats: measurements of a time, whose median counts.
+        only: parts of names of ways, of which one must be in a way's name; none: all.
+        penalties: weights of the Jacobian penalty with which a model is trained on; none: none.
+        penalty_steps: for so many steps.
+        device: name of the device.
+
+    Raises:
+        ValueError: no trained implicit model there, or settings out of range.
+
+    """
+    _check(tolerances, penalties, sequences, length, max_iterations, repeats, penalty_steps)
+    place = choose_device(device)
+    found: list[dict[str, Any]] = []
+    for checkpoint in checkpoints:
+        name, spec, weights = trained(checkpoint)
+        batch = evaluation_batch(spec, sequences=sequences, length=length).to(place)
+        chosen = [
+            way
+            for way in ways(batch.inputs.shape[1])
+            if not only or any(part.lower() in way.name.lower() for part in only)
+        ]
+        if not chosen:
+            raise ValueError(
+                f"no way of searching has {' or '.join(only)} in its name; there are "
+                f"{', '.join(way.name for way in ways(batch.inputs.shape[1]))}"
+            )
+        model: ImplicitLM = build(spec.model)
+        load_checkpoint(weights, model=model)
+        model = model.to(place).eval()
+        found.append(
+            {
+                "run": name,
+                "checkpoint": str(weights),
+                "sequences": len(batch),
+                "length": batch.inputs.shape[1],
+                "rows": compare(
+                    model,
+                    batch,
+                    chosen,
+                    tolerances=tolerances,
+                    max_iterations=max_iterations,
+                    repeats=repeats,
+                ),
+                "spectrum": spectrum(model, batch, max_iterations=max_iterations),
+                "penalties": measure_penalties(
+                    folder / "penalties" / name,
+                    spec,
+                    weights,
+                    weights_of_penalty=penalties,
+                    steps=penalty_steps,
+                    batch=batch,
+                    tolerances=tolerances,
+                    max_iterations=max_iterations,
+                    device=place,
+                )
+                if penalties
+                else [],
+            }
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "tolerances": list(tolerances),
+        "max_iterations": max_iterations,
+        "repeats": repeats,
+        "device": str(place),
+        "device_name": torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU",
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "time": "wall" if place.type == "cuda" else "processor",
+    }
+    write_json(folder / "solvers.json", {"experiment": "solvers", "settings": settings, "models": found})
+    lines, written = [], [str(folder / "solvers.json")]
+    for one in found:
+        picture = folder / f"solvers_{one['run']}.png"
+        draw(one, settings, picture)
+        written.append(str(picture))
+        lines += [table(one, tolerance=tolerance) for tolerance in sorted(tolerances, reverse=True)]
+        lines.append(contraction(one["spectrum"]))
+        lines += [penalty_table(one["penalties"])] if one["penalties"] else []
+    return "\n".join([*lines, f"written: {', '.join(written)}"])
+
+
+def _check(
+    tolerances: Sequence[float],
+    penalties: Sequence[float],
+    sequences: int,
+    length: int | None,
+    max_iterations: int,
+    repeats: int,
+    penalty_steps: int,
+) -> None:
+    for tolerance in tolerances:
+        if not (math.isfinite(tolerance) and tolerance > 0):
+            raise ValueError(f"tolerance {tolerance} is none; choose numbers above 0, such as 0.05 and 1e-3")
+    for weight in penalties:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"penalty {weight} is none; choose 0 (to train on without) or a number above it")
+    given = {
+        "sequences": sequences,
+        "length": length,
+        "max_iterations": max_iterations,
+        "repeats": repeats,
+        "penalty_steps": penalty_steps,
+    }
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; choose at least 1")
+
+
+# ----------------------------------------------------------------------------------------------- searches
+
+
+@torch.no_grad()
+def compare(
+    model: ImplicitLM,
+    batch: Batch,
+    chosen: Sequence[Way],
+    *,
+    tolerances: Sequence[float],
+    max_iterations: int,
+    repeats: int,
+) -> list[dict[str, Any]]:
+    """Return a row for each way, scope and tolerance."""
+    as_trained = model.spec
+    logits, _, _ = reference(model, batch, REFERENCE, max_iterations)
+    rows = []
+    for way in chosen:
+        for scope in way.scopes:
+            if way.solver.couples_tokens and scope == "prefix":
+                continue
+            for tolerance in sorted(tolerances, reverse=True):
+                calls: list[tuple[int, int]] = []
+                with counted(model, calls):
+                    output, _ = search(model, batch, way, scope, tolerance, max_iterations)
+                seconds = [
+                    search(model, batch, way, scope, tolerance, max_iterations)[1] for _ in range(repeats)
+                ]
+                solution = output.solution
+                rows.append(
+                    {
+                        "way": way.name,
+                        "scope": scope,
+                        "tolerance": tolerance,
+                        "iterations_mean": float(solution.iterations.double().mean()),
+                        "iterations_max": int(solution.iterations.max()),
+                        "calls": len(calls),
+                        "work": sum(rows_ * tokens for rows_, tokens in calls) / batch.inputs.numel(),
+                        "seconds": statistics.median(seconds),
+                        "converged": float(solution.converged.double().mean()),
+                        "diverged": float(solution.diverged.double().mean()),
+                        "logit_error": float((output.logits - logits).abs().max()),
+                        "accuracy": accuracy(output.logits, batch.labels),
+                        "state_bytes": state_bytes(way, scope, model.spec, length=batch.inputs.shape[1]),
+                    }
+                )
+    model.reconfigure(as_trained)
+    return rows
+
+
+def state_bytes(way: Way, scope: Scope, spec: ImplicitLMSpec, *, length: int) -> int | None:
+    """Return what the solver keeps for a token, in bytes, as its spec states it; float32."""
+    tokens = 1 if scope == "prefix" else min(length, way.window_length or length)
+    stated = way.solver.state_bytes(tokens * spec.d_model, itemsize=4)
+    return None if stated is None else -(-stated // tokens)
+
+
+# ------------------------------------------------------------------------------------------------- tables
+
+
+def table(one: dict[str, Any], *, tolerance: float) -> str:
+    """Return one model's rows at a tolerance as text, the scopes below each other."""
+    rows = [row for row in one["rows"] if row["tolerance"] == tolerance]
+    width = max(len(row["way"]) for row in rows)
+    lines = [
+        f"{one['run']}: {one['sequences']} sequences of {one['length']} tokens, tolerance {tolerance:g}",
+        f"{'':<{width}}  {'scope':<8}  {'iterations':>10}  {'most':>5}  {'calls':>6}  {'work':>7}  "
+        f"{'seconds':>8}  {'converged':>9}  {'error':>8}",
+    ]
+    for row in rows:
+        lines.append(
+            f"{row['way']:<{width}}  {row['scope']:<8}  {row['iterations_mean']:10.1f}  "
+            f"{row['iterations_max']:5d}  {row['calls']:6d}  {row['work']:7.1f}  {row['seconds']:8.3f}  "
+            f"{row['converged']:9.0%}  {row['logit_error']:8.1e}"
+        )
+    return "\n".join(lines)
+
+
+def contraction(found: dict[str, Any]) -> str:
+    """Return the spectrum in a sentence."""
+    return (
+        f"spectral radius of single tokens' maps: median {found['median']:.3f}, "
+        f"largest {found['largest']:.3f}, above one {found['above_one']:.0%} of {len(found['radii'])} "
+        f"(eigenvectors off by at most "
+        f"{found['residual_largest']:.0e})"
+    )
+
+
+def penalty_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return what training on with each weight of the penalty gave."""
+    tolerances = list(rows[0]["iterations"])
+    lines = [
+        "penalty   loss      accuracy  size of J  radius (median, largest)  ms a step  iterations at "
+        + ", ".join(tolerances)
+    ]
+    for row in rows:
+        counts = ", ".join(f"{row['iterations'][tolerance]:.1f}" for tolerance in tolerances)
+        weight = "before" if row["weight"] is None else f"{row['weight']:g}"
+        step = "" if row["step_ms"] is None else f"{row['step_ms']:.0f}"
+        lines.append(
+            f"{weight:<8}  {row['loss']:<8.4f}  {row['accuracy']:8.2%}  {row['jacobian_size']:9.3f}  "
+            f"{row['radius_median']:.3f}, {row['radius_largest']:.3f}              {step:>9}  {counts}"
+        )
+    return "\n".join(lines)

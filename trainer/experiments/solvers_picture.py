@@ -1,0 +1,124 @@
+"""The picture of the solver study: iterations against tolerance, work and time, windows, contraction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.experiments.drawing import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure, write_picture
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = (BLUE, ORANGE, GREEN, "#805ad5", "#b83280", "#0b7285", "#a16207", GREY)
+_LINES = ("-", "--", ":")
+
+
+def draw(one: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> None:
+    """Draw one model's rows: the solvers, what all ways cost at each tolerance, the spectral radii."""
+    rows = one["rows"]
+    height = max(5.2, 0.19 * len({(row["way"], row["scope"]) for row in rows}) + 1.8)
+    text = f"{one['sequences']} sequences of {one['length']} tokens, {settings['device_name']}"
+    figure = new_figure(width=18.0, height=height, title=f"{one['run']}: {text}")
+    widths = [1.0, 1.0, 1.1, 0.8, 0.8]
+    count = 5 if one["penalties"] else 4
+    panels = figure.subplots(1, count, width_ratios=widths[:count])
+    together = [row for row in rows if _together(row["way"])]
+    styles = {
+        name: (_COLORS[index % len(_COLORS)], _LINES[index // len(_COLORS)])
+        for index, name in enumerate(dict.fromkeys(row["way"] for row in together))
+    }
+    for axes, scope in zip(panels, ("prefix", "sequence"), strict=False):
+        _iterations(axes, [row for row in together if row["scope"] == scope], styles, scope)
+        if together:
+            counts = [row["iterations_mean"] for row in together]
+            axes.set_ylim(0.85 * min(counts), 1.18 * max(counts))
+    if styles:
+        figure.legend(
+            *panels[0].get_legend_handles_labels(),
+            loc="outside lower left",
+            ncols=7,
+            frameon=False,
+            fontsize=8.5,
+        )
+    _cost(panels[2], rows)
+    panels[3].hist(one["spectrum"]["radii"], bins=24, color=BLUE)
+    panels[3].axvline(1.0, color=GREY, linewidth=1, linestyle="--")
+    finish(panels[3], title="Spectral radius of a token's map", x="at the fixed point", y="tokens")
+    if one["penalties"]:
+        _penalties(panels[4], one["penalties"])
+    write_picture(figure, path)
+
+
+def _iterations(
+    axes: Axes, rows: Sequence[Mapping[str, Any]], styles: Mapping[str, tuple[str, str]], scope: str
+) -> None:
+    """Draw the iterations of ways that search for the whole sequence together; hollow: not all converged."""
+    for name, (color, line) in styles.items():
+        of_way = [row for row in rows if row["way"] == name]
+        x, y = [row["tolerance"] for row in of_way], [row["iterations_mean"] for row in of_way]
+        axes.plot(x, y, line, color=color, label=name, linewidth=1.4)
+        for row, left, up in zip(of_way, x, y, strict=True):
+            face = color if row["converged"] == 1 else "white"
+            axes.plot([left], [up], "o", color=color, markerfacecolor=face, markersize=5)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.invert_xaxis()
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.tick_params(axis="y", which="minor", labelsize=7)
+    finish(
+        axes,
+        title=f"Scope {scope} (hollow: not all converged)",
+        x="tolerance",
+        y="iterations of a sequence, mean",
+    )
+
+
+def _together(name: str) -> bool:
+    return not any(part in name for part in ("windows", "token by token", "committed"))
+
+
+def _cost(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw seconds at the tightest tolerance that somebody reached; hatched: not all converged."""
+    reached = [row["tolerance"] for row in rows if row["converged"] == 1] or [
+        row["tolerance"] for row in rows
+    ]
+    shown = [row for row in rows if row["tolerance"] == min(reached)]
+    for place, row in enumerate(reversed(shown)):
+        whole = row["converged"] == 1
+        axes.barh(
+            place,
+            row["seconds"],
+            color=(BLUE if row["scope"] == "prefix" else GREEN) if whole else "#e4e7eb",
+            hatch=None if whole else "//",
+            edgecolor="white" if whole else "#9aa5b1",
+        )
+        axes.text(
+            row["seconds"], place, f" {row['work']:.0f}", va="center", fontsize=7, color=DARK, clip_on=True
+        )
+    axes.set_yticks(range(len(shown)), [f"{row['way']}, {row['scope']}" for row in reversed(shown)])
+    finish(axes, title=f"Seconds to {min(reached):g}; beside it calls a token", x="seconds", y="")
+    axes.tick_params(axis="y", labelsize=7)
+    axes.margins(x=0.12)
+
+
+def _penalties(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Draw iterations against the weight of the penalty, at each tolerance, and the loss beside it."""
+    names = ["before" if row["weight"] is None else f"{row['weight']:g}" for row in rows]
+    for color, tolerance in zip(_COLORS, rows[0]["iterations"], strict=False):
+        counts = [row["iterations"][tolerance] for row in rows]
+        axes.plot(names, counts, "o-", color=color, label=f"to {tolerance}")
+    axes.set_yscale("log")
+    axes.legend(frameon=False, fontsize=8)
+    for place, row in enumerate(rows):
+        axes.annotate(
+            f"loss\n{row['loss']:.3g}",
+            (place, 0.02),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            fontsize=7.5,
+            color=DARK,
+        )
+    finish(axes, title="Trained on with a Jacobian penalty", x="weight", y="iterations, mean")
