@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +30,7 @@ from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv
 from implicit_blocks.ops.ssd import SSD, ssd
 
 DEVICE = "cuda"
+LONGEST = 40  # seconds for a backend at a shape
 Work = tuple[Callable[[str], list[Tensor]], list[Tensor]]
 
 
@@ -164,6 +166,10 @@ def attention_case(length: int, seen: str) -> Case:
 
 
 CASES = {
+    "attention, causal, B8 H12 L2048 P64": attention_case(2048, "causal"),
+    "attention, documents, B8 H12 L2048 P64": attention_case(2048, "documents"),
+    "attention, band of 256, B8 H12 L2048 P64": attention_case(2048, "band of 256"),
+    "attention, 256 behind 1792, B8 H12 P64": attention_case(256, "behind others"),
     "scan, B8 L2048 H24 P64 N128": Case(
         SSD,
         "torch",
@@ -189,39 +195,38 @@ CASES = {
         lambda dtype: convolution(8, 2048, 1792, dtype),
         lambda dtype: convolution(2, 300, 64, dtype),
     ),
-    "attention, causal, B8 H12 L2048 P64": attention_case(2048, "causal"),
-    "attention, documents, B8 H12 L2048 P64": attention_case(2048, "documents"),
-    "attention, band of 256, B8 H12 L2048 P64": attention_case(2048, "band of 256"),
-    "attention, 256 behind 1792, B8 H12 P64": attention_case(256, "behind others"),
 }
 
 
 def measure(case: Case, work: Work, backend: Backend, *, rounds: int) -> dict[str, Any]:
     if backend.module and isinstance(reason := load(backend.module), str):
         return {"untested": reason}
+    found: dict[str, Any] = {}
+    signal.alarm(LONGEST)
     try:
-        found: dict[str, Any] = {}
-        if case.gradients:
-            found["error"] = worst_error(case.small, case.oracle, backend.name)
         found["forward_ms"] = milliseconds(lambda: forward(work, backend.name), rounds=rounds)
         if case.gradients:
+            found["error"] = worst_error(case.small, case.oracle, backend.name)
             found["both_ms"] = milliseconds(lambda: both(work, backend.name), rounds=rounds)
     except ValueError as refusal:
-        return {"refused": str(refusal)}
+        found["refused"] = str(refusal)
     except Exception as failure:  # whatever a package does, it is written down
         torch.cuda.empty_cache()
-        return {"untested": " ".join(str(failure).split())[:300]}
+        found["untested"] = " ".join(str(failure).split())[:300]
+    finally:
+        signal.alarm(0)
     return found
 
 
+def too_long(*_: Any) -> None:
+    raise TimeoutError(f"it took more than {LONGEST} s, autotuning included")
+
+
 def line(row: dict[str, Any]) -> str:
-    head = f"{row['work']:48} {row['backend']:14}"
-    for status in ("untested", "refused"):
-        if status in row:
-            return f"{head} {status}: {row[status][:90]}"
-    times = [f"{row[k]:9.3f}" if row.get(k) is not None else " " * 9 for k in ("forward_ms", "both_ms")]
-    wrong = f"{row['error']:9.1e}" if row.get("error") is not None else ""
-    return f"{head} {times[0]} {times[1]} {wrong}"
+    times = [f"{row[k]:9.3f}" if k in row else " " * 9 for k in ("forward_ms", "both_ms")]
+    wrong = f"{row['error']:9.1e}" if "error" in row else ""
+    why = [f" {status}: {row[status][:90]}" for status in ("untested", "refused") if status in row]
+    return f"{row['work']:48} {row['backend']:14} {times[0]} {times[1]} {wrong}{''.join(why)}"
 
 
 def main() -> None:
@@ -232,6 +237,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         parser.error("there is no GPU; what these measure runs on one")
     print(f"{'':63} {'forward':>9} {'both':>9} {'error':>9}   (ms)")
+    signal.signal(signal.SIGALRM, too_long)
     rows = []
     for name, case in CASES.items():
         work = case.make(torch.bfloat16)

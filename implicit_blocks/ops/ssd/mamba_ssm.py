@@ -37,8 +37,10 @@ def pays(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tensor
     """Whether Triton's scans are worth choosing.
 
     In float32 their products are TF32, with errors near 3e-4: not unless TF32 products were allowed. Short
-    windows are a handful of plain operators.
+    windows are a handful of plain operators; a single token without gradients is one kernel, in float32.
     """
+    if x_BLHP.shape[1] == 1:
+        return not (torch.is_grad_enabled() and x_BLHP.requires_grad)
     if x_BLHP.shape[1] < SHORTEST:
         return False
     return x_BLHP.dtype != torch.float32 or torch.backends.cuda.matmul.allow_tf32
