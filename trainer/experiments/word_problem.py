@@ -110,7 +110,7 @@ SETTINGS: dict[tuple[str, str], Settings] = {
         overrides=("model.at_evaluation.stopping.max_iterations=200",),
     ),
     ("hard-tokens", "gpu"): Settings(
-        spec="word_problem_a5_256",
+        spec="word_problem_a5_rare",
         groups=("A5",),
         lengths=(256,),
         iterations=(1, 2, 4, 8, 16, 32),
