@@ -54,6 +54,7 @@ def main() -> None:
         ids = torch.randint(model.spec.vocab_size, shape, device=device())
         with bfloat16():
             rows += compare(name, model, plain, ids)
+        keep(rows, arguments)
         torch.compiler.reset()
     folders = sorted(arguments.golden.iterdir()) if arguments.golden.is_dir() else []
     for folder in folders:

@@ -64,8 +64,8 @@ def main() -> None:
         for mode in arguments.modes:
             rows.append(measure(name, mode, arguments))
             print(rows[-1], flush=True)
+            keep(rows, arguments)
             torch.compiler.reset()
-    keep(rows, arguments)
 
 
 @torch.no_grad()

@@ -72,12 +72,11 @@ def main() -> None:
         except (RuntimeError, torch.OutOfMemoryError):
             rows.append({"work": work, "failed": traceback.format_exc(limit=3)})
         print(rows[-1], flush=True)
+        keep(rows, arguments)  # each time: a process that is ended keeps what it has
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    if arguments.json is not None:
-        keep(rows, arguments)
-    else:
+    if arguments.json is None:
         given = {name: value for name, value in vars(arguments).items() if name != "json"}
         write(arguments.output, {"machine": machine(), "arguments": given, "rows": rows})
 
@@ -132,7 +131,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "iterations": None if taken is None else round(taken, 1),
         "published_iterations": work.iterations,
         "gflop_a_token": None if flops is None else round(flops / 1e9, 3),
-        "share_of_card": None if flops is None else round(rate * flops / CARD, 3),
+        "share_of_card": None if flops is None else round(rate * flops / CARD, 6),
         "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if on_gpu else None,  # without graphs'
         "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 1) if on_gpu else None,
         "published_peak_gb": work.peak_gb,

@@ -152,6 +152,7 @@ class _Loop:
         self.traced: list[tuple[Tensor, Tensor]] = []  # residuals that are to be traced, and whose they are
         self.averages: tuple[Tensor, Tensor] | None = None  # of z and of f(z), where they are asked for
         self.here: Tensor | None = None
+        self.counted: Tensor | None = None  # active and improved elements of each row, where they are known
         self.before: Tensor | None = None  # the largest residual seen of a row's committed tokens, if any
         if self.prefix and self.valid is not None:
             self.active, self.all_active = self.valid[..., None], False
@@ -250,10 +251,13 @@ class _Loop:
 
         The loop's one reading from the device in an iteration.
         """
-        # Elements that have left are no better, so where some have only the others need counting.
-        flags = torch.stack((self.active, improved)) if self.all_active else self.active
-        counts = flags.sum(list(range(1 + self.all_active, flags.ndim)))
-        active, better = self.read(counts) if self.all_active else (self.read(counts), [0])
+        if self.counted is not None:
+            active, better = self.read(self.counted)
+        else:
+            # Elements that have left are no better, so where some have only the others need counting.
+            flags = torch.stack((self.active, improved)) if self.all_active else self.active
+            counts = flags.sum(list(range(1 + self.all_active, flags.ndim)))
+            active, better = self.read(counts) if self.all_active else (self.read(counts), [0])
         return sum(active), sum(map(bool, active)), sum(better) == improved.numel()
 
     def read(self, counts: Tensor) -> list[Any]:
@@ -285,6 +289,10 @@ class _Loop:
 
     def measure(self, residual: Tensor) -> Tensor:
         """Take in the residuals of a call; return which elements are better now than ever."""
+        kept = self.seen, self.measured, self.own_residual, self.iterations, self.active
+        if self.fused and all(tensor.is_contiguous() for tensor in kept):
+            return self.measure_at_once(residual)
+        self.counted = None
         self.iterations = self.iterations + self.active
         self.seen = residual if self.all_active else torch.where(self.active, residual, self.seen)
         largest = self.seen.cummax(1).values if self.prefix else self.seen  # NaN where one so far is NaN
@@ -302,6 +310,24 @@ class _Loop:
         if self.prefix and self.valid is not None:
             self.active = self.active & self.valid[..., None]
         return improved
+
+    def measure_at_once(self, residual: Tensor) -> Tensor:
+        """Do the same by a kernel, which counts too."""
+        from implicit_blocks.ops.kernels.search_flags import updated
+
+        new = updated(
+            residual,
+            seen=self.seen,
+            measured=self.measured,
+            own_residual=self.own_residual,
+            iterations=self.iterations,
+            active=self.active,
+            before=self.before,
+            tolerance=self.stopping.tolerance,
+        )
+        self.seen, self.measured, self.own_residual, self.iterations, self.active = new[:5]
+        self.counted = new.counts
+        return new.improved
 
     def can_drop(self, count: int) -> bool:
         """Whether it pays to go on with ``count`` of the rows: the half or fewer."""

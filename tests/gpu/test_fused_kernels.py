@@ -131,3 +131,43 @@ def test_residual(shape, floor):
         expected = expected / (fz.double().norm(dim=-1, keepdim=True) + floor)
     found = residuals(z.contiguous(), fz.contiguous(), floor=floor)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("scope", ["sequence", "prefix"])
+@pytest.mark.parametrize("tokens", [40, 3000])
+def test_a_search_is_the_cpu_s(scope, tokens):
+    """Flags by a kernel against those by operators: rows of unequal difficulty, one token that diverges."""
+    rows = 5
+    rate = torch.linspace(0.2, 0.7, rows * tokens).view(rows, tokens, 1)
+    bad = torch.zeros(rows, tokens, 1, dtype=torch.bool)
+    bad[2, tokens // 2] = True
+
+    def found(device):
+        of = {name: t.to(device) for name, t in (("rate", rate), ("bad", bad))}
+
+        def f(z):
+            return torch.where(of["bad"] & (z > 1.4), torch.nan, of["rate"] * z + 1)
+
+        stopping = ib.Stopping(tolerance=1e-3, max_iterations=40, scope=scope)
+        search = ib.Search(solver=ib.Picard(damping=0.9), stopping=stopping, trace=True)
+        return search(f, torch.zeros(rows, tokens, 8, device=device))
+
+    fused, plain = found("cuda"), found("cpu")
+    assert plain.converged.any()
+    assert plain.diverged.sum() == 1
+    assert len(plain.iterations.unique()) > 1
+    for name in (
+        "iterations",
+        "converged",
+        "diverged",
+        "token_iterations",
+        "token_converged",
+        "token_diverged",
+    ):
+        ours, wanted = getattr(fused, name), getattr(plain, name)
+        assert (ours is None) == (wanted is None)
+        if wanted is not None:
+            assert torch.equal(ours.cpu(), wanted), name
+    for name in ("z", "residual", "trace"):
+        ours, wanted = getattr(fused, name).cpu(), getattr(plain, name)
+        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -1,0 +1,110 @@
+"""What a search knows of its elements, brought up to date after a call of its map by one launch.
+
+On a GPU the operators of ``implicit_blocks.driver``'s own rule take a launch each, and a running maximum over
+the tokens is one thread a row.
+
+Shapes: B rows, T elements of a row (its tokens with prefix scope, else 1); all with a last dimension of 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Flags(NamedTuple):
+    """What the driver keeps of each element, (B, T, 1) or (B, 1), and the row's counts of two of them."""
+
+    seen: Tensor
+    measured: Tensor
+    own_residual: Tensor
+    iterations: Tensor
+    active: Tensor
+    improved: Tensor
+    counts: Tensor
+    """(2, B) int32: active ones, improved ones."""
+
+
+def updated(
+    residual: Tensor,
+    *,
+    seen: Tensor,
+    measured: Tensor,
+    own_residual: Tensor,
+    iterations: Tensor,
+    active: Tensor,
+    before: Tensor | None,
+    tolerance: float,
+) -> Flags:
+    """Return the flags after a call with these residuals, as the driver's ``measure`` defines them.
+
+    All are contiguous float32, int64 ``iterations`` and bool ``active``; ``before`` (B, …, 1) is the largest
+    residual seen before each row's first element.
+    """
+    rows = residual.shape[0]
+    tokens = residual.numel() // rows
+    prefix = residual.ndim > 2
+    new = Flags(
+        *(torch.empty_like(t) for t in (seen, measured, own_residual, iterations, active, active)),
+        counts=torch.empty(2, rows, dtype=torch.int32, device=residual.device),
+    )
+    old = (residual, seen, measured, own_residual, iterations, active, measured if before is None else before)
+    block = max(16, min(1024, triton.next_power_of_2(tokens)))
+    with torch.cuda.device(residual.device):
+        _update[(rows,)](
+            *old, *new, tokens, rows, tolerance, PREFIX=prefix, BEFORE=before is not None, BLOCK=block
+        )
+    return new
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _update(
+    residual_ptr, seen_ptr, measured_ptr, own_ptr, iterations_ptr, active_ptr, before_ptr,
+    new_seen_ptr, new_measured_ptr, new_own_ptr, new_iterations_ptr, new_active_ptr, improved_ptr, counts_ptr,
+    T, rows, tolerance, PREFIX: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    largest_before = tl.full((), 0.0, tl.float32)
+    if BEFORE:
+        largest_before = tl.load(before_ptr + row)
+        largest_before = tl.where(largest_before == largest_before, largest_before, float("inf"))
+    going = tl.full((), 0, tl.int32)
+    better = tl.full((), 0, tl.int32)
+    for first in range(0, T, BLOCK):
+        token = first + tl.arange(0, BLOCK)
+        inside = token < T
+        at = row * T + token
+        was = tl.load(active_ptr + at, mask=inside, other=0).to(tl.int1)
+        residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
+        seen = tl.where(was, residual, tl.load(seen_ptr + at, mask=inside, other=0.0))
+        tl.store(new_seen_ptr + at, seen, mask=inside)
+        largest = tl.where(seen == seen, seen, float("inf"))  # comparisons below then need no rule for NaN
+        if PREFIX:
+            largest = tl.maximum(tl.associative_scan(largest, 0, _larger), largest_before)
+            largest_before = tl.max(largest, 0)
+        measured = tl.load(measured_ptr + at, mask=inside, other=0.0)
+        improved = inside & (largest < measured)
+        measured = tl.where(improved, largest, measured)
+        tl.store(new_measured_ptr + at, measured, mask=inside)
+        own = measured
+        if PREFIX:
+            own = tl.where(improved, seen, tl.load(own_ptr + at, mask=inside, other=0.0))
+        tl.store(new_own_ptr + at, own, mask=inside)
+        active = inside & (largest > tolerance) & (largest < float("inf"))
+        tl.store(new_active_ptr + at, active, mask=inside)
+        tl.store(improved_ptr + at, improved, mask=inside)
+        count = tl.load(iterations_ptr + at, mask=inside, other=0)
+        tl.store(new_iterations_ptr + at, count + was.to(tl.int64), mask=inside)
+        going += tl.sum(active.to(tl.int32), 0)
+        better += tl.sum(improved.to(tl.int32), 0)
+    tl.store(counts_ptr + row, going)
+    tl.store(counts_ptr + rows + row, better)
