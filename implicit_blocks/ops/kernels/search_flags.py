@@ -48,10 +48,9 @@ def updated(
     rows = residual.shape[0]
     tokens = residual.numel() // rows
     prefix = residual.ndim > 2
-    new = Flags(
-        *(torch.empty_like(t) for t in (seen, measured, own_residual, iterations, active, active)),
-        counts=torch.empty(2, rows, dtype=torch.int32, device=residual.device),
-    )
+    counts = torch.empty(2, rows, dtype=torch.int32, device=residual.device)
+    kept = (seen, measured, own_residual, iterations, active, active)
+    new = Flags(*[*map(torch.empty_like, kept), counts])
     old = (residual, seen, measured, own_residual, iterations, active, measured if before is None else before)
     block = max(16, min(1024, triton.next_power_of_2(tokens)))
     with torch.cuda.device(residual.device):
