@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from implicit_blocks.decoding.lane_search import LaneSearch
+from implicit_blocks.driver import RELATIVE_FLOOR
 from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.lanes import LaneStates
 from implicit_blocks.layers import Block, Linear, RMSNorm, SwiGLU
@@ -24,12 +26,23 @@ from implicit_blocks.mixers.mamba2 import Mamba2
 from implicit_blocks.mixers.mamba2_lanes import Mamba2Lanes
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.ops.accelerated import available
-from implicit_blocks.ops.backends import note
+from implicit_blocks.ops.backends import AUTO, note
 from implicit_blocks.ops.rotary import rotation_tables
+from implicit_blocks.solvers import Picard
 
 _LOG = logging.getLogger(__name__)
 
 FEW = 2  # rows up to which a product row by row beats the matrix units' kernels
+
+
+class Lanes(Protocol):
+    """What a whole step works on; ``LaneBatch`` is it."""
+
+    search: LaneSearch
+    lengths_S: Tensor
+    busy_S: Tensor
+    hidden_SD: Tensor
+    u_SU: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -61,7 +74,7 @@ def fused_map(
     if why is not None:
         _LOG.info("decoding computes layer by layer, without fused kernels: %s", why)
         return None
-    note("steps of decoding", "our Triton kernels")
+    note("decoding", "triton")
     return FusedMap(model, states, weights, capacity=capacity)
 
 
@@ -69,8 +82,6 @@ def _obstacle(model: LanguageModel, states: Sequence[LaneStates]) -> str | None:
     """Return what stands in the way of fused kernels, or None."""
     if not available("triton"):
         return "Triton is not installed"
-    if model.spec.mixer != model.spec.mixer.portable():
-        return "the spec names a backend, which is taken at its word"
     if model.stream_dtype != torch.float32:
         return f"the residual stream is {model.stream_dtype}"
     for block, state in zip(model.backbone.blocks(), states, strict=True):
@@ -83,10 +94,14 @@ def _obstacle(model: LanguageModel, states: Sequence[LaneStates]) -> str | None:
         mixer = block.mixer
         if type(mixer) is Mamba2 and type(state) is Mamba2Lanes:
             sizes = [mixer.spec.head_dim, mixer.spec.d_state]
+            named = {str(mixer.spec.backend), str(mixer.spec.conv_backend)} - {AUTO}
         elif type(mixer) is Attention and type(state) is AttentionLanes:
             sizes = [mixer.head_dim]
+            named = {str(mixer.backend)} - {AUTO}
         else:
             return f"it mixes by {type(mixer).__name__}"
+        if named:
+            return f"its mixers are to use {', '.join(sorted(named))}"
         if not _plain_linears(mixer):
             return f"a projection of {type(mixer).__name__} is not a plain Linear"
         if any(size & (size - 1) or size < 2 for size in sizes):
@@ -105,7 +120,7 @@ class FusedMap:
     def __init__(
         self, model: LanguageModel, states: Sequence[LaneStates], weights: HeldWeights, *, capacity: int
     ) -> None:
-        self.norm: RMSNorm = model.backbone.norm
+        self.norm = model.backbone.norm
         self.layers: list[_Layer] = []
         tables: dict[Any, tuple[Tensor, Tensor]] = {}
         with weights.in_use():
@@ -131,9 +146,55 @@ class FusedMap:
         steps = self._steps(rows_R, u_SU, lengths_R, committing_R)
 
         def call(z_RD: Tensor) -> Tensor:
-            return self(z_RD, next(steps))
+            step = next(steps)
+            value = self(z_RD, step)
+            self._move_on(step)
+            return value
 
         return call
+
+    def _move_on(self, step: _Step) -> None:
+        if self.slots is not None:
+            slots, taps = self.slots
+            slots[:, step.rows_R] = (slots[:, step.rows_R] + step.committing_R) % taps
+
+    def step(self, batch: Lanes, rows_R: Tensor) -> None:
+        """Take a whole step of lanes whose search is plain Picard iteration: see ``searches``."""
+        from implicit_blocks.ops.kernels.decoding_search import take_in, take_up
+
+        search = batch.search
+        solver, stopping = search.solver, search.stopping
+        assert isinstance(solver, Picard)
+        assert stopping is not None
+        z_RD, lengths, committing = take_up(search.z, batch.lengths_S, batch.busy_S, search.done, rows_R)
+        fz_RD = self(z_RD, _Step(rows_R, batch.u_SU, lengths, committing))
+        slots, taps = self.slots or (None, 1)
+        take_in(
+            fz_RD,
+            rows_R,
+            committing,
+            batch.busy_S,
+            z_SD=search.z,
+            best_SD=search.best,
+            hidden_SD=batch.hidden_SD,
+            residual_S=search.residual,
+            iterations_S=search.iterations,
+            converged_S=search.converged,
+            done_S=search.done,
+            lengths_S=batch.lengths_S,
+            slots_YS=slots,
+            taps=taps,
+            damping=solver.damping,
+            tolerance=stopping.tolerance,
+            max_iterations=stopping.max_iterations,
+            floor=None if stopping.norm == "absolute" else RELATIVE_FLOOR,
+        )
+
+    @staticmethod
+    def searches(search: LaneSearch) -> bool:
+        """Whether ``step`` takes the steps of this search."""
+        plain = type(search.solver) is Picard and not search.solver.undamped_first
+        return plain and search.averages is None
 
     @staticmethod
     def _steps(rows: Tensor, u: Tensor | None, lengths: Tensor, committing: Tensor) -> Iterator[_Step]:
@@ -148,9 +209,6 @@ class FusedMap:
         branch = None
         for layer in self.layers:
             z_RD, branch = layer(z_RD, branch, step)
-        if self.slots is not None:
-            slots, taps = self.slots
-            slots[:, step.rows_R] = (slots[:, step.rows_R] + step.committing_R) % taps
         return add_norm(z_RD, branch, self.norm.weight, eps=self.norm.eps, dtype=z_RD.dtype)[1]
 
 

@@ -170,6 +170,9 @@ class LaneBatch:
 
     def _step(self, rows_R: Tensor, *, commit: bool) -> None:
         search = self.search
+        if commit and self.fused is not None and self.fused.searches(search):
+            self.fused.step(self, rows_R)
+            return
         busy, z_RD = self.busy_S[rows_R], search.z[rows_R]
         committing = busy & search.done[rows_R]
         lengths = self.lengths_S[rows_R]

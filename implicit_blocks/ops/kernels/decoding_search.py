@@ -1,0 +1,192 @@
+"""What stands around the map in a step of decoding: lanes taken up, and the value of the map taken in.
+
+In plain operators these are some forty kernels of a microsecond or two; here they are one before the map and
+one behind it.
+
+Shape legend: S lanes, R rows of a step, each in a lane, D model width, Y layers.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from implicit_blocks.ops.kernels.decoding import on_device
+
+
+def take_up(
+    z_SD: Tensor, lengths_S: Tensor, busy_S: Tensor, done_S: Tensor, rows_R: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the rows' z, (R, D), lengths, (R,), and which of them are both busy and done, (R,) bool."""
+    rows, width = len(rows_R), z_SD.shape[1]
+    z = torch.empty(rows, width, dtype=z_SD.dtype, device=z_SD.device)
+    lengths = torch.empty_like(rows_R)
+    committing = torch.empty(rows, dtype=torch.bool, device=z_SD.device)
+    with on_device(z.device):
+        _take_up[(rows,)](
+            z_SD,
+            lengths_S,
+            busy_S.view(torch.int8),
+            done_S.view(torch.int8),
+            rows_R,
+            z,
+            lengths,
+            committing.view(torch.int8),
+            width,
+            BLOCK=triton.next_power_of_2(width),
+            num_warps=4,
+        )
+    return z, lengths, committing
+
+
+def take_in(
+    fz_RD: Tensor,
+    rows_R: Tensor,
+    committing_R: Tensor,
+    busy_S: Tensor,
+    *,
+    z_SD: Tensor,
+    best_SD: Tensor,
+    hidden_SD: Tensor,
+    residual_S: Tensor,
+    iterations_S: Tensor,
+    converged_S: Tensor,
+    done_S: Tensor,
+    lengths_S: Tensor,
+    slots_YS: Tensor | None,
+    taps: int,
+    damping: float,
+    tolerance: float,
+    max_iterations: int,
+    floor: float | None,
+) -> None:
+    """Take a Picard step in the lanes that search; count the token, and keep ``f(z)``, in those that commit.
+
+    The rule is that of ``LaneSearch.take``; all but the first four arguments are written to, in the rows'
+    lanes. ``slots_YS`` move on by one, modulo ``taps``, where a token is committed. With ``floor`` None the
+    residual is absolute.
+    """
+    width = fz_RD.shape[1]
+    layers = 1 if slots_YS is None else slots_YS.shape[0]
+    with on_device(fz_RD.device):
+        _take_in[(len(rows_R),)](
+            fz_RD,
+            rows_R,
+            committing_R.view(torch.int8),
+            busy_S.view(torch.int8),
+            z_SD,
+            best_SD,
+            hidden_SD,
+            residual_S,
+            iterations_S,
+            converged_S.view(torch.int8),
+            done_S.view(torch.int8),
+            lengths_S,
+            lengths_S if slots_YS is None else slots_YS,
+            busy_S.shape[0],
+            width,
+            layers,
+            taps,
+            damping,
+            tolerance,
+            max_iterations,
+            floor or 0.0,
+            RELATIVE=floor is not None,
+            HAS_SLOTS=slots_YS is not None,
+            BLOCK=triton.next_power_of_2(width),
+            BLOCK_Y=triton.next_power_of_2(layers),
+            num_warps=4,
+        )
+
+
+@triton.jit
+def _take_up(
+    z_ptr,
+    lengths_ptr,
+    busy_ptr,
+    done_ptr,
+    rows_ptr,
+    z_out_ptr,
+    lengths_out_ptr,
+    committing_ptr,
+    D,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.load(rows_ptr + row)
+    column = tl.arange(0, BLOCK)
+    z = tl.load(z_ptr + lane * D + column, mask=column < D)
+    tl.store(z_out_ptr + row * D + column, z, mask=column < D)
+    tl.store(lengths_out_ptr + row, tl.load(lengths_ptr + lane))
+    tl.store(committing_ptr + row, tl.load(busy_ptr + lane) & tl.load(done_ptr + lane))
+
+
+@triton.jit
+def _take_in(
+    fz_ptr,
+    rows_ptr,
+    committing_ptr,
+    busy_ptr,
+    z_ptr,
+    best_ptr,
+    hidden_ptr,
+    residual_ptr,
+    iterations_ptr,
+    converged_ptr,
+    done_ptr,
+    lengths_ptr,
+    slots_ptr,
+    S,
+    D,
+    Y,
+    taps,
+    damping,
+    tolerance,
+    max_iterations,
+    floor,
+    RELATIVE: tl.constexpr,
+    HAS_SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_Y: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    lane = tl.load(rows_ptr + row)
+    column = tl.arange(0, BLOCK)
+    real = column < D
+    committing = tl.load(committing_ptr + row) != 0
+    active = (tl.load(busy_ptr + lane) != 0) & (committing == 0)
+    fz = tl.load(fz_ptr + row * D + column, mask=real, other=0.0)
+    z = tl.load(z_ptr + lane * D + column, mask=real, other=0.0)
+    step = fz - z
+    residual = tl.sqrt(tl.sum(step * step))
+    if RELATIVE:
+        residual = residual / (tl.sqrt(tl.sum(fz * fz)) + floor)
+    finite = residual < float("inf")  # which NaN isn't either
+    before = tl.load(residual_ptr + lane)
+    improved = active & (residual < before)
+    iterations = tl.load(iterations_ptr + lane) + active.to(tl.int64)
+    reached = active & (residual <= tolerance)
+    ended = active & (reached | (finite == 0) | (iterations >= max_iterations))
+    best = tl.load(best_ptr + lane * D + column, mask=real, other=0.0)
+    best = tl.where(improved, fz, best)
+    # as torch.lerp
+    further = tl.where(damping < 0.5, z + damping * step, fz - step * (1.0 - damping))
+    z = tl.where(active, tl.where(ended, best, further), z)
+    tl.store(best_ptr + lane * D + column, best, mask=real)
+    tl.store(z_ptr + lane * D + column, z, mask=real)
+    tl.store(residual_ptr + lane, tl.where(improved, residual, before))
+    tl.store(iterations_ptr + lane, iterations)
+    converged = (tl.load(converged_ptr + lane) != 0) | reached
+    tl.store(converged_ptr + lane, converged.to(tl.int8))
+    done = (tl.load(done_ptr + lane) != 0) | ended
+    tl.store(done_ptr + lane, (done & (committing == 0)).to(tl.int8))
+    if committing:
+        tl.store(hidden_ptr + lane * D + column, fz, mask=real)
+        tl.store(lengths_ptr + lane, tl.load(lengths_ptr + lane) + 1)
+        if HAS_SLOTS:
+            layer = tl.arange(0, BLOCK_Y)
+            slot = slots_ptr + layer.to(tl.int64) * S + lane
+            moved = (tl.load(slot, mask=layer < Y, other=0) + 1) % taps
+            tl.store(slot, moved, mask=layer < Y)
