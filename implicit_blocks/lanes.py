@@ -28,7 +28,7 @@ class LaneStates(ABC):
 
     @abstractmethod
     def settle(self, lane: int, state: State) -> None:
-        """Keep the state that committing a prompt to ``enter``'s has left."""
+        """Keep the state, of one row, that committing a prompt to ``enter``'s or to a new one has left."""
 
     @abstractmethod
     def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:

@@ -1,7 +1,8 @@
 """Generation: prompts solved in one window, then token by token, each row as it would be alone."""
 
 from implicit_blocks.decoding.continuous import ContinuousDecoder, NewToken, Request
-from implicit_blocks.decoding.generation import Generated, Step, generate, stream
+from implicit_blocks.decoding.generated import Generated, Step
+from implicit_blocks.decoding.generation import generate, stream
 from implicit_blocks.decoding.sampling import Sampling
 from implicit_blocks.decoding.scoring import Scored, score
 

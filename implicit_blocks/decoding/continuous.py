@@ -10,17 +10,17 @@ Shape legend: V vocabulary.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from implicit_blocks.decoding.generation import check_model
 from implicit_blocks.decoding.lane_batch import LaneBatch, Places
-from implicit_blocks.decoding.prompts import check_prompts, lay_out
+from implicit_blocks.decoding.prompts import check_model, check_prompts, lay_out
 from implicit_blocks.decoding.recorded import Late, put_
 from implicit_blocks.decoding.sampling import Sampling, uniforms
+from implicit_blocks.interfaces import Solution
 from implicit_blocks.lanes import LaneStates
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.search_options import SearchOptions
@@ -55,6 +55,9 @@ class NewToken:
     iterations: int | None = None
     residual: float | None = None
     converged: bool | None = None
+
+
+TOGETHER = 8192  # tokens of prompts that are solved together at most
 
 
 class ContinuousDecoder:
@@ -140,6 +143,8 @@ class ContinuousDecoder:
         self._done: Late | None = None  # which lanes' searches had ended after the last call
         self._chosen: deque[_Chosen] = deque()  # tokens on their way to the host
         self._rows: list[int] = []  # of the last call
+        self.on_prompts: Callable[[list[int], Solution | None], None] | None = None
+        """Called with the numbers of requests whose prompts were solved together, and how that went."""
 
     @property
     def states(self) -> list[LaneStates]:
@@ -227,12 +232,21 @@ class ContinuousDecoder:
     # ------------------------------------------------------------------------------------ tokens
 
     def _admit(self) -> None:
-        """Solve the prompts that find a free lane, each by itself, and choose their first tokens."""
-        for lane in range(len(self.texts)):
-            while self.waiting and self.texts[lane] is None:  # again, where a text ends with its first token
-                self.texts[lane] = text = self.waiting.popleft()
-                self.batch.encode(lane, text.ids, window_length=self.window_length)
-                self._choose([lane])
+        """Solve the prompts that find free lanes, those of one length together; choose their first tokens."""
+        while self.waiting:  # again, where a text ends with its first token
+            free = [lane for lane, text in enumerate(self.texts) if text is None]
+            entering = [(lane, self.waiting.popleft()) for lane in free[: len(self.waiting)]]
+            if not entering:
+                return
+            for group in _of_one_length(entering):
+                for lane, text in group:
+                    self.texts[lane] = text
+                lanes = [lane for lane, _ in group]
+                ids = torch.cat([text.ids for _, text in group])
+                solution = self.batch.encode(lanes, ids, window_length=self.window_length)
+                if self.on_prompts is not None:
+                    self.on_prompts([text.number for _, text in group], solution)
+                self._choose(lanes)
 
     def _choose(self, lanes: Sequence[int]) -> None:
         """Choose the next token of lanes whose last is committed, and begin to search for its solution."""
@@ -319,3 +333,13 @@ class _Chosen:
     texts: dict[int, _Text]
     logits: dict[int, Tensor]
     report: Late
+
+
+def _of_one_length(entering: Sequence[tuple[int, _Text]]) -> Iterator[list[tuple[int, _Text]]]:
+    """Yield texts whose prompts have the same number of tokens, not too many together."""
+    by_length: dict[int, list[tuple[int, _Text]]] = defaultdict(list)
+    for lane, text in entering:
+        by_length[text.ids.shape[1]].append((lane, text))
+    for length, group in by_length.items():
+        count = max(1, TOGETHER // length)
+        yield from (group[first : first + count] for first in range(0, len(group), count))

@@ -236,40 +236,38 @@ class _Mamba2:
     def __call__(
         self, z: Tensor, branch: Tensor | None, norm: RMSNorm, step: _Step
     ) -> tuple[Tensor, Tensor | None]:
-        from implicit_blocks.ops.kernels.decoding import add_norm, linear_rows
-        from implicit_blocks.ops.kernels.decoding_mixers import mamba2_step
+        from implicit_blocks.ops.kernels.decoding import Mamba2Inputs, add_norm, linear_rows
+        from implicit_blocks.ops.kernels.decoding_mixers import prepare_mamba2, scan_step
 
-        few = len(z) <= FEW
-        u = step.u_SU
+        few, mixer, into = len(z) <= FEW, self.mixer, self.in_proj
+        inputs = Mamba2Inputs(
+            self.states.next_S,
+            self.states.taps_SWC,
+            self.conv_weight,
+            mixer.conv.bias,
+            mixer.dt_bias,
+            mixer.d_inner,
+        )
         if few:
             assert branch is None
-            into = self.in_proj
-            projected = linear_rows(
+            prepared = linear_rows(
                 z,
                 into.weight,
                 into.bias,
                 norm_K=norm.weight,
                 eps=norm.eps,
-                u_SM=u,
-                rows_R=None if u is None else step.rows_R,
+                u_SM=step.u_SU,
+                rows_R=step.rows_R,
+                mamba2=inputs,
             )
-            u = None
         else:
-            dtype = self.in_proj.weight.dtype
-            z, normed = add_norm(z, branch, norm.weight, eps=norm.eps, dtype=dtype)
-            projected = self.in_proj(normed)
-        mixer = self.mixer
-        mixed = mamba2_step(
-            projected,
-            u,
+            z, normed = add_norm(z, branch, norm.weight, eps=norm.eps, dtype=into.weight.dtype)
+            prepared = prepare_mamba2(into(normed), step.u_SU, step.rows_R, inputs)
+        mixed = scan_step(
+            prepared,
             step.rows_R,
-            self.states.next_S,
             step.committing_R,
-            self.states.taps_SWC,
             self.states.h_SHPN,
-            conv_weight_CW=self.conv_weight,
-            conv_bias_C=mixer.conv.bias,
-            dt_bias_H=mixer.dt_bias,
             A_log_H=mixer.A_log,
             D_H=mixer.D,
             groups=mixer.spec.n_groups,
@@ -307,7 +305,7 @@ class _Attention:
                 norm_K=norm.weight,
                 eps=norm.eps,
                 u_SM=u,
-                rows_R=None if u is None else step.rows_R,
+                rows_R=step.rows_R,
             )
             u = None
         else:

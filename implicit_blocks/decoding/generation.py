@@ -6,55 +6,18 @@ Shape legend: B batch, L tokens of the longest prompt, N new tokens, D model wid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from implicit_blocks.decoding.prompts import Prompts, check_prompts, lay_out
+from implicit_blocks.decoding.generated import Generated, Step
+from implicit_blocks.decoding.lane_generation import LaneGeneration
+from implicit_blocks.decoding.prompts import Prompts, check_model, check_prompts, lay_out
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
 from implicit_blocks.interfaces import Solution
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.search_options import SearchOptions
-
-
-@dataclass(frozen=True)
-class Step:
-    """A new token of every row, as ``stream`` yields it.
-
-    ``tokens`` (B,) int64 has the pad token where ``active`` (B,) bool is False: in rows that have ended.
-    ``logits`` (B, V) are those that the token was chosen from, zeros in such rows. ``iterations`` int64,
-    ``residual`` and ``converged`` (B,) say how the search behind them went (0, 0 and True in such rows);
-    they are None in explicit models, which search for nothing.
-    """
-
-    tokens: Tensor
-    active: Tensor
-    logits: Tensor
-    iterations: Tensor | None = None
-    residual: Tensor | None = None
-    converged: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What was generated: ``tokens`` (B, N) int64, the prompts left out, pad tokens behind a row's end.
-
-    ``lengths`` (B,) int64 counts a row's tokens, a stop token included; ``stopped`` (B,) bool says that it
-    ended by one. ``logits`` (B, N, V), where asked for, are those that each token was chosen from.
-    ``iterations`` int64, ``residual`` and ``converged``, (B, N), say how the search behind each token went
-    (0, 0 and True behind a row's end), and ``prompt`` how that of the prompts did; None in explicit models.
-    """
-
-    tokens: Tensor
-    lengths: Tensor
-    stopped: Tensor
-    logits: Tensor | None = None
-    iterations: Tensor | None = None
-    residual: Tensor | None = None
-    converged: Tensor | None = None
-    prompt: Solution | None = None
 
 
 class Options(TypedDict, total=False):
@@ -201,12 +164,36 @@ class _Run:
             warm_start=options.get("warm_start", False),
             moving_average=options.get("moving_average"),
         )
+        self.seeds, self.stops = seeds, stop_tokens
         self.prompt: Solution | None = None
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=self.device)
 
-    @torch.no_grad()
     def steps(self) -> Iterator[Step]:
-        """Yield the tokens as they are made.
+        """Yield the tokens as they are made: on a GPU by lanes, whose steps are recorded as graphs."""
+        limits = self.limit_B.tolist()
+        if not on_lanes(self.model) or min(limits) < 1:
+            yield from self._steps_together()
+            return
+        lanes = LaneGeneration(
+            self.model,
+            self.ids,
+            self.valid,
+            limits=limits,
+            sampling=self.sampling,
+            seeds=self.seeds,
+            stop_tokens=self.stops,
+            pad_token=self.pad_token,
+            window_length=self.window_length,
+            search=self.search,
+        )
+        for step in lanes.steps():
+            self.prompt = self.prompt or lanes.prompt
+            yield step
+        self.stopped_B |= torch.tensor(lanes.stopped, device=self.device)
+
+    @torch.no_grad()
+    def _steps_together(self) -> Iterator[Step]:
+        """Yield the tokens of one batch, each row waiting for the others.
 
         Rows that have ended are padding, which takes no part in a search, and leave the batch once they are
         half of it.
@@ -288,20 +275,16 @@ class _Run:
         )
 
 
-def check_model(model: LanguageModel) -> None:
-    """Refuse what cannot decode.
-
-    Raises:
-        ValueError: for a model of another library, or in training mode.
-
-    """
-    if not isinstance(model, LanguageModel):
-        raise ValueError(
-            f"the model is a {type(model).__name__}; give one of this library, for those of transformers "
-            "implicit_blocks.hf.to_library(model)"
-        )
-    if model.training:
-        raise ValueError("the model is in training mode; call model.eval() first")
+def on_lanes(model: LanguageModel) -> bool:
+    """Whether rows are decoded by lanes: on a GPU, where the host would else be in the way."""
+    weight = model.embedding.weight
+    if not weight.is_cuda:
+        return False
+    try:
+        model.backbone.blocks()[0].mixer.lanes(1, device=weight.device, dtype=weight.dtype, capacity=1)
+    except ValueError:
+        return False
+    return True
 
 
 def _last_real(ids_BL: Tensor, valid_BL: Tensor | None) -> Tensor:

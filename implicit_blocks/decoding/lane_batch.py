@@ -102,12 +102,21 @@ class LaneBatch:
 
     # ------------------------------------------------------------------------------------ prompts
 
-    def encode(self, lane: int, ids_1L: Tensor, *, window_length: int | None) -> None:
-        """Solve a prompt and commit it to its lane."""
-        state = Committed(1, 0, self.lengths_S.new_zeros(1), tuple(s.enter(lane) for s in self.states))
+    def encode(self, lanes: Sequence[int], ids_BL: Tensor, *, window_length: int | None) -> Solution | None:
+        """Solve prompts of one length together and commit each to its lane; return how that went.
+
+        A single one is written where it stays; of several, the keys and states are copied there.
+        """
+        blocks = self.model.backbone.blocks()
+        batch, length = ids_BL.shape
+        if batch == 1:
+            layers = tuple(states.enter(lanes[0]) for states in self.states)
+            state = Committed(1, 0, self.lengths_S.new_zeros(1), layers)
+        else:
+            state = self.model.initial_state(batch, capacity=length)
         with self.precision():
             encoded: Encoded = self.model.encode(
-                self.model.embedding(ids_1L),
+                self.model.embedding(ids_BL),
                 state=state,
                 return_state=True,
                 window_length=window_length,
@@ -115,15 +124,17 @@ class LaneBatch:
                 weights=self.weights,
             )
         assert encoded.state is not None
-        length = ids_1L.shape[1]
-        for states, layer in zip(self.states, encoded.state.layers, strict=True):
-            states.settle(lane, layer)
-        self.lengths_S[lane] = length
-        self.busy_S[lane] = True
-        self.hidden_SD[lane] = encoded.hidden_BLD[0, -1]
-        if encoded.solution is not None:
-            for name, value in _of_last_token(encoded.solution).items():
-                getattr(self.search, name)[lane] = value
+        for row, lane in enumerate(lanes):
+            index = torch.full((1,), row, device=self.device)
+            for block, states, layer in zip(blocks, self.states, encoded.state.layers, strict=True):
+                states.settle(lane, layer if batch == 1 else block.mixer.select_rows(layer, index))
+            self.lengths_S[lane] = length
+            self.busy_S[lane] = True
+            self.hidden_SD[lane] = encoded.hidden_BLD[row, -1]
+            if encoded.solution is not None:
+                for name, value in _of_last_token(encoded.solution, row).items():
+                    getattr(self.search, name)[lane] = value
+        return encoded.solution
 
     def leave(self, lane: int) -> None:
         """Let a lane rest."""
@@ -269,9 +280,9 @@ class LaneBatch:
             self._recorded[key]()
 
 
-def _of_last_token(solution: Solution) -> dict[str, Tensor]:
+def _of_last_token(solution: Solution, row: int) -> dict[str, Tensor]:
     """Return iterations, residual and converged of a row's last token, or of the row."""
     names = ("iterations", "residual", "converged")
     if solution.token_iterations is None:
-        return {name: getattr(solution, name)[0] for name in names}
-    return {name: getattr(solution, f"token_{name}")[0, -1] for name in names}
+        return {name: getattr(solution, name)[row] for name in names}
+    return {name: getattr(solution, f"token_{name}")[row, -1] for name in names}

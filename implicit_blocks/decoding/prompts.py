@@ -1,4 +1,4 @@
-"""Prompts as users give them, checked and laid side by side.
+"""Models and prompts as users give them, checked and laid side by side.
 
 Shape legend: B batch, L tokens of the longest prompt.
 """
@@ -10,7 +10,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from implicit_blocks.model import LanguageModel
+
 Prompts = Tensor | Sequence[Sequence[int] | Tensor]
+
+
+def check_model(model: LanguageModel) -> None:
+    """Refuse what cannot decode.
+
+    Raises:
+        ValueError: for a model of another library, or in training mode.
+
+    """
+    if not isinstance(model, LanguageModel):
+        raise ValueError(
+            f"the model is a {type(model).__name__}; give one of this library, for those of transformers "
+            "implicit_blocks.hf.to_library(model)"
+        )
+    if model.training:
+        raise ValueError("the model is in training mode; call model.eval() first")
 
 
 def check_prompts(

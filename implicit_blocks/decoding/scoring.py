@@ -11,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from implicit_blocks.decoding.generation import check_model
-from implicit_blocks.decoding.prompts import check_prompts, lay_out
+from implicit_blocks.decoding.prompts import check_model, check_prompts, lay_out
 from implicit_blocks.interfaces import Solution
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.search_options import SearchOptions

@@ -42,8 +42,10 @@ class AttentionLanes(LaneStates):
         return AttentionState(self.keys[lane : lane + 1], self.values[lane : lane + 1], 0)
 
     def settle(self, lane: int, state: State) -> None:
-        """There is nothing to do: the prompt is in its lane."""
-        assert state.keys.data_ptr() == self.keys[lane].data_ptr()
+        """Copy the prompt to its lane, unless it was written there."""
+        if state.keys.data_ptr() != self.keys[lane].data_ptr():
+            self.keys[lane, :, : state.length] = state.keys[0, :, : state.length]
+            self.values[lane, :, : state.length] = state.values[0, :, : state.length]
 
     def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> LaneKeys:
         """Return the lanes, by their index."""

@@ -11,72 +11,85 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.decoding import on_device
+from implicit_blocks.ops.kernels.decoding import (
+    Mamba2Inputs,
+    mamba2_history,
+    mamba2_prepared,
+    on_device,
+)
 
 
-def mamba2_step(
-    projected_RU: Tensor,
-    u_SU: Tensor | None,
+def prepare_mamba2(projected_RU: Tensor, u_SU: Tensor | None, rows_R: Tensor, inputs: Mamba2Inputs) -> Tensor:
+    """Return ``[silu(gate), x, B, C, softplus(dt)]``, (R, U) float32, of one token in each row's lane.
+
+    ``x, B, C`` are convolved, with SiLU. The token's inputs of the convolution are written to their slot.
+
+    Args:
+        projected_RU: gate, x, B, C, dt, contiguous.
+        u_SU: the injection of each lane, or None.
+        rows_R: int64, the lane of each row, all different.
+        inputs: of the convolution, and the bias of dt.
+
+    """
+    rows, width = projected_RU.shape
+    out = torch.empty(rows, width, dtype=torch.float32, device=projected_RU.device)
+    with on_device(out.device):
+        _prepare_mamba2[(triton.cdiv(width, 512), rows)](
+            projected_RU,
+            projected_RU if u_SU is None else u_SU,
+            rows_R,
+            out,
+            width,
+            *inputs.pointers(),
+            HAS_U=u_SU is not None,
+            W=inputs.taps,
+            HAS_BIAS=inputs.conv_bias_C is not None,
+            BLOCK=512,
+            num_warps=4,
+        )
+    return out
+
+
+def scan_step(
+    prepared_RU: Tensor,
     rows_R: Tensor,
-    slots_S: Tensor,
     committing_R: Tensor,
-    taps_SWC: Tensor,
     h_SHPN: Tensor,
     *,
-    conv_weight_CW: Tensor,
-    conv_bias_C: Tensor | None,
-    dt_bias_H: Tensor,
     A_log_H: Tensor,
     D_H: Tensor,
     groups: int,
 ) -> Tensor:
-    """Return ``y · silu(gate)``, (R, I) float32, of one token in each row's lane: convolution, scan and gate.
+    """Return ``y · silu(gate)``, (R, I) float32, of one token in each row's lane.
 
     Args:
-        projected_RU: gate, x, B, C, dt, contiguous.
-        u_SU: the injection of each lane; None: there is none, or it has been added.
+        prepared_RU: what ``prepare_mamba2`` returns.
         rows_R: int64, the lane of each row, all different.
-        slots_S: int64, which of the W slots of its lane the token's input of the convolution takes; those of
-            the tokens before it lie behind, the oldest first, and around the end.
         committing_R: bool, which rows commit: their ``h`` is replaced. Nobody else's is written.
-        taps_SWC: inputs of the convolution; that of the token is written to its slot.
         h_SHPN: states, P and N powers of 2.
-        conv_weight_CW: oldest tap first.
-        conv_bias_C: or None.
-        dt_bias_H: added before softplus.
         A_log_H: ``log(−A)``.
         D_H: the skip connection.
         groups: of heads that share B and C.
 
     """
     _, heads, head_dim, d_state = h_SHPN.shape
-    rows, inner = len(rows_R), heads * head_dim
-    out = torch.empty(rows, inner, dtype=torch.float32, device=h_SHPN.device)
-    part = min(head_dim, 32) if rows < 8 else head_dim
+    rows = len(rows_R)
+    out = torch.empty(rows, heads * head_dim, dtype=torch.float32, device=h_SHPN.device)
+    part = min(head_dim, 16 if rows < 4 else 32 if rows < 16 else 64)
     with on_device(out.device):
-        _mamba2_step[(heads * (head_dim // part), rows)](
-            projected_RU,
-            projected_RU if u_SU is None else u_SU,
+        _scan_step[(heads * (head_dim // part), rows)](
+            prepared_RU,
             rows_R,
-            slots_S,
             committing_R.view(torch.int8),
-            taps_SWC,
             h_SHPN,
-            conv_weight_CW,
-            conv_weight_CW if conv_bias_C is None else conv_bias_C,
-            dt_bias_H,
             A_log_H,
             D_H,
             out,
-            projected_RU.shape[1],
-            taps_SWC.shape[2],
+            prepared_RU.shape[1],
             H=heads,
             P=head_dim,
             N=d_state,
             G=groups,
-            W=taps_SWC.shape[1],
-            HAS_U=u_SU is not None,
-            HAS_BIAS=conv_bias_C is not None,
             BLOCK_P=part,
             num_warps=4,
         )
@@ -134,8 +147,9 @@ def attention_step(
             KV=kv_heads,
             P=head_dim,
             HAS_U=u_SU is not None,
-            BLOCK_T=64,
-            num_warps=4,
+            # Few programs must each have much on its way; many do together.
+            BLOCK_T=256 if rows < 4 else 64,
+            num_warps=8 if rows < 4 else 4,
         )
     return out
 
@@ -149,79 +163,79 @@ def _load_sum(p_ptr, u_ptr, place, HAS_U: tl.constexpr):
 
 
 @triton.jit
-def _conv(here, taps_ptr, w_ptr, b_ptr, channel, slot, C, W: tl.constexpr, HAS_BIAS: tl.constexpr):
-    y = here * tl.load(w_ptr + channel * W + W - 1).to(tl.float32)
-    for tap in tl.static_range(W - 1):
-        before = tl.load(taps_ptr + (slot + 1 + tap) % W * C + channel).to(tl.float32)
-        y += before * tl.load(w_ptr + channel * W + tap).to(tl.float32)
-    if HAS_BIAS:
-        y += tl.load(b_ptr + channel).to(tl.float32)
-    return y * tl.sigmoid(y)
-
-
-@triton.jit
-def _mamba2_step(
+def _prepare_mamba2(
     p_ptr,
     u_ptr,
     rows_ptr,
+    out_ptr,
+    U,
     slots_ptr,
-    committing_ptr,
     taps_ptr,
-    h_ptr,
-    w_ptr,
-    b_ptr,
+    conv_ptr,
+    conv_bias_ptr,
     dt_bias_ptr,
+    inner,
+    C,
+    HAS_U: tl.constexpr,
+    W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = m < U
+    lane = tl.load(rows_ptr + row)
+    slot = tl.load(slots_ptr + lane)
+    taps_ptr += lane * W * C
+    newest, earlier = mamba2_history(
+        m, real, slot, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, W, HAS_BIAS
+    )
+    y = tl.load(p_ptr + row * U + m, mask=real, other=0.0).to(tl.float32)
+    if HAS_U:
+        y += tl.load(u_ptr + lane * U + m, mask=real, other=0.0).to(tl.float32)
+    y = mamba2_prepared(y, newest, earlier, m, real, taps_ptr + slot * C, inner, C)
+    tl.store(out_ptr + row * U + m, y, mask=real)
+
+
+@triton.jit
+def _scan_step(
+    p_ptr,
+    rows_ptr,
+    committing_ptr,
+    h_ptr,
     a_log_ptr,
     d_ptr,
     out_ptr,
     U,
-    C,
     H: tl.constexpr,
     P: tl.constexpr,
     N: tl.constexpr,
     G: tl.constexpr,
-    W: tl.constexpr,
-    HAS_U: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
     head = tl.program_id(0) // (P // BLOCK_P)
     part = tl.program_id(0) % (P // BLOCK_P)
     row = tl.program_id(1).to(tl.int64)
+    inner: tl.constexpr = H * P
     lane = tl.load(rows_ptr + row)
-    slot = tl.load(slots_ptr + lane)
-    inner = H * P
-    group = head // (H // G)
     p_ptr += row * U
-    u_ptr += lane * U
-    taps_ptr += lane * W * C
-    width, state = tl.arange(0, BLOCK_P), tl.arange(0, N)
-    x_channel = head * P + part * BLOCK_P + width
-    place = h_ptr + (lane * H + head) * P * N + (part * BLOCK_P + width)[:, None] * N + state[None, :]
+    width, state = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N)
+    place = h_ptr + (lane * H + head) * P * N + width[:, None] * N + state[None, :]
     h = tl.load(place).to(tl.float32)
-    b_channel = inner + group * N + state
-    c_channel = inner + (G + group) * N + state
-    x_here = _load_sum(p_ptr, u_ptr, inner + x_channel, HAS_U)
-    b_here = _load_sum(p_ptr, u_ptr, inner + b_channel, HAS_U)
-    c_here = _load_sum(p_ptr, u_ptr, inner + c_channel, HAS_U)
-    x = _conv(x_here, taps_ptr, w_ptr, b_ptr, x_channel, slot, C, W, HAS_BIAS)
-    B = _conv(b_here, taps_ptr, w_ptr, b_ptr, b_channel, slot, C, W, HAS_BIAS)
-    c = _conv(c_here, taps_ptr, w_ptr, b_ptr, c_channel, slot, C, W, HAS_BIAS)
-    dt = _load_sum(p_ptr, u_ptr, inner + C + head, HAS_U) + tl.load(dt_bias_ptr + head).to(tl.float32)
-    dt = tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(dt)))
+    group = head // (H // G) * N + state
+    gate = tl.load(p_ptr + head * P + width)
+    x = tl.load(p_ptr + inner + head * P + width)
+    B = tl.load(p_ptr + 2 * inner + group)
+    c = tl.load(p_ptr + 2 * inner + G * N + group)
+    dt = tl.load(p_ptr + 2 * inner + 2 * G * N + head)
     decay = tl.exp(-dt * tl.exp(tl.load(a_log_ptr + head).to(tl.float32)))
-    h = h * decay + (dt * x)[:, None] * B[None, :]
-    y = tl.sum(h * c[None, :], axis=1) + x * tl.load(d_ptr + head).to(tl.float32)
-    gate = _load_sum(p_ptr, u_ptr, x_channel, HAS_U)
-    tl.store(out_ptr + row * inner + x_channel, y * gate * tl.sigmoid(gate))
-    # The slot of the token itself: nobody reads it before the token is committed.
-    taps_ptr += slot * C
-    kind = taps_ptr.dtype.element_ty
-    tl.store(taps_ptr + x_channel, x_here.to(kind))
-    if (head % (H // G) == 0) & (part == 0):
-        tl.store(taps_ptr + b_channel, b_here.to(kind))
-        tl.store(taps_ptr + c_channel, c_here.to(kind))
+    # C (decay h + dt x Bᵀ) without the sum in brackets: most of the time nobody wants the next h.
+    skip = dt * tl.sum(B * c) + tl.load(d_ptr + head).to(tl.float32)
+    y = decay * tl.sum(h * c[None, :], axis=1) + skip * x
+    tl.store(out_ptr + row * inner + head * P + width, y * gate)
     if tl.load(committing_ptr + row) != 0:
+        h = tl.load(place).to(tl.float32)  # again, rather than in registers all the while
+        h = h * decay + (dt * x)[:, None] * B[None, :]
         tl.store(place, h.to(h_ptr.dtype.element_ty))
 
 
@@ -282,16 +296,16 @@ def _attention_step(
         position = first + time
         before = position < length
         key = keys_ptr + base + position[:, None] * P + half[None, :]
-        k1 = tl.load(key, mask=before[:, None], other=0.0).to(tl.float32)
-        k2 = tl.load(key + F, mask=before[:, None], other=0.0).to(tl.float32)
-        values = values_ptr + base + position[:, None] * P + whole[None, :]
-        v = tl.load(values, mask=before[:, None], other=0.0).to(tl.float32)
-        score = tl.sum(k1 * q1[None, :] + k2 * q2[None, :], axis=1)
+        a = tl.load(key, mask=before[:, None], other=0.0).to(tl.float32)
+        b = tl.load(key + F, mask=before[:, None], other=0.0).to(tl.float32)
+        value = values_ptr + base + position[:, None] * P + whole[None, :]
+        c = tl.load(value, mask=before[:, None], other=0.0).to(tl.float32)
+        score = tl.sum(a * q1[None, :] + b * q2[None, :], axis=1)
         score = tl.where(before, score, float("-inf"))
         new = tl.maximum(largest, tl.max(score, axis=0))
         share = tl.exp(score - new)
         kept = tl.exp(largest - new)
         weights = weights * kept + tl.sum(share)
-        y = y * kept + tl.sum(v * share[:, None], axis=0)
+        y = y * kept + tl.sum(c * share[:, None], axis=0)
         largest = new
     tl.store(out_ptr + row * H * P + head * P + whole, (y / weights).to(out_ptr.dtype.element_ty))
