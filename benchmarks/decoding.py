@@ -6,8 +6,9 @@
 Random weights in bfloat16 (autocast; weight norm computed once), tolerance 0 and ``--iterations`` iterations,
 so that every token takes as many calls of the map and one more to commit it. An *iteration* is a call of the
 map on all rows; its time is that of decoding as a whole, choosing tokens included, divided by the calls.
-``replay_ms`` is that of a call alone. ``floor_ms`` is what reading weights and states once must cost at the
-card's copying speed, which is measured first.
+``replay_ms`` is that of a call alone. ``--states`` are the types that Mamba2's ``h`` is kept in; keys, values
+and the convolution's inputs are in bfloat16. ``floor_ms`` is what reading weights and states once must cost
+at the card's copying speed, which is measured first.
 
 Modes: ``fused``, kernels made for single tokens, recorded as a graph; ``graphs``, the layers as they are,
 recorded; ``launched``, the layers kernel by kernel. The published implementation takes 86.7 ms (mamba2_1.3b)
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import time
 import traceback
 from typing import Any
@@ -38,22 +40,24 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["mamba2_1.3b", "llama_1.3b"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 64])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["fused"])
+    parser.add_argument("--states", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
     parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--iterations", type=int, default=16, help="that every token takes")
     parser.add_argument("--tokens", type=int, default=6, help="timed, of every row")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="two layers of width 64")
-    parser.add_argument("--output", default="decoding")
+    parser.add_argument("--output", default="decoding", help="of benchmarks/results, or a path without .json")
     arguments = parser.parse_args()
     speed = copying_speed(arguments.device)
     rows = []
     for name in arguments.models:
         model = built(name, arguments)
         for count in arguments.rows:
-            for mode in arguments.modes:
+            states = arguments.states if name.startswith("mamba2") else ["float32"]
+            for mode, state in itertools.product(arguments.modes, states):
                 work = {"model": name, "rows": count, "context": arguments.context, "mode": mode}
                 try:
-                    rows.append(work | measure(model, count, mode, speed, arguments))
+                    rows.append(work | measure(model, count, mode, state, speed, arguments))
                 except (RuntimeError, torch.OutOfMemoryError):
                     rows.append(work | {"failed": traceback.format_exc(limit=4)})
                 rows[-1]["published_ms"] = PUBLISHED.get(name) if count == 1 else None
@@ -81,7 +85,7 @@ def built(name: str, arguments: argparse.Namespace) -> Any:
 
 @torch.no_grad()
 def measure(
-    model: Any, rows: int, mode: str, speed: float | None, arguments: argparse.Namespace
+    model: Any, rows: int, mode: str, state: str, speed: float | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     on_gpu, tokens = arguments.device == "cuda", arguments.tokens
     warm_up = 3  # tokens: computed, recorded, replayed
@@ -94,6 +98,7 @@ def measure(
             tolerance=0.0,
             max_iterations=arguments.iterations,
             graphs=mode != "launched",
+            state_dtype=None if state == "float32" else torch.bfloat16,
         )
     batch = decoder.batch
     if mode == "graphs":

@@ -45,6 +45,10 @@ class LaneStates(ABC):
         In the memory that is there, and without asking the device for a value: a step is recorded as a graph.
         """
 
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Keep in this type what is kept in a wider one, where that is foreseen; before the first text."""
+        return None
+
 
 class RecurrentLanes(LaneStates):
     """Lanes of a mixer whose state has one size, whatever the number of tokens, and knows no positions.

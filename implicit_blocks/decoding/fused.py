@@ -26,7 +26,7 @@ from implicit_blocks.mixers.mamba2 import Mamba2
 from implicit_blocks.mixers.mamba2_lanes import Mamba2Lanes
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.ops.accelerated import available
-from implicit_blocks.ops.backends import AUTO, note
+from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.rotary import rotation_tables
 from implicit_blocks.solvers import Picard
 
@@ -74,7 +74,7 @@ def fused_map(
     if why is not None:
         _LOG.info("decoding computes layer by layer, without fused kernels: %s", why)
         return None
-    note("decoding", "triton")
+    note("steps of decoding", "our Triton kernels")
     return FusedMap(model, states, weights, capacity=capacity)
 
 
@@ -82,6 +82,8 @@ def _obstacle(model: LanguageModel, states: Sequence[LaneStates]) -> str | None:
     """Return what stands in the way of fused kernels, or None."""
     if not available("triton"):
         return "Triton is not installed"
+    if model.spec.mixer != model.spec.mixer.portable():
+        return "the spec names a backend, which is taken at its word"
     if model.stream_dtype != torch.float32:
         return f"the residual stream is {model.stream_dtype}"
     for block, state in zip(model.backbone.blocks(), states, strict=True):
@@ -94,14 +96,10 @@ def _obstacle(model: LanguageModel, states: Sequence[LaneStates]) -> str | None:
         mixer = block.mixer
         if type(mixer) is Mamba2 and type(state) is Mamba2Lanes:
             sizes = [mixer.spec.head_dim, mixer.spec.d_state]
-            named = {str(mixer.spec.backend), str(mixer.spec.conv_backend)} - {AUTO}
         elif type(mixer) is Attention and type(state) is AttentionLanes:
             sizes = [mixer.head_dim]
-            named = {str(mixer.backend)} - {AUTO}
         else:
             return f"it mixes by {type(mixer).__name__}"
-        if named:
-            return f"its mixers are to use {', '.join(sorted(named))}"
         if not _plain_linears(mixer):
             return f"a projection of {type(mixer).__name__} is not a plain Linear"
         if any(size & (size - 1) or size < 2 for size in sizes):

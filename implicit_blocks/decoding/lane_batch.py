@@ -46,11 +46,19 @@ class LaneBatch:
         capacity: tokens of a lane.
         options: of the searches.
         graphs: record the procedures.
+        state_dtype: of recurrent states; None: as the mixers keep them.
 
     """
 
     def __init__(
-        self, model: LanguageModel, *, lanes: int, capacity: int, options: SearchOptions, graphs: bool
+        self,
+        model: LanguageModel,
+        *,
+        lanes: int,
+        capacity: int,
+        options: SearchOptions,
+        graphs: bool,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         self.model, self.lanes, self.options = model, lanes, options
         embedding = model.embedding.weight
@@ -71,6 +79,9 @@ class LaneBatch:
             block.mixer.lanes(lanes, device=self.device, dtype=dtype, capacity=capacity)
             for block in model.backbone.blocks()
         ]
+        if state_dtype is not None:
+            for states in self.states:
+                states.narrow(state_dtype)
         solver, stopping = model.how_to_search(options) or (None, None)
         self.search = LaneSearch(
             solver,

@@ -19,7 +19,7 @@ from implicit_blocks.model import LanguageModel
 from implicit_blocks.search_options import SearchOptions
 
 EMPTY = {"iterations": 0, "residual": 0.0, "converged": True, "diverged": False}
-"""What a solution says of its elements, in its order, and what it says of padding."""
+"""What a solution says of elements that are padding."""
 
 
 class LaneGeneration:
@@ -133,9 +133,15 @@ class LaneGeneration:
             return self._laid_out([None if t is None else t[row] for t, row in found], EMPTY[name])
 
         return Solution(
-            z,
-            *(of_rows(name) for name in EMPTY),
-            *(of_tokens(name) for name in EMPTY),
+            z=z,
+            iterations=of_rows("iterations"),
+            residual=of_rows("residual"),
+            converged=of_rows("converged"),
+            diverged=of_rows("diverged"),
+            token_iterations=of_tokens("iterations"),
+            token_residual=of_tokens("residual"),
+            token_converged=of_tokens("converged"),
+            token_diverged=of_tokens("diverged"),
         )
 
     def _laid_out(self, rows: Sequence[Tensor | None], fill: float) -> Tensor | None:

@@ -34,6 +34,10 @@ class Mamba2Lanes(LaneStates):
         self._order = torch.arange(1, taps, device=device)
         self._lanes = torch.arange(lanes, device=device)
 
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Keep ``h`` in this type."""
+        self.h_SHPN = self.h_SHPN.to(dtype)
+
     def enter(self, lane: int) -> Mamba2State:
         """Return an empty state."""
         return self._new

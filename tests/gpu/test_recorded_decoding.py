@@ -102,6 +102,7 @@ def test_they_are_those_of_the_cpu_too(mixer):
         {"warm_start": True},
         {"moving_average": 0.6},
         {"max_iterations": 3},
+        {"damping": 0.4},
         {"sampling": Sampling(temperature=1.5, top_k=8, top_p=0.9)},
     ],
     ids=str,
@@ -128,6 +129,27 @@ def test_bfloat16(mixer):
             decoder, found = decode(model, lanes=lanes, tolerance=0.02)
             assert all(new.converged for row in found for new in row)
     assert {t.dtype for t in decoder.batch.weights.tensors() if t.ndim > 1} >= {torch.bfloat16}
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_generate_takes_them(mixer):
+    model = built(mixer)
+    together = ib.generate(model, prompts(), max_new_tokens=8, stop_tokens=(3, 7))
+    assert together.prompt.converged.all()
+    for row, prompt in enumerate(prompts()):
+        alone = ib.generate(model.cpu(), [prompt], max_new_tokens=8, stop_tokens=(3, 7))
+        length = int(alone.lengths[0])
+        assert int(together.lengths[row]) == length
+        assert together.tokens[row, :length].tolist() == alone.tokens[0, :length].tolist()
+
+
+def test_states_of_sixteen_bits():
+    model = built("mamba2")
+    for lanes in (1, 4):
+        decoder, found = decode(model, lanes=lanes, count=2, state_dtype=torch.bfloat16)
+        assert decoder.states[0].h_SHPN.dtype == torch.bfloat16
+        _, launched = decode(model, lanes=lanes, count=2, state_dtype=torch.bfloat16, graphs=False)
+        assert_same(found, launched, atol=2e-2)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
