@@ -18,8 +18,11 @@ from implicit_blocks.specs import ImplicitLMSpec, JacobianPenaltySpec, PicardSpe
 from trainer.checkpoint import load_checkpoint
 from trainer.data.source import IGNORED, Batch
 from trainer.experiments.runs import load_model, train
-from trainer.experiments.searching import Way, accuracy, search, spectrum
+from trainer.experiments.searching import Way, accuracy, reference, search, spectrum
 from trainer.spec import RunSpec
+
+GENTLY = 0.1
+"""Share of the peak learning rate: with all of it and fresh moments forty steps undid what S3 had learned."""
 
 
 def measure(
@@ -75,10 +78,12 @@ def continued(spec: RunSpec, checkpoint: Path, *, weight: float, steps: int) -> 
     written = spec.model_dump(mode="json")
     # Its own evaluation at the end is not read: this module has the one that counts.
     brief = {"lengths": [], "length_multiples": [], "identity_probabilities": [], "sequences": 1}
-    asked = training.model_dump(mode="json") | {
+    asked = training.model_dump(mode="json")
+    asked |= {
         "max_steps": steps,
         "max_tokens": None,
         "start_from": {"path": str(checkpoint)},
+        "optimizer": asked["optimizer"] | {"learning_rate": GENTLY * training.optimizer.learning_rate},
         "evaluate_every": None,
         "checkpoint_every": steps,
     }
@@ -123,7 +128,7 @@ def _row(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         size = jacobian_size(f, output.solution.z, probes=8)
-    found = spectrum(model, batch, max_iterations=max_iterations)
+    found = spectrum(model, batch, reference(model, batch, max_iterations))
     return {
         "weight": weight,
         "loss": float(loss),

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from implicit_blocks.specs.solvers import Scope
 from trainer.data.source import IGNORED, Batch
 
 SCOPES: tuple[Scope, ...] = ("prefix", "sequence")
+REFERENCE = 1e-5
+"""Tolerance of the points that errors are measured against, and that are looked at."""
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,27 @@ def search(
     return output, _now(batch.inputs.device) - began
 
 
-def reference(
-    model: ImplicitLM, batch: Batch, tolerance: float, max_iterations: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logits, points and whether they converged, (B,), of the better of two searches, row by row.
+class Reference(NamedTuple):
+    """A tight solve: logits (B, L, V), points (B, L, D), and whether they converged, (B,)."""
 
-    Damped Picard settles where maps contract, Broyden where they don't.
-    """
-    outputs = [
-        search(model, batch, Way("", solver), "prefix", tolerance, max_iterations)[0]
-        for solver in (PicardSpec(damping=0.8), BroydenSpec(memory=20))
-    ]
-    first, second = outputs
+    logits: Tensor
+    z: Tensor
+    converged: Tensor
+
+
+@torch.no_grad()
+def reference(model: ImplicitLM, batch: Batch, max_iterations: int) -> Reference:
+    """Search to :data:`REFERENCE`: by damped Picard, what it leaves by Broyden; the better row by row."""
+
+    def solved(solver: SolverSpec) -> Any:
+        return search(model, batch, Way("", solver), "prefix", REFERENCE, max_iterations)[0]
+
+    first = solved(PicardSpec(damping=0.8))
+    if bool(first.solution.converged.all()):
+        return Reference(first.logits, first.solution.z, first.solution.converged)
+    second = solved(BroydenSpec(memory=20))
     better = (second.solution.residual < first.solution.residual).view(-1, 1, 1)
-    return (
+    return Reference(
         torch.where(better, second.logits, first.logits),
         torch.where(better, second.solution.z, first.solution.z),
         first.solution.converged | second.solution.converged,
@@ -100,17 +109,18 @@ def accuracy(logits: Tensor, labels_BL: Tensor) -> float:
 
 
 @torch.no_grad()
-def spectrum(model: ImplicitLM, batch: Batch, *, max_iterations: int, positions: int = 8) -> dict[str, Any]:
+def spectrum(model: ImplicitLM, batch: Batch, found: Reference, *, positions: int = 8) -> dict[str, Any]:
     """Return spectral radii of the map at the fixed point, token by token, at some positions.
 
     The Jacobian of a causal map over a sequence is block triangular: its eigenvalues are those of the single
     tokens' maps, each given the states that the tokens before it left.
     """
-    if batch.context():
-        batch = Batch(inputs=batch.inputs, labels=batch.labels)
-    _, z, converged = reference(model, batch, 1e-5, max_iterations)
+    z = found.z
     f, _ = model.bind(
-        model.embedding(batch.inputs), model.initial_state(len(batch)), weights=model.hold_weights()
+        model.embedding(batch.inputs),
+        model.initial_state(len(batch)),
+        weights=model.hold_weights(),
+        documents_BL=batch.documents,
     )
     length = batch.inputs.shape[1]
     places = sorted(
@@ -121,9 +131,9 @@ def spectrum(model: ImplicitLM, batch: Batch, *, max_iterations: int, positions:
     for place in places:
         rest = f if place == 0 else f.after(z[:, :place])
         one = rest if place == length - 1 else rest.first(1)
-        found = spectral_radius(one, z[:, place : place + 1], generator=generator)
-        radii += found.radius.tolist()
-        residuals += found.residual.tolist()
+        local = spectral_radius(one, z[:, place : place + 1], generator=generator)
+        radii += local.radius.tolist()
+        residuals += local.residual.tolist()
     ordered = torch.tensor(radii)
     return {
         "positions": places,
@@ -132,5 +142,5 @@ def spectrum(model: ImplicitLM, batch: Batch, *, max_iterations: int, positions:
         "largest": float(ordered.max()),
         "above_one": float((ordered > 1).double().mean()),
         "residual_largest": max(residuals),
-        "converged": float(converged.double().mean()),
+        "converged": float(found.converged.double().mean()),
     }

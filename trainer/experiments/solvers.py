@@ -32,11 +32,9 @@ from trainer.data.source import Batch
 from trainer.devices import choose_device
 from trainer.experiments.duality import evaluation_batch, trained
 from trainer.experiments.penalty import measure as measure_penalties
-from trainer.experiments.searching import Way, accuracy, counted, reference, search, spectrum
+from trainer.experiments.searching import Reference, Way, accuracy, counted, reference, search, spectrum
 from trainer.experiments.solvers_picture import draw
 from trainer.files import write_json
-
-REFERENCE = 1e-6  # tolerance of the points that errors are measured against
 
 
 def ways(length: int) -> list[Way]:
@@ -125,6 +123,7 @@ def run(
         model: ImplicitLM = build(spec.model)
         load_checkpoint(weights, model=model)
         model = model.to(place).eval()
+        tight = reference(model, batch, max_iterations)
         found.append(
             {
                 "run": name,
@@ -135,11 +134,12 @@ def run(
                     model,
                     batch,
                     chosen,
+                    tight,
                     tolerances=tolerances,
                     max_iterations=max_iterations,
                     repeats=repeats,
                 ),
-                "spectrum": spectrum(model, batch, max_iterations=max_iterations),
+                "spectrum": spectrum(model, batch, tight),
                 "penalties": measure_penalties(
                     folder / "penalties" / name,
                     spec,
@@ -213,6 +213,7 @@ def compare(
     model: ImplicitLM,
     batch: Batch,
     chosen: Sequence[Way],
+    tight: Reference,
     *,
     tolerances: Sequence[float],
     max_iterations: int,
@@ -220,7 +221,6 @@ def compare(
 ) -> list[dict[str, Any]]:
     """Return a row for each way, scope and tolerance."""
     as_trained = model.spec
-    logits, _, _ = reference(model, batch, REFERENCE, max_iterations)
     rows = []
     for way in chosen:
         for scope in way.scopes:
@@ -246,7 +246,7 @@ def compare(
                         "seconds": statistics.median(seconds),
                         "converged": float(solution.converged.double().mean()),
                         "diverged": float(solution.diverged.double().mean()),
-                        "logit_error": float((output.logits - logits).abs().max()),
+                        "logit_error": float((output.logits - tight.logits).abs().max()),
                         "accuracy": accuracy(output.logits, batch.labels),
                         "state_bytes": state_bytes(way, scope, model.spec, length=batch.inputs.shape[1]),
                     }
