@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,15 +18,13 @@ from torch import Tensor, nn
 from implicit_blocks.registry import build
 from trainer.data.babi import TASKS, CatbAbI
 from trainer.devices import choose_device, device_name
-from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_picture
-from trainer.experiments.runs import Finished, explicit_twin, load_model, run_spec, train
-from trainer.files import write_json
+from trainer.experiments.catbabi_picture import MODES, draw
+from trainer.experiments.drawing import write_picture
+from trainer.experiments.runs import Finished, explicit_twin, is_finished, load_model, run_spec, train
+from trainer.files import read_json, write_json
 from trainer.metrics import rounded
 from trainer.spec import RunSpec
 from trainer.step import autocast
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 PUBLISHED = {"Mamba, 1 layer": 0.783, "2 layers": 0.871, "4 layers": 0.865, "FP-Mamba-H": 0.8955}
 """Accuracies on CatbAbI in Movahedi et al., "Fixed-point RNNs"."""
@@ -43,7 +41,6 @@ LAPTOP = (
     "model.at_evaluation.stopping.max_iterations=24",
 )
 """What the laptop setting changes: it shows the way, not the figures."""
-MODES = {"answers": "QA mode", "all": "LM mode"}
 
 
 class Asked(NamedTuple):
@@ -56,14 +53,6 @@ class Asked(NamedTuple):
     def name(self) -> str:
         """Such as ``implicit-1``."""
         return f"{self.kind}-{self.layers}"
-
-
-class Answers(NamedTuple):
-    """How a model answered: counts by task, and how its searches went (None for an explicit one)."""
-
-    correct: Mapping[int, int]
-    asked: Mapping[int, int]
-    search: dict[str, float] | None
 
 
 def run(
@@ -79,6 +68,7 @@ def run(
     sequences: int | None = None,
     device: str = "auto",
     changes: Sequence[str] = (),
+    only_finished: bool = False,
 ) -> str:
     """Train what isn't trained yet, ask it, write ``catbabi.json`` and ``catbabi.png``, return a summary.
 
@@ -94,6 +84,7 @@ def run(
         sequences: how many rows of the split; None: all.
         device: name of the device.
         changes: to the spec.
+        only_finished: train nothing: put together what has been trained.
 
     Raises:
         ValueError: no such model, an archive with files missing, or settings that don't fit.
@@ -114,24 +105,21 @@ def run(
     rows = []
     for asked, mode, seed, made in plan:
         name = f"{asked.name}-{mode}-{seed}"
+        if only_finished and not is_finished(folder / "runs" / name):
+            continue
         finished = train(made, folder / "runs" / name, name=name, device=device)
-        model = load_model(finished, place)
-        answers = ask(
-            model,
-            source,
-            rows=min(sequences or source.samples, source.samples),
-            batch_size=made.evaluation.batch_size,
-            device=place,
-            precision=made.training.precision,
-        )
+        count = min(sequences or source.samples, source.samples)
+        answers = _answers(finished, source, split=split, rows=count, device=place)
         rows.append(_row(asked, mode, seed, finished, answers))
+    if not rows:
+        raise ValueError(f"{folder} holds no finished run of these; leave --only-finished out to train them")
     written = {
         "experiment": "catbabi",
         "spec": spec,
         "setting": "laptop" if laptop else "full",
         "changes": list(changes),
         "split": split,
-        "answers": sum(answers.asked.values()),
+        "answers": rows[0]["answers"],
         "device": device_name(place),
         "published": PUBLISHED,
         "models": rows,
@@ -169,6 +157,26 @@ def _source(spec: RunSpec, split: str) -> CatbAbI:
     return source
 
 
+def _answers(
+    finished: Finished, source: CatbAbI, *, split: str, rows: int, device: torch.device
+) -> dict[str, Any]:
+    """Return counts by task and how the search went, from the run's folder where it has been asked before."""
+    path = finished.folder / f"answers-{split}-{rows}.json"
+    if path.is_file():
+        kept: dict[str, Any] = read_json(path)
+        return kept
+    found = ask(
+        load_model(finished, device),
+        source,
+        rows=rows,
+        batch_size=finished.spec.evaluation.batch_size,
+        device=device,
+        precision=finished.spec.training.precision,
+    )
+    write_json(path, found)
+    return found
+
+
 @torch.no_grad()
 def ask(
     model: nn.Module,
@@ -178,8 +186,8 @@ def ask(
     batch_size: int,
     device: torch.device,
     precision: str,
-) -> Answers:
-    """Count a model's right answers, task by task, read where its searches have converged."""
+) -> dict[str, Any]:
+    """Count a model's right answers, task by task, and how its searches went (None for an explicit one)."""
     correct, asked = torch.zeros(max(TASKS) + 1), torch.zeros(max(TASKS) + 1)
     iterations, residuals, converged = [], [], []
     for first in range(0, rows, batch_size):
@@ -207,17 +215,19 @@ def ask(
             "residual_max": rounded(float(torch.cat(residuals).max()), 4),
             "converged": rounded(float(torch.cat(converged).mean()), 6),
         }
-    return Answers(_counts(correct), _counts(asked), search)
+    return {"correct": _counts(correct), "asked": _counts(asked), "search": search}
 
 
-def _counts(by_task: Tensor) -> dict[int, int]:
-    return {task: int(by_task[task]) for task in TASKS}
+def _counts(by_task: Tensor) -> dict[str, int]:
+    return {str(task): int(by_task[task]) for task in TASKS}
 
 
-def _row(asked: Asked, mode: str, seed: int, finished: Finished, answers: Answers) -> dict[str, Any]:
+def _row(
+    asked: Asked, mode: str, seed: int, finished: Finished, answers: Mapping[str, Any]
+) -> dict[str, Any]:
+    right, all_of = answers["correct"], answers["asked"]
     by_task = {
-        str(task): rounded(answers.correct[task] / answers.asked[task]) if answers.asked[task] else None
-        for task in TASKS
+        task: rounded(right[task] / all_of[task]) if all_of[task] else None for task in map(str, TASKS)
     }
     known = [value for value in by_task.values() if value is not None]
     summary = finished.summary
@@ -228,9 +238,10 @@ def _row(asked: Asked, mode: str, seed: int, finished: Finished, answers: Answer
         "parameters": summary["parameters"],
         "steps": summary["steps"],
         "seconds": summary["seconds"],
-        "accuracy": rounded(sum(answers.correct.values()) / max(1, sum(answers.asked.values()))),
+        "accuracy": rounded(sum(right.values()) / max(1, sum(all_of.values()))),
         "mean_of_tasks": rounded(sum(known) / max(1, len(known))),
-        "search": answers.search,
+        "answers": sum(all_of.values()),
+        "search": answers["search"],
         "by_task": by_task,
     }
 
@@ -250,61 +261,3 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     for key, form in (("iterations", ".1f"), ("residual", ".1e"), ("converged", ".1%")):
         lines.append(line(key, [row["search"] and row["search"][key] for row in rows], form))
     return "\n".join(lines)
-
-
-def draw(written: Mapping[str, Any]) -> Figure:
-    """Draw accuracies of all answers, and of each task's, the mean over seeds."""
-    rows: list[dict[str, Any]] = written["models"]
-    modes = list(dict.fromkeys(row["scoring"] for row in rows))
-    names = list(dict.fromkeys(row["model"] for row in rows))
-    figure = new_figure(
-        width=15.0, height=5.4, title=f"CatbAbI, {written['split']} split: accuracy of the answers"
-    )
-    bars, heat = figure.subplots(1, 2, width_ratios=(1, 1.7))
-    colors = (BLUE, ORANGE, GREEN)
-    for index, mode in enumerate(modes):
-        for place, name in enumerate(names):
-            found = [100 * row["accuracy"] for row in rows if (row["model"], row["scoring"]) == (name, mode)]
-            at = place + (index - (len(modes) - 1) / 2) * 0.8 / len(modes)
-            label = MODES[mode] if place == 0 else None
-            mean = sum(found) / len(found)
-            bars.bar(at, mean, 0.8 / len(modes) * 0.94, color=colors[index], alpha=0.85, label=label)
-            bars.plot([at] * len(found), found, ".", color="black", markersize=4)
-            bars.annotate(f"{mean:.1f}", (at, mean), ha="center", va="bottom", fontsize=8)
-    for name, value in written["published"].items():
-        bars.axhline(100 * value, color=GREY, linewidth=0.8, linestyle=":")
-        side = "left" if "4" in name else "right"  # two of them nearly coincide
-        bars.text(
-            0.01 if side == "left" else 0.99,
-            100 * value,
-            name,
-            transform=bars.get_yaxis_transform(),
-            fontsize=7,
-            color=GREY,
-            va="bottom",
-            ha=side,
-        )
-    bars.set_xticks(range(len(names)), names)
-    bars.set_ylim(0, 105)
-    finish(bars, title="All answers; dotted: as published elsewhere", x="model and layers", y="%")
-    bars.legend(frameon=False, fontsize=9, loc="lower left")
-    lines = [(name, mode) for mode in modes for name in names]
-    values = torch.full((len(lines), len(TASKS)), torch.nan)
-    for row in range(len(lines)):
-        for column, task in enumerate(TASKS):
-            found = [
-                one["by_task"][str(task)]
-                for one in rows
-                if (one["model"], one["scoring"]) == lines[row] and one["by_task"][str(task)] is not None
-            ]
-            values[row, column] = 100 * sum(found) / len(found) if found else torch.nan
-    heat.imshow(values.numpy(), cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
-    for row in range(len(lines)):
-        for column in range(len(TASKS)):
-            if not values[row, column].isnan():
-                heat.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", fontsize=8)
-    heat.set_xticks(range(len(TASKS)), [str(task) for task in TASKS])
-    heat.set_yticks(range(len(lines)), [f"{name}, {mode and MODES[mode][:2]}" for name, mode in lines])
-    heat.set_title("By task, %", fontsize=11)
-    heat.set_xlabel("bAbI task")
-    return figure

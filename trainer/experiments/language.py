@@ -21,7 +21,7 @@ from trainer.devices import choose_device, device_name
 from trainer.evaluation import evaluate
 from trainer.experiments.drawing import write_picture
 from trainer.experiments.language_picture import draw
-from trainer.experiments.runs import Finished, explicit_twin, load_model, run_spec, train
+from trainer.experiments.runs import Finished, explicit_twin, is_finished, load_model, run_spec, train
 from trainer.files import read_json, write_json
 from trainer.metrics import json_value, rounded
 from trainer.spec import RunSpec
@@ -56,6 +56,7 @@ class Settings:
     sequences: int | None = None
     evaluations: int = 10
     changes: tuple[str, ...] = ()
+    only_finished: bool = False
 
     def __post_init__(self) -> None:
         for name in ("self_iterations", "multiples", "evaluations", "sequences"):
@@ -88,8 +89,12 @@ def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, d
     plans = [plan for index, name in enumerate(specs) for plan in _plans(name, data, settings, index == 0)]
     rows = []
     for label, spec in plans:
+        if settings.only_finished and not is_finished(folder / "runs" / label["run"]):
+            continue
         finished = train(spec, folder / "runs" / label["run"], name=label["run"], device=device)
         rows.append({**label, **_measured(finished, settings, place)})
+    if not rows:
+        raise ValueError(f"{folder} holds no finished run of these; leave --only-finished out to train them")
     written = json_value(
         {
             "experiment": "language",

@@ -97,6 +97,11 @@ def train(spec: RunSpec, folder: Path, *, name: str, device: str, command: Seque
     return read(folder, name=name)
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether a run that was finished lies there."""
+    return RunFolder(folder).summary_path.is_file()
+
+
 def load_model(finished: Finished, device: torch.device) -> nn.Module:
     """Return the model with its last weights, as its last phase left it, in evaluation mode."""
     model: nn.Module = build_component(finished.spec.phase_specs()[-1].model)

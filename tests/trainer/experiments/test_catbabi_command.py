@@ -53,9 +53,10 @@ def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
 
     summary = folder / "runs/implicit-1-answers-0/summary.json"
     before = summary.stat().st_mtime_ns
-    assert main([*arguments, "--split", "test"]) == 0
+    assert main([*arguments, "--split", "test", "--only-finished", "--scoring", "answers", "all"]) == 0
     assert json.loads((folder / "catbabi.json").read_text())["split"] == "test"
     assert summary.stat().st_mtime_ns == before
+    assert not (folder / "runs/implicit-1-all-0").exists()
 
     assert main([*arguments[:-1], "evaluation.sequences=1"]) == 2
     assert "holds a run of other settings (evaluation.sequences: 2 → 1)" in capsys.readouterr().err

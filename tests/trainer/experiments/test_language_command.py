@@ -62,6 +62,7 @@ def test_twins_are_trained_and_measured(tokens, tmp_path, capsys):
     [
         (["--specs", "books_5m_explicit"], "is of kind 'explicit_lm'; give runs of an implicit_lm"),
         (["--specs", "word_problem_s3", "--set", "training.seed=1"], "data"),
+        (["--only-finished"], "holds no finished run of these; leave --only-finished out to train them"),
         (["--bounded", "1.5"], "a first phase of 1.5 of the run leaves no second"),
         (["--self-iterations", "0"], "self-iterations 0: give numbers from 1 up"),
     ],

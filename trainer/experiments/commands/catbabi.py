@@ -42,6 +42,11 @@ def add_options(made: argparse.ArgumentParser) -> None:
         help="whose answers are asked (valid); nothing should be chosen by the test split",
     )
     made.add_argument("--sequences", type=int, metavar="N", help="rows to ask (default: all of the split)")
+    made.add_argument(
+        "--only-finished",
+        action="store_true",
+        help="train nothing: put together what other calls with this --output have trained",
+    )
     made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
     made.add_argument(
         "--set",
@@ -68,4 +73,5 @@ def carry_out(folder: Path, options: argparse.Namespace) -> str:
         sequences=options.sequences,
         device=options.device,
         changes=options.set,
+        only_finished=options.only_finished,
     )

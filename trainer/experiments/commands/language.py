@@ -62,6 +62,11 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--evaluations", type=int, default=10, metavar="N", help="on the way, for the curves (10)"
     )
+    made.add_argument(
+        "--only-finished",
+        action="store_true",
+        help="train nothing: put together what other calls with this --output have trained",
+    )
     made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
     made.add_argument(
         "--set",
@@ -89,6 +94,7 @@ def carry_out(folder: Path, options: argparse.Namespace) -> str:
             sequences=options.sequences,
             evaluations=options.evaluations,
             changes=tuple(options.set),
+            only_finished=options.only_finished,
         ),
         device=options.device,
     )

@@ -1,0 +1,74 @@
+"""The picture of the CatbAbI experiment: all answers by model, and each task's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from trainer.data.babi import TASKS
+from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MODES = {"answers": "QA mode", "all": "LM mode"}
+
+
+def draw(written: Mapping[str, Any]) -> Figure:
+    """Draw accuracies of all answers, and of each task's, the mean over seeds."""
+    rows: list[dict[str, Any]] = written["models"]
+    modes = list(dict.fromkeys(row["scoring"] for row in rows))
+    names = list(dict.fromkeys(row["model"] for row in rows))
+    figure = new_figure(
+        width=15.0, height=5.4, title=f"CatbAbI, {written['split']} split: accuracy of the answers"
+    )
+    bars, heat = figure.subplots(1, 2, width_ratios=(1, 1.7))
+    colors = (BLUE, ORANGE, GREEN)
+    for index, mode in enumerate(modes):
+        for place, name in enumerate(names):
+            found = [100 * row["accuracy"] for row in rows if (row["model"], row["scoring"]) == (name, mode)]
+            at = place + (index - (len(modes) - 1) / 2) * 0.8 / len(modes)
+            label = MODES[mode] if place == 0 else None
+            mean = sum(found) / len(found)
+            bars.bar(at, mean, 0.8 / len(modes) * 0.94, color=colors[index], alpha=0.85, label=label)
+            bars.plot([at] * len(found), found, ".", color="black", markersize=4)
+            bars.annotate(f"{mean:.1f}", (at, mean), ha="center", va="bottom", fontsize=8)
+    for name, value in written["published"].items():
+        bars.axhline(100 * value, color=GREY, linewidth=0.8, linestyle=":")
+        side = "left" if "4" in name else "right"  # two of them nearly coincide
+        bars.text(
+            0.01 if side == "left" else 0.99,
+            100 * value,
+            name,
+            transform=bars.get_yaxis_transform(),
+            fontsize=7,
+            color=GREY,
+            va="bottom",
+            ha=side,
+        )
+    bars.set_xticks(range(len(names)), names)
+    bars.set_ylim(0, 105)
+    finish(bars, title="All answers; dotted: as published elsewhere", x="model and layers", y="%")
+    bars.legend(frameon=False, fontsize=9, loc="lower left")
+    lines = [(name, mode) for mode in modes for name in names]
+    values = torch.full((len(lines), len(TASKS)), torch.nan)
+    for row in range(len(lines)):
+        for column, task in enumerate(TASKS):
+            found = [
+                one["by_task"][str(task)]
+                for one in rows
+                if (one["model"], one["scoring"]) == lines[row] and one["by_task"][str(task)] is not None
+            ]
+            values[row, column] = 100 * sum(found) / len(found) if found else torch.nan
+    heat.imshow(values.numpy(), cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    for row in range(len(lines)):
+        for column in range(len(TASKS)):
+            if not values[row, column].isnan():
+                heat.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", fontsize=8)
+    heat.set_xticks(range(len(TASKS)), [str(task) for task in TASKS])
+    heat.set_yticks(range(len(lines)), [f"{name}, {mode and MODES[mode][:2]}" for name, mode in lines])
+    heat.set_title("By task, %", fontsize=11)
+    heat.set_xlabel("bAbI task")
+    return figure
