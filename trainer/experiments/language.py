@@ -34,7 +34,6 @@ _SHORT = (
     "training.batch_size=16",
     "training.precision=float32",
     "training.optimizer.learning_rate=5e-3",
-    "phases.bounded.model.stopping.max_iterations=4",
     "model.stopping.max_iterations=12",
 )
 LAPTOP = {
