@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ def finish(axes: Axes, *, title: str, x: str, y: str) -> None:
 
 def write_picture(figure: Figure, path: Path) -> None:
     """Write it through a temporary file beside it."""
-    temporary = path.with_name(f".{path.name}")
+    # A name of its own: several processes may draw into one folder.
+    temporary = path.with_name(f".{os.getpid()}.{path.name}")
     figure.savefig(temporary, dpi=140, format=path.suffix.removeprefix("."))
     temporary.replace(path)
