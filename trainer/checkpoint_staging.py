@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from trainer.distributed import Ranks
@@ -58,27 +58,18 @@ class Staging:
     """
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
-        self._stager: DefaultStager | None = None
-        if device.type == "cuda" and pin:
-            self._stager = DefaultStager(
-                StagingOptions(
-                    use_pinned_memory=True,
-                    use_shared_memory=False,
-                    use_async_staging=False,
-                    use_non_blocking_copy=True,
-                )
-            )
-
-    @property
-    def kept(self) -> bool:
+        self.kept = device.type == "cuda" and pin
         """Whether copies are page-locked and kept."""
-        return self._stager is not None
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=True)
+        self._names: frozenset[tuple[str, torch.Size]] = frozenset()
 
-    def stage(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Return the tensors' copies, by the same names; done when this returns."""
-        assert self._stager is not None
         # Counters of single numbers: a page each would be locked for four bytes.
-        small = {name: tensor.cpu() for name, tensor in tensors.items() if tensor.dim() == 0}
-        staged = self._stager.stage({name: value for name, value in tensors.items() if name not in small})
-        assert isinstance(staged, dict)  # as it is where staging is not asynchronous
+        small = {name: tensor.cpu().clone() for name, tensor in tensors.items() if tensor.dim() == 0}
+        large = {name: tensor for name, tensor in tensors.items() if name not in small}
+        names = frozenset((name, tensor.shape) for name, tensor in large.items())
+        if names != self._names:  # such as moments that came later: its copies are of other tensors
+            self._stager, self._names = BlockingAsyncStager(cache_staged_state_dict=True), names
+        staged: dict[str, Any] = self._stager.stage(large)
         return {**staged, **small}

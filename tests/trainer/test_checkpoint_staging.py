@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint_staging import own_share
+from trainer.checkpoint_staging import Staging, own_share
 from trainer.distributed import Ranks
 from trainer.metrics import read_metrics
 from trainer.run import build
@@ -24,6 +24,38 @@ def test_ranks_share_what_all_of_them_hold(world_size: int) -> None:
     assert Counter(name for share in shares for name in share) == Counter(tensors.keys())
     sizes = [sum(tensor.numel() for tensor in share.values()) for share in shares]
     assert max(sizes) <= max(64, sum(sizes) / world_size + 40)
+
+
+def test_copies_are_kept_and_made_anew_where_the_tensors_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned: list[int] = []
+
+    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:  # there is no GPU to lock pages for
+        pinned.append(tensor.numel())
+        return tensor
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    staging = Staging(torch.device("cuda"))
+    assert staging.kept
+    assert not Staging(torch.device("cpu")).kept
+    assert not Staging(torch.device("cuda"), pin=False).kept
+    weight, count = torch.nn.Parameter(torch.randn(4, 3)), torch.tensor(1.0)
+    weight.note = {"kind": type(weight)}  # type: ignore[attr-defined]  # what hangs on tensors is not copied
+    first = staging.stage({"weight": weight, "count": count})
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.add_(1.0)
+        count.add_(1.0)
+    assert torch.equal(first["weight"], before)
+    assert first["count"] == 1.0
+    second = staging.stage({"weight": weight, "count": count})
+    assert second["weight"].data_ptr() == first["weight"].data_ptr()
+    assert torch.equal(second["weight"], weight)
+    assert second["count"] == 2.0
+    assert pinned == [12]
+    third = staging.stage({"weight": weight, "count": count, "moment": torch.ones(5)})
+    assert torch.equal(third["weight"], weight)
+    assert torch.equal(third["moment"], torch.ones(5))
+    assert pinned == [12, 12, 5]
 
 
 def test_the_time_that_saves_take_is_told(small: Callable[..., Any], tmp_path: Path) -> None:
