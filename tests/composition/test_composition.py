@@ -30,7 +30,15 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("mixer", "attention"): {"n_heads": 2},
     ("mixer", "gated_deltanet"): {"n_heads": 2, "head_dim": 8, "chunk_size": 8},
     ("mixer", "mamba2"): {"d_state": 8, "head_dim": 8, "chunk_size": 8},
-    ("mixer", "rwkv7"): {"n_heads": 2, "head_dim": 4},
+    # With its published norm_eps, heads this narrow magnify outputs near 0 until the map no longer contracts.
+    ("mixer", "rwkv7"): {
+        "n_heads": 2,
+        "head_dim": 8,
+        "decay_rank": 8,
+        "rate_rank": 8,
+        "gate_rank": 8,
+        "norm_eps": 0.1,
+    },
     ("mixer", "sliding_window_attention"): {"window": 4, "n_heads": 2},
     ("solver", "anderson"): {"memory": 2},
     ("solver", "broyden"): {"memory": 2},
@@ -41,12 +49,6 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("gradient", "unrolled"): {"steps": 4},
     ("gradient", "reversible"): {"steps": 4},
 }
-
-
-# A freshly drawn RWKV-7 map this narrow need not contract; larger steps make it worse before it learns.
-LEARNING_RATES = {"rwkv7": 2e-3}
-# What is left of the loss after twenty steps, where it isn't 0.9 or less: this pair has only begun to learn.
-FALLEN = {("rwkv7", "reversible"): 0.97}
 
 
 def owners() -> set[str]:
@@ -104,7 +106,7 @@ def run_spec(combination: Combination) -> RunSpec:
             "training": {
                 "max_steps": STEPS,
                 "batch_size": 16,
-                "optimizer": {"kind": "adamw", "learning_rate": LEARNING_RATES.get(mixer["kind"], 1e-2)},
+                "optimizer": {"kind": "adamw", "learning_rate": 1e-2},
                 "schedule": {"kind": "warmup_linear", "warmup": 0.1},
                 "threads": 1,
             },
@@ -130,8 +132,7 @@ def trained_in_two_parts(combination: Combination, folder: Path) -> torch.nn.Mod
     assert resumed.train() is not None
     fell = losses(folder)
     assert len(fell) == STEPS
-    fallen = FALLEN.get((combination[0]["kind"], combination[2]["kind"]), 0.9)
-    assert sum(fell[-5:]) < fallen * sum(fell[:5]), fell
+    assert sum(fell[-5:]) < 0.9 * sum(fell[:5]), fell
     return resumed.model
 
 

@@ -28,7 +28,7 @@ class RWKV7Spec(MixerSpec):
     chunk_size: Annotated[int, Field(ge=1, le=64)] = 32
     """Tokens that the plain scan takes at once: changes speed, not values."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the variance in each head's norm, times head_dim, as published."""
+    """Added to the variance in each head's norm, times head_dim, as published; narrow heads want more."""
     backend: Literal["plain", "fla"] = "plain"
     """`plain`: PyTorch, anywhere. `fla`: flash-linear-attention's kernels, for 16-bit floats on a GPU."""
 

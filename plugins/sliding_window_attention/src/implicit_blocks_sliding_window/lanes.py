@@ -65,13 +65,12 @@ class SlidingWindowLanes(LaneStates):
         return LaneWindow(self.keys[rows_R], self.values[rows_R], lengths_R)
 
     def write(self, rows_R: Tensor | None, after: NewKeys, committed_R: Tensor) -> None:
-        """Put the new tokens into their slots, where they are committed."""
+        """Put the new tokens into their slots, where they are committed; the host asks for no value."""
         slots = self.keys.shape[2]
         if slots == 0:  # a token sees itself alone
             return
-        where = committed_R.nonzero().squeeze(1)
-        lanes = where if rows_R is None else rows_R[where]
-        slot = self.next_S[lanes]
-        self.keys[lanes, :, slot] = after.keys[where, :, 0].to(self.keys.dtype)
-        self.values[lanes, :, slot] = after.values[where, :, 0].to(self.values.dtype)
-        self.next_S[lanes] = (slot + 1) % slots
+        lanes = torch.arange(len(committed_R), device=committed_R.device) if rows_R is None else rows_R
+        slot, taken = self.next_S[lanes], committed_R[:, None, None]
+        for whole, new in ((self.keys, after.keys), (self.values, after.values)):
+            whole[lanes, :, slot] = torch.where(taken, new[:, :, 0].to(whole.dtype), whole[lanes, :, slot])
+        self.next_S[lanes] = torch.where(committed_R, (slot + 1) % slots, slot)
