@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 from importlib import metadata
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -93,3 +94,15 @@ def report() -> dict[str, str]:
         package: f"not used: {module}" if isinstance(module, str) else metadata.version(package)
         for package, module in found.items()
     }
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
+def fla_backward_is_wrong() -> bool:
+    """Whether fla-core refuses to differentiate scans with one decay a head.
+
+    With this card and this compiler their values would be wrong: Hopper, and Triton from 3.4 to before 3.7.1.
+    """
+    if torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
+        return False
+    version = tuple(int(part) for part in metadata.version("triton").split("+")[0].split(".")[:3])
+    return (3, 4) <= version < (3, 7, 1) and find_spec("tilelang") is None

@@ -91,7 +91,9 @@ def _differentiated(
     leaves = {"z": z.clone().requires_grad_(), "u": u.clone().requires_grad_()}
     start = begin(mixer, z.shape[0], dtype=z.dtype, device=z.device)
     with torch.autocast(z.device.type, precision, enabled=precision is not None):
-        y, state = run(mixer, leaves["z"], leaves["u"], cuts, valid=valid, start=start)
+        # An injection comes from a linear layer, so that autocast has made it narrow.
+        injection = leaves["u"] if precision is None else leaves["u"].to(precision)
+        y, state = run(mixer, leaves["z"], injection, cuts, valid=valid, start=start)
     if valid is not None:
         y = y.where(valid[:, :, None], 0.0)  # what stands at padding is nobody's answer
     values = {"the output": y}

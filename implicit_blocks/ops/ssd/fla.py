@@ -7,13 +7,10 @@ type: a little slower and less exact than mamba-ssm's scan, from a package that 
 
 from __future__ import annotations
 
-from importlib import metadata
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import require
+from implicit_blocks.ops.accelerated import fla_backward_is_wrong, require
 from implicit_blocks.ops.backends import Backend
 from implicit_blocks.ops.ssd import mamba_ssm
 from implicit_blocks.ops.transforms import is_differentiated_forward, without_autocast
@@ -30,18 +27,9 @@ def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Te
         return "it takes one document a row"
     if is_differentiated_forward():
         return "its kernels have no forward-mode derivatives"
-    if torch.is_grad_enabled() and x_BLHP.requires_grad and x_BLHP.shape[1] > 1 and _backward_is_refused():
+    if torch.is_grad_enabled() and x_BLHP.requires_grad and x_BLHP.shape[1] > 1 and fla_backward_is_wrong():
         return "it has no right backward pass on Hopper GPUs with Triton before 3.7.1"
     return ""
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
-def _backward_is_refused() -> bool:
-    """Whether fla-core would refuse to differentiate: with this card and compiler its values are wrong."""
-    if torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
-        return False
-    version = tuple(int(part) for part in metadata.version("triton").split("+")[0].split(".")[:3])
-    return (3, 4) <= version < (3, 7, 1) and find_spec("tilelang") is None
 
 
 def ssd_fla(

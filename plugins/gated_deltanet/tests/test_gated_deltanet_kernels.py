@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from implicit_blocks_gated_deltanet import GatedDeltaNetSpec
+from implicit_blocks_gated_deltanet import kernels as module
 from implicit_blocks_gated_deltanet.delta_rule import gated_delta_rule
 from implicit_blocks_gated_deltanet.kernels import MODULE, gated_delta_rule_fla
 
@@ -78,3 +81,36 @@ def test_kernels_that_are_asked_for_and_not_there_are_an_error():
     z, u = torch.randn(1, 3, 12), torch.randn(1, 3, mixer.injection_width)
     with pytest.raises((ImportError, ValueError), match="backend 'plain'"):
         run(mixer, z, u, [3], start=begin(mixer, 1, dtype=torch.float32))
+
+
+def test_gradients_where_the_kernels_have_none_are_those_of_the_plain_scan(monkeypatch, caplog):
+    """On a CPU, with the plain scan in the kernels' place, its backward pass taken away."""
+
+    def kernels(q, k, v, g, beta, *, scale, initial_state, output_final_state):
+        assert scale == 1.0
+        assert output_final_state
+        assert not torch.is_grad_enabled()
+        return gated_delta_rule(q, k, v, g, beta, initial_state_BHKV=initial_state)
+
+    monkeypatch.setattr(module, "load", lambda name: types.SimpleNamespace(chunk_gated_delta_rule=kernels))
+    monkeypatch.setattr(module, "fla_backward_is_wrong", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    module._tell_once.cache_clear()
+    for with_state in (True, False):
+        given = [torch.randn(2, 9, 2, 4).bfloat16() for _ in range(3)]
+        given += [-torch.rand(2, 9, 2), torch.rand(2, 9, 2)]
+        given += [torch.randn(2, 2, 4, 4)] if with_state else []
+        found, expected = ([t.detach().requires_grad_() for t in given] for _ in range(2))
+        state = (found[5], expected[5]) if with_state else (None, None)
+        values = (
+            gated_delta_rule_fla(*found[:5], initial_state_BHKV=state[0], documents_BL=None),
+            gated_delta_rule(*expected[:5], initial_state_BHKV=state[1]),
+        )
+        weights = [torch.randn_like(part) for part in values[1]]
+        gradients = [
+            torch.autograd.grad(parts, leaves, weights)
+            for parts, leaves in zip(values, (found, expected), strict=True)
+        ]
+        for one, other in zip((*values[0], *gradients[0]), (*values[1], *gradients[1]), strict=True):
+            assert torch.equal(one, other)
+    assert caplog.text.count("gradients are those of the plain scan") == 1

@@ -5,10 +5,17 @@ Shape legend: B batch, L tokens, H heads, K key width, V value width.
 
 from __future__ import annotations
 
+import functools
+import logging
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import load
+from implicit_blocks.ops.accelerated import fla_backward_is_wrong, load
+from implicit_blocks_gated_deltanet.delta_rule import gated_delta_rule
+
+_LOG = logging.getLogger(__name__)
 
 MODULE = "fla.ops.gated_delta_rule"
 PACKAGE = "fla-core>=0.6"
@@ -28,7 +35,8 @@ def gated_delta_rule_fla(
 ) -> tuple[Tensor, Tensor]:
     """Scan as ``gated_delta_rule`` does, on a GPU.
 
-    Asked for by name, so nothing falls back.
+    Asked for by name, so nothing falls back; but where the kernels' backward pass is wrong (Hopper GPUs with
+    Triton before 3.7.1), gradients are computed by the plain scan, which is said once.
 
     Raises:
         ImportError: flash-linear-attention is not there, or can't be imported.
@@ -50,14 +58,53 @@ def gated_delta_rule_fla(
         )
     if documents_BL is not None:
         raise ValueError("backend 'fla' takes one document a row; choose backend 'plain' for packed rows")
-    o, state = module.chunk_gated_delta_rule(
-        q=q_BLHK.to(v_BLHV.dtype).contiguous(),
-        k=k_BLHK.to(v_BLHV.dtype).contiguous(),
-        v=v_BLHV.contiguous(),
-        g=g_BLH.float().contiguous(),
-        beta=beta_BLH.float().contiguous(),
-        scale=1.0,
-        initial_state=None if initial_state_BHKV is None else initial_state_BHKV.float().contiguous(),
-        output_final_state=True,
+    tensors = (
+        q_BLHK.to(v_BLHV.dtype).contiguous(),
+        k_BLHK.to(v_BLHV.dtype).contiguous(),
+        v_BLHV.contiguous(),
+        g_BLH.float().contiguous(),
+        beta_BLH.float().contiguous(),
+        None if initial_state_BHKV is None else initial_state_BHKV.float().contiguous(),
     )
-    return o, state
+    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if differentiated and fla_backward_is_wrong():
+        _tell_once()
+        o, state = _PlainBackward.apply(module, *tensors)
+        return o, state
+    return _scan(module, *tensors)
+
+
+def _scan(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    o, after = module.chunk_gated_delta_rule(
+        q=q, k=k, v=v, g=g, beta=beta, scale=1.0, initial_state=state, output_final_state=True
+    )
+    return o, after
+
+
+class _PlainBackward(torch.autograd.Function):
+    """The kernels' values, with the gradients of the plain scan of the same inputs, computed again."""
+
+    @staticmethod
+    def forward(ctx: Any, module: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*tensors)
+        return _scan(module, *tensors)  # type: ignore[arg-type]  # only the last may be None
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        leaves = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
+        q, k, v, g, beta, state = leaves
+        with torch.enable_grad():
+            o, after = gated_delta_rule(q, k, v, g, beta, initial_state_BHKV=state)
+        wanted = [leaf for leaf in leaves if leaf is not None]
+        found = iter(torch.autograd.grad((o, after), wanted, gradients))
+        return (None, *(None if leaf is None else next(found) for leaf in leaves))
+
+
+@functools.cache
+def _tell_once() -> None:
+    _LOG.warning(
+        "backend 'fla': its backward pass is wrong on Hopper GPUs with Triton before 3.7.1, so gradients are "
+        "those of the plain scan; the search goes by the kernels"
+    )
