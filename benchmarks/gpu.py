@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import signal
 import subprocess
 import sys
 import tempfile
@@ -361,29 +362,33 @@ def main() -> int:
         if arguments.quote:
             README.write_text(quote(result, README.read_text(encoding="utf-8")), encoding="utf-8")
         return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no program outlives this one
     began = time.monotonic()
     programs: dict[str, Row] = {}
     path = RESULTS.parent / f"{arguments.output}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    waiting = Process(arguments.programs[0], tiny=arguments.tiny)
-    for name, following in itertools.zip_longest(arguments.programs, arguments.programs[1:]):
-        process = waiting
-        left = arguments.budget - (time.monotonic() - began)
-        if left < 10:
-            process.end()
-            programs[name] = {"failed": f"no time left of {arguments.budget:.0f} s"}
-        else:
-            process.begin()
-        if following is not None:
-            waiting = Process(following, tiny=arguments.tiny)
-        if left >= 10:
-            programs[name] = process.finish(min(left, PROGRAMS[name].limit))
-        found = programs[name]
-        print(f"{name}: {found.get('seconds', 0)} s {found.get('failed', '')}", flush=True)
-        for row in found.get("rows", []):
-            print(f"  {row}", flush=True)
-        result = collected(programs, arguments)  # written each time: what is measured stays
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    with contextlib.ExitStack() as at_the_end:
+        waiting = Process(arguments.programs[0], tiny=arguments.tiny)
+        at_the_end.callback(waiting.end)
+        for name, following in itertools.zip_longest(arguments.programs, arguments.programs[1:]):
+            process = waiting
+            left = arguments.budget - (time.monotonic() - began)
+            if left < 10:
+                process.end()
+                programs[name] = {"failed": f"no time left of {arguments.budget:.0f} s"}
+            else:
+                process.begin()
+            if following is not None:
+                waiting = Process(following, tiny=arguments.tiny)
+                at_the_end.callback(waiting.end)
+            if left >= 10:
+                programs[name] = process.finish(min(left, PROGRAMS[name].limit))
+            found = programs[name]
+            print(f"{name}: {found.get('seconds', 0)} s {found.get('failed', '')}", flush=True)
+            for row in found.get("rows", []):
+                print(f"  {row}", flush=True)
+            result = collected(programs, arguments)  # written each time: what is measured stays
+            path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(f"\n{quoted(result)}\n{time.monotonic() - began:.0f} s in all; written to {path}")
     return int(any("failed" in program for program in programs.values()))
 

@@ -1,0 +1,95 @@
+"""The README's figures are those of the files in benchmarks/results."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = re.sub(r"\s+", " ", (ROOT / "README.md").read_text(encoding="utf-8").replace("\N{MINUS SIGN}", "-"))
+
+
+def results(name):
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    if not path.is_file():
+        pytest.skip(f"{path.name} has not been measured")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def thousands(number):
+    return f"{number:,}".replace(",", " ")
+
+
+def program(name):
+    path = ROOT / "benchmarks" / f"{name}.py"
+    name = f"benchmarks_{name}"
+    module = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location(name, path))
+    sys.modules[name] = module  # dataclasses look their own up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_table_of_one_gpu():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    gpu = program("gpu")
+    assert gpu.BEGIN in text
+    assert gpu.END in text
+    assert gpu.quote(results("gpu"), text) == text, "python benchmarks/gpu.py --quote"
+
+
+def test_steps_of_the_trainer_on_a_gpu():
+    for row in results("zoo_training")["rows"]:
+        found = f"| {row['iterations']:.1f} | {thousands(row['tokens_per_second'])} |"
+        assert re.search(
+            rf"\| `{row['spec']}` {row['phase']} [^|]*\| {row['rows']} {re.escape(found)}", README
+        ), row
+
+
+def test_several_gpus():
+    kept = {row["gpus"]: row["efficiency"] for row in results("scaling_llama")["rows"]}
+    assert f"two keep {kept[2]:.1%}, four {kept[4]:.1%}".replace("%", " %") in README
+
+
+def test_the_driver_on_the_cpu():
+    llama, mamba2 = results("driver_cpu")["rows"]
+    said = [
+        f"{row[f'overhead_{scope}_percent']:.1f} %"
+        for row in (llama, mamba2)
+        for scope in ("sequence", "prefix")
+    ]
+    assert f"llama {said[0]} (rows), {said[1]} (tokens); mamba2 {said[2]}, {said[3]}" in README
+
+
+def test_the_demo():
+    first = results("demo")["rows"][0]
+    for implicit, explicit in zip(
+        first["implicit"]["evaluation"], first["explicit"]["evaluation"], strict=True
+    ):
+        cells = (
+            f"| {implicit['identity_probability']:g} | {implicit['length']} (",
+            f" | {100 * explicit['accuracy_last']:.2f} % | {100 * implicit['accuracy_last']:.2f} % | ",
+            f"| {implicit['iterations']:.1f} |",
+        )
+        assert re.search("[^|]*".join(map(re.escape, cells[:2])) + f".*{re.escape(cells[2])}", README), (
+            implicit
+        )
+
+
+def test_words_generated_a_second():
+    for row in results("word_problem_generator")["results"]:
+        if row["call"] == "sample int64" and row["sequences_a_call"] == 512 and row["draw_order"] == "fast":
+            rate = round(row["sequences_per_second"]["median"], -3)
+            assert f"{row['problem'].replace(' x EABX', ' × monoid')} {thousands(rate)}" in README, row  # noqa: RUF001  # as the README has it
+
+
+def test_the_scan_on_the_cpu():
+    found = results("ssd_cpu")["comparisons"][0]["candidates"]
+    ours = found["implicit_blocks"]["both_ms"]
+    other = [found[f"transformers, chunk {size}"] for size in (256, 64)]
+    said = [f"{row['both_ms']:.0f} ms ({row['ratio_to_implicit_blocks']:.1f}×)" for row in other]  # noqa: RUF001  # the same
+    assert f"| {ours:.0f} ms; transformers 5.23 needs {said[0]} at its chunk size of 256, {said[1]}" in README
