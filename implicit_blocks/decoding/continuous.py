@@ -82,7 +82,7 @@ class ContinuousDecoder:
         model: of this library, in evaluation mode; its weights must not change while texts are made.
         lanes: texts in work at once.
         capacity: tokens that a text may have, its prompt included.
-        buckets: sizes of a step, each at most ``lanes``; None: ``lanes`` and its half, quarter and eighth.
+        buckets: sizes of a step, each at most ``lanes``; None: ``lanes`` and its halves, down to 1.
         window_length: of the windows that prompts are solved in; None: one.
         tolerance: of the searches, instead of the spec's; so are the next four, as in ``forward``.
         max_iterations: of each search.
@@ -119,7 +119,8 @@ class ContinuousDecoder:
         for name, size in (("lanes", lanes), ("capacity", capacity)):
             if size < 1:
                 raise ValueError(f"{name} is {size}; choose at least 1")
-        sizes = {-(-lanes // part) for part in (1, 2, 4, 8)} if buckets is None else {*buckets, lanes}
+        halves = {-(-lanes // (1 << times)) for times in range(lanes.bit_length() + 1)}
+        sizes = halves if buckets is None else {*buckets, lanes}
         if not all(1 <= size <= lanes for size in sizes):
             raise ValueError(f"buckets are {sorted(sizes)}; choose sizes from 1 to the {lanes} lanes")
         self.model, self.capacity, self.buckets = model, capacity, sorted(sizes)

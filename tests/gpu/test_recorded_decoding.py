@@ -143,6 +143,19 @@ def test_generate_takes_them(mixer):
         assert together.tokens[row, :length].tolist() == alone.tokens[0, :length].tolist()
 
 
+def test_a_long_past_is_shared_out():
+    model = built("attention")
+    made = []
+    for graphs in (True, False):
+        decoder = ContinuousDecoder(model, lanes=2, capacity=3000, graphs=graphs, tolerance=1e-3)
+        for length in (2200, 40):
+            prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(length))
+            decoder.submit(Request(prompt=prompt, max_new_tokens=4))
+        new = sorted(decoder.run(), key=lambda new: new.request)
+        made.append([new[:4], new[4:]])
+    assert_same(*made)
+
+
 def test_states_of_sixteen_bits():
     model = built("mamba2")
     for lanes in (1, 4):

@@ -18,6 +18,9 @@ from implicit_blocks.ops.kernels.decoding import (
     on_device,
 )
 
+SPAN = 1024  # tokens of the past that a program takes by itself
+PROGRAMS = 264  # of attention that keep a card busy: two a multiprocessor of an H100
+
 
 def prepare_mamba2(projected_RU: Tensor, u_SU: Tensor | None, rows_R: Tensor, inputs: Mamba2Inputs) -> Tensor:
     """Return ``[silu(gate), x, B, C, softplus(dt)]``, (R, U) float32, of one token in each row's lane.
@@ -127,10 +130,16 @@ def attention_step(
 
     """
     _, kv_heads, room, head_dim = keys_SKTP.shape
-    rows = len(rows_R)
-    out = torch.empty(rows, n_heads * head_dim, dtype=dtype, device=keys_SKTP.device)
-    with on_device(out.device):
-        _attention_step[(n_heads, rows)](
+    rows, device = len(rows_R), keys_SKTP.device
+    out = torch.empty(rows, n_heads * head_dim, dtype=dtype, device=device)
+    # A long past of few heads is shared out among more programs, and what they found is joined.
+    splits = min(triton.cdiv(room, SPAN), triton.cdiv(PROGRAMS, n_heads * rows))
+    found, sums = out, out
+    if splits > 1:
+        found = torch.empty(rows * n_heads, splits, head_dim, dtype=torch.float32, device=device)
+        sums = torch.empty(2, rows * n_heads, splits, dtype=torch.float32, device=device)
+    with on_device(device):
+        _attention_step[(n_heads, rows, splits)](
             projected_RU,
             projected_RU if u_SU is None else u_SU,
             rows_R,
@@ -139,10 +148,12 @@ def attention_step(
             values_SKTP,
             cos_TF,
             sin_TF,
-            out,
+            found,
+            sums,
             projected_RU.shape[1],
             room,
             head_dim**-0.5,
+            SPLITS=splits,
             H=n_heads,
             KV=kv_heads,
             P=head_dim,
@@ -151,6 +162,9 @@ def attention_step(
             BLOCK_T=256 if rows < 4 else 64,
             num_warps=8 if rows < 4 else 4,
         )
+        if splits > 1:
+            block = triton.next_power_of_2(splits)
+            _join[(rows * n_heads,)](found, sums, out, rows * n_heads, splits, P=head_dim, BLOCK=block)
     return out
 
 
@@ -257,9 +271,11 @@ def _attention_step(
     cos_ptr,
     sin_ptr,
     out_ptr,
+    sums_ptr,
     U,
     T,
     scale,
+    SPLITS: tl.constexpr,
     H: tl.constexpr,
     KV: tl.constexpr,
     P: tl.constexpr,
@@ -283,7 +299,8 @@ def _attention_step(
     k1, k2 = _rotated(p_ptr, u_ptr, (H + shared) * P, half, cos, sin, F, HAS_U)
     v = _load_sum(p_ptr, u_ptr, (H + KV + shared) * P + whole, HAS_U).to(kind)
     k1, k2 = k1.to(kind), k2.to(kind)  # as they will be read
-    if head % (H // KV) == 0:
+    split = tl.program_id(2)
+    if (head % (H // KV) == 0) & (split == 0):
         here = base + length * P
         tl.store(keys_ptr + here + half, k1)
         tl.store(keys_ptr + here + F + half, k2)
@@ -292,9 +309,16 @@ def _attention_step(
     largest = tl.sum(q1 * k1.to(tl.float32) + q2 * k2.to(tl.float32))
     weights = tl.full((), 1.0, tl.float32)
     y = v.to(tl.float32)
-    for first in range(0, length, BLOCK_T):
+    begin, end = length * 0, length
+    if SPLITS > 1:
+        span = tl.cdiv(length, SPLITS)
+        begin, end = split * span, tl.minimum(length, (split + 1) * span)
+        largest = tl.where(split == 0, largest, float("-inf"))  # the token itself belongs to the first
+        weights = tl.where(split == 0, weights, 0.0)
+        y = tl.where(split == 0, y, 0.0)
+    for first in range(begin, end, BLOCK_T):
         position = first + time
-        before = position < length
+        before = position < end
         key = keys_ptr + base + position[:, None] * P + half[None, :]
         a = tl.load(key, mask=before[:, None], other=0.0).to(tl.float32)
         b = tl.load(key + F, mask=before[:, None], other=0.0).to(tl.float32)
@@ -308,4 +332,25 @@ def _attention_step(
         weights = weights * kept + tl.sum(share)
         y = y * kept + tl.sum(c * share[:, None], axis=0)
         largest = new
-    tl.store(out_ptr + row * H * P + head * P + whole, (y / weights).to(out_ptr.dtype.element_ty))
+    if SPLITS == 1:
+        tl.store(out_ptr + row * H * P + head * P + whole, (y / weights).to(out_ptr.dtype.element_ty))
+    else:
+        place = (row * H + head) * SPLITS + split
+        tl.store(out_ptr + place * P + whole, y)
+        tl.store(sums_ptr + place, largest)
+        tl.store(sums_ptr + tl.num_programs(1) * H * SPLITS + place, weights)
+
+
+@triton.jit
+def _join(found_ptr, sums_ptr, out_ptr, count, splits, P: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    split, whole = tl.arange(0, BLOCK), tl.arange(0, P)
+    real = split < splits
+    sums_ptr += place * splits + split
+    largest = tl.load(sums_ptr, mask=real, other=float("-inf"))
+    weights = tl.load(sums_ptr + count * splits, mask=real, other=0.0)
+    share = tl.exp(largest - tl.max(largest, axis=0))
+    found = found_ptr + (place * splits + split[:, None]) * P + whole[None, :]
+    y = tl.sum(tl.load(found, mask=real[:, None], other=0.0) * share[:, None], axis=0)
+    y = y / tl.sum(weights * share, axis=0)
+    tl.store(out_ptr + place * P + whole, y.to(out_ptr.dtype.element_ty))
