@@ -1,7 +1,8 @@
 """From a fresh virtual environment to a plugin that is installed, trained and tested: timed.
 
-The bar is the clock on the wall; on a machine that others keep busy, where that says nothing, it is the time
-that the programs were given by the processors.
+The bar is the clock on the wall, of a machine that has nothing else to do. Where others keep it busy the
+clock may say too much: then the time that the programs were given by the processors must be under the bar,
+and what that does not settle is skipped, with both figures. The parts' times are printed (``pytest -s``).
 """
 
 from __future__ import annotations
@@ -92,6 +93,11 @@ def test_an_afternoon_takes_less_than_five_minutes(tmp_path, family):
     assert len(losses) == 200
     assert sum(losses[-10:]) < 0.95 * sum(losses[:10])
     total, given = sum(clock.seconds.values()), sum(clock.processor_seconds.values())
-    print(f"{family}: {total:.0f} s: {clock.seconds}; of processors {given:.0f} s: {clock.processor_seconds}")
-    busy = os.getloadavg()[2] > 1.5 * (os.cpu_count() or 1)  # over the last quarter of an hour
-    assert (given if busy else total) < 60 * MINUTES, (clock.seconds, clock.processor_seconds)
+    print(f"\n{family:24} {'wall':>8} {'processors':>12}")
+    for part, seconds in [*clock.seconds.items(), ("together", total)]:
+        print(f"{part:24} {seconds:6.1f} s {clock.processor_seconds.get(part, given):10.1f} s")
+    said = f"{total:.0f} s on the wall, {given:.0f} s of processors; the bar is {60 * MINUTES} s"
+    assert given < 60 * MINUTES, said
+    if total >= 60 * MINUTES and os.getloadavg()[1] > 1.5 * (os.cpu_count() or 1):  # over 5 minutes
+        pytest.skip(f"the machine is too busy to tell: {said}")
+    assert total < 60 * MINUTES, said

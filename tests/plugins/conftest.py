@@ -39,16 +39,21 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(site: Path, tmp_path: Path) -> Run:
-    """Run ``python …`` with the third parties installed; ``plugins`` sets the variable that allows them."""
+    """Run ``python …`` with the third parties installed; ``plugins`` sets the variable that allows them.
 
-    def start(*arguments: str, plugins: str | None = None) -> subprocess.CompletedProcess[str]:
+    Warnings are errors, unless a program imports packages that have their own.
+    """
+
+    def start(
+        *arguments: str, plugins: str | None = None, warnings: str = "error"
+    ) -> subprocess.CompletedProcess[str]:
         path = os.pathsep.join(filter(None, [str(site), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         environment.pop("IMPLICIT_BLOCKS_PLUGINS", None)
         if plugins is not None:
             environment["IMPLICIT_BLOCKS_PLUGINS"] = plugins
         return subprocess.run(
-            [sys.executable, "-W", "error", *arguments],
+            [sys.executable, "-W", warnings, *arguments],
             cwd=tmp_path,
             env=environment,
             capture_output=True,

@@ -1,4 +1,4 @@
-"""A third party's data source, optimizer, schedule and callbacks, installed from a wheel, train a model."""
+"""A third party's parts of the trainer, installed from a wheel: they train a model and evaluate it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
+
+import implicit_blocks as ib
 
 RUN = """
 extends: word_problem_s3
@@ -94,3 +97,27 @@ def test_a_callback_that_fails_is_named_and_the_run_can_go_on(run, spec_file):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("WARNING: callback 'acme.fragile' of acme-training 1.4.0 failed") == 1
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_evaluation_task_asks_a_model(run, tmp_path, tokenizer_file):
+    pytest.importorskip("lm_eval", reason="lm_eval is not installed")
+    model = {"d_model": 16, "n_layers": 1, "mixer": {"kind": "attention", "n_heads": 2}, "vocab_size": 300}
+    spec = {"extends": "word_problem_s3", "model": model}
+    (tmp_path / "model.yaml").write_text(json.dumps(spec))  # JSON is YAML
+    built = ib.build(ib.load_spec(tmp_path / "model.yaml").model)
+    save_file(built.state_dict(), tmp_path / "model.safetensors")
+    verses = [("the cat sat on the", "mat"), ("and the dog, on the", "log"), ("the water of the", "sun")]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "verses.jsonl").write_text(
+        "".join(json.dumps({"verse": verse, "word": word}) + "\n" for verse, word in verses)
+    )
+    command = ["-m", "trainer.evaluate", "--checkpoint", "model.safetensors", "--spec", "model.yaml"]
+    command += ["--tokenizer", str(tokenizer_file), "--data", "data", "--device", "cpu", "--max-length", "64"]
+    done = run(*command, "--tasks", "acme.rhyme", "--output", "out", warnings="default")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "out" / "results.json").read_text())["results"]
+    assert 0 <= result["columns"]["rhymes"] <= 1
+    assert result["tasks"]["acme.rhyme"]["search"]["iterations"] >= 1
+    refused = run(*command, "--tasks", "acme.rime", "--output", "other")
+    assert refused.returncode == 2, refused.stderr
+    assert "acme.rhyme" in refused.stderr

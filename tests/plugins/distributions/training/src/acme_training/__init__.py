@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
 import implicit_blocks as ib
 from trainer.spec import CallbackSpec, DataSpec, OptimizerSpec, ScheduleSpec
+from trainer.specs.evaluation_tasks import EvaluationTaskSpec
 
 
 class ParitySpec(DataSpec):
@@ -60,6 +61,15 @@ class FragileSpec(CallbackSpec):
     """Steps that go well."""
 
 
+class RhymeSpec(EvaluationTaskSpec):
+    """The last words of verses."""
+
+    kind: Literal["acme.rhyme"] = "acme.rhyme"
+    file: str = "verses.jsonl"
+    """In the folder of data: objects with a `verse` and its last `word`."""
+    columns: ClassVar[dict[str, str]] = {"acc": "rhymes"}
+
+
 @ib.hookimpl
 def register_components(add):
     add("data", ParitySpec, "acme_training.parts:Parity")
@@ -67,3 +77,4 @@ def register_components(add):
     add("schedule", HalvingSpec, "acme_training.parts:Halving")
     add("callback", DiarySpec, "acme_training.parts:Diary")
     add("callback", FragileSpec, "acme_training.parts:Fragile")
+    add("evaluation_task", RhymeSpec, "acme_training.rhyme:build_rhyme")
