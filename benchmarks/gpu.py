@@ -54,7 +54,8 @@ def training(*works: str, limit: int) -> Program:
 
 def decoding(model: str, *, limit: int) -> Program:
     trying = ("--tiny", "--device", "cpu", "--iterations", "2", "--tokens", "1", "--context", "8")
-    return Program(("decoding.py", "--models", model, "--rows", "1", "64"), limit, trying)
+    states = ("--states", "float32", "bfloat16")
+    return Program(("decoding.py", "--models", model, "--rows", "1", "64", *states), limit, trying)
 
 
 PROGRAMS = {
@@ -231,15 +232,12 @@ def trained(work: str, program: str, text: str, *, published: int, reach: int, h
     return Figure(text, program, of("tokens_per_second", work=work), "tokens/s", published, reach, hope)
 
 
-def decoded(
-    model: str, rows: int, text: str, *, published: float | None, reach: float, hope: float
-) -> Figure:
-    program = "decoding_mamba2" if model.startswith("mamba2") else "decoding_llama"
-    return Figure(
-        text, program, of("ms", model=model, rows=rows), "ms an iteration", published, reach, hope, False
-    )
+def decoded(text: str, *, published: float | None, reach: float, hope: float, **wanted: Any) -> Figure:
+    program = "decoding_mamba2" if wanted["model"].startswith("mamba2") else "decoding_llama"
+    return Figure(text, program, of("ms", **wanted), "ms an iteration", published, reach, hope, False)
 
 
+FLOAT32 = ["bfloat16", "float32"]  # as decoding.py says what Mamba2's states are: the convolution's, and h
 BY_FLOPS = "the same, by FLOPs beside (4+1)"
 FIGURES = [
     trained("llama_1.3b_bounded", "llama_1.3b", "llama 1.3B (4+1), 4 x 2048",
@@ -258,10 +256,15 @@ FIGURES = [
     Figure(BY_FLOPS, "mamba2_130m", of_bounded("mamba2_130m"), "of 1", None, 0.9),
     trained("state_tracking", "state_tracking", "state tracking, 512 x 256, at 18 iterations",
             published=642_693, reach=3 * 642_693, hope=5 * 642_693),
-    decoded("mamba2_1.3b", 1, "decoding mamba2 1.3B, batch 1", published=86.7, reach=3, hope=1.4),
-    decoded("llama_1.3b", 1, "decoding llama 1.3B, batch 1", published=52.2, reach=3, hope=1.4),
-    decoded("mamba2_1.3b", 64, "decoding mamba2 1.3B, 64 rows at 512", published=None, reach=5, hope=3),
-    decoded("llama_1.3b", 64, "decoding llama 1.3B, 64 rows at 512", published=None, reach=5, hope=3),
+    decoded("decoding mamba2 1.3B, batch 1, h in float32", published=86.7, reach=3, hope=1.4,
+            model="mamba2_1.3b", rows=1, state_types=FLOAT32),
+    decoded("decoding llama 1.3B, batch 1", published=52.2, reach=3, hope=1.4, model="llama_1.3b", rows=1),
+    decoded("decoding mamba2 1.3B, 64 rows at context 512, h in float32", published=None, reach=5, hope=3,
+            model="mamba2_1.3b", rows=64, state_types=FLOAT32),
+    decoded("the same, h in bfloat16", published=None, reach=5, hope=3,
+            model="mamba2_1.3b", rows=64, state_types=["bfloat16"]),
+    decoded("decoding llama 1.3B, 64 rows at context 512, keys and values in bfloat16", published=None,
+            reach=5, hope=3, model="llama_1.3b", rows=64),
     Figure("the driver beside the bare map, llama 130M, 8 x 2048", "driver",
            worst("overhead_sequence_percent", "overhead_prefix_percent", model="llama_130m"),
            "% more", None, 2, None, False),
@@ -399,14 +402,22 @@ def collected(programs: dict[str, Row], arguments: argparse.Namespace) -> Row:
     options = [] if list(programs) == list(PROGRAMS) else ["--programs", *arguments.programs]
     options += ["--tiny"] if arguments.tiny else []
     rows = [figure.row(programs) for figure in FIGURES if figure.program in arguments.programs]
-    kept = ("command", "seconds", "failed", "rows")
+    went = [
+        {"program": name, **{key: program[key] for key in ("command", "seconds", "failed") if key in program}}
+        for name, program in programs.items()
+    ]
+    details: dict[str, list[Row]] = {}
+    for name, program in programs.items():
+        kind = PROGRAMS[name].command[0].removesuffix(".py").removeprefix("gpu_")
+        for row in program.get("rows", []):
+            failed = {"failed": last_line(row["failed"])} if "failed" in row else {}
+            details.setdefault(kind, []).append(row | failed)
     return {
         "machine": machine or {"date": "", "python": ""},
         "command": " ".join(["python benchmarks/gpu.py", *options]),
         "rows": rows,
-        "programs": {
-            name: {key: program[key] for key in kept if key in program} for name, program in programs.items()
-        },
+        "programs": went,
+        **details,
     }
 
 
