@@ -81,7 +81,7 @@ class Operation:
         if wanted != AUTO:
             return self._named(wanted, *inputs)
         for backend in self.backends:
-            if not backend.refuses(*inputs) and backend.pays(*inputs) and backend.installed:
+            if backend.pays(*inputs) and not backend.refuses(*inputs) and backend.installed:
                 note(self.name, backend.name)
                 return backend
         raise AssertionError(f"no backend of {self.name} runs anything")
