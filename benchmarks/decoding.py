@@ -53,9 +53,15 @@ def main() -> None:
     for name in arguments.models:
         model = built(name, arguments)
         for count in arguments.rows:
-            states = arguments.states if name.startswith("mamba2") else ["float32"]
+            states = arguments.states if name.startswith("mamba2") else ["bfloat16"]
             for mode, state in itertools.product(arguments.modes, states):
-                work = {"model": name, "rows": count, "context": arguments.context, "mode": mode}
+                work = {
+                    "model": name,
+                    "rows": count,
+                    "context": arguments.context,
+                    "mode": mode,
+                    "state": state,
+                }
                 try:
                     rows.append(work | measure(model, count, mode, state, speed, arguments))
                 except (RuntimeError, torch.OutOfMemoryError):
@@ -98,7 +104,7 @@ def measure(
             tolerance=0.0,
             max_iterations=arguments.iterations,
             graphs=mode != "launched",
-            state_dtype=None if state == "float32" else torch.bfloat16,
+            state_dtype=getattr(torch, state),
         )
     batch = decoder.batch
     if mode == "graphs":
