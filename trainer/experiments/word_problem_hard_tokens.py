@@ -201,10 +201,10 @@ def draw(written: dict[str, Any], path: Path) -> None:
             finish(axes, title=title, x="iterations of the search in training, at most", y="%")
         for axes, title, x in (
             (position, "Iterations of a token", "position"),
-            (hard, "The same by hard tokens up to it", "hard tokens"),
+            (hard, "By hard tokens up to it", "hard tokens"),
         ):
             axes.legend(frameon=False, fontsize=8)
-            finish(axes, title=f"{title} (trained with {most_iterations})", x=x, y="iterations")
+            finish(axes, title=f"{title} (trained by {most_iterations})", x=x, y="iterations")
     write_picture(figure, path)
 
 
