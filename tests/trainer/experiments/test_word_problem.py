@@ -210,6 +210,6 @@ def test_the_laptops_hard_tokens(tmp_path: Path) -> None:
     rows = read(tmp_path / "out")["tests"]
     found = {(r["training_iterations"], r["identity_probability"], r["length"], r["mode"]): r for r in rows}
     for mode in ("simultaneous", "sequential"):
-        row = found[16, 0.5, 32, mode]
+        row = found[16, 0.5, 64, mode]
         assert row["accuracy_last"] > 0.9
         assert row["converged"] > 0.9
