@@ -126,17 +126,21 @@ class Process:
                 found["failed"] = f"exit code {code}: {last_line(self._said.read_text(errors='replace'))}"
         except subprocess.TimeoutExpired:
             found["failed"] = f"took longer than {limit:.0f} s"
-            self.end()
+            self._process.kill()
+            self._process.wait()
         if self._rows.exists():
             found |= json.loads(self._rows.read_text(encoding="utf-8"))
         found["seconds"] = round(time.monotonic() - began, 1)
-        self._folder.cleanup()
         return found
 
     def end(self) -> None:
         """End the program, whatever it is doing."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.kill()
         self._process.wait()
+        self._folder.cleanup()
 
 
 def last_line(text: str) -> str:

@@ -70,7 +70,7 @@ def _run(run: Row) -> list[str]:
 def _about(about: Row) -> str:
     """Return date, machine, versions and arguments as a list."""
     machine = dict(about.get("machine", {}))
-    packages = ("python", "torch", "transformers", "cuda", "mamba_ssm", "causal_conv1d")
+    packages = ("python", "torch", "transformers", "cuda", "triton", "mamba_ssm", "causal_conv1d")
     versions = {name: machine.pop(name) for name in packages if name in machine}
     versions |= about.get("versions", {})
     date = about.get("date") or machine.pop("date", "not recorded")
