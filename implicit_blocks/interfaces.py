@@ -211,7 +211,12 @@ class SearchLike(Protocol):
 
 
 class GradientEstimator(Component, ABC):
-    """What of the search for a fixed point is differentiated, and how."""
+    """What of the search for a fixed point is differentiated, and how.
+
+    Exact: ``implicit_function``, by the implicit function theorem, and ``unrolled``, of the steps taken.
+    Biased, and cheaper: ``phantom``, of a few steps behind the search. A new one says which it is, with its
+    formula, and ``implicit_blocks.testing.check_gradient`` holds it to that.
+    """
 
     @abstractmethod
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:

@@ -149,7 +149,15 @@ class Stream(NamedTuple):
 
 
 class Block(nn.Module):
-    """A pre-norm residual layer: ``z ← z + mixer(norm(z), u)``, and with an MLP ``z ← z + mlp(norm(z))``."""
+    """A pre-norm residual layer: ``z ← z + mixer(norm(z), u)``, and with an MLP ``z ← z + mlp(norm(z))``.
+
+    Args:
+        mixer: mixes (B, L, D) along the tokens, with the injection u (B, L, U).
+        mlp: maps (B, L, D) token by token; None: there is none.
+        d_model: D, width of the residual stream.
+        norm_eps: added to the mean squares in the norms.
+
+    """
 
     def __init__(self, mixer: Mixer, mlp: nn.Module | None, *, d_model: int, norm_eps: float) -> None:
         super().__init__()

@@ -366,7 +366,7 @@ class LanguageModel(nn.Module, ABC):
 
 
 class ImplicitLM(LanguageModel):
-    """A language model whose layers are iterated to a fixed point.
+    """A language model whose layers are iterated to a fixed point (M. Schöne et al., ICML 2025).
 
     ``x = embed(tokens)``; ``u = W rms(x) + b``; ``z* = f(z*, u)``; ``logits = E z*``. In training
     (``model.train()``) the spec's solver, stopping and gradient are used; in evaluation those of

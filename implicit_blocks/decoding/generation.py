@@ -90,6 +90,9 @@ def generate(
         return_logits: keep the logits of all tokens: B · N · V numbers.
         on_step: called with every step as soon as it is made.
 
+    Returns:
+        Generated: tokens (B, N) int64, how each search went, and on request logits (B, N, V).
+
     Raises:
         ValueError: for prompts that are empty, too long or have unknown tokens, options that make no sense,
             or a model in training mode.

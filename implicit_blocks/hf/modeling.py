@@ -317,26 +317,43 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
 
 
 class ImplicitLlamaModel(_ImplicitModel):
-    """Attention layers iterated to a fixed point, or applied once, without a head."""
+    """Attention layers iterated to a fixed point, or applied once, without a head.
+
+    ``input_ids`` (B, L) to ``last_hidden_state`` (B, L, D). M. Schöne et al., "Implicit Language Models are
+    RNNs", ICML 2025. Outside of transformers' tools take ``implicit_blocks.build`` instead.
+    """
 
     config_class = ImplicitLlamaConfig
 
 
 class ImplicitMamba2Model(_ImplicitModel):
-    """Mamba2 layers iterated to a fixed point, or applied once, without a head."""
+    """Mamba2 layers iterated to a fixed point, or applied once, without a head.
+
+    As ``ImplicitLlamaModel``, with layers of T. Dao and A. Gu, "Transformers are SSMs", ICML 2024.
+    """
 
     config_class = ImplicitMamba2Config
 
 
 class ImplicitLlamaForCausalLM(_ImplicitForCausalLM):
-    """A language model of attention layers, implicit or its explicit twin."""
+    """A language model of attention layers, implicit or its explicit twin.
+
+    ``input_ids`` (B, L) to ``logits`` (B, L, V) and, with ``labels`` (B, L), which are shifted here as
+    transformers does, the mean ``loss`` in nats a token. ``ValueError`` for masks and caches that don't fit.
+    M. Schöne et al., "Implicit Language Models are RNNs", ICML 2025. Outside of transformers' tools take
+    ``implicit_blocks.build`` instead: the same model, with less around it.
+    """
 
     config_class = ImplicitLlamaConfig
     _model_class = ImplicitLlamaModel
 
 
 class ImplicitMamba2ForCausalLM(_ImplicitForCausalLM):
-    """A language model of Mamba2 layers, implicit or its explicit twin."""
+    """A language model of Mamba2 layers, implicit or its explicit twin.
+
+    As ``ImplicitLlamaForCausalLM``, with layers of T. Dao and A. Gu, "Transformers are SSMs", ICML 2024; its
+    cache is ``cache_params``.
+    """
 
     config_class = ImplicitMamba2Config
     _model_class = ImplicitMamba2Model

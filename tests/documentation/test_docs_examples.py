@@ -98,6 +98,8 @@ def page_of(text: str, folder: Path) -> list[object]:
         "torchrun --no-such-option 2 -m trainer --spec word_problem_s3",
         "make coffee",
         "pip install 'implicit_blocks[coffee]'",
+        "python -m pip install --no-such-option torch",
+        "pip fetch torch",
         "frobnicate --all",
         "echo 'unclosed",
     ],

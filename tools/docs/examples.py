@@ -193,7 +193,7 @@ def _check_command(block: Block, words: list[str], made: frozenset[str]) -> None
             )
             assert set(words[1:2]) <= set(targets), f"{block.place}: no such target: {words}"
         if program == "pip":
-            _check_extras(block, words)
+            _check_pip(block, words[1:])
         return
     words = words[programs[0] :]
     if Path(words[0]).name == "torchrun":
@@ -206,8 +206,10 @@ def _check_command(block: Block, words: list[str], made: frozenset[str]) -> None
             options.training_script,
             *options.training_script_args,
         ]
-    if words[1:2] == ["-m"] and words[2].split(".")[0] in {"pip", "venv", "pytest", "mkdocs", "http"}:
-        _check_extras(block, words)
+    if words[1:3] == ["-m", "pip"]:
+        _check_pip(block, words[3:])
+        return
+    if words[1:2] == ["-m"] and words[2].split(".")[0] in {"venv", "pytest", "mkdocs", "http"}:
         return
     if words[1:2] in ([], ["-c"]):
         return
@@ -217,7 +219,11 @@ def _check_command(block: Block, words: list[str], made: frozenset[str]) -> None
         load_spec(spec, overrides)
 
 
-def _check_extras(block: Block, words: Sequence[str]) -> None:
+def _check_pip(block: Block, words: Sequence[str]) -> None:
+    """Check that pip has such a command, that it knows the options, and that we have the extras."""
+    from pip._internal.commands import create_command  # pip has no public parser
+
+    create_command(words[0]).parse_args(list(words[1:]))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     for word in words:
         for extras in re.findall(r"^(?:implicit_blocks|\.)\[([\w,]+)\]", word):
