@@ -26,10 +26,12 @@ AUTO: Final = "auto"
 
 
 def _nothing(*inputs: Any) -> str:
+    """Refuse nothing."""
     return ""
 
 
 def _always(*inputs: Any) -> bool:
+    """Whatever the inputs."""
     return True
 
 

@@ -46,7 +46,8 @@ ONE_CHUNK = 256  # tokens, at most; with more, states between chunks cost less t
 def eligible(z_BLD: Tensor, plain: bool, taps: int, sizes: Mamba2Sizes) -> bool:
     """Whether a window may be one for the operator; ``plain``: begins its sequence, no padding, no documents.
 
-    Asked before the projection, whose type decides.
+    Asked before the projection, whose type decides: from ``z_BLD``'s place and length, the ``taps`` of the
+    convolution and the ``sizes`` of the scan.
     """
     if not (plain and z_BLD.is_cuda) or taps != TAPS or z_BLD.shape[1] < SHORTEST:
         return False
