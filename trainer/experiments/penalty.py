@@ -50,7 +50,7 @@ def measure(
             name=f"penalty {weight:g}",
             device=str(device),
         )
-        seconds = sorted(row["seconds"] for row in finished.metrics[1:] or finished.metrics)
+        seconds = sorted(row["step_seconds"] for row in finished.metrics[1:] or finished.metrics)
         model = load_model(finished, device)
         assert isinstance(model, ImplicitLM)
         rows.append(
