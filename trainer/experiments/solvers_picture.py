@@ -45,7 +45,8 @@ def draw(one: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> Non
     _cost(panels[2], rows)
     panels[3].hist(one["spectrum"]["radii"], bins=24, color=BLUE)
     panels[3].axvline(1.0, color=GREY, linewidth=1, linestyle="--")
-    finish(panels[3], title="Spectral radius of a token's map", x="at the fixed point", y="tokens")
+    panels[3].yaxis.get_major_locator().set_params(integer=True)
+    finish(panels[3], title="Spectral radius, by token", x="of the map at the fixed point", y="tokens")
     if one["penalties"]:
         _penalties(panels[4], one["penalties"])
     write_picture(figure, path)
@@ -70,7 +71,7 @@ def _iterations(
     axes.tick_params(axis="y", which="minor", labelsize=7)
     finish(
         axes,
-        title=f"Scope {scope} (hollow: not all converged)",
+        title=f"Scope {scope} (hollow: some not)",
         x="tolerance",
         y="iterations of a sequence, mean",
     )
@@ -106,19 +107,14 @@ def _cost(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _penalties(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
     """Draw iterations against the weight of the penalty, at each tolerance, and the loss beside it."""
-    names = ["before" if row["weight"] is None else f"{row['weight']:g}" for row in rows]
+    names = [
+        f"{'before' if row['weight'] is None else format(row['weight'], 'g')}\nloss {row['loss']:.3g}"
+        for row in rows
+    ]
     for color, tolerance in zip(_COLORS, rows[0]["iterations"], strict=False):
         counts = [row["iterations"][tolerance] for row in rows]
         axes.plot(names, counts, "o-", color=color, label=f"to {tolerance}")
-    axes.set_yscale("log")
+    axes.set_ylim(bottom=0)
+    axes.margins(x=0.15)
     axes.legend(frameon=False, fontsize=8)
-    for place, row in enumerate(rows):
-        axes.annotate(
-            f"loss\n{row['loss']:.3g}",
-            (place, 0.02),
-            xycoords=("data", "axes fraction"),
-            ha="center",
-            fontsize=7.5,
-            color=DARK,
-        )
-    finish(axes, title="Trained on with a Jacobian penalty", x="weight", y="iterations, mean")
+    finish(axes, title="With a Jacobian penalty", x="weight", y="iterations, mean")
