@@ -5,10 +5,10 @@
     python benchmarks/gpu.py --quote                     # put it into the README
 
 Each program is a process of its own, one after the other, so that timings are alone on the card, that tuned
-kernels and recorded graphs start afresh, and that one that fails or hangs leaves the others theirs. The first
-ones matter most: what the budget of seconds has no room for is left out, and the table says so. The
-published figures are those of the published implementation for the same work, batch and iterations, timed on
-an H100; *reach* and *hope* are what this project set itself.
+kernels and recorded graphs start afresh, and that one that fails or hangs leaves the others theirs. Those that
+the budget of seconds has no room for, the last ones, are left out, and the table says so. The published figures
+are those of the published implementation for the same work, batch and iterations, timed on an H100; *reach*
+and *hope* are what this project set itself.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ def decoding(model: str, *, limit: int) -> Program:
 
 
 PROGRAMS = {
-    "llama_130m": training("llama_130m_bounded", "llama_130m_free", limit=100),
-    "mamba2_130m": training("mamba2_130m_bounded", "mamba2_130m_free", limit=120),
-    "llama_1.3b": training("llama_1.3b_bounded", limit=100),
-    "mamba2_1.3b": training("mamba2_1.3b_bounded", limit=140),
-    "state_tracking": training("state_tracking", limit=80),
-    "decoding_mamba2": decoding("mamba2_1.3b", limit=80),
-    "decoding_llama": decoding("llama_1.3b", limit=80),
+    "state_tracking": training("state_tracking", limit=70),
+    "decoding_mamba2": decoding("mamba2_1.3b", limit=60),
+    "decoding_llama": decoding("llama_1.3b", limit=60),
     "driver": Program(
-        ("gpu_driver.py", "--modes", "graphs", "compiled+graphs"),
-        100,
+        ("gpu_driver.py", "--modes", "compiled+graphs"),
+        80,
         ("--tiny", "--modes", "launched", "--repeats", "2"),
     ),
+    "llama_130m": training("llama_130m_bounded", "llama_130m_free", limit=80),
+    "mamba2_130m": training("mamba2_130m_bounded", "mamba2_130m_free", limit=100),
+    "llama_1.3b": training("llama_1.3b_bounded", limit=90),
+    "mamba2_1.3b": training("mamba2_1.3b_bounded", limit=110),
     "agreement": Program(
-        ("agreement.py", "--compile", "--graphs", "--rows", "1"), 100, ("--tiny", "--golden", "none")
+        ("agreement.py", "--compile", "--graphs", "--rows", "1"), 90, ("--tiny", "--golden", "none")
     ),
 }
 
