@@ -5,10 +5,10 @@
     python benchmarks/gpu.py --quote                     # put it into the README
 
 Each program is a process of its own, one after the other, so that timings are alone on the card, that tuned
-kernels and recorded graphs start afresh, and that one that fails or hangs leaves the others theirs. Those that
-the budget of seconds has no room for, the last ones, are left out, and the table says so. The published figures
-are those of the published implementation for the same work, batch and iterations, timed on an H100; *reach*
-and *hope* are what this project set itself.
+kernels and recorded graphs start afresh, and that one that fails or hangs leaves the others theirs. The last
+ones are left out where the budget of seconds has no room for them, and the table says so. The published
+figures are those of the published implementation for the same work, batch and iterations, timed on an H100;
+*reach* and *hope* are what this project set itself.
 """
 
 from __future__ import annotations
