@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,21 @@ def _strict_torch():
     torch.set_num_threads(1)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Leave out the picture at the end of a run, which takes longer than it, but for modules that look at it.
+
+    Those say ``WITH_PICTURES = True``.
+    """
+    run = sys.modules.get("trainer.run")
+    if run is None or getattr(request.module, "WITH_PICTURES", False):
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(run, "draw", lambda runs, path: None)
+        yield
 
 
 @pytest.fixture

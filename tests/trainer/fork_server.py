@@ -7,9 +7,9 @@ signal, or -1000 where it still runs after so long.
 
 A run counts its *events*: steps (before and after), lines of metrics, tensors written, files forced onto the
 disk, renames, removals. ``kill_at`` kills it with SIGKILL at the event of that number, ``kill_at_step`` at
-that of the steps alone; ``full_at`` makes the disk full at an event, and from then on ("full_for" events).
-The number of events goes to the file ``count``, the positions of the samples read in training to the file
-``samples``.
+that of the steps alone, with ``idle`` once no save is in flight; ``full_at`` makes the disk full at an event,
+and from then on ("full_for" events). The number of events goes to the file ``count``, the positions of the
+samples read in training to the file ``samples``.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ class Events:
         self._steps = 0
         self._kill_at = order.get("kill_at")
         self._kill_at_step = order.get("kill_at_step")
+        self._idle = order.get("idle", False)
         self._full_from = order.get("full_at")
         self._full_for = order.get("full_for", 10**9)
         self._lock = threading.Lock()
@@ -47,6 +48,8 @@ class Events:
             self._steps += step
             number, steps = self.count, self._steps
         if number == self._kill_at or (step and steps == self._kill_at_step):
+            while self._idle and any("Checkpoint" in thread.name for thread in threading.enumerate()):
+                time.sleep(0.001)
             os.kill(os.getpid(), signal.SIGKILL)
         full = self._full_from is not None and 0 <= number - self._full_from < self._full_for
         if full and writes:
@@ -71,10 +74,12 @@ def run(order: dict[str, Any]) -> int:
     import torch
     from torch.distributed.checkpoint import filesystem
 
+    import trainer.run
     from trainer import cli, loop
     from trainer.metrics import MetricsFile
 
     torch.set_num_threads(1)
+    trainer.run.draw = lambda runs, path: None  # type: ignore[assignment]  # a picture takes longer than a run
     events = Events(order)
     events.around(loop, "training_step", writes=False, after=True, step=True)
     events.around(MetricsFile, "write", writes=False)
@@ -123,7 +128,6 @@ def child(order: dict[str, Any]) -> None:
 
 def import_everything() -> None:
     """Import what runs need, and what they import only when they come to it; start no thread."""
-    import matplotlib.pyplot  # noqa: F401  # imported once, for all runs
     import torch
     import torch.distributed.checkpoint  # the same
 

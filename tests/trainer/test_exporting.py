@@ -78,21 +78,3 @@ def test_a_full_disk_leaves_no_half_export(
         assert run.train() is not None
         assert "export of step 4 could not be saved" in capsys.readouterr().out
     assert list((tmp_path / "run" / "exports").iterdir()) == []
-
-
-def test_shards_are_put_together(tmp_path: Path, forks: Any) -> None:
-    exports = {}
-    for count in (1, 2):
-        folder, log = tmp_path / f"run{count}", tmp_path / f"log{count}"
-        options = [
-            "--spec", "word_problem_s3", "--device", "cpu", "--output", str(folder), "model.d_model=16",
-            "model.mixer.head_dim=8", "training.max_steps=2", "training.batch_size=4", "data.length=12",
-            "evaluation.lengths=[12]", "evaluation.sequences=2", "training.export_every=2",
-            "training.parallel.kind=auto" if count == 1 else "training.parallel.kind=fsdp",
-            "model.at_evaluation.stopping.max_iterations=4", "training.threads=1",
-        ]  # fmt: skip
-        assert forks.run_ranks(count, options, log=log) == [0] * count, log.read_text()
-        exports[count] = load_file(folder / "exports" / "step-00000002" / "model.safetensors")
-    assert exports[1].keys() == exports[2].keys()
-    for name, tensor in exports[1].items():
-        torch.testing.assert_close(tensor, exports[2][name], atol=1e-5, rtol=0)

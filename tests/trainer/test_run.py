@@ -17,6 +17,8 @@ from trainer.metrics import read_metrics
 from trainer.run import build
 from trainer.spec import RunSpec
 
+WITH_PICTURES = True
+
 Small = Callable[..., RunSpec]
 
 CURRICULUM: dict[str, Any] = {

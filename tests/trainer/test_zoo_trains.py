@@ -13,6 +13,8 @@ from implicit_blocks.specs import load_spec
 from implicit_blocks.specs.loading import zoo_names
 from trainer.cli import main
 
+WITH_PICTURES = True
+
 VOCABULARY = 61
 NARROW = [
     "model.d_model=16",

@@ -15,6 +15,14 @@ import pytest
 
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 PATIENCE_SECONDS = 300.0
+PRELOADED = [
+    "trainer.run",
+    "trainer.data.word_problem",
+    "implicit_blocks.model",
+    "implicit_blocks.mixers",
+    "implicit_blocks.gradients",
+    "implicit_blocks.solvers",
+]
 
 
 def _free_port() -> int:
@@ -34,7 +42,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[An
     # Forked from a server that has torch loaded and has never run it: a fork of this process could not
     # run backward passes, and a fresh one takes seconds to import torch.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["trainer.run"])
+    context.set_forkserver_preload(PRELOADED)
 
     def run(scenario: str, *, world_size: int = 2, **arguments: Any) -> list[Any]:
         folder = tmp_path_factory.mktemp("ranks")

@@ -212,6 +212,60 @@ def interrupt_evaluation(ranks: Ranks, spec: dict[str, Any], folder: str, at: in
     }
 
 
+def export_plainly(ranks: Ranks, spec: dict[str, Any], folder: str) -> Any:
+    """Train a run that exports its model, as without transformers, which takes seconds to import."""
+    from trainer import exporting
+
+    exporting._write_for_transformers = lambda *arguments: False
+    build(RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks).train()
+
+
+def save_kept_copies(ranks: Ranks, kind: str, folder: str) -> Any:
+    """Save three times with copies that are kept, as on a GPU, and load in another order."""
+    from implicit_blocks import registry
+    from implicit_blocks.specs import load_spec
+    from trainer.checkpoint import Checkpointer, Progress, load_checkpoint
+    from trainer.checkpoint_staging import Staging
+    from trainer.distributed import lay_out
+    from trainer.optimizers import optimizer_state
+    from trainer.specs.parallel import ParallelSpec
+
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]  # no GPU to lock pages for
+    spec: Any = load_spec("word_problem_s3", ["model.d_model=16", "model.mixer.head_dim=8"])
+    torch.manual_seed(0)
+    model = registry.build(spec.model)
+    lay_out(model, ParallelSpec.model_validate({"kind": kind, "shard_size": 1}), ranks)
+    optimizer = registry.build(spec.training.optimizer, model=model)
+    checkpointer = Checkpointer(
+        Path(folder), model=model, optimizer=optimizer, spec_digest="", keep=3, ranks=ranks
+    )
+    checkpointer._staging = Staging(torch.device("cuda"))
+
+    def values() -> dict[str, Any]:
+        every = {**dict(model.named_parameters()), **optimizer_state(optimizer, model)[0]}
+        return {name: getattr(t, "full_tensor", lambda t=t: t)().clone() for name, t in every.items()}
+
+    saved = {}
+    for step in (1, 2, 3):
+        for parameter in model.parameters():  # at the first step some have no moments yet
+            given = step > 1 or parameter.numel() > 32
+            parameter.grad = torch.full_like(parameter, step) if given else None
+        optimizer.step()
+        saved[step] = values()
+        checkpointer.save(Progress(step=step))
+        checkpointer.wait()
+    same = []
+    for step in (3, 1, 2):
+        load_checkpoint(Path(folder) / f"step-{step:08d}", model=model, optimizer=optimizer, ranks=ranks)
+        now = values()
+        same.append(
+            now.keys() == saved[step].keys()
+            and all(torch.equal(now[name], saved[step][name]) for name in now)
+        )
+    sizes = [path.stat().st_size for path in (Path(folder) / "step-00000003").glob("*.distcp")]
+    return same, sizes
+
+
 def talk(ranks: Ranks) -> Any:
     """Try what ranks can tell one another."""
     ranks.barrier()

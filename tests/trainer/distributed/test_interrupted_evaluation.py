@@ -29,11 +29,6 @@ def left(folder: Path) -> Any:
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")], rows
 
 
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.run.draw", lambda runs, path: None)
-
-
 @pytest.mark.parametrize("at", [2, 4], ids=["on the way", "at the end"])
 def test_the_next_batch_is_not_evaluated(small: Callable[..., Any], tmp_path: Path, at: int) -> None:
     whole = build(small(CHANGES), output=tmp_path / "whole", device="cpu")

@@ -27,8 +27,8 @@ SPEC: dict[str, Any] = {
         "n_layers": 2,
         "gradient": {"kind": "phantom", "steps": 2, "damping": 0.8},
         # Some rows are done after a few iterations, some never: ranks iterate unequally often.
-        "stopping": {"tolerance": 0.04, "max_iterations": 24},
-        "at_evaluation": {"stopping": {"max_iterations": 16, "tolerance": 0.05}},
+        "stopping": {"tolerance": 0.07, "max_iterations": 14},
+        "at_evaluation": {"stopping": {"max_iterations": 8, "tolerance": 0.05}},
     },
     "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "length": 12},
     "training": {

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.cli import main
 from trainer.distributed import Ranks, join
 from trainer.errors import DeviceError
 from trainer.metrics import read_metrics
@@ -136,18 +137,18 @@ def test_the_same_command_under_torchrun(plain: Any, tmp_path: Path) -> None:
 
     spec = tmp_path / "spec.yaml"
     spec.write_text(yaml.safe_dump(plain()))
-    command = ["-m", "trainer", "--spec", str(spec), "--device", "cpu", "--output"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    for name, launch in (("one", []), ("two", launcher)):
-        done = subprocess.run(
-            [sys.executable, *launch, *command, str(tmp_path / name)],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.count("done in") == 1  # one process speaks
+    options = ["--spec", str(spec), "--device", "cpu", "--output"]
+    assert main([*options, str(tmp_path / "one")]) == 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, "-m", "trainer", *options, str(tmp_path / "two")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("done in") == 1  # one process speaks
     one, two = (
         [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl")] for name in ("one", "two")
     )

@@ -58,6 +58,14 @@ def test_copies_are_kept_and_made_anew_where_the_tensors_are_others(monkeypatch:
     assert pinned == [12, 12, 5]
 
 
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
+def test_each_rank_writes_its_share_of_any_layout(processes: Any, tmp_path: Path, kind: str) -> None:
+    for same, sizes in processes("save_kept_copies", kind=kind, folder=str(tmp_path / "checkpoints")):
+        assert same == [True, True, True]
+        assert len(sizes) == 2
+        assert max(sizes) < 1.3 * min(sizes)
+
+
 def test_the_time_that_saves_take_is_told(small: Callable[..., Any], tmp_path: Path) -> None:
     spec = small({"training.checkpoint_every": 2, "training.max_steps": 5, "training.keep_checkpoints": 9})
     run = build(spec, output=tmp_path / "run", device="cpu")

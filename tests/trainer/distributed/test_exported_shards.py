@@ -1,0 +1,34 @@
+"""What several ranks hold of a model is exported whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from trainer import exporting
+from trainer.run import build
+from trainer.spec import RunSpec
+
+Small = Callable[..., RunSpec]
+
+
+def test_shards_are_put_together(
+    small: Small, tmp_path: Path, processes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporting, "_write_for_transformers", lambda *args: False)
+    changes = {"training.max_steps": 2, "training.export_every": 2}
+    build(small(changes), output=tmp_path / "one", device="cpu").train()
+    spec = small({**changes, "training.parallel.kind": "fsdp"}).model_dump(mode="json")
+    processes("export_plainly", spec=spec, folder=str(tmp_path / "two"))
+    one, two = (
+        load_file(tmp_path / name / "exports" / "step-00000002" / "model.safetensors")
+        for name in ("one", "two")
+    )
+    assert one.keys() == two.keys()
+    for name, tensor in one.items():
+        torch.testing.assert_close(tensor, two[name], atol=1e-5, rtol=0)
