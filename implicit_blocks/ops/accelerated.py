@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import warnings
 from importlib import metadata
 from importlib.util import find_spec
 from types import ModuleType
@@ -41,7 +42,9 @@ def load(module: str) -> ModuleType | str:
 
 def _import(module: str) -> ModuleType | str:
     try:
-        return importlib.import_module(module)
+        with warnings.catch_warnings():  # what a package warns of itself is no reason to do without it
+            warnings.simplefilter("ignore")
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         reason = f"{error.name or module} is not installed"
     except Exception as error:  # compiled packages that don't fit fail in any way at all

@@ -21,3 +21,10 @@ def test_with_one_a_package_has_its_version_or_the_reason(monkeypatch):
         "torch": accelerated.metadata.version("torch"),
         "nobody": "not used: no_such_package is not installed",
     }
+
+
+def test_a_package_that_warns_as_it_is_imported_can_be_used(tmp_path, monkeypatch):
+    (tmp_path / "old_fashioned.py").write_text("import warnings\nwarnings.warn('old', DeprecationWarning)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(accelerated, "_FOUND", {})
+    assert accelerated.load("old_fashioned").__name__ == "old_fashioned"
