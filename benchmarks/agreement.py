@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from on_device import bfloat16, device, keep, model_of, parser
+from report import machine, write
 from torch import Tensor
 
 import implicit_blocks as ib
@@ -60,6 +61,9 @@ def main() -> None:
     for folder in folders:
         rows += compare(folder.name, *golden(folder))
     keep(rows, arguments)
+    if arguments.json is None:
+        given = {"models": arguments.models, "golden": [folder.name for folder in folders]}
+        write("agreement", {"machine": machine(), "arguments": given, "rows": rows})
 
 
 def golden(folder: Path) -> tuple[ib.ImplicitLM, ib.ImplicitLM, Tensor]:
