@@ -41,4 +41,15 @@ def _attend(
     return y.transpose(1, 2)
 
 
-BACKEND = Backend("flash-attn", _attend, refuses, lambda *inputs: False, MODULE, "flash-attn")
+def _pays(
+    q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
+) -> bool:
+    """Only for a window behind others, for which torch's kernels read a mask.
+
+    Of 256 tokens behind 1792, 8 rows, 12 heads of 64, on an H200: 0.066 ms for sdpa's 0.087, with the
+    backward pass 0.238 for 0.268. Where torch needs no mask it takes cuDNN's kernels, twice as fast.
+    """
+    return causal and mask is not None
+
+
+BACKEND = Backend("flash-attn", _attend, refuses, _pays, MODULE, "flash-attn")

@@ -44,7 +44,10 @@ def find_blocks(mask: Tensor | None, *, length: int, keys: int, causal: bool, de
 def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention)
+    # One kernel a shape, with and without gradients: kernels for any shape are slower, and beyond torch's
+    # limit it would compute all scores, saying no more than a warning.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(flex_attention, dynamic=False)
 
 
 def _refuses(

@@ -21,7 +21,12 @@ def _attend(
         k_BKTP, v_BKTP = (t.repeat_interleave(group, dim=1) for t in (k_BKTP, v_BKTP))
     q, k, v = (t.transpose(1, 2) for t in (q_BHLP, k_BKTP, v_BKTP))
     seen = kernels.fmha.attn_bias.LowerTriangularFromBottomRightMask() if causal else None
-    y: Tensor = kernels.memory_efficient_attention(q, k, v, attn_bias=seen)
+    try:
+        y: Tensor = kernels.memory_efficient_attention(q, k, v, attn_bias=seen)
+    except NotImplementedError as error:  # among others where it was built for another torch
+        raise ValueError(
+            f"attention backend 'xformers' has no kernel for these inputs; choose another one ({error})"
+        ) from error
     return y.transpose(1, 2)
 
 

@@ -10,7 +10,7 @@ from implicit_blocks.ops.backends import Backend
 from implicit_blocks.ops.transforms import is_differentiated_forward, is_transformed
 
 MODULE = "causal_conv1d"
-ALIGNMENT = 8  # strides must be multiples of this
+ALIGNMENT = 8  # strides must be multiples of this; other inputs are copied
 MOST_TAPS = 4
 
 
@@ -23,8 +23,8 @@ def _refuses(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> s
         return "it takes one document a row"
     if not 2 <= weight_CW.shape[1] <= MOST_TAPS:
         return f"it takes 2 to {MOST_TAPS} taps"
-    if x_BLC.stride(2) != 1 or any(stride % ALIGNMENT for stride in x_BLC.stride()[:2]):
-        return f"the strides of rows and tokens must be multiples of {ALIGNMENT}, that of channels 1"
+    if x_BLC.shape[2] % ALIGNMENT:
+        return f"the number of channels must be a multiple of {ALIGNMENT}"
     if is_differentiated_forward():
         return "its kernels have no forward-mode derivatives"
     return ""
@@ -45,6 +45,8 @@ def convolve_cuda(
 ) -> Tensor:
     """Convolve, SiLU included where asked for; ``causal_conv`` documents arguments and results."""
     kernels = require(MODULE, package="causal-conv1d")
+    if not _aligned(x_BLC):
+        x_BLC = x_BLC.contiguous()
     tail = None
     if tail_BWC is not None:
         tail = tail_BWC.to(x_BLC.dtype).contiguous().transpose(1, 2)
@@ -58,4 +60,12 @@ def convolve_cuda(
     return y.transpose(1, 2)
 
 
-BACKEND = Backend("causal-conv1d", convolve_cuda, _refuses, pays, MODULE, "causal-conv1d")
+def _aligned(x_BLC: Tensor) -> bool:
+    return x_BLC.stride(2) == 1 and not any(stride % ALIGNMENT for stride in x_BLC.stride()[:2])
+
+
+def _pays(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> bool:
+    return _aligned(x_BLC) and pays(x_BLC, weight_CW, documents_BL)
+
+
+BACKEND = Backend("causal-conv1d", convolve_cuda, _refuses, _pays, MODULE, "causal-conv1d")
