@@ -101,8 +101,8 @@ SETTINGS: dict[tuple[str, str], Settings] = {
     ("hard-tokens", "laptop"): Settings(
         spec="word_problem_s3_rare",
         groups=("S3",),
-        lengths=(64,),
-        iterations=(1, 4, 16),
+        lengths=(32,),
+        iterations=(2, 16),
         train_p=0.9,
         test_p=(0.9, 0.5),
         test_lengths=(1,),

@@ -208,8 +208,12 @@ def test_the_laptops_hard_tokens(tmp_path: Path) -> None:
     options = ["--study", "hard-tokens", "--device", "cpu", "--output", str(tmp_path / "out")]
     assert main(["word-problem", *options]) == 0
     rows = read(tmp_path / "out")["tests"]
-    found = {(r["training_iterations"], r["identity_probability"], r["length"], r["mode"]): r for r in rows}
+    found = {(row["training_iterations"], row["identity_probability"], row["mode"]): row for row in rows}
+    assert len(found) == len(rows) == 2 * 2 * 2
+    for p in (0.9, 0.5):
+        together, in_turn = (found[16, p, mode] for mode in ("simultaneous", "sequential"))
+        assert abs(together["accuracy"] - in_turn["accuracy"]) < 0.03
+        assert together["iterations"] >= in_turn["iterations_of_hard_tokens"]
     for mode in ("simultaneous", "sequential"):
-        row = found[16, 0.5, 64, mode]
-        assert row["accuracy_last"] > 0.9
-        assert row["converged"] > 0.9
+        assert found[16, 0.9, mode]["accuracy_last"] > 0.9
+        assert found[16, 0.9, mode]["converged"] > 0.9
