@@ -51,8 +51,16 @@ def test_steps_of_the_trainer_on_a_gpu():
 
 
 def test_several_gpus():
-    kept = {row["gpus"]: row["efficiency"] for row in results("scaling_llama")["rows"]}
-    assert f"two keep {kept[2]:.1%}, four {kept[4]:.1%}".replace("%", " %") in README
+    for row in results("scaling_llama")["rows"]:
+        speeds = (thousands(round(row[key])) for key in ("tokens_per_second", "tokens_per_second_a_gpu"))
+        kept = "" if row["gpus"] == 1 else f"{row['efficiency']:.1%} ".replace("%", " %")
+        assert f"| {row['gpus']} | {' | '.join(speeds)} | {kept}|" in README
+
+
+def test_a_run_killed_on_several_gpus():
+    (found,) = results("killed_and_resumed")["differences"]
+    assert f"to {max(found['resumed_on_4'], found['resumed_on_2']):.0e}".replace("e-0", "e-") in README
+    assert f"differ by {found['whole']:.0e}".replace("e-0", "e-") in README
 
 
 def test_the_driver_on_the_cpu():
