@@ -137,8 +137,11 @@ def trained_in_two_parts(combination: Combination, folder: Path) -> torch.nn.Mod
 
 
 def generates(model: torch.nn.Module) -> None:
-    """Continue prompts of unlike lengths; each row as if it were alone."""
-    model.eval()
+    """Continue prompts of unlike lengths; each row as if it were alone.
+
+    In float64: a search that has not converged may magnify what float32 rounds otherwise in another batch.
+    """
+    model.double().eval()
     prompts = [[1, 0, 2, 0], [3]]
     made = generate(model, prompts, max_new_tokens=4, return_logits=True)
     assert made.tokens.shape == (2, 4)
