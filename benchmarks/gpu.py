@@ -280,8 +280,8 @@ FIGURES = [
     Figure("distance of training's logits from a tight solve, beside the published rule's", "agreement",
            farther("training"), "times", 1, 1.02, None, False),
     Figure("the same in evaluation", "agreement", farther("evaluation"), "times", 1, 1.02, None, False),
-    Figure("breaks in the compiled map", "llama_130m", worst("graph_breaks"), "breaks", None, 0, None, False),
-    Figure("waits for the device in a step", "llama_130m", worst("waits"), "waits", None, 0, None, False),
+    Figure("breaks in the compiled map, state tracking", "state_tracking", worst("graph_breaks"), "breaks", None, 0, None, False),
+    Figure("waits for the device in a step, state tracking", "state_tracking", worst("waits"), "waits", None, 0, None, False),
 ]  # fmt: skip
 
 
@@ -332,8 +332,13 @@ def shown(value: float | None) -> str:
 
 
 def quoted(result: Row) -> str:
-    """Return what stands in the README."""
-    return f"{introduction(result)}\n\n{table(result)}\n"
+    """Return what stands in the README: what is measured, and the names of what is not."""
+    measured = [row for row in result["rows"] if row["measured"] is not None]
+    missing = "; ".join(row["work"] for row in result["rows"] if row["measured"] is None)
+    parts = [introduction(result), table({**result, "rows": measured})]
+    parts += [f"Not measured in this run: {missing}."] if missing else []
+    parts += [f"To know: {result['note']}."] if result.get("note") else []
+    return "\n\n".join(parts) + "\n"
 
 
 def quote(result: Row, text: str) -> str:
