@@ -280,8 +280,10 @@ FIGURES = [
     Figure("distance of training's logits from a tight solve, beside the published rule's", "agreement",
            farther("training"), "times", 1, 1.02, None, False),
     Figure("the same in evaluation", "agreement", farther("evaluation"), "times", 1, 1.02, None, False),
-    Figure("breaks in the compiled map, state tracking", "state_tracking", worst("graph_breaks"), "breaks", None, 0, None, False),
-    Figure("waits for the device in a step, state tracking", "state_tracking", worst("waits"), "waits", None, 0, None, False),
+    Figure("breaks in the compiled map, state tracking", "state_tracking",
+           worst("graph_breaks"), "breaks", None, 0, None, False),
+    Figure("waits for the device in a step, state tracking", "state_tracking",
+           worst("waits"), "waits", None, 0, None, False),
 ]  # fmt: skip
 
 
