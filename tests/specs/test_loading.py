@@ -125,7 +125,7 @@ class TestMistakes:
                 "kind: picard",
                 "kind: picad",
                 "x.yaml:6:18: model.solver.kind: unknown solver 'picad'; "
-                "did you mean 'picard'? Known: anderson, broyden, picard",
+                "did you mean 'picard'? Known: anderson, broyden, patient_picard, picard",
             ),
             (
                 "damping: 0.5",

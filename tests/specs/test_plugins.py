@@ -162,13 +162,13 @@ def test_a_clash_refuses_the_second_plugin_as_a_whole(install) -> None:
     assert set(reasons) == {"second", "third"}
     assert "solver 'picard' is already registered by implicit_blocks" in reasons["third"]
     assert "choose another kind, such as 'third.picard'" in reasons["third"]
-    assert registry.kinds("solver") == ["anderson", "broyden", "half", "picard"]
+    assert registry.kinds("solver") == ["anderson", "broyden", "half", "patient_picard", "picard"]
 
 
 def test_the_variable_switches_third_parties_off_and_not_our_own(install, monkeypatch) -> None:
     install("acme", good("acme", "acme.half"))
     monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
-    assert registry.kinds("solver") == ["anderson", "broyden", "picard"]
+    assert registry.kinds("solver") == ["anderson", "broyden", "patient_picard", "picard"]
     assert "acme" in registry.switched_off()
     assert "word_problem" in registry.kinds("data")
     with pytest.raises(registry.UnknownKindError, match="IMPLICIT_BLOCKS_PLUGINS switches off: acme"):
@@ -179,7 +179,7 @@ def test_the_variable_allows_some(install, monkeypatch) -> None:
     install("acme", good("acme", "acme.half"))
     install("other", good("other", "other.half"))
     monkeypatch.setenv(registry.PLUGINS_VARIABLE, " other , missing ")
-    assert registry.kinds("solver") == ["anderson", "broyden", "other.half", "picard"]
+    assert registry.kinds("solver") == ["anderson", "broyden", "other.half", "patient_picard", "picard"]
     [failure] = registry.failures()
     assert failure.name == "missing"
     assert "no plugin of that name is installed" in failure.reason

@@ -101,7 +101,7 @@ def test_an_unknown_kind_names_the_nearest_and_all(fresh_registry) -> None:
     with pytest.raises(registry.UnknownKindError) as caught:
         registry.entry("solver", "picad")
     assert str(caught.value).startswith(
-        "unknown solver 'picad'; did you mean 'picard'? Known: anderson, broyden, picard"
+        "unknown solver 'picad'; did you mean 'picard'? Known: anderson, broyden, patient_picard, picard"
     )
     assert isinstance(caught.value, ValueError)
 
