@@ -137,9 +137,7 @@ def _mix(
         conv = mamba2_parts.conv_forward(projected, u, conv_weight, conv_bias, first=shape.inner)
         if _one_chunk(projected.shape[1], shape):
             steps = mamba2_one_chunk.step_sizes(projected, u, dt_bias, A_log)
-            y, state = mamba2_one_chunk.forward(
-                conv, steps, D, layout=_layout(shape), return_state=return_state
-            )
+            y, state = mamba2_one_chunk.forward(conv, steps, D, sizes=shape, return_state=return_state)
         else:
             x, B, C = _divide(conv, shape)
             scan = require(mamba_ssm.MODULE, package="mamba-ssm")
@@ -230,7 +228,7 @@ def _one_chunk_backward(
     from implicit_blocks.ops.kernels import mamba2_one_chunk
 
     steps = mamba2_one_chunk.step_sizes(projected, u, dt_bias, A_log)
-    dconv, ddt, dA_log, dD = mamba2_one_chunk.backward(dy, conv, steps, A_log, D, layout=_layout(shape))
+    dconv, ddt, dA_log, dD = mamba2_one_chunk.backward(dy, conv, steps, A_log, D, sizes=shape)
     ddt = ddt * -torch.expm1(-steps.dt_BHL)  # softplus' = sigmoid = 1 − exp(−softplus)
     return dconv, ddt.transpose(1, 2), ddt.sum((0, 2)), dA_log, dD
 
@@ -280,12 +278,6 @@ def _one_chunk(length: int, shape: Mamba2Sizes) -> bool:
     if length > ONE_CHUNK or shape.norm_groups != shape.n_groups:
         return False
     return all(16 <= size <= 128 and size & (size - 1) == 0 for size in (shape.head_dim, shape.d_state))
-
-
-def _layout(shape: Mamba2Sizes) -> Any:
-    from implicit_blocks.ops.kernels.mamba2_one_chunk import Layout
-
-    return Layout(shape.n_heads, shape.head_dim, shape.n_groups, shape.d_state)
 
 
 def _step_sizes(projected: Tensor, u: Tensor | None, dt_bias: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ I + 2GN convolved channels. What ``conv`` holds: x, B and C beside each other, a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -20,18 +20,12 @@ from torch import Tensor
 
 from implicit_blocks.ops.kernels.mamba2_parts import _load_sum
 
+if TYPE_CHECKING:
+    from implicit_blocks.ops.mamba2_mix import Mamba2Sizes
+
 HEADS_AT_ONCE = 16  # whose step sizes a program sums up
 BLOCK = 64  # tokens
 LAUNCH = {"num_warps": 4, "num_stages": 1}
-
-
-class Layout(NamedTuple):
-    """How channels are divided: heads H, their width P, groups G, state width N."""
-
-    heads: int
-    width: int
-    groups: int
-    states: int
 
 
 class Steps(NamedTuple):
@@ -66,16 +60,16 @@ def step_sizes(projected_BLU: Tensor, u_BLU: Tensor | None, dt_bias_H: Tensor, A
 
 
 def forward(
-    conv_BLC: Tensor, steps: Steps, D_H: Tensor, *, layout: Layout, return_state: bool
+    conv_BLC: Tensor, steps: Steps, D_H: Tensor, *, sizes: Mamba2Sizes, return_state: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Return ``y``, (B, L, I), and if asked the state after the sequences, (B, H, P, N) float32."""
     batch, length, _ = conv_BLC.shape
-    y = conv_BLC.new_empty(batch, length, layout.heads * layout.width)
-    shape = (batch, layout.heads, layout.width, layout.states)
+    y = conv_BLC.new_empty(batch, length, sizes.inner)
+    shape = (batch, sizes.n_heads, sizes.head_dim, sizes.d_state)
     state = torch.empty(shape, dtype=torch.float32, device=y.device) if return_state else None
     block = _block(length)
     with torch.cuda.device(y.device):
-        _forward[(batch * layout.heads,)](
+        _forward[(batch * sizes.n_heads,)](
             conv_BLC,
             *steps,
             D_H,
@@ -84,37 +78,37 @@ def forward(
             length,
             triton.cdiv(length, block),
             STATE=return_state,
-            **_constants(layout, block),
+            **_constants(sizes, block),
             **LAUNCH,
         )
     return y, state
 
 
 def backward(
-    dy_BLI: Tensor, conv_BLC: Tensor, steps: Steps, A_log_H: Tensor, D_H: Tensor, *, layout: Layout
+    dy_BLI: Tensor, conv_BLC: Tensor, steps: Steps, A_log_H: Tensor, D_H: Tensor, *, sizes: Mamba2Sizes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``conv`` (B, L, C), and in float32 of dt (B, H, L), A_log (H,) and D (H,)."""
     batch, length, _ = conv_BLC.shape
     block = _block(length)
     blocks = triton.cdiv(length, block)
-    pairs = batch * layout.groups
+    pairs = batch * sizes.n_groups
     dconv = torch.empty_like(conv_BLC)
     like_steps = (blocks, *steps.dt_BHL.shape)
     by_column = torch.empty(like_steps, dtype=torch.float32, device=dy_BLI.device)  # a tile's sum over t …
     by_row = torch.empty_like(by_column)  # … and over s
     tiles = dy_BLI.new_empty(pairs, blocks * (blocks + 1) // 2, block, block)
-    dD = torch.empty(batch, blocks, layout.heads, dtype=torch.float32, device=dy_BLI.device)
+    dD = torch.empty(batch, blocks, sizes.n_heads, dtype=torch.float32, device=dy_BLI.device)
     ddt, dA = torch.empty_like(steps.dt_BHL), torch.empty_like(steps.dt_BHL[:, :, 0])
-    constants = _constants(layout, block)
+    constants = _constants(sizes, block)
     with torch.cuda.device(dy_BLI.device):
         _products_backward[(tiles.shape[1] * pairs,)](
             dy_BLI, conv_BLC, *steps, tiles, by_column, by_row, length, batch, **constants, **LAUNCH
         )
         _maps_backward[(blocks * pairs,)](tiles, conv_BLC, dconv, length, blocks, **constants, num_warps=4)
-        _inputs_backward[(blocks * batch * layout.heads,)](
+        _inputs_backward[(blocks * batch * sizes.n_heads,)](
             dy_BLI, conv_BLC, *steps, D_H, dconv, dD, length, blocks, **constants, **LAUNCH
         )
-        _steps_backward[(batch * layout.heads,)](
+        _steps_backward[(batch * sizes.n_heads,)](
             *steps,
             A_log_H,
             by_column,
@@ -124,7 +118,7 @@ def backward(
             length,
             blocks,
             batch,
-            layout.heads,
+            sizes.n_heads,
             TOKENS=_padded(length),
             BLOCK=block,
         )
@@ -139,12 +133,12 @@ def _block(length: int) -> int:
     return min(BLOCK, _padded(length))
 
 
-def _constants(layout: Layout, block: int) -> dict[str, int]:
+def _constants(sizes: Mamba2Sizes, block: int) -> dict[str, int]:
     return {
-        "HEADS": layout.heads,
-        "P": layout.width,
-        "GROUPS": layout.groups,
-        "N": layout.states,
+        "HEADS": sizes.n_heads,
+        "P": sizes.head_dim,
+        "GROUPS": sizes.n_groups,
+        "N": sizes.d_state,
         "BLOCK": block,
     }
 
