@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from trainer.experiments.run_options import add_run_options
+
 HELP = "bAbI's stories in a row: explicit models of 1, 2, 4 layers, the implicit one, accuracy by task"
 
 
@@ -34,7 +36,6 @@ def add_options(made: argparse.ArgumentParser) -> None:
         default=["answers", "all"],
         help="what the training loss is over: answers (QA mode), all next words (LM mode); both",
     )
-    made.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="a run each (0)")
     made.add_argument(
         "--split",
         choices=("valid", "test"),
@@ -42,19 +43,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
         help="whose answers are asked (valid); nothing should be chosen by the test split",
     )
     made.add_argument("--sequences", type=int, metavar="N", help="rows to ask (default: all of the split)")
-    made.add_argument(
-        "--only-finished",
-        action="store_true",
-        help="train nothing: put together what other calls with this --output have trained",
-    )
-    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
-    made.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="path.to.key=value",
-        help="changes to the spec, for all models; what explicit ones don't know they leave out",
-    )
+    add_run_options(made)
 
 
 def carry_out(folder: Path, options: argparse.Namespace) -> str:

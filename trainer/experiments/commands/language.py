@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from trainer.experiments.run_options import add_run_options
+
 HELP = (
     "implicit models and their explicit twins on text: tokens, FLOPs, lengths, test-time compute, curricula"
 )
@@ -28,7 +30,6 @@ def add_options(made: argparse.ArgumentParser) -> None:
         default="full",
         help="the specs as they are, or narrow and short: minutes on a CPU (full)",
     )
-    made.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="a run each (0)")
     made.add_argument(
         "--bounded",
         type=float,
@@ -62,19 +63,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument(
         "--evaluations", type=int, default=10, metavar="N", help="on the way, for the curves (10)"
     )
-    made.add_argument(
-        "--only-finished",
-        action="store_true",
-        help="train nothing: put together what other calls with this --output have trained",
-    )
-    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
-    made.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="path.to.key=value",
-        help="changes to all specs; what explicit models don't know they leave out",
-    )
+    add_run_options(made)
 
 
 def carry_out(folder: Path, options: argparse.Namespace) -> str:

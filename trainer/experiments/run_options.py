@@ -1,0 +1,23 @@
+"""What every experiment that trains runs of its own is asked."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_run_options(made: argparse.ArgumentParser) -> None:
+    """Add seeds, the device, changes to the specs, and whether to train at all."""
+    made.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N", help="a run each (0)")
+    made.add_argument(
+        "--only-finished",
+        action="store_true",
+        help="train nothing: put together what other calls with this --output have trained",
+    )
+    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
+    made.add_argument(
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="path.to.key=value",
+        help="changes to all specs; what explicit models don't know they leave out",
+    )
