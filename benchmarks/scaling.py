@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--graphs", action="store_true", help="record CUDA graphs where weights are whole")
+    parser.add_argument("--late", action="store_true", help="exchange gradients after backward, to compare")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE", help="changes to the specs")
     parser.add_argument("--output", default="scaling")
@@ -89,8 +90,8 @@ def work(arguments: argparse.Namespace) -> None:
     """Measure every spec in every layout on the ranks that torchrun has started; rank 0 writes the rows."""
     ranks = join(arguments.device)
     rows = []
-    for name in arguments.specs:
-        for layout in ["none"] if ranks.alone else arguments.layouts:
+    for layout in ["none"] if ranks.alone else arguments.layouts:
+        for name in arguments.specs:
             row = {"spec": name, "gpus": ranks.world_size, "layout": layout}
             try:
                 row |= measure(name, layout, ranks, arguments)
@@ -121,6 +122,8 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
     unit = "layer" if layout_name == "layer" else "loop"
     kind = {"none": "auto", "layer": "fsdp"}.get(layout_name, layout_name)
     layout = lay_out(model, ParallelSpec.model_validate({"kind": kind, "unit": unit}), ranks)
+    if arguments.late:
+        model.backbone.gradients_by_layer = False
     optimizer = registry.build(run.training.optimizer, model=model)
     sequences = arguments.rows * arguments.micro_batches
     torch.manual_seed(1 + ranks.rank)
@@ -152,6 +155,7 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
     row = {
         "tokens_a_gpu": tokens,
         "iterations": None if result is None or result.search is None else result.search.iterations,
+        "first_step_seconds": round(times[0], 2),
         "step_seconds": round(seconds, 5),
         "tokens_per_second_a_gpu": round(tokens / seconds, 1),
         "tokens_per_second": round(ranks.world_size * tokens / seconds, 1),

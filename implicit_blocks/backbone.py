@@ -41,6 +41,8 @@ class Backbone(nn.Module):
         self.checkpoint: Literal["none", "steps", "layers"] = "none"
         """What backward computes again instead of keeping it: whole calls of the map, or its layers."""
         self.graphs: MapGraphs | None = None  # of the map, where they are wanted
+        self.gradients_by_layer = False
+        """Whether a layer's parameters have their gradients as backward leaves it, to be exchanged early."""
         if spec.weight_norm:
             add_weight_norm(self.layers)
 
@@ -117,12 +119,18 @@ class BoundMap:
         stream = Stream(z_BLD)
         with self.weights.in_use():
             for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
+                self._prepare(block)
                 stream = block(stream, self.u_BLU, state, context)
             return self.backbone.norm(*stream)  # type: ignore[no-any-return]  # as above
 
     def _layer(self, stream: Stream, block: Block, state: State, context: BlockContext) -> Stream:
         with self.weights.in_use():
+            self._prepare(block)
             return block(stream, self.u_BLU, state, context)  # type: ignore[no-any-return]  # as above
+
+    def _prepare(self, block: Block) -> None:
+        if self.backbone.gradients_by_layer and torch.is_grad_enabled():
+            self.weights.join_gradients(block)
 
     def commit(self, z_BLD: Tensor) -> tuple[Tensor, tuple[State, ...]]:
         """Return ``f(z)`` and every layer's state after the window."""

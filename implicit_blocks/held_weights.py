@@ -32,6 +32,7 @@ class HeldWeights:
     def __init__(self, *modules: nn.Module) -> None:
         # Holders have an attribute ``held``: our linear layers, and the weight norm of anything else.
         self._held: list[tuple[Any, Any]] = []
+        self._joined: dict[nn.Module, list[tuple[Any, Any]]] = {}
         for part in (part for module in modules for part in _modules(module)):
             if isinstance(part, SwiGLU):
                 part.choose_padding()  # before its layers' turn
@@ -72,6 +73,20 @@ class HeldWeights:
         leaves = pytree.tree_leaves([value for _, value in self._held])
         return [leaf for leaf in leaves if leaf is not None]
 
+    def join_gradients(self, layer: nn.Module) -> None:
+        """Have the gradients of a layer's parameters ready as soon as backward is through with the layer.
+
+        To be called within ``in_use``, before the layer, where gradients are recorded. Otherwise what made
+        the weights ready, before all calls of the map, goes backwards after all of them, and processes that
+        exchange gradients have nothing to exchange until the very end.
+        """
+        if (joined := self._joined.get(layer)) is None:
+            inside = {id(module) for module in layer.modules()}
+            own = [(holder, value) for holder, value in self._held if id(holder) in inside]
+            joined = self._joined[layer] = join(own, list(layer.parameters()))
+        for holder, value in joined:
+            holder.held = value
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Use the held weights within; where they are in use already this costs nothing."""
@@ -86,6 +101,45 @@ class HeldWeights:
         finally:
             for (holder, _), value in zip(self._held, before, strict=True):
                 holder.held = value
+
+
+def join(held: list[tuple[Any, Any]], parameters: list[nn.Parameter]) -> list[tuple[Any, Any]]:
+    """Return the same values behind one node of autograd made now, which hands their gradients on at once.
+
+    Backward goes through nodes in the order opposite to that in which they were made.
+    """
+    leaves, form = pytree.tree_flatten([value for _, value in held])
+    made = [leaf for leaf in leaves if _was_computed(leaf)]
+    if not made:
+        return held
+    sources = [parameter for parameter in parameters if parameter.requires_grad]
+    joined = iter(_Join.apply(made, *sources))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    leaves = [next(joined) if _was_computed(leaf) else leaf for leaf in leaves]
+    values = pytree.tree_unflatten(leaves, form)
+    return [(holder, value) for (holder, _), value in zip(held, values, strict=True)]
+
+
+def _was_computed(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad and not value.is_leaf
+
+
+class _Join(torch.autograd.Function):
+    """The identity on tensors made of parameters; in backward their gradients become the parameters'."""
+
+    @staticmethod
+    def forward(ctx: Any, made: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.made, ctx.parameters = made, parameters
+        return tuple(tensor.detach() for tensor in made)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+        reached = [(tensor, grad) for tensor, grad in zip(ctx.made, given, strict=True) if grad is not None]
+        if not reached:
+            return (None,) * (1 + len(ctx.parameters))
+        outputs, grads = zip(*reached, strict=True)
+        return (None, *torch.autograd.grad(outputs, ctx.parameters, grads, allow_unused=True))
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -19,11 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
+from implicit_blocks.backbone import Backbone
 from implicit_blocks.held_weights import WEIGHTS_COME_AND_GO
 from implicit_blocks.specs import ModelSpec
 from implicit_blocks.stopping import RankAgreement, fixed_budget
 from trainer.distributed.ranks import Ranks
 from trainer.specs.parallel import Kind, ParallelSpec, Spread
+
+BUCKET_MEGABYTES = 100
+"""Of gradients that DDP exchanges at once: messages long enough for a fast link's full speed, and so many
+that they go while backward computes."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +122,17 @@ def lay_out(
     )
     if spread.kind == "ddp":
         model = model.to(ranks.device)
+        for module in model.modules():
+            if isinstance(module, Backbone):
+                module.gradients_by_layer = True
         device_ids = [ranks.device.index] if on_cuda else None
         # No initial exchange: the ranks' weights are equal as they are built.
         wrapped = DistributedDataParallel(
-            model, device_ids=device_ids, init_sync=False, gradient_as_bucket_view=True
+            model,
+            device_ids=device_ids,
+            init_sync=False,
+            gradient_as_bucket_view=True,
+            bucket_cap_mb=BUCKET_MEGABYTES,
         )
         return Layout("ddp", ranks, model, wrapped)
     mesh = _mesh(spread, ranks)

@@ -1,0 +1,77 @@
+"""Weights held for a pass: whose gradients are ready when."""
+
+from __future__ import annotations
+
+import copy
+from itertools import groupby
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+from implicit_blocks.held_weights import HeldWeights
+
+SPECS = {
+    "mamba2": {"mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8}},
+    "llama": {"mixer": {"kind": "attention", "n_heads": 2}, "mlp": {"kind": "swiglu", "d_hidden": 20}},
+}
+
+
+@pytest.fixture(params=SPECS)
+def model(request: pytest.FixtureRequest) -> torch.nn.Module:
+    torch.manual_seed(0)
+    spec = {
+        "kind": "implicit_lm",
+        "d_model": 16,
+        "n_layers": 3,
+        "vocab_size": 32,
+        "gradient": {"kind": "phantom", "steps": 2},
+        "stopping": {"max_iterations": 3},
+        **SPECS[request.param],
+    }
+    return ib.build(ib.specs.ImplicitLMSpec.model_validate(spec))
+
+
+def arrivals(model: torch.nn.Module, checkpoint: str) -> list[str]:
+    """Go backwards once; return the parameters in the order in which their gradients are ready."""
+    names: list[str] = []
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
+        for name, parameter in model.named_parameters()
+    ]
+    model.checkpoint_activations(checkpoint)
+    model.zero_grad()
+    ids = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(ids[:, :-1], labels=ids[:, 1:]).loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return names
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "steps", "layers"])
+def test_by_layer_the_same_gradients_are_ready_earlier(model: torch.nn.Module, checkpoint: str) -> None:
+    early = copy.deepcopy(model)
+    early.backbone.gradients_by_layer = True
+    late_order, early_order = arrivals(model, checkpoint), arrivals(early, checkpoint)
+    assert sorted(late_order) == sorted(early_order)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(early.get_parameter(name).grad, parameter.grad, rtol=0, atol=0)
+
+    def layers(order: list[str]) -> list[str]:
+        inside = [name.split(".")[2] for name in order if name.startswith("backbone.layers")]
+        return [layer for layer, _ in groupby(inside)]
+
+    assert layers(early_order) == ["2", "1", "0"]
+    assert layers(late_order) != ["2", "1", "0"]
+
+
+def test_leaves_keep_their_own_gradients(model: torch.nn.Module) -> None:
+    """As those that a recorded graph works on."""
+    layer = model.backbone.layers[0]
+    held = HeldWeights(layer)
+    leaves = held.copied().as_leaves(held)
+    with leaves.in_use():
+        leaves.join_gradients(layer)
+        used = [holder.held for holder, _ in leaves._held]
+    assert all(a is b for a, (_, b) in zip(used, leaves._held, strict=True))
