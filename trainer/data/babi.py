@@ -14,7 +14,7 @@ import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ SPLITS = ("train", "valid", "test")
 PADDING = "<pad>"
 _NAME = re.compile(r"(?:^|/)(?P<set>[^/]*)/?qa(?P<task>\d+)_(?:[a-z-]+_)?(?P<split>train|valid|test)\.txt$")
 _WORDS = re.compile(r"[^\s.?]+|[.?]")
+_Number = TypeVar("_Number", np.int16, np.int8)
 
 
 class Story(NamedTuple):
@@ -162,17 +163,16 @@ class CatbAbI(DataSource):
         only_task: int | None = None,
     ) -> None:
         ids = {word: number for number, word in enumerate(vocabulary)}
-        self._stories = [
-            (
-                np.array([ids[word] for word in story.words], dtype=np.int64),
-                np.array([story.task if answer else 0 for answer in story.answers], dtype=np.int64),
-            )
-            for story in stories
-        ]
+        # All stories one behind the other in two arrays: an epoch takes them in its order at one stroke.
+        self._words = np.array([ids[word] for story in stories for word in story.words], dtype=np.int16)
+        self._tasks = np.array(
+            [story.task if answer else 0 for story in stories for answer in story.answers], dtype=np.int8
+        )
+        self._lengths = np.array([len(story.words) for story in stories], dtype=np.int64)
         self._vocabulary, self._length, self._seed, self._scoring = vocabulary, length, seed, scoring
         self._held_out, self._only_task = held_out, only_task
-        self.total = sum(len(words) for words, _ in self._stories)
-        self._epoch: tuple[int, npt.NDArray[np.int64], npt.NDArray[np.int64]] | None = None
+        self.total = len(self._words)
+        self._epoch: tuple[int, npt.NDArray[np.int16], npt.NDArray[np.int8]] | None = None
         rows = self._rows(0)[1]
         self._kept = np.arange(len(rows))
         if only_task is not None:
@@ -193,48 +193,53 @@ class CatbAbI(DataSource):
         """Rows in an epoch."""
         return len(self._kept)
 
-    def _rows(self, epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _rows(self, epoch: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int8]]:
         """Return words and the tasks of answers (0 elsewhere), (rows, length + 1)."""
         kept = self._epoch
         if kept is None or kept[0] != epoch:
-            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._stories))
-            rows = -(-self.total // self._length)
-            both = []
-            for part in (0, 1):
-                stream = np.zeros(rows * self._length + 1, dtype=np.int64)
-                stream[: self.total] = np.concatenate([self._stories[index][part] for index in order])
-                both.append(
-                    np.lib.stride_tricks.sliding_window_view(stream, self._length + 1)[:: self._length]
-                )
-            kept = self._epoch = epoch, both[0], both[1]
+            order = np.random.default_rng((self._seed, epoch)).permutation(len(self._lengths))
+            lengths = self._lengths[order]
+            # Where each word of the epoch stands among all: its story's first word there, and so many on.
+            behind = (np.cumsum(self._lengths) - self._lengths)[order] - (np.cumsum(lengths) - lengths)
+            places = np.repeat(behind, lengths) + np.arange(self.total)
+            kept = self._epoch = epoch, self._cut(self._words[places]), self._cut(self._tasks[places])
         return kept[1], kept[2]
+
+    def _cut(self, stream: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+        """Return rows (rows, length + 1) of a stream, each beginning with the last one's last token."""
+        rows = -(-self.total // self._length)
+        whole = np.zeros(rows * self._length + 1, dtype=stream.dtype)
+        whole[: self.total] = stream
+        return np.lib.stride_tricks.sliding_window_view(whole, self._length + 1)[:: self._length]
+
+    def _taken(self, position: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return words and tasks of the rows at positions [position, position + count), copies."""
+        parts: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int8]]] = []
+        while count > 0:
+            epoch, index = divmod(position, self.samples)
+            words, tasks = self._rows(epoch)
+            lines = self._kept[index : index + count]
+            parts.append((words[lines], tasks[lines]))
+            position, count = position + len(lines), count - len(lines)
+        words_of, tasks_of = zip(*parts, strict=True)
+        return np.concatenate(words_of).astype(np.int64), np.concatenate(tasks_of).astype(np.int64)
 
     def batch(self, position: int, count: int) -> Batch:
         """See `DataSource.batch`."""
         check_range(position, count)
-        inputs = np.empty((count, self._length), dtype=np.int64)
-        labels = np.empty_like(inputs)
-        for row in range(count):
-            epoch, index = divmod(position + row, self.samples)
-            words, tasks = self._rows(epoch)
-            line = self._kept[index]
-            inputs[row], labels[row] = words[line, :-1], words[line, 1:]
-            answered = tasks[line, 1:]
-            if self._only_task is not None:
-                scored = answered == self._only_task
-            else:
-                scored = answered > 0 if self._scoring == "answers" else labels[row] > 0
-            labels[row][~scored] = IGNORED
-        return Batch(inputs=torch.from_numpy(inputs), labels=torch.from_numpy(labels))
+        words, tasks = self._taken(position, count)
+        labels, answered = words[:, 1:].copy(), tasks[:, 1:]
+        if self._only_task is not None:
+            scored = answered == self._only_task
+        else:
+            scored = answered > 0 if self._scoring == "answers" else labels > 0
+        labels[~scored] = IGNORED
+        return Batch(inputs=torch.from_numpy(words[:, :-1].copy()), labels=torch.from_numpy(labels))
 
     def tasks(self, position: int, count: int) -> torch.Tensor:
         """Give the task that each label of `batch` answers, int64 (count, L), 0 where it answers none."""
         check_range(position, count)
-        found = np.empty((count, self._length), dtype=np.int64)
-        for row in range(count):
-            epoch, index = divmod(position + row, self.samples)
-            found[row] = self._rows(epoch)[1][self._kept[index], 1:]
-        return torch.from_numpy(found)
+        return torch.from_numpy(self._taken(position, count)[1][:, 1:].copy())
 
     def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
         """One set of all answers, ``L200``, and one a task, ``qa1_L200``: its answers in the same rows.

@@ -65,6 +65,7 @@ def run(
     scoring: Sequence[str] = ("answers", "all"),
     seeds: Sequence[int] = (0,),
     split: str = "valid",
+    lengths: Sequence[int] = (),
     sequences: int | None = None,
     device: str = "auto",
     changes: Sequence[str] = (),
@@ -81,6 +82,8 @@ def run(
         scoring: what the loss of training is over, ``answers`` or ``all``; a run each.
         seeds: a run each.
         split: whose answers are asked, ``valid`` or ``test``.
+        lengths: tokens in the rows that are asked; as in training by default. A longer row cuts fewer
+            stories in two: it stands for a state that is carried over from row to row.
         sequences: how many rows of the split; None: all.
         device: name of the device.
         changes: to the spec.
@@ -93,6 +96,9 @@ def run(
     wanted = [_asked(name) for name in models]
     if sequences is not None and sequences < 1:
         raise ValueError(f"sequences is {sequences}; choose at least 1")
+    for length in lengths:
+        if length < 1:
+            raise ValueError(f"length {length}: choose at least 1")
     place = choose_device(device)
     common = [*(LAPTOP if laptop else ()), f"data.path={data}", *changes]
     plan = [
@@ -101,16 +107,17 @@ def run(
         for seed in seeds
         for asked in wanted
     ]
-    source = _source(plan[0][3], split)
+    sources = {length: _source(plan[0][3], split, length) for length in lengths or (plan[0][3].data.length,)}
     rows = []
     for asked, mode, seed, made in plan:
         name = f"{asked.name}-{mode}-{seed}"
         if only_finished and not is_finished(folder / "runs" / name):
             continue
         finished = train(made, folder / "runs" / name, name=name, device=device)
-        count = min(sequences or source.samples, source.samples)
-        answers = _answers(finished, source, split=split, rows=count, device=place)
-        rows.append(_row(asked, mode, seed, finished, answers))
+        for length, source in sources.items():
+            count = min(sequences or source.samples, source.samples)
+            answers = _answers(finished, source, split=split, rows=count, device=place)
+            rows.append(_row(asked, mode, seed, length, finished, answers))
     if not rows:
         raise ValueError(f"{folder} holds no finished run of these; leave --only-finished out to train them")
     written = {
@@ -148,11 +155,12 @@ def _spec(spec: str, asked: Asked, changes: Sequence[str]) -> RunSpec:
     return made.model_copy(update={"evaluation": few})
 
 
-def _source(spec: RunSpec, split: str) -> CatbAbI:
-    """Return the split's rows, answers scored."""
+def _source(spec: RunSpec, split: str, length: int) -> CatbAbI:
+    """Return the split's rows of so many tokens, answers scored."""
     fields = spec.data.model_copy(update={"held_out": split})
     data = build(fields, seed=spec.training.seed, vocab_size=getattr(spec.model, "vocab_size", None))
-    source = next(iter(data.evaluation_sets(spec.evaluation.at(spec.data.length)).values())).source
+    asked = spec.evaluation.model_copy(update={"lengths": (length,), "length_multiples": ()})
+    source = next(iter(data.evaluation_sets(asked).values())).source
     assert isinstance(source, CatbAbI)
     return source
 
@@ -161,7 +169,7 @@ def _answers(
     finished: Finished, source: CatbAbI, *, split: str, rows: int, device: torch.device
 ) -> dict[str, Any]:
     """Return counts by task and how the search went, from the run's folder where it has been asked before."""
-    path = finished.folder / f"answers-{split}-{rows}.json"
+    path = finished.folder / f"answers-{split}-{source.length}-{rows}.json"
     if path.is_file():
         kept: dict[str, Any] = read_json(path)
         return kept
@@ -169,7 +177,7 @@ def _answers(
         load_model(finished, device),
         source,
         rows=rows,
-        batch_size=finished.spec.evaluation.batch_size,
+        batch_size=max(1, finished.spec.evaluation.batch_size * finished.spec.data.length // source.length),
         device=device,
         precision=finished.spec.training.precision,
     )
@@ -223,7 +231,7 @@ def _counts(by_task: Tensor) -> dict[str, int]:
 
 
 def _row(
-    asked: Asked, mode: str, seed: int, finished: Finished, answers: Mapping[str, Any]
+    asked: Asked, mode: str, seed: int, length: int, finished: Finished, answers: Mapping[str, Any]
 ) -> dict[str, Any]:
     right, all_of = answers["correct"], answers["asked"]
     by_task = {
@@ -235,6 +243,7 @@ def _row(
         "model": asked.name,
         "scoring": mode,
         "seed": seed,
+        "length": length,
         "parameters": summary["parameters"],
         "steps": summary["steps"],
         "seconds": summary["seconds"],
@@ -248,7 +257,9 @@ def _row(
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return accuracies by task, a column a model, and what they come to."""
-    heads = [f"{row['model']} {MODES[row['scoring']].split()[0]} {row['seed']}" for row in rows]
+    heads = [
+        f"{row['model']} {MODES[row['scoring']].split()[0]} {row['seed']} L{row['length']}" for row in rows
+    ]
     width = max(map(len, heads))
     lines = ["task     " + "  ".join(head.rjust(width) for head in heads)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,20 +19,29 @@ MODES = {"answers": "QA mode", "all": "LM mode"}
 def draw(written: Mapping[str, Any]) -> Figure:
     """Draw accuracies of all answers, and of each task's, the mean over seeds."""
     rows: list[dict[str, Any]] = written["models"]
-    modes = list(dict.fromkeys(row["scoring"] for row in rows))
+    lengths = list(dict.fromkeys(row["length"] for row in rows))
+    modes = [  # of training, and tokens in the rows that were asked
+        (mode, length)
+        for mode in dict.fromkeys(row["scoring"] for row in rows)
+        for length in lengths
+        if any((row["scoring"], row["length"]) == (mode, length) for row in rows)
+    ]
     names = list(dict.fromkeys(row["model"] for row in rows))
     figure = new_figure(
         width=15.0, height=5.4, title=f"CatbAbI, {written['split']} split: accuracy of the answers"
     )
     bars, heat = figure.subplots(1, 2, width_ratios=(1, 1.7))
-    colors = (BLUE, ORANGE, GREEN)
+    colors = (BLUE, ORANGE, GREEN, GREY)
     for index, mode in enumerate(modes):
-        for place, name in enumerate(names):
-            found = [100 * row["accuracy"] for row in rows if (row["model"], row["scoring"]) == (name, mode)]
+        known = [name for name in names if any(_is(row, name, mode) for row in rows)]
+        for name in known:
+            found = [100 * row["accuracy"] for row in rows if _is(row, name, mode)]
+            place = names.index(name)
             at = place + (index - (len(modes) - 1) / 2) * 0.8 / len(modes)
-            label = MODES[mode] if place == 0 else None
+            label = _mode(mode, lengths) if name == known[0] else None
             mean = sum(found) / len(found)
-            bars.bar(at, mean, 0.8 / len(modes) * 0.94, color=colors[index], alpha=0.85, label=label)
+            color = colors[index % len(colors)]
+            bars.bar(at, mean, 0.8 / len(modes) * 0.94, color=color, alpha=0.85, label=label)
             bars.plot([at] * len(found), found, ".", color="black", markersize=4)
             bars.annotate(f"{mean:.1f}", (at, mean), ha="center", va="bottom", fontsize=8)
     for name, value in written["published"].items():
@@ -52,14 +61,14 @@ def draw(written: Mapping[str, Any]) -> Figure:
     bars.set_ylim(0, 105)
     finish(bars, title="All answers; dotted: as published elsewhere", x="model and layers", y="%")
     bars.legend(frameon=False, fontsize=9, loc="lower left")
-    lines = [(name, mode) for mode in modes for name in names]
+    lines = [(name, mode) for mode in modes for name in names if any(_is(row, name, mode) for row in rows)]
     values = torch.full((len(lines), len(TASKS)), torch.nan)
     for row in range(len(lines)):
         for column, task in enumerate(TASKS):
             found = [
                 one["by_task"][str(task)]
                 for one in rows
-                if (one["model"], one["scoring"]) == lines[row] and one["by_task"][str(task)] is not None
+                if _is(one, *lines[row]) and one["by_task"][str(task)] is not None
             ]
             values[row, column] = 100 * sum(found) / len(found) if found else torch.nan
     heat.imshow(values.numpy(), cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
@@ -68,7 +77,16 @@ def draw(written: Mapping[str, Any]) -> Figure:
             if not values[row, column].isnan():
                 heat.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", fontsize=8)
     heat.set_xticks(range(len(TASKS)), [str(task) for task in TASKS])
-    heat.set_yticks(range(len(lines)), [f"{name}, {mode and MODES[mode][:2]}" for name, mode in lines])
+    heat.set_yticks(range(len(lines)), [f"{name}, {_mode(mode, lengths)}" for name, mode in lines])
     heat.set_title("By task, %", fontsize=11)
     heat.set_xlabel("bAbI task")
     return figure
+
+
+def _is(row: Mapping[str, Any], name: str, mode: tuple[str, int]) -> bool:
+    return (row["model"], (row["scoring"], row["length"])) == (name, mode)
+
+
+def _mode(mode: tuple[str, int], lengths: Sequence[int]) -> str:
+    """Return how a mode is called; the rows' length is said where there are several."""
+    return MODES[mode[0]] + (f", rows of {mode[1]}" if len(lengths) > 1 else "")

@@ -58,6 +58,14 @@ def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
     assert summary.stat().st_mtime_ns == before
     assert not (folder / "runs/implicit-1-all-0").exists()
 
+    assert main([*arguments, "--only-finished", "--lengths", "16", "64"]) == 0
+    written = json.loads((folder / "catbabi.json").read_text())
+    rows = [(row["model"], row["length"], row["answers"]) for row in written["models"]]
+    models = ("implicit-1", "explicit-2")
+    assert rows == [(model, length, len(TASKS)) for model in models for length in (16, 64)]
+    assert main([*arguments, "--lengths", "0"]) == 2
+    assert "length 0: choose at least 1" in capsys.readouterr().err
+
     assert main([*arguments[:-1], "evaluation.sequences=1"]) == 2
     assert "holds a run of other settings (evaluation.sequences: 2 → 1)" in capsys.readouterr().err
 

@@ -42,6 +42,14 @@ def add_options(made: argparse.ArgumentParser) -> None:
         default="valid",
         help="whose answers are asked (valid); nothing should be chosen by the test split",
     )
+    made.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="tokens in the rows that are asked (default: as in training); longer ones cut fewer stories",
+    )
     made.add_argument("--sequences", type=int, metavar="N", help="rows to ask (default: all of the split)")
     add_run_options(made)
 
@@ -59,6 +67,7 @@ def carry_out(folder: Path, options: argparse.Namespace) -> str:
         scoring=options.scoring,
         seeds=options.seeds,
         split=options.split,
+        lengths=options.lengths,
         sequences=options.sequences,
         device=options.device,
         changes=options.set,
