@@ -3,7 +3,7 @@
 #   make demo       train the implicit model and its explicit twin on S3, side by side; draw the comparison
 #   make test       lint, types, tests
 #   make test-all   the same with the tests that take minutes
-#   make test-gpu   the tests that need a CUDA device
+#   make test-gpu   the tests that need a CUDA device; what came of them: benchmarks/results/gpu_tests.json
 #   make docs       build the documentation into build/site
 #   make format     let ruff sort out the layout
 #   make clean      forget the virtual environment and what tools left behind
@@ -43,7 +43,7 @@ test-all: lint types
 	@$(BIN)/python -m pytest -n $(JOBS) -m "not gpu"
 
 test-gpu: setup-dev
-	@$(BIN)/python -m pytest -m gpu
+	@$(BIN)/python benchmarks/gpu_tests.py --processes $(JOBS)
 
 lint: setup-dev
 	@$(BIN)/ruff check --quiet

@@ -100,6 +100,7 @@ def test_where_every_row_overflows_nothing_is_hidden(ids, monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_on_a_gpu(mixer, dtype, ids, monkeypatch):
