@@ -8,7 +8,7 @@ Each combination is a run of the spec, one after the other on one device, ended 
 latest. An explicit model sees the same phases of data, in so many more steps (``--explicit-steps`` times)
 that it takes about as long. Accuracy is that of the last 10 tokens, read at convergence, with residuals and
 the share of sequences that converged beside it. ``--start-from FILE`` begins with the weights of a run, a
-checkpoint or a safetensors file.
+checkpoint or a safetensors file. ``--precisely TOLERANCE`` tests a second time, in float32 to that tolerance.
 """
 
 from __future__ import annotations
@@ -19,10 +19,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from report import machine, write
 
-from trainer.experiments.runs import train
+from trainer.data.word_problem import build as build_data
+from trainer.devices import choose_device
+from trainer.evaluation import evaluate
+from trainer.experiments.runs import Finished, load_model, train
 from trainer.experiments.word_problem_specs import IMPLICIT, varied
+
+KEPT = ("identity_probability", "length", "sequences", "accuracy_last", "accuracy", "iterations",
+        "iterations_max", "residual", "residual_max", "non_converged", "token_converged",
+        "seconds")  # fmt: skip
 
 
 def main() -> None:
@@ -40,6 +48,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--explicit-steps", type=float, default=1.0, metavar="TIMES")
     parser.add_argument("--start-from", type=Path, metavar="FILE")
+    parser.add_argument("--precisely", type=float, metavar="TOLERANCE", help="test in float32 too")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", default="word_problems", help="name of the file in benchmarks/results")
@@ -95,8 +104,9 @@ def measure(
     name = f"{options.output}-{group}-{model}-{layers}-{rate or 'own'}-seed{seed}"
     finished = train(spec, options.runs / f"{name}-{began}", name=name, device=options.device)
     summary = finished.summary
-    kept = ("identity_probability", "length", "sequences", "accuracy_last", "accuracy", "iterations",
-            "iterations_max", "residual", "residual_max", "non_converged", "token_converged")  # fmt: skip
+    tests = [{key: test[key] for key in KEPT} for test in summary["evaluation"]]
+    if options.precisely is not None and model in IMPLICIT:
+        tests += precise_tests(finished, tolerance=options.precisely, device=options.device)
     return {
         "group": group,
         "model": model,
@@ -109,8 +119,31 @@ def measure(
         "tokens": summary["tokens"],
         "training_minutes": round(sum(row["step_seconds"] for row in finished.metrics) / 60, 2),
         "minutes": round(summary["seconds"] / 60, 2),
-        "tests": [{key: test[key] for key in kept} for test in summary["evaluation"]],
+        "tests": tests,
     }
+
+
+def precise_tests(finished: Finished, *, tolerance: float, device: str) -> list[dict[str, Any]]:
+    """Test a run's last weights in float32 on the same sequences, to a tolerance."""
+    evaluation, at = finished.spec.evaluation.at(finished.spec.data.length), choose_device(device)
+    model = load_model(finished, at)
+    spec = model.spec
+    stopping = spec.at_evaluation.stopping.model_copy(update={"tolerance": tolerance})
+    own = spec.at_evaluation.model_copy(update={"stopping": stopping})
+    model.reconfigure(spec.model_copy(update={"at_evaluation": own}))
+    data = build_data(finished.spec.data, seed=finished.spec.training.seed)
+    with torch.no_grad():
+        results = evaluate(
+            model,
+            data.evaluation_sets(evaluation).values(),
+            device=at,
+            precision="float32",
+            batch_size=evaluation.batch_size,
+            last_tokens=evaluation.last_tokens,
+            window_length=evaluation.window_length,
+        )
+    rows = [result.as_row(by_position=False) for result in results]
+    return [{**{key: row[key] for key in KEPT}, "float32_to": tolerance} for row in rows]
 
 
 def shown(row: dict[str, Any]) -> list[str]:
@@ -118,7 +151,8 @@ def shown(row: dict[str, Any]) -> list[str]:
     line = [f"{row['group']} {row['model']} x{row['layers']} lr {row['learning_rate']:g} seed {row['seed']}:"]
     line.append(f"{row['steps']} steps, {row['training_minutes']:.1f} minutes;")
     for test in row["tests"]:
-        found = f"p{test['identity_probability']:g} L{test['length']} {test['accuracy_last']:.2%}"
+        precise = " in float32" if "float32_to" in test else ""
+        found = f"p{test['identity_probability']:g} L{test['length']}{precise} {test['accuracy_last']:.2%}"
         if test["residual"] is not None:
             converged = 1 - test["non_converged"]
             found += f" ({test['iterations']:.0f} it, res {test['residual']:.0e}, {converged:.0%} converged)"
