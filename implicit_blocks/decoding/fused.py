@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,9 @@ from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.rotary import rotation_tables
 from implicit_blocks.solvers import Picard
+
+if TYPE_CHECKING:
+    from implicit_blocks.ops.kernels.decoding import Branch
 
 _LOG = logging.getLogger(__name__)
 
@@ -218,7 +221,7 @@ class _Layer:
         self.mlp = None if block.mlp is None else _SwiGLU(block.mlp)
         self.mlp_norm = block.mlp_norm
 
-    def __call__(self, z: Tensor, branch: Tensor | None, step: _Step) -> tuple[Tensor, Tensor | None]:
+    def __call__(self, z: Tensor, branch: Branch | None, step: _Step) -> tuple[Tensor, Branch | None]:
         z, branch = self.mixer(z, branch, self.norm, step)
         if self.mlp is not None and self.mlp_norm is not None:
             return self.mlp(z, branch, self.mlp_norm)
@@ -232,10 +235,10 @@ class _Mamba2:
         self.conv_weight = mixer.conv.weight.detach().contiguous()
 
     def __call__(
-        self, z: Tensor, branch: Tensor | None, norm: RMSNorm, step: _Step
-    ) -> tuple[Tensor, Tensor | None]:
-        from implicit_blocks.ops.kernels.decoding import Mamba2Inputs, add_norm, linear_rows
-        from implicit_blocks.ops.kernels.decoding_mixers import prepare_mamba2, scan_step
+        self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: _Step
+    ) -> tuple[Tensor, Branch | None]:
+        from implicit_blocks.ops.kernels.decoding import Branch, Mamba2Inputs, add_norm, linear_rows
+        from implicit_blocks.ops.kernels.decoding_mamba2 import prepare_mamba2, scan_step
 
         few, mixer, into = len(z) <= FEW, self.mixer, self.in_proj
         inputs = Mamba2Inputs(
@@ -261,7 +264,11 @@ class _Mamba2:
         else:
             z, normed = add_norm(z, branch, norm.weight, eps=norm.eps, dtype=into.weight.dtype)
             prepared = prepare_mamba2(into(normed), step.u_SU, step.rows_R, inputs)
-        mixed = scan_step(
+        out, gated = self.out_proj, mixer.norm
+        dtype = out.weight.dtype
+        # A norm's divisor can follow the product, where nothing overflows for want of it.
+        later = not few and gated.groups == 1 and out.bias is None and dtype != torch.float16
+        mixed, squares = scan_step(
             prepared,
             step.rows_R,
             step.committing_R,
@@ -269,15 +276,17 @@ class _Mamba2:
             A_log_H=mixer.A_log,
             D_H=mixer.D,
             groups=mixer.spec.n_groups,
+            norm_I=gated.weight if later else None,
+            dtype=dtype if later else torch.float32,
         )
-        out, gated = self.out_proj, mixer.norm
+        if later:
+            return z, Branch(out(mixed), squares, mixer.d_inner, gated.eps)
         if few and gated.groups == 1:
             return linear_rows(mixed, out.weight, out.bias, norm_K=gated.weight, eps=gated.eps, z_RM=z), None
-        dtype = out.weight.dtype
         _, normed = add_norm(mixed, None, gated.weight, eps=gated.eps, groups=gated.groups, dtype=dtype)
         if few:
             return linear_rows(normed, out.weight, out.bias, z_RM=z), None
-        return z, out(normed)
+        return z, Branch(out(normed))
 
 
 class _Attention:
@@ -286,10 +295,10 @@ class _Attention:
         self.in_proj, self.out_proj = _held(mixer.in_proj), _held(mixer.out_proj)
 
     def __call__(
-        self, z: Tensor, branch: Tensor | None, norm: RMSNorm, step: _Step
-    ) -> tuple[Tensor, Tensor | None]:
-        from implicit_blocks.ops.kernels.decoding import add_norm, linear_rows
-        from implicit_blocks.ops.kernels.decoding_mixers import attention_step
+        self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: _Step
+    ) -> tuple[Tensor, Branch | None]:
+        from implicit_blocks.ops.kernels.decoding import Branch, add_norm, linear_rows
+        from implicit_blocks.ops.kernels.decoding_attention import attention_step
 
         few = len(z) <= FEW
         into, out = self.in_proj, self.out_proj
@@ -322,7 +331,7 @@ class _Attention:
         )
         if few:
             return linear_rows(y, out.weight, out.bias, z_RM=z), None
-        return z, out(y)
+        return z, Branch(out(y))
 
 
 class _SwiGLU:
@@ -330,8 +339,8 @@ class _SwiGLU:
         assert isinstance(mlp, SwiGLU)
         self.gate, self.up, self.out = _held(mlp.gate_proj), _held(mlp.up_proj), _held(mlp.out_proj)
 
-    def __call__(self, z: Tensor, branch: Tensor | None, norm: RMSNorm) -> tuple[Tensor, Tensor | None]:
-        from implicit_blocks.ops.kernels.decoding import add_norm, linear_rows, silu_product
+    def __call__(self, z: Tensor, branch: Branch | None, norm: RMSNorm) -> tuple[Tensor, Branch | None]:
+        from implicit_blocks.ops.kernels.decoding import Branch, add_norm, linear_rows, silu_product
 
         if len(z) <= FEW:
             hidden = linear_rows(
@@ -345,7 +354,7 @@ class _SwiGLU:
             )
             return linear_rows(hidden, self.out.weight, self.out.bias, z_RM=z), None
         z, normed = add_norm(z, branch, norm.weight, eps=norm.eps, dtype=self.up.weight.dtype)
-        return z, self.out(silu_product(self.gate(normed), self.up(normed)))
+        return z, Branch(self.out(silu_product(self.gate(normed), self.up(normed))))
 
 
 def _held(layer: nn.Module) -> _Matrix:

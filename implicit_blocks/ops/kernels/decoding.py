@@ -44,6 +44,19 @@ class Mamba2Inputs(NamedTuple):
         return (*tensors, self.inner, self.taps_SWC.shape[2])
 
 
+class Branch(NamedTuple):
+    """What is still to be added to the residual stream: ``value_RD``, perhaps not normalized yet.
+
+    With ``squares_RX`` it is the product of a matrix and something whose RMS norm, over ``width`` features
+    with ``eps``, lacks the divisor: these are its squares, in parts.
+    """
+
+    value_RD: Tensor
+    squares_RX: Tensor | None = None
+    width: int = 1
+    eps: float = 0.0
+
+
 def linear_rows(
     x_RK: Tensor,
     weight_MK: Tensor,
@@ -116,7 +129,7 @@ def linear_rows(
 
 def add_norm(
     z_RD: Tensor,
-    branch_RD: Tensor | None,
+    branch: Branch | None,
     weight_D: Tensor,
     *,
     eps: float,
@@ -125,24 +138,32 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return ``z + branch`` in z's type, z itself without a branch, and ``rms(z + branch) · w`` in ``dtype``.
 
-    With ``groups`` the mean square is that of each of so many equal parts.
+    A branch that lacks its divisor is divided first. With ``groups`` the mean square is that of each of so
+    many equal parts.
     """
     rows, width = z_RD.shape
-    total = z_RD if branch_RD is None else torch.empty_like(z_RD)
+    added = Branch(z_RD) if branch is None else branch
+    squares = added.squares_RX
+    total = z_RD if branch is None else torch.empty_like(z_RD)
     normed = torch.empty(rows, width, dtype=dtype, device=z_RD.device)
     part = width // groups
     block = triton.next_power_of_2(part)
     with on_device(z_RD.device):
         _add_norm[(rows, groups)](
             z_RD,
-            z_RD if branch_RD is None else branch_RD,
+            added.value_RD,
+            z_RD if squares is None else squares,
             weight_D,
             total,
             normed,
             width,
             part,
             eps,
-            HAS_BRANCH=branch_RD is not None,
+            added.width,
+            added.eps,
+            HAS_BRANCH=branch is not None,
+            PARTS=0 if squares is None else squares.shape[1],
+            BLOCK_X=1 if squares is None else triton.next_power_of_2(squares.shape[1]),
             BLOCK=block,
             num_warps=min(16, max(1, block // 256)),
         )
@@ -292,13 +313,18 @@ def _linear_rows(
 def _add_norm(
     z_ptr,
     branch_ptr,
+    squares_ptr,
     w_ptr,
     total_ptr,
     out_ptr,
     D,
     part,
     eps,
+    branch_width,
+    branch_eps,
     HAS_BRANCH: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_X: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * D
@@ -307,7 +333,12 @@ def _add_norm(
     column = tl.program_id(1) * part + place
     z = tl.load(z_ptr + row + column, mask=real, other=0.0).to(tl.float32)
     if HAS_BRANCH:
-        z += tl.load(branch_ptr + row + column, mask=real, other=0.0).to(tl.float32)
+        branch = tl.load(branch_ptr + row + column, mask=real, other=0.0).to(tl.float32)
+        if PARTS > 0:
+            piece = tl.arange(0, BLOCK_X)
+            squares = tl.load(squares_ptr + tl.program_id(0) * PARTS + piece, mask=piece < PARTS, other=0.0)
+            branch *= 1.0 / tl.sqrt(tl.sum(squares) / branch_width + branch_eps)
+        z += branch
         tl.store(total_ptr + row + column, z, mask=real)
     scale = 1.0 / tl.sqrt(tl.sum(z * z) / part + eps)
     w = tl.load(w_ptr + column, mask=real, other=0.0).to(tl.float32)

@@ -1,0 +1,201 @@
+"""Attention of one token in each of a few rows to what its lane keeps, all between the projections at once.
+
+What it must cost is reading the keys and values that count, once. So a program takes one head of one row (and
+a part of its past, where there are few rows), blocks of the past are on their way while those before them are
+worked on, and nothing passes between threads on the way: each of a block's places has a maximum, a sum and a
+result of its own until the end.
+
+Shape legend: S lanes, R rows of a step, each in a lane; U projection width, H heads, K key and value heads,
+P head width, T room for tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from implicit_blocks.ops.kernels.decoding import on_device
+
+SPAN = 1024  # tokens of the past that a program takes by itself
+PROGRAMS = 264  # of attention that keep a card busy: two a multiprocessor of an H100
+
+
+def attention_step(
+    projected_RU: Tensor,
+    u_SU: Tensor | None,
+    rows_R: Tensor,
+    lengths_R: Tensor,
+    keys_SKTP: Tensor,
+    values_SKTP: Tensor,
+    cos_TF: Tensor,
+    sin_TF: Tensor,
+    *,
+    n_heads: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Return attention of one token in each row's lane to itself and those before it, (R, H · P).
+
+    Its key and value are written behind the lane's tokens, where they count once it is committed.
+
+    Args:
+        projected_RU: q, k, v, contiguous.
+        u_SU: the injection of each lane; None: there is none, or it has been added.
+        rows_R: int64, the lane of each row, all different.
+        lengths_R: int64, tokens that each row's lane has committed.
+        keys_SKTP: rotated keys of all lanes, P a power of 2.
+        values_SKTP: values of all lanes.
+        cos_TF: cosines of the rotation at each position, F = P / 2.
+        sin_TF: sines.
+        n_heads: H.
+        dtype: of the result.
+
+    """
+    _, kv_heads, room, head_dim = keys_SKTP.shape
+    rows, device = len(rows_R), keys_SKTP.device
+    out = torch.empty(rows, n_heads * head_dim, dtype=dtype, device=device)
+    # A long past of few heads is shared out among more programs, and what they found is joined.
+    splits = min(triton.cdiv(room, SPAN), triton.cdiv(PROGRAMS, n_heads * rows))
+    found, sums = out, out
+    if splits > 1:
+        found = torch.empty(rows * n_heads, splits, head_dim, dtype=torch.float32, device=device)
+        sums = torch.empty(2, rows * n_heads, splits, dtype=torch.float32, device=device)
+    few = rows < 4  # few programs must each have much on its way; many do together
+    with on_device(device):
+        _attention_step[(n_heads, rows, splits)](
+            projected_RU,
+            projected_RU if u_SU is None else u_SU,
+            rows_R,
+            lengths_R,
+            keys_SKTP,
+            values_SKTP,
+            cos_TF,
+            sin_TF,
+            found,
+            sums,
+            projected_RU.shape[1],
+            room,
+            math.log2(math.e) * head_dim**-0.5,
+            SPLITS=splits,
+            H=n_heads,
+            KV=kv_heads,
+            P=head_dim,
+            HAS_U=u_SU is not None,
+            BLOCK_T=128 if few else 64,
+            STAGES=1,
+            num_warps=8 if few else 4,
+        )
+        if splits > 1:
+            block = triton.next_power_of_2(splits)
+            _join[(rows * n_heads,)](found, sums, out, rows * n_heads, splits, P=head_dim, BLOCK=block)
+    return out
+
+
+@triton.jit
+def _load_sum(p_ptr, u_ptr, place, HAS_U: tl.constexpr):
+    value = tl.load(p_ptr + place).to(tl.float32)
+    if HAS_U:
+        value += tl.load(u_ptr + place).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _attention_step(
+    p_ptr,
+    u_ptr,
+    rows_ptr,
+    lengths_ptr,
+    keys_ptr,
+    values_ptr,
+    cos_ptr,
+    sin_ptr,
+    out_ptr,
+    sums_ptr,
+    U,
+    T,
+    scale,
+    SPLITS: tl.constexpr,
+    H: tl.constexpr,
+    KV: tl.constexpr,
+    P: tl.constexpr,
+    HAS_U: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    F: tl.constexpr = P // 2
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    lane = tl.load(rows_ptr + row)
+    length = tl.load(lengths_ptr + row)
+    shared = head // (H // KV)
+    p_ptr += row * U
+    u_ptr += lane * U
+    base = (lane * KV + shared) * T * P
+    kind = keys_ptr.dtype.element_ty
+    whole, place = tl.arange(0, P), tl.arange(0, BLOCK_T)
+    # Feature i is rotated with i + F, and i + F with i: whole vectors, the partner's loaded beside them.
+    partner = (whole + F) % P
+    cos = tl.load(cos_ptr + length * F + whole % F).to(tl.float32)
+    sin = tl.load(sin_ptr + length * F + whole % F).to(tl.float32)
+    sin = tl.where(whole < F, -sin, sin)
+    first_q, first_k = head * P, (H + shared) * P
+    q = _load_sum(p_ptr, u_ptr, first_q + whole, HAS_U) * cos
+    q = (q + _load_sum(p_ptr, u_ptr, first_q + partner, HAS_U) * sin) * scale
+    k = _load_sum(p_ptr, u_ptr, first_k + whole, HAS_U) * cos
+    k = (k + _load_sum(p_ptr, u_ptr, first_k + partner, HAS_U) * sin).to(kind)  # as it will be read
+    v = _load_sum(p_ptr, u_ptr, (H + KV + shared) * P + whole, HAS_U).to(kind)
+    if (head % (H // KV) == 0) & (split == 0):
+        tl.store(keys_ptr + base + length * P + whole, k)
+        tl.store(values_ptr + base + length * P + whole, v)
+    own = tl.sum(q * k.to(tl.float32))
+    largest = tl.full((BLOCK_T,), 0.0, tl.float32) + own
+    weights = tl.zeros((BLOCK_T,), tl.float32)
+    y = tl.zeros((BLOCK_T, P), tl.float32)
+    begin, end = length * 0, length
+    if SPLITS > 1:
+        span = tl.cdiv(length, SPLITS)
+        begin, end = split * span, tl.minimum(length, (split + 1) * span)
+    for first in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
+        before = first + place < end
+        here = base + (first + place)[:, None] * P + whole[None, :]
+        key = tl.load(keys_ptr + here, mask=before[:, None], other=0.0).to(tl.float32)
+        value = tl.load(values_ptr + here, mask=before[:, None], other=0.0).to(tl.float32)
+        score = tl.where(before, tl.sum(key * q[None, :], axis=1), float("-inf"))
+        new = tl.maximum(largest, score)
+        share, kept = tl.exp2(score - new), tl.exp2(largest - new)
+        weights = weights * kept + share
+        y = y * kept[:, None] + value * share[:, None]
+        largest = new
+    most = tl.max(largest, axis=0)
+    kept = tl.exp2(largest - most)
+    itself = tl.exp2(own - most)  # which belongs to the first
+    if SPLITS > 1:
+        itself = tl.where(split == 0, itself, 0.0)
+    total = tl.sum(weights * kept) + itself
+    found = tl.sum(y * kept[:, None], axis=0) + v.to(tl.float32) * itself
+    if SPLITS == 1:
+        tl.store(out_ptr + row * H * P + head * P + whole, (found / total).to(out_ptr.dtype.element_ty))
+    else:
+        at = (row * H + head) * SPLITS + split
+        tl.store(out_ptr + at * P + whole, found)
+        tl.store(sums_ptr + at, most)
+        tl.store(sums_ptr + tl.num_programs(1) * H * SPLITS + at, total)
+
+
+@triton.jit
+def _join(found_ptr, sums_ptr, out_ptr, count, splits, P: tl.constexpr, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64)
+    split, whole = tl.arange(0, BLOCK), tl.arange(0, P)
+    real = split < splits
+    sums_ptr += place * splits + split
+    largest = tl.load(sums_ptr, mask=real, other=float("-inf"))
+    weights = tl.load(sums_ptr + count * splits, mask=real, other=0.0)
+    share = tl.exp2(largest - tl.max(largest, axis=0))
+    found = found_ptr + (place * splits + split[:, None]) * P + whole[None, :]
+    y = tl.sum(tl.load(found, mask=real[:, None], other=0.0) * share[:, None], axis=0)
+    y = y / tl.sum(weights * share, axis=0)
+    tl.store(out_ptr + place * P + whole, y.to(out_ptr.dtype.element_ty))

@@ -1,0 +1,190 @@
+"""Mamba2 of one token in each of a few rows, between its projections: convolution, then scan and gate.
+
+Shape legend: S lanes, R rows of a step, each in a lane; U projection width, I inner width, C convolved
+channels, W taps, H heads, P head width, G groups, N state width.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from implicit_blocks.ops.kernels.decoding import (
+    Mamba2Inputs,
+    mamba2_history,
+    mamba2_prepared,
+    on_device,
+)
+
+
+def prepare_mamba2(projected_RU: Tensor, u_SU: Tensor | None, rows_R: Tensor, inputs: Mamba2Inputs) -> Tensor:
+    """Return ``[silu(gate), x, B, C, softplus(dt)]``, (R, U) float32, of one token in each row's lane.
+
+    ``x, B, C`` are convolved, with SiLU. The token's inputs of the convolution are written to their slot.
+
+    Args:
+        projected_RU: gate, x, B, C, dt, contiguous.
+        u_SU: the injection of each lane, or None.
+        rows_R: int64, the lane of each row, all different.
+        inputs: of the convolution, and the bias of dt.
+
+    """
+    rows, width = projected_RU.shape
+    out = torch.empty(rows, width, dtype=torch.float32, device=projected_RU.device)
+    with on_device(out.device):
+        _prepare_mamba2[(triton.cdiv(width, 512), rows)](
+            projected_RU,
+            projected_RU if u_SU is None else u_SU,
+            rows_R,
+            out,
+            width,
+            *inputs.pointers(),
+            HAS_U=u_SU is not None,
+            W=inputs.taps,
+            HAS_BIAS=inputs.conv_bias_C is not None,
+            BLOCK=512,
+            num_warps=4,
+        )
+    return out
+
+
+def scan_step(
+    prepared_RU: Tensor,
+    rows_R: Tensor,
+    committing_R: Tensor,
+    h_SHPN: Tensor,
+    *,
+    A_log_H: Tensor,
+    D_H: Tensor,
+    groups: int,
+    norm_I: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Return ``y · silu(gate)``, (R, I), of one token in each row's lane, and its squares in parts, (R, X).
+
+    Args:
+        prepared_RU: what ``prepare_mamba2`` returns.
+        rows_R: int64, the lane of each row, all different.
+        committing_R: bool, which rows commit: their ``h`` is replaced. Nobody else's is written.
+        h_SHPN: states, P and N powers of 2.
+        A_log_H: ``log(−A)``.
+        D_H: the skip connection.
+        groups: of heads that share B and C.
+        norm_I: the result is multiplied by it, its squares are not: what is left of an RMS norm over the
+            heads is to divide by the root of their mean.
+        dtype: of the result.
+
+    """
+    _, heads, head_dim, d_state = h_SHPN.shape
+    rows = len(rows_R)
+    out = torch.empty(rows, heads * head_dim, dtype=dtype, device=h_SHPN.device)
+    part = min(head_dim, 16 if rows < 4 else 32 if rows < 16 else 64)
+    parts = heads * (head_dim // part)
+    squares = torch.empty(rows, parts, dtype=torch.float32, device=h_SHPN.device)
+    with on_device(out.device):
+        _scan_step[(parts, rows)](
+            prepared_RU,
+            rows_R,
+            committing_R.view(torch.int8),
+            h_SHPN,
+            A_log_H,
+            D_H,
+            D_H if norm_I is None else norm_I,
+            out,
+            squares,
+            prepared_RU.shape[1],
+            H=heads,
+            P=head_dim,
+            N=d_state,
+            G=groups,
+            NORM=norm_I is not None,
+            BLOCK_P=part,
+            num_warps=4,
+        )
+    return out, squares
+
+
+@triton.jit
+def _prepare_mamba2(
+    p_ptr,
+    u_ptr,
+    rows_ptr,
+    out_ptr,
+    U,
+    slots_ptr,
+    taps_ptr,
+    conv_ptr,
+    conv_bias_ptr,
+    dt_bias_ptr,
+    inner,
+    C,
+    HAS_U: tl.constexpr,
+    W: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = m < U
+    lane = tl.load(rows_ptr + row)
+    slot = tl.load(slots_ptr + lane)
+    taps_ptr += lane * W * C
+    newest, earlier = mamba2_history(
+        m, real, slot, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, W, HAS_BIAS
+    )
+    y = tl.load(p_ptr + row * U + m, mask=real, other=0.0).to(tl.float32)
+    if HAS_U:
+        y += tl.load(u_ptr + lane * U + m, mask=real, other=0.0).to(tl.float32)
+    y = mamba2_prepared(y, newest, earlier, m, real, taps_ptr + slot * C, inner, C)
+    tl.store(out_ptr + row * U + m, y, mask=real)
+
+
+@triton.jit
+def _scan_step(
+    p_ptr,
+    rows_ptr,
+    committing_ptr,
+    h_ptr,
+    a_log_ptr,
+    d_ptr,
+    norm_ptr,
+    out_ptr,
+    squares_ptr,
+    U,
+    H: tl.constexpr,
+    P: tl.constexpr,
+    N: tl.constexpr,
+    G: tl.constexpr,
+    NORM: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    head = tl.program_id(0) // (P // BLOCK_P)
+    part = tl.program_id(0) % (P // BLOCK_P)
+    row = tl.program_id(1).to(tl.int64)
+    inner: tl.constexpr = H * P
+    lane = tl.load(rows_ptr + row)
+    p_ptr += row * U
+    width, state = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N)
+    place = h_ptr + (lane * H + head) * P * N + width[:, None] * N + state[None, :]
+    h = tl.load(place).to(tl.float32)
+    group = head // (H // G) * N + state
+    gate = tl.load(p_ptr + head * P + width)
+    x = tl.load(p_ptr + inner + head * P + width)
+    B = tl.load(p_ptr + 2 * inner + group)
+    c = tl.load(p_ptr + 2 * inner + G * N + group)
+    dt = tl.load(p_ptr + 2 * inner + 2 * G * N + head)
+    decay = tl.exp(-dt * tl.exp(tl.load(a_log_ptr + head).to(tl.float32)))
+    # C (decay h + dt x Bᵀ) without the sum in brackets: most of the time nobody wants the next h.
+    skip = dt * tl.sum(B * c) + tl.load(d_ptr + head).to(tl.float32)
+    y = decay * tl.sum(h * c[None, :], axis=1) + skip * x
+    y *= gate
+    tl.store(squares_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.sum(y * y))
+    if NORM:
+        y *= tl.load(norm_ptr + head * P + width).to(tl.float32)
+    tl.store(out_ptr + row * inner + head * P + width, y.to(out_ptr.dtype.element_ty))
+    if tl.load(committing_ptr + row) != 0:
+        h = tl.load(place).to(tl.float32)  # again, rather than in registers all the while
+        h = h * decay + (dt * x)[:, None] * B[None, :]
+        tl.store(place, h.to(h_ptr.dtype.element_ty))
