@@ -33,7 +33,7 @@ def _exact_products():
 
 @pytest.fixture(autouse=True, scope="module")
 def _nothing_is_tuned():
-    """Take the smallest shape of kernels that are tuned at their first call, which takes longer than the tests."""
+    """Take the smallest shape of kernels that would be tuned first: that takes longer than the tests."""
     autotuner = pytest.importorskip("triton.runtime.autotuner", reason="Triton is not installed").Autotuner
 
     def smallest(self, *_arguments, **_options):
