@@ -49,8 +49,9 @@ def main() -> None:
     arguments = options.parse_args()
     rows = []
     for name in arguments.models:
-        model = model_of(name, tiny=arguments.tiny, compiled=arguments.compile, graphs=arguments.graphs)
-        plain = model_of(name, tiny=arguments.tiny)
+        sizes = {"tiny": arguments.tiny, "layers": arguments.layers}
+        model = model_of(name, **sizes, compiled=arguments.compile, graphs=arguments.graphs)
+        plain = model_of(name, **sizes)
         shape = (2, 32) if arguments.tiny else (arguments.rows, arguments.length)
         ids = torch.randint(model.spec.vocab_size, shape, device=device())
         with bfloat16():

@@ -46,6 +46,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6, help="timed, of every row")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="two layers of width 64")
+    parser.add_argument(
+        "--layers", type=int, default=None, help="so many only: to fill the compilers' caches"
+    )
     parser.add_argument("--output", default="decoding", help="of benchmarks/results, or a path without .json")
     arguments = parser.parse_args()
     speed = copying_speed(arguments.device)
@@ -84,6 +87,8 @@ def built(name: str, arguments: argparse.Namespace) -> Any:
         mlp = None if spec.mlp is None else spec.mlp.model_copy(update={"d_hidden": 96})
         sizes = {"d_model": 64, "n_layers": 2, "vocab_size": 61, "mixer": mixer, "mlp": mlp}
         spec = spec.model_copy(update=sizes)
+    if arguments.layers is not None:
+        spec = spec.model_copy(update={"n_layers": min(arguments.layers, spec.n_layers)})
     torch.manual_seed(0)
     with torch.device(arguments.device):
         return ib.build(spec).eval()

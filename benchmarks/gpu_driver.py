@@ -71,7 +71,7 @@ def main() -> None:
 @torch.no_grad()
 def measure(name: str, mode: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Compare a search with a bare loop."""
-    model = model_of(name, tiny=arguments.tiny, **MODES[mode])
+    model = model_of(name, tiny=arguments.tiny, layers=arguments.layers, **MODES[mode])
     batch, length = (2, 32) if arguments.tiny else (8, 2048)
     ids = torch.randint(model.spec.vocab_size, (batch, length), device=device())
     n = arguments.iterations

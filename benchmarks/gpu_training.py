@@ -87,7 +87,12 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     fixed = work.iterations if arguments.as_published else arguments.fixed
     changes = {} if fixed is None else {"stopping": ib.Stopping(tolerance=0.0, max_iterations=fixed)}
     model = model_of(
-        work.spec, tiny=arguments.tiny, changes=changes, compiled=arguments.compile, graphs=arguments.graphs
+        work.spec,
+        tiny=arguments.tiny,
+        layers=arguments.layers,
+        changes=changes,
+        compiled=arguments.compile,
+        graphs=arguments.graphs,
     )
     batch, length = (2, 32) if arguments.tiny else (work.rows, work.length)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), fused=True)

@@ -34,6 +34,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     made.add_argument("--json", type=Path, default=None, help="write the rows to this file")
     made.add_argument("--tiny", action="store_true", help="small models and batches: to try the program")
+    made.add_argument("--layers", type=int, default=None, help="so many only: to fill the compilers' caches")
     return made
 
 
@@ -96,13 +97,14 @@ def smaller(spec: ib.ImplicitLMSpec) -> ib.ImplicitLMSpec:
 
 
 def model_of(
-    name: str, *, tiny: bool = False, changes: dict[str, Any] | None = None, compiled: bool = False,
-    graphs: bool = False,
+    name: str, *, tiny: bool = False, layers: int | None = None, changes: dict[str, Any] | None = None,
+    compiled: bool = False, graphs: bool = False,
 ) -> Any:  # fmt: skip
     """Build a model of the zoo on the device, seed 0, in training mode; compiled on a GPU alone."""
     spec = ib.load_spec(name).model
     spec = smaller(spec) if tiny else spec
-    spec = spec.model_copy(update=changes or {})
+    fewer = {} if layers is None else {"n_layers": min(layers, spec.n_layers)}
+    spec = spec.model_copy(update=(changes or {}) | fewer)
     torch.manual_seed(0)
     with device():
         model = ib.build(spec).train()

@@ -1,8 +1,8 @@
-"""The command that measures everything on one GPU: what fails or hangs leaves the others their figures."""
+"""The command that measures everything on one GPU: programs that fail, hang or are disturbed."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -17,69 +17,141 @@ SCRIPTS = {
     "hangs": "time.sleep(60)",
 }
 HEAD = (
-    "import json, sys, time\n"
+    "import json, os, sys, time\n"
     "path = sys.argv[sys.argv.index('--json') + 1]\n"
-    "ROWS = [{'model': 'llama_130m', 'speed': 7.0}]\n"
+    "ROWS = [{'model': 'llama_130m', 'speed': 7.0, 'given': sys.argv[1:-2], 'tuned':"
+    " os.environ['TRITON_CACHE_AUTOTUNING']}]\n"
     "MACHINE = {'date': '2026-01-02T00:00:00', 'python': '3.12', 'torch': '2.11', 'gpu': 'some card'}\n"
 )
+STARTER = (
+    "import json, runpy, sys\n"
+    "card, program = sys.argv[1:3]\n"
+    "sys.argv = sys.argv[2:]\n"
+    "if not sys.stdin.readline(): sys.exit(0)\n"
+    "with open(card, 'w') as file: json.dump({'begin': {'copies_tb_s': 3.0}, 'seconds': 0.1}, file)\n"
+    "runpy.run_path(program, run_name='__main__')\n"
+)
+QUIET = {"memory_used_gb": 0.0, "processes": 0}
+
+
+def module(name, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    return importlib.import_module(name)
 
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    spec = importlib.util.spec_from_file_location("benchmarks_gpu", ROOT / "benchmarks" / "gpu.py")
-    module = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, spec.name, module)  # dataclasses look their own up
-    spec.loader.exec_module(module)
+    for name in ("gpu_card", "gpu_table"):
+        module(name, monkeypatch)
+    loaded = module("gpu", monkeypatch)
     for name, text in SCRIPTS.items():
         (tmp_path / f"{name}.py").write_text(HEAD + text, encoding="utf-8")
-    monkeypatch.setattr(module, "HERE", tmp_path)
-    starter = "".join(line for line in module.STARTER.splitlines(True) if "import torch" not in line)
-    monkeypatch.setattr(module, "STARTER", starter)
-    programs = {name: module.Program((f"{name}.py",), 2 if name == "hangs" else 60) for name in SCRIPTS}
-    monkeypatch.setattr(module, "PROGRAMS", {name: programs[name] for name in ("hangs", "fails", "works")})
-    figure = {"read": module.of("speed", model="llama_130m"), "unit": "tokens/s"}
+    (tmp_path / "starter.py").write_text(STARTER, encoding="utf-8")
+    monkeypatch.setattr(loaded, "HERE", tmp_path)
+    monkeypatch.setattr(loaded, "STARTER", tmp_path / "starter.py")
+    monkeypatch.setattr(loaded.gpu_card, "seen", lambda: QUIET)
+    programs = {name: loaded.Program((f"{name}.py",), 2 if name == "hangs" else 60) for name in SCRIPTS}
+    monkeypatch.setattr(loaded, "PROGRAMS", {name: programs[name] for name in ("hangs", "fails", "works")})
+    table = loaded.gpu_table
+    figure = {"read": table.of("speed", model="llama_130m"), "unit": "tokens/s"}
     figures = [
-        module.Figure("a x b", "works", published=3.0, reach=5.0, **figure),
-        module.Figure("slower", "works", reach=5.0, higher_is_better=False, **figure),
-        module.Figure("broken", "fails", **figure),
-        module.Figure("stuck", "hangs", **figure),
+        table.Figure("a x b", "works", published=3.0, reach=5.0, **figure),
+        table.Figure("slower", "works", reach=5.0, higher_is_better=False, **figure),
+        table.Figure("broken", "fails", **figure),
+        table.Figure("stuck", "hangs", **figure),
+        table.Figure("both", ("works", "fails"), **figure),
     ]
-    monkeypatch.setattr(module, "FIGURES", figures)
-    return module
+    monkeypatch.setattr(table, "FIGURES", figures)
+    return loaded
+
+
+def run(gpu, monkeypatch, tmp_path, *options):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path / "found"), *options])
+    code = gpu.main()
+    return code, json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
 
 
 def test_programs_that_fail_or_hang_leave_the_others_their_figures(gpu, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path / "found")])
-    assert gpu.main() == 1
-    result = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    code, result = run(gpu, monkeypatch, tmp_path, "--prepare", "2")
+    assert code == 1
     found = {row["work"]: row for row in result["rows"]}
     assert found["a \N{MULTIPLICATION SIGN} b"]["measured"] == 7.0
     assert found["a \N{MULTIPLICATION SIGN} b"]["reached"] is True
     assert found["slower"]["reached"] is False
     assert found["broken"]["not_measured"] == "exit code 1: ValueError: no such card"
     assert found["stuck"]["not_measured"] == "took longer than 2 s"
+    assert found["both"]["measured"] is None
     assert [program["program"] for program in result["programs"]] == ["hangs", "fails", "works"]
-    assert result["works"] == [{"model": "llama_130m", "speed": 7.0}]
+    assert result["works"] == [{"model": "llama_130m", "speed": 7.0, "given": [], "tuned": "1"}]
+    assert result["prepared"]["works"] == 0.1
+    assert "longer" in result["prepared"]["hangs"]
     said = capsys.readouterr().out
+    assert "hangs: again" in said
     assert "| a \N{MULTIPLICATION SIGN} b | tokens/s | 3 | **7** | 5 |  |" in said
     assert "on one some card, 2026-01-02, Python 3.12, torch 2.11" in said
+    assert "the card was quiet, copying at 3.00 to 3.00 TB/s" in said
 
 
 def test_what_the_budget_has_no_room_for_is_named(gpu, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--budget", "0", "--output", str(tmp_path / "found")])
-    assert gpu.main() == 1
-    result = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
+    code, result = run(gpu, monkeypatch, tmp_path, "--budget", "0")
+    assert code == 1
     assert {row["not_measured"] for row in result["rows"]} == {"no time left of 0 s"}
 
 
+def test_a_disturbed_program_has_a_second_turn(gpu, monkeypatch, tmp_path):
+    looks = iter([QUIET, {**QUIET, "processes": 1}, QUIET])
+    monkeypatch.setattr(gpu.gpu_card, "once_quiet", lambda patience: next(looks, QUIET))
+    code, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
+    assert code == 0
+    assert not any("disturbed" in row for row in result["rows"])
+    monkeypatch.setattr(gpu.gpu_card, "once_quiet", lambda patience: {**QUIET, "memory_used_gb": 20.0})
+    _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
+    assert all(row["disturbed"] for row in result["rows"])
+    said = gpu.gpu_table.quoted(result)
+    assert "the card was NOT quiet all the while (works: before: 20.0 GB taken, after: 20.0 GB taken)" in said
+    assert "**7** (disturbed)" in said
+
+
+def test_copying_that_is_slower_than_at_other_times_is_a_disturbance(gpu):
+    programs = {
+        "one": {"card": {"before": QUIET, "begin": {"copies_tb_s": 3.0}, "end": {"copies_tb_s": 2.9}}},
+        "other": {"card": {"before": QUIET, "begin": {"copies_tb_s": 2.0, "processes": 2}}},
+    }
+    gpu.judge(programs)
+    assert programs["one"]["disturbed"] == []
+    found = ["begin: 1 other process", "begin: copies at 2.00 TB/s, at 3.00 at other times"]
+    assert programs["other"]["disturbed"] == found
+
+
+def test_nvidia_smi_that_is_not_there_or_knows_nothing(monkeypatch, tmp_path):
+    card = module("gpu_card", monkeypatch)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert card.seen() == {}
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        '#!/bin/sh\ncase "$*" in *gpu=*) echo "80, [N/A], 1980, 31, 70.1";; *) echo 7;; esac\n'
+    )
+    program.chmod(0o755)
+    assert card.seen() == {
+        "memory_used_gb": 0.08,
+        "busy_percent": None,
+        "clock_mhz": 1980.0,
+        "celsius": 31.0,
+        "watt": 70.1,
+        "processes": 1,
+    }
+
+
 def test_the_table_takes_its_place_in_a_text(gpu):
+    table = gpu.gpu_table
     result = {
         "machine": {"date": "2026-01-02", "python": "3.12"},
         "command": "python benchmarks/gpu.py",
         "rows": [],
     }
-    text = gpu.quote(result, f"before\n{gpu.BEGIN}old\n{gpu.END}after\n")
-    assert text.startswith(f"before\n{gpu.BEGIN}`python benchmarks/gpu.py`")
-    assert text.endswith(f"{gpu.END}after\n")
+    text = table.quote(result, f"before\n{table.BEGIN}old\n{table.END}after\n")
+    assert text.startswith(f"before\n{table.BEGIN}`python benchmarks/gpu.py`")
+    assert text.endswith(f"{table.END}after\n")
     assert "old" not in text
-    assert gpu.quote(result, text) == text
+    assert table.quote(result, text) == text

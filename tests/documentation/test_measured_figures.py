@@ -36,10 +36,10 @@ def program(name):
 
 def test_the_table_of_one_gpu():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    gpu = program("gpu")
-    assert gpu.BEGIN in text
-    assert gpu.END in text
-    assert gpu.quote(results("gpu"), text) == text, "python benchmarks/gpu.py --quote"
+    table = program("gpu_table")
+    assert table.BEGIN in text
+    assert table.END in text
+    assert table.quote(results("gpu"), text) == text, "python benchmarks/gpu.py --quote"
 
 
 def test_steps_of_the_trainer_on_a_gpu():

@@ -1,0 +1,105 @@
+"""Whether the demo has become slower: processor time of its two trainings, at an earlier commit and now.
+
+    python benchmarks/demo_cpu.py --than COMMIT [--steps 40] [--rounds 3]
+
+Trains ``word_problem_s3`` and ``word_problem_s3_explicit`` for fewer steps, each alternately by the tree of
+the commit and by this one, with one thread and the same seed. Processor time of the whole process in user
+mode is compared, start and imports included, since others may be at work on the machine: the least of the
+rounds. What a start alone costs (four steps) is measured beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from report import machine, write
+
+ROOT = Path(__file__).resolve().parents[1]
+SPECS = ("word_problem_s3", "word_problem_s3_explicit")
+FEWEST = 4  # steps that both phases fit into
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--than", required=True, metavar="COMMIT", help="what this tree is compared with")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        then = Path(folder) / "then"
+        git("worktree", "add", "--quiet", "--detach", str(then), arguments.than)
+        try:
+            rows = [compare(spec, then, Path(folder), arguments) for spec in SPECS]
+        finally:
+            git("worktree", "remove", "--force", str(then))
+    commits = {
+        "then": git("rev-parse", "--short", arguments.than),
+        "now": git("rev-parse", "--short", "HEAD"),
+    }
+    write("demo_cpu", {"machine": machine(), "arguments": vars(arguments), "commits": commits, "rows": rows})
+
+
+def git(*words: str) -> str:
+    found = subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True, text=True)
+    return found.stdout.strip()
+
+
+def compare(spec: str, then: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train by either tree in turn; return the seconds of processor time and where the trainings ended."""
+    trees = {"then": then, "now": ROOT}
+    seconds: dict[str, list[float]] = {name: [] for name in trees}
+    starts: dict[str, list[float]] = {name: [] for name in trees}
+    ended: dict[str, Any] = {}
+    for turn in range(arguments.rounds):
+        for name, tree in trees.items():
+            starts[name].append(train(spec, tree, folder / f"{spec}-{name}-{turn}-start", FEWEST)[0])
+            took, last = train(spec, tree, folder / f"{spec}-{name}-{turn}", arguments.steps)
+            seconds[name].append(took)
+            ended[name] = {key: last[key] for key in ("loss", "iterations") if key in last}
+    least = {name: min(values) for name, values in seconds.items()}
+    row = {
+        "spec": spec,
+        "steps": arguments.steps,
+        "user_s": {name: [round(value, 2) for value in values] for name, values in seconds.items()},
+        "start_user_s": {name: round(min(values), 2) for name, values in starts.items()},
+        "now_over_then": round(least["now"] / least["then"], 3),
+        "last_step": ended,
+    }
+    print(row, flush=True)
+    return row
+
+
+def train(spec: str, tree: Path, output: Path, steps: int) -> tuple[float, dict[str, Any]]:
+    """Return a training's processor time in user mode, and its last line of metrics."""
+    changes = [
+        "training.threads=1",
+        f"training.max_steps={steps}",
+        "training.checkpoint_every=1000",
+        "evaluation.sequences=4",
+        "evaluation.lengths=[32]",
+        "evaluation.batch_size=4",
+    ]
+    command = [sys.executable, "-m", "trainer", "--spec", spec, "--output", str(output), "--device", "cpu"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)}
+    process = subprocess.Popen(
+        [*command, *changes], cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    assert process.stderr is not None
+    said = process.stderr.read().decode(errors="replace")
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"error: {spec} by {tree} ended with exit code {process.returncode}: {said[-500:]}")
+    lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return usage.ru_utime, json.loads(lines[-1])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Whether the card is quiet: who else is at work on it, what of its memory is taken, how fast it copies."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from typing import Any
+
+QUIET_GB = 1.5  # that a driver may keep for itself
+SLOWER = 0.9  # of the fastest copying seen in a run: less means that something else had the card
+
+
+def asked(*words: str) -> list[list[str]]:
+    """Return what nvidia-smi answers about the card that programs see; nothing where there is none."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    command = ["nvidia-smi", f"--id={first}", "--format=csv,noheader,nounits", *words]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in found.stdout.splitlines() if line.strip()]
+
+
+def number(text: str) -> float | None:
+    """Return a number that nvidia-smi gives, or None where it knows none."""
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def seen() -> dict[str, Any]:
+    """Return what can be seen from outside: processes with a context on the card, memory, clock, heat."""
+    state = asked("--query-gpu=memory.used,utilization.gpu,clocks.sm,temperature.gpu,power.draw")
+    if not state:
+        return {}
+    names = ("memory_used_gb", "busy_percent", "clock_mhz", "celsius", "watt")
+    found: dict[str, Any] = dict(zip(names, map(number, state[0]), strict=True))
+    used = found["memory_used_gb"]
+    found["memory_used_gb"] = None if used is None else round(used / 1000 * 1.048576, 2)
+    found["processes"] = len(asked("--query-compute-apps=pid"))
+    return found
+
+
+def once_quiet(patience: float) -> dict[str, Any]:
+    """Return the state of a card that no program of ours uses; a program's end may take a moment."""
+    end = time.monotonic() + patience
+    while True:
+        state = seen()
+        if not unquiet(state) or time.monotonic() > end:
+            return state
+        time.sleep(0.3)
+
+
+def unquiet(state: dict[str, Any], own: int = 0) -> str:
+    """Return who has the card beside ``own`` processes of ours, or nothing."""
+    others = state.get("processes", 0) - own
+    if others > 0:
+        return f"{others} other process{'es' if others > 1 else ''}"
+    if not own and (state.get("memory_used_gb") or 0) > QUIET_GB:
+        return f"{state['memory_used_gb']} GB taken"
+    return ""
+
+
+def copying_speed() -> float | None:
+    """Return the TB a second that the card reads and writes as it copies; None without card or room."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.empty_cache()
+    try:
+        source = torch.empty(1 << 29, dtype=torch.uint8, device="cuda")
+        target = torch.empty_like(source)
+    except torch.OutOfMemoryError:
+        return None
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    target.copy_(source)
+    begin.record()
+    for _ in range(20):
+        target.copy_(source)
+    end.record()
+    torch.cuda.synchronize()
+    return round(20 * 2 * source.nbytes / (begin.elapsed_time(end) * 1e9), 3)
+
+
+def disturbances(card: dict[str, Any], fastest: float | None) -> list[str]:
+    """Return what spoke against a quiet card before, in and after a program."""
+    found = []
+    for when, own in (("before", 0), ("begin", 1), ("end", 1), ("after", 0)):
+        state = card.get(when) or {}
+        if reason := unquiet(state, own):
+            found.append(f"{when}: {reason}")
+        speed = state.get("copies_tb_s")
+        if speed is not None and fastest is not None and speed < SLOWER * fastest:
+            found.append(f"{when}: copies at {speed:.2f} TB/s, at {fastest:.2f} at other times")
+    return found

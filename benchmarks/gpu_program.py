@@ -1,0 +1,60 @@
+"""A program of gpu.py in its process: imports first, waits for its turn, looks at the card before and after.
+
+    python benchmarks/gpu_program.py CARD.json PROGRAM.py [what the program takes …]
+
+The turn is a line on standard input. What is seen of the card goes to CARD.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import gpu_card
+
+
+def look(card: dict[str, Any], when: str, path: Path) -> None:
+    """Write down the state of the card, this process on it."""
+    speed = gpu_card.copying_speed()
+    card[when] = gpu_card.seen() | {"copies_tb_s": speed}
+    path.write_text(json.dumps(card), encoding="utf-8")
+
+
+def end_with(parent: int) -> None:
+    """End this process with the one that started it, so that none outlives a run that is killed."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
+def main() -> None:
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+    path, program = Path(sys.argv[1]), sys.argv[2]
+    sys.argv = sys.argv[2:]
+    import torch._dynamo
+    import torch._inductor.config
+
+    import implicit_blocks.model  # noqa: F401  # what takes seconds and no GPU is done before the turn
+
+    # Programs compile side by side; which variant of a kernel is fastest each finds out in its own turn.
+    torch._inductor.config.autotune_local_cache = False
+    if not sys.stdin.readline():
+        return  # there will be no turn
+    card: dict[str, Any] = {}
+    look(card, "begin", path)
+    began = time.monotonic()
+    try:
+        runpy.run_path(program, run_name="__main__")
+    finally:
+        card["seconds"] = round(time.monotonic() - began, 1)
+        look(card, "end", path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""The table of gpu.py: the figures of each program beside what is published, and what is hoped for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+BEGIN, END = "<!-- benchmarks/gpu.py --quote -->\n", "<!-- end of quote -->\n"
+Row = dict[str, Any]
+
+
+def last_line(text: str) -> str:
+    """Return the last line that says something."""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A line of the table: what is read from the rows of programs, and what it is held against."""
+
+    work: str
+    programs: str | tuple[str, ...]
+    read: Callable[[list[Row]], float | None]
+    unit: str
+    published: float | None = None
+    reach: float | None = None
+    hope: float | None = None
+    higher_is_better: bool = True
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The programs that must have come to their end."""
+        return (self.programs,) if isinstance(self.programs, str) else self.programs
+
+    def row(self, programs: dict[str, Row]) -> Row:
+        """Return the line, with the reason where there is no figure."""
+        taken = [programs.get(name, {"failed": "not asked for"}) for name in self.names]
+        rows = [row for program in taken for row in program.get("rows", [])]
+        whole = all(program.get("rows") for program in taken)
+        value = self.read([row for row in rows if "failed" not in row]) if whole else None
+        line: Row = {
+            "work": self.work.replace(" x ", " \u00d7 "),
+            "unit": self.unit,
+            "published": self.published,
+            "measured": value,
+            "reach": self.reach,
+            "hope": self.hope,
+            "reached": None,
+        }
+        if value is None:
+            why = [program["failed"] for program in taken if "failed" in program]
+            why += [last_line(row["failed"]) for row in rows if "failed" in row]
+            line["not_measured"] = next(iter(why), "no such row")
+        elif self.reach is not None:
+            line["reached"] = value >= self.reach if self.higher_is_better else value <= self.reach
+        if value is not None and any(program.get("disturbed") for program in taken):
+            line["disturbed"] = True
+        return line
+
+
+def of(key: str, **wanted: Any) -> Callable[[list[Row]], float | None]:
+    """Return a reader of one entry of the row that has these."""
+
+    def read(rows: list[Row]) -> float | None:
+        fitting = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
+        return next((row.get(key) for row in fitting), None)
+
+    return read
+
+
+def worst(*keys: str, **wanted: Any) -> Callable[[list[Row]], float | None]:
+    """Return a reader of the largest of some entries, over the rows that have these."""
+
+    def read(rows: list[Row]) -> float | None:
+        fitting = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
+        found = [row[key] for row in fitting for key in keys if row.get(key) is not None]
+        return max(found, default=None)
+
+    return read
+
+
+def of_bounded(family: str) -> Callable[[list[Row]], float | None]:
+    """Return a reader of the free phase's operations a second as a share of the bounded phase's."""
+
+    def read(rows: list[Row]) -> float | None:
+        shares = [of("share_of_card", work=f"{family}_{phase}")(rows) for phase in ("free", "bounded")]
+        free, bounded = shares
+        return round(free / bounded, 3) if free and bounded else None
+
+    return read
+
+
+def farther(mode: str) -> Callable[[list[Row]], float | None]:
+    """Return a reader of the worst ratio of our distance to the published rule's."""
+
+    def read(rows: list[Row]) -> float | None:
+        ratios = [
+            row["distance"] / row["published_distance"]
+            for row in rows
+            if row["mode"] == mode and row["published_distance"] and row["tight_converged"]
+        ]
+        return round(max(ratios), 4) if ratios else None
+
+    return read
+
+
+def trained(work: str, program: str, text: str, *, published: int, reach: int, hope: int) -> Figure:
+    return Figure(text, program, of("tokens_per_second", work=work), "tokens/s", published, reach, hope)
+
+
+def decoded(text: str, *, published: float | None, reach: float, hope: float, **wanted: Any) -> Figure:
+    program = "decoding_mamba2" if wanted["model"].startswith("mamba2") else "decoding_llama"
+    return Figure(text, program, of("ms", **wanted), "ms an iteration", published, reach, hope, False)
+
+
+FLOAT32 = ["bfloat16", "float32"]  # as decoding.py says what Mamba2's states are: the convolution's, and h
+TRAINING = ("llama_1.3b", "llama_130m", "mamba2_1.3b", "mamba2_130m", "state_tracking")
+BY_FLOPS = "the same, by FLOPs beside (4+1)"
+FIGURES = [
+    trained("llama_1.3b_bounded", "llama_1.3b", "llama 1.3B (4+1), 4 x 2048",
+            published=6_133, reach=18_000, hope=24_000),
+    trained("llama_130m_bounded", "llama_130m", "llama 130M (4+1), 8 x 2048",
+            published=64_687, reach=180_000, hope=240_000),
+    trained("mamba2_1.3b_bounded", "mamba2_1.3b", "mamba2 1.3B (4+1), 4 x 2048",
+            published=10_949, reach=15_500, hope=21_000),
+    trained("mamba2_130m_bounded", "mamba2_130m", "mamba2 130M (4+1), 8 x 2048",
+            published=48_638, reach=110_000, hope=160_000),
+    Figure("free phase, llama 130M (32+4) at 13 iterations", "llama_130m",
+           of("tokens_per_second", work="llama_130m_free"), "tokens/s", 22_108),
+    Figure(BY_FLOPS, "llama_130m", of_bounded("llama_130m"), "of 1", None, 0.9),
+    Figure("free phase, mamba2 130M (24+4) at 14 iterations", "mamba2_130m",
+           of("tokens_per_second", work="mamba2_130m_free"), "tokens/s", 14_347),
+    Figure(BY_FLOPS, "mamba2_130m", of_bounded("mamba2_130m"), "of 1", None, 0.9),
+    trained("state_tracking", "state_tracking", "state tracking, 512 x 256, at 18 iterations",
+            published=642_693, reach=3 * 642_693, hope=5 * 642_693),
+    decoded("decoding mamba2 1.3B, batch 1, h in float32", published=86.7, reach=3, hope=1.4,
+            model="mamba2_1.3b", rows=1, state_types=FLOAT32),
+    decoded("decoding llama 1.3B, batch 1", published=52.2, reach=3, hope=1.4, model="llama_1.3b", rows=1),
+    decoded("decoding mamba2 1.3B, 64 rows at context 512, h in float32", published=None, reach=5, hope=3,
+            model="mamba2_1.3b", rows=64, state_types=FLOAT32),
+    decoded("the same, h in bfloat16", published=None, reach=5, hope=3,
+            model="mamba2_1.3b", rows=64, state_types=["bfloat16"]),
+    decoded("decoding llama 1.3B, 64 rows at context 512, keys and values in bfloat16", published=None,
+            reach=5, hope=3, model="llama_1.3b", rows=64),
+    Figure("the driver beside the bare map, llama 130M, 8 x 2048", "driver",
+           worst("overhead_sequence_percent", "overhead_prefix_percent", model="llama_130m"),
+           "% more", None, 2, None, False),
+    Figure("the driver beside the bare map, mamba2 130M, 8 x 2048", "driver",
+           worst("overhead_sequence_percent", "overhead_prefix_percent", model="mamba2_130m"),
+           "% more", None, 2, None, False),
+    Figure("operator calls of the driver", "driver",
+           worst("operator_calls_sequence", "operator_calls_prefix"), "an iteration", None, 20, None, False),
+    Figure("distance of training's logits from a tight solve, beside the published rule's", "agreement",
+           farther("training"), "times", 1, 1.02, None, False),
+    Figure("the same in evaluation", "agreement", farther("evaluation"), "times", 1, 1.02, None, False),
+    Figure("breaks in the compiled maps of all the training above", TRAINING,
+           worst("graph_breaks"), "breaks", None, 0, None, False),
+    Figure("waits for the device in a step, the worst of all the training above", TRAINING,
+           worst("waits"), "waits", None, 0, None, False),
+]  # fmt: skip
+
+
+def introduction(result: Row) -> str:
+    """Say when, on what and with what it was measured."""
+    machine = result["machine"]
+    known = ("torch", "cuda", "triton", "mamba_ssm", "causal_conv1d", "fla-core", "flash_attn", "xformers")
+    versions = ", ".join(f"{name} {machine[name]}" for name in known if machine.get(name))
+    return (
+        f"`{result['command']}` on one {machine.get('gpu', 'CPU: tiny models, to try the program')}, "
+        f"{machine['date'][:10]}, Python {machine['python']}, {versions}; training in bfloat16 autocast, "
+        "its layers compiled and recorded as CUDA graphs, at the published number of iterations"
+        f"{quietness(result)}:"
+    )
+
+
+def quietness(result: Row) -> str:
+    """Say whether the card was the program's alone."""
+    programs = [program for program in result.get("programs", []) if "card" in program]
+    if not programs:
+        return ""
+    disturbed = [program for program in programs if program.get("disturbed")]
+    if disturbed:
+        why = "; ".join(f"{program['program']}: {', '.join(program['disturbed'])}" for program in disturbed)
+        return f"; the card was NOT quiet all the while ({why})"
+    speeds = [
+        speed
+        for program in programs
+        for state in program["card"].values()
+        if isinstance(state, dict) and (speed := state.get("copies_tb_s")) is not None
+    ]
+    if not speeds:
+        return ""
+    span = f"{min(speeds):.2f} to {max(speeds):.2f} TB/s"
+    return f"; before and after each program the card was quiet, copying at {span}"
+
+
+def table(result: Row) -> str:
+    """Return the table as Markdown."""
+    lines = [
+        "| work | unit | published | here | to reach | hoped for |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in result["rows"]:
+        here = shown(row["measured"])
+        if row["measured"] is None:
+            here = f"not measured: {row['not_measured']}"
+        elif row["reached"] is not None:
+            here = f"**{here}**" if row["reached"] else f"{here} (short)"
+        if row.get("disturbed"):
+            here += " (disturbed)"
+        cells = [
+            row["work"],
+            row["unit"],
+            shown(row["published"]),
+            here,
+            shown(row["reach"]),
+            shown(row["hope"]),
+        ]
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def shown(value: float | None) -> str:
+    """Write a number down: thousands apart, four digits."""
+    if value is None:
+        return ""
+    return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.4g}"
+
+
+def quoted(result: Row) -> str:
+    """Return what stands in the README: what is measured, and the names of what is not."""
+    measured = [row for row in result["rows"] if row["measured"] is not None]
+    missing = "; ".join(row["work"] for row in result["rows"] if row["measured"] is None)
+    parts = [introduction(result), table({**result, "rows": measured})]
+    parts += [f"Not measured in this run: {missing}."] if missing else []
+    parts += [f"To know: {result['note']}."] if result.get("note") else []
+    return "\n\n".join(parts) + "\n"
+
+
+def quote(result: Row, text: str) -> str:
+    """Return a text with the table between its marks renewed."""
+    before, rest = text.split(BEGIN)
+    _, after = rest.split(END)
+    return before + BEGIN + quoted(result) + END + after
