@@ -111,7 +111,7 @@ class Checkpointer:
         self._group = self._ranks.host_group()
         self._staging = Staging(self._ranks.device, pin=pin)
         self._future: Future[Any] | None = None
-        self._step = 0
+        self._step = self._size = 0
         self._times: Callable[[], SaveTimes] | None = None
         self.saves: list[SaveTimes] = []
         """Of the checkpoints saved so far, in order."""
@@ -155,7 +155,7 @@ class Checkpointer:
             **{MODEL_PREFIX + name: tensor for name, tensor in tensors.items()},
             **{OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()},
         }
-        size = sum(tensor.numel() * tensor.element_size() for tensor in every.values())
+        size = self._size = sum(tensor.numel() * tensor.element_size() for tensor in every.values())
         future = async_save(
             own_share(every, self._ranks),
             storage_writer=writer,
@@ -187,9 +187,10 @@ class Checkpointer:
         try:
             future.result()
         except (CheckpointException, Exception) as error:  # the former is no Exception
+            room = self._room()
             if self._ranks.is_main:
                 shutil.rmtree(self._temporary, ignore_errors=True)
-            raise self._failure(error) from error
+            raise self._failure(error, room) from error
         assert self._times is not None
         self.saves.append(self._times())
 
@@ -206,14 +207,26 @@ class Checkpointer:
         """Whether the save in flight has ended badly, as far as this process knows; doesn't wait."""
         return self._future is not None and self._future.done() and self._future.exception() is not None
 
-    def _failure(self, error: BaseException) -> FailedSaveError | LostPeerError:
+    def _room(self) -> str:
+        """Say how much room there is, where that is too little: what torch says of a full disk is cryptic."""
+        try:
+            free = shutil.disk_usage(self.folder).free
+        except OSError:
+            return ""
+        if free >= self._size:
+            return ""
+        return (
+            f"; the disk has {free / 1e6:,.2f} MB free, where a checkpoint takes {self._size / 1e6:,.2f} MB"
+        )
+
+    def _failure(self, error: BaseException, room: str = "") -> FailedSaveError | LostPeerError:
         every = list_checkpoints(self.folder)
         kept = every[-1] if every else None
         # What a process fails at itself is told to all of them; else telling is what failed.
         told = isinstance(error, CheckpointException | OSError | PeerError)
         if isinstance(error, RuntimeError) and not told and not self._ranks.alone:
             return LostPeerError(step=self._step, reason=str(error), kept=kept)
-        return FailedSaveError(step=self._step, reason=self._reason(error), kept=kept)
+        return FailedSaveError(step=self._step, reason=f"{self._reason(error)}{room}", kept=kept)
 
     def _reason(self, error: BaseException) -> str:
         if not isinstance(error, CheckpointException):

@@ -109,11 +109,13 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             return 0
         import torch
 
-        from trainer.distributed import join
+        from trainer.distributed import join, require_same_spec
         from trainer.run import build
         from trainer.run_folder import folder_to_resume
 
         ranks = join(options.device, timeout_minutes=spec.training.parallel.timeout_minutes)
+        # Before there is a folder; what `build` is given it compares itself.
+        require_same_spec(ranks, {}, options={"--stop-at": options.stop_at})
         resume = options.resume or options.checkpoint is not None
         output = options.output
         if output is None and resume:
@@ -169,6 +171,13 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         run.display.say(f"ended early, after step {summary['steps']}: {summary['stopped']}")
     written = [path for path in (run.folder.summary_path, run.folder.report_path) if path.exists()]
     run.display.say(f"done in {duration(summary['seconds'])}: {', '.join(map(str, written))}")
+    if run.loop.unsaved:
+        kept = run.loop.last_checkpoint
+        return _refuse(
+            f"the weights of step {summary['steps']} could not be saved and are lost; make room and go on "
+            f"from {'the beginning' if kept is None else kept} by --resume --output {run.folder.path}",
+            NOT_SAVED,
+        )
     return 0
 
 

@@ -110,6 +110,7 @@ class FailedSaveError(RuntimeError):
         step: the step whose checkpoint is missing.
         reason: what the operating system said.
         kept: the newest checkpoint there is, or None.
+        what: the same in words, without what to do.
 
     """
 
@@ -118,9 +119,9 @@ class FailedSaveError(RuntimeError):
         self.reason = reason
         self.kept = kept
         before = "there is no checkpoint" if kept is None else f"the last checkpoint, {kept}, is whole"
+        self.what = f"the {what} of step {step} could not be saved ({reason}); {before}"
         super().__init__(
-            f"the {what} of step {step} could not be saved ({reason}); {before}; make room, "
-            "or set training.on_failed_save=continue to train on without"
+            f"{self.what}; make room, or set training.on_failed_save=continue to train on without"
         )
 
 

@@ -475,7 +475,7 @@ class Loop:
     def _failed_save(self, error: FailedSaveError) -> None:
         if self._stops_at_failures:
             raise error
-        self.display.say(f"WARNING: {error}; the run goes on")
+        self.display.say(f"WARNING: {error.what}; the run goes on")
 
     def _leave_no_save(self) -> None:
         """See a save to its end when the run ends by an error, of which it must not distract."""
@@ -483,6 +483,11 @@ class Loop:
             self._attend_to_save(wait=True)
         except (FailedSaveError, LostPeerError, CallbackError) as error:
             self.display.say(f"WARNING: {error}")
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether what was trained last is in no checkpoint, as where saves fail and the run goes on."""
+        return self.progress.step not in (0, self._saved_step)
 
     @property
     def last_checkpoint(self) -> Path | None:

@@ -89,6 +89,7 @@ def test_shares_of_any_run_make_phases_that_cover_it(shares: list[float], steps:
             "begins at step 50 and ends at 50",
         ),
         ([{"name": "a", "until": 0}, {"name": "b"}], "begins at step 0 and ends at 0"),
+        ([{"name": "a", "until": 50}, {"name": "a"}], "another phase has this name"),
         ([{"name": "a", "until": -1}, {"name": "b"}], "give a number of steps"),
         ([{"name": "a", "until": "half"}, {"name": "b"}], "give a number of steps"),
         (

@@ -94,9 +94,15 @@ class ForkServer:
         return self.wait(self.start(arguments, log=log, **order))
 
     def start_ranks(
-        self, count: int, arguments: Sequence[str], *, log: Path, orders: Mapping[int, Any] | None = None
+        self,
+        count: int,
+        arguments: Sequence[str],
+        *,
+        log: Path,
+        orders: Mapping[int, Any] | None = None,
+        more: Mapping[int, Sequence[str]] | None = None,
     ) -> list[int]:
-        """Start a run of ``count`` processes, as torchrun does; ``orders`` are those of single ranks."""
+        """Start a run of ``count`` processes, as torchrun does; ``orders`` and ``more`` are single ranks'."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -104,7 +110,7 @@ class ForkServer:
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         return [
             self.start(
-                arguments,
+                [*arguments, *(more or {}).get(rank, ())],
                 log=log,
                 env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                 **(orders or {}).get(rank, {}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,13 +99,21 @@ def test_a_real_disk_that_fills_up(
     options = [f"training.on_failed_save={policy}", "training.keep_checkpoints=99"]
     code = forks.run(arguments(folder, *options), log=log)
     said = log.read_text()
-    assert "No space left on device" in said
     assert "Traceback" not in said
+    # torch says "unexpected pos 704 vs 598" of a full disk, or the system's words: it depends on the moment.
+    failed = [line for line in said.splitlines() if "the checkpoint of step" in line]
+    assert all(
+        re.search(r"the disk has 0\.0\d MB free, where a checkpoint takes [\d.]+ MB", x) for x in failed
+    )
+    assert failed or policy == "stop"
     there = list_checkpoints(folder / "checkpoints")
     assert 0 < len(there) < 6
     for path in there:
         verify_checkpoint(path)
-    assert code == (4 if policy == "stop" else 0)
+    assert code == 4
+    if policy == "continue":
+        assert all(line.endswith("; the run goes on") and "set training" not in line for line in failed)
+        assert "error: the weights of step 12 could not be saved and are lost; make room and go on" in said
     enlarge("64m")
     assert forks.run(arguments(folder, *options, "--resume"), log=log) == 0, log.read_text()
     assert losses(folder) == losses(whole)

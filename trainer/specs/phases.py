@@ -66,6 +66,9 @@ def plan(
         return [Phase("train", 0, total, model, training, data)]
     changed = []
     for index, phase in enumerate(phases):
+        if any(phase.name == other.name for other in phases[:index]):
+            message = "another phase has this name, and records tell phases by their names; give another"
+            raise refusal(message, "phases", index, "name", value=phase.name)
         try:
             changed.append(
                 (_changed_model(model, phase), _changed_training(training, phase), _changed_data(data, phase))

@@ -185,7 +185,8 @@ def _convert(
 
     try:
         done = {side: writer.next_piece for side, writer in writers.items()}
-        for task, (ids, lengths) in encode(_tasks(documents.pieces(read), choose, done)):
+        pieces = _counted(documents.pieces(read), least=max(done.values()), output=job.output)
+        for task, (ids, lengths) in encode(_tasks(pieces, choose, done)):
             start = 0
             for side, number, ends, length in zip(task.sides, task.numbers, task.ends, lengths, strict=True):
                 writers[side].add(ids[start : start + length], ends=ends, piece=number)
@@ -201,6 +202,19 @@ def _convert(
         for writer in writers.values():
             writer.discard()
     return [_result(folder) for folder in folders.values()]
+
+
+def _counted(pieces: Iterator[Piece], *, least: int, output: Path) -> Iterator[Piece]:
+    """Refuse inputs that end before what the finished shards hold: they are not what they were."""
+    count = 0
+    for piece in pieces:
+        count += 1
+        yield piece
+    if count < least:
+        raise ValueError(
+            f"the inputs have {count} pieces of text, but the finished shards in {output} were made of "
+            f"{least}: they have changed meanwhile; name another folder by --output"
+        )
 
 
 def _tasks(pieces: Iterator[Piece], choose: Callable[[Piece], str], done: dict[str, int]) -> Iterator[_Task]:

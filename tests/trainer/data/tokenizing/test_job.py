@@ -216,10 +216,40 @@ def test_refuses_to_go_on_with_something_else(tmp_path: Path, monkeypatch: pytes
     write_rows(tmp_path / "rows.jsonl", 301)
     with pytest.raises(ValueError, match=r"begun with other train .*rows\.jsonl"):
         tokenize(job(tmp_path))
+    write_rows(tmp_path / "rows.jsonl", 300)
+    text = (tmp_path / "rows.jsonl").read_text()
+    for changed in (text.replace("the", "teh"), text[:-9] + "x" + text[-8:]):  # as long as it was
+        (tmp_path / "rows.jsonl").write_text(changed)
+        with pytest.raises(ValueError, match=r"begun with other train .*rows\.jsonl"):
+            tokenize(job(tmp_path))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("")
     with pytest.raises(ValueError, match=r"other holds other files \(file\)"):
         tokenize(job(tmp_path, "other"))
+
+
+def test_a_changed_folder_of_a_dataset_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for name, content in (("dataset_info.json", "{}"), ("one.arrow", "a" * 200_000)):
+        (tmp_path / "data" / name).write_text(content)
+    (source,) = find_sources([str(tmp_path / "data")])
+    before = source.fingerprint()
+    assert before == source.fingerprint()
+    assert before["bytes"] == 200_002
+    (tmp_path / "data" / "one.arrow").write_text("a" * 100_000 + "b" + "a" * 99_999)
+    assert source.fingerprint()["glimpse"] != before["glimpse"]
+
+
+def test_inputs_that_end_before_the_finished_shards_do_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.tokenizing.documents.Source.fingerprint", lambda self: {})
+    write_rows(tmp_path / "rows.jsonl", 800)
+    interrupted(tmp_path, monkeypatch, 2)
+    write_rows(tmp_path / "rows.jsonl", 20)
+    with pytest.raises(ValueError, match=r"the inputs have 20 pieces of text, but .* were made of \d\d\d"):
+        tokenize(job(tmp_path))
+    assert not (tmp_path / "out" / "train" / "manifest.json").exists()
 
 
 def test_refuses_two_writers_at_once(tmp_path: Path) -> None:
