@@ -129,7 +129,7 @@ class Faulty(ib.Mixer):
             y = y[:, :-1]
         if self.fault == "counts windows":
             return y, (h, state[1] + 1)
-        return y, (h,)
+        return y, (h.bfloat16() if self.fault == "narrow state" else h,)
 
 
 class FaultyLanes(RecurrentLanes):
@@ -251,11 +251,11 @@ def test_a_fault_is_found_and_named(fault):
     assert remedy in said
 
 
+@pytest.mark.parametrize("length", [1, 9])
 @pytest.mark.parametrize("precision", [None, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_kernels_that_agree_are_let_through(precision):
-    check_backend(
-        FaultySpec(), FaultySpec(), d_model=8, length=9, device="cpu", precision=precision, tolerance=1e-5
-    )
+def test_kernels_that_agree_are_let_through(precision, length):
+    options = {"d_model": 8, "length": length, "device": "cpu", "precision": precision, "tolerance": 1e-5}
+    check_backend(FaultySpec(), FaultySpec(), **options)
 
 
 @pytest.mark.parametrize(
@@ -264,6 +264,7 @@ def test_kernels_that_agree_are_let_through(precision):
         ("detached", ["for one window, the gradient of a is off by 1.0e+00"]),
         ("forgets", ["for windows, the output is off by"]),
         ("detached state", ["for windows, the gradient of"]),
+        ("narrow state", ["tensor 0 of the final state is torch.bfloat16, where plain operators give"]),
         ("padding", ["for a padded window, "]),
         ("padding later", ["for padded windows, "]),
     ],

@@ -53,7 +53,7 @@ def read_stories(path: Path) -> Stories:
     also in the task's other splits are left out.
 
     Raises:
-        DataError: nothing there, files missing (all are named), or a line that is not bAbI's.
+        DataError: nothing there, files missing or empty (all are named), or a line that is not bAbI's.
 
     """
     if not path.exists():
@@ -61,7 +61,7 @@ def read_stories(path: Path) -> Stories:
     files: dict[tuple[int, str], str] = {}
     stand_ins: dict[tuple[int, str], str] = {}
     for name, text in _files(path):
-        if (match := _NAME.search(name)) is not None:
+        if (match := _NAME.search(name)) is not None and text.strip():
             key = int(match["task"]), match["split"]
             (stand_ins if match["set"] == "en" else files)[key] = text
     expected = [(task, split) for task in TASKS for split in SPLITS]

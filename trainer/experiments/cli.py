@@ -38,10 +38,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = parser().parse_args(arguments)
+    folder: Path | None = options.output
     try:
         from trainer.run_folder import default_folder
 
-        folder: Path = options.output or default_folder(options.experiment, root=Path("experiments"))
+        folder = folder or default_folder(options.experiment, root=Path("experiments"))
         if folder.exists() and not folder.is_dir():
             raise ValueError(f"the output {folder} is a file, not a folder; give another one by --output")
         text: str = _command(options.experiment).carry_out(folder, options)
@@ -49,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
-        print("error: stopped; nothing was written", file=sys.stderr)
+        kept = f"go on by the same command with --output {folder}" if folder and folder.exists() else ""
+        print(f"error: stopped; {kept or 'nothing was written'}", file=sys.stderr)
         return INTERRUPTED
     print(text)
     return 0

@@ -1,8 +1,26 @@
-"""What every experiment that trains runs of its own is asked."""
+"""What several experiments are asked, in the same words and with the same meaning."""
 
 from __future__ import annotations
 
 import argparse
+
+
+def add_device(made: argparse.ArgumentParser) -> None:
+    """Add the device."""
+    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
+
+
+def add_changes(made: argparse.ArgumentParser) -> None:
+    """Add changes to the specs of runs."""
+    made.add_argument(
+        "--set",
+        nargs="+",
+        # Given twice, it adds: nobody should lose the first half of a command.
+        action="extend",
+        default=[],
+        metavar="path.to.key=value",
+        help="changes to all specs; what explicit models don't know they leave out",
+    )
 
 
 def add_run_options(made: argparse.ArgumentParser) -> None:
@@ -13,11 +31,5 @@ def add_run_options(made: argparse.ArgumentParser) -> None:
         action="store_true",
         help="train nothing: put together what other calls with this --output have trained",
     )
-    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
-    made.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        metavar="path.to.key=value",
-        help="changes to all specs; what explicit models don't know they leave out",
-    )
+    add_device(made)
+    add_changes(made)

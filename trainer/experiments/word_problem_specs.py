@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from implicit_blocks.specs import ExplicitLMSpec, merge
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, merge
 from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.overrides import apply_overrides
@@ -63,7 +63,7 @@ def varied(
         iterations: of the search, at most, in all phases. Unrolled phases take at most as many steps.
         seed: of the run.
         evaluation: changes to that section.
-        overrides: further changes, ``path.to.key=value``, made last.
+        overrides: further changes, ``path.to.key=value``, made last; how to search explicit models leave out.
 
     Raises:
         ValueError: an unknown model, a spec that is no word problem's, or settings that don't fit.
@@ -88,18 +88,27 @@ def varied(
     )
     tree["model"] = _model(tree["model"], model, layers=layers, width=given.model.d_model)  # type: ignore[attr-defined]  # both kinds of spec have it
     tree["phases"] = [
-        _phase(phase, implicit=model in IMPLICIT, data=data, iterations=iterations)
+        Section(_phase(phase, implicit=model in IMPLICIT, data=data, iterations=iterations))
         for phase in tree.get("phases", [])
     ]
     if model in IMPLICIT and iterations is not None:
         tree["model"] = merge(tree["model"], {"stopping": {"max_iterations": iterations}})
     if not tree["phases"]:
         del tree["phases"]
-    tree = apply_overrides(Section(tree), overrides)
+    tree = apply_overrides(Section(tree), [text for text in overrides if _concerns(model, text)])
     try:
         return RunSpec.model_validate(tree)
     except ValidationError as error:
         raise explain(error, tree, source=base) from None
+
+
+def _concerns(model: str, override: str) -> bool:
+    """Whether a change is for this model: an explicit one knows nothing of search and gradient."""
+    keys = override.partition("=")[0].strip().split(".")
+    if keys[0] == "phases":
+        return model in IMPLICIT or keys[2:3] != ["model"]
+    of_search = ImplicitLMSpec.model_fields.keys() - ExplicitLMSpec.model_fields.keys()
+    return model in IMPLICIT or keys[0] != "model" or not of_search.intersection(keys[1:2])
 
 
 def _model(own: Mapping[str, Any], name: str, *, layers: int, width: int) -> dict[str, Any]:

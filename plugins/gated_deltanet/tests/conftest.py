@@ -2,28 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
-
-PLUGIN = "implicit_blocks_gated_deltanet"
-REASON = f"{PLUGIN} is not installed: pip install ./plugins/gated_deltanet"
-
-
-class _Absent(pytest.Module):
-    """A test file of a plugin that is not installed: skipped, with the reason, before it is imported."""
-
-    def collect(self):
-        pytest.skip(REASON, allow_module_level=True)
-
-
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    """Skip the test files where the plugin is not installed."""
-    if importlib.util.find_spec(PLUGIN) is None:
-        return _Absent.from_parent(parent, path=module_path)
-    return None
 
 
 @pytest.fixture(autouse=True)

@@ -99,10 +99,13 @@ def test_rare_hard_tokens_in_both_modes(tiny: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     options = ["--study", "hard-tokens", "--spec", tiny, "--groups", "Z2", "--lengths", "6"]
     options += ["--iterations", "2", "1", "--sequences", "3", "--test-p", "0.5", "--test-lengths", "1", "2"]
-    options += ["--device", "cpu", "--set", "training.max_steps=2"]
+    options += ["--device", "cpu", "--set", "training.max_steps=2", "training.seed=0"]
+    options += ["--set", "model.dropout=0"]
     assert main(["word-problem", *options, "--output", str(folder)]) == 0
     written = read(folder)
     rows = written["tests"]
+    changes = ["training.max_steps=2", "training.seed=0", "model.dropout=0"]
+    assert written["settings"]["overrides"][-3:] == changes
     assert [(r["training_iterations"], r["length"], r["mode"]) for r in rows] == [
         (n, length, mode) for n in (1, 2) for length in (6, 12) for mode in ("simultaneous", "sequential")
     ]

@@ -67,6 +67,19 @@ def test_groups_and_products_are_data(group: str) -> None:
         assert spec.model.vocab_size == spec.data.vocab_size
 
 
+def test_changes_of_the_search_are_for_models_that_search() -> None:
+    changes = ["model.solver.damping=0.7", "phases.0.model.stopping.max_iterations=3", "phases.0.until=2"]
+    changes += ["training.max_steps=9", "model.dropout=0.1"]
+    specs: list[Any] = [varied(BASE, model=model, overrides=changes) for model in NATIVE]
+    for spec, model in zip(specs, NATIVE, strict=True):
+        assert (spec.training.max_steps, spec.phases[0].until, spec.model.dropout) == (9, 2, 0.1)
+        if model.startswith("implicit"):
+            assert spec.model.solver.damping == 0.7
+            assert spec.phase_specs()[0].model.stopping.max_iterations == 3
+    with pytest.raises(ValueError, match="did you mean 'dropout'"):
+        varied(BASE, model="mamba2", overrides=["model.dropuot=0.1"])
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ValueError, match="model 'mamba3' is not known; did you mean 'mamba2'"):
         require_model("mamba3")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from trainer.experiments.run_options import add_device
+
 HELP = "sequential against simultaneous evaluation of a trained model, over tolerances"
 
 
@@ -35,7 +37,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
         help="a tokenizer.json, to name tokens by (default: the one beside the data, if there is one)",
     )
     made.add_argument("--double", action="store_true", help="compute in float64")
-    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
+    add_device(made)
 
 
 def carry_out(folder: Path, options: argparse.Namespace) -> str:

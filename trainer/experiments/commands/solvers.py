@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from trainer.experiments.run_options import add_device
+
 HELP = "every solver, windows, warm start, damping on trained models: iterations, work, time, contraction"
 
 
@@ -37,7 +39,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
         help="weights of a Jacobian penalty to train on with, 0 for the same steps without (none)",
     )
     made.add_argument("--penalty-steps", type=int, default=60, metavar="N", help="for so many steps (60)")
-    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
+    add_device(made)
 
 
 def carry_out(folder: Path, options: argparse.Namespace) -> str:

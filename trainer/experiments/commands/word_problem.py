@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from trainer.experiments.run_options import add_changes, add_device
+
 HELP = "state tracking, Figures 1 and 3: least layers against length; rare hard tokens, training iterations"
 
 
@@ -41,15 +43,8 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--test-lengths", type=int, nargs="+", metavar="N", help="of the sequences in tests")
     made.add_argument("--sequences", type=int, metavar="N", help="in each test")
     made.add_argument("--seeds", type=int, nargs="+", metavar="N", help="of the runs")
-    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
-    made.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="path.to.key=value",
-        help="changes to every run's spec",
-    )
+    add_device(made)
+    add_changes(made)
 
 
 def carry_out(folder: Path, options: argparse.Namespace) -> str:
@@ -61,7 +56,7 @@ def carry_out(folder: Path, options: argparse.Namespace) -> str:
         study=options.study,
         setting=options.setting,
         device=options.device,
-        overrides=options.overrides,
+        overrides=options.set,
         checkpoints=options.checkpoints or (),
         spec=options.spec,
         groups=options.groups,
