@@ -8,7 +8,8 @@ fused AdamW. The time is that of whole steps (forward, backward, clipping, optim
 ``--steps`` after warming up, by CUDA events. Model FLOPs are counted by ``implicit_blocks.specs.counting``
 from the iterations taken. ``--as-published`` takes the iterations that the published one took, whatever the
 residual. A row also says how often the compiler left a function in pieces (``graph_breaks``) and how often a
-step made the host wait for the device unasked (``waits``, by ``torch.cuda.set_sync_debug_mode``).
+step made the host wait for the device unasked (``waits``, by ``torch.cuda.set_sync_debug_mode``), and how
+long building, compiling and warming up took (``ready_s``).
 """
 
 from __future__ import annotations
@@ -16,12 +17,24 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
+import time
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from on_device import CARD, bfloat16, device, graph_breaks, keep, model_of, parser, seconds, waits
+from on_device import (
+    CARD,
+    bfloat16,
+    device,
+    graph_breaks,
+    keep,
+    model_of,
+    parser,
+    seconds,
+    synchronize,
+    waits,
+)
 from report import machine, write
 
 import implicit_blocks as ib
@@ -83,6 +96,7 @@ def main() -> None:
 
 def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Time the steps of a work."""
+    began = time.perf_counter()
     work = WORKS[name]
     fixed = work.iterations if arguments.as_published else arguments.fixed
     changes = {} if fixed is None else {"stopping": ib.Stopping(tolerance=0.0, max_iterations=fixed)}
@@ -119,6 +133,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     out: Any = None
     for _ in range(arguments.warm_up):
         step()
+    synchronize()
+    ready = time.perf_counter() - began
     times = []
     for _ in range(arguments.steps):
         times.append(seconds(step))
@@ -143,6 +159,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "graph_breaks": graph_breaks() - before if arguments.compile else None,
         "waits": waits(forward_and_backward),
         "loss": round(out.loss.item(), 3),
+        "ready_s": round(ready, 1),
     }
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
+from implicit_blocks.ops import backends
 from implicit_blocks.ops.accelerated import load
 from implicit_blocks.ops.attention import ATTENTION, attend, find_blocks
 from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv
@@ -174,6 +175,33 @@ def test_attention(backend, seen, kv_heads):
 
     for found, expected in zip(run(torch.bfloat16, backend), run(torch.float64, "torch"), strict=True):
         assert error(found, expected) < 1e-2
+
+
+def test_flash_attention_is_taken_unasked_behind_a_state(monkeypatch):
+    """It beats torch's kernels reading a mask; a window that begins its sequences needs none."""
+    backend_of(ATTENTION, "flash-attn")
+    noted = {}
+    monkeypatch.setattr(backends, "_CHOSEN", noted)
+    spec = ib.ImplicitLMSpec(
+        vocab_size=61,
+        d_model=128,
+        n_layers=1,
+        mixer=ib.AttentionSpec(n_heads=2),
+        stopping=ib.Stopping(tolerance=0.0, max_iterations=4),
+    )
+    model = ib.build(spec).cuda().eval()
+    ids = torch.randint(61, (2, 200), device="cuda")
+    options = {"tolerance": 0.0, "max_iterations": 4}
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        model(ids, **options)
+        assert ("attention", "flash-attn") not in noted
+        found = model(ids, window_length=72, **options).logits
+    assert ("attention", "flash-attn") in noted
+    with torch.no_grad():
+        for block in model.backbone.blocks():
+            block.mixer.backend = "torch"
+        expected = model.double()(ids, window_length=72, **options).logits
+    assert error(found, expected) < 2e-2
 
 
 @pytest.mark.parametrize(
