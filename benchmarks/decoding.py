@@ -6,9 +6,10 @@
 Random weights in bfloat16 (autocast; weight norm computed once), tolerance 0 and ``--iterations`` iterations,
 so that every token takes as many calls of the map and one more to commit it. An *iteration* is a call of the
 map on all rows; its time is that of decoding as a whole, choosing tokens included, divided by the calls.
-``replay_ms`` is that of a call alone. ``--states`` are the types that Mamba2's ``h`` is kept in; keys, values
-and the convolution's inputs are in bfloat16. ``floor_ms`` is what reading weights and states once must cost
-at the card's copying speed, which is measured first.
+``replay_ms`` is that of a call alone. ``--states`` are the types that states are kept in: Mamba2's ``h`` in
+float32 or bfloat16, keys and values in bfloat16 or int8; a model leaves out what is not for it. The
+convolution's inputs are in bfloat16. ``floor_ms`` is what reading weights and states once must cost at the
+card's copying speed, which is measured first.
 
 Modes: ``fused``, kernels made for single tokens, recorded as a graph; ``graphs``, the layers as they are,
 recorded; ``launched``, the layers kernel by kernel. The published implementation takes 86.7 ms (mamba2_1.3b)
@@ -33,6 +34,7 @@ from implicit_blocks.search_options import SearchOptions
 
 PUBLISHED = {"mamba2_130m": 41.8, "llama_130m": 20.6, "mamba2_1.3b": 86.7, "llama_1.3b": 52.2}
 MODES = ("fused", "graphs", "launched")
+STATES = {"mamba2": ("float32", "bfloat16"), "llama": ("bfloat16", "int8")}
 
 
 def main() -> None:
@@ -40,7 +42,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["mamba2_1.3b", "llama_1.3b"])
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 64])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["fused"])
-    parser.add_argument("--states", nargs="+", choices=("float32", "bfloat16"), default=["float32"])
+    parser.add_argument("--states", nargs="+", choices=("float32", "bfloat16", "int8"))
     parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
     parser.add_argument("--iterations", type=int, default=16, help="that every token takes")
     parser.add_argument("--tokens", type=int, default=6, help="timed, of every row")
@@ -56,7 +58,8 @@ def main() -> None:
     for name in arguments.models:
         model = built(name, arguments)
         for count in arguments.rows:
-            states = arguments.states if name.startswith("mamba2") else ["bfloat16"]
+            known = STATES[name.split("_")[0]]
+            states = [state for state in arguments.states or known[:1] if state in known]
             for mode, state in itertools.product(arguments.modes, states):
                 work = {
                     "model": name,

@@ -64,7 +64,7 @@ def training(*works: str, limit: int = 150) -> Program:
 
 def decoding(model: str, *, limit: int = 120) -> Program:
     trying = ("--tiny", "--device", "cpu", "--iterations", "2", "--tokens", "1", "--context", "8")
-    states = ("--states", "float32", "bfloat16")
+    states = ("--states", "float32", "bfloat16", "int8")  # each model those that are for it
     preparing = ("--layers", "2", "--iterations", "2")
     return Program(("decoding.py", "--models", model, "--rows", "1", "64", *states), limit, trying, preparing)
 

@@ -58,6 +58,21 @@ class HeldWeights:
         """Take the values of the same modules' weights."""
         torch._foreach_copy_(self.tensors(), other.tensors())
 
+    def lay_together(self, *layers: Linear) -> Tensor | None:
+        """Return the weights of these layers as one, of which each one's becomes a part, in the same memory.
+
+        None where some of them aren't held. For weights without gradients.
+        """
+        places = [at for layer in layers for at, (holder, _) in enumerate(self._held) if holder is layer]
+        if len(places) < len(layers):
+            return None
+        values = [self._held[at][1] for at in places]
+        whole = torch.cat([weight.detach() for weight, _ in values])
+        parts = whole.split([len(weight) for weight, _ in values])
+        for at, part, (_, bias) in zip(places, parts, values, strict=True):
+            self._held[at] = (self._held[at][0], (part, bias))
+        return whole
+
     def as_leaves(self, other: HeldWeights) -> HeldWeights:
         """Return the same memory as leaves of autograd, where the weights of ``other`` carry gradients."""
         leaves = HeldWeights()

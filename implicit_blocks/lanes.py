@@ -46,8 +46,17 @@ class LaneStates(ABC):
         """
 
     def narrow(self, dtype: torch.dtype) -> None:
-        """Keep in this type what is kept in a wider one, where that is foreseen; before the first text."""
-        return None
+        """Keep in this type what is kept in a wider one, where that is foreseen; before the first text.
+
+        Raises:
+            ValueError: for integers, where they are not foreseen.
+
+        """
+        if not dtype.is_floating_point:
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind} can't keep states in {dtype}; choose a floating type, as torch.bfloat16"
+            )
 
 
 class RecurrentLanes(LaneStates):

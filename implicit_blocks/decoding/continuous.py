@@ -90,8 +90,10 @@ class ContinuousDecoder:
         warm_start: begin each token's search at the solution of the one before.
         moving_average: α of an average over the iterates, for noisy maps.
         graphs: record steps as CUDA graphs, on a GPU, one for each of ``buckets``: a step is one launch then.
-        state_dtype: of states that a scan carries from token to token, such as Mamba2's; None: float32 or
-            better. In bfloat16 they are half as much to read, and rounded at every token.
+        state_dtype: of states. ``torch.bfloat16`` is for those that a scan carries from token to token, such
+            as Mamba2's, else in float32 or better: half as much to read, and rounded at every token.
+            ``torch.int8`` is for keys and values: half as much to read as in 16 bits, each head's rounded
+            once, to 1/254 of its largest feature.
 
     Raises:
         ValueError: for sizes that make no sense, a model in training mode, or a mixer that has no lanes.
@@ -274,7 +276,8 @@ class ContinuousDecoder:
         places = self.batch.places("choose", size)
         self._draw(places, texts)
         self.batch.begin(size)
-        logits = {place: places.logits_RV[place].clone() for place in texts}
+        kept = places.logits_RV.clone()
+        logits = {place: kept[place] for place in texts}
         self._chosen.append(_Chosen(self.calls, rows, texts, logits, Late(places.report_4R)))
         for text in texts.values():
             text.chosen += 1

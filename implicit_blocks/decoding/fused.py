@@ -124,8 +124,13 @@ class FusedMap:
         self.norm = model.backbone.norm
         self.layers: list[_Layer] = []
         tables: dict[Any, tuple[Tensor, Tensor]] = {}
+        mlps = [block.mlp for block in model.backbone.blocks()]
+        both = [
+            weights.lay_together(mlp.gate_proj, mlp.up_proj) if isinstance(mlp, SwiGLU) else None
+            for mlp in mlps
+        ]
         with weights.in_use():
-            for block, state in zip(model.backbone.blocks(), states, strict=True):
+            for block, state, gate_up in zip(model.backbone.blocks(), states, both, strict=True):
                 mixer: _Mamba2 | _Attention
                 if isinstance(block.mixer, Mamba2):
                     assert isinstance(state, Mamba2Lanes)
@@ -134,7 +139,7 @@ class FusedMap:
                     assert isinstance(block.mixer, Attention)
                     assert isinstance(state, AttentionLanes)
                     mixer = _Attention(block.mixer, state, _tables(block.mixer, tables, capacity, state))
-                self.layers.append(_Layer(block, mixer))
+                self.layers.append(_Layer(block, mixer, gate_up))
         self.slots = _side_by_side([state for state in states if isinstance(state, Mamba2Lanes)])
 
     def bind(
@@ -216,9 +221,9 @@ class FusedMap:
 class _Layer:
     """A residual block on (stream, what is still to be added to it)."""
 
-    def __init__(self, block: Block, mixer: _Mamba2 | _Attention) -> None:
+    def __init__(self, block: Block, mixer: _Mamba2 | _Attention, gate_up: Tensor | None) -> None:
         self.norm, self.mixer = block.mixer_norm, mixer
-        self.mlp = None if block.mlp is None else _SwiGLU(block.mlp)
+        self.mlp = None if block.mlp is None else _SwiGLU(block.mlp, gate_up)
         self.mlp_norm = block.mlp_norm
 
     def __call__(self, z: Tensor, branch: Branch | None, step: _Step) -> tuple[Tensor, Branch | None]:
@@ -328,6 +333,8 @@ class _Attention:
             *self.tables,
             n_heads=self.heads,
             dtype=torch.float32 if few else out.weight.dtype,
+            key_scales_SKT=self.states.key_scales,
+            value_scales_SKT=self.states.value_scales,
         )
         if few:
             return linear_rows(y, out.weight, out.bias, z_RM=z), None
@@ -335,9 +342,13 @@ class _Attention:
 
 
 class _SwiGLU:
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp: nn.Module, gate_up: Tensor | None) -> None:
         assert isinstance(mlp, SwiGLU)
         self.gate, self.up, self.out = _held(mlp.gate_proj), _held(mlp.up_proj), _held(mlp.out_proj)
+        if gate_up is None:  # its layers make their weights ready themselves
+            gate_up = torch.cat((self.gate.weight, self.up.weight))
+        biases = [part.bias for part in (self.gate, self.up) if part.bias is not None]
+        self.both = _Matrix(gate_up, torch.cat(biases) if biases else None)  # one product for many rows
 
     def __call__(self, z: Tensor, branch: Branch | None, norm: RMSNorm) -> tuple[Tensor, Branch | None]:
         from implicit_blocks.ops.kernels.decoding import Branch, add_norm, linear_rows, silu_product
@@ -354,7 +365,7 @@ class _SwiGLU:
             )
             return linear_rows(hidden, self.out.weight, self.out.bias, z_RM=z), None
         z, normed = add_norm(z, branch, norm.weight, eps=norm.eps, dtype=self.up.weight.dtype)
-        return z, Branch(self.out(silu_product(self.gate(normed), self.up(normed))))
+        return z, Branch(self.out(silu_product(self.both(normed))))
 
 
 def _held(layer: nn.Module) -> _Matrix:

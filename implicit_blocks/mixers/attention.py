@@ -161,17 +161,15 @@ class Attention(Mixer):
 
     def _attend_lanes(self, q: Tensor, k: Tensor, v: Tensor, state: LaneKeys) -> Tensor:
         """Attend from one token in each lane, once its key and value stand behind the lane's tokens."""
-        lanes = state.rows_R
-        if lanes is None:
-            lanes = torch.arange(len(q), device=q.device)
-        state.keys_SKCP[lanes, :, state.lengths_R] = k[:, :, 0]
-        state.values_SKCP[lanes, :, state.lengths_R] = v[:, :, 0]
+        state.put(k[:, :, 0], v[:, :, 0])
         y = attend_lanes(
             q[:, :, 0],
             state.keys_SKCP,
             state.values_SKCP,
             rows_R=state.rows_R,
             lengths_R=state.lengths_R + 1,
+            key_scales_SKC=state.key_scales_SKC,
+            value_scales_SKC=state.value_scales_SKC,
         )
         return y[:, :, None]
 

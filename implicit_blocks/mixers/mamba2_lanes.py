@@ -35,7 +35,8 @@ class Mamba2Lanes(LaneStates):
         self._lanes = torch.arange(lanes, device=device)
 
     def narrow(self, dtype: torch.dtype) -> None:
-        """Keep ``h`` in this type."""
+        """Keep ``h`` in this type, not an integer: every token would be rounded to 8 bits again."""
+        super().narrow(dtype)
         self.h_SHPN = self.h_SHPN.to(dtype)
 
     def enter(self, lane: int) -> Mamba2State:

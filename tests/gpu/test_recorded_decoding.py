@@ -185,6 +185,49 @@ def test_states_of_sixteen_bits():
         assert_same(found, launched, atol=2e-2)
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
+def test_keys_of_eight_bits(fused):
+    model = built("attention")
+    for lanes in (1, 4):
+        decoder, found = decode(model, lanes=lanes, fused=fused, count=2, state_dtype=torch.int8)
+        assert decoder.states[0].keys.dtype == torch.int8
+        _, launched = decode(model, lanes=lanes, count=2, state_dtype=torch.int8, graphs=False)
+        assert_same(found, launched, atol=2e-2)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_states_are_written_when_a_token_is_committed(mixer, fused):
+    knobs = {"buckets": [4], "tolerance": 0.0, "max_iterations": 3}
+    decoder = ContinuousDecoder(built(mixer), lanes=4, capacity=96, **knobs)
+    if not fused:
+        decoder.batch.fused = None
+    for prompt in prompts()[:4]:
+        decoder.submit(Request(prompt=prompt, max_new_tokens=8))
+
+    def committed():
+        lengths = decoder.batch.lengths_S.tolist()
+        for states in decoder.states:
+            for lane, length in enumerate(lengths):
+                if mixer == "attention":
+                    yield states.keys[lane, :, :length].clone()
+                    yield states.values[lane, :, :length].clone()
+                else:
+                    yield states.h_SHPN[lane].clone()
+                    yield states.taps_SWC[lane].roll(-int(states.next_S[lane]), 0)[1:]
+
+    decoder.step()
+    lengths, before, commits = decoder.batch.lengths_S.clone(), [*committed()], 0
+    for _ in range(20):
+        decoder.step()
+        after = [*committed()]
+        same = list(map(torch.equal, after, before))
+        written = bool((decoder.batch.lengths_S != lengths).any())  # all lanes are at the same iteration
+        assert not any(same) if written else all(same)
+        lengths, before, commits = decoder.batch.lengths_S.clone(), after, commits + written
+    assert commits >= 4
+
+
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("lanes", [1, 4])
 @pytest.mark.parametrize("mixer", MIXERS)

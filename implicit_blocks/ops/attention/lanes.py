@@ -6,11 +6,14 @@ tokens, P head width.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from implicit_blocks.ops.backends import note
+from implicit_blocks.ops.eight_bits import EightBits
 
 __all__ = ["BACKENDS", "attend_lanes"]
 
@@ -22,6 +25,8 @@ def attend_lanes(
     *,
     rows_R: Tensor | None,
     lengths_R: Tensor,
+    key_scales_SKC: Tensor | None = None,
+    value_scales_SKC: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """Return ``softmax(q k^T / √P) v`` over the first ``lengths_R`` keys of each row's lane, (R, H, P).
@@ -32,6 +37,8 @@ def attend_lanes(
         values_SKCP: values of all lanes.
         rows_R: int64, which lanes the rows are, all different; None: all of them in order.
         lengths_R: int64, how many keys count, at least 1.
+        key_scales_SKC: of keys in 8 bits, which are made wide first.
+        value_scales_SKC: of values in 8 bits.
         backend: ``each`` takes one lane after the other, and reads nothing that doesn't count; ``masked``
             takes all lanes together, idle ones too, to the end of their room, in a fixed number of kernels.
             None: ``each`` on a CPU, else ``masked``.
@@ -45,17 +52,30 @@ def attend_lanes(
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
     note("attention in lanes", f"sdpa, {backend}")
-    return BACKENDS[backend](q_RHP, keys_SKCP, values_SKCP, rows_R, lengths_R)
+    keys, values = _Kept(keys_SKCP, key_scales_SKC), _Kept(values_SKCP, value_scales_SKC)
+    return BACKENDS[backend](q_RHP, keys, values, rows_R, lengths_R)
 
 
-def _each(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor | None, lengths: Tensor) -> Tensor:
+class _Kept(NamedTuple):
+    whole: Tensor
+    scales: Tensor | None
+
+    def read(self, dtype: torch.dtype, lanes: slice = slice(None), count: int | None = None) -> Tensor:
+        """Return the first so many of these lanes."""
+        part = self.whole[lanes, :, :count]
+        if self.scales is None:
+            return part
+        return EightBits(part, self.scales[lanes, :, :count]).wide(dtype)
+
+
+def _each(q: Tensor, keys: _Kept, values: _Kept, rows: Tensor | None, lengths: Tensor) -> Tensor:
     lanes = range(len(q)) if rows is None else rows.tolist()
-    grouped = q.shape[1] != keys.shape[1]
+    grouped = q.shape[1] != keys.whole.shape[1]
     found = [
         scaled_dot_product_attention(
             q[row, None, :, None],
-            keys[lane : lane + 1, :, :length],
-            values[lane : lane + 1, :, :length],
+            keys.read(q.dtype, slice(lane, lane + 1), length),
+            values.read(q.dtype, slice(lane, lane + 1), length),
             enable_gqa=grouped,
         )
         for row, (lane, length) in enumerate(zip(lanes, lengths.tolist(), strict=True))
@@ -63,17 +83,18 @@ def _each(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor | None, lengths:
     return torch.cat(found)[:, :, 0]
 
 
-def _masked(q: Tensor, keys: Tensor, values: Tensor, rows: Tensor | None, lengths: Tensor) -> Tensor:
+def _masked(q: Tensor, keys: _Kept, values: _Kept, rows: Tensor | None, lengths: Tensor) -> Tensor:
+    room = keys.whole.shape
     if rows is not None:  # queries and lengths go to their lanes, not lanes to their queries
-        q = q.new_zeros(len(keys), *q.shape[1:]).index_copy(0, rows, q)
-        lengths = lengths.new_ones(len(keys)).index_copy(0, rows, lengths)
-    counts = torch.arange(keys.shape[2], device=q.device) < lengths[:, None]
+        q = q.new_zeros(room[0], *q.shape[1:]).index_copy(0, rows, q)
+        lengths = lengths.new_ones(room[0]).index_copy(0, rows, lengths)
+    counts = torch.arange(room[2], device=q.device) < lengths[:, None]
     found = scaled_dot_product_attention(
         q[:, :, None],
-        keys,
-        values,
+        keys.read(q.dtype),
+        values.read(q.dtype),
         attn_mask=counts[:, None, None],
-        enable_gqa=q.shape[1] != keys.shape[1],
+        enable_gqa=q.shape[1] != room[1],
     )[:, :, 0]
     return found if rows is None else found[rows]
 

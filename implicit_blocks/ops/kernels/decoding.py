@@ -170,11 +170,12 @@ def add_norm(
     return total, normed
 
 
-def silu_product(gate_RF: Tensor, up_RF: Tensor) -> Tensor:
-    """Return ``silu(gate) · up``, of their type; both contiguous."""
-    out = torch.empty_like(up_RF)
+def silu_product(both_RF: Tensor) -> Tensor:
+    """Return ``silu(gate) · up`` of two halves of a row, contiguous, of their type."""
+    rows, width = both_RF.shape
+    out = torch.empty(rows, width // 2, dtype=both_RF.dtype, device=both_RF.device)
     with on_device(out.device):
-        _silu_product[(triton.cdiv(out.numel(), 1024),)](gate_RF, up_RF, out, out.numel(), BLOCK=1024)
+        _silu_product[(triton.cdiv(width // 2, 1024), rows)](both_RF, out, width // 2, BLOCK=1024)
     return out
 
 
@@ -346,9 +347,11 @@ def _add_norm(
 
 
 @triton.jit
-def _silu_product(gate_ptr, up_ptr, out_ptr, count, BLOCK: tl.constexpr):
+def _silu_product(both_ptr, out_ptr, F, BLOCK: tl.constexpr):
+    row = tl.program_id(1).to(tl.int64)
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = place < count
-    gate = tl.load(gate_ptr + place, mask=real, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + place, mask=real, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=real)
+    real = place < F
+    gate = tl.load(both_ptr + 2 * row * F + place, mask=real, other=0.0).to(tl.float32)
+    up = tl.load(both_ptr + (2 * row + 1) * F + place, mask=real, other=0.0).to(tl.float32)
+    value = (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * F + place, value, mask=real)

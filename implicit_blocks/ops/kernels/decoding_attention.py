@@ -36,6 +36,8 @@ def attention_step(
     *,
     n_heads: int,
     dtype: torch.dtype,
+    key_scales_SKT: Tensor | None = None,
+    value_scales_SKT: Tensor | None = None,
 ) -> Tensor:
     """Return attention of one token in each row's lane to itself and those before it, (R, H · P).
 
@@ -52,6 +54,8 @@ def attention_step(
         sin_TF: sines.
         n_heads: H.
         dtype: of the result.
+        key_scales_SKT: of keys in 8 bits (`ops.eight_bits`).
+        value_scales_SKT: of values in 8 bits.
 
     """
     _, kv_heads, room, head_dim = keys_SKTP.shape
@@ -72,6 +76,8 @@ def attention_step(
             lengths_R,
             keys_SKTP,
             values_SKTP,
+            keys_SKTP if key_scales_SKT is None else key_scales_SKT,
+            values_SKTP if value_scales_SKT is None else value_scales_SKT,
             cos_TF,
             sin_TF,
             found,
@@ -84,6 +90,7 @@ def attention_step(
             KV=kv_heads,
             P=head_dim,
             HAS_U=u_SU is not None,
+            SCALED=key_scales_SKT is not None,
             BLOCK_T=128 if few else 64,
             STAGES=1,
             num_warps=8 if few else 4,
@@ -103,6 +110,11 @@ def _load_sum(p_ptr, u_ptr, place, HAS_U: tl.constexpr):
 
 
 @triton.jit
+def _scale(x):
+    return tl.maximum(tl.max(tl.abs(x), axis=0), 1e-30) / 127
+
+
+@triton.jit
 def _attention_step(
     p_ptr,
     u_ptr,
@@ -110,6 +122,8 @@ def _attention_step(
     lengths_ptr,
     keys_ptr,
     values_ptr,
+    key_scales_ptr,
+    value_scales_ptr,
     cos_ptr,
     sin_ptr,
     out_ptr,
@@ -122,6 +136,7 @@ def _attention_step(
     KV: tl.constexpr,
     P: tl.constexpr,
     HAS_U: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -134,7 +149,8 @@ def _attention_step(
     shared = head // (H // KV)
     p_ptr += row * U
     u_ptr += lane * U
-    base = (lane * KV + shared) * T * P
+    first_token = (lane * KV + shared) * T
+    base = first_token * P
     kind = keys_ptr.dtype.element_ty
     whole, place = tl.arange(0, P), tl.arange(0, BLOCK_T)
     # Feature i is rotated with i + F, and i + F with i: whole vectors, the partner's loaded beside them.
@@ -146,12 +162,22 @@ def _attention_step(
     q = _load_sum(p_ptr, u_ptr, first_q + whole, HAS_U) * cos
     q = (q + _load_sum(p_ptr, u_ptr, first_q + partner, HAS_U) * sin) * scale
     k = _load_sum(p_ptr, u_ptr, first_k + whole, HAS_U) * cos
-    k = (k + _load_sum(p_ptr, u_ptr, first_k + partner, HAS_U) * sin).to(kind)  # as it will be read
-    v = _load_sum(p_ptr, u_ptr, (H + KV + shared) * P + whole, HAS_U).to(kind)
-    if (head % (H // KV) == 0) & (split == 0):
-        tl.store(keys_ptr + base + length * P + whole, k)
-        tl.store(values_ptr + base + length * P + whole, v)
-    own = tl.sum(q * k.to(tl.float32))
+    k += _load_sum(p_ptr, u_ptr, first_k + partner, HAS_U) * sin
+    v = _load_sum(p_ptr, u_ptr, (H + KV + shared) * P + whole, HAS_U)
+    writes = (head % (H // KV) == 0) & (split == 0)
+    if SCALED:
+        key_scale, value_scale = _scale(k), _scale(v)
+        k, v = tl.floor(k / key_scale + 0.5), tl.floor(v / value_scale + 0.5)
+        if writes:
+            tl.store(key_scales_ptr + first_token + length, key_scale)
+            tl.store(value_scales_ptr + first_token + length, value_scale)
+    if writes:
+        tl.store(keys_ptr + base + length * P + whole, k.to(kind))
+        tl.store(values_ptr + base + length * P + whole, v.to(kind))
+    k, v = k.to(kind).to(tl.float32), v.to(kind).to(tl.float32)  # as they will be read
+    if SCALED:
+        k, v = k * key_scale, v * value_scale
+    own = tl.sum(q * k)
     largest = tl.full((BLOCK_T,), 0.0, tl.float32) + own
     weights = tl.zeros((BLOCK_T,), tl.float32)
     y = tl.zeros((BLOCK_T, P), tl.float32)
@@ -162,12 +188,18 @@ def _attention_step(
     for first in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
         before = first + place < end
         here = base + (first + place)[:, None] * P + whole[None, :]
-        key = tl.load(keys_ptr + here, mask=before[:, None], other=0.0).to(tl.float32)
-        value = tl.load(values_ptr + here, mask=before[:, None], other=0.0).to(tl.float32)
-        score = tl.where(before, tl.sum(key * q[None, :], axis=1), float("-inf"))
+        key = tl.load(keys_ptr + here, mask=before[:, None], other=0).to(tl.float32)
+        value = tl.load(values_ptr + here, mask=before[:, None], other=0).to(tl.float32)
+        score = tl.sum(key * q[None, :], axis=1)
+        if SCALED:
+            token = first_token + first + place
+            score *= tl.load(key_scales_ptr + token, mask=before, other=0.0)
+        score = tl.where(before, score, float("-inf"))
         new = tl.maximum(largest, score)
         share, kept = tl.exp2(score - new), tl.exp2(largest - new)
         weights = weights * kept + share
+        if SCALED:
+            share *= tl.load(value_scales_ptr + token, mask=before, other=0.0)
         y = y * kept[:, None] + value * share[:, None]
         largest = new
     most = tl.max(largest, axis=0)
@@ -176,7 +208,7 @@ def _attention_step(
     if SPLITS > 1:
         itself = tl.where(split == 0, itself, 0.0)
     total = tl.sum(weights * kept) + itself
-    found = tl.sum(y * kept[:, None], axis=0) + v.to(tl.float32) * itself
+    found = tl.sum(y * kept[:, None], axis=0) + v * itself
     if SPLITS == 1:
         tl.store(out_ptr + row * H * P + head * P + whole, (found / total).to(out_ptr.dtype.element_ty))
     else:

@@ -1,0 +1,98 @@
+"""What lanes keep: when it is written, and in how many bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from implicit_blocks.decoding import ContinuousDecoder, Request
+from implicit_blocks.ops.attention.lanes import attend_lanes
+from implicit_blocks.ops.eight_bits import eight_bits
+
+
+def committed(decoder, lane):
+    """Return a copy of what a lane's committed tokens have left."""
+    length = int(decoder.batch.lengths_S[lane])
+    kept = []
+    for states in decoder.states:
+        if hasattr(states, "keys"):
+            kept += [states.keys[lane, :, :length], states.values[lane, :, :length]]
+        else:
+            taps = states.taps_SWC[lane].roll(-int(states.next_S[lane]), 0)
+            kept += [states.h_SHPN[lane], taps[1:]]  # the first slot is the next token's
+    return length, [t.clone() for t in kept]
+
+
+def test_nothing_is_written_back_until_a_token_is_committed(family, tiny_model):
+    decoder = ContinuousDecoder(tiny_model(family), lanes=3, capacity=24, tolerance=1e-3)
+    for prompt in ([1, 2, 3], [4], [5, 6, 7, 8, 9]):
+        decoder.submit(Request(prompt=prompt, max_new_tokens=5))
+    decoder.step()
+    before = [committed(decoder, lane) for lane in range(3)]
+    commits = searching = 0
+    while decoder.busy:
+        decoder.step()
+        for lane, text in enumerate(decoder.texts):
+            if text is None:
+                continue
+            after = committed(decoder, lane)
+            if after[0] == before[lane][0]:
+                searching += 1
+                assert all(map(torch.equal, after[1], before[lane][1]))
+            else:
+                commits += 1
+                assert after[0] == before[lane][0] + 1
+                assert not any(map(torch.equal, after[1], before[lane][1]))
+            before[lane] = after
+    assert commits >= 3 * 3
+    assert searching > 2 * commits
+
+
+@pytest.mark.parametrize("lanes", [1, 4])
+def test_keys_of_eight_bits(tiny_model, prompts, lanes):
+    made, kept = {}, {}
+    for dtype in (None, torch.int8):
+        decoder = ContinuousDecoder(tiny_model("attention"), lanes=lanes, capacity=16, state_dtype=dtype)
+        for prompt in prompts:
+            decoder.submit(Request(prompt=prompt, max_new_tokens=3))
+        decoder.step()
+        length = len(prompts[0])
+        kept[dtype] = decoder.states[0].keys[0, :, :length].clone(), decoder.states[0]
+        new = sorted([*decoder.run()], key=lambda new: new.request)
+        made[dtype] = torch.stack([one.logits for one in new])
+    states = kept[torch.int8][1]
+    assert states.keys.dtype == states.values.dtype == torch.int8
+    assert torch.equal(kept[torch.int8][0], eight_bits(kept[None][0]).codes)
+    error = (made[torch.int8] - made[None]).norm() / made[None].norm()
+    assert 0 < error < 1e-2
+
+
+def test_eight_bits_are_within_half_a_step():
+    x = torch.randn(50, 64) * torch.logspace(-6, 6, 50)[:, None]
+    found = eight_bits(x)
+    error = (found.wide(torch.float64) - x.double()).abs().amax(-1)
+    assert (error <= x.double().abs().amax(-1) / 253.9).all()
+    nothing = eight_bits(torch.zeros(3, 8))
+    assert torch.equal(nothing.wide(torch.float32), torch.zeros(3, 8))
+
+
+@pytest.mark.parametrize("rows", [None, [3, 0]])
+def test_attention_reads_keys_of_eight_bits(rows):
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (eight_bits(t) for t in torch.randn(2, 4, 2, 7, 6, generator=generator).unbind(0))
+    lengths = torch.tensor([7, 1, 4, 2])
+    lanes = torch.arange(4) if rows is None else torch.tensor(rows)
+    q = torch.randn(len(lanes), 4, 6, generator=generator)
+    where = {"rows_R": None if rows is None else lanes, "lengths_R": lengths[lanes]}
+    wide = attend_lanes(q, keys.wide(q.dtype), values.wide(q.dtype), **where)
+    scales = {"key_scales_SKC": keys.scales, "value_scales_SKC": values.scales}
+    for backend in ("each", "masked"):
+        found = attend_lanes(q, keys.codes, values.codes, backend=backend, **scales, **where)
+        torch.testing.assert_close(found, wide, msg=backend)
+
+
+def test_types_that_no_state_is_kept_in_are_refused(tiny_model):
+    with pytest.raises(ValueError, match=r"Mamba2Lanes can't keep states in torch.int8; choose a floating"):
+        ContinuousDecoder(tiny_model("mamba2"), lanes=1, capacity=8, state_dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"can't be kept in torch.int16; choose torch.int8"):
+        ContinuousDecoder(tiny_model("attention"), lanes=1, capacity=8, state_dtype=torch.int16)
