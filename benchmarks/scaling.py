@@ -8,12 +8,15 @@ tokens, ``--rows`` sequences of 2048 a GPU (4: 8192 tokens), bfloat16 autocast, 
 takes the iterations that the spec allows, (4+1), so that the work of a step is the same for all. The time is
 the median of ``--steps``, after warming up, between barriers. The efficiency is the tokens a second a GPU,
 divided by those of one GPU in the same table, which may be of another run on the same machine
-(``--beside``). The environment (``NCCL_…``) is handed on as it is.
+(``--beside``). The environment (``NCCL_…``) is handed on as it is. ``--profile`` adds where the time of two
+more steps went on rank 0, milliseconds a step: exchanging (``exchange_ms``), of it while nothing else ran
+(``exposed_ms``), and doing nothing (``idle_ms``).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -21,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +54,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--graphs", action="store_true", help="record CUDA graphs where weights are whole")
     parser.add_argument("--late", action="store_true", help="exchange gradients after backward, to compare")
+    parser.add_argument("--profile", action="store_true", help="tell how much of the exchange is hidden")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE", help="changes to the specs")
     parser.add_argument("--output", default="scaling")
@@ -100,6 +105,9 @@ def work(arguments: argparse.Namespace) -> None:
                 if not ranks.alone:  # the ranks are no longer in step
                     raise
             rows.append(row)
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
             if ranks.is_main:
                 print(row, flush=True)
                 arguments.worker.write_text(json.dumps(rows))
@@ -132,11 +140,9 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
     on_cuda = ranks.device.type == "cuda"
     if on_cuda:
         torch.cuda.reset_peak_memory_stats()
-    times, result = [], None
-    for _ in range(arguments.steps + WARM_UP):
-        ranks.barrier()
-        began = time.perf_counter()
-        result = training_step(
+
+    def step() -> Any:
+        made = training_step(
             layout,
             optimizer,
             batch,
@@ -145,8 +151,15 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
             clip_norm=1.0,
             last_tokens=1,
         )
-        if result.not_finite is not None:
-            raise RuntimeError(f"the step of {name} is not finite: {result.not_finite}")
+        if made.not_finite is not None:
+            raise RuntimeError(f"the step of {name} is not finite: {made.not_finite}")
+        return made
+
+    times, result = [], None
+    for _ in range(arguments.steps + WARM_UP):
+        ranks.barrier()
+        began = time.perf_counter()
+        result = step()
         if on_cuda:
             torch.cuda.synchronize()
         times.append(ranks.max([time.perf_counter() - began])[0])
@@ -162,10 +175,34 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
     }
     if on_cuda:
         row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
-    del layout, model, optimizer
-    if on_cuda:
-        torch.cuda.empty_cache()
+    if arguments.profile and on_cuda:
+        row |= profiled(step, steps=2)
     return row
+
+
+def profiled(step: Callable[[], Any], *, steps: int) -> dict[str, float]:
+    """Return where the time of steps goes on this rank's GPU, milliseconds a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    spans = [(event.time_range.start, event.time_range.end, "nccl" in event.name) for event in kernels]
+    every = covered([(start, end) for start, end, _ in spans])
+    work = covered([(start, end) for start, end, exchange in spans if not exchange])
+    exchange = covered([(start, end) for start, end, exchange in spans if exchange])
+    whole = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)
+    parts = {"exchange_ms": exchange, "exposed_ms": every - work, "idle_ms": whole - every}
+    return {name: round(microseconds / 1e3 / steps, 2) for name, microseconds in parts.items()}
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Return how much of the time some span covers."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> None:

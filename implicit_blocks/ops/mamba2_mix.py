@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import available, require
+from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.ssd import mamba_ssm
 from implicit_blocks.ops.transforms import without_autocast
@@ -140,7 +140,7 @@ def _mix(
             y, state = mamba2_one_chunk.forward(conv, steps, D, sizes=shape, return_state=return_state)
         else:
             x, B, C = _divide(conv, shape)
-            scan = require(mamba_ssm.MODULE, package="mamba-ssm")
+            scan = mamba_ssm.kernels()
             A, dt = -torch.exp(A_log.float()), _step_sizes(projected, u, dt_bias)
             y, _, _, _, _, state = scan._mamba_chunk_scan_combined_fwd(
                 x, dt, A, B, C, mamba_ssm.CHUNK, D=D.float()
@@ -249,7 +249,7 @@ def _scan_backward(
     dconv = torch.empty_like(conv)
     dx, dB, dC = _divide(dconv, shape)
     A, dt = -torch.exp(A_log.float()), _step_sizes(projected, u, dt_bias)
-    scan = require(mamba_ssm.MODULE, package="mamba-ssm")
+    scan = mamba_ssm.kernels()
     _, ddt, dA, _, _, dD, _, _, _ = scan._mamba_chunk_scan_combined_bwd(
         dy.view(x.shape),
         x,

@@ -6,6 +6,7 @@ stands around them, and so that no autograd machinery but torch's stands between
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,12 +14,24 @@ from torch import Tensor
 
 from implicit_blocks.ops.accelerated import require
 from implicit_blocks.ops.backends import Backend
+from implicit_blocks.ops.ssd import tuned
 from implicit_blocks.ops.transforms import is_differentiated_forward, without_autocast
 
 MODULE = "mamba_ssm.ops.triton.ssd_combined"
 STEP_MODULE = "mamba_ssm.ops.triton.selective_state_update"
 CHUNK = 256  # what the kernels are tuned for; the chunk is a matter of speed, not of values
 SHORTEST = 32  # below, a handful of plain operators beat the kernels' six launches
+
+_told: set[str] = set()
+
+
+def kernels() -> ModuleType:
+    """Return the module of the scan's kernels, told how to cut up what was measured."""
+    module = require(MODULE, package="mamba-ssm")
+    if MODULE not in _told:
+        _told.add(MODULE)
+        tuned.tell_loaded(MODULE.rpartition(".")[0])
+    return module
 
 
 def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tensor | None) -> str:
@@ -94,7 +107,7 @@ def _of_the_same_document(
 def _step(
     x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    kernels = require(STEP_MODULE, package="mamba-ssm")
+    step = require(STEP_MODULE, package="mamba-ssm")
     batch, _, heads, width = x.shape
     shape = (batch, heads, width, B.shape[3])
     # The kernel writes into the state that it is given.
@@ -103,7 +116,7 @@ def _step(
     else:
         state = initial_state.to(torch.float32, copy=True)
     none = A.new_zeros(heads, dtype=torch.float32)[:, None].expand(heads, width)  # it asks for bias and D
-    y = kernels.selective_state_update(
+    y = step.selective_state_update(
         state,
         x[:, 0],
         dt[:, 0, :, None].expand(batch, heads, width),
@@ -131,9 +144,8 @@ def _scan(
     initial_state: Tensor | None,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    kernels = require(MODULE, package="mamba-ssm")
     with without_autocast(x.device.type):
-        y, _, _, _, _, state = kernels._mamba_chunk_scan_combined_fwd(
+        y, _, _, _, _, state = kernels()._mamba_chunk_scan_combined_fwd(
             x, dt, A, B, C, CHUNK, initial_states=initial_state, seq_idx=documents
         )
     return y, state
@@ -157,9 +169,8 @@ def _scan_backward(
     initial_state: Tensor | None,
     documents: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    kernels = require(MODULE, package="mamba-ssm")
     with without_autocast(x.device.type):
-        dx, ddt, dA, dB, dC, _, _, _, dinitial = kernels._mamba_chunk_scan_combined_bwd(
+        dx, ddt, dA, dB, dC, _, _, _, dinitial = kernels()._mamba_chunk_scan_combined_bwd(
             dy,
             x,
             dt,

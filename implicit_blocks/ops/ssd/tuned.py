@@ -1,0 +1,120 @@
+"""How mamba-ssm's kernels are best cut up, where it was measured: finding out takes a first step a minute.
+
+Each of its kernels tries up to eleven ways at the first call of a kind, and compiles every one. For the
+shapes of the published models on Hopper the outcome is known, and is told to Triton's tuner as if it had
+just found it. Other shapes, types and cards are tuned as ever; ``TRITON_CACHE_AUTOTUNING=1`` keeps what that
+finds.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+HOPPER = (9, 0)
+
+_F, _B = "torch.float32", "torch.bfloat16"
+
+FOUND: dict[tuple[str, tuple[Any, ...]], dict[str, int]] = {
+    # Chunks of 256, heads 64 wide, 128 states; the types are those of the kernel's tensors, in order. H200.
+    ("_state_passing_fwd_kernel", (8192, _F, _B, _F, _F)): {"BLOCK_SIZE": 2048, "num_warps": 4},
+    ("_state_passing_fwd_kernel", (8192, _F, _F, _F, _F)): {"BLOCK_SIZE": 1024, "num_warps": 4},
+    ("_bmm_chunk_fwd_kernel", (256, 128, False, _B, _B, _F)): {
+        "BLOCK_SIZE_M": 128,
+        "BLOCK_SIZE_N": 64,
+        "BLOCK_SIZE_K": 32,
+        "num_warps": 4,
+        "num_stages": 4,
+    },
+    ("_chunk_scan_fwd_kernel", (256, 64, 128, True, _F, _B, _B, _F, _F, _B, _B, _F)): {
+        "BLOCK_SIZE_M": 32,
+        "BLOCK_SIZE_N": 64,
+        "BLOCK_SIZE_K": 32,
+        "num_warps": 2,
+        "num_stages": 5,
+    },
+    ("_chunk_scan_bwd_dstates_kernel", (64, 128, 256, _B, _B, _F, _F)): {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 128,
+        "BLOCK_SIZE_K": 32,
+        "num_warps": 4,
+        "num_stages": 4,
+    },
+    ("_state_passing_bwd_kernel", (8192, _F, _F, _F, _B, _F, _B)): {"BLOCK_SIZE": 512, "num_warps": 4},
+    ("_chunk_scan_chunk_state_bwd_dx_kernel", (256, 64, 128, _B, _F, _B, _F, _F, _F, _B, _B, _B, _F, _F)): {
+        "BLOCK_SIZE_M": 32,
+        "BLOCK_SIZE_N": 64,
+        "BLOCK_SIZE_K": 32,
+        "num_warps": 4,
+        "num_stages": 5,
+    },
+    ("_chunk_state_bwd_db_kernel", (256, 128, 64, _B, _B, _B, _F, _F, _F, _F)): {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 128,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
+    ("_chunk_scan_bwd_dc_kernel", (256, 128, 64, _B, _B, _B, _F, _F, _F)): {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 128,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
+    ("_chunk_scan_bwd_dcb_kernel", (256, 64, _B, _B, _F, _F, _F)): {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 32,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
+    ("_bmm_chunk_bwd_kernel", (256, 128, _B, _F, _B, _F)): {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 128,
+        "BLOCK_SIZE_CS": 32,
+        "num_warps": 4,
+        "num_stages": 4,
+    },
+    ("_chunk_scan_bwd_ddAcs_stable_kernel", (256, 64, _B, _B, _F, _F, _F, _F)): {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 32,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
+    ("_chunk_cumsum_bwd_kernel", (256, 64, _F, _F, _F, _F, _F, _F)): {"BLOCK_SIZE_H": 8, "num_warps": 4},
+}
+
+
+def tell(kernels: dict[str, Any]) -> list[str]:
+    """Put what was found where the tuners of these kernels would; return the names of those that took it.
+
+    A tuner takes only what is among its own ways: another version of mamba-ssm may have others.
+    """
+    told = []
+    for (name, key), wanted in FOUND.items():
+        tuner: Any = kernels.get(name)
+        ways = [way for way in getattr(tuner, "configs", ()) if _fits(way, wanted)]
+        if ways and isinstance(getattr(tuner, "cache", None), dict):
+            tuner.cache.setdefault(key, ways[0])
+            told.append(name)
+    return told
+
+
+def _fits(way: Any, wanted: dict[str, int]) -> bool:
+    given = {**way.kwargs, "num_warps": way.num_warps, "num_stages": way.num_stages}
+    return all(given.get(name) == value for name, value in wanted.items())
+
+
+def tell_loaded(package: str) -> None:
+    """Tell the tuners of a package's loaded modules, on a card that the table is for."""
+    if torch.version.hip is None and torch.cuda.get_device_capability() == HOPPER:
+        tell(dict(_tuners(package)))
+
+
+def _tuners(package: str) -> Iterator[tuple[str, Any]]:
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith(package + "."):
+            for name, value in vars(module).items():
+                if hasattr(value, "configs") and hasattr(value, "cache"):
+                    yield name, value
