@@ -237,7 +237,7 @@ class _Mamba2:
     def __init__(self, mixer: Mamba2, states: Mamba2Lanes) -> None:
         self.mixer, self.states = mixer, states
         self.in_proj, self.out_proj = _held(mixer.in_proj), _held(mixer.out_proj)
-        self.conv_weight = mixer.conv.weight.detach().contiguous()
+        self.conv_weight = mixer.conv.weight.detach().t().contiguous()
 
     def __call__(
         self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: _Step

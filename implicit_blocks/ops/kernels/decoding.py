@@ -22,12 +22,13 @@ class Mamba2Inputs(NamedTuple):
     """What Mamba2 does to its projection before the scan needs: convolution and step size.
 
     ``slots_S`` int64 is which of the W slots of ``taps_SWC`` each lane's token takes: those of the tokens
-    before it lie behind, the oldest first, and around the end. ``conv_weight_CW`` has the oldest tap first.
+    before it lie behind, the oldest first, and around the end. ``conv_weight_WC`` has the oldest tap first;
+    channels lie side by side, as those that read it do.
     """
 
     slots_S: Tensor
     taps_SWC: Tensor
-    conv_weight_CW: Tensor
+    conv_weight_WC: Tensor
     conv_bias_C: Tensor | None
     dt_bias_H: Tensor
     inner: int
@@ -40,7 +41,7 @@ class Mamba2Inputs(NamedTuple):
     def pointers(self) -> tuple[Tensor | int, ...]:
         """Return the kernels' arguments for them."""
         bias = self.dt_bias_H if self.conv_bias_C is None else self.conv_bias_C
-        tensors = (self.slots_S, self.taps_SWC, self.conv_weight_CW, bias, self.dt_bias_H)
+        tensors = (self.slots_S, self.taps_SWC, self.conv_weight_WC, bias, self.dt_bias_H)
         return (*tensors, self.inner, self.taps_SWC.shape[2])
 
 
@@ -201,13 +202,13 @@ def mamba2_history(
     """Return the convolution's weight of the newest tap, and what older ones add; for dt, 1 and its bias."""
     channel = m - inner
     convolved = real & (channel >= 0) & (channel < C)
-    newest = tl.load(conv_ptr + channel * W + W - 1, mask=convolved, other=1.0).to(tl.float32)
+    newest = tl.load(conv_ptr + (W - 1) * C + channel, mask=convolved, other=1.0).to(tl.float32)
     step = real & (channel >= C)
     earlier = tl.load(dt_bias_ptr + channel - C, mask=step, other=0.0).to(tl.float32)
     for tap in tl.static_range(W - 1):
         place = taps_ptr + (slot + 1 + tap) % W * C + channel
         before = tl.load(place, mask=convolved, other=0.0).to(tl.float32)
-        earlier += before * tl.load(conv_ptr + channel * W + tap, mask=convolved, other=0.0).to(tl.float32)
+        earlier += before * tl.load(conv_ptr + tap * C + channel, mask=convolved, other=0.0).to(tl.float32)
     if HAS_BIAS:
         earlier += tl.load(conv_bias_ptr + channel, mask=convolved, other=0.0).to(tl.float32)
     return newest, earlier

@@ -67,7 +67,9 @@ def attention_step(
     if splits > 1:
         found = torch.empty(rows * n_heads, splits, head_dim, dtype=torch.float32, device=device)
         sums = torch.empty(2, rows * n_heads, splits, dtype=torch.float32, device=device)
-    few = rows < 4  # few programs must each have much on its way; many do together
+    few = (
+        rows < 4
+    )  # few programs must each have much on its way; many have it together, a block after another
     with on_device(device):
         _attention_step[(n_heads, rows, splits)](
             projected_RU,
@@ -91,9 +93,9 @@ def attention_step(
             P=head_dim,
             HAS_U=u_SU is not None,
             SCALED=key_scales_SKT is not None,
-            BLOCK_T=128 if few else 64,
-            STAGES=1,
-            num_warps=8 if few else 4,
+            BLOCK_T=256 if few else 32,
+            STAGES=1 if few else 3,
+            num_warps=8 if few else 2,
         )
         if splits > 1:
             block = triton.next_power_of_2(splits)

@@ -80,7 +80,7 @@ def scan_step(
     _, heads, head_dim, d_state = h_SHPN.shape
     rows = len(rows_R)
     out = torch.empty(rows, heads * head_dim, dtype=dtype, device=h_SHPN.device)
-    part = min(head_dim, 16 if rows < 4 else 32 if rows < 16 else 64)
+    part = min(head_dim, 16 if rows < 4 else 32)
     parts = heads * (head_dim // part)
     squares = torch.empty(rows, parts, dtype=torch.float32, device=h_SHPN.device)
     with on_device(out.device):
@@ -128,15 +128,15 @@ def _prepare_mamba2(
     row = tl.program_id(1).to(tl.int64)
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = m < U
+    y = tl.load(p_ptr + row * U + m, mask=real, other=0.0).to(tl.float32)
     lane = tl.load(rows_ptr + row)
+    if HAS_U:
+        y += tl.load(u_ptr + lane * U + m, mask=real, other=0.0).to(tl.float32)
     slot = tl.load(slots_ptr + lane)
     taps_ptr += lane * W * C
     newest, earlier = mamba2_history(
         m, real, slot, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, W, HAS_BIAS
     )
-    y = tl.load(p_ptr + row * U + m, mask=real, other=0.0).to(tl.float32)
-    if HAS_U:
-        y += tl.load(u_ptr + lane * U + m, mask=real, other=0.0).to(tl.float32)
     y = mamba2_prepared(y, newest, earlier, m, real, taps_ptr + slot * C, inner, C)
     tl.store(out_ptr + row * U + m, y, mask=real)
 
@@ -168,7 +168,7 @@ def _scan_step(
     p_ptr += row * U
     width, state = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N)
     place = h_ptr + (lane * H + head) * P * N + width[:, None] * N + state[None, :]
-    h = tl.load(place).to(tl.float32)
+    h = tl.load(place, eviction_policy="evict_first").to(tl.float32)  # read once: caches are for the rest
     group = head // (H // G) * N + state
     gate = tl.load(p_ptr + head * P + width)
     x = tl.load(p_ptr + inner + head * P + width)
