@@ -114,14 +114,15 @@ class BoundMap:
             stream = _again_in_backward(self._layer, stream, block, state, context)
         return self.backbone.norm(*stream)  # type: ignore[no-any-return]  # nn.Module calls are untyped
 
-    def compute(self, z_BLD: Tensor) -> Tensor:
-        """Return ``f(z)``, layer by layer."""
+    def compute(self, z_BLD: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Return ``f(z)``, layer by layer; in ``out``, if given."""
         stream = Stream(z_BLD)
+        place = {} if out is None else {"out": out}
         with self.weights.in_use():
             for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
                 self._prepare(block)
                 stream = block(stream, self.u_BLU, state, context)
-            return self.backbone.norm(*stream)  # type: ignore[no-any-return]  # as above
+            return self.backbone.norm(*stream, **place)  # type: ignore[no-any-return]  # as above
 
     def _layer(self, stream: Stream, block: Block, state: State, context: BlockContext) -> Stream:
         with self.weights.in_use():

@@ -42,9 +42,15 @@ class RMSNorm(nn.Module):
         self.groups = groups
         self.weight = nn.Parameter(torch.ones(width))
 
-    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor:
-        """Normalize (…, width): ``x``, or ``x + added``, a sum that a compiler takes on the way."""
-        x = x if added is None else x + added
+    def forward(self, x: Tensor, added: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+        """Normalize (…, width): ``x``, or ``x + added``, a sum that a compiler takes on the way.
+
+        With ``out`` the value is written there, which a compiler does on the way too.
+        """
+        normed = self._normed(x if added is None else x + added)
+        return normed if out is None else out.copy_(normed)
+
+    def _normed(self, x: Tensor) -> Tensor:
         wide = at_least_float32(x)
         if self.groups > 1:
             parts = wide.unflatten(-1, (self.groups, -1))
