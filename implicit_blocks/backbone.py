@@ -70,6 +70,10 @@ class Backbone(nn.Module):
             for block in self.blocks()
         )
 
+    def reads_rows(self, window: Window) -> bool:
+        """Whether every mixer can take the injection of this window from a table."""
+        return all(block.mixer.reads_rows(window) for block in self.blocks())
+
     def bind(
         self,
         window: Window,
@@ -98,6 +102,11 @@ class BoundMap:
     states: tuple[State, ...]
     contexts: tuple[BlockContext, ...]
     weights: HeldWeights
+
+    @property
+    def by_row(self) -> bool:
+        """Whether ``u`` is a table, (V, U), of which the window says each token's row."""
+        return self.window.u_rows_BL is not None
 
     def __call__(self, z_BLD: Tensor) -> Tensor:
         """Return ``f(z)``, (B, L, D)."""
@@ -162,7 +171,7 @@ class BoundMap:
         return replace(
             self,
             window=window,
-            u_BLU=None if self.u_BLU is None else self.u_BLU[:, first:stop],
+            u_BLU=self.u_BLU if self.u_BLU is None or self.by_row else self.u_BLU[:, first:stop],
             states=states,
             contexts=tuple(map(context, self.backbone.blocks(), self.contexts)),
         )
@@ -179,7 +188,7 @@ class BoundMap:
         return replace(
             self,
             window=window,
-            u_BLU=None if self.u_BLU is None else self.u_BLU[rows],
+            u_BLU=self.u_BLU if self.u_BLU is None or self.by_row else self.u_BLU[rows],
             states=tuple(b.mixer.select_rows(s, rows) for b, s in zip(blocks, self.states, strict=True)),
             contexts=tuple(context(b, c) for b, c in zip(blocks, self.contexts, strict=True)),
         )

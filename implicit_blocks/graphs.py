@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.held_weights import HeldWeights
+from implicit_blocks.layers import BlockContext
 from implicit_blocks.lent_buffers import LentBuffers
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
         return None
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     u = f.u_BLU
-    given = None if u is None else (u.shape, u.dtype)
+    given = None if u is None else (u.shape, u.dtype, f.by_row)
     return (z_BLD.shape, z_BLD.dtype, z_BLD.requires_grad, given, autocast, z_BLD.device)
 
 
@@ -164,13 +165,16 @@ class _Buffers:
         with torch.inference_mode(False), torch.no_grad():
             self.weights = weights if weights is not None else _Weights(f.weights)
             self._u = None if f.u_BLU is None else f.u_BLU.detach().clone()
+            self._rows = None if f.window.u_rows_BL is None else f.window.u_rows_BL.clone()
         self._held: ReferenceType[HeldWeights] | None = None
         self._of: ReferenceType[Tensor] | None = None
+        self._by: ReferenceType[Tensor] | None = None
 
     def hold(self, f: BoundMap) -> bool:
         """Whether the buffers hold what this map reads."""
         same = self._held is not None and self._held() is f.weights
-        return same and (f.u_BLU is None or (self._of is not None and self._of() is f.u_BLU))
+        given = (self._of, f.u_BLU), (self._by, f.window.u_rows_BL)
+        return same and all(t is None or (known is not None and known() is t) for known, t in given)
 
     @torch.no_grad()
     def load(self, f: BoundMap) -> None:
@@ -180,6 +184,9 @@ class _Buffers:
         if self._u is not None and f.u_BLU is not None:
             self._u.copy_(f.u_BLU)
             self._of = ref(f.u_BLU)
+        if self._rows is not None and f.window.u_rows_BL is not None:
+            self._rows.copy_(f.window.u_rows_BL)
+            self._by = ref(f.window.u_rows_BL)
 
     def bind(self, f: BoundMap, *, with_gradients: bool) -> BoundMap:
         """Return the map on these buffers; with gradients they are leaves on the same memory."""
@@ -192,6 +199,10 @@ class _Buffers:
                 else u.detach().requires_grad_(f.u_BLU is not None and f.u_BLU.requires_grad)
             )
         # The states before a sequence's first token and the rotations are the same in every such window.
+        if self._rows is not None:
+            window = replace(f.window, u_rows_BL=self._rows, shared={})
+            contexts = tuple(BlockContext(block.mixer.prepare(window)) for block in f.backbone.blocks())
+            f = replace(f, window=window, contexts=contexts)
         return replace(f, weights=weights, u_BLU=u)
 
 

@@ -237,7 +237,8 @@ class Window:
     ``positions_BL`` (1 or B, L) int64 count the real tokens of each row (or document) from 0. ``valid_BT``
     (B, T) bool is False at padding, ``documents_BT`` (B, T) int64 numbers the documents packed into a row;
     both cover the committed tokens too, T = start + length, and are None where there is no padding and one
-    document. ``dtype`` is that of the residual stream.
+    document. ``dtype`` is that of the residual stream. ``u_rows_BL`` (B, L) int64 is there where the mixers
+    said that they read the injection from a table (``Mixer.reads_rows``): which row each token takes.
     """
 
     batch_size: int
@@ -247,6 +248,7 @@ class Window:
     valid_BT: Tensor | None = None
     documents_BT: Tensor | None = None
     dtype: torch.dtype = torch.float32
+    u_rows_BL: Tensor | None = None
     shared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -301,6 +303,7 @@ class Window:
             positions_BL=self.positions_BL[:, first:stop],
             valid_BT=None if self.valid_BT is None else self.valid_BT[:, :end],
             documents_BT=None if self.documents_BT is None else self.documents_BT[:, :end],
+            u_rows_BL=None if self.u_rows_BL is None else self.u_rows_BL[:, first:stop],
             shared={},
         )
 
@@ -313,6 +316,7 @@ class Window:
             positions_BL=positions,
             valid_BT=None if self.valid_BT is None else self.valid_BT[rows],
             documents_BT=None if self.documents_BT is None else self.documents_BT[rows],
+            u_rows_BL=None if self.u_rows_BL is None else self.u_rows_BL[rows],
             shared={},
         )
 
@@ -373,6 +377,13 @@ class Mixer(nn.Module, ABC):
             f"{type(self).__name__} keeps no states of rows at lengths of their own, which continuous "
             "decoding needs; use generate"
         )
+
+    def reads_rows(self, window: Window) -> bool:
+        """Whether ``u`` may be a table (V, U) here, of which ``window.u_rows_BL`` says each token's row.
+
+        A small vocabulary's injections are fewer than the tokens', and stay in the GPU's cache.
+        """
+        return False
 
     @abstractmethod
     def prepare(self, window: Window) -> Any:

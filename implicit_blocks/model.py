@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -21,15 +22,16 @@ from implicit_blocks.committed import Committed
 from implicit_blocks.fixed_point import solve_fixed_point
 from implicit_blocks.graphs import MapGraphs
 from implicit_blocks.held_weights import HeldWeights
+from implicit_blocks.injection import Injection, pays_by_token
 from implicit_blocks.interfaces import GradientEstimator, Solution, Solver
-from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_parameters_
+from implicit_blocks.layers import Linear, at_least_float32, reset_parameters_
 from implicit_blocks.ops.cross_entropy import linear_cross_entropy
 from implicit_blocks.outputs import Encoded, LMOutput
 from implicit_blocks.registry import build
 from implicit_blocks.search_options import SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Stopping
 from implicit_blocks.stopping import Agreement
-from implicit_blocks.weight_norm import add_weight_norm, assign_weight
+from implicit_blocks.weight_norm import assign_weight
 
 __all__ = ["Encoded", "ExplicitLM", "ImplicitLM", "LMOutput", "LanguageModel"]
 
@@ -37,22 +39,6 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "realize_acc_reads_threshold": 40,  # a convolution over projection and injection stays one kernel
     "comprehensive_padding": False,  # padded strides are copied away again before operators of our own
 }
-
-
-class Injection(nn.Module):
-    """``u = W rms(x) + b``: what the embedded tokens add to every layer's input projection."""
-
-    def __init__(self, spec: ImplicitLMSpec, width: int) -> None:
-        super().__init__()
-        self.norm = RMSNorm(spec.d_model, eps=spec.norm_eps)
-        self.proj = Linear(spec.d_model, width)
-        if spec.weight_norm:
-            add_weight_norm(self)
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        """Return the injection, (B, L, U)."""
-        u: Tensor = self.proj(self.norm(x_BLD))
-        return u
 
 
 class LanguageModel(nn.Module, ABC):
@@ -134,6 +120,7 @@ class LanguageModel(nn.Module, ABC):
             raise ValueError("return_logits=False leaves nothing to return without labels; give labels")
         encoded = self.encode(
             self.embedding(input_ids),
+            ids_BL=input_ids,
             attention_mask=attention_mask,
             documents=documents,
             state=state,
@@ -171,6 +158,7 @@ class LanguageModel(nn.Module, ABC):
         self,
         x_BLD: Tensor,
         *,
+        ids_BL: Tensor | None = None,
         attention_mask: Tensor | None = None,
         documents: Tensor | None = None,
         state: Committed | None = None,
@@ -182,6 +170,7 @@ class LanguageModel(nn.Module, ABC):
     ) -> Encoded:
         """Return what the head reads, given embedded tokens (B, L, D); arguments as for ``forward``.
 
+        ``ids_BL``: the tokens, where ``x`` is what ``embedding`` makes of them, for injections by a table.
         ``search`` says how this call's search differs from the spec's. ``weights``, from ``hold_weights``,
         spare calls that follow each other, as in decoding, from making them ready again.
 
@@ -206,6 +195,7 @@ class LanguageModel(nn.Module, ABC):
             f, start = self.bind(
                 x_BLD[:, part],
                 state,
+                ids_BL=None if ids_BL is None else ids_BL[:, part],
                 weights=weights,
                 warm_start=search.warm_start,
                 valid_BL=None if valid is None else valid[:, part],
@@ -249,14 +239,21 @@ class LanguageModel(nn.Module, ABC):
         state: Committed,
         *,
         weights: HeldWeights,
+        ids_BL: Tensor | None = None,
         warm_start: bool = False,
         valid_BL: Tensor | None = None,
         documents_BL: Tensor | None = None,
     ) -> tuple[BoundMap, Tensor]:
         """Return the map ``z → f(z, u)`` of the next window and where its search begins."""
-        u, start = self.inject(x_BLD, weights)
         length, dtype = x_BLD.shape[1], self.stream_dtype
         window = state.window(length, valid_BL=valid_BL, documents_BL=documents_BL, dtype=dtype)
+        by_token = ids_BL is not None and pays_by_token(self.embedding, ids_BL.numel())
+        if ids_BL is not None and by_token and self.backbone.reads_rows(window):
+            window = replace(window, u_rows_BL=ids_BL.contiguous())
+            u, starts_VD = self.inject(self.embedding.weight, weights)
+            start = F.embedding(ids_BL, starts_VD)
+        else:
+            u, start = self.inject(x_BLD, weights)
         if warm_start and u is not None:
             start = state.warm_start(window, start)
         f = self.backbone.bind(window, u_BLU=u, states=state.layers, start_BLD=start, weights=weights)

@@ -53,6 +53,7 @@ class Mamba2Context(NamedTuple):
     initial_document_B: Tensor | None = None
     order_BL: Tensor | None = None
     places_BL: Tensor | None = None
+    u_rows_BL: Tensor | None = None
 
     @property
     def plain(self) -> bool:
@@ -140,6 +141,12 @@ class Mamba2(Mixer):
         """Return a state a lane; none depends on a length."""
         return Mamba2Lanes(self, count, device=device, dtype=dtype)
 
+    def reads_rows(self, window: Window) -> bool:
+        """Whether the GPU's fused operator serves the window: it reads the injection where it stands."""
+        half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.float32
+        plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
+        return half and self._fusible(window.device, window.length, plain)
+
     def prepare(self, window: Window) -> Mamba2Context:
         """Find where the convolution's next tail comes from, and the documents around the window."""
         taps = self.spec.d_conv
@@ -164,9 +171,11 @@ class Mamba2(Mixer):
         if no_grad and (fused := self._fused(z_BLD, u_BLU, context, return_state=True)) is not None:
             out, h_after, projected = fused
             assert h_after is not None
-            last = projected[:, 1 - self.spec.d_conv :, self.d_inner : self.d_inner + self.conv_width]
+            late, convolved = slice(1 - self.spec.d_conv, None), slice(self.d_inner, -self.n_heads)
+            last = projected[:, late, convolved]
             if u_BLU is not None:
-                last = last + u_BLU[:, 1 - self.spec.d_conv :, self.d_inner : self.d_inner + self.conv_width]
+                rows = context.u_rows_BL
+                last = last + (u_BLU[:, late] if rows is None else u_BLU[rows[:, late]])[..., convolved]
             return out, Mamba2State(last.clone(), h_after)
         z_BLD, u_BLU = moved(z_BLD, context.order_BL), moved(u_BLU, context.order_BL)
         gate, conv_in, dt = self._project(self.in_proj(z_BLD), u_BLU, context)
@@ -184,16 +193,7 @@ class Mamba2(Mixer):
         self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
     ) -> tuple[Tensor, Tensor | None, Tensor] | None:
         """Return output, state and projection by the GPU's fused operator; None where it does not serve."""
-        sizes = mamba2_mix.Mamba2Sizes(
-            self.n_heads,
-            self.spec.head_dim,
-            self.spec.n_groups,
-            self.spec.d_state,
-            self.norm.groups,
-            self.norm.eps,
-        )
-        chosen = (self.spec.backend, self.spec.conv_backend)
-        if chosen != (AUTO, AUTO) or not mamba2_mix.eligible(z, context.plain, self.spec.d_conv, sizes):
+        if not self._fusible(z.device, z.shape[1], context.plain):
             return None
         projected: Tensor = self.in_proj(z)
         if not mamba2_mix.suits(projected):
@@ -201,23 +201,39 @@ class Mamba2(Mixer):
         mixed, h = mamba2_mix.mamba2_mix(
             projected,
             u,
+            rows_BL=context.u_rows_BL,
             conv_weight_CW=self.conv.weight,
             conv_bias_C=self.conv.bias,
             dt_bias_H=self.dt_bias,
             A_log_H=self.A_log,
             D_H=self.D,
             norm_weight_I=self.norm.weight,
-            sizes=sizes,
+            sizes=self._sizes(),
             return_state=return_state,
         )
         return self.out_proj(mixed), h, projected
+
+    def _fusible(self, device: torch.device, length: int, plain: bool) -> bool:
+        if (self.spec.backend, self.spec.conv_backend) != (AUTO, AUTO):
+            return False
+        return mamba2_mix.eligible(device, length, plain, self.spec.d_conv, self._sizes())
+
+    def _sizes(self) -> mamba2_mix.Mamba2Sizes:
+        return mamba2_mix.Mamba2Sizes(
+            self.n_heads,
+            self.spec.head_dim,
+            self.spec.n_groups,
+            self.spec.d_state,
+            self.norm.groups,
+            self.norm.eps,
+        )
 
     def _project(
         self, projected: Tensor, u: Tensor | None, context: Mamba2Context
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gate, what goes into the convolution, and dt; padding feeds nothing in."""
         if u is not None:
-            projected = projected + u
+            projected = projected + (u if context.u_rows_BL is None else F.embedding(context.u_rows_BL, u))
         gate, conv_in, dt = projected.split((self.d_inner, self.conv_width, self.n_heads), dim=-1)
         dt = F.softplus(at_least_float32(dt) + at_least_float32(self.dt_bias))
         if context.valid_BL is not None:
@@ -283,7 +299,9 @@ def _context(window: Window, taps: int) -> Mamba2Context:
         end = (valid * order).amax(1)  # how many tokens up to and with the last real one
         last = end[:, None] + torch.arange(taps - 1, device=window.device)
     if documents is None:
-        return Mamba2Context(window.start == 0, valid, last, order_BL=moved, places_BL=places)
+        return Mamba2Context(
+            window.start == 0, valid, last, order_BL=moved, places_BL=places, u_rows_BL=window.u_rows_BL
+        )
     start = window.start
     before = documents[:, max(0, start - taps + 1) : start]
     first = documents[:, :1].expand(-1, taps - 1 - before.shape[1])
@@ -296,4 +314,5 @@ def _context(window: Window, taps: int) -> Mamba2Context:
         documents[:, start - 1] if start else None,
         moved,
         places,
+        window.u_rows_BL,
     )

@@ -9,7 +9,7 @@ groups, N state width, C convolved channels = I + 2GN, W taps.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.ssd import mamba_ssm
 from implicit_blocks.ops.transforms import without_autocast
+
+if TYPE_CHECKING:
+    from implicit_blocks.ops.kernels.mamba2_parts import Added
 
 __all__ = ["Mamba2Sizes", "eligible", "mamba2_mix", "suits"]
 
@@ -43,19 +46,19 @@ SHORTEST = 4  # tokens; below, few plain operators do
 ONE_CHUNK = 256  # tokens, at most; with more, states between chunks cost less than products of all pairs
 
 
-def eligible(z_BLD: Tensor, plain: bool, taps: int, sizes: Mamba2Sizes) -> bool:
+def eligible(device: torch.device, length: int, plain: bool, taps: int, sizes: Mamba2Sizes) -> bool:
     """Whether a window may be one for the operator; ``plain``: begins its sequence, no padding, no documents.
 
-    Asked before the projection, whose type decides: from ``z_BLD``'s place and length, the ``taps`` of the
-    convolution and the ``sizes`` of the scan.
+    Asked before the projection, whose type decides: from the window's place and ``length``, the ``taps`` of
+    the convolution and the ``sizes`` of the scan.
     """
-    if not (plain and z_BLD.is_cuda) or taps != TAPS or z_BLD.shape[1] < SHORTEST:
+    if not (plain and device.type == "cuda") or taps != TAPS or length < SHORTEST:
         return False
     if not available("triton"):
         return False
-    if _one_chunk(z_BLD.shape[1], sizes):
+    if _one_chunk(length, sizes):
         return True
-    return z_BLD.shape[1] >= mamba_ssm.SHORTEST and available(mamba_ssm.MODULE)
+    return length >= mamba_ssm.SHORTEST and available(mamba_ssm.MODULE)
 
 
 def suits(projected_BLU: Tensor) -> bool:
@@ -65,8 +68,9 @@ def suits(projected_BLU: Tensor) -> bool:
 
 def mamba2_mix(
     projected_BLU: Tensor,
-    u_BLU: Tensor | None,
+    u: Tensor | None,
     *,
+    rows_BL: Tensor | None,
     conv_weight_CW: Tensor,
     conv_bias_C: Tensor | None,
     dt_bias_H: Tensor,
@@ -80,7 +84,8 @@ def mamba2_mix(
 
     Args:
         projected_BLU: what the input projection gives, in bfloat16 or float16.
-        u_BLU: the injection, added to it; None: nothing.
+        u: the injection, added to it, (B, L, U), or (V, U) with ``rows_BL``; None: nothing.
+        rows_BL: int64, which row of ``u`` each token takes; None: its own.
         conv_weight_CW: taps, oldest first.
         conv_bias_C: of the convolution, or None.
         dt_bias_H: added to the step sizes before softplus.
@@ -94,11 +99,13 @@ def mamba2_mix(
 
     """
     note("mamba2 between its projections", "our Triton kernels")
-    if u_BLU is not None:
-        u_BLU = u_BLU.to(projected_BLU.dtype).expand_as(projected_BLU).contiguous()
+    if u is not None:
+        u = u.to(projected_BLU.dtype)
+        u = (u if rows_BL is not None else u.expand_as(projected_BLU)).contiguous()
     out, state, _ = _mix(
         projected_BLU.contiguous(),
-        u_BLU,
+        u,
+        None if rows_BL is None else rows_BL.contiguous(),
         conv_weight_CW,
         conv_bias_C,
         dt_bias_H,
@@ -117,6 +124,7 @@ def mamba2_mix(
 def _mix(
     projected: Tensor,
     u: Tensor | None,
+    rows: Tensor | None,
     conv_weight: Tensor,
     conv_bias: Tensor | None,
     dt_bias: Tensor,
@@ -134,19 +142,22 @@ def _mix(
     shape = _sizes(sizes, eps)
     none, no_y = projected.new_empty(0), projected.new_empty(0)  # an operator's results are tensors apart
     with without_autocast("cuda"):
-        conv = mamba2_parts.conv_forward(projected, u, conv_weight, conv_bias, first=shape.inner)
+        added = mamba2_parts.Added(u, rows)
+        conv = mamba2_parts.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
         if _one_chunk(projected.shape[1], shape):
-            steps = mamba2_one_chunk.step_sizes(projected, u, dt_bias, A_log)
+            steps = mamba2_one_chunk.step_sizes(projected, added, dt_bias, A_log)
             y, state = mamba2_one_chunk.forward(conv, steps, D, sizes=shape, return_state=return_state)
         else:
             x, B, C = _divide(conv, shape)
             scan = mamba_ssm.kernels()
-            A, dt = -torch.exp(A_log.float()), _step_sizes(projected, u, dt_bias)
+            A, dt = -torch.exp(A_log.float()), _step_sizes(projected, added, dt_bias)
             y, _, _, _, _, state = scan._mamba_chunk_scan_combined_fwd(
                 x, dt, A, B, C, mamba_ssm.CHUNK, D=D.float()
             )
             y, state = y.view(*projected.shape[:2], shape.inner), state.float().contiguous()
-        out = mamba2_parts.gated_norm_forward(y, projected, u, norm_weight, eps=eps, groups=shape.norm_groups)
+        out = mamba2_parts.gated_norm_forward(
+            y, projected, added, norm_weight, eps=eps, groups=shape.norm_groups
+        )
         return out, none if state is None or not return_state else state, y if keep else no_y
 
 
@@ -166,6 +177,7 @@ def _mix_backward(
     dout: Tensor,
     projected: Tensor,
     u: Tensor | None,
+    rows: Tensor | None,
     conv_weight: Tensor,
     conv_bias: Tensor | None,
     dt_bias: Tensor,
@@ -180,19 +192,20 @@ def _mix_backward(
 
     shape = _sizes(sizes, eps)
     with without_autocast("cuda"):
+        added = mamba2_parts.Added(u, rows)
         dprojected = torch.empty_like(projected)
         dy, dnorm = mamba2_parts.gated_norm_backward(
-            dout, y, projected, u, norm_weight, dprojected, eps=eps, groups=shape.norm_groups
+            dout, y, projected, added, norm_weight, dprojected, eps=eps, groups=shape.norm_groups
         )
         # Computed again rather than kept: a convolved window is a sixth of a layer's activations.
-        conv = mamba2_parts.conv_forward(projected, u, conv_weight, conv_bias, first=shape.inner)
+        conv = mamba2_parts.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
         scan_backward = _one_chunk_backward if _one_chunk(projected.shape[1], shape) else _scan_backward
         dconv, ddt, dt_bias_sum, dA_log, dD = scan_backward(
-            dy, y, conv, projected, u, dt_bias, A_log, D, shape
+            dy, y, conv, projected, added, dt_bias, A_log, D, shape
         )
         dprojected[..., -shape.n_heads :] = ddt
         dweight, dbias = mamba2_parts.conv_backward(
-            dconv, projected, u, conv_weight, conv_bias, dprojected, first=shape.inner
+            dconv, projected, added, conv_weight, conv_bias, dprojected, first=shape.inner
         )
         given = (conv_weight, conv_bias, dt_bias, A_log, D, norm_weight)
         found = (dweight, dbias, dt_bias_sum, dA_log, dD, dnorm)
@@ -203,7 +216,7 @@ def _mix_backward(
 
 
 @_mix_backward.register_fake
-def _(dout: Tensor, projected: Tensor, u: Tensor | None, *others: Any) -> list[Tensor]:
+def _(dout: Tensor, projected: Tensor, u: Tensor | None, rows: Tensor | None, *others: Any) -> list[Tensor]:
     conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, *_ = others
 
     def like(t: Tensor) -> Tensor:
@@ -218,7 +231,7 @@ def _one_chunk_backward(
     y: Tensor,
     conv: Tensor,
     projected: Tensor,
-    u: Tensor | None,
+    added: Added,
     dt_bias: Tensor,
     A_log: Tensor,
     D: Tensor,
@@ -227,7 +240,7 @@ def _one_chunk_backward(
     """Return the gradients of what was convolved, of the steps before softplus, dt_bias, A_log and D."""
     from implicit_blocks.ops.kernels import mamba2_one_chunk
 
-    steps = mamba2_one_chunk.step_sizes(projected, u, dt_bias, A_log)
+    steps = mamba2_one_chunk.step_sizes(projected, added, dt_bias, A_log)
     dconv, ddt, dA_log, dD = mamba2_one_chunk.backward(dy, conv, steps, A_log, D, sizes=shape)
     ddt = ddt * -torch.expm1(-steps.dt_BHL)  # softplus' = sigmoid = 1 − exp(−softplus)
     return dconv, ddt.transpose(1, 2), ddt.sum((0, 2)), dA_log, dD
@@ -238,7 +251,7 @@ def _scan_backward(
     y: Tensor,
     conv: Tensor,
     projected: Tensor,
-    u: Tensor | None,
+    added: Added,
     dt_bias: Tensor,
     A_log: Tensor,
     D: Tensor,
@@ -248,7 +261,7 @@ def _scan_backward(
     x, B, C = _divide(conv, shape)
     dconv = torch.empty_like(conv)
     dx, dB, dC = _divide(dconv, shape)
-    A, dt = -torch.exp(A_log.float()), _step_sizes(projected, u, dt_bias)
+    A, dt = -torch.exp(A_log.float()), _step_sizes(projected, added, dt_bias)
     scan = mamba_ssm.kernels()
     _, ddt, dA, _, _, dD, _, _, _ = scan._mamba_chunk_scan_combined_bwd(
         dy.view(x.shape),
@@ -280,12 +293,13 @@ def _one_chunk(length: int, shape: Mamba2Sizes) -> bool:
     return all(16 <= size <= 128 and size & (size - 1) == 0 for size in (shape.head_dim, shape.d_state))
 
 
-def _step_sizes(projected: Tensor, u: Tensor | None, dt_bias: Tensor) -> Tensor:
+def _step_sizes(projected: Tensor, added: Added, dt_bias: Tensor) -> Tensor:
     """Return dt, (B, L, H) float32."""
     heads = dt_bias.shape[0]
-    dt = projected[..., -heads:].float()
+    dt, (u, rows) = projected[..., -heads:].float(), added
     if u is not None:
-        dt = dt + u[..., -heads:]
+        u = u[..., -heads:]
+        dt = dt + (u if rows is None else u[rows])
     return torch.nn.functional.softplus(dt + dt_bias.float())
 
 
@@ -305,19 +319,27 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 12
-    projected, u, conv_weight, conv_bias, *others = ctx.saved_tensors
+        return (None,) * 13
+    projected, u, rows, conv_weight, conv_bias, *others = ctx.saved_tensors
     dprojected, dweight, dbias, *dothers = _mix_backward(
-        dout.contiguous(), projected, u, conv_weight, conv_bias, *others, ctx.sizes, ctx.eps
+        dout.contiguous(), projected, u, rows, conv_weight, conv_bias, *others, ctx.sizes, ctx.eps
     )
     return (
         dprojected,
-        None if u is None else dprojected,
+        None if u is None else dprojected if rows is None else _by_row(dprojected, rows, u),
+        None,
         dweight,
         None if conv_bias is None else dbias,
         *dothers,
         *(None,) * 4,
     )
+
+
+def _by_row(dprojected: Tensor, rows: Tensor, u: Tensor) -> Tensor:
+    """Return the sums of gradients over the tokens that take each row of the table."""
+    # A product with ones and zeros: sums in float32, in a fixed order, at the speed of the matrix units.
+    takes = rows.flatten()[:, None] == torch.arange(u.shape[0], device=rows.device)
+    return takes.to(dprojected.dtype).mT @ dprojected.flatten(0, 1)
 
 
 _mix.register_autograd(_differentiate, setup_context=_keep)

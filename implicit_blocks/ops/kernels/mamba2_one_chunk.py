@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.mamba2_parts import _load_sum
+from implicit_blocks.ops.kernels.mamba2_parts import Added, _load_sum
 
 if TYPE_CHECKING:
     from implicit_blocks.ops.mamba2_mix import Mamba2Sizes
@@ -35,7 +35,7 @@ class Steps(NamedTuple):
     a_BHL: Tensor
 
 
-def step_sizes(projected_BLU: Tensor, u_BLU: Tensor | None, dt_bias_H: Tensor, A_log_H: Tensor) -> Steps:
+def step_sizes(projected_BLU: Tensor, added: Added, dt_bias_H: Tensor, A_log_H: Tensor) -> Steps:
     """Return ``dt = softplus(projected + u + dt_bias)``, of the last H columns, and its sums."""
     batch, length, width = projected_BLU.shape
     heads = dt_bias_H.shape[0]
@@ -44,7 +44,7 @@ def step_sizes(projected_BLU: Tensor, u_BLU: Tensor | None, dt_bias_H: Tensor, A
     with torch.cuda.device(dt.device):
         _step_sizes[(batch, triton.cdiv(heads, HEADS_AT_ONCE))](
             projected_BLU,
-            u_BLU if u_BLU is not None else projected_BLU,
+            *added.given(projected_BLU),
             dt_bias_H,
             A_log_H,
             dt,
@@ -52,7 +52,7 @@ def step_sizes(projected_BLU: Tensor, u_BLU: Tensor | None, dt_bias_H: Tensor, A
             length,
             heads,
             width,
-            HAS_U=u_BLU is not None,
+            **added.constants(),
             TOKENS=_padded(length),
             HEADS=HEADS_AT_ONCE,
         )
@@ -145,15 +145,15 @@ def _constants(sizes: Mamba2Sizes, block: int) -> dict[str, int]:
 
 @triton.jit
 def _step_sizes(
-    p_ptr, u_ptr, bias_ptr, A_log_ptr, dt_ptr, a_ptr, L, H, width,
-    HAS_U: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    p_ptr, u_ptr, rows_ptr, bias_ptr, A_log_ptr, dt_ptr, a_ptr, L, H, width,
+    HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     token = tl.arange(0, TOKENS)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     mask = (token < L)[:, None] & (head < H)[None, :]
-    source = (row * L + token)[:, None] * width + width - H + head[None, :]
-    raw = _load_sum(p_ptr, u_ptr, source, mask, HAS_U)
+    place, column = (row * L + token)[:, None], (width - H + head)[None, :]
+    raw = _load_sum(p_ptr, u_ptr, rows_ptr, place, (token < L)[:, None], width, column, mask, HAS_U, HAS_ROWS)
     raw += tl.load(bias_ptr + head, mask=head < H, other=0.0).to(tl.float32)[None, :]
     dt = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
     dt = tl.where(mask, dt, 0.0)

@@ -8,6 +8,8 @@ Shapes: B batch, L tokens, U projection width, I inner width, C convolved channe
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -18,8 +20,23 @@ TOKENS, CHANNELS = 32, 128  # that a program of the convolution walks along, and
 PROGRAMS = 528  # of the gated norm's backward: four a multiprocessor of an H100
 
 
+class Added(NamedTuple):
+    """What is added to the projection, (B, L, U), or a table (V, U) and each token's row; None: nothing."""
+
+    u: Tensor | None
+    rows_BL: Tensor | None = None
+
+    def given(self, instead: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what kernels are given, something else where there is nothing."""
+        return instead if self.u is None else self.u, instead if self.rows_BL is None else self.rows_BL
+
+    def constants(self) -> dict[str, bool]:
+        """Return what kernels are compiled for."""
+        return {"HAS_U": self.u is not None, "HAS_ROWS": self.rows_BL is not None}
+
+
 def conv_forward(
-    projected_BLU: Tensor, u_BLU: Tensor | None, weight_CW: Tensor, bias_C: Tensor | None, *, first: int
+    projected_BLU: Tensor, added: Added, weight_CW: Tensor, bias_C: Tensor | None, *, first: int
 ) -> Tensor:
     """Return ``silu(conv(projected + u))``, (B, L, C), of the C channels from ``first`` on."""
     batch, length, width = projected_BLU.shape
@@ -29,7 +46,7 @@ def conv_forward(
     with torch.cuda.device(y.device):
         _conv_forward[grid](
             projected_BLU,
-            u_BLU if u_BLU is not None else projected_BLU,
+            *added.given(projected_BLU),
             weight_CW,
             bias_C if bias_C is not None else weight_CW,
             y,
@@ -37,7 +54,7 @@ def conv_forward(
             channels,
             *_aligned(width),
             first,
-            HAS_U=u_BLU is not None,
+            **added.constants(),
             HAS_BIAS=bias_C is not None,
             TOKENS=TOKENS,
             BLOCK=CHANNELS,
@@ -49,7 +66,7 @@ def conv_forward(
 def conv_backward(
     dy_BLC: Tensor,
     projected_BLU: Tensor,
-    u_BLU: Tensor | None,
+    added: Added,
     weight_CW: Tensor,
     bias_C: Tensor | None,
     dprojected_BLU: Tensor,
@@ -64,7 +81,7 @@ def conv_backward(
     with torch.cuda.device(dy_BLC.device):
         _conv_backward[(runs, triton.cdiv(channels, CHANNELS), batch)](
             projected_BLU,
-            u_BLU if u_BLU is not None else projected_BLU,
+            *added.given(projected_BLU),
             weight_CW,
             bias_C if bias_C is not None else weight_CW,
             dy_BLC,
@@ -74,7 +91,7 @@ def conv_backward(
             channels,
             *_aligned(width),
             first,
-            HAS_U=u_BLU is not None,
+            **added.constants(),
             HAS_BIAS=bias_C is not None,
             TOKENS=TOKENS,
             BLOCK=CHANNELS,
@@ -95,7 +112,7 @@ def _aligned(width: int) -> tuple[int, int]:
 def gated_norm_forward(
     y_BLI: Tensor,
     projected_BLU: Tensor,
-    u_BLU: Tensor | None,
+    added: Added,
     weight_I: Tensor,
     *,
     eps: float,
@@ -109,14 +126,14 @@ def gated_norm_forward(
         _gated_norm_forward[(tokens, groups)](
             y_BLI,
             projected_BLU,
-            u_BLU if u_BLU is not None else projected_BLU,
+            *added.given(projected_BLU),
             weight_I,
             out,
             inner,
             inner // groups,
             *_aligned(projected_BLU.shape[2]),
             eps,
-            HAS_U=u_BLU is not None,
+            **added.constants(),
             BLOCK=block,
             num_warps=_warps(block),
         )
@@ -127,7 +144,7 @@ def gated_norm_backward(
     dout_BLI: Tensor,
     y_BLI: Tensor,
     projected_BLU: Tensor,
-    u_BLU: Tensor | None,
+    added: Added,
     weight_I: Tensor,
     dprojected_BLU: Tensor,
     *,
@@ -145,7 +162,7 @@ def gated_norm_backward(
             dout_BLI,
             y_BLI,
             projected_BLU,
-            u_BLU if u_BLU is not None else projected_BLU,
+            *added.given(projected_BLU),
             weight_I,
             dy,
             dprojected_BLU,
@@ -155,7 +172,7 @@ def gated_norm_backward(
             inner // groups,
             *_aligned(projected_BLU.shape[2]),
             eps,
-            HAS_U=u_BLU is not None,
+            **added.constants(),
             BLOCK=block,
             num_warps=_warps(block),
         )
@@ -167,10 +184,16 @@ def _warps(block: int) -> int:
 
 
 @triton.jit
-def _load_sum(p_ptr, u_ptr, offset, mask, HAS_U: tl.constexpr):
-    value = tl.load(p_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+def _load_sum(
+    p_ptr, u_ptr, rows_ptr, token, real, width, column, mask, HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr
+):  # fmt: skip
+    # ``token`` counts over all rows of the batch, in 64 bits; ``real`` says where there is one.
+    value = tl.load(p_ptr + token * width + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_U:
-        value += tl.load(u_ptr + offset, mask=mask, other=0.0).to(tl.float32)
+        place = token
+        if HAS_ROWS:
+            place = tl.load(rows_ptr + token, mask=real, other=0)
+        value += tl.load(u_ptr + place * width + column, mask=mask, other=0.0).to(tl.float32)
     return value
 
 
@@ -178,6 +201,7 @@ def _load_sum(p_ptr, u_ptr, offset, mask, HAS_U: tl.constexpr):
 def _conv_forward(
     p_ptr,
     u_ptr,
+    rows_ptr,
     w_ptr,
     b_ptr,
     y_ptr,
@@ -187,6 +211,7 @@ def _conv_forward(
     UNIT: tl.constexpr,
     first,
     HAS_U: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -203,14 +228,20 @@ def _conv_forward(
     bias = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
         bias = tl.load(b_ptr + channel, mask=real, other=0.0).to(tl.float32)
-    source = row * width + first + channel
-    x0 = _load_sum(p_ptr, u_ptr, source + (begin - 3) * width, real & (begin >= 3), HAS_U)
-    x1 = _load_sum(p_ptr, u_ptr, source + (begin - 2) * width, real & (begin >= 2), HAS_U)
-    x2 = _load_sum(p_ptr, u_ptr, source + (begin - 1) * width, real & (begin >= 1), HAS_U)
+    column, now = first + channel, row + begin
+    x0 = _load_sum(
+        p_ptr, u_ptr, rows_ptr, now - 3, begin >= 3, width, column, real & (begin >= 3), HAS_U, HAS_ROWS
+    )
+    x1 = _load_sum(
+        p_ptr, u_ptr, rows_ptr, now - 2, begin >= 2, width, column, real & (begin >= 2), HAS_U, HAS_ROWS
+    )
+    x2 = _load_sum(
+        p_ptr, u_ptr, rows_ptr, now - 1, begin >= 1, width, column, real & (begin >= 1), HAS_U, HAS_ROWS
+    )
     for step in tl.static_range(TOKENS):
         token = begin + step
         here = real & (token < L)
-        x3 = _load_sum(p_ptr, u_ptr, source + token * width, here, HAS_U)
+        x3 = _load_sum(p_ptr, u_ptr, rows_ptr, row + token, token < L, width, column, here, HAS_U, HAS_ROWS)
         pre = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
         y = pre * tl.sigmoid(pre)
         tl.store(y_ptr + (row + token) * C + channel, y.to(y_ptr.dtype.element_ty), mask=here)
@@ -223,6 +254,7 @@ def _conv_forward(
 def _conv_backward(
     p_ptr,
     u_ptr,
+    rows_ptr,
     w_ptr,
     b_ptr,
     dy_ptr,
@@ -234,6 +266,7 @@ def _conv_backward(
     UNIT: tl.constexpr,
     first,
     HAS_U: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -251,17 +284,23 @@ def _conv_backward(
     bias = tl.zeros((BLOCK,), tl.float32)
     if HAS_BIAS:
         bias = tl.load(b_ptr + channel, mask=real, other=0.0).to(tl.float32)
-    source = row * width + first + channel
-    x0 = _load_sum(p_ptr, u_ptr, source + (begin - 3) * width, real & (begin >= 3), HAS_U)
-    x1 = _load_sum(p_ptr, u_ptr, source + (begin - 2) * width, real & (begin >= 2), HAS_U)
-    x2 = _load_sum(p_ptr, u_ptr, source + (begin - 1) * width, real & (begin >= 1), HAS_U)
+    column, now = first + channel, row + begin
+    x0 = _load_sum(
+        p_ptr, u_ptr, rows_ptr, now - 3, begin >= 3, width, column, real & (begin >= 3), HAS_U, HAS_ROWS
+    )
+    x1 = _load_sum(
+        p_ptr, u_ptr, rows_ptr, now - 2, begin >= 2, width, column, real & (begin >= 2), HAS_U, HAS_ROWS
+    )
+    x2 = _load_sum(
+        p_ptr, u_ptr, rows_ptr, now - 1, begin >= 1, width, column, real & (begin >= 1), HAS_U, HAS_ROWS
+    )
     zero = tl.zeros((BLOCK,), tl.float32)
     d0, d1, d2 = zero, zero, zero
     dw0, dw1, dw2, dw3, dbias = zero, zero, zero, zero, zero
     for step in tl.static_range(TOKENS + 3):
         token = begin + step
         here = real & (token < L)
-        x3 = _load_sum(p_ptr, u_ptr, source + token * width, here, HAS_U)
+        x3 = _load_sum(p_ptr, u_ptr, rows_ptr, row + token, token < L, width, column, here, HAS_U, HAS_ROWS)
         pre = bias + w0 * x0 + w1 * x1 + w2 * x2 + w3 * x3
         sigmoid = tl.sigmoid(pre)
         dy = tl.load(dy_ptr + (row + token) * C + channel, mask=here, other=0.0).to(tl.float32)
@@ -275,7 +314,7 @@ def _conv_backward(
         if step >= 3:
             dx = w3 * d0 + w2 * d1 + w1 * d2 + w0 * d3
             tl.store(
-                dp_ptr + source + (token - 3) * width,
+                dp_ptr + (row + token - 3) * width + column,
                 dx.to(dp_ptr.dtype.element_ty),
                 mask=real & (token - 3 < L),
             )
@@ -299,6 +338,7 @@ def _gated_norm_forward(
     y_ptr,
     p_ptr,
     u_ptr,
+    rows_ptr,
     w_ptr,
     out_ptr,
     inner,
@@ -307,6 +347,7 @@ def _gated_norm_forward(
     UNIT: tl.constexpr,
     eps,
     HAS_U: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     width = width_part * UNIT
@@ -314,7 +355,7 @@ def _gated_norm_forward(
     entry = tl.arange(0, BLOCK)
     real = entry < part
     column = tl.program_id(1) * part + entry
-    gate = _load_sum(p_ptr, u_ptr, token * width + column, real, HAS_U)
+    gate = _load_sum(p_ptr, u_ptr, rows_ptr, token, True, width, column, real, HAS_U, HAS_ROWS)
     value = tl.load(y_ptr + token * inner + column, mask=real, other=0.0).to(tl.float32)
     value *= gate * tl.sigmoid(gate)
     scale = tl.rsqrt(tl.sum(value * value) / part + eps)
@@ -329,6 +370,7 @@ def _gated_norm_backward(
     y_ptr,
     p_ptr,
     u_ptr,
+    rows_ptr,
     w_ptr,
     dy_ptr,
     dp_ptr,
@@ -340,6 +382,7 @@ def _gated_norm_backward(
     UNIT: tl.constexpr,
     eps,
     HAS_U: tl.constexpr,
+    HAS_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     width = width_part * UNIT
@@ -350,7 +393,7 @@ def _gated_norm_backward(
     dweight = tl.zeros((BLOCK,), tl.float32)
     for step in range(tl.program_id(0), tokens, tl.num_programs(0)):
         token = tl.cast(step, tl.int64)
-        gate = _load_sum(p_ptr, u_ptr, token * width + column, real, HAS_U)
+        gate = _load_sum(p_ptr, u_ptr, rows_ptr, token, True, width, column, real, HAS_U, HAS_ROWS)
         y = tl.load(y_ptr + token * inner + column, mask=real, other=0.0).to(tl.float32)
         dout = tl.load(dout_ptr + token * inner + column, mask=real, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
