@@ -72,7 +72,8 @@ class MapGraphs:
         if buffers is None:
             return f.compute(z_BLD)
         if torch.is_grad_enabled():
-            ready = self._steps.setdefault(key, [])
+            # The first step's z carries no gradient; all of a pass's steps read the same buffers.
+            ready = self._steps.setdefault((key, z_BLD.requires_grad), [])
             step = next((graph for graph in ready if not graph.in_use), None)
             if step is None:
                 if len(ready) >= MOST:
@@ -137,7 +138,7 @@ def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
     autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     u = f.u_BLU
     given = None if u is None else (u.shape, u.dtype, f.by_row)
-    return (z_BLD.shape, z_BLD.dtype, z_BLD.requires_grad, given, autocast, z_BLD.device)
+    return (z_BLD.shape, z_BLD.dtype, given, autocast, z_BLD.device)
 
 
 class _Weights:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -117,6 +119,33 @@ def test_mamba2_between_its_projections(shape, monkeypatch):
     plain, exact = run(False), run(False, precise=True)
     for ours, launched, wanted in zip(fused, plain, exact, strict=True):
         assert error(ours, wanted) < max(1.2 * error(launched, wanted), 1.6e-2)
+
+
+@pytest.mark.parametrize("length", [256, 300], ids=["one-chunk", "chunks"])
+def test_mamba2_reads_the_injection_from_a_table(length):
+    if isinstance(reason := load(mamba_ssm.MODULE), str):
+        pytest.skip(reason)
+    torch.manual_seed(0)
+    mixer = Mamba2(ib.Mamba2Spec(d_state=64), d_model=256).cuda()
+    state = mixer.initial_state(3, device=torch.device("cuda"), dtype=torch.float32)
+    committed = Committed(3, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
+    window = committed.window(length, valid_BL=None, documents_BL=None, dtype=torch.float32)
+    ids = torch.randint(11, (3, length), device="cuda")
+    table = torch.randn(11, mixer.injection_width, device="cuda").bfloat16()
+    z, dy = torch.randn(2, 3, length, 256, device="cuda")
+
+    def run(by_row):
+        z_leaf, leaf = z.clone().requires_grad_(), table.clone().requires_grad_()
+        rows, u = (ids, leaf) if by_row else (None, leaf[ids])
+        context = mixer.prepare(replace(window, u_rows_BL=rows, shared={}))
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = mixer(z_leaf, u, state, context)
+            with torch.no_grad():
+                _, after = mixer.advance(z_leaf, u, state, context)
+        return [y, *after, *torch.autograd.grad((y.float() * dy).sum(), [z_leaf, leaf, *mixer.parameters()])]
+
+    for by_row, by_token in zip(run(True), run(False), strict=True):
+        assert error(by_row, by_token) < 5e-3
 
 
 @pytest.mark.parametrize("floor", [1e-9, None], ids=["relative", "absolute"])
