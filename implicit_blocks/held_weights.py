@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.layers import Linear, SwiGLU
-from implicit_blocks.weight_norm import WeightNorm
+from implicit_blocks.weight_norm import WeightNorm, fused
 
 WEIGHTS_COME_AND_GO = "weights_come_and_go"
 """Name of the attribute that is true for a module that has its weights only while it runs."""
@@ -33,11 +33,14 @@ class HeldWeights:
         # Holders have an attribute ``held``: our linear layers, and the weight norm of anything else.
         self._held: list[tuple[Any, Any]] = []
         self._joined: dict[nn.Module, list[tuple[Any, Any]]] = {}
-        for part in (part for module in modules for part in _modules(module)):
+        parts = [part for module in modules for part in _modules(module)]
+        for part in parts:
             if isinstance(part, SwiGLU):
                 part.choose_padding()  # before its layers' turn
-            elif isinstance(part, Linear):
-                self._held.append((part, part.prepared()))
+        linear = _ready([part for part in parts if isinstance(part, Linear)], _layers(modules))
+        for part in parts:
+            if isinstance(part, Linear):
+                self._held.append((part, linear[id(part)]))
             elif parametrize.is_parametrized(part, "weight"):
                 chain: Any = part.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
                 if isinstance(chain[0], WeightNorm):
@@ -155,6 +158,29 @@ class _Join(torch.autograd.Function):
             return (None,) * (1 + len(ctx.parameters))
         outputs, grads = zip(*reached, strict=True)
         return (None, *torch.autograd.grad(outputs, ctx.parameters, grads, allow_unused=True))
+
+
+def _layers(modules: Sequence[nn.Module]) -> dict[int, int]:
+    """Return the number of the layer of each module in it, where layers' gradients are wanted one by one."""
+    layers: list[nn.Module] = []
+    for module in modules:
+        if getattr(module, "gradients_by_layer", False):
+            layers += module.blocks()  # type: ignore[operator]  # a backbone's method
+    return {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
+
+
+def _ready(parts: list[Linear], layers: dict[int, int]) -> dict[int, tuple[Tensor, Tensor | None]]:
+    """Make weights and biases ready: those of one layer together, or all, where nothing divides them."""
+    groups: dict[int | None, list[Linear]] = {}
+    for part in parts:
+        groups.setdefault(layers.get(id(part)), []).append(part)
+    ready = {}
+    for group in groups.values():
+        layouts = [part.layout() for part in group]
+        normed = fused(group, layouts)
+        for place, (part, layout) in enumerate(zip(group, layouts, strict=True)):
+            ready[id(part)] = part.prepared(layout, normed.get(place))
+    return ready
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:

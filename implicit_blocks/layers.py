@@ -80,23 +80,29 @@ class Linear(nn.Linear):
         weight, bias = (self.weight, self.bias) if self.held is None else self.held
         return F.linear(input.to(weight.dtype), weight, bias)
 
-    def prepared(self) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias as a pass of many calls wants them: in autocast's type, padded."""
-        bias: Tensor | None = self.bias
-        parameter = next(iter(self.parameters()))
+    def layout(self) -> tuple[torch.dtype, int, int]:
+        """Return how a pass of many calls wants the weight: its type, rows and columns that are added."""
+        parts = weight_norm.normed_parts(self)
+        parameter = next(iter(self.parameters())) if parts is None else parts[1]
         device, dtype = parameter.device.type, parameter.dtype
         if device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device)
         rows = -self.out_features % PADDING if self.pad_out and device == "cuda" else 0
         columns = -self.in_features % PADDING if self.pad_in and device == "cuda" else 0
-        weight = weight_norm.fused(self, dtype, rows, columns)
+        return dtype, rows, columns
+
+    def prepared(
+        self, layout: tuple[torch.dtype, int, int] | None = None, weight: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return weight and bias in this layout; the weight may be given, if it is ready."""
+        (dtype, rows, columns), bias = self.layout() if layout is None else layout, self.bias
         if weight is None:
             weight = plain_weight(self).to(dtype)
             if rows or columns:
                 weight = F.pad(weight, (0, columns, 0, rows))
-        if bias is not None:
-            bias = F.pad(bias.to(dtype), (0, rows)) if rows else bias.to(dtype)
-        return weight, bias
+        if bias is None:
+            return weight, None
+        return weight, F.pad(bias.to(dtype), (0, rows)) if rows else bias.to(dtype)
 
 
 class SwiGLU(nn.Module):

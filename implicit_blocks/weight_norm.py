@@ -5,6 +5,7 @@ T. Salimans and D. Kingma, "Weight normalization", NeurIPS 2016: ``w = g · v / 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -85,24 +86,37 @@ class WeightNorm(nn.Module):
         return WeightNorm()  # a held value belongs to a forward pass, never to a copy
 
 
-def fused(module: nn.Module, dtype: torch.dtype, rows: int, columns: int) -> Tensor | None:
-    """Return the normed matrix of ``module`` in ``dtype``, padded by zeros, from one kernel.
+def normed_parts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Return ``g`` and ``v`` of a module's weight; None where weight norm isn't all that makes it."""
+    parts: Any = module._modules.get("parametrizations")
+    chain = None if parts is None or "weight" not in parts else parts["weight"]
+    if chain is None or len(chain) != 1 or not isinstance(chain[0], WeightNorm):
+        return None
+    return chain.original0, chain.original1
 
-    None where that can't be: without weight norm, off the GPU, in other precisions than the kernel's.
+
+def fused(modules: Sequence[nn.Module], layouts: Sequence[tuple[torch.dtype, int, int]]) -> dict[int, Tensor]:
+    """Return the normed matrices of those modules whose kernels serve, by the modules' place in the list.
+
+    Each is in the type of its layout and padded by so many zero rows and columns. Left out are modules
+    without weight norm, off the GPU, or in other precisions than the kernels'. All come from one node of
+    autograd, which goes backwards once.
     """
-    if not parametrize.is_parametrized(module, "weight"):
-        return None
-    chain: Any = module.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
-    if len(chain) != 1 or not isinstance(chain[0], WeightNorm):
-        return None
-    g, v = chain.original0, chain.original1
-    if not v.is_cuda or v.dtype != torch.float32 or v.ndim != 2 or not available("triton"):
-        return None
-    from implicit_blocks.ops.kernels.weight_norm import LARGEST_ROW, normed_weight
+    if not available("triton"):
+        return {}
+    from implicit_blocks.ops.kernels.weight_norm import LARGEST_ROW, Layout, normed_weights
 
-    if v.shape[1] + columns > LARGEST_ROW:
-        return None
-    return normed_weight(g, v, dtype, rows, columns)
+    served = {}
+    for place, (module, layout) in enumerate(zip(modules, layouts, strict=True)):
+        if (parts := normed_parts(module)) is None:
+            continue
+        v = parts[1]
+        if v.is_cuda and v.dtype == torch.float32 and v.ndim == 2 and v.shape[1] + layout[2] <= LARGEST_ROW:
+            served[place] = (*parts, Layout(*layout))
+    if not served:
+        return {}
+    gains, weights, kept = zip(*served.values(), strict=True)
+    return dict(zip(served, normed_weights(gains, weights, kept), strict=True))
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

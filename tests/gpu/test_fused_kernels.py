@@ -27,26 +27,34 @@ def error(found, expected):
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
-@pytest.mark.parametrize("padding", [(0, 0), (3, 59)], ids=["tight", "padded"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weight_norm(dtype, padding):
-    from implicit_blocks.ops.kernels.weight_norm import normed_weight
+def test_weight_norm(dtype):
+    from implicit_blocks.ops.kernels.weight_norm import Layout, normed_weights
 
     torch.manual_seed(0)
-    g = torch.rand(37, 1, device="cuda", requires_grad=True)
-    v = torch.randn(37, 69, device="cuda", requires_grad=True)
-    rows, columns = padding
-    dw = torch.randn(37 + rows, 69 + columns, device="cuda").to(dtype)
-    found = normed_weight(g, v, dtype, rows, columns)
-    found_grads = torch.autograd.grad(found, (g, v), dw)
-    wide_g, wide_v = (t.detach().double().requires_grad_() for t in (g, v))
-    expected = torch.nn.functional.pad(WeightNorm.compute(wide_g, wide_v), (0, columns, 0, rows))
-    expected_grads = torch.autograd.grad(expected, (wide_g, wide_v), dw.double())
-    assert error(found, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
-    assert not found[37:].any()
-    assert not found[:, 69:].any()
-    for ours, exact in zip(found_grads, expected_grads, strict=True):
-        assert error(ours, exact) < 1e-6
+    shapes = [(37, 69), (64, 48), (5, 64), (1, 3), (130, 32)]
+    paddings = [(3, 59), (0, 16), (59, 0), (0, 0), (0, 0)]
+    gains = [torch.rand(rows, 1, device="cuda", requires_grad=True) for rows, _ in shapes]
+    weights = [torch.randn(*shape, device="cuda", requires_grad=True) for shape in shapes]
+    weights[4] = torch.randn(1 + 130 * 32, device="cuda")[1:].view(130, 32).requires_grad_()  # not aligned
+    found = normed_weights(gains, weights, [Layout(dtype, *padding) for padding in paddings])
+    dw = [torch.randn_like(w) for w in found]
+    found_grads = torch.autograd.grad(
+        found[:-2] + found[-1:], gains + weights, dw[:-2] + dw[-1:], allow_unused=True
+    )
+    for number, (g, v, (rows, columns)) in enumerate(zip(gains, weights, paddings, strict=True)):
+        wide_g, wide_v = (t.detach().double().requires_grad_() for t in (g, v))
+        expected = torch.nn.functional.pad(WeightNorm.compute(wide_g, wide_v), (0, columns, 0, rows))
+        assert error(found[number], expected) < (1e-6 if dtype == torch.float32 else 4e-3)
+        assert not found[number][len(v) :].any()
+        assert not found[number][:, v.shape[1] :].any()
+        ours = found_grads[number], found_grads[number + len(shapes)]
+        if number == 3:  # whose gradient was not asked for
+            assert ours == (None, None)
+            continue
+        expected_grads = torch.autograd.grad(expected, (wide_g, wide_v), dw[number].double())
+        for own, exact in zip(ours, expected_grads, strict=True):
+            assert error(own, exact) < 1e-6
 
 
 @pytest.mark.parametrize("vocabulary", [61, 50_277], ids=["V61", "V50277"])
