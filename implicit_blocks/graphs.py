@@ -45,6 +45,7 @@ class MapGraphs:
         self._refused: set[Hashable] = set()
         self._memory: tuple[int, ...] = ()
         self._pool: Any = None
+        self._last: tuple[ReferenceType[BoundMap], _SearchGraph, torch.dtype | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MapGraphs:
         return MapGraphs()  # a graph works on the memory that it was recorded with
@@ -57,15 +58,28 @@ class MapGraphs:
 
     def call(self, f: BoundMap, z_BLD: Tensor) -> Tensor:
         """Return ``f(z)``, from a graph where there is one or one can be made."""
-        key = _key(f, z_BLD)
-        if key is None or key in self._refused:
-            return f.compute(z_BLD)
         try:
+            if (search := self._once_more(f, z_BLD)) is not None:
+                return search.call(z_BLD, self._pool)
+            key = _key(f, z_BLD)
+            if key is None or key in self._refused:
+                return f.compute(z_BLD)
             return self._call(f, z_BLD, key)
         except _NotRecordedError as error:
             _LOG.warning("the map can't be recorded as a CUDA graph, so it is launched: %s", error.__cause__)
-            self._refused.add(key)
+            self._refused.add(_key(f, z_BLD))
+            self._last = None
             return f.compute(z_BLD)
+
+    def _once_more(self, f: BoundMap, z_BLD: Tensor) -> _SearchGraph | None:
+        """Return the graphs of the last call in a search, where this one is of the same map.
+
+        The device waits for the host between two iterations, and this is what the host is spared.
+        """
+        if self._last is None or torch.is_grad_enabled():
+            return None
+        known, search, autocast = self._last
+        return search if known() is f and search.takes(z_BLD) and autocast == _autocast() else None
 
     def _call(self, f: BoundMap, z_BLD: Tensor, key: Hashable) -> Tensor:
         buffers = self._loaded(f, key)
@@ -87,7 +101,9 @@ class MapGraphs:
                 return f.compute(z_BLD)
             search = self._searches[key] = _SearchGraph(buffers.bind(f, with_gradients=False), z_BLD)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        return search.call(z_BLD, self._pool)
+        value = search.call(z_BLD, self._pool)
+        self._last = ref(f), search, _autocast()
+        return value
 
     def _loaded(self, f: BoundMap, key: Hashable) -> _Buffers | None:
         """Return the buffers of a key with this pass's weights and injection in them.
@@ -109,6 +125,7 @@ class MapGraphs:
             )
             buffers = self._buffers[key] = _Buffers(f, weights)
         buffers.load(f)
+        self._last = None
         return buffers
 
 
@@ -135,10 +152,13 @@ def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
     plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
     if not plain or any(context.masks is not None for context in f.contexts):
         return None
-    autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
     u = f.u_BLU
     given = None if u is None else (u.shape, u.dtype, f.by_row)
-    return (z_BLD.shape, z_BLD.dtype, given, autocast, z_BLD.device)
+    return (z_BLD.shape, z_BLD.dtype, given, _autocast(), z_BLD.device)
+
+
+def _autocast() -> torch.dtype | None:
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
 
 
 class _Weights:
@@ -220,30 +240,45 @@ class _SearchGraph:
         with torch.inference_mode(False):
             self._z = z_BLD.detach().clone(memory_format=torch.contiguous_format)  # points from elsewhere
         self._values = LentBuffers(self._z, VALUES)
-        self._kept: Tensor | None = None  # takes a value while all buffers are lent
+        self._kept: Tensor | None = None
         self._f = f
         self._graphs: dict[tuple[int | None, int | None], torch.cuda.CUDAGraph] = {}
         self._ready = False
+
+    def takes(self, z_BLD: Tensor) -> bool:
+        """Whether the graphs are of such points."""
+        own = self._z
+        return z_BLD.shape == own.shape and z_BLD.dtype == own.dtype and z_BLD.device == own.device
 
     def call(self, z_BLD: Tensor, pool: Any) -> Tensor:
         """Return ``f(z)``, which nothing overwrites while it is held."""
         given, free = self._values.holding(z_BLD), self._values.free()
         if given is None:
             self._z.copy_(z_BLD)
+        graph = self._graphs.get((given, free))
+        if graph is not None:
+            graph.replay()
+        else:
+            self._first(given, free, pool)
+        return self._values.lend(free) if free is not None else self._spare().clone()
+
+    def _first(self, given: int | None, free: int | None, pool: Any) -> None:
+        """Compute the first call, and record and replay that of each two buffers."""
         point = self._z if given is None else self._values.lend(given)
-        if free is None and self._kept is None:
-            with torch.inference_mode(False):
-                self._kept = torch.empty_like(self._z)
-        value = self._kept if free is None else self._values.lend(free)
-        assert value is not None
+        value = self._spare() if free is None else self._values.lend(free)
         if not self._ready:
             self._ready = True
             self._f.compute(point, out=value)
-        else:
-            if (given, free) not in self._graphs:
-                self._graphs[given, free] = self._recorded(point, value, pool)
-            self._graphs[given, free].replay()
-        return value.clone() if free is None else value
+            return
+        graph = self._graphs[given, free] = self._recorded(point, value, pool)
+        graph.replay()
+
+    def _spare(self) -> Tensor:
+        """Return the buffer that takes a value while all others are lent."""
+        if self._kept is None:
+            with torch.inference_mode(False):
+                self._kept = torch.empty_like(self._z)
+        return self._kept
 
     def _recorded(self, point: Tensor, value: Tensor, pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
