@@ -8,7 +8,8 @@ Each combination is a run of the spec, one after the other on one device, ended 
 latest. An explicit model sees the same phases of data, in so many more steps (``--explicit-steps`` times)
 that it takes about as long. Accuracy is that of the last 10 tokens, read at convergence, with residuals and
 the share of sequences that converged beside it. ``--start-from FILE`` begins with the weights of a run, a
-checkpoint or a safetensors file. ``--precisely TOLERANCE`` tests a second time, in float32 to that tolerance.
+checkpoint or a safetensors file. ``--then SPEC`` goes on from each run with another recipe, a run of its own
+with the same changes. ``--precisely TOLERANCE`` tests a second time, in float32 to that tolerance.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main() -> None:
     )
     parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to every run")
     parser.add_argument("--spec", default="word_problem_a5")
+    parser.add_argument("--then", metavar="SPEC", help="go on from each run with this recipe")
     parser.add_argument("--groups", nargs="+", default=["A5"])
     parser.add_argument("--models", nargs="+", default=["implicit-mamba2"])
     parser.add_argument("--layers", type=int, nargs="+", default=[1], help="of explicit models")
@@ -59,15 +61,29 @@ def main() -> None:
         options.groups, options.models, options.learning_rates, options.seeds
     ):
         for layers in [1] if model in IMPLICIT else options.layers:
-            row = measure(options, group=group, model=model, layers=layers, rate=rate, seed=seed, began=began)
-            rows.append(row)
-            print(" ".join(shown(row)), flush=True)
-            arguments = {key: str(v) if isinstance(v, Path) else v for key, v in vars(options).items()}
-            write(options.output, {"machine": machine(), "arguments": arguments, "rows": rows})
+            start = options.start_from
+            for recipe in filter(None, (options.spec, options.then)):
+                row, start = measure(
+                    options,
+                    recipe,
+                    start,
+                    group=group,
+                    model=model,
+                    layers=layers,
+                    rate=rate,
+                    seed=seed,
+                    began=began,
+                )
+                rows.append(row)
+                print(" ".join(shown(row)), flush=True)
+                arguments = {key: str(v) if isinstance(v, Path) else v for key, v in vars(options).items()}
+                write(options.output, {"machine": machine(), "arguments": arguments, "rows": rows})
 
 
 def measure(
     options: argparse.Namespace,
+    recipe: str,
+    start: Path | None,
     *,
     group: str,
     model: str,
@@ -75,15 +91,15 @@ def measure(
     rate: float | None,
     seed: int,
     began: str,
-) -> dict[str, Any]:
-    """Train one model and return what it reached."""
+) -> tuple[dict[str, Any], Path]:
+    """Train one model by a recipe, from ``start`` if it is given; return what it reached, and its folder."""
     changes = [f"callbacks=[{{kind: stop_when, value: seconds, above: {60 * options.minutes}}}]"]
     if rate is not None:
         changes.append(f"training.optimizer.learning_rate={rate}")
-    if options.start_from is not None:
-        changes.append(f"training.start_from={options.start_from}")
+    if start is not None:
+        changes.append(f"training.start_from={start}")
     spec = varied(
-        options.spec,
+        recipe,
         model=model,
         layers=layers,
         group=group,
@@ -94,20 +110,21 @@ def measure(
         steps = round(options.explicit_steps * spec.total_steps)
         changes.append(f"training.max_steps={steps}")
         spec = varied(
-            options.spec,
+            recipe,
             model=model,
             layers=layers,
             group=group,
             seed=seed,
             overrides=[*changes, *options.overrides, f"training.max_steps={steps}"],
         )
-    name = f"{options.output}-{group}-{model}-{layers}-{rate or 'own'}-seed{seed}"
+    name = f"{options.output}-{Path(recipe).stem}-{group}-{model}-{layers}-{rate or 'own'}-seed{seed}"
     finished = train(spec, options.runs / f"{name}-{began}", name=name, device=options.device)
     summary = finished.summary
     tests = [{key: test[key] for key in KEPT} for test in summary["evaluation"]]
     if options.precisely is not None and model in IMPLICIT:
         tests += precise_tests(finished, tolerance=options.precisely, device=options.device)
-    return {
+    row = {
+        "recipe": recipe,
         "group": group,
         "model": model,
         "layers": layers,
@@ -121,6 +138,7 @@ def measure(
         "minutes": round(summary["seconds"] / 60, 2),
         "tests": tests,
     }
+    return row, finished.folder
 
 
 def precise_tests(finished: Finished, *, tolerance: float, device: str) -> list[dict[str, Any]]:
