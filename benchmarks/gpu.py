@@ -53,25 +53,29 @@ class Program:
     """What ``--tiny`` adds."""
     for_preparing: tuple[str, ...] = ("--layers", "2")
     """What makes it compile the same and compute little."""
+    variants_from: tuple[float, ...] = (0.0,)
+    """Of the variants of a kernel that is tuned, where its preparations begin; so many there are."""
 
 
-def training(*works: str, limit: int = 150) -> Program:
+def training(*works: str, variants_from: tuple[float, ...] = (0.0,)) -> Program:
     fast = ("--compile", "--graphs", "--as-published", "--steps", "5", "--warm-up", "5")
     trying = ("--tiny", "--steps", "1", "--warm-up", "1")
     preparing = ("--layers", "2", "--steps", "1", "--warm-up", "3")
-    return Program(("gpu_training.py", "--works", *works, *fast), limit, trying, preparing)
+    command = ("gpu_training.py", "--works", *works, *fast)
+    return Program(command, 150, trying, preparing, variants_from)
 
 
-def decoding(model: str, *, limit: int = 120) -> Program:
+def decoding(model: str) -> Program:
     trying = ("--tiny", "--device", "cpu", "--iterations", "2", "--tokens", "1", "--context", "8")
     states = ("--states", "float32", "bfloat16", "int8")  # each model those that are for it
     preparing = ("--layers", "2", "--iterations", "2")
-    return Program(("decoding.py", "--models", model, "--rows", "1", "64", *states), limit, trying, preparing)
+    command = ("decoding.py", "--models", model, "--rows", "1", "64", *states)
+    return Program(command, 120, trying, preparing)
 
 
 PROGRAMS = {
     "llama_130m": training("llama_130m_bounded", "llama_130m_free"),
-    "mamba2_130m": training("mamba2_130m_bounded", "mamba2_130m_free"),
+    "mamba2_130m": training("mamba2_130m_bounded", "mamba2_130m_free", variants_from=(0.0, 0.5)),
     "state_tracking": training("state_tracking"),
     "decoding_mamba2": decoding("mamba2_1.3b"),
     "decoding_llama": decoding("llama_1.3b"),
@@ -80,17 +84,20 @@ PROGRAMS = {
         120,
         ("--tiny", "--modes", "launched", "--repeats", "2"),
         ("--layers", "2", "--repeats", "1"),
+        (0.25,),
     ),
     "llama_1.3b": training("llama_1.3b_bounded"),
-    "mamba2_1.3b": training("mamba2_1.3b_bounded"),
-    "agreement": Program(("agreement.py", "--compile", "--graphs", "--rows", "1", "--golden", "none"), 120),
+    "mamba2_1.3b": training("mamba2_1.3b_bounded", variants_from=(0.0, 0.5)),
+    "agreement": Program(
+        ("agreement.py", "--compile", "--graphs", "--golden", "none"), 120, variants_from=(0.75,)
+    ),
 }
 
 
 class Process:
     """A program's process: it gets ready when it is made, and begins with the GPU when it is told."""
 
-    def __init__(self, name: str, *, tiny: bool, caches: Path, preparing: bool = False) -> None:
+    def __init__(self, name: str, *, tiny: bool, caches: Path, preparing: float | None = None) -> None:
         program = PROGRAMS[name]
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
@@ -101,7 +108,7 @@ class Process:
         into = ["--output", stem] if script == "decoding.py" else ["--json", str(self._rows)]
         options = [*program.command[1:], *(program.for_trying if tiny else ())]
         self.command = " ".join(["python", f"benchmarks/{script}", *options])
-        options += program.for_preparing if preparing else ()
+        options += () if preparing is None else program.for_preparing
         with self._said.open("w") as said:
             self._process = subprocess.Popen(
                 [sys.executable, str(STARTER), str(self._card), str(HERE / script), *options, *into],
@@ -151,16 +158,16 @@ class Process:
         self._folder.cleanup()
 
 
-def environment(caches: Path, *, preparing: bool) -> dict[str, str]:
+def environment(caches: Path, *, preparing: float | None) -> dict[str, str]:
     """Return what all programs share: caches of compiled kernels, and in their turns of tuned ones."""
     found = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
-        "TRITON_CACHE_AUTOTUNING": "0" if preparing else "1",
+        "TRITON_CACHE_AUTOTUNING": "1" if preparing is None else "0",
     }
-    if preparing:
-        each = max(1, (os.cpu_count() or 1) // len(PROGRAMS))
-        found |= {"TORCHINDUCTOR_COMPILE_THREADS": str(each), "OMP_NUM_THREADS": str(each)}
+    if preparing is not None:
+        each = str(max(1, (os.cpu_count() or 1) // len(PROGRAMS)))
+        found |= {"TORCHINDUCTOR_COMPILE_THREADS": each, "OMP_NUM_THREADS": each, "PREPARING": str(preparing)}
     return found
 
 
@@ -172,12 +179,14 @@ def prepare(names: list[str], caches: Path, *, tiny: bool, seconds: float) -> di
     began = time.monotonic()
     took: dict[str, float | str] = {}
     with contextlib.ExitStack() as at_the_end:
-        running = {}
+        running = []
         for name in names:
-            running[name] = Process(name, tiny=tiny, caches=caches, preparing=True)
-            at_the_end.callback(running[name].end)
-            running[name].begin()
-        for name, process in running.items():
+            for begin_at in PROGRAMS[name].variants_from:
+                process = Process(name, tiny=tiny, caches=caches, preparing=begin_at)
+                at_the_end.callback(process.end)
+                process.begin()
+                running.append((name, process))
+        for name, process in running:
             found = process.finish(max(0.0, seconds - (time.monotonic() - began)))
             took[name] = found.get("failed", found.get("card", {}).get("seconds", found["seconds"]))
     return took

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -48,9 +50,12 @@ class Recorder:
         if report.failed:
             counts["failed"] += 1
             text = str(report.longrepr)
-            self._failures[f"{report.nodeid} [{report.when}]"] = text[-1500:]
-            last = "\n".join(text.splitlines()[-25:])
-            print(f"\nFAILED {report.nodeid} [{report.when}]\n{last}", flush=True)
+            said = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()
+            said = (
+                said if len(said) <= 24 else [*said[:12], "…", *said[-12:]]
+            )  # long ones begin with the reason
+            self._failures[f"{report.nodeid} [{report.when}]"] = "\n".join(said)[:2000]
+            print("\n".join(["", f"FAILED {report.nodeid} [{report.when}]", *said]), flush=True)
         elif report.skipped:
             counts["skipped"] += 1
             why = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
@@ -100,10 +105,15 @@ def main() -> int:
     paths = (word.partition("::")[0] for word in others if not word.startswith("-"))
     given = [path for path in paths if (ROOT / path).exists()]
     together = ["-n", str(arguments.processes)] if arguments.processes > 1 else []
-    code = pytest.main(
-        ["-m", "gpu", "-q", "--tb=short", *together, *others, *([] if given else files_with_the_mark())],
-        plugins=[recorder],
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        # What one process has compiled and tuned, the others take; none of it is for anything but tests.
+        os.environ.setdefault("TRITON_CACHE_DIR", folder)
+        os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        code = pytest.main(
+            ["-m", "gpu", "-q", "--tb=short", *together, *others, *([] if given else files_with_the_mark())],
+            plugins=[recorder],
+        )
     complete = code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     result = recorder.write(complete=complete)
     for name, counts in result["files"].items():

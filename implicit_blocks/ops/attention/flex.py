@@ -81,7 +81,10 @@ def _attend(
     grouped = q_BHLP.shape[1] != k_BKTP.shape[1]
     if q_BHLP.is_cuda:
         attend: Any = flex_attention if torch.compiler.is_compiling() else _compiled()
-        y: Tensor = attend(q_BHLP, k_BKTP, v_BKTP, block_mask=blocks, enable_gqa=grouped)
+        options = {"BACKEND": "TRITON"} if _is_too_wide_to_decode(q_BHLP, k_BKTP) else None
+        y: Tensor = attend(
+            q_BHLP, k_BKTP, v_BKTP, block_mask=blocks, enable_gqa=grouped, kernel_options=options
+        )
         return y
     # On a CPU it asks the inputs alone whether there will be a backward pass, and warns of being uncompiled.
     q, k, v = (t if torch.is_grad_enabled() else t.detach() for t in (q_BHLP, k_BKTP, v_BKTP))
@@ -89,6 +92,15 @@ def _attend(
         simplefilter("ignore")
         y = flex_attention(q, k, v, block_mask=blocks, enable_gqa=grouped)
     return y
+
+
+def _is_too_wide_to_decode(q_BHLP: Tensor, k_BKTP: Tensor) -> bool:
+    """Say whether the kernel for few queries, unasked under 128 of them, can't hold a key head's together.
+
+    It takes them all at once, those of every query head that shares the keys: 72 queries of four heads are a
+    block of 512 rows, too much for a multiprocessor's memory.
+    """
+    return q_BHLP.shape[2] * (q_BHLP.shape[1] // k_BKTP.shape[1]) > 128
 
 
 BACKEND = Backend("flex", _attend, _refuses, _pays)
