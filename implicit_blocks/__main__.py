@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -169,14 +170,15 @@ def _add_convert(commands: Any) -> None:
 def _convert(options: argparse.Namespace) -> None:
     from implicit_blocks.hf.convert import convert
 
-    convert(
-        options.source,
-        options.destination,
-        to=options.to,
-        implicit=options.implicit,
-        fold=options.fold_weight_norm,
-        max_shard_size=options.max_shard_size,
-    )
+    with _packages_asked_for():
+        convert(
+            options.source,
+            options.destination,
+            to=options.to,
+            implicit=options.implicit,
+            fold=options.fold_weight_norm,
+            max_shard_size=options.max_shard_size,
+        )
 
 
 def _add_export(commands: Any) -> None:
@@ -199,14 +201,26 @@ def _add_export(commands: Any) -> None:
 def _export(options: argparse.Namespace) -> None:
     from implicit_blocks.hf.convert import export
 
-    export(
-        options.spec,
-        options.destination,
-        checkpoint=options.checkpoint,
-        tokenizer=options.tokenizer,
-        seed=options.seed,
-        max_shard_size=options.max_shard_size,
-    )
+    with _packages_asked_for():
+        export(
+            options.spec,
+            options.destination,
+            checkpoint=options.checkpoint,
+            tokenizer=options.tokenizer,
+            seed=options.seed,
+            max_shard_size=options.max_shard_size,
+        )
+
+
+@contextlib.contextmanager
+def _packages_asked_for() -> Iterator[None]:
+    """Make a package of an extra that is missing the user's to mend; another one is a mistake here."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name != "transformers":
+            raise
+        raise ValueError(str(error)) from None
 
 
 def _summary(spec: type[Any]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +75,10 @@ def _write_for_transformers(
     model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: Path, length: int
 ) -> bool:
     """Write a folder of transformers, where it is installed and knows such a model; else say so."""
-    try:
-        from implicit_blocks.hf.folders import Checkpoint, special_tokens, write_transformers
-    except ImportError:
+    if find_spec("transformers") is None:
         return False
+    from implicit_blocks.hf.folders import Checkpoint, special_tokens, write_transformers
+
     if isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
         fields: dict[str, Any] = {**special_tokens(spec), "max_position_embeddings": length}
         write_transformers(Checkpoint(spec, state, fields), folder)

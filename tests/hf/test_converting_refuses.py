@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -195,6 +196,13 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
 
 
 # ------------------------------------------------------------------------------------ export
+
+
+def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert main(["export", "word_problem_s3", str(tmp_path / "out")]) == 2
+    assert "needs transformers 5.17 or newer; pip install 'implicit_blocks[hf]'" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_spec_is_exported_with_fresh_or_given_weights(tmp_path, capsys):

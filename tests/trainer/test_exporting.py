@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def test_a_folder_for_transformers_every_few_steps(small: Small, tmp_path: Path)
 def test_without_transformers_safetensors_and_the_spec(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "_write_for_transformers", lambda *args: False)
+    monkeypatch.setitem(sys.modules, "transformers", None)
     run = build(small({"training.export_every": 4}), output=tmp_path / "run", device="cpu")
     run.train()
     folder = tmp_path / "run" / "exports" / "step-00000004"

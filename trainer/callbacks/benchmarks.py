@@ -11,10 +11,7 @@ from torch.distributed.tensor import DTensor
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
 from trainer.callbacks.base import Callback, CallbackContext
 from trainer.evaluation import EvaluationResult
-from trainer.evaluation_tasks.harness import HarnessLM
-from trainer.evaluation_tasks.scores import ask
-from trainer.evaluation_tasks.subject import as_transformers
-from trainer.evaluation_tasks.tasks import build_tasks, locate_all
+from trainer.evaluation_tasks.tasks import build_tasks, locate_all, require_packages
 from trainer.metrics import MetricsFile
 from trainer.specs.callbacks import BenchmarksSpec
 
@@ -29,6 +26,7 @@ class Benchmarks(Callback):
     """
 
     def __init__(self, spec: BenchmarksSpec) -> None:
+        require_packages()
         self._spec = spec
         named = [(task.kind, task) for task in spec.tasks]
         locate_all(named, data=Path(spec.data))
@@ -56,6 +54,11 @@ class Benchmarks(Callback):
 
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
         """Ask all tasks; note the scores."""
+        # Here, since it needs packages that __init__ may have to ask for.
+        from trainer.evaluation_tasks.harness import HarnessLM
+        from trainer.evaluation_tasks.scores import ask
+        from trainer.evaluation_tasks.subject import as_transformers
+
         training = run.model.training
         lm = HarnessLM(
             as_transformers(run.model).eval(),

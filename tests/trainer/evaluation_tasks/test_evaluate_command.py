@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -354,6 +355,14 @@ def with_benchmarks(small, tmp_path, benchmarks, tokenizer_file, **changes: Any)
             "callbacks": [callback | changes],
         }
     )
+
+
+def test_a_run_names_the_packages_that_asking_takes(small, tmp_path, benchmarks, tokenizer_file, monkeypatch):
+    spec = with_benchmarks(small, tmp_path, benchmarks, tokenizer_file)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(ValueError, match=r"lm_eval: not installed; pip install 'implicit_blocks\[eval\]'"):
+        build(spec, output=tmp_path / "run", device="cpu")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_asks_benchmarks_on_its_way(small, tmp_path, benchmarks, tokenizer_file):
