@@ -170,6 +170,8 @@ class Attention(Mixer):
             lengths_R=state.lengths_R + 1,
             key_scales_SKC=state.key_scales_SKC,
             value_scales_SKC=state.value_scales_SKC,
+            own_keys_RKP=k[:, :, 0],
+            own_values_RKP=v[:, :, 0],
         )
         return y[:, :, None]
 

@@ -60,6 +60,7 @@ def test_keys_of_eight_bits(tiny_model, prompts, lanes):
         kept[dtype] = decoder.states[0].keys[0, :, :length].clone(), decoder.states[0]
         new = sorted([*decoder.run()], key=lambda new: new.request)
         made[dtype] = torch.stack([one.logits for one in new])
+        assert all(one.converged for one in new)  # a token's own key is not rounded while it is searched for
     states = kept[torch.int8][1]
     assert states.keys.dtype == states.values.dtype == torch.int8
     assert torch.equal(kept[torch.int8][0], eight_bits(kept[None][0]).codes)
@@ -86,6 +87,15 @@ def test_attention_reads_keys_of_eight_bits(rows):
     where = {"rows_R": None if rows is None else lanes, "lengths_R": lengths[lanes]}
     wide = attend_lanes(q, keys.wide(q.dtype), values.wide(q.dtype), **where)
     scales = {"key_scales_SKC": keys.scales, "value_scales_SKC": values.scales}
+    for backend in ("each", "masked"):
+        found = attend_lanes(q, keys.codes, values.codes, backend=backend, **scales, **where)
+        torch.testing.assert_close(found, wide, msg=backend)
+    own = torch.randn(2, len(lanes), 2, 6, generator=generator).unbind()
+    seen = [kept.wide(q.dtype) for kept in (keys, values)]
+    for whole, new in zip(seen, own, strict=True):
+        whole[lanes, :, lengths[lanes] - 1] = new
+    wide = attend_lanes(q, *seen, **where)
+    scales |= {"own_keys_RKP": own[0], "own_values_RKP": own[1]}
     for backend in ("each", "masked"):
         found = attend_lanes(q, keys.codes, values.codes, backend=backend, **scales, **where)
         torch.testing.assert_close(found, wide, msg=backend)

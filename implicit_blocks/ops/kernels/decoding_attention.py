@@ -168,17 +168,18 @@ def _attention_step(
     v = _load_sum(p_ptr, u_ptr, (H + KV + shared) * P + whole, HAS_U)
     writes = (head % (H // KV) == 0) & (split == 0)
     if SCALED:
-        key_scale, value_scale = _scale(k), _scale(v)
-        k, v = tl.floor(k / key_scale + 0.5), tl.floor(v / value_scale + 0.5)
+        # The token itself sees them as they are: a search could not get below what rounding does.
         if writes:
+            key_scale, value_scale = _scale(k), _scale(v)
             tl.store(key_scales_ptr + first_token + length, key_scale)
             tl.store(value_scales_ptr + first_token + length, value_scale)
-    if writes:
-        tl.store(keys_ptr + base + length * P + whole, k.to(kind))
-        tl.store(values_ptr + base + length * P + whole, v.to(kind))
-    k, v = k.to(kind).to(tl.float32), v.to(kind).to(tl.float32)  # as they will be read
-    if SCALED:
-        k, v = k * key_scale, v * value_scale
+            tl.store(keys_ptr + base + length * P + whole, tl.floor(k / key_scale + 0.5).to(kind))
+            tl.store(values_ptr + base + length * P + whole, tl.floor(v / value_scale + 0.5).to(kind))
+    else:
+        if writes:
+            tl.store(keys_ptr + base + length * P + whole, k.to(kind))
+            tl.store(values_ptr + base + length * P + whole, v.to(kind))
+        k, v = k.to(kind).to(tl.float32), v.to(kind).to(tl.float32)  # as they will be read
     own = tl.sum(q * k)
     largest = tl.full((BLOCK_T,), 0.0, tl.float32) + own
     weights = tl.zeros((BLOCK_T,), tl.float32)
