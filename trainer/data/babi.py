@@ -13,8 +13,9 @@ from __future__ import annotations
 import re
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -145,7 +146,6 @@ class CatbAbI(DataSource):
         seed: of the order of the stories.
         scoring: which labels count.
         held_out: where evaluation sets come from; None: there are none.
-        only_task: score this task's answers alone, in the rows that have some.
 
     """
 
@@ -160,7 +160,6 @@ class CatbAbI(DataSource):
         seed: int,
         scoring: str = "answers",
         held_out: Sequence[Story] | None = None,
-        only_task: int | None = None,
     ) -> None:
         ids = {word: number for number, word in enumerate(vocabulary)}
         # All stories one behind the other in two arrays: an epoch takes them in its order at one stroke.
@@ -170,13 +169,18 @@ class CatbAbI(DataSource):
         )
         self._lengths = np.array([len(story.words) for story in stories], dtype=np.int64)
         self._vocabulary, self._length, self._seed, self._scoring = vocabulary, length, seed, scoring
-        self._held_out, self._only_task = held_out, only_task
+        self._held_out = held_out
+        self._only_task: int | None = None
         self.total = len(self._words)
         self._epoch: tuple[int, npt.NDArray[np.int16], npt.NDArray[np.int8]] | None = None
-        rows = self._rows(0)[1]
-        self._kept = np.arange(len(rows))
-        if only_task is not None:
-            self._kept = np.flatnonzero((rows[:, 1:] == only_task).any(1))
+        self._kept = np.arange(-(-self.total // length))
+
+    def only(self, task: int) -> Self:
+        """Return the same stories with this task's answers alone scored, in the rows that have some."""
+        other = copy(self)
+        other._only_task = task
+        other._kept = np.flatnonzero((self._rows(0)[1][:, 1:] == task).any(1))
+        return other
 
     @property
     def vocab_size(self) -> int:
@@ -252,10 +256,9 @@ class CatbAbI(DataSource):
             raise ValueError("a set that is held out already has none of its own; ask the training source")
         sets = {}
         for length in evaluation.lengths or (self._length,):
+            whole = CatbAbI(self._held_out, self._vocabulary, length=length, seed=evaluation.seed)
             for task in (None, *sorted({story.task for story in self._held_out})):
-                source = CatbAbI(
-                    self._held_out, self._vocabulary, length=length, seed=evaluation.seed, only_task=task
-                )
+                source = whole if task is None else whole.only(task)
                 name = f"L{length}" if task is None else f"qa{task}_L{length}"
                 settings = {"length": length} if task is None else {"length": length, "task": task}
                 sets[name] = EvaluationSet(

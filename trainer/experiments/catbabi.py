@@ -35,7 +35,7 @@ LAPTOP = (
     "training.max_steps=150",
     "training.batch_size=16",
     "training.optimizer.learning_rate=3e-3",
-    "phases.unrolled.model.gradient={kind: unrolled, steps: 4}",
+    "phases.0.model.gradient={kind: unrolled, steps: 4}",
     "model.gradient.steps=2",
     "model.stopping.max_iterations=12",
     "model.at_evaluation.stopping.max_iterations=24",
@@ -107,7 +107,7 @@ def run(
         for seed in seeds
         for asked in wanted
     ]
-    sources = {length: _source(plan[0][3], split, length) for length in lengths or (plan[0][3].data.length,)}
+    sources = _sources(plan[0][3], split, lengths)
     rows = []
     for asked, mode, seed, made in plan:
         name = f"{asked.name}-{mode}-{seed}"
@@ -155,14 +155,17 @@ def _spec(spec: str, asked: Asked, changes: Sequence[str]) -> RunSpec:
     return made.model_copy(update={"evaluation": few})
 
 
-def _source(spec: RunSpec, split: str, length: int) -> CatbAbI:
-    """Return the split's rows of so many tokens, answers scored."""
+def _sources(spec: RunSpec, split: str, lengths: Sequence[int]) -> dict[int, CatbAbI]:
+    """Return the split's rows, answers scored, by their tokens: of the lengths, or the spec's."""
     fields = spec.data.model_copy(update={"held_out": split})
     data = build(fields, seed=spec.training.seed, vocab_size=getattr(spec.model, "vocab_size", None))
-    asked = spec.evaluation.model_copy(update={"lengths": (length,), "length_multiples": ()})
-    source = next(iter(data.evaluation_sets(asked).values())).source
-    assert isinstance(source, CatbAbI)
-    return source
+    found = {}
+    for length in lengths or (spec.data.length,):
+        asked = spec.evaluation.model_copy(update={"lengths": (length,), "length_multiples": ()})
+        source = next(iter(data.evaluation_sets(asked).values())).source
+        assert isinstance(source, CatbAbI)
+        found[length] = source
+    return found
 
 
 def _answers(
