@@ -224,13 +224,13 @@ def save_kept_copies(ranks: Ranks, kind: str, folder: str) -> Any:
     """Save three times with copies that are kept, as on a GPU, and load in another order."""
     from implicit_blocks import registry
     from implicit_blocks.specs import load_spec
+    from trainer import checkpoint_staging
     from trainer.checkpoint import Checkpointer, Progress, load_checkpoint
-    from trainer.checkpoint_staging import Staging
     from trainer.distributed import lay_out
     from trainer.optimizers import optimizer_state
     from trainer.specs.parallel import ParallelSpec
 
-    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]  # no GPU to lock pages for
+    checkpoint_staging._lock = lambda memory: False  # there is no GPU to lock pages for
     spec: Any = load_spec("word_problem_s3", ["model.d_model=16", "model.mixer.head_dim=8"])
     torch.manual_seed(0)
     model = registry.build(spec.model)
@@ -239,7 +239,7 @@ def save_kept_copies(ranks: Ranks, kind: str, folder: str) -> Any:
     checkpointer = Checkpointer(
         Path(folder), model=model, optimizer=optimizer, spec_digest="", keep=3, ranks=ranks
     )
-    checkpointer._staging = Staging(torch.device("cuda"))
+    checkpointer._staging = checkpoint_staging.Staging(torch.device("cuda"))
 
     def values() -> dict[str, Any]:
         every = {**dict(model.named_parameters()), **optimizer_state(optimizer, model)[0]}

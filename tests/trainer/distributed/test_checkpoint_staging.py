@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from trainer import checkpoint_staging
 from trainer.checkpoint_staging import Staging, own_share
 from trainer.distributed import Ranks
 from trainer.metrics import read_metrics
@@ -27,13 +30,15 @@ def test_ranks_share_what_all_of_them_hold(world_size: int) -> None:
 
 
 def test_copies_are_kept_and_made_anew_where_the_tensors_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned: list[int] = []
+    locked: list[int] = []
+    unlocked: list[int] = []
 
-    def pin_memory(tensor: torch.Tensor) -> torch.Tensor:  # there is no GPU to lock pages for
-        pinned.append(tensor.numel())
-        return tensor
+    def lock(memory: torch.Tensor) -> bool:  # there is no GPU to lock pages for
+        locked.append(memory.nbytes)
+        return True
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", pin_memory)
+    monkeypatch.setattr(checkpoint_staging, "_lock", lock)
+    monkeypatch.setattr(checkpoint_staging, "_unlock", lambda memory: unlocked.append(memory.nbytes))
     staging = Staging(torch.device("cuda"))
     assert staging.kept
     assert not Staging(torch.device("cpu")).kept
@@ -51,11 +56,27 @@ def test_copies_are_kept_and_made_anew_where_the_tensors_are_others(monkeypatch:
     assert second["weight"].data_ptr() == first["weight"].data_ptr()
     assert torch.equal(second["weight"], weight)
     assert second["count"] == 2.0
-    assert pinned == [12]
+    assert (locked, unlocked) == ([512], [])
     third = staging.stage({"weight": weight, "count": count, "moment": torch.ones(5)})
     assert torch.equal(third["weight"], weight)
     assert torch.equal(third["moment"], torch.ones(5))
-    assert pinned == [12, 12, 5]
+    assert (locked, unlocked) == ([512, 1024], [512])
+    del staging, first, second, third
+    gc.collect()
+    assert unlocked == [512, 1024]
+
+
+def test_pages_that_cannot_be_locked_are_said_and_serve_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    refusing = SimpleNamespace(cudart=lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    monkeypatch.setattr(
+        checkpoint_staging.torch, "cuda", SimpleNamespace(**vars(refusing), is_initialized=bool)
+    )
+    with caplog.at_level("WARNING"):
+        staged = Staging(torch.device("cuda")).stage({"weight": torch.arange(6.0).view(2, 3)})
+    assert torch.equal(staged["weight"], torch.arange(6.0).view(2, 3))
+    assert "CUDA error 2" in caplog.text
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
