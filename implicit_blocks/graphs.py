@@ -87,7 +87,10 @@ class MapGraphs:
             return f.compute(z_BLD)
         if torch.is_grad_enabled():
             # The first step's z carries no gradient; all of a pass's steps read the same buffers.
-            ready = self._steps.setdefault((key, z_BLD.requires_grad), [])
+            kind = (key, z_BLD.requires_grad)
+            if kind not in self._steps and len(self._steps) >= MOST:
+                return f.compute(z_BLD)
+            ready = self._steps.setdefault(kind, [])
             step = next((graph for graph in ready if not graph.in_use), None)
             if step is None:
                 if len(ready) >= MOST:

@@ -102,18 +102,20 @@ def fused(modules: Sequence[nn.Module], layouts: Sequence[tuple[torch.dtype, int
     without weight norm, off the GPU, or in other precisions than the kernels'. All come from one node of
     autograd, which goes backwards once.
     """
-    if not available("triton"):
+    if not available("triton") or torch.compiler.is_compiling():  # the kernels read addresses from a table
         return {}
     from implicit_blocks.ops.kernels.weight_norm import LARGEST_ROW, Layout, normed_weights
 
-    served = {}
+    served: dict[int, tuple[Tensor, Tensor, Layout]] = {}
+    devices = set()
     for place, (module, layout) in enumerate(zip(modules, layouts, strict=True)):
         if (parts := normed_parts(module)) is None:
             continue
         v = parts[1]
         if v.is_cuda and v.dtype == torch.float32 and v.ndim == 2 and v.shape[1] + layout[2] <= LARGEST_ROW:
             served[place] = (*parts, Layout(*layout))
-    if not served:
+            devices.add(v.device)
+    if len(devices) != 1:  # none, or a model spread over several
         return {}
     gains, weights, kept = zip(*served.values(), strict=True)
     return dict(zip(served, normed_weights(gains, weights, kept), strict=True))
