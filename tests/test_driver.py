@@ -112,6 +112,35 @@ def test_lowest_residual_is_returned_when_iterations_run_out():
     torch.testing.assert_close(solution.residual, torch.full((2,), 0.1))
 
 
+def test_the_last_call_counts_where_iterations_run_out():
+    z0 = torch.zeros(2, 3, dtype=torch.float64)
+    solution = search(tolerance=0.0, max_iterations=4)(lambda z: 0.5 * z + 1, z0)
+    assert torch.equal(solution.z, torch.full_like(z0, 1 + 0.5 + 0.25 + 0.125))
+    assert solution.iterations.tolist() == [4, 4]
+
+
+class Counting(ib.Solver):
+    """Picard that counts its steps, and keeps what it last returned for the test to see."""
+
+    def init(self, z0_EF):
+        return torch.zeros(len(z0_EF), dtype=torch.int64)
+
+    def update(self, z_EF, fz_EF, state, f):
+        self.given = state
+        return fz_EF, state + 1
+
+
+@pytest.mark.parametrize("scope", ["sequence", "prefix"])
+def test_the_state_of_what_is_done_stands_still(scope):
+    solver = Counting()
+    z0 = torch.zeros(4, 3, 2, dtype=torch.float64)
+    options = {"tolerance": 1e-6, "max_iterations": 500, "scope": scope}
+    solution = search(solver=solver, compact=False, **options)(Counted(scaled), z0)
+    iterations = solution.iterations if scope == "sequence" else solution.token_iterations.flatten()
+    # What the solver is given before the last call: the steps of those done before, and of the others.
+    assert torch.equal(solver.given, (iterations - 1).clamp(max=iterations.max() - 2))
+
+
 def test_divergence_costs_one_row_and_keeps_its_best():
     def f(z):
         fz = 0.5 * z + 1
@@ -207,6 +236,7 @@ def test_padding_counts_in_no_norm(scope, solver):
         return fz
 
     z0 = torch.zeros(2, 6, 3, dtype=torch.float64)
+    z0[0, 4:] = 1e3  # stands still, and must not make the others' residuals look small
     options = {"scope": scope, "tolerance": 1e-5, "max_iterations": 100, "solver": solver}
     padded = search(**options, valid=valid)(f, z0)
     alone = search(**options)(

@@ -99,6 +99,34 @@ def test_where_every_row_overflows_nothing_is_hidden(ids, monkeypatch):
     assert output.loss.isnan()
 
 
+class OneRowIsLost:
+    """A map of which one row is not finite from its second call on; the others go to 2."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __call__(self, z):
+        lost = (self.rows == OVERFLOWS)[:, None] & (z > 0.5)
+        return torch.where(lost, torch.nan, 0.5 * z + 1)
+
+    def select_rows(self, rows):
+        return OneRowIsLost(self.rows[rows])
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [ib.Phantom(steps=2), ib.ImplicitFunction(), ib.JacobianPenalty()],
+    ids=lambda gradient: type(gradient).__name__,
+)
+def test_a_lost_row_keeps_the_value_that_it_had(gradient):
+    search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(tolerance=1e-4, max_iterations=40))
+    z0 = torch.zeros(3, 4, requires_grad=True)
+    solution = gradient(OneRowIsLost(torch.arange(3)), z0, search)
+    assert solution.diverged.tolist() == [False, True, False]
+    assert torch.equal(solution.z[OVERFLOWS], torch.ones(4))  # its one finite f(z), and no other row's
+    torch.testing.assert_close(solution.z[[0, 2]], torch.full((2, 4), 2.0), atol=1e-3, rtol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -223,25 +223,45 @@ def test_a_row_that_diverges_does_not_hold_the_others_up(ids):
     torch.testing.assert_close(found.z[[0, 2]], alone.z, atol=1e-9, rtol=0)
 
 
+class Chain:
+    """A chain of rotations: token t settles after t iterations; at ``poison``, (row, token), it is NaN."""
+
+    def __init__(self, work, before=None, *, poison=None):
+        self.work, self.before, self.poison = work, before, poison
+
+    def __call__(self, z):
+        self.work.append(z.shape[1])
+        first = torch.ones_like(z[:, :1]) if self.before is None else self.before
+        fz = torch.cat((first, z[:, :-1]), dim=1).roll(1, 2) * 0.999 + 0.001
+        if self.poison is not None and self.poison[1] >= 0:
+            fz[self.poison[0], self.poison[1]] = torch.nan
+        return fz
+
+    def first(self, tokens):
+        return self
+
+    def after(self, z):
+        poison = None if self.poison is None else (self.poison[0], self.poison[1] - z.shape[1])
+        return Chain(self.work, z[:, -1:], poison=poison)
+
+
+@torch.no_grad()
+def test_what_diverged_is_remembered_behind_any_number_of_commits():
+    found = {}
+    for name, changes in (("plain", {}), ("prefix", {"commit_prefix": 4})):
+        chain = Chain([], poison=(1, 2))
+        search = replace(prefix_search(ib.Picard()), **changes)
+        found[name] = search(chain, torch.zeros(2, 32, 3).double())
+        commits = len(set(chain.work)) - 1
+    assert commits >= 3
+    for field in ("z", "token_iterations", "token_converged", "token_diverged"):
+        assert torch.equal(getattr(found["prefix"], field), getattr(found["plain"], field)), field
+    assert found["prefix"].token_converged[0].all()
+    assert not found["prefix"].token_converged[1, 2:].any()
+
+
 @torch.no_grad()
 def test_it_saves_work_where_tokens_wait_for_each_other():
-    """A chain of rotations: token t settles after t iterations."""
-
-    class Chain:
-        def __init__(self, work, before=None, tokens=32):
-            self.work, self.before, self.tokens = work, before, tokens
-
-        def __call__(self, z):
-            self.work.append(z.shape[1])
-            first = torch.ones_like(z[:, :1]) if self.before is None else self.before
-            return torch.cat((first, z[:, :-1]), dim=1).roll(1, 2) * 0.999 + 0.001
-
-        def first(self, tokens):
-            return Chain(self.work, self.before, tokens)
-
-        def after(self, z):
-            return Chain(self.work, z[:, -1:], self.tokens - z.shape[1])
-
     work, values = {}, {}
     for name, changes in (("plain", {}), ("prefix", {"commit_prefix": 4})):
         chain = Chain([])
