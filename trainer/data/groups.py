@@ -1,4 +1,4 @@
-"""Finite groups by name and monoids by table: the algebra under word problems. Imports no torch.
+"""Finite groups and monoids, by name or by table: the algebra under word problems. Imports no torch.
 
 Element order and composition follow the published state-tracking data (Schöne et al., "Implicit Language
 Models are RNNs", ICML 2025): the permutations of S_n in lexicographic order, so that index 0 is the identity;
@@ -19,12 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 Table = npt.NDArray[np.int32]
+Definition = str | Sequence[Sequence[int]]
+"""A name, or a table of rows."""
 
 MAX_ORDER = 5040
 """Largest group: S7. Its table takes 100 MB; S8's would take 6.5 GB."""
 
 MAX_MONOID = 256
-"""Largest monoid table; associativity is checked over all triples."""
+"""Largest table of a monoid, or of a group given by one; associativity is checked over all triples."""
 
 PUBLISHED_MONOID: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3), (1, 3, 3, 3), (2, 1, 2, 3), (3, 3, 3, 3))
 """The published monoid's rows, for E, A, B, X: E is the identity, X absorbs.
@@ -35,7 +37,7 @@ product of A's and B's is X unless A stands at the end at most. The table is wha
 
 _MONOIDS = {"EABX": PUBLISHED_MONOID, "published": PUBLISHED_MONOID}
 _FACTOR = re.compile(r"([SAZ])([0-9]{1,6})")
-_GROUP_REMEDY = "use S_n, A_n or Z_n with a number, such as S5, A5 or Z7, or a product such as A5xZ2"
+_GROUP_REMEDY = "use S_n, A_n or Z_n with a number, such as S5, A5 or Z7, a product such as A5xZ2, or a table"
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,15 +72,17 @@ def product(left: Algebra, right: Algebra) -> Algebra:
     )
 
 
-def group_order(name: str) -> int:
-    """Tell the order of a group by name, without building its table.
+def group_order(definition: Definition) -> int:
+    """Tell the order of a group; of one by name without building its table.
 
     Raises:
         ValueError: the name isn't ``S_n``, ``A_n``, ``Z_n`` or a product of them, or the group has more than
-            `MAX_ORDER` elements.
+            `MAX_ORDER` elements; of tables as `group`.
 
     """
-    order = 1
+    if not isinstance(definition, str):
+        return group(definition).order
+    name, order = definition, 1
     for family, n in _factors(name):
         # No factorial of a large n: 8! is over the limit already.
         symmetric = math.factorial(min(n, 12))
@@ -91,16 +95,22 @@ def group_order(name: str) -> int:
     return order
 
 
-@lru_cache(maxsize=8)
-def group(name: str) -> Algebra:
-    """Build a finite group by name: ``S5``, ``A5``, ``Z7``, or a product such as ``A5xZ2``.
+def group(definition: Definition) -> Algebra:
+    """Build a finite group by name (``S5``, ``A5``, ``Z7``, or a product such as ``A5xZ2``) or table of rows.
 
     Index 0 is the identity. Z_n counts 0 … n-1 under addition; in a product the last factor runs fastest.
+    ``rows[a][b]`` is the index of ``a∘b``.
 
     Raises:
-        ValueError: as `group_order`.
+        ValueError: as `group_order`; a table that is no monoid's (see `monoid`), whose identity isn't
+            element 0, or in which an element has no inverse.
 
     """
+    return _named_group(definition) if isinstance(definition, str) else _group_from_rows(definition)
+
+
+@lru_cache(maxsize=8)
+def _named_group(name: str) -> Algebra:
     group_order(name)
     result: Algebra | None = None
     for family, n in _factors(name):
@@ -110,7 +120,7 @@ def group(name: str) -> Algebra:
     return Algebra(name=name, table=result.table, identity=result.identity)
 
 
-def monoid(definition: str | Sequence[Sequence[int]]) -> Algebra:
+def monoid(definition: Definition) -> Algebra:
     """Build a monoid by name (``"EABX"``, also called ``"published"``) or by its table of rows.
 
     Names may be multiplied, as in ``"EABXxEABX"``. ``rows[a][b]`` is the index of ``a∘b``; the identity is
@@ -169,22 +179,38 @@ def _permutations(n: int, *, even_only: bool) -> Algebra:
     return Algebra(f"{'A' if even_only else 'S'}{n}", _frozen(table), 0)
 
 
-def _monoid_from_rows(name: str, rows: Sequence[Sequence[int]]) -> Algebra:
+def _group_from_rows(rows: Sequence[Sequence[int]]) -> Algebra:
+    made = _monoid_from_rows("table", rows, what="group")
+    if made.identity != 0:
+        raise ValueError(
+            f"the group table's identity is element {made.identity}, not 0; number the elements so that it "
+            "comes first (tokens are made the identity with probability p)"
+        )
+    without = np.flatnonzero((made.table != 0).all(axis=1))
+    if without.size:
+        raise ValueError(
+            f"the group table gives element {without[0]} no inverse: no product with it is the identity, 0; "
+            "correct the table, or give it as the monoid, beside a group"
+        )
+    return made
+
+
+def _monoid_from_rows(name: str, rows: Sequence[Sequence[int]], *, what: str = "monoid") -> Algebra:
     size = len(rows)
     if not 1 <= size <= MAX_MONOID:
-        raise ValueError(f"a monoid table has 1 to {MAX_MONOID} rows, not {size}")
+        raise ValueError(f"a {what} table has 1 to {MAX_MONOID} rows, not {size}")
     for a, row in enumerate(rows):
         if not isinstance(row, Sequence | np.ndarray):
-            raise ValueError(f"row {a} of the monoid table is {row!r}; give a row of {size} indices")
+            raise ValueError(f"row {a} of the {what} table is {row!r}; give a row of {size} indices")
         if len(row) != size:
             raise ValueError(
-                f"the monoid table is not square: row {a} has {len(row)} entries, the table has {size} rows; "
+                f"the {what} table is not square: row {a} has {len(row)} entries, the table has {size} rows; "
                 f"give {size} rows of {size} entries"
             )
         for b, entry in enumerate(row):
             if not isinstance(entry, int | np.integer) or isinstance(entry, bool) or not 0 <= entry < size:
                 raise ValueError(
-                    f"the monoid table's entry [{a}][{b}] is {entry!r}, not an element; "
+                    f"the {what} table's entry [{a}][{b}] is {entry!r}, not an element; "
                     f"entries are indices from 0 to {size - 1}"
                 )
     table = np.array(rows, dtype=np.int32)
@@ -193,7 +219,7 @@ def _monoid_from_rows(name: str, rows: Sequence[Sequence[int]]) -> Algebra:
         if not np.array_equal(left, right):
             b, c = (int(i) for i in np.argwhere(left != right)[0])
             raise ValueError(
-                f"the monoid table is not associative: ({a}∘{b})∘{c} is {left[b, c]} but {a}∘({b}∘{c}) is "
+                f"the {what} table is not associative: ({a}∘{b})∘{c} is {left[b, c]} but {a}∘({b}∘{c}) is "
                 f"{right[b, c]}; correct the table (prefix products have no meaning without associativity)"
             )
     index = np.arange(size)
@@ -201,7 +227,7 @@ def _monoid_from_rows(name: str, rows: Sequence[Sequence[int]]) -> Algebra:
         if np.array_equal(table[e], index) and np.array_equal(table[:, e], index):
             return Algebra(name, _frozen(table), e)
     raise ValueError(
-        "the monoid table has no identity, an element whose row and column are the indices in order; add one"
+        f"the {what} table has no identity, an element whose row and column are the indices in order; add one"
     )
 
 

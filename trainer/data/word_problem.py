@@ -12,7 +12,7 @@ Merrill et al., "The Illusion of State in State-Space Models" (2024). Shapes: B 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal, Protocol, get_args
 
@@ -27,7 +27,6 @@ from trainer.data.published_order import PublishedSequence, draw
 from trainer.data.source import Batch, DataSource, EvaluationFields, EvaluationSet, check_range
 
 DrawOrder = Literal["fast", "published"]
-MonoidDefinition = str | Sequence[Sequence[int]]
 Sequences = tuple[torch.Tensor, torch.Tensor]
 """Inputs and labels, (B, L), of one integer type."""
 
@@ -43,7 +42,8 @@ class WordProblem:
     """A word problem over a group, optionally times a monoid.
 
     Args:
-        group: such as ``"S5"``, ``"A5"``, ``"Z7"``, ``"A5xZ2"``; see `trainer.data.groups.group`.
+        group: such as ``"S5"``, ``"A5"``, ``"Z7"``, ``"A5xZ2"``, or a table of rows; see
+            `trainer.data.groups.group`.
         monoid: None, ``"EABX"`` (the published one), or a table of rows; see `trainer.data.groups.monoid`.
         identity_probability: p, from 0 to 1.
         draw_order: ``"fast"``, or ``"published"`` for the published generator's numbers, bit by bit;
@@ -57,8 +57,8 @@ class WordProblem:
     def __init__(
         self,
         *,
-        group: str,
-        monoid: MonoidDefinition | None = None,
+        group: groups.Definition,
+        monoid: groups.Definition | None = None,
         identity_probability: float,
         draw_order: DrawOrder = "fast",
     ) -> None:
@@ -298,11 +298,11 @@ class WordProblemFields(Protocol):
     """The fields of a run's `data` section of kind ``word_problem``."""
 
     @property
-    def group(self) -> str:
-        """Name of the group."""
+    def group(self) -> groups.Definition:
+        """Name or table of the group."""
 
     @property
-    def monoid(self) -> MonoidDefinition | None:
+    def monoid(self) -> groups.Definition | None:
         """Name or table of the monoid."""
 
     @property

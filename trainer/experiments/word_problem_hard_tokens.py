@@ -113,7 +113,7 @@ def tests(spec: RunSpec, model: nn.Module, device: torch.device, **more: Any) ->
     at_once = spec.evaluation.batch_size * min(one.length for one in sets.values())
     return [
         {
-            "group": spec.data.group,
+            "group": spec.data.group_name,
             "training_length": spec.data.length,
             "training_p": spec.data.identity_probability,
             "training_iterations": last.model.stopping.max_iterations,  # type: ignore[attr-defined]  # of an implicit model

@@ -53,8 +53,8 @@ class WordProblemSpec(DataSpec):
     changeable: ClassVar[frozenset[str]] = frozenset({"length", "identity_probability"})
 
     kind: Literal["word_problem"] = "word_problem"
-    group: str
-    """S_n, A_n, Z_n or a product: S3, A5, Z7, A5xZ2."""
+    group: str | tuple[tuple[int, ...], ...]
+    """S_n, A_n, Z_n or a product: S3, A5, Z7, A5xZ2. Or a table of rows, the identity first."""
     monoid: str | tuple[tuple[int, ...], ...] | None = None
     """A monoid to multiply the group with: EABX (the published one), or a table of rows."""
     identity_probability: Probability = 0.5
@@ -70,6 +70,11 @@ class WordProblemSpec(DataSpec):
         )
 
     @property
+    def group_name(self) -> str:
+        """The group's name, or that it goes by a table."""
+        return self.group if isinstance(self.group, str) else "a table"
+
+    @property
     def task(self) -> str:
         """Products in the group, and in the monoid."""
         monoid = "EABX" if self.monoid == "published" else self.monoid
@@ -80,15 +85,17 @@ class WordProblemSpec(DataSpec):
         named = self.monoid if isinstance(self.monoid, str) else "of a table"
         monoid = "" if self.monoid is None else f" x monoid {named}"
         return [
-            f"word problem over {self.group}{monoid}: {self.vocab_size} tokens, "
+            f"word problem over {self.group_name}{monoid}: {self.vocab_size} tokens, "
             f"p = {self.identity_probability:g}, length {self.length}, made on the fly"
         ]
 
-    @field_validator("group")
+    @field_validator("group", mode="before")
     @classmethod
-    def _known_group(cls, name: str) -> str:
-        groups.group_order(name)
-        return name
+    def _known_group(cls, group: object) -> object:
+        if not isinstance(group, str | list | tuple):
+            raise ValueError("a group is a name such as S5, or a table of rows")
+        groups.group_order(group)
+        return group
 
     @field_validator("monoid", mode="before")
     @classmethod

@@ -6,10 +6,13 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.groups import PUBLISHED_MONOID, group, group_order, monoid, product
+from trainer.data.word_problem import build
+from trainer.spec import WordProblemSpec
 
 ORDERS = {
     "S1": 1,
@@ -137,6 +140,47 @@ def test_the_identity_may_stand_anywhere() -> None:
 def test_refuses_a_monoid(definition: object, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         monoid(definition)  # type: ignore[arg-type]  # wrong on purpose
+
+
+KLEIN = [[a ^ b for b in range(4)] for a in range(4)]
+
+
+def test_a_group_by_its_table() -> None:
+    klein = group(KLEIN)
+    assert group_order(KLEIN) == klein.order == 4
+    assert np.array_equal(klein.table, group("Z2xZ2").table)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([], "a group table has 1 to 256 rows, not 0"),
+        ([[0, 1], [1, 2]], r"the group table's entry \[1\]\[1\] is 2, not an element"),
+        ([[0, 1, 2], [1, 2, 0], [2, 1, 0]], r"the group table is not associative: \(1∘1\)∘1 is"),
+        ([[0, 1], [1, 1]], "gives element 1 no inverse"),
+        ([[1, 0], [0, 1]], "identity is element 1, not 0; number the elements"),
+        ([[0, 0], [0, 0]], "the group table has no identity"),
+        ([0, 1], "row 0 of the group table is 0"),
+    ],
+)
+def test_refuses_a_table_that_is_no_group_s(table: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        group(table)
+    with pytest.raises(ValueError, match=message):
+        WordProblemSpec(group=table, length=4)
+
+
+def test_a_word_problem_over_a_table_is_that_over_its_name() -> None:
+    by_table, by_name = (
+        WordProblemSpec(group=one, length=6, identity_probability=0.3) for one in (KLEIN, "Z2xZ2")
+    )
+    assert by_table.vocab_size == by_name.vocab_size == 4
+    assert by_table.describe(sequences=1, vocab_size=4)[0].startswith("word problem over a table: 4 tokens")
+    first, second = (build(spec, seed=3).batch(0, 5) for spec in (by_table, by_name))
+    assert torch.equal(first.inputs, second.inputs)
+    assert torch.equal(first.labels, second.labels)
+    with pytest.raises(ValueError, match="a group is a name such as S5, or a table of rows"):
+        WordProblemSpec(group=5, length=4)
 
 
 def test_imports_no_torch() -> None:
