@@ -58,9 +58,9 @@ class Program:
 
 
 def training(*works: str, variants_from: tuple[float, ...] = (0.0,)) -> Program:
-    fast = ("--compile", "--graphs", "--as-published", "--steps", "5", "--warm-up", "5")
+    fast = ("--compile", "--graphs", "--as-published", "--steps", "8", "--warm-up", "6")
     trying = ("--tiny", "--steps", "1", "--warm-up", "1")
-    preparing = ("--layers", "2", "--steps", "1", "--warm-up", "3")
+    preparing = ("--layers", "2", "--steps", "1", "--warm-up", "5")
     command = ("gpu_training.py", "--works", *works, *fast)
     return Program(command, 150, trying, preparing, variants_from)
 
@@ -80,7 +80,7 @@ PROGRAMS = {
     "decoding_mamba2": decoding("mamba2_1.3b"),
     "decoding_llama": decoding("llama_1.3b"),
     "driver": Program(
-        ("gpu_driver.py", "--modes", "compiled+graphs"),
+        ("gpu_driver.py", "--modes", "compiled+graphs", "--repeats", "21"),
         120,
         ("--tiny", "--modes", "launched", "--repeats", "2"),
         ("--layers", "2", "--repeats", "1"),
