@@ -51,7 +51,7 @@ def gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(loaded, "HERE", tmp_path)
     monkeypatch.setattr(loaded, "STARTER", tmp_path / "starter.py")
     monkeypatch.setattr(loaded.gpu_card, "seen", lambda: QUIET)
-    programs = {name: loaded.Program((f"{name}.py",), 2 if name == "hangs" else 60) for name in SCRIPTS}
+    programs = {name: loaded.Program((f"{name}.py",), 1 if name == "hangs" else 60) for name in SCRIPTS}
     monkeypatch.setattr(loaded, "PROGRAMS", {name: programs[name] for name in ("hangs", "fails", "works")})
     table = loaded.gpu_table
     figure = {"read": table.of("speed", model="llama_130m"), "unit": "tokens/s"}
@@ -73,24 +73,29 @@ def run(gpu, monkeypatch, tmp_path, *options):
 
 
 def test_programs_that_fail_or_hang_leave_the_others_their_figures(gpu, monkeypatch, tmp_path, capsys):
-    code, result = run(gpu, monkeypatch, tmp_path, "--prepare", "2")
+    code, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0")
     assert code == 1
     found = {row["work"]: row for row in result["rows"]}
     assert found["a \N{MULTIPLICATION SIGN} b"]["measured"] == 7.0
     assert found["a \N{MULTIPLICATION SIGN} b"]["reached"] is True
     assert found["slower"]["reached"] is False
     assert found["broken"]["not_measured"] == "exit code 1: ValueError: no such card"
-    assert found["stuck"]["not_measured"] == "took longer than 2 s"
+    assert found["stuck"]["not_measured"] == "took longer than 1 s"
     assert found["both"]["measured"] is None
     assert [program["program"] for program in result["programs"]] == ["hangs", "fails", "works"]
     assert result["works"] == [{"model": "llama_130m", "speed": 7.0, "given": [], "tuned": "1"}]
-    assert result["prepared"]["works"] == 0.1
-    assert "longer" in result["prepared"]["hangs"]
     said = capsys.readouterr().out
     assert "hangs: again" in said
     assert "| a \N{MULTIPLICATION SIGN} b | tokens/s | 3 | **7** | 5 |  |" in said
     assert "on one some card, 2026-01-02, Python 3.12, torch 2.11" in said
     assert "the card was quiet, copying at 3.00 to 3.00 TB/s" in said
+
+
+def test_programs_prepare_side_by_side(gpu, monkeypatch, tmp_path):
+    code, result = run(gpu, monkeypatch, tmp_path, "--programs", "works")
+    assert code == 0
+    assert result["prepared"] == {"works": 0.1}
+    assert "longer than 1 s" in gpu.prepare(["hangs"], tmp_path, tiny=False, seconds=1)["hangs"]
 
 
 def test_what_the_budget_has_no_room_for_is_named(gpu, monkeypatch, tmp_path):
