@@ -7,7 +7,7 @@ The trainer's own writer and reader, on the state of a run (weights and AdamW's 
 doesn't train. *Staging* is the copying to the memory of the host, for which training waits: ``pinned`` copies
 to page-locked memory that is kept between saves, as the trainer does on a GPU, and ``plain`` to fresh memory.
 *Writing* is the rest, which training doesn't wait for: files, forced onto the disk, and their checksums.
-*Reading* is comparing the checksums and loading into model and optimizer.
+*Reading* is comparing the checksums and loading into model and optimizer. ``--staging-only`` leaves both out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,15 @@ from typing import Any
 
 import torch
 from report import machine, write
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import implicit_blocks as ib
 from implicit_blocks import registry
 from trainer.checkpoint import Checkpointer, Progress, load_checkpoint
+from trainer.checkpoint_staging import Staging, own_share
+from trainer.checkpoint_writer import named_tensors
 from trainer.distributed import join, lay_out, leave
+from trainer.optimizers import optimizer_state
 from trainer.specs.parallel import ParallelSpec
 
 
@@ -38,6 +42,7 @@ def main() -> None:
     parser.add_argument(
         "--folder", type=Path, default=None, help="where to write (default: a temporary folder)"
     )
+    parser.add_argument("--staging-only", action="store_true", help="copy, but write and read nothing")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE", help="changes to the specs")
     parser.add_argument("--output", default="checkpointing")
@@ -72,6 +77,19 @@ def measure(name: str, folder: Path, ranks: Any, arguments: argparse.Namespace) 
     optimizer.zero_grad(set_to_none=True)
     rows = []
     for copies in arguments.copies:
+        if arguments.staging_only:
+            share = own_share({**named_tensors(model)[0], **optimizer_state(optimizer, model)[0]}, ranks)
+            rows.append(
+                {
+                    "spec": name,
+                    "ranks": ranks.world_size,
+                    "layout": layout.kind,
+                    "copies": copies,
+                    "gb": round(sum(tensor.nbytes for tensor in share.values()) / 1e9, 3),
+                    "staging_seconds": [round(s, 4) for s in staged(share, copies, arguments.saves, ranks)],
+                }
+            )
+            continue
         checkpointer = Checkpointer(
             folder / f"{name}-{copies}",
             model=model,
@@ -111,6 +129,22 @@ def measure(name: str, folder: Path, ranks: Any, arguments: argparse.Namespace) 
     return rows
 
 
+def staged(share: dict[str, Any], copies: str, times: int, ranks: Any) -> list[float]:
+    """Return how long each of so many copies of a rank's share took, on the slowest rank."""
+    staging = Staging(ranks.device, pin=copies == "pinned")
+    plain = BlockingAsyncStager()
+    seconds = []
+    for _ in range(times):
+        ranks.barrier()
+        began = time.perf_counter()
+        if staging.kept:
+            staging.stage(share)
+        else:
+            plain.stage(share)
+        seconds.append(ranks.max([time.perf_counter() - began])[0])
+    return seconds
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table; the first save locks pages, so it stands apart."""
     print(
@@ -118,10 +152,13 @@ def show(rows: list[dict[str, Any]]) -> None:
         f"{'staging, first':>16}{'then':>8}{'writing':>9}{'reading':>9}"
     )
     for row in rows:
-        (first, *others), writing = row["staging_seconds"], min(row["writing_seconds"])
+        first, *others = row["staging_seconds"]
+        rest = ""
+        if "writing_seconds" in row:
+            rest = f"{min(row['writing_seconds']):>9.1f}{row['reading_seconds']:>9.1f}"
         print(
             f"{row['spec']:<24}{row['layout']:<8}{row['ranks']:>6}{row['copies']:>8}{row['gb']:>8.2f}"
-            f"{first:>16.2f}{min(others, default=first):>8.2f}{writing:>9.1f}{row['reading_seconds']:>9.1f}"
+            f"{first:>16.2f}{min(others, default=first):>8.2f}{rest}"
         )
 
 

@@ -82,6 +82,14 @@ FOUND: dict[tuple[str, tuple[Any, ...]], dict[str, int]] = {
         "num_warps": 4,
         "num_stages": 3,
     },
+    ("_chunk_state_fwd_kernel", (64, 128, 256, _B, _B, _F, _F, _F)): {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 128,
+        "BLOCK_SIZE_K": 32,
+        "num_warps": 4,
+        "num_stages": 4,
+    },
+    ("_chunk_cumsum_fwd_kernel", (256, 64, _F, _F, _F, _F)): {"BLOCK_SIZE_H": 8, "num_warps": 4},
     ("_chunk_cumsum_bwd_kernel", (256, 64, _F, _F, _F, _F, _F, _F)): {"BLOCK_SIZE_H": 8, "num_warps": 4},
 }
 
