@@ -10,6 +10,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.held_weights import HeldWeights
+from implicit_blocks.layers import Linear
 
 SPECS = {
     "mamba2": {"mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8}},
@@ -75,3 +76,22 @@ def test_leaves_keep_their_own_gradients(model: torch.nn.Module) -> None:
         leaves.join_gradients(layer)
         used = [holder.held for holder, _ in leaves._held]
     assert all(a is b for a, (_, b) in zip(used, leaves._held, strict=True))
+
+
+@torch.no_grad()
+def test_weights_laid_together_are_parts_of_one() -> None:
+    spec = {"kind": "implicit_lm", "d_model": 16, "n_layers": 1, "vocab_size": 32, **SPECS["llama"]}
+    model = ib.build(ib.specs.ImplicitLMSpec.model_validate(spec))
+    weights, z = model.hold_weights(), torch.randn(2, 16)
+    mlp = model.backbone.blocks()[0].mlp
+    with weights.in_use():
+        expected = mlp.gate_proj(z), mlp.up_proj(z)
+    whole = weights.lay_together(mlp.gate_proj, mlp.up_proj)
+    assert torch.equal(torch.nn.functional.linear(z, whole), torch.cat(expected, -1))
+    with weights.in_use():
+        assert torch.equal(mlp.gate_proj(z), expected[0])
+        assert torch.equal(mlp.up_proj(z), expected[1])
+        assert {part.held[0].untyped_storage().data_ptr() for part in (mlp.gate_proj, mlp.up_proj)} == {
+            whole.untyped_storage().data_ptr()
+        }
+    assert weights.lay_together(mlp.gate_proj, Linear(2, 2)) is None
