@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.handed_back import check_next_point, check_solver_state
+from implicit_blocks.host_reader import HostReader
 from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solution, Solver
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.specs import Stopping
@@ -151,8 +152,10 @@ class _Loop:
         self.trace: list[Tensor] = []
         self.traced: list[tuple[Tensor, Tensor]] = []  # residuals that are to be traced, and whose they are
         self.averages: tuple[Tensor, Tensor] | None = None  # of z and of f(z), where they are asked for
-        self.here: Tensor | None = None
-        self.counted: Tensor | None = None  # active and improved elements of each row, where they are known
+        self.reader = HostReader()
+        # What the kernel of the flags says of each row, where there is one.
+        self.counted: Tensor | None = None
+        self.lowest: list[float] = []  # the residual of the element that is nearest to its end, call by call
         self.before: Tensor | None = None  # the largest residual seen of a row's committed tokens, if any
         if self.prefix and self.valid is not None:
             self.active, self.all_active = self.valid[..., None], False
@@ -206,8 +209,9 @@ class _Loop:
         z_EF = self.elements(self.z)
         state = self.solver.init(z_EF)
         check_solver_state(self.solver, state, z_EF.shape[0])
+        ahead: Tensor | None = None
         for iteration in range(1, self.stopping.max_iterations + 1):
-            fz = self.call(self.z)
+            fz = self.call(self.z) if ahead is None else ahead
             measured, value = self.averaged(self.z, fz)
             residual = self.residuals(measured, value)
             if self.search.trace:
@@ -216,13 +220,20 @@ class _Loop:
             if iteration == self.stopping.max_iterations:  # nothing is decided any more: the host goes on
                 self.best = torch.where(improved, value, self.best)
                 break
+            early, ahead = self.all_will_go_on(), None
+            if early:
+                # The device needn't wait while the host reads; what is called in vain is thrown away.
+                if self.counted is not None:
+                    self.reader.send(self.counted)
+                proposed, proposed_state = self.next_point(z_EF, fz, state)
+                ahead = self.call(proposed.reshape(self.z.shape))
             remaining, rows, every = self.counts(improved)
             # torch.where, never arithmetic with the mask: a NaN in what is discarded must not spread
             self.best = value if every else torch.where(improved, value, self.best)
             if self.search.ends(remaining == 0):
                 break
-            proposed, proposed_state = self.solver.update(z_EF, self.elements(fz), state, self.call_elements)
-            check_next_point(self.solver, proposed, z_EF)
+            if not early:
+                proposed, proposed_state = self.next_point(z_EF, fz, state)
             if iteration == 1:
                 check_solver_state(self.solver, proposed_state, z_EF.shape[0])
             z = proposed.reshape(self.z.shape) if self.prefix else proposed
@@ -230,6 +241,7 @@ class _Loop:
             if self.all_active:
                 self.z, z_EF, state = z, proposed, proposed_state
             else:
+                ahead = None
                 self.z = torch.where(self.active, z, self.best)
                 state = _where(self.active, proposed_state, state)
                 if self.search.compact and self.can_drop(rows):
@@ -246,32 +258,39 @@ class _Loop:
             results.restore(self)
         return self.solution(self.best.reshape(self.whole))
 
+    def next_point(self, z_EF: Tensor, fz: Tensor, state: Any) -> tuple[Tensor, Any]:
+        """Return what the solver proposes, and its state."""
+        proposed, after = self.solver.update(z_EF, self.elements(fz), state, self.call_elements)
+        check_next_point(self.solver, proposed, z_EF)
+        return proposed, after
+
+    def all_will_go_on(self) -> bool:
+        """Whether all elements, none of which has left, are expected to stay above the tolerance once more.
+
+        Residuals fall by much the same factor from call to call. Where processes agree on each call there is
+        none in vain.
+        """
+        if self.counted is None or len(self.lowest) < 2:
+            return False
+        if not self.all_active or self.search.agree is not None:
+            return False
+        before, last = self.lowest[-2:]
+        return before > 0 and last * min(1.0, last / before) > 2 * self.stopping.tolerance
+
     def counts(self, improved: Tensor) -> tuple[int, int, bool]:
         """Return how many elements go on, in how many rows, and whether all elements are better now.
 
         The loop's one reading from the device in an iteration.
         """
         if self.counted is not None:
-            active, better = self.read(self.counted)
+            active, better, lowest = self.reader.read(self.counted)
+            self.lowest.append(min(lowest))
         else:
             # Elements that have left are no better, so where some have only the others need counting.
             flags = torch.stack((self.active, improved)) if self.all_active else self.active
             counts = flags.sum(list(range(1 + self.all_active, flags.ndim)))
-            active, better = self.read(counts) if self.all_active else (self.read(counts), [0])
-        return sum(active), sum(map(bool, active)), sum(better) == improved.numel()
-
-    def read(self, counts: Tensor) -> list[Any]:
-        """Return what a tensor of counts holds."""
-        if not counts.is_cuda:
-            return counts.tolist()
-        # A copy and an event rather than tolist, which would wait for whatever else the device is given.
-        if self.here is None or self.here.shape != counts.shape:
-            self.here = torch.empty(counts.shape, dtype=counts.dtype, pin_memory=True)
-        self.here.copy_(counts, non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        arrived.synchronize()
-        return self.here.tolist()
+            active, better = self.reader.read(counts) if self.all_active else (self.reader.read(counts), [0])
+        return int(sum(active)), sum(map(bool, active)), sum(better) == improved.numel()
 
     def averaged(self, z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
         """Return what stands for ``z`` and ``f(z)`` in the report: their moving averages, or they.
@@ -370,7 +389,7 @@ class _Loop:
             return 0
         behind = self.active.any(0).flatten().cummax(0).values  # not done in every row, or after such a token
         tokens = self.active.shape[1]
-        (waiting,) = self.read(behind.sum(0, keepdim=True))
+        (waiting,) = self.reader.read(behind.sum(0, keepdim=True))
         done: int = (tokens - waiting) // multiple * multiple
         return done if 8 * done >= tokens and isinstance(self.f, SequenceMap) else 0
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Flags(NamedTuple):
-    """What the driver keeps of each element, (B, T, 1) or (B, 1), and the row's counts of two of them."""
+    """What the driver keeps of each element, (B, T, 1) or (B, 1), and what it reads of each row."""
 
     seen: Tensor
     measured: Tensor
@@ -26,7 +26,7 @@ class Flags(NamedTuple):
     active: Tensor
     improved: Tensor
     counts: Tensor
-    """(2, B) int32: active ones, improved ones."""
+    """(3, B) float32: how many are active, how many improved, and the lowest residual that decides."""
 
 
 def updated(
@@ -48,7 +48,7 @@ def updated(
     rows = residual.shape[0]
     tokens = residual.numel() // rows
     prefix = residual.ndim > 2
-    counts = torch.empty(2, rows, dtype=torch.int32, device=residual.device)
+    counts = torch.empty(3, rows, dtype=torch.float32, device=residual.device)
     kept = (seen, measured, own_residual, iterations, active, active)
     new = Flags(*[*map(torch.empty_like, kept), counts])
     old = (residual, seen, measured, own_residual, iterations, active, measured if before is None else before)
@@ -78,6 +78,7 @@ def _update(
         largest_before = tl.where(largest_before == largest_before, largest_before, float("inf"))
     going = tl.full((), 0, tl.int32)
     better = tl.full((), 0, tl.int32)
+    least = tl.full((), float("inf"), tl.float32)
     for first in range(0, T, BLOCK):
         token = first + tl.arange(0, BLOCK)
         inside = token < T
@@ -105,5 +106,7 @@ def _update(
         tl.store(new_iterations_ptr + at, count + was.to(tl.int64), mask=inside)
         going += tl.sum(active.to(tl.int32), 0)
         better += tl.sum(improved.to(tl.int32), 0)
-    tl.store(counts_ptr + row, going)
-    tl.store(counts_ptr + rows + row, better)
+        least = tl.minimum(least, tl.min(tl.where(inside, largest, float("inf")), 0))
+    tl.store(counts_ptr + row, going.to(tl.float32))
+    tl.store(counts_ptr + rows + row, better.to(tl.float32))
+    tl.store(counts_ptr + 2 * rows + row, least)
