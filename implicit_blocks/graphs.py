@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ReferenceType, ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.layers import BlockContext
@@ -62,12 +62,12 @@ class MapGraphs:
             if (search := self._once_more(f, z_BLD)) is not None:
                 return search.call(z_BLD, self._pool)
             key = _key(f, z_BLD)
-            if key is None or key in self._refused:
+            if key is None or (key, torch.is_grad_enabled()) in self._refused:
                 return f.compute(z_BLD)
             return self._call(f, z_BLD, key)
         except _NotRecordedError as error:
             _LOG.warning("the map can't be recorded as a CUDA graph, so it is launched: %s", error.__cause__)
-            self._refused.add(_key(f, z_BLD))
+            self._refused.add((_key(f, z_BLD), torch.is_grad_enabled()))
             self._last = None
             return f.compute(z_BLD)
 
@@ -147,6 +147,29 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
             stack.enter_context(torch.autocast("cuda", dtype=dtype, cache_enabled=False))
         stack.enter_context(torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"))
         yield
+
+
+@contextmanager
+def leaves_of_its_own(module: nn.Module) -> Iterator[None]:
+    """Have a module's parameters stood for by other leaves of autograd, on the same memory.
+
+    A leaf hands its gradient on in the stream of its first use, and remembers that as long as any graph of
+    autograd knows it, such as that of the call before in the same pass. In a recording that is another stream
+    than the recorded one, and ends it.
+    """
+    others: dict[nn.Parameter, nn.Parameter] = {}
+    places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+    before = [parameters[name] for parameters, name in places]
+    for (parameters, name), parameter in zip(places, before, strict=True):
+        if parameter is not None:
+            if parameter not in others:
+                others[parameter] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            parameters[name] = others[parameter]
+    try:
+        yield
+    finally:
+        for (parameters, name), parameter in zip(places, before, strict=True):
+            parameters[name] = parameter
 
 
 def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
@@ -300,23 +323,29 @@ class _StepGraph:
         self._z = z_BLD.detach().clone().requires_grad_(z_BLD.requires_grad)
         self._f = f
         self._call: ReferenceType[_Call] | None = None
-        self._leaves = [t for t in self.inputs(f, self._z) if t.requires_grad]
         pool = torch.cuda.graph_pool_handle()  # of its own: activations stay between forward and backward
         try:
-            out = f.compute(self._z)
-            torch.autograd.grad(out, self._leaves, torch.zeros_like(out), allow_unused=True)
-            del out
-            torch.cuda.synchronize()
-            self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-            with recording(self._forward, pool):
-                out = f.compute(self._z)
-            self._dout = torch.zeros_like(out)
-            with recording(self._backward, pool):
-                grads = torch.autograd.grad(out, self._leaves, self._dout, allow_unused=True)
+            with leaves_of_its_own(f.backbone):
+                self._record(pool)
         except RuntimeError as error:
             raise _NotRecordedError from error
+
+    def _record(self, pool: Any) -> None:
+        f, given = self._f, self.inputs(self._f, self._z)
+        leaves = [t for t in given if t.requires_grad]
+        out = f.compute(self._z)
+        torch.autograd.grad(out, leaves, torch.zeros_like(out), allow_unused=True)
+        del out
+        torch.cuda.synchronize()
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with recording(self._forward, pool):
+            out = f.compute(self._z)
+        self._dout = torch.zeros_like(out)
+        with recording(self._backward, pool):
+            grads = torch.autograd.grad(out, leaves, self._dout, allow_unused=True)
         self._out = out.detach()
-        self._grads = dict(zip(map(id, self._leaves), grads, strict=True))
+        found = dict(zip(map(id, leaves), grads, strict=True))
+        self._grads = [found.get(id(t)) for t in given]
 
     @staticmethod
     def inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
@@ -351,12 +380,10 @@ class _StepGraph:
         self._dout.copy_(dout)
         self._backward.replay()
         self._call = None
-        own = self.inputs(self._f, self._z)
-        grads = [self._grads.get(id(t)) for t in own]
         # Autograd may keep a leaf's gradient as it is given: that must be no buffer of the graph's.
         return [
             None if g is None else g.clone() if leaf else g.detach()
-            for g, leaf in zip(grads, given, strict=True)
+            for g, leaf in zip(self._grads, given, strict=True)
         ]
 
 
