@@ -278,6 +278,9 @@ def _mark_training_length(axes: Axes, runs: Sequence[RunRecord]) -> None:
     if len(lengths) != 1:
         return
     (length,) = lengths
+    first, last = axes.get_xlim()
+    if not first <= length <= last:
+        return  # a mark outside would leave the panel no room
     axes.axvline(length, color=_GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
     axes.annotate(
         "training length", (length, 0.03), xycoords=("data", "axes fraction"), xytext=(4, 0),

@@ -123,6 +123,13 @@ def test_runs_are_drawn_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     )
 
 
+def test_a_training_length_that_was_not_measured_is_no_mark(tmp_path: Path) -> None:
+    record = read_run(fake_run(tmp_path / "run", name="run", implicit=True))
+    longest = [row for row in record.summary["evaluation"] if row["length"] == 64]
+    record.summary.update(training_length=8, evaluation=longest)
+    draw([record], tmp_path / "report.png")  # matplotlib warned: no room was left for the panels
+
+
 def test_a_run_that_did_not_finish_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "summary.json is missing" in capsys.readouterr().err
