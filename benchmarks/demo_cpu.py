@@ -4,8 +4,8 @@
 
 Trains ``word_problem_s3`` and ``word_problem_s3_explicit`` for fewer steps, each alternately by the tree of
 the commit and by this one, with one thread and the same seed. Processor time of the whole process in user
-mode is compared, start and imports included, since others may be at work on the machine: the least of the
-rounds. What a start alone costs (four steps) is measured beside it.
+mode is compared, start and imports included, since others may be at work on the machine: the median of the
+rounds' ratios. What a start alone costs (four steps) is measured beside it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -64,20 +65,26 @@ def compare(spec: str, then: Path, folder: Path, arguments: argparse.Namespace) 
             took, last = train(spec, tree, folder / f"{spec}-{name}-{turn}", steps)
             seconds[name].append(took)
             ended[name] = {key: last[key] for key in ("loss", "iterations") if key in last}
-    least = {name: min(values) for name, values in seconds.items()}
     row = {
         "spec": spec,
         "steps": steps,
         "user_s": {name: [round(value, 2) for value in values] for name, values in seconds.items()},
         "start_user_s": {name: round(min(values), 2) for name, values in starts.items()},
-        "now_over_then": round(least["now"] / least["then"], 3),
-        "steps_now_over_then": round(
-            (least["now"] - min(starts["now"])) / (least["then"] - min(starts["then"])), 3
-        ),
         "last_step": ended,
     }
+    row |= ratios(row["user_s"])
     print(row, flush=True)
     return row
+
+
+def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Return the median of the rounds' ratios, and their extremes: neighbors in time share a load."""
+    found = [now / then for then, now in zip(seconds["then"], seconds["now"], strict=True)]
+    return {
+        "now_over_then": round(statistics.median(found), 3),
+        "least_ratio": round(min(found), 3),
+        "largest_ratio": round(max(found), 3),
+    }
 
 
 def train(spec: str, tree: Path, output: Path, steps: int) -> tuple[float, dict[str, Any]]:
