@@ -70,7 +70,7 @@ class FixedPoint(nn.Module):
         stopping: tolerance, iterations, norm, scope.
 
     Raises:
-        ValueError: a solver or gradient that is none, such as its name or its spec.
+        ValueError: a solver, gradient or stopping that is none, such as its name or its spec.
 
     """
 
@@ -83,14 +83,24 @@ class FixedPoint(nn.Module):
         stopping: Stopping | None = None,
     ) -> None:
         super().__init__()
-        for name, part, base in (("solver", solver, Solver), ("gradient", gradient, GradientEstimator)):
+        if not callable(f):
+            raise ValueError(f"f is {f!r}; give a function f(z, x), or a module")
+        parts: tuple[tuple[str, Any, type, str], ...] = (
+            ("solver", solver, Solver, "Anderson(memory=5)"),
+            ("gradient", gradient, GradientEstimator, "Phantom(steps=4)"),
+            ("stopping", stopping, Stopping, "Stopping(tolerance=1e-3)"),
+        )
+        for name, part, base, example in parts:
             if part is not None and not isinstance(part, base):
-                example = "Anderson(memory=5)" if base is Solver else "Phantom(steps=4)"
                 raise ValueError(f"{name} is {part!r}; give a {base.__name__} such as {example}")
         self.f = f
         self.solver = solver if solver is not None else Picard()
         self.gradient = gradient if gradient is not None else Phantom()
         self.stopping = stopping if stopping is not None else Stopping()
+
+    def extra_repr(self) -> str:
+        """Say how the fixed point is found, where modules are printed."""
+        return f"solver={self.solver!r}, gradient={self.gradient!r}, stopping={self.stopping!r}"
 
     def forward(self, x: Any, z0: Any = None, *, trace: bool = False) -> Solution:
         """Solve for the fixed point.
@@ -127,6 +137,10 @@ class FixedPoint(nn.Module):
         if fz.shape != z.shape:
             raise ValueError(
                 f"f returned shape {tuple(fz.shape)} for z of shape {tuple(z.shape)}; they must agree"
+            )
+        if fz.dtype != z.dtype and not torch.is_autocast_enabled(z.device.type):
+            raise ValueError(
+                f"f returned {fz.dtype} for z of {z.dtype}; they must agree, so give z0 in the type of f"
             )
         return fz
 

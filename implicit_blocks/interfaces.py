@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import signature
 from typing import Any, ClassVar, Protocol, Self, runtime_checkable
 
 import torch
@@ -168,6 +169,11 @@ class Component:
         """Make the component: the spec's fields are the constructor's keywords, nested ones built first."""
         values = {name: getattr(spec, name) for name in type(spec).model_fields if name != "kind"}
         return cls(**{n: build(v) if isinstance(v, ComponentSpec) else v for n, v in values.items()})
+
+    def __repr__(self) -> str:
+        """Show the constructor's options that the component keeps under their names."""
+        names = [name for name in signature(type(self).__init__).parameters if hasattr(self, name)]
+        return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 class Solver(Component, ABC):

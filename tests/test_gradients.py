@@ -274,6 +274,19 @@ def test_layer_errors():
         ib.FixedPoint(lambda z, x: z, solver="anderson")
     with pytest.raises(ValueError, match=r"gradient is .*; give a GradientEstimator such as Phantom"):
         ib.FixedPoint(lambda z, x: z, gradient=ib.PhantomSpec())
+    with pytest.raises(ValueError, match=r"stopping is .*; give a Stopping such as"):
+        ib.FixedPoint(lambda z, x: z, stopping={"tolerance": 1e-3})
+    with pytest.raises(ValueError, match="f is None; give a function"):
+        ib.FixedPoint(None)
+    with pytest.raises(ValueError, match=r"f returned torch.float64 for z of torch.float32; they must agree"):
+        ib.FixedPoint(lambda z, x: z.double())(torch.zeros(2, 3))
+
+
+def test_what_a_layer_is_made_of_is_shown():
+    layer = ib.FixedPoint(nn.Linear(3, 3), solver=ib.Anderson(memory=2), gradient=ib.Phantom(steps=3))
+    assert "solver=Anderson(memory=2, damping=1.0, regularization=1e-06)" in repr(layer)
+    assert "gradient=Phantom(steps=3, damping=0.8), stopping=Stopping(tolerance=" in repr(layer)
+    assert "(f): Linear(in_features=3" in repr(layer)
 
 
 def test_parameters_of_the_map_are_the_layers():

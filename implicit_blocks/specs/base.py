@@ -12,7 +12,7 @@ the same way::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import CoreRef, GenerateJsonSchema, JsonSchemaValue
@@ -52,6 +52,22 @@ class Spec(BaseModel):
         if unknown:
             raise together(unknown)
         return {key: _over_default(known[key].default, entry) for key, entry in value.items()}
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Return a copy in which some fields have other values, validated as those of a new spec are.
+
+        pydantic's own takes whatever it is given: a key that there isn't would change nothing, unsaid.
+
+        Raises:
+            ValidationError: a key that there isn't, or a value that doesn't fit.
+
+        """
+        copied = super().model_copy(deep=deep)
+        if not update:
+            return copied
+        made = type(self).model_validate({**copied.__dict__, **update})
+        made.__pydantic_fields_set__ = self.model_fields_set | update.keys()
+        return made
 
 
 class ComponentSpec(Spec):

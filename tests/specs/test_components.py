@@ -210,6 +210,18 @@ def test_specs_are_frozen() -> None:
         model().d_model = 3
 
 
+def test_a_copy_is_as_strict_as_a_new_spec() -> None:
+    spec = ImplicitLMSpec(vocab_size=10, d_model=32, n_layers=1, mixer=AttentionSpec(n_heads=4))
+    copied = spec.model_copy(update={"d_model": 64})
+    assert copied == ImplicitLMSpec(vocab_size=10, d_model=64, n_layers=1, mixer=AttentionSpec(n_heads=4))
+    assert copied.model_fields_set == spec.model_fields_set
+    assert spec.model_copy() == spec
+    with pytest.raises(ValidationError, match="unknown key 'solvr'; did you mean 'solver'"):
+        spec.model_copy(update={"solvr": PicardSpec()})
+    with pytest.raises(ValidationError, match="d_model 30 is not divisible by n_heads 4"):
+        spec.model_copy(update={"d_model": 30})
+
+
 def test_the_vocabulary_is_padded_up() -> None:
     assert model(vocab_size=50277, pad_vocab_to=16).padded_vocab_size == 50288
     assert model(vocab_size=50277).padded_vocab_size == 50277
