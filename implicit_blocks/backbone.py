@@ -147,6 +147,7 @@ class BoundMap:
         after, stream = [], Stream(z_BLD)
         with self.weights.in_use():
             for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
+                self._prepare(block)
                 stream, state_after = block.advance(stream, self.u_BLU, state, context)
                 after.append(state_after)
             return self.backbone.norm(*stream), tuple(after)

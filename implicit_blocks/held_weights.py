@@ -157,7 +157,9 @@ class _Join(torch.autograd.Function):
         if not reached:
             return (None,) * (1 + len(ctx.parameters))
         outputs, grads = zip(*reached, strict=True)
-        return (None, *torch.autograd.grad(outputs, ctx.parameters, grads, allow_unused=True))
+        # What made the weights is kept: a use of them that was not joined goes back through it by itself.
+        found = torch.autograd.grad(outputs, ctx.parameters, grads, retain_graph=True, allow_unused=True)
+        return (None, *found)
 
 
 def _layers(modules: Sequence[nn.Module]) -> dict[int, int]:

@@ -33,7 +33,7 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
     return ib.build(ib.specs.ImplicitLMSpec.model_validate(spec))
 
 
-def arrivals(model: torch.nn.Module, checkpoint: str) -> list[str]:
+def arrivals(model: torch.nn.Module, checkpoint: str, window_length: int | None = None) -> list[str]:
     """Go backwards once; return the parameters in the order in which their gradients are ready."""
     names: list[str] = []
     hooks = [
@@ -44,17 +44,21 @@ def arrivals(model: torch.nn.Module, checkpoint: str) -> list[str]:
     model.zero_grad()
     ids = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        model(ids[:, :-1], labels=ids[:, 1:]).loss.backward()
+        model(ids[:, :-1], labels=ids[:, 1:], window_length=window_length).loss.backward()
     for hook in hooks:
         hook.remove()
     return names
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "steps", "layers"])
-def test_by_layer_the_same_gradients_are_ready_earlier(model: torch.nn.Module, checkpoint: str) -> None:
+@pytest.mark.parametrize("window_length", [None, 4])
+def test_by_layer_the_same_gradients_are_ready_earlier(
+    model: torch.nn.Module, checkpoint: str, window_length: int | None
+) -> None:
     early = copy.deepcopy(model)
     early.backbone.gradients_by_layer = True
-    late_order, early_order = arrivals(model, checkpoint), arrivals(early, checkpoint)
+    late_order = arrivals(model, checkpoint, window_length)
+    early_order = arrivals(early, checkpoint, window_length)
     assert sorted(late_order) == sorted(early_order)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(early.get_parameter(name).grad, parameter.grad, rtol=0, atol=0)
@@ -65,6 +69,20 @@ def test_by_layer_the_same_gradients_are_ready_earlier(model: torch.nn.Module, c
 
     assert layers(early_order) == ["2", "1", "0"]
     assert layers(late_order) != ["2", "1", "0"]
+
+
+def test_weights_that_are_used_without_being_joined_too(model: torch.nn.Module) -> None:
+    layer, z = model.backbone.layers[0], torch.randn(2, 16)
+    projection = layer.mixer.in_proj
+    expected = torch.autograd.grad(projection(z).sum(), list(projection.parameters()))
+    held = HeldWeights(model.backbone)
+    with held.in_use():
+        total = projection(z).sum() / 2
+        held.join_gradients(layer)
+        total = total + projection(z).sum() / 2
+    total.backward()
+    for parameter, gradient in zip(projection.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
 
 
 def test_leaves_keep_their_own_gradients(model: torch.nn.Module) -> None:
