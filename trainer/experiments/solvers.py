@@ -54,6 +54,7 @@ def ways(length: int) -> list[Way]:
     for part in (size for size in (4, 16, 64) if size < length):
         made.append(Way(f"Picard 0.8, windows of {part}", damped, window_length=part))
     if length > 16:
+        made.append(Way("Picard 0.5, windows of 16", PicardSpec(damping=0.5), window_length=16))
         made.append(Way("Broyden 5, windows of 16", BroydenSpec(memory=5), window_length=16))
     if length > 1:
         made += [
