@@ -109,6 +109,11 @@ def trained(work: str, program: str, text: str, *, published: int, reach: int, h
     return Figure(text, program, of("tokens_per_second", work=work), "tokens/s", published, reach, hope)
 
 
+def held(text: str, program: str, published: float) -> Figure:
+    read = of("reserved_gb", work=f"{program}_bounded")
+    return Figure(f"memory held, with what graphs keep: {text}", program, read, "GB", published)
+
+
 def decoded(text: str, *, published: float | None, reach: float, hope: float, **wanted: Any) -> Figure:
     program = "decoding_mamba2" if wanted["model"].startswith("mamba2") else "decoding_llama"
     return Figure(text, program, of("ms", **wanted), "ms an iteration", published, reach, hope, False)
@@ -132,6 +137,8 @@ FIGURES = [
     Figure("free phase, mamba2 130M (24+4) at 14 iterations", "mamba2_130m",
            of("tokens_per_second", work="mamba2_130m_free"), "tokens/s", 14_347),
     Figure(BY_FLOPS, "mamba2_130m", of_bounded("mamba2_130m"), "of 1", None, 0.9),
+    held("llama 1.3B (4+1), 4 x 2048", "llama_1.3b", 46.1),
+    held("mamba2 1.3B (4+1), 4 x 2048", "mamba2_1.3b", 42.0),
     trained("state_tracking", "state_tracking", "state tracking, 512 x 256, at 18 iterations",
             published=642_693, reach=3 * 642_693, hope=5 * 642_693),
     decoded("decoding mamba2 1.3B, batch 1, h in float32", published=86.7, reach=3, hope=1.4,
