@@ -140,6 +140,7 @@ class _Loop:
         self.valid = search.valid
         self.z = self.laid_out(z0)
         self.best = self.z
+        self.in_buckets = z0.is_cuda  # rows leave so that few sizes of batch are seen
         self.fused = z0.is_cuda and z0.dtype != torch.float64 and self.valid is None and available("triton")
         count = (*self.z.shape[:-1], 1)
         precision = torch.promote_types(z0.dtype, torch.float32)
@@ -350,14 +351,14 @@ class _Loop:
 
     def can_drop(self, count: int) -> bool:
         """Whether it pays to go on with ``count`` of the rows: the half or fewer."""
-        fewest = max(count, self.shape[0] // 8) if self.z.is_cuda else count
+        fewest = max(count, self.shape[0] // 8) if self.in_buckets else count
         return count > 0 and 2 * fewest <= self.z.shape[0] and isinstance(self.f, RowMap)
 
     def drop(self, results: _Results, count: int, state: Any) -> Any:
         """Let rows that are done leave the working set, where ``count`` go on; return the solver's state."""
         results.write(self)
         rows = self.active.flatten(1).any(1)
-        if self.z.is_cuda:
+        if self.in_buckets:
             # Four sizes of batch, for compiled kernels and recorded graphs: rows that are done fill up.
             size = rows.numel()
             while size // 2 >= max(count, self.shape[0] // 8):

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import implicit_blocks as ib
+from implicit_blocks import driver
 from implicit_blocks.testing.solvers import contraction
 
 
@@ -74,6 +75,37 @@ def test_rows_that_are_done_leave_the_batch_and_nothing_else_changes(solver, sco
     assert torch.equal(compacted.residual, whole.residual)
     assert torch.equal(compacted.trace.isnan(), whole.trace.isnan())
     torch.testing.assert_close(compacted.trace, whole.trace, equal_nan=True)
+
+
+@pytest.mark.parametrize("scope", ["sequence", "prefix"])
+@pytest.mark.parametrize("rows", [1, 2, 7, 8, 23, 100])
+def test_on_a_gpu_batches_have_four_sizes_in_all_searches(rows, scope, monkeypatch):
+    """Places left over are taken by rows that are done, which stand still: here in the CPU's arithmetic."""
+    init = driver._Loop.__init__
+
+    def as_on_a_gpu(self, *arguments):
+        init(self, *arguments)
+        self.in_buckets = True
+
+    monkeypatch.setattr(driver._Loop, "__init__", as_on_a_gpu)
+    z0 = torch.zeros(rows, 3, 2, dtype=torch.float64)
+    options = {"tolerance": 1e-6, "max_iterations": 400, "scope": scope, "trace": True}
+    sizes = set()
+    for seed in range(4):
+        rate = 0.95 * torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+        def f(z, which, rate=rate):
+            return rate[which].view(-1, 1, 1) * (torch.sin(z) - 1) + 1
+
+        whole = search(**options, compact=False)(Counted(f), z0)
+        counted = Counted(f)
+        found = search(**options)(counted, z0)
+        sizes |= set(counted.calls)
+        for name in ("z", "iterations", "residual", "converged", "diverged"):
+            assert torch.equal(getattr(found, name), getattr(whole, name)), name
+        torch.testing.assert_close(found.trace, whole.trace, equal_nan=True)
+    assert len(sizes) <= 4
+    assert min(sizes) <= max(1, rows // 4)
 
 
 def test_a_frozen_value_never_changes_by_a_bit():
