@@ -46,21 +46,21 @@ def draw(written: Mapping[str, Any]) -> Figure:
             bars.annotate(f"{mean:.1f}", (at, mean), ha="center", va="bottom", fontsize=8)
     for name, value in written["published"].items():
         bars.axhline(100 * value, color=GREY, linewidth=0.8, linestyle=":")
-        side = "left" if "4" in name else "right"  # two of them nearly coincide
         bars.text(
-            0.01 if side == "left" else 0.99,
+            0.99,
             100 * value,
             name,
             transform=bars.get_yaxis_transform(),
             fontsize=7,
             color=GREY,
-            va="bottom",
-            ha=side,
+            va="top" if "4" in name else "bottom",  # two of them nearly coincide
+            ha="right",
         )
+    bars.set_xlim(-0.6, 1.3 * len(names) - 0.3)  # room for the names of the lines
     bars.set_xticks(range(len(names)), names)
-    bars.set_ylim(0, 105)
+    bars.set_ylim(0, 118)
     finish(bars, title="All answers; dotted: as published elsewhere", x="model and layers", y="%")
-    bars.legend(frameon=False, fontsize=9, loc="lower left")
+    bars.legend(frameon=False, fontsize=9, loc="upper center", ncols=2)
     lines = [(name, mode) for mode in modes for name in names if any(_is(row, name, mode) for row in rows)]
     values = torch.full((len(lines), len(TASKS)), torch.nan)
     for row in range(len(lines)):

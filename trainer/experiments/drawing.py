@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,17 @@ def finish(axes: Axes, *, title: str, x: str, y: str) -> None:
     axes.tick_params(colors="#3e4c59", labelsize=9)
     axes.grid(True, color="#e4e7eb", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def plain_logarithm(axes: Axes, which: str, *, at: Sequence[float] | None = None) -> None:
+    """Make an axis logarithmic with few, plainly written ticks: some round values, or these."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+
+    axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
+    axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if at is None else FixedLocator(at))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
 
 
 def write_picture(figure: Figure, path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure
+from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, plain_logarithm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,7 @@ def draw(
     agreement, distance, histogram, positions, tokens = figure.subplots(1, 5)
     tolerances = [row["tolerance"] for row in rows]
     agreement.plot(tolerances, [100 * row["equal_tokens"] for row in rows], "o-", color=BLUE)
-    agreement.set_xscale("log")
+    plain_logarithm(agreement, "x", at=tolerances)
     lowest = min(row["equal_tokens"] for row in rows)
     agreement.set_ylim(min(95.0, 100 * lowest - 1), 100.3)
     finish(agreement, title="Equal tokens", x="tolerance", y="%")
@@ -35,7 +35,7 @@ def draw(
         floor = [max(row[key], 1e-17) for row in rows]
         distance.plot(tolerances, floor, "o-", color=color, label=label)
     distance.plot(tolerances, tolerances, "--", color=GREY, linewidth=1, label="tolerance")
-    distance.set_xscale("log")
+    plain_logarithm(distance, "x", at=tolerances)
     distance.set_yscale("log")
     distance.legend(frameon=False, fontsize=9)
     finish(distance, title="Distance of the logits", x="tolerance", y="largest of a token's logits")

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure
+from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, plain_logarithm
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_PERPLEXITIES = [
+    *range(10, 30, 2), *range(30, 100, 5), *range(100, 200, 20), *range(200, 1000, 100), 2000, 5000, 10000
+]  # fmt: skip
 _COLORS = (BLUE, ORANGE, GREEN, "#805ad5", "#b83280", GREY)
 
 
@@ -28,16 +31,17 @@ def draw(written: Mapping[str, Any]) -> Figure:
     )
     (tokens, flops, lengths), (compute, shares, positions) = figure.subplots(2, 3)
     colors = dict(zip(written["specs"], _COLORS * len(runs), strict=False))
-    for axes, key, name in (
-        (tokens, "tokens", "tokens seen"),
-        (flops, "flops", "FLOPs executed in training"),
+    for axes, key, unit, name in (
+        (tokens, "tokens", 1e6, "tokens seen, in millions"),
+        (flops, "flops", 1.0, "FLOPs executed in training"),
     ):
         for run in shown:
-            points = [(entry[key], entry["perplexity"]) for entry in run["curve"] if entry[key] is not None]
+            known = [entry for entry in run["curve"] if entry[key] is not None]
+            points = [(entry[key] / unit, entry["perplexity"]) for entry in known]
             axes.plot(*_columns(points), **_look(run, colors))
-        axes.set_yscale("log")
+        plain_logarithm(axes, "y", at=_PERPLEXITIES)
         finish(axes, title=f"Against {name.split()[0]}", x=name, y="perplexity")
-    flops.set_xscale("log")
+    plain_logarithm(flops, "x")
     for run in shown:
         lengths.plot(
             [entry["multiple"] for entry in run["lengths"]],
@@ -45,8 +49,8 @@ def draw(written: Mapping[str, Any]) -> Figure:
             **_look(run, colors),
             marker="o",
         )
-    lengths.set_xscale("log", base=2)
-    lengths.set_yscale("log")
+    plain_logarithm(lengths, "x", at=sorted({entry["multiple"] for run in shown for entry in run["lengths"]}))
+    plain_logarithm(lengths, "y", at=_PERPLEXITIES)
     finish(lengths, title="Length extrapolation", x="length, in training lengths", y="perplexity")
     for run in [run for run in implicit if run["seed"] == first_seed]:
         compute.plot(
@@ -63,7 +67,8 @@ def draw(written: Mapping[str, Any]) -> Figure:
         by_position = run["lengths"][0]["iterations_by_position"]
         if by_position is not None:
             positions.plot(range(1, len(by_position) + 1), by_position, **_look(run, colors))
-    compute.set_xscale("log", base=2)
+    most = [entry["self_iterations"] for run in implicit for entry in run["test_time_compute"]]
+    plain_logarithm(compute, "x", at=sorted(set(most)))
     finish(compute, title="Test-time compute, one checkpoint", x="self-iterations at most", y="loss, nats")
     finish(positions, title="Iterations of a token", x="position", y="iterations")
     _draw_shares(shares, runs, colors)
