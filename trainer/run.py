@@ -18,7 +18,7 @@ from trainer.checkpoint import Checkpointer, Progress, list_checkpoints, load_ch
 from trainer.data.source import DataSource, EvaluationSet
 from trainer.devices import choose_device, device_name
 from trainer.display import Display, SilentDisplay, make_display
-from trainer.distributed import Ranks, lay_out, require_same_spec
+from trainer.distributed import Ranks, lay_out, require_same_data, require_same_spec
 from trainer.errors import RunFolderError
 from trainer.evaluation import EvaluationResult
 from trainer.files import digest, write_json
@@ -170,6 +170,7 @@ def build(
         return callbacks, sources, sets, model
 
     callbacks, sources, sets, model = ranks.together(make)
+    require_same_data(ranks, [source.identity() for source in sources])
     layout = lay_out(model, training.parallel, ranks, phases=[phase.model for phase in spec.phase_specs()])
     if training.cuda_graphs and ranks.device.type == "cuda" and layout.kind in ("none", "ddp"):
         _method(model, spec, "capture_graphs", "training.cuda_graphs=false")()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.distributed.ranks import Ranks
@@ -33,3 +33,19 @@ def require_same_spec(ranks: Ranks, spec: Mapping[str, Any], *, options: Mapping
         "the ranks were not started with the same spec and options; give every one the same command "
         f"({' | '.join(problems)})"
     )
+
+
+def require_same_data(ranks: Ranks, identities: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse, on every rank, to train where one reads other data, such as another copy on its machine.
+
+    Raises:
+        ValueError: the ranks whose data are not those of rank 0.
+
+    """
+    every = ranks.gather_objects(digest(list(map(dict, identities))))
+    others = [str(rank) for rank, found in enumerate(every) if found != every[0]]
+    if others:
+        raise ValueError(
+            f"the data at the same path are not the same: rank {', '.join(others)} found others than rank 0; "
+            "copy them to every machine again, or give a path that all machines share"
+        )

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from trainer.cli import main
+from trainer.data.tokens import write_tokens
 from trainer.distributed import Ranks, join
 from trainer.errors import DeviceError
 from trainer.metrics import read_metrics
@@ -71,6 +72,24 @@ def test_ranks_that_disagree_on_the_spec_are_refused(plain: Any, processes: Any,
         assert "training.seed: 0 → 3" in words
         assert "data.length: 12 → 16" in words
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_find_other_data_are_refused(plain: Any, processes: Any, tmp_path: Path) -> None:
+    spec = plain({"model.vocab_size": 9})
+    spec["data"] = {"kind": "tokens", "path": "tokens", "length": 12}
+    spec["phases"], spec["evaluation"] = [], {"sequences": 2}
+    for rank, tokens in enumerate((200, 200, 300)):
+        folder = tmp_path / str(rank) / "tokens"
+        folder.mkdir(parents=True)
+        write_tokens(folder / "part.bin", [token % 9 for token in range(tokens)], vocab_size=9)
+    run = str(tmp_path / "run")
+    folders = [str(tmp_path / str(rank)) for rank in range(3)]
+    assert processes("build_in_own_folder", spec=spec, folders=folders[:2], folder=run) == [None, None]
+    found = processes("build_in_own_folder", spec=spec, folders=folders[1:], folder=f"{run}2")
+    for kind, words in found:
+        assert kind == "ValueError"
+        assert "rank 1 found others than rank 0; copy them to every machine again" in words
+    assert not Path(f"{run}2").exists()
 
 
 @pytest.mark.parametrize(
