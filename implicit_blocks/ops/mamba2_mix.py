@@ -49,8 +49,8 @@ ONE_CHUNK = 256  # tokens, at most; with more, states between chunks cost less t
 def eligible(device: torch.device, length: int, plain: bool, taps: int, sizes: Mamba2Sizes) -> bool:
     """Whether a window may be one for the operator; ``plain``: begins its sequence, no padding, no documents.
 
-    Asked before the projection, whose type decides: from the window's place and ``length``, the ``taps`` of
-    the convolution and the ``sizes`` of the scan.
+    Asked before the projection, whose type decides: from the window's ``device``, place and ``length``, the
+    ``taps`` of the convolution and the ``sizes`` of the scan.
     """
     if not (plain and device.type == "cuda") or taps != TAPS or length < SHORTEST:
         return False
