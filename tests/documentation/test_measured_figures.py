@@ -55,10 +55,13 @@ def test_several_gpus():
     for row in (row for run in results("scaling")["runs"] for row in run["rows"]):
         speeds = (thousands(round(row[key])) for key in ("tokens_per_second", "tokens_per_second_a_gpu"))
         kept = "" if row["gpus"] == 1 else f"{row['efficiency']:.1%} ".replace("%", " %")
-        spec = f"`{row['spec'].removesuffix('_bounded')}`{'' if row['gpus'] == 1 else ', ' + row['layout']}"
-        assert f"| {spec} | {row['gpus']} | {' | '.join(speeds)} | {kept}|" in README
+        what = [f"`{row['spec'].removesuffix('_bounded')}`"]
+        what += [row["layout"]] * (row["gpus"] > 1) + ["recorded"] * row.get("graphs", False)
+        assert f"| {', '.join(what)} | {row['gpus']} | {' | '.join(speeds)} | {kept}|" in README
         if "exchange_ms" in row and row["spec"].startswith("llama"):
             assert f"({row['exchange_ms']:.0f} ms a step) all but {row['exposed_ms']:.0f} ms" in README
+        elif row.get("graphs"):
+            assert row["gpus"] == 1 or f"{row['exposed_ms']:.0f} ms are not hidden" in README
         elif "idle_ms" in row:
             assert f"{row['idle_ms']:.0f} ms ({row['layout']})" in README
     four, two = (next(f"{r['efficiency']:.1%}" for r in before if r["gpus"] == gpus) for gpus in (4, 2))
