@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import math
 import statistics
 import time
 import traceback
@@ -140,6 +141,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         times.append(seconds(step))
         if out.solution is not None:
             iterations.append(out.solution.iterations.float().mean().item())
+    if not math.isfinite(loss := out.loss.item()):
+        raise RuntimeError(f"the loss is {loss} after {arguments.warm_up + arguments.steps} steps")
     taken = statistics.mean(iterations) if iterations else None
     rate = batch * length / statistics.median(times)
     flops = training_flops_per_token(model.spec, length=length, iterations=taken)
@@ -158,7 +161,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "published_peak_gb": work.peak_gb,
         "graph_breaks": graph_breaks() - before if arguments.compile else None,
         "waits": waits(forward_and_backward),
-        "loss": round(out.loss.item(), 3),
+        "loss": round(loss, 3),
         "ready_s": round(ready, 1),
     }
 
