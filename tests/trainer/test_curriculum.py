@@ -17,6 +17,7 @@ from trainer.errors import NonFiniteLossError
 from trainer.metrics import read_metrics
 from trainer.run import build
 from trainer.spec import RunSpec
+from trainer.step import training_step
 
 Small = Callable[..., RunSpec]
 
@@ -56,6 +57,37 @@ def test_position_and_tokens_count_each_phases_batch(whole: Path) -> None:
     assert [row["phase"] for row in rows(whole)] == ["bounded"] * 3 + ["free"] * 6
     progress = read_state(list_checkpoints(whole / "checkpoints")[-1])["progress"]
     assert (progress["phase"], progress["samples"], progress["tokens"]) == ("free", 96, 1152)
+
+
+def test_what_a_phase_changes_holds_in_its_steps(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {
+        "model": {"solver": {"kind": "anderson"}, "gradient": {"steps": 3}, "stopping": {"tolerance": 0.01}},
+        "training": {"batch_size": 4, "clip_norm": 2.0, "optimizer": {"learning_rate": 1e-4}},
+    }
+    changes = {
+        "training.max_steps": 4,
+        "training.schedule": {"kind": "warmup_linear", "warmup": 0, "final_learning_rate": 0.0},
+        "phases": [{"name": "bounded", "until": 2}, {"name": "free", **free}],
+    }
+    run = build(small(changes), output=tmp_path / "run", device="cpu")
+    seen = []
+
+    def step(layout: Any, optimizer: Any, batch: Batch, **options: Any) -> Any:
+        model, rate = layout.model, optimizer.param_groups[0]["lr"]
+        how = type(model.solver).__name__, model.gradient.steps, model.stopping.tolerance
+        seen.append((*how, len(batch), options["clip_norm"], pytest.approx(rate, rel=1e-6)))
+        return training_step(layout, optimizer, batch, **options)
+
+    monkeypatch.setattr("trainer.loop.training_step", step)
+    run.train()
+    rates = [2e-3, 1.5e-3, 0.5e-4, 0.25e-4]  # falling to 0 at the end of the run, from each phase's own
+    assert [row[-1] for row in seen] == rates
+    assert [row["learning_rate"] for row in rows(tmp_path / "run")] == pytest.approx(rates)
+    assert [row[:-1] for row in seen] == [("Picard", 1, 0.05, 8, 0.25)] * 2 + [
+        ("Anderson", 3, 0.01, 4, 2.0)
+    ] * 2
 
 
 @pytest.mark.parametrize("stop_at", [2, 3, 5])
