@@ -141,6 +141,12 @@ class Mamba2(Mixer):
         """Return a state a lane; none depends on a length."""
         return Mamba2Lanes(self, count, device=device, dtype=dtype)
 
+    def reads_rows(self, window: Window) -> bool:
+        """Whether the GPU's fused operator serves the window: it reads the injection where it stands."""
+        half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.float32
+        plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
+        return half and self._fusible(window.device, window.length, plain)
+
     def prepare(self, window: Window) -> Mamba2Context:
         """Find where the convolution's next tail comes from, and the documents around the window."""
         taps = self.spec.d_conv

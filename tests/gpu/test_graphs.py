@@ -149,6 +149,22 @@ def test_values_that_are_held_stay_as_they_are(mixer):
         torch.testing.assert_close(kept, expected[-1][:2], rtol=1e-4, atol=1e-5)
 
 
+def test_tables_of_injections_are_recorded():
+    launched, recorded, by_token = (built("mamba2") for _ in range(3))
+    recorded.capture_graphs()
+    by_token.embedding.register_forward_hook(lambda module, given, x: x)  # no table then
+    for seed in range(4):
+        ids = tokens(seed, rows=16)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert bound(launched, ids)[0].by_row
+            assert not bound(by_token, ids)[0].by_row
+            found, expected, wanted = (step(model, ids) for model in (recorded, launched, by_token))
+        assert_same(found, expected)
+        torch.testing.assert_close(expected[0], wanted[0], rtol=2e-3, atol=0)
+        for name, grad in wanted[1].items():
+            assert (expected[1][name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
+
+
 def test_copies_record_their_own():
     model = built("attention")
     model.capture_graphs()
