@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -54,7 +55,7 @@ class Recorder:
             said = (
                 said if len(said) <= 24 else [*said[:12], "…", *said[-12:]]
             )  # long ones begin with the reason
-            self._failures[f"{report.nodeid} [{report.when}]"] = "\n".join(said)[:2000]
+            self._failures[f"{report.nodeid} [{report.when}]"] = without_places("\n".join(said)[:2000])
             print("\n".join(["", f"FAILED {report.nodeid} [{report.when}]", *said]), flush=True)
         elif report.skipped:
             counts["skipped"] += 1
@@ -87,6 +88,11 @@ class Recorder:
         return result
 
 
+def without_places(text: str) -> str:
+    """Return a text in which files are named from the repository's or the packages' folder on."""
+    return re.sub(r'"[^"\n]*/site-packages/', '"', text.replace(f"{ROOT}/", ""))
+
+
 def files_with_the_mark() -> list[str]:
     """Return the test files that have tests marked ``gpu``: each process would import all the others too."""
     found = (path for folder in ("tests", "plugins") for path in (ROOT / folder).rglob("test_*.py"))
@@ -100,7 +106,8 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=1, help="at once, on one card")
     parser.add_argument("--output", default="gpu_tests", help="in results, or a path without .json")
     arguments, others = parser.parse_known_args()
-    command = " ".join(["python benchmarks/gpu_tests.py", *sys.argv[1:]])
+    given = [word for word in sys.argv[1:] if word not in ("--output", arguments.output)]
+    command = " ".join(["python benchmarks/gpu_tests.py", *given])
     recorder = Recorder(RESULTS / f"{arguments.output}.json", command)
     paths = (word.partition("::")[0] for word in others if not word.startswith("-"))
     given = [path for path in paths if (ROOT / path).exists()]

@@ -50,6 +50,25 @@ def test_steps_of_the_trainer_on_a_gpu():
         ), row
 
 
+def test_one_gpu_alone():
+    rows = {(row["work"], row["state"]): row for row in results("gpu_h200")["rows"]}
+    speeds = [
+        rows[work]["tokens_per_second"]
+        for work in (
+            ("state_tracking", "first"),
+            ("state_tracking, maps recorded without copies", "first"),
+            ("llama_130m_bounded", "second"),
+            ("llama_130m_free", "second"),
+            ("mamba2_130m_bounded", "first"),
+        )
+    ]
+    said = README[README.index("On one H200, alone on it") :]
+    places = [said.index(thousands(speed)) for speed in speeds]
+    assert places == sorted(places)
+    driver = rows["driver, llama_130m", "second"]
+    assert f"the driver adds {driver['overhead_prefix_percent']:.1f} % to Llama's map" in said
+
+
 def test_several_gpus():
     before = results("scaling_llama")["rows"]
     for row in (row for run in results("scaling")["runs"] for row in run["rows"]):
