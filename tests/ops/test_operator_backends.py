@@ -11,7 +11,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.ops import accelerated, backends
-from implicit_blocks.ops.attention import ATTENTION, attend, find_blocks
+from implicit_blocks.ops.attention import ATTENTION, attend, find_blocks, flex
 from implicit_blocks.ops.backends import Backend, Operation
 from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv
 from implicit_blocks.ops.ssd import SSD, ssd
@@ -203,3 +203,11 @@ def test_causal_queries_behind_others_are_the_last_ones():
     torch.testing.assert_close(attend(q, k, k, mask=mask, causal=True), expected)
     with pytest.raises(ValueError, match="fewer queries than keys take a mask"):
         attend(q, k, k, causal=True, backend="sdpa")
+
+
+@pytest.mark.parametrize(
+    ("queries", "heads", "kv_heads", "too_wide"), [(72, 8, 2, True), (72, 8, 8, False), (1, 32, 8, False)]
+)
+def test_flex_keeps_few_queries_of_many_heads_from_the_decoding_kernel(queries, heads, kv_heads, too_wide):
+    q, k = torch.empty(1, heads, queries, 64), torch.empty(1, kv_heads, 200, 64)
+    assert flex._is_too_wide_to_decode(q, k) == too_wide
