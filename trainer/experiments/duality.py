@@ -121,7 +121,7 @@ def run(
         folder / "duality.json",
         {"experiment": "duality", "run": name, "settings": settings, "tolerances": rows, "by_token": kinds},
     )
-    write_picture(draw(rows, tightest, kinds, title=name), folder / "duality.png")
+    write_picture(draw(rows, kinds, title=name), folder / "duality.png")
     return "\n".join([table(rows), f"written: {folder / 'duality.json'}, {folder / 'duality.png'}"])
 
 

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, plain_logarithm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from trainer.experiments.duality import Mode
 
-
-def draw(
-    rows: Sequence[dict[str, Any]], modes: Mapping[str, Mode], kinds: Sequence[dict[str, Any]], *, title: str
-) -> Figure:
+def draw(rows: Sequence[dict[str, Any]], kinds: Sequence[dict[str, Any]], *, title: str) -> Figure:
     """Draw agreement and distance against the tolerance, and the tightest one's iterations, by token."""
     figure = new_figure(width=19.0, height=4.3, title=f"{title}: one token after the other, or all at once")
     agreement, distance, histogram, positions, tokens = figure.subplots(1, 5)
@@ -39,17 +33,22 @@ def draw(
     distance.set_yscale("log")
     distance.legend(frameon=False, fontsize=9)
     finish(distance, title="Distance of the logits", x="tolerance", y="largest of a token's logits")
-    most = max(int(mode.iterations.max()) for mode in modes.values())
-    edges = torch.linspace(0.5, most + 0.5, min(most, 60) + 1).tolist()
-    for (name, mode), color in zip(modes.items(), (BLUE, ORANGE), strict=True):
-        counts = mode.iterations.flatten().tolist()
-        histogram.hist(counts, bins=edges, histtype="step", color=color, linewidth=1.6, label=name)
-        positions.plot(
-            range(1, mode.iterations.shape[1] + 1),
-            mode.iterations.double().mean(0).tolist(),
+    tightest = min(rows, key=lambda row: float(row["tolerance"]))
+    most = max(tightest[name]["iterations_max"] for name in ("simultaneous", "sequential"))
+    edges = [0.5 + most * edge / min(most, 60) for edge in range(min(most, 60) + 1)]
+    for name, color in (("simultaneous", BLUE), ("sequential", ORANGE)):
+        counts = tightest[name]["iterations_histogram"]
+        histogram.hist(
+            range(len(counts)),
+            bins=edges,
+            weights=counts,
+            histtype="step",
             color=color,
+            linewidth=1.6,
             label=name,
         )
+        by_position = tightest[name]["iterations_by_position"]
+        positions.plot(range(1, len(by_position) + 1), by_position, color=color, label=name)
     histogram.set_yscale("log")
     at = f"at tolerance {min(tolerances):.0e}"
     finish(histogram, title=f"Iterations of a token, {at}", x="iterations", y="tokens")
