@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -140,3 +141,19 @@ def test_the_page_of_measurements_has_every_result_with_its_date(site):
         assert re.search(r"Date: \d{4}-\d\d-\d\d", section), section[:80]
         assert "<table>" in section, section[:80]
         assert "Versions: " in section, section[:80]
+
+
+def test_names_of_tests_in_results_are_no_links(tmp_path):
+    spec = importlib.util.spec_from_file_location(
+        "benchmark_page", ROOT / "tools" / "docs" / "benchmark_page.py"
+    )
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    (tmp_path / "results").mkdir()
+    failures = {"tests/test_a.py::test_scan[fla] [call]": "the first line\nand | the second"}
+    found = {"machine": {"torch": "2"}, "date": "2026-01-01", "failures": failures}
+    (tmp_path / "results" / "a.json").write_text(json.dumps(found), encoding="utf-8")
+    (tmp_path / "a.py").write_text('"""A program."""\n', encoding="utf-8")
+    made = page.page(tmp_path)
+    assert "\\[fla] \\[call]" in made
+    assert "the first line and \\| the second" in made

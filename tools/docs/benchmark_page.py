@@ -148,7 +148,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key.replace('_', ' ')} {_text(value)}" for key, value in values.items())
+    return ", ".join(f"{_text(key.replace('_', ' '))} {_text(value)}" for key, value in values.items())
 
 
 def _text(value: Any) -> str:
@@ -164,4 +164,5 @@ def _text(value: Any) -> str:
         return ", ".join(map(_text, value))
     if isinstance(value, dict):
         return _listed(value)
-    return str(value).replace("|", "\\|")
+    # A test's name with its parameters in brackets is no link, and a table's row is one line.
+    return " ".join(str(value).split()).replace("|", "\\|").replace("[", "\\[")
