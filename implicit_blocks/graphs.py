@@ -62,7 +62,10 @@ class MapGraphs:
         try:
             if (search := self._once_more(f, z_BLD)) is not None:
                 return search.call(z_BLD, self._pool)
-            key = _key(f, z_BLD)
+            # Of a pass's differentiated calls the first alone is recorded, whose z carries no gradient: with
+            # later ones too, gradients were NaN at 512 × 256 tokens (not at 128 × 256), why is not known.
+            later = torch.is_grad_enabled() and z_BLD.requires_grad
+            key = None if later else _key(f, z_BLD)
             if key is None or (key, torch.is_grad_enabled()) in self._refused:
                 return f.compute(z_BLD)
             return self._call(f, z_BLD, key)
@@ -87,9 +90,7 @@ class MapGraphs:
         if buffers is None:
             return f.compute(z_BLD)
         if torch.is_grad_enabled():
-            # A pass's first differentiated call alone, whose z carries no gradient: with later ones recorded
-            # too, gradients were NaN at 512 × 256 tokens (not at 128 × 256), for a reason not found so far.
-            if z_BLD.requires_grad or (key not in self._steps and len(self._steps) >= MOST):
+            if key not in self._steps and len(self._steps) >= MOST:
                 return f.compute(z_BLD)
             ready = self._steps.setdefault(key, [])
             step = next((graph for graph in ready if not graph.in_use), None)
@@ -155,8 +156,8 @@ def leaves_of_its_own(module: nn.Module) -> Iterator[None]:
     """Have a module's parameters stood for by other leaves of autograd, on the same memory.
 
     A leaf hands its gradient on in the stream of its first use, and remembers that as long as any graph of
-    autograd knows it, such as that of the call before in the same pass. In a recording that is another stream
-    than the recorded one, and ends it.
+    autograd knows it, such as that of a pass whose backward is to come, or as DDP lives. In a recording that
+    is another stream than the recorded one, and ends it.
     """
     others: dict[nn.Parameter, nn.Parameter] = {}
     places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
@@ -318,10 +319,13 @@ class _SearchGraph:
 
 
 class _StepGraph:
-    """A call of the map with gradients, forward and backward recorded; one at a time may await backward."""
+    """A call of the map with gradients, forward and backward recorded; one at a time may await backward.
+
+    Its point carries no gradient: that of weights, parameters and injection is what backward is for.
+    """
 
     def __init__(self, f: BoundMap, z_BLD: Tensor) -> None:
-        self._z = z_BLD.detach().clone().requires_grad_(z_BLD.requires_grad)
+        self._z = z_BLD.detach().clone()
         self._f = f
         self._call: ReferenceType[_Call] | None = None
         pool = torch.cuda.graph_pool_handle()  # of its own: activations stay between forward and backward

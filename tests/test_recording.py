@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import implicit_blocks as ib
+from implicit_blocks import graphs
 from implicit_blocks.graphs import leaves_of_its_own
 
 
@@ -38,3 +40,29 @@ def test_the_parameters_are_back_after_an_error(module):
     with pytest.raises(RuntimeError), leaves_of_its_own(module):
         raise RuntimeError
     assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
+
+
+def test_of_a_pass_s_differentiated_calls_the_first_alone_is_recorded(monkeypatch):
+    """Later ones, whose point carries a gradient, brought NaN where they were recorded too."""
+    recorded = []
+
+    class Step:
+        in_use = False
+
+        def __init__(self, f, z_BLD):
+            recorded.append(z_BLD.requires_grad)
+
+        def call(self, f, z_BLD):
+            return f.compute(z_BLD)
+
+    monkeypatch.setattr(graphs, "_StepGraph", Step)
+    torch.manual_seed(0)
+    mixer = ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)
+    model = ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=1, mixer=mixer))
+    ids = torch.randint(61, (2, 24))
+    f, z = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+    made = graphs.MapGraphs()
+    first = made.call(f, z)
+    assert first.requires_grad
+    torch.testing.assert_close(made.call(f, first), f.compute(first))
+    assert recorded == [False]
