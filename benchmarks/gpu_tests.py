@@ -1,11 +1,12 @@
-"""Run the tests that need a GPU, and keep what came of them: passed, failed and skipped, file by file.
+"""Run the tests that need a GPU, and keep what came of each: passed, failed or skipped, when and on what.
 
     python benchmarks/gpu_tests.py [--processes 8] [--output gpu_tests] [what pytest takes …]
 
-Without further words these are all tests marked ``gpu``, as ``make test-gpu`` runs them. What came of them,
-``results/NAME.json``, holds the counts of each file, the seconds, why tests failed or were skipped, and what
-they ran on. It is written again and again meanwhile, so that a run that is cut off (``"complete": false``)
-leaves what it knew.
+Without further words these are all tests marked ``gpu``, as ``make test-gpu`` runs them. First come those of
+which nothing is known, then those that failed. ``results/NAME.json`` holds the last outcome of each test with
+the run that it is of, the seconds, and why it failed or was skipped. It is written again and again, so that a
+run that is cut off (``"complete": false``) leaves what it knew. Tests that a run did not reach keep what is
+known of them, and ``"unseen"`` names those of which nothing is.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,65 +29,115 @@ from report import RESULTS, machine
 ROOT = Path(__file__).resolve().parents[1]
 OUTCOMES = ("passed", "failed", "skipped")
 EVERY = 5  # seconds between two writings
+KNOWN = "GPU_TESTS_KNOWN"  # an environment variable: the file with what was known before, for each process
 
 
 class Recorder:
-    """Counts reports as they come, from whatever process."""
+    """Keeps reports as they come, from whatever process, beside what is known of other tests."""
 
     def __init__(self, path: Path, command: str) -> None:
         self._path = path
-        self._files: dict[str, Counter[str]] = {}
-        self._seconds: Counter[str] = Counter()
-        self._slowest: Counter[str] = Counter()
-        self._failures: dict[str, str] = {}
-        self._skipped: dict[str, list[str]] = {}
-        self._known: dict[str, Any] = {"machine": machine(), "command": command}
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        self.tests: dict[str, dict[str, Any]] = dict(known.get("tests", {}))
+        self._runs: dict[str, dict[str, Any]] = dict(known.get("runs", {}))
+        described = machine()
+        self.run: str = described["date"]
+        self._runs[self.run] = {"command": command, "machine": described}
+        self._ran: dict[str, dict[str, Any]] = {}  # by this run
+        self._collected: list[str] = []
         self._began = self._written = time.monotonic()
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Take the names of all tests, where one process runs them."""
+        self._collected = [item.nodeid for item in session.items] or self._collected
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
+        """Take the names of all tests, where several do."""
+        self._collected = list(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take a report; a failure is printed at once."""
-        file = report.nodeid.partition("::")[0]
-        counts = self._files.setdefault(file, Counter())
-        self._seconds[file] += report.duration
-        self._slowest[report.nodeid] += report.duration
+        ran = self._ran.setdefault(report.nodeid, {"outcome": None, "seconds": 0.0, "run": self.run})
+        ran["seconds"] = round(ran["seconds"] + report.duration, 1)
         if report.failed:
-            counts["failed"] += 1
             text = str(report.longrepr)
             said = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()
             said = (
                 said if len(said) <= 24 else [*said[:12], "…", *said[-12:]]
             )  # long ones begin with the reason
-            self._failures[f"{report.nodeid} [{report.when}]"] = without_places("\n".join(said)[:2000])
+            ran["outcome"] = "failed"
+            ran["why"] = without_places(f"[{report.when}] " + "\n".join(said)[:2000])
             print("\n".join(["", f"FAILED {report.nodeid} [{report.when}]", *said]), flush=True)
         elif report.skipped:
-            counts["skipped"] += 1
             why = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
-            self._skipped.setdefault(why.removeprefix("Skipped: "), []).append(report.nodeid)
-        elif report.when == "call":
-            counts["passed"] += 1
+            ran |= {"outcome": "skipped", "why": why.removeprefix("Skipped: ")}
+        elif report.when == "call" and ran["outcome"] is None:
+            ran["outcome"] = "passed"
+        if ran["outcome"] is not None:  # set-up may have taken long: a test that runs has none yet
+            self.tests[report.nodeid] = ran
         if time.monotonic() - self._written > EVERY:
             self.write(complete=False)
 
-    def write(self, *, complete: bool) -> dict[str, Any]:
-        """Write down what is known so far."""
+    def write(self, *, complete: bool, everything: bool = False) -> dict[str, Any]:
+        """Write down what is known so far.
+
+        Args:
+            complete: whether every test that was to run has.
+            everything: whether those were all tests that there are, so that others are no more.
+
+        """
         self._written = time.monotonic()
-        files = {
-            name: {outcome: counts[outcome] for outcome in OUTCOMES}
-            | {"seconds": round(self._seconds[name], 1)}
-            for name, counts in sorted(self._files.items())
-        }
-        result = self._known | {
+        if complete and everything:
+            self.tests = {name: known for name, known in self.tests.items() if name in self._collected}
+        self._runs[self.run] |= {
             "complete": complete,
             "wall_seconds": round(self._written - self._began, 1),
-            "in_all": {outcome: sum(counts[outcome] for counts in files.values()) for outcome in OUTCOMES},
-            "files": files,
-            "failures": self._failures,
-            "skipped": {why: sorted(tests) for why, tests in sorted(self._skipped.items())},
-            "slowest": {name: round(seconds, 1) for name, seconds in self._slowest.most_common(20)},
+            "in_all": counts(self._ran.values()),
+        }
+        tests = dict(sorted(self.tests.items()))
+        skipped: dict[str, list[str]] = {}
+        for name, test in tests.items():
+            if test["outcome"] == "skipped":
+                skipped.setdefault(test["why"], []).append(name)
+        files: dict[str, list[dict[str, Any]]] = {}
+        for name, test in tests.items():
+            files.setdefault(name.partition("::")[0], []).append(test)
+        slowest = sorted(tests, key=lambda name: -tests[name]["seconds"])[:20]
+        result = {
+            "runs": {
+                run: self._runs[run] for run in sorted({test["run"] for test in tests.values()} | {self.run})
+            },
+            "complete": complete,
+            "in_all": counts(tests.values()),
+            "files": {
+                name: counts(of) | {"seconds": round(sum(test["seconds"] for test in of), 1)}
+                for name, of in files.items()
+            },
+            "failures": {name: test["why"] for name, test in tests.items() if test["outcome"] == "failed"},
+            "skipped": dict(sorted(skipped.items())),
+            "unseen": sorted(set(self._collected) - set(tests)),
+            "slowest": {name: tests[name]["seconds"] for name in slowest},
+            "tests": tests,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        self._path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return result
+
+
+def counts(tests: Any) -> dict[str, int]:
+    """Return how many of the tests came to what."""
+    found = Counter(test["outcome"] for test in tests)
+    return {outcome: found[outcome] for outcome in OUTCOMES}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests of which nothing is known first, then those that failed; a hook of each process."""
+    if not (path := os.environ.get(KNOWN)):
+        return
+    outcomes: dict[str, str] = json.loads(Path(path).read_text(encoding="utf-8"))
+    turns = {None: 0, "failed": 1}
+    items.sort(key=lambda item: turns.get(outcomes.get(item.nodeid), 2))
 
 
 def without_places(text: str) -> str:
@@ -108,24 +160,39 @@ def main() -> int:
     arguments, others = parser.parse_known_args()
     given = [word for word in sys.argv[1:] if word not in ("--output", arguments.output)]
     command = " ".join(["python benchmarks/gpu_tests.py", *given])
-    recorder = Recorder(RESULTS / f"{arguments.output}.json", command)
+    path = RESULTS / f"{arguments.output}.json"
+    recorder = Recorder(path, command)
     paths = (word.partition("::")[0] for word in others if not word.startswith("-"))
     given = [path for path in paths if (ROOT / path).exists()]
-    together = ["-n", str(arguments.processes)] if arguments.processes > 1 else []
+    together = (
+        ["-n", str(arguments.processes), "--maxschedchunk", "1"] if arguments.processes > 1 else []
+    )  # in their order: none waits behind another that takes long
     with tempfile.TemporaryDirectory() as folder:
         # What one process has compiled and tuned, the others take; none of it is for anything but tests.
         os.environ.setdefault("TRITON_CACHE_DIR", folder)
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+        known = (
+            Path(folder) / "known.json"
+        )  # does not change meanwhile: each process must find the same order
+        known.write_text(
+            json.dumps({name: test["outcome"] for name, test in recorder.tests.items()}), "utf-8"
+        )
+        os.environ[KNOWN] = str(known)
         code = pytest.main(
-            ["-m", "gpu", "-q", "--tb=short", *together, *others, *([] if given else files_with_the_mark())],
+            [
+                *["-m", "gpu", "-q", "--tb=short", "-p", "gpu_tests", *together, *others],
+                *([] if given else files_with_the_mark()),
+            ],
             plugins=[recorder],
         )
     complete = code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    result = recorder.write(complete=complete)
-    for name, counts in result["files"].items():
-        print(f"{name}: " + ", ".join(f"{number} {what}" for what, number in counts.items()))
-    print(result["in_all"], "" if complete else "(cut off)", f"{result['wall_seconds']:.0f} s")
+    result = recorder.write(complete=complete, everything=not others)
+    for name, of in result["files"].items():
+        print(f"{name}: " + ", ".join(f"{number} {what}" for what, number in of.items()))
+    ran = result["runs"][recorder.run]
+    print("this run:", ran["in_all"], "" if complete else "(cut off)", f"{ran['wall_seconds']:.0f} s")
+    print("all that is known:", result["in_all"], f"{len(result['unseen'])} unseen")
     return int(code)
 
 

@@ -1,9 +1,10 @@
-"""What came of the tests that need a GPU is kept: counts of each file, why some failed or were left out."""
+"""What came of the tests that need a GPU is kept: of each the last outcome, and why some failed."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+FILE = "tests/gpu/test_it.py"
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def program(monkeypatch):
 
 def report(name, *, when="call", outcome="passed", said="", duration=1.0):
     return SimpleNamespace(
-        nodeid=f"tests/gpu/test_it.py::{name}",
+        nodeid=f"{FILE}::{name}",
         when=when,
         duration=duration,
         longrepr=said,
@@ -31,26 +33,102 @@ def report(name, *, when="call", outcome="passed", said="", duration=1.0):
     )
 
 
-def test_counts_failures_and_reasons(program, tmp_path, capsys):
-    recorder = program.Recorder(tmp_path / "kept.json", "the command")
-    for each in (
+def kept(recorder, path, reports, **how):
+    for each in reports:
+        recorder.pytest_runtest_logreport(each)
+    recorder.write(**{"complete": False} | how)
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def test_outcomes_failures_and_reasons(program, tmp_path, capsys):
+    path = tmp_path / "kept.json"
+    recorder = program.Recorder(path, "the command")
+    reports = [
         report("one", when="setup", duration=0.5),
         report("one"),
         report("two", outcome="failed", said="some line\nE   ValueError: too wide\nE   another"),
         report("three", when="setup", outcome="skipped", said=("path", 3, "Skipped: no such card")),
         report("four", when="setup", outcome="skipped", said=("path", 9, "Skipped: no such card")),
-    ):
-        recorder.pytest_runtest_logreport(each)
-    recorder.write(complete=False)
-    kept = json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))
-    assert kept["complete"] is False
-    assert kept["command"] == "the command"
-    assert kept["in_all"] == {"passed": 1, "failed": 1, "skipped": 2}
-    assert kept["files"]["tests/gpu/test_it.py"]["seconds"] == 4.5
-    assert kept["failures"] == {"tests/gpu/test_it.py::two [call]": "E   ValueError: too wide\nE   another"}
-    assert kept["skipped"] == {"no such card": ["tests/gpu/test_it.py::four", "tests/gpu/test_it.py::three"]}
-    assert kept["slowest"]["tests/gpu/test_it.py::one"] == 1.5
+        report("five"),
+        report("five", when="teardown", outcome="failed", said="E   left something"),
+        report("six", when="setup"),  # it runs
+    ]
+    found = kept(recorder, path, reports)
+    assert found["complete"] is False
+    ((_, run),) = found["runs"].items()
+    assert run["command"] == "the command"
+    assert "torch" in run["machine"]
+    assert found["in_all"] == run["in_all"] | {"passed": 1, "failed": 2, "skipped": 2}
+    assert found["files"][FILE]["seconds"] == 6.5
+    assert found["failures"] == {
+        f"{FILE}::five": "[teardown] E   left something",
+        f"{FILE}::two": "[call] E   ValueError: too wide\nE   another",
+    }
+    assert found["skipped"] == {"no such card": [f"{FILE}::four", f"{FILE}::three"]}
+    assert found["slowest"][f"{FILE}::one"] == 1.5
+    assert f"{FILE}::six" not in found["tests"]
     assert "ValueError: too wide" in capsys.readouterr().out
+
+
+def test_what_a_run_did_not_reach_keeps_what_is_known(program, tmp_path, monkeypatch):
+    path = tmp_path / "kept.json"
+    dates = iter(["2026-01-01", "2026-01-02", "2026-01-03"])
+    monkeypatch.setattr(program, "machine", lambda: {"date": next(dates), "gpu": "a card"})
+    failed = report("two", outcome="failed", said="E   too wide")
+    kept(program.Recorder(path, "first"), path, [report("one"), failed, report("gone")])
+    second = program.Recorder(path, "second")
+    second.pytest_collection_finish(
+        SimpleNamespace(items=[SimpleNamespace(nodeid=f"{FILE}::{name}") for name in ("one", "two", "new")])
+    )
+    found = kept(second, path, [report("two")])
+    assert {name.partition("::")[2]: test["run"] for name, test in found["tests"].items()} == {
+        "gone": "2026-01-01",
+        "one": "2026-01-01",
+        "two": "2026-01-02",
+    }
+    assert found["in_all"] == {"passed": 3, "failed": 0, "skipped": 0}
+    assert found["failures"] == {}
+    assert found["unseen"] == [f"{FILE}::new"]
+    assert {date: run["command"] for date, run in found["runs"].items()} == {
+        "2026-01-01": "first",
+        "2026-01-02": "second",
+    }
+    third = program.Recorder(path, "all")
+    third.pytest_xdist_node_collection_finished(None, [f"{FILE}::{name}" for name in ("one", "two", "new")])
+    reports = [report("one"), report("two"), report("new")]
+    found = kept(third, path, reports, complete=True, everything=True)
+    assert set(found["tests"]) == {f"{FILE}::{name}" for name in ("one", "two", "new")}
+    assert list(found["runs"]) == ["2026-01-03"]  # no test's last outcome is of the others
+    assert found["unseen"] == []
+
+
+def test_the_unknown_come_first_then_what_failed(program, tmp_path, monkeypatch):
+    known = tmp_path / "known.json"
+    known.write_text(json.dumps({"a": "passed", "b": "failed", "d": "skipped"}), encoding="utf-8")
+    monkeypatch.setenv(program.KNOWN, str(known))
+    items = [SimpleNamespace(nodeid=name) for name in "abcde"]
+    program.pytest_collection_modifyitems(items)
+    assert "".join(item.nodeid for item in items) == "cebad"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_it_runs(processes, tmp_path):
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    words = ["--processes", processes, "--output", str(tmp_path / "kept"), "-p", "no:cacheprovider"]
+    chosen = "tests/trainer/test_trainer_gpu.py::test_a_device_that_is_not_there_is_refused"
+    done = subprocess.run(
+        [sys.executable, "benchmarks/gpu_tests.py", *words, chosen],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "kept.json").read_text(encoding="utf-8"))
+    assert found["complete"]
+    assert found["tests"][chosen]["outcome"] in {"passed", "skipped"}
+    assert found["unseen"] == []
 
 
 def test_only_files_with_such_tests_are_read(program):

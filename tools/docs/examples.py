@@ -306,7 +306,8 @@ def _run_shell(block: Block) -> None:
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), ours.get("PATH", "")])
-    return {**ours, "PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    modules = os.pathsep.join(filter(None, [str(ROOT), ours.get("PYTHONPATH", "")]))
+    return {**ours, "PATH": path, "PYTHONPATH": modules, "OMP_NUM_THREADS": "1"}
 
 
 def _start(words: list[str]) -> Any:
