@@ -74,7 +74,7 @@ def _of_runs(folder: Path, settings: Settings, place: torch.device, *, device: s
         name = f"{group}-L{length}-s{iterations}-seed{seed}"
         finished = train(spec, folder / "runs" / name, name=name, device=device)
         more = {"steps": finished.summary["steps"], "training_seconds": finished.summary["seconds"]}
-        rows += tests(spec, load_model(finished, place), place, **more)
+        rows += tests(spec, load_model(finished, place), settings, place, **more)
     return rows
 
 
@@ -91,7 +91,8 @@ def _of_checkpoint(path: Path, settings: Settings, place: torch.device) -> list[
     spec = spec.model_copy(update={"evaluation": evaluation})
     model = registry.build(spec.phase_specs()[-1].model)
     progress = load_checkpoint(weights, model=model)
-    return tests(spec, model.to(place).eval(), place, steps=progress.step, training_seconds=progress.seconds)
+    more = {"steps": progress.step, "training_seconds": progress.seconds}
+    return tests(spec, model.to(place).eval(), settings, place, **more)
 
 
 def _tests(settings: Settings, length: int) -> dict[str, Any]:
@@ -104,7 +105,9 @@ def _tests(settings: Settings, length: int) -> dict[str, Any]:
     }
 
 
-def tests(spec: RunSpec, model: nn.Module, device: torch.device, **more: Any) -> list[dict[str, Any]]:
+def tests(
+    spec: RunSpec, model: nn.Module, settings: Settings, device: torch.device, **more: Any
+) -> list[dict[str, Any]]:
     """Test a model in both modes on every set of its run's evaluation."""
     assert isinstance(spec.data, WordProblemSpec)
     last = spec.phase_specs()[-1]
@@ -128,6 +131,7 @@ def tests(spec: RunSpec, model: nn.Module, device: torch.device, **more: Any) ->
                 precision=spec.training.precision,
                 batch_size=max(1, at_once // tested.length),
                 last_tokens=spec.evaluation.last_tokens,
+                max_iterations=settings.token_iterations if mode == "sequential" else None,
             ),
         }
         for tested in sets.values()

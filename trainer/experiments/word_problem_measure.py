@@ -31,6 +31,7 @@ def measure(
     precision: str,
     batch_size: int,
     last_tokens: int,
+    max_iterations: int | None = None,
 ) -> dict[str, Any]:
     """Test a model in evaluation mode on a set of word problems, as JSON values.
 
@@ -42,6 +43,7 @@ def measure(
         precision: float32 or bfloat16.
         batch_size: sequences at once.
         last_tokens: how many of a sequence the first accuracy is over.
+        max_iterations: of a search; None: the evaluation's.
 
     """
     assert isinstance(tested.source, WordProblemStream)
@@ -56,6 +58,7 @@ def measure(
                 labels=here.labels,
                 return_logits=False,
                 window_length=1 if mode == "sequential" else None,
+                max_iterations=max_iterations,
             )
         correct.append((output.predictions == here.labels).cpu())
         solution = output.solution

@@ -3,7 +3,7 @@
 A *model* has a name: ``implicit-mamba2``, ``mamba2``, ``implicit-llama``, ``llama``, or ``transformers:`` and
 a model type by transformers' name. All of them have the width of the spec's model, see the same data in the
 same order, and keep its phases as far as those are about data and training; how to search only an implicit
-model is told.
+model is told. Explicit models start with Mamba2's usual heads, whatever the spec says of them.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from trainer.spec import RunSpec, WordProblemSpec
 IMPLICIT = ("implicit-mamba2", "implicit-llama")
 NATIVE = ("implicit-mamba2", "mamba2", "implicit-llama", "llama")
 BASELINE = "transformers:"
+_HOW_HEADS_FORGET = ("dt_min", "dt_max", "a_min", "a_max")
 
 
 def require_model(name: str) -> None:
@@ -123,7 +124,9 @@ def _model(own: Mapping[str, Any], name: str, *, layers: int, width: int) -> dic
     if name in IMPLICIT:
         return made
     kept = {key: value for key, value in made.items() if key in ExplicitLMSpec.model_fields}
-    return {**kept, "kind": "explicit_lm"}
+    # A search hands a state from token to token; an explicit layer keeps it, by heads that forget slowly.
+    mixer = {key: value for key, value in kept["mixer"].items() if key not in _HOW_HEADS_FORGET}
+    return {**kept, "mixer": mixer, "kind": "explicit_lm"}
 
 
 def _baseline(architecture: str, own: Mapping[str, Any], layers: int, width: int) -> dict[str, Any]:

@@ -127,13 +127,14 @@ def test_trained_runs_are_tested_without_training(tiny: str, tmp_path: Path) -> 
     assert train(["--spec", tiny, *changes, "--device", "cpu", "--output", str(run)]) == 0
     options = ["--study", "hard-tokens", "--checkpoints", str(run), "--sequences", "3", "--test-p", "0.25"]
     options += ["--test-lengths", "2", "--device", "cpu", "--output", str(tmp_path / "out")]
-    assert main(["word-problem", *options]) == 0
+    assert main(["word-problem", *options, "--token-iterations", "2"]) == 0
     rows = read(tmp_path / "out")["tests"]
     assert [(r["mode"], r["length"], r["sequences"], r["identity_probability"]) for r in rows] == [
         ("simultaneous", 16, 3, 0.25),
         ("sequential", 16, 3, 0.25),
     ]
     assert rows[0]["steps"] == 2
+    assert rows[0]["iterations_max"] > 3 >= rows[1]["iterations_max"]  # and the call that gives the output
     assert not (tmp_path / "out/runs").exists()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Mamba2Spec
 from trainer.experiments.word_problem import SETTINGS, changed
 from trainer.experiments.word_problem_specs import NATIVE, require_model, varied
 
@@ -107,6 +107,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         ({"train_p": -0.1}, "p = -0.1 is no probability"),
         ({"threshold": 0.0}, "threshold is 0; give an accuracy above 0, at most 1"),
         ({"sequences": 0}, "sequences is 0; give 1 or more"),
+        ({"token_iterations": 0}, "token_iterations is 0; give 1 or more"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -117,3 +118,12 @@ def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str
 @pytest.mark.parametrize("named", SETTINGS, ids="-".join)
 def test_the_settings_are_in_range(named: tuple[str, str]) -> None:
     SETTINGS[named].require()
+
+
+def test_explicit_models_start_with_mamba2s_usual_heads() -> None:
+    usual = {name: field.default for name, field in Mamba2Spec.model_fields.items()}
+    for model, soon in (("implicit-mamba2", True), ("mamba2", False)):
+        mixer: Any = varied("word_problem_a5", model=model).model.mixer  # type: ignore[attr-defined]  # of both kinds
+        assert (mixer.dt_min, mixer.a_max) == ((0.1, 4) if soon else (usual["dt_min"], usual["a_max"]))
+    changed_back: Any = varied("word_problem_a5", model="mamba2", overrides=["model.mixer.dt_min=0.05"])
+    assert changed_back.model.mixer.dt_min == 0.05

@@ -32,6 +32,12 @@ def add_options(made: argparse.ArgumentParser) -> None:
     made.add_argument("--threshold", type=float, metavar="X", help="layers: accuracy that counts as solved")
     made.add_argument("--iterations", type=int, nargs="+", metavar="N", help="hard-tokens: in training")
     made.add_argument(
+        "--token-iterations",
+        type=int,
+        metavar="N",
+        help="hard-tokens: of one token's search at most, in sequential mode",
+    )
+    made.add_argument(
         "--checkpoints",
         type=Path,
         nargs="+",
@@ -65,6 +71,7 @@ def carry_out(folder: Path, options: argparse.Namespace) -> str:
         lengths=options.lengths,
         threshold=options.threshold,
         iterations=options.iterations,
+        token_iterations=options.token_iterations,
         train_p=options.train_p,
         test_p=options.test_p,
         test_lengths=options.test_lengths,
