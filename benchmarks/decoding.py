@@ -74,13 +74,18 @@ def main() -> None:
                     rows.append(work | {"failed": traceback.format_exc(limit=4)})
                 rows[-1]["published_ms"] = PUBLISHED.get(name) if count == 1 else None
                 print(rows[-1], flush=True)
+                keep(rows, arguments)  # each time: a process that is ended keeps what it has
                 gc.collect()
         del model
         gc.collect()
         if arguments.device == "cuda":
             torch.cuda.empty_cache()
-    write(arguments.output, {"machine": machine(), "arguments": vars(arguments), "rows": rows})
+    keep(rows, arguments)
     table(rows, speed)
+
+
+def keep(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
+    write(arguments.output, {"machine": machine(), "arguments": vars(arguments), "rows": rows})
 
 
 def built(name: str, arguments: argparse.Namespace) -> Any:

@@ -39,6 +39,8 @@ STARTER = HERE / "gpu_program.py"
 RESULTS = HERE / "results" / "gpu.json"
 README = HERE.parent / "README.md"
 LEAST = 10  # seconds: no program begins with less
+SAID = 2000  # characters of what a program that failed said last
+SHARE = 45  # seconds: so many each may have, and thrice its equal share of what is left
 
 # ---------------------------------------------------------------------------------------------- programs
 
@@ -51,8 +53,8 @@ class Program:
     limit: int
     for_trying: tuple[str, ...] = ("--tiny",)
     """What ``--tiny`` adds."""
-    for_preparing: tuple[str, ...] = ("--layers", "2")
-    """What makes it compile the same and compute little."""
+    for_preparing: tuple[str, ...] | None = ("--layers", "2")
+    """What makes it compile the same and compute little; None: others compile what it needs."""
     variants_from: tuple[float, ...] = (0.0,)
     """Of the variants of a kernel that is tuned, where its preparations begin; so many there are."""
 
@@ -73,6 +75,13 @@ def decoding(model: str) -> Program:
     return Program(command, 120, trying, preparing)
 
 
+def zoo(spec: str) -> Program:
+    trying = ("--tiny", "--steps", "2", "--warm-up", "1")
+    preparing = ("--layers", "2", "--steps", "5", "--warm-up", "1") if "1.3b" in spec else None
+    return Program(("gpu_zoo.py", "--specs", spec), 150, trying, preparing)
+
+
+# In the order of their turns: what there is no time for is at the end.
 PROGRAMS = {
     "llama_130m": training("llama_130m_bounded", "llama_130m_free"),
     "mamba2_130m": training("mamba2_130m_bounded", "mamba2_130m_free", variants_from=(0.0, 0.5)),
@@ -91,6 +100,10 @@ PROGRAMS = {
     "agreement": Program(
         ("agreement.py", "--compile", "--graphs", "--golden", "none"), 120, variants_from=(0.75,)
     ),
+    "zoo_llama_1.3b": zoo("llama_1.3b"),
+    "zoo_mamba2_1.3b": zoo("mamba2_1.3b"),
+    "zoo_llama_130m": zoo("llama_130m"),
+    "zoo_mamba2_130m": zoo("mamba2_130m"),
 }
 
 
@@ -108,7 +121,7 @@ class Process:
         into = ["--output", stem] if script == "decoding.py" else ["--json", str(self._rows)]
         options = [*program.command[1:], *(program.for_trying if tiny else ())]
         self.command = " ".join(["python", f"benchmarks/{script}", *options])
-        options += () if preparing is None else program.for_preparing
+        options += () if preparing is None else program.for_preparing or ()
         with self._said.open("w") as said:
             self._process = subprocess.Popen(
                 [sys.executable, str(STARTER), str(self._card), str(HERE / script), *options, *into],
@@ -137,6 +150,8 @@ class Process:
         except subprocess.TimeoutExpired:
             found["failed"] = f"took longer than {limit:.0f} s"
         self._kill()
+        if "failed" in found:
+            found["said"] = self._said.read_text(errors="replace")[-SAID:]
         if self._rows.exists():
             found |= json.loads(self._rows.read_text(encoding="utf-8"))
         found["seconds"] = round(time.monotonic() - began, 1)
@@ -176,6 +191,7 @@ def environment(caches: Path, *, preparing: float | None) -> dict[str, str]:
 
 def prepare(names: list[str], caches: Path, *, tiny: bool, seconds: float) -> dict[str, float | str]:
     """Let the programs compile side by side for so long; return how long each took, or how it ended."""
+    names = [name for name in names if PROGRAMS[name].for_preparing is not None]
     began = time.monotonic()
     took: dict[str, float | str] = {}
     with contextlib.ExitStack() as at_the_end:
@@ -192,13 +208,18 @@ def prepare(names: list[str], caches: Path, *, tiny: bool, seconds: float) -> di
     return took
 
 
-def turn(process: Process, seconds: float) -> Row:
+def turn(process: Process, seconds: float, *, patience: float) -> Row:
     """Let a program have the card, and look at it before and after."""
-    before = gpu_card.once_quiet(patience=5)
+    before = gpu_card.once_quiet(patience)
     process.begin()
     found = process.finish(seconds)
-    found["card"] = {"before": before, **found.get("card", {}), "after": gpu_card.once_quiet(patience=5)}
+    found["card"] = {"before": before, **found.get("card", {}), "after": gpu_card.once_quiet(patience)}
     return found
+
+
+def share(name: str, left: float, programs: int) -> float:
+    """Return the seconds that a program may take where so many wait: one that hangs leaves the rest some."""
+    return min(left, PROGRAMS[name].limit, max(SHARE, 3 * left / programs))
 
 
 def judge(programs: dict[str, Row]) -> None:
@@ -223,6 +244,9 @@ def main() -> int:
         type=float,
         default=None,
         help="seconds of compiling side by side, a quarter of all; or 0",
+    )
+    parser.add_argument(
+        "--patience", type=float, default=5, help="seconds to wait for a card that others have to be quiet"
     )
     parser.add_argument("--tiny", action="store_true", help="small models on any device: to try the program")
     parser.add_argument(
@@ -263,6 +287,8 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
         print(f"{name}: {found.get('seconds', 0)} s {', '.join(filter(None, said))}", flush=True)
         for row in found.get("rows", []):
             print(f"  {row}", flush=True)
+        for line in found.pop("said", "").splitlines():
+            print(f"  | {line}", flush=True)
         result = collected(programs, arguments) | {"prepared": prepared}  # each time: what is measured stays
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
@@ -279,16 +305,18 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
         if seconds > 0:
             prepared = prepare(arguments.programs, caches, tiny=arguments.tiny, seconds=seconds)
             print(f"prepared in {time.monotonic() - began:.0f} s: {prepared}", flush=True)
-        for name, process in waiting.items():
+        for index, (name, process) in enumerate(waiting.items()):
             if left() < LEAST:
                 keep(name, {"failed": f"no time left of {arguments.budget:.0f} s"})
             else:
-                keep(name, turn(process, min(left(), PROGRAMS[name].limit)))
+                seconds = share(name, left(), len(waiting) - index)
+                keep(name, turn(process, seconds, patience=arguments.patience))
         for name in arguments.programs:
             first = programs[name]
             if (first.get("disturbed") or "failed" in first) and first.get("seconds", LEAST) < left():
                 print(f"{name}: again", flush=True)
-                again = turn(made(name), min(left(), PROGRAMS[name].limit))
+                seconds = share(name, left(), 1)
+                again = turn(made(name), seconds, patience=arguments.patience)
                 if "failed" not in again or "failed" in first:
                     keep(name, again)
         result = json.loads(path.read_text(encoding="utf-8"))

@@ -109,9 +109,9 @@ def trained(work: str, program: str, text: str, *, published: int, reach: int, h
     return Figure(text, program, of("tokens_per_second", work=work), "tokens/s", published, reach, hope)
 
 
-def held(text: str, program: str, published: float) -> Figure:
-    read = of("reserved_gb", work=f"{program}_bounded")
-    return Figure(f"memory held, with what graphs keep: {text}", program, read, "GB", published)
+def memory(text: str, program: str, published: float, key: str) -> Figure:
+    read = of(key, work=f"{program}_bounded")
+    return Figure(text, program, read, "GB", published, published, None, False)
 
 
 def decoded(text: str, *, published: float | None, reach: float, hope: float, **wanted: Any) -> Figure:
@@ -137,8 +137,10 @@ FIGURES = [
     Figure("free phase, mamba2 130M (24+4) at 14 iterations", "mamba2_130m",
            of("tokens_per_second", work="mamba2_130m_free"), "tokens/s", 14_347),
     Figure(BY_FLOPS, "mamba2_130m", of_bounded("mamba2_130m"), "of 1", None, 0.9),
-    held("llama 1.3B (4+1), 4 x 2048", "llama_1.3b", 46.1),
-    held("mamba2 1.3B (4+1), 4 x 2048", "mamba2_1.3b", 42.0),
+    memory("most memory of tensors, llama 1.3B (4+1), 4 x 2048", "llama_1.3b", 46.1, "peak_gb"),
+    memory("the same held, with what graphs keep", "llama_1.3b", 46.1, "reserved_gb"),
+    memory("most memory of tensors, mamba2 1.3B (4+1), 4 x 2048", "mamba2_1.3b", 42.0, "peak_gb"),
+    memory("the same held, with what graphs keep", "mamba2_1.3b", 42.0, "reserved_gb"),
     trained("state_tracking", "state_tracking", "state tracking, 512 x 256, at 18 iterations",
             published=642_693, reach=3 * 642_693, hope=5 * 642_693),
     decoded("decoding mamba2 1.3B, batch 1, h in float32", published=86.7, reach=3, hope=1.4,
@@ -164,6 +166,12 @@ FIGURES = [
     Figure("distance of training's logits from a tight solve, beside the published rule's", "agreement",
            farther("training"), "times", 1, 1.02, None, False),
     Figure("the same in evaluation", "agreement", farther("evaluation"), "times", 1, 1.02, None, False),
+    *(
+        Figure(f"memory held by the trainer, {family} 1.3B free, 4 x 2048, gradient steps checkpointed",
+               f"zoo_{family}_1.3b", of("held_gb", spec=f"{family}_1.3b", phase="free"),
+               "GB", None, 75, None, False)
+        for family in ("llama", "mamba2")
+    ),
     Figure("breaks in the compiled maps of all the training above", TRAINING,
            worst("graph_breaks"), "breaks", None, 0, None, False),
     Figure("waits for the device in a step, the worst of all the training above", TRAINING,
@@ -231,6 +239,40 @@ def table(result: Row) -> str:
     return "\n".join(lines)
 
 
+def zoo_table(result: Row) -> str:
+    """Return the trainer's steps as Markdown, or nothing."""
+    rows = [row for row in result.get("zoo", []) if "failed" not in row]
+    if not rows:
+        return ""
+    lines = [
+        "| spec and phase | batch | iterations | tokens/s | published, at iterations | GB of tensors "
+        "| GB held | published |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        steps = ", steps checkpointed" if row["checkpoint_activations"] == "steps" else ""
+        published = shown(row["published_tokens_per_second"])
+        if published:
+            published += f", {row['published_iterations']}"
+        cells = [
+            f"`{row['spec']}` {row['phase']} ({row['searches']}){steps}",
+            f"{row['rows']} \u00d7 {row['length']}",
+            f"{row['iterations']:.1f}",
+            shown(row["tokens_per_second"]),
+            published,
+            *(shown(row[key]) for key in ("allocated_gb", "held_gb", "published_gb")),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+ZOO = (
+    "The trainer's whole steps, `python -m trainer --spec NAME training.compile_layers=true "
+    "training.cuda_graphs=true` at the spec's own tolerance, on random tokens, on which searches end early "
+    "(by `benchmarks/gpu_zoo.py`, in the same run):"
+)
+
+
 def shown(value: float | None) -> str:
     """Write a number down: thousands apart, four digits."""
     if value is None:
@@ -241,9 +283,12 @@ def shown(value: float | None) -> str:
 def quoted(result: Row) -> str:
     """Return what stands in the README: what is measured, and the names of what is not."""
     measured = [row for row in result["rows"] if row["measured"] is not None]
-    missing = "; ".join(row["work"] for row in result["rows"] if row["measured"] is None)
+    missing = "; ".join(
+        f"{row['work']} ({row['not_measured']})" for row in result["rows"] if row["measured"] is None
+    )
     parts = [introduction(result), table({**result, "rows": measured})]
     parts += [f"Not measured in this run: {missing}."] if missing else []
+    parts += [ZOO, zoo] if (zoo := zoo_table(result)) else []
     parts += [f"To know: {result['note']}."] if result.get("note") else []
     return "\n\n".join(parts) + "\n"
 

@@ -98,6 +98,23 @@ def test_programs_prepare_side_by_side(gpu, monkeypatch, tmp_path):
     assert "longer than 1 s" in gpu.prepare(["hangs"], tmp_path, tiny=False, seconds=1)["hangs"]
 
 
+def test_a_program_that_hangs_leaves_the_others_some_seconds(gpu, monkeypatch):
+    monkeypatch.setattr(gpu, "PROGRAMS", {"slow": gpu.Program(("slow.py",), 150)})
+    assert gpu.share("slow", 390.0, 13) == 90.0
+    assert gpu.share("slow", 390.0, 2) == 150
+    assert gpu.share("slow", 60.0, 13) == gpu.SHARE
+    assert gpu.share("slow", 20.0, 13) == 20.0
+
+
+def test_a_program_whose_needs_others_compile_does_not_prepare(gpu, monkeypatch, tmp_path):
+    programs = {"works": gpu.Program(("works.py",), 60, for_preparing=None)}
+    monkeypatch.setattr(gpu, "PROGRAMS", programs)
+    code, result = run(gpu, monkeypatch, tmp_path)
+    assert code == 0
+    assert result["prepared"] == {}
+    assert result["works"][0]["tuned"] == "1"
+
+
 def test_what_the_budget_has_no_room_for_is_named(gpu, monkeypatch, tmp_path):
     code, result = run(gpu, monkeypatch, tmp_path, "--budget", "0")
     assert code == 1
@@ -146,6 +163,20 @@ def test_nvidia_smi_that_is_not_there_or_knows_nothing(monkeypatch, tmp_path):
         "watt": 70.1,
         "processes": 1,
     }
+
+
+def test_steps_of_the_trainer_have_a_table_of_their_own(gpu):
+    row = {"spec": "llama_1.3b", "phase": "free", "searches": "32+4", "rows": 4, "length": 2048}
+    row |= {"checkpoint_activations": "steps", "tokens_per_second": 9169, "iterations": 3.04}
+    row |= {"published_tokens_per_second": None, "published_iterations": None, "published_gb": None}
+    row |= {"held_gb": 61.5, "allocated_gb": 44.0}
+    result = {"machine": {"date": "2026-01-02", "python": "3.12"}, "command": "c", "rows": []}
+    result["zoo"] = [row, {"spec": "mamba2_1.3b", "phase": "free", "failed": "too few steps"}]
+    said = gpu.gpu_table.quoted(result).splitlines()
+    size = "4 \N{MULTIPLICATION SIGN} 2048"
+    line = f"| `llama_1.3b` free (32+4), steps checkpointed | {size} | 3.0 | 9 169 |  | 44 | 61.5 |  |"
+    assert said[-1] == line
+    assert gpu.gpu_table.zoo_table({**result, "zoo": []}) == ""
 
 
 def test_the_table_takes_its_place_in_a_text(gpu):

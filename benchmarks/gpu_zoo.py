@@ -1,0 +1,199 @@
+"""The trainer's own steps on one GPU: specs of the zoo in both phases, tokens a second and memory.
+
+    python benchmarks/gpu_zoo.py [--specs llama_130m …] [--steps 11] [--json FILE]
+
+Each spec is trained as ``python -m trainer --spec NAME training.compile_layers=true
+training.cuda_graphs=true`` would train it, at its own batch on one GPU, length 2048, tolerance and
+iterations, for a few steps of its bounded and as many of its free phase, on random tokens; at 1.3B the free
+phase's steps are checkpointed. The weights are drawn on the GPU, since a CPU takes longer for them than the
+steps take, and nothing is saved or evaluated. Tokens a second are medians of the steps after the first of a
+phase (``--warm-up``), by the trainer's own clock, which waits for the loss; memory is the most that a step
+of the phase has held, and of that what tensors took. On random tokens searches end early, so speeds beside
+the published ones are not at equal iterations: those are `gpu_training.py`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import statistics
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from on_device import device, keep, parser, smaller
+from report import machine, write
+
+from implicit_blocks import registry
+from implicit_blocks.specs import load_spec
+from trainer.display import SilentDisplay
+from trainer.run import build
+from trainer.spec import RunSpec
+
+PHASES = ("bounded", "free")
+# Tokens a second and iterations of the published implementation, and the most memory it took, on an H100.
+PUBLISHED: dict[tuple[str, str], tuple[int, int, float]] = {
+    ("llama_130m", "bounded"): (64_687, 4, 19.9),
+    ("llama_130m", "free"): (22_108, 13, 41.4),
+    ("llama_1.3b", "bounded"): (6_133, 4, 46.1),
+    ("mamba2_130m", "bounded"): (48_638, 4, 18.4),
+    ("mamba2_130m", "free"): (14_347, 14, 34.8),
+    ("mamba2_1.3b", "bounded"): (10_949, 4, 42.0),
+}
+SPECS = ("llama_1.3b", "mamba2_1.3b", "llama_130m", "mamba2_130m")
+
+
+class EnoughError(BaseException):
+    """Ends a run without a checkpoint of 16 GB: no mistake, so that nobody handles it."""
+
+
+class Watch(SilentDisplay):
+    """Collects the rows of a run's metrics, and ends it after so many."""
+
+    def __init__(self, steps: int) -> None:
+        self.rows: list[Mapping[str, Any]] = []
+        self._steps = steps
+
+    def step(self, row: Mapping[str, Any]) -> None:
+        """Keep a step's row."""
+        self.rows.append(row)
+        if len(self.rows) == self._steps:
+            raise EnoughError
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--specs", nargs="+", default=list(SPECS), choices=SPECS, metavar="NAME")
+    options.add_argument("--steps", type=int, default=11, help="of each phase")
+    options.add_argument("--warm-up", type=int, default=6, help="steps of a phase that aren't counted")
+    arguments = options.parse_args()
+    rows: list[dict[str, Any]] = []
+    for name in arguments.specs:
+        torch.compiler.reset()
+        with tempfile.TemporaryDirectory() as folder:
+            watch = Watch(2 * arguments.steps)
+            spec = spec_of(name, Path(folder), arguments)
+            failed = None
+            try:
+                train(spec, watch, Path(folder))
+            except (RuntimeError, torch.OutOfMemoryError):
+                failed = traceback.format_exc(limit=3)
+        for phase in PHASES:
+            of_phase = [row for row in watch.rows if row["phase"] == phase]
+            if len(of_phase) > arguments.warm_up:
+                rows.append(summed_up(name, phase, spec, of_phase[arguments.warm_up :]))
+            else:
+                rows.append({"spec": name, "phase": phase, "failed": failed or "too few steps"})
+            print(rows[-1], flush=True)
+        keep(rows, arguments)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    if arguments.json is None:
+        given = {key: value for key, value in vars(arguments).items() if key != "json"}
+        write("gpu_zoo", {"machine": machine(), "arguments": given, "rows": rows})
+
+
+def spec_of(name: str, folder: Path, arguments: Any) -> RunSpec:
+    """Return the zoo's spec for few steps on random tokens, compiled and recorded on a GPU."""
+    loaded = load_spec(name)
+    assert isinstance(loaded, RunSpec)
+    rows, length = loaded.training.micro_batch_size, loaded.data.length
+    if arguments.tiny:
+        rows, length = 2, 32
+    fast = str(torch.cuda.is_available()).lower()
+    settings = [
+        "training.max_tokens=null",
+        f"training.max_steps={2 * arguments.steps + 1}",  # one more, so that the last one isn't the run's end
+        f"phases.0.until={arguments.steps}",
+        f"training.batch_size={rows}",
+        f"training.micro_batch_size={rows}",
+        f"training.compile_layers={fast}",
+        f"training.cuda_graphs={fast}",
+        "training.evaluate_every=null",
+        "training.checkpoint_every=null",
+        f"data.length={length}",
+        f"data.path={folder / 'tokens.bin'}",
+        "data.dtype=uint16",
+        "evaluation.length_multiples=[]",
+        f"evaluation.lengths=[{length}]",
+        "evaluation.sequences=1",
+        "evaluation.batch_size=1",
+    ]
+    if "1.3b" in name:
+        settings += ["phases.1.training.checkpoint_activations=steps"]
+    spec = load_spec(name, settings)
+    assert isinstance(spec, RunSpec)
+    model = smaller(spec.model) if arguments.tiny else spec.model
+    if arguments.layers is not None:
+        model = model.model_copy(update={"n_layers": min(arguments.layers, model.n_layers)})
+    tokens = (2 * arguments.steps + 4) * rows * (length + 1)
+    drawn = np.random.default_rng(0).integers(0, model.vocab_size, tokens, dtype=np.uint16)
+    drawn.tofile(folder / "tokens.bin")
+    return RunSpec.model_validate(spec.model_dump() | {"model": model.model_dump()})
+
+
+def train(spec: RunSpec, watch: Watch, folder: Path) -> None:
+    """Train until the watch has seen enough."""
+    with drawn_on_the_device(spec):
+        run = build(spec, name="gpu_zoo", output=folder / "run", display=watch)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(EnoughError):
+        run.train()
+
+
+@contextlib.contextmanager
+def drawn_on_the_device(spec: RunSpec) -> Iterator[None]:
+    """Have the model's weights drawn where it will be, other numbers than a CPU would draw."""
+    plain = registry.build
+
+    def built(part: Any, *arguments: Any, **keywords: Any) -> Any:
+        if part is not spec.model:
+            return plain(part, *arguments, **keywords)
+        with device():
+            return plain(part, *arguments, **keywords)
+
+    with mock.patch.object(registry, "build", built):
+        yield
+
+
+def summed_up(name: str, phase: str, spec: RunSpec, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a phase's steps came to."""
+
+    def median(key: str, digits: int) -> float | None:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        return round(statistics.median(values), digits) if values else None
+
+    def most(key: str) -> float | None:
+        return max((row[key] for row in rows if row.get(key) is not None), default=None)
+
+    tokens, iterations, memory = PUBLISHED.get((name, phase), (None, None, None))
+    found = next(each for each in spec.phase_specs() if each.name == phase)
+    gradient, stopping = found.model.gradient, found.model.stopping
+    return {
+        "spec": name,
+        "phase": phase,
+        "searches": f"{stopping.max_iterations}+{gradient.steps}",
+        "rows": found.training.batch_size,
+        "length": found.data.length,
+        "checkpoint_activations": found.training.checkpoint_activations,
+        "tokens_per_second": round(median("tokens_per_second", 0) or 0),
+        "published_tokens_per_second": tokens,
+        "iterations": median("iterations", 1),
+        "published_iterations": iterations,
+        "tflops": median("tflops", 1),
+        "held_gb": most("memory_gb"),
+        "allocated_gb": most("memory_allocated_gb"),
+        "published_gb": memory,
+        "loss": median("loss", 3),
+    }
+
+
+if __name__ == "__main__":
+    main()
