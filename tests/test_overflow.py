@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import implicit_blocks as ib
+from implicit_blocks.decoding import ContinuousDecoder, Request, lane_batch
+from implicit_blocks.ops.attention import lanes
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
@@ -125,6 +127,62 @@ def test_a_lost_row_keeps_the_value_that_it_had(gradient):
     assert solution.diverged.tolist() == [False, True, False]
     assert torch.equal(solution.z[OVERFLOWS], torch.ones(4))  # its one finite f(z), and no other row's
     torch.testing.assert_close(solution.z[[0, 2]], torch.full((2, 4), 2.0), atol=1e-3, rtol=0)
+
+
+LARGE = 7  # the token that overflows, with every other one behind it
+
+
+def check_decoding(mixer, dtype, monkeypatch, device="cpu"):
+    model = made(mixer, dtype, monkeypatch, first=9).to(device).eval()
+    inject = type(model).inject
+
+    def large(self, x_BLD, weights):
+        u, start = inject(self, x_BLD, weights)
+        here = (x_BLD == self.embedding.weight[LARGE]).all(-1, keepdim=True)
+        most = u.abs().amax(-1, keepdim=True).clamp(min=1e-3)
+        return torch.where(here, u * (0.25 * torch.finfo(dtype).max / most), u), start
+
+    monkeypatch.setattr(type(model), "inject", large)
+    texts = {0: [1, 2, 3, 4, 5], 1: [2, LARGE], 2: [3, 1], 3: [1, LARGE, 3, 3], 4: [4]}
+    found = {}
+    with torch.no_grad(), torch.autocast(device, dtype=dtype):
+        for each in [list(texts), *([number] for number in texts)]:  # together, and alone
+            decoder = ContinuousDecoder(model, lanes=2, capacity=9, max_iterations=60)
+            for number in each:
+                decoder.submit(Request(prompt=texts[number], max_new_tokens=4))
+            for new in decoder.run():
+                found.setdefault((len(each), each[new.request]), []).append(new)
+    for number, prompt in texts.items():
+        together, alone = found[len(texts), number], found[1, number]
+        assert all(new.logits.isfinite().all() for new in together)
+        if LARGE in prompt:
+            assert not any(new.converged for new in together)
+            continue  # no fixed point, and nothing to compare
+        assert [new.token for new in together] == [new.token for new in alone]
+        for new, old in zip(together, alone, strict=True):
+            assert new.converged == old.converged
+            torch.testing.assert_close(new.logits, old.logits, atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("attention", ["each", "masked"])
+def test_in_decoding(mixer, dtype, attention, monkeypatch):
+    if attention == "masked" and mixer != "attention":
+        pytest.skip("there is no attention")
+    monkeypatch.setitem(lanes.BACKENDS, "each", lanes.BACKENDS[attention])  # on a GPU they are masked
+    check_decoding(mixer, dtype, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
+def test_in_decoding_on_a_gpu(mixer, dtype, fused, monkeypatch):
+    if not fused:
+        monkeypatch.setattr(lane_batch, "fused_map", lambda *_, **__: None)
+    check_decoding(mixer, dtype, monkeypatch, "cuda")
 
 
 @pytest.mark.gpu

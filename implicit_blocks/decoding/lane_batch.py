@@ -203,6 +203,8 @@ class LaneBatch:
         if search.solver is not None:
             search.take(rows_R, fz_RD, busy & ~committing, f)
         if commit:
+            if search.solver is not None:  # what overflows keeps the value that it had
+                fz_RD = torch.where(fz_RD.sum(-1, keepdim=True).isfinite(), fz_RD, z_RD)
             self.hidden_SD[rows_R] = torch.where(committing[:, None], fz_RD, self.hidden_SD[rows_R])
             self.lengths_S[rows_R] = lengths + committing
             search.done[rows_R] &= ~committing

@@ -85,7 +85,14 @@ class AttentionLanes(LaneStates):
         return AttentionState(self.keys[lane : lane + 1], self.values[lane : lane + 1], 0)
 
     def settle(self, lane: int, state: State) -> None:
-        """Copy the prompt to its lane, unless it was written there."""
+        """Copy the prompt to its lane, unless it was written there.
+
+        What an earlier text has left behind it is wiped out: attention to masked keys multiplies them by 0,
+        and what overflowed would be NaN in this text too.
+        """
+        for kept in (self.keys, self.values, self.key_scales, self.value_scales):
+            if kept is not None:
+                kept[lane, :, state.length :] = 0
         new = (state.keys[0, :, : state.length], state.values[0, :, : state.length])
         if self.key_scales is not None and self.value_scales is not None:
             keys, values = eight_bits(new[0]), eight_bits(new[1])

@@ -118,12 +118,13 @@ def _score(
     values = wide[:, :vocabulary]
     predictions = values.argmax(1)
     normalizer = values.logsumexp(1, keepdim=True)
-    loss = ((normalizer - values.gather(1, index)).squeeze(1) * scored).sum()
+    # Never a product with the flags: what isn't scored may have overflowed.
+    loss = (normalizer - values.gather(1, index)).squeeze(1).where(scored, 0.0).sum()
     if not differentiate:
         return loss, logits, predictions
     values.sub_(normalizer).exp_()
     values.scatter_add_(1, index, values.new_full(index.shape, -1.0))
-    values.mul_(scored[:, None])
+    values.masked_fill_(~scored[:, None], 0.0)
     wide[:, vocabulary:] = 0.0
     return loss, wide.to(logits.dtype), predictions
 

@@ -101,6 +101,37 @@ def test_attention_reads_keys_of_eight_bits(rows):
         torch.testing.assert_close(found, wide, msg=backend)
 
 
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=["as-they-are", "eight-bits"])
+def test_a_new_text_sees_nothing_of_the_last_one(tiny_model, dtype):
+    states = (
+        tiny_model("attention")
+        .backbone.blocks()[0]
+        .mixer.lanes(2, device=torch.device("cpu"), dtype=torch.float32, capacity=6)
+    )
+    if dtype is not None:
+        states.narrow(dtype)
+    for kept in (states.keys, states.values) if dtype is None else (states.key_scales, states.value_scales):
+        kept[1] = torch.nan  # what overflowed in 16 bits
+    state = states.enter(1)
+    shape = (1, states.keys.shape[1], 2, states.keys.shape[3])
+    state = type(state)(torch.ones(shape), torch.ones(shape), 2)
+    states.settle(1, state)
+    seen = states.at(None, torch.tensor([1, 2]))
+    q = torch.randn(2, states.keys.shape[1], states.keys.shape[3])
+    for backend in ("each", "masked"):
+        y = attend_lanes(
+            q,
+            seen.keys_SKCP,
+            seen.values_SKCP,
+            rows_R=None,
+            lengths_R=seen.lengths_R,
+            key_scales_SKC=seen.key_scales_SKC,
+            value_scales_SKC=seen.value_scales_SKC,
+            backend=backend,
+        )
+        torch.testing.assert_close(y[1], torch.ones_like(y[1]), msg=backend)
+
+
 def test_types_that_no_state_is_kept_in_are_refused(tiny_model):
     with pytest.raises(ValueError, match=r"Mamba2Lanes can't keep states in torch.int8; choose a floating"):
         ContinuousDecoder(tiny_model("mamba2"), lanes=1, capacity=8, state_dtype=torch.int8)

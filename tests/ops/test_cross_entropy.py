@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F  # noqa: N812
@@ -27,6 +29,18 @@ def test_equals_the_loss_of_whole_logits(monkeypatch, rows, dtype):
     assert torch.equal(predictions, logits.argmax(1))
     for a, b in zip(found, torch.autograd.grad(3 * expected, (z, weight)), strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_what_is_not_scored_may_overflow():
+    weight = torch.full((5, 3), 300.0, dtype=torch.float16, requires_grad=True)
+    z = torch.tensor([[1.0] * 3, [100.0] * 3], dtype=torch.float16, requires_grad=True)
+    assert not (z[1] @ weight.T).isfinite().all()
+    loss, _ = linear_cross_entropy(z, weight, torch.tensor([2, -100]))
+    loss.backward()
+    assert float(loss.detach()) == pytest.approx(math.log(5), rel=1e-5)
+    assert weight.grad.isfinite().all()
+    assert z.grad.isfinite().all()
+    assert torch.equal(z.grad[1], torch.zeros(3, dtype=torch.float16))
 
 
 def test_without_gradients_and_under_autocast():
