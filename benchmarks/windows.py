@@ -40,7 +40,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, float | int | str]]:
     name, spec, weights = trained(arguments.checkpoint)
-    model = ib.build(spec.phase_specs()[-1].model)
+    model = ib.build(spec.final_model)
     load_checkpoint(weights, model=model)
     model = model.to(arguments.device).train()
     stopping = model.spec.stopping.model_copy(update={"max_iterations": arguments.max_iterations})

@@ -5,10 +5,11 @@ Names are imported when first used, so that specs can be read and checked withou
 
 from __future__ import annotations
 
-from importlib import import_module
+from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    __version__: str
     from implicit_blocks.decoding import Generated, Scored, generate, score, stream
     from implicit_blocks.driver import Search
     from implicit_blocks.fixed_point import FixedPoint, solve_fixed_point
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from implicit_blocks.mixers import Attention, Mamba2
     from implicit_blocks.model import ExplicitLM, ImplicitLM, LMOutput
     from implicit_blocks.registry import build
+    from implicit_blocks.saved_models import load_model
     from implicit_blocks.solvers import Anderson, Broyden, PatientPicard, Picard
     from implicit_blocks.specs import (
         AndersonSpec,
@@ -77,6 +79,7 @@ _HOMES = {
     "mixers": ["Attention", "Mamba2"],
     "model": ["ExplicitLM", "ImplicitLM", "LMOutput"],
     "registry": ["build"],
+    "saved_models": ["load_model"],
     "solvers": ["Anderson", "Broyden", "PatientPicard", "Picard"],
     "specs": [
         "AndersonSpec",
@@ -160,6 +163,7 @@ __all__ = [
     "generate",
     "hookimpl",
     "jacobian_free",
+    "load_model",
     "load_spec",
     "score",
     "solve_fixed_point",
@@ -168,11 +172,21 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return _version()
     if name not in _HOME_OF:
         raise AttributeError(f"module 'implicit_blocks' has no attribute {name!r}")
     value = getattr(import_module(f"implicit_blocks.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value
+
+
+def _version() -> str:
+    """Return the version of the distribution; of files that were never installed it is not known."""
+    try:
+        return metadata.version("implicit_blocks")
+    except metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def __dir__() -> list[str]:

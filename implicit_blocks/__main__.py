@@ -1,4 +1,4 @@
-"""``python -m implicit_blocks``: what is installed, the schema of specs, new plugins, other checkpoints."""
+"""What is installed, specs and their schema, new plugins, checkpoints of other programs, generation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from implicit_blocks import registry
+from implicit_blocks import __version__, registry
 from implicit_blocks.new_plugin import FAMILIES
 from implicit_blocks.specs import load_spec, spec_name
 from implicit_blocks.specs.schema import file_schema, run_schema
@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m implicit_blocks", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"implicit_blocks {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
         _add_list,
@@ -43,13 +44,23 @@ def _parser() -> argparse.ArgumentParser:
         _add_new_plugin,
         _add_convert,
         _add_export,
+        _add_generate,
     ):
         add(commands)
     return parser
 
 
+def _add(commands: Any, name: str, summary: str, **options: Any) -> argparse.ArgumentParser:
+    """Add a command whose own help says what it is, as the list of commands does."""
+    description = f"{summary[0].upper()}{summary[1:]}."
+    added: argparse.ArgumentParser = commands.add_parser(
+        name, help=summary, description=description, **options
+    )
+    return added
+
+
 def _add_list(commands: Any) -> None:
-    command = commands.add_parser("list", help="families, kinds, who brings them, and plugins that failed")
+    command = _add(commands, "list", "families, kinds, who brings them, and plugins that failed")
     command.set_defaults(command=_list)
 
 
@@ -72,8 +83,8 @@ def _list(options: argparse.Namespace) -> None:
 
 
 def _add_schema(commands: Any) -> None:
-    command = commands.add_parser(
-        "schema", help="JSON schema of a spec's YAML file, with every registered kind, for editors"
+    command = _add(
+        commands, "schema", "JSON schema of a spec's YAML file, with every registered kind, for editors"
     )
     command.add_argument(
         "--complete", action="store_true", help="of a complete run spec instead, after extends and defaults"
@@ -87,7 +98,7 @@ def _schema(options: argparse.Namespace) -> None:
 
 
 def _add_new_plugin(commands: Any) -> None:
-    command = commands.add_parser("new-plugin", help="write an installable plugin to start from")
+    command = _add(commands, "new-plugin", "write an installable plugin to start from")
     command.add_argument("name", help="an identifier in lower case: the kind that it brings")
     command.add_argument("--family", required=True, choices=FAMILIES, help="what it is to be")
     command.add_argument("--directory", type=Path, help="folder, new or empty (./NAME)")
@@ -108,8 +119,10 @@ def _new_plugin(options: argparse.Namespace) -> None:
 
 
 def _add_describe(commands: Any) -> None:
-    command = commands.add_parser(
-        "describe", help="a spec's model as a tree with shapes and parameters, its search and its phases"
+    command = _add(
+        commands,
+        "describe",
+        "a spec's model as a tree with shapes and parameters, its search and its phases",
     )
     command.add_argument("spec", help="name in the zoo, or YAML file")
     command.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the spec")
@@ -124,9 +137,10 @@ def _describe(options: argparse.Namespace) -> None:
 
 
 def _add_diff(commands: Any) -> None:
-    command = commands.add_parser(
+    command = _add(
+        commands,
         "diff",
-        help="what two specs differ in, with all that they extend and every default",
+        "what two specs differ in, with all that they extend and every default",
         epilog="Exit codes are those of diff: 0 for specs that say the same, 1 for others, 2 for trouble.",
     )
     command.add_argument("old", help="name in the zoo, or YAML file")
@@ -147,12 +161,19 @@ def _diff(options: argparse.Namespace) -> int:
 
 
 def _add_convert(commands: Any) -> None:
-    command = commands.add_parser(
-        "convert", help="a published checkpoint, a Llama or Mamba2 of transformers, into one of ours; or back"
+    command = _add(
+        commands,
+        "convert",
+        "a published checkpoint, a Llama or Mamba2 of transformers, into one of ours; or back",
     )
     command.add_argument("source", type=Path, help="folder with config.json and weights")
     command.add_argument("destination", type=Path, help="new folder")
-    command.add_argument("--to", choices=("transformers", "published"), default="transformers")
+    command.add_argument(
+        "--to",
+        choices=("transformers", "published"),
+        default="transformers",
+        help="what the new folder is for: from_pretrained, or the paper's code (transformers)",
+    )
     command.add_argument(
         "--implicit",
         action="store_true",
@@ -182,7 +203,7 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def _add_export(commands: Any) -> None:
-    command = commands.add_parser("export", help="a spec's model as a folder of transformers")
+    command = _add(commands, "export", "a spec's model as a folder of transformers")
     command.add_argument("spec", help="name in the zoo, or YAML file")
     command.add_argument("destination", type=Path, help="new folder")
     command.add_argument(
@@ -209,6 +230,49 @@ def _export(options: argparse.Namespace) -> None:
             tokenizer=options.tokenizer,
             seed=options.seed,
             max_shard_size=options.max_shard_size,
+        )
+
+
+def _add_generate(commands: Any) -> None:
+    command = _add(commands, "generate", "continue prompts by a trained model")
+    command.add_argument(
+        "source", type=Path, help="a run's folder, a checkpoint, an exported folder, or a file of weights"
+    )
+    command.add_argument(
+        "prompts", nargs="+", metavar="PROMPT", help="text, or without a tokenizer numbers: '0 3 2'"
+    )
+    command.add_argument("--spec", help="name in the zoo, or YAML file, where the source doesn't say")
+    command.add_argument(
+        "--tokenizer",
+        type=Path,
+        help="tokenizer.json, or a folder with one (default: the one in the source, or beside a run's data)",
+    )
+    command.add_argument("--max-new-tokens", type=int, default=50, metavar="N", help="of each prompt (50)")
+    command.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (0)")
+    command.add_argument("--top-k", type=int, metavar="K", help="draw among so many of the likeliest")
+    command.add_argument("--top-p", type=float, metavar="P", help="draw among those that together have it")
+    command.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    command.add_argument("--tolerance", type=float, metavar="X", help="of the search, instead of the spec's")
+    command.add_argument("--device", default="cpu", help="cpu, cuda, … (cpu)")
+    command.set_defaults(command=_generate)
+
+
+def _generate(options: argparse.Namespace) -> None:
+    from implicit_blocks.decoding.command import continue_prompts
+
+    with _packages_asked_for():
+        continue_prompts(
+            options.source,
+            options.prompts,
+            spec=options.spec,
+            tokenizer=options.tokenizer,
+            device=options.device,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            seed=options.seed,
+            tolerance=options.tolerance,
         )
 
 

@@ -83,6 +83,7 @@ PUBLIC_NAMES = [
     "generate",
     "hookimpl",
     "jacobian_free",
+    "load_model",
     "load_spec",
     "score",
     "solve_fixed_point",
@@ -201,6 +202,7 @@ def test_public_names_are_pinned_and_resolve():
     for name in PUBLIC_NAMES:
         assert getattr(ib, name) is not None
     assert dir(ib) == sorted(ib.__all__)
+    assert ib.__version__ in (PYPROJECT["project"]["version"], "unknown")  # unknown: not installed
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = ib.nothing
 

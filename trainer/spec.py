@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from implicit_blocks import registry
-from implicit_blocks.specs import BaseRunSpec, Spec, refusal
+from implicit_blocks.specs import BaseRunSpec, ModelSpec, Spec, refusal
 from trainer.specs.callbacks import (
     BenchmarksSpec,
     CallbackSpec,
@@ -107,6 +107,11 @@ class RunSpec(BaseRunSpec):
     """What is evaluated, on the way and at the end."""
     callbacks: tuple[CallbackSpec, ...] = ()
     """What else happens while it trains."""
+
+    @property
+    def final_model(self) -> ModelSpec:
+        """The model as the last phase leaves it."""
+        return self.phase_specs()[-1].model
 
     @property
     def total_steps(self) -> int:

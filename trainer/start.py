@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import yaml
-
-from implicit_blocks import registry
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, load_spec
+from implicit_blocks.specs.loading import read_model_spec
 from trainer.checkpoint_folder import STATE_FILE, newest_sound_checkpoint, read_state, verify_checkpoint
 from trainer.errors import CheckpointError
 from trainer.files import sha256_of
@@ -115,7 +113,8 @@ def _find(path: Path) -> Origin:
     if (path / _CONFIG).is_file():
         return Origin(path, "transformers")
     if (path / _WEIGHTS).is_file():
-        return Origin(path / _WEIGHTS, "safetensors", model=_model_beside(path))
+        beside = read_model_spec(path / _MODEL) if (path / _MODEL).is_file() else None
+        return Origin(path / _WEIGHTS, "safetensors", model=beside)
     raise ValueError(
         f"training.start_from: {path} is no run, no checkpoint and no exported folder: it has no spec.yaml, "
         f"{STATE_FILE}, {_CONFIG} or {_WEIGHTS}"
@@ -135,17 +134,6 @@ def _checkpoint(path: Path, run: Path, complaints: list[str] | None = None) -> O
         complaints=tuple(complaints or ()),
         task=None if spec is None else spec.data.task,
     )
-
-
-def _model_beside(folder: Path) -> ModelSpec | None:
-    """Read the spec that an export without transformers has beside its weights."""
-    if not (folder / _MODEL).is_file():
-        return None
-    fields = yaml.safe_load((folder / _MODEL).read_text(encoding="utf-8"))
-    if not isinstance(fields, dict) or "kind" not in fields:
-        raise ValueError(f"{folder / _MODEL} is no spec of a model; take it away, or take another export")
-    model: ModelSpec = registry.entry("model", str(fields["kind"])).spec.model_validate(fields)
-    return model
 
 
 def require_fitting(theirs: ModelSpec, ours: ModelSpec, *, path: Path) -> None:
@@ -183,7 +171,7 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
         ValueError: they can't be read, or don't fit; all that differs is listed.
 
     """
-    from implicit_blocks.hf.checkpoint_files import check_tensors, read_file
+    from implicit_blocks.checkpoint_files import check_tensors, read_file
     from implicit_blocks.hf.folders import read_checkpoint
     from implicit_blocks.hf.ordinary import as_start
     from trainer.checkpoint import read_model_tensors

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
-from implicit_blocks.hf.checkpoint_files import read_config
+from implicit_blocks.checkpoint_files import read_config
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.model import LMOutput
 from implicit_blocks.suggestions import nearest

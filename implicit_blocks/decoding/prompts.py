@@ -103,6 +103,11 @@ def lay_out(
     if not rows:
         raise ValueError("there are no prompts; give at least one")
     for number, row in enumerate(rows):
+        if row.ndim == 0:
+            raise ValueError(
+                f"prompt {number} is the number {int(row)}; give a list of prompts, each a list of tokens, "
+                "such as [[0, 3, 2]] for a single one"
+            )
         if row.ndim != 1 or not row.numel():
             raise ValueError(
                 f"prompt {number} has shape {tuple(row.shape)}; give a list of tokens, at least one"

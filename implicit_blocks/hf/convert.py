@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
-from implicit_blocks.hf.checkpoint_files import SAFETENSORS, check_tensors, read_file, whole_folder
+from implicit_blocks.checkpoint_files import whole_folder
 from implicit_blocks.hf.folders import (
     Checkpoint,
     copy_tokenizer,
-    empty_state,
     fold_weight_norm,
     read_checkpoint,
     special_tokens,
@@ -25,12 +22,10 @@ from implicit_blocks.hf.folders import (
 )
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer, token_fields
 from implicit_blocks.registry import build
-from implicit_blocks.sharded_files import INDEX, read_whole_tensors, require_whole
+from implicit_blocks.saved_models import empty_state, newest_whole, read_weights
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
-_RECORD = "state.json"  # where a checkpoint of the trainer says what its files are
-_TRAINED = "model/"  # what the names of the model's tensors begin with in a checkpoint of the trainer
 
 
 def convert(
@@ -111,6 +106,7 @@ def export(
 
     """
     _bytes(max_shard_size)
+    checkpoint = None if checkpoint is None else _weights_at(checkpoint)
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     run = load_spec(spec_name)
     spec = getattr(run, "model", None)
@@ -129,7 +125,7 @@ def export(
         torch.manual_seed(seed)
         state = build(spec).state_dict()
     else:
-        state = _weights(checkpoint, expected=empty_state(spec))
+        state = read_weights(checkpoint, expected=empty_state(spec))
     length = getattr(getattr(run, "data", None), "length", None)
     fields = special_tokens(spec) | ({} if length is None else {"max_position_embeddings": length})
     if loaded is not None:
@@ -150,64 +146,18 @@ def _build_other(spec: Any, *, checkpoint: Path | None, seed: int) -> Any:
             "and transformers can, and kinds whose models have a method to_transformers()"
         )
     if checkpoint is not None:
-        model.load_state_dict(_weights(checkpoint, expected=model.state_dict()))
+        model.load_state_dict(read_weights(checkpoint, expected=model.state_dict()))
     return model.to_transformers()
 
 
-def _weights(checkpoint: Path, *, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read a file of weights, a checkpoint of the trainer, or the newest whole one of a run's folder."""
-    if (checkpoint / "checkpoints").is_dir():
-        checkpoint = _newest_whole(checkpoint)
-    state = _read_weights(checkpoint)
-    # Of weights that are tied the trainer stores one.
-    stored = {expected[name].data_ptr(): tensor for name, tensor in state.items() if name in expected}
-    tied = {
-        name: stored[own.data_ptr()]
-        for name, own in expected.items()
-        if name not in state and not own.is_meta and own.data_ptr() in stored
-    }
-    state |= tied
-    check_tensors(state, expected, what=str(checkpoint))
-    return state
-
-
-def _newest_whole(run: Path) -> Path:
-    """Find the newest checkpoint that is whole; what is wrong with newer ones is said."""
-    # Others are what a killed run was writing, such as step-00000120.tmp-save.
-    steps = [path for path in (run / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
-    if not steps:
-        raise ValueError(f"the run in {run} has no checkpoint yet; train it, or give a file of weights")
-    complaints = []
-    for path in sorted(steps, reverse=True):
-        try:
-            if not (path / _RECORD).is_file():
-                raise ValueError(f"{path} is not whole: {_RECORD} is missing; take another checkpoint")
-            require_whole(path, record=_RECORD)
-        except ValueError as error:
-            complaints.append(str(error))
-            continue
-        for complaint in complaints:
-            reason = complaint.removesuffix("; take another checkpoint")
-            print(f"warning: {reason}; {path.name} is exported instead", file=sys.stderr)
-        return path
-    raise ValueError(f"the run in {run} has no checkpoint that is whole: {'; '.join(complaints)}")
-
-
-def _read_weights(path: Path) -> dict[str, Tensor]:
-    if path.is_dir():
-        require_whole(path, record=_RECORD)
-    if (path / INDEX).is_file():
-        tensors = read_whole_tensors(path, prefix=_TRAINED)
-        if not tensors:
-            raise ValueError(f"{path} has no tensors of a model; give a checkpoint of the trainer")
-        return tensors
-    file = path / SAFETENSORS if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(
-            f"there are no weights at {file}; give a file, a folder with {SAFETENSORS}, "
-            "or a checkpoint of the trainer"
-        )
-    return read_file(file)
+def _weights_at(checkpoint: Path) -> Path:
+    """Find a run's newest checkpoint that is whole, and say what is wrong with newer ones."""
+    if not (checkpoint / "checkpoints").is_dir():
+        return checkpoint
+    path, complaints = newest_whole(checkpoint)
+    for complaint in complaints:
+        print(f"warning: {complaint}; {path.name} is exported instead", file=sys.stderr)
+    return path
 
 
 def _bytes(size: str) -> int:

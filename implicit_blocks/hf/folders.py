@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from implicit_blocks import registry
+from implicit_blocks.checkpoint_files import CONFIG, check_tensors, read_config, read_tensors, write_pickle
 from implicit_blocks.hf import ordinary, published
-from implicit_blocks.hf.checkpoint_files import CONFIG, check_tensors, read_config, read_tensors, write_pickle
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.registry import build
+from implicit_blocks.saved_models import empty_state
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weight_norm import WeightNorm
 
@@ -137,13 +138,6 @@ def _of_ours(folder: Path, config: dict[str, Any]) -> Checkpoint:
 def special_tokens(spec: LMSpec) -> dict[str, Any]:
     """Return the fields for the tokens that begin and end a text, known from the size of a vocabulary."""
     return {"bos_token_id": 0, "eos_token_id": 0} if spec.vocab_size == _NEOX_VOCABULARY else {}
-
-
-def empty_state(spec: LMSpec) -> dict[str, Tensor]:
-    """Return a model's state dict on the meta device: names and shapes."""
-    with torch.device("meta"):
-        model: LanguageModel = build(spec)
-    return model.state_dict()
 
 
 def check_tokenizer(folder: Path, spec: LMSpec) -> None:

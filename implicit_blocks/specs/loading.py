@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from implicit_blocks import registry
 from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.merging import merge_runs
+from implicit_blocks.specs.model import ModelSpec
 from implicit_blocks.specs.overrides import apply_overrides
 from implicit_blocks.specs.run import BaseRunSpec
 from implicit_blocks.specs.tree import Place, Section, SpecError, read_yaml
@@ -59,6 +60,23 @@ def resolve(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ())
     """
     path = _find(os.fspath(name_or_path), folder=None, place=None)
     return apply_overrides(_read(path, chain=()), overrides)
+
+
+def read_model_spec(path: Path) -> ModelSpec:
+    """Read the spec of a model alone, as stands beside exported weights (``model.yaml``).
+
+    Raises:
+        SpecError: it is none.
+
+    """
+    tree = read_yaml(path, name=_shown(path))
+    try:
+        model: ModelSpec = registry.entry("model", str(tree.get("kind"))).spec.model_validate(tree)
+    except registry.UnknownKindError as error:
+        raise SpecError(f"{_shown(path)} is no spec of a model: {error}") from None
+    except ValidationError as error:
+        raise explain(error, tree, source=str(path)) from None
+    return model
 
 
 def spec_name(name_or_path: str | os.PathLike[str]) -> str:

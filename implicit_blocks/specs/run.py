@@ -15,3 +15,8 @@ class BaseRunSpec(ComponentSpec):
 
     model: ModelSpec
     """The model that is trained."""
+
+    @property
+    def final_model(self) -> ModelSpec:
+        """The model as the end of the run leaves it; its phases may change how the search goes."""
+        return self.model

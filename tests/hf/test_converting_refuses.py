@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
+from implicit_blocks.checkpoint_files import whole_folder
 from implicit_blocks.hf import published
-from implicit_blocks.hf.checkpoint_files import whole_folder
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 

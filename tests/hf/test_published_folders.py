@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
 from implicit_blocks.hf import published
-from implicit_blocks.hf.folders import empty_state, read_checkpoint, to_library
+from implicit_blocks.hf.folders import read_checkpoint, to_library
+from implicit_blocks.saved_models import empty_state
 from implicit_blocks.specs.counting import count_parameters
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -243,6 +244,15 @@ def test_golden_values_through_from_pretrained(name, reference, tmp_path):
     parameters = dict(model.named_parameters())
     for parameter, gradient in published.import_tensors(stored).items():
         assert relative(parameters[f"model.lm.{parameter}"].grad, gradient) <= 1e-4, parameter
+
+
+def test_a_published_folder_as_a_model_of_the_library(reference, tmp_path):
+    model = ib.load_model(published_folder(reference / "llama_tiny", tmp_path / "published"))
+    expected = load_file(reference / "llama_tiny" / "expected.safetensors")
+    ids = expected["input_ids"][:, : expected["sequential.logits"].shape[1]]
+    with torch.no_grad():
+        found = model(ids, window_length=1, tolerance=1e-6, max_iterations=400).logits
+    assert relative(found, expected["sequential.logits"]) <= 1e-4
 
 
 @pytest.mark.parametrize("name", CASES)

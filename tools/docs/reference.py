@@ -21,6 +21,7 @@ LIBRARY = {
     "implicit_blocks.gradients": "Gradients",
     "implicit_blocks.mixers": "Mixers",
     "implicit_blocks.specs": "Specs",
+    "implicit_blocks.saved_models": "Trained models",
     "implicit_blocks.registry": "Registry",
     "implicit_blocks.hookspecs": "Plugin hook",
     "implicit_blocks.api_version": "Versions of the plugin interface",

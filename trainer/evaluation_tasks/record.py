@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from implicit_blocks.hf.checkpoint_files import whole_folder
+from implicit_blocks.checkpoint_files import whole_folder
 from trainer.evaluation import EvaluationResult
 from trainer.evaluation_tasks.picture import draw, panels
 from trainer.evaluation_tasks.scores import AskedTask, Scores, markdown, paper_table, task_table

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from implicit_blocks.hf.checkpoint_files import CONFIG, SAFETENSORS, check_tensors, read_file
+from implicit_blocks.checkpoint_files import CONFIG, SAFETENSORS, check_tensors, read_file
 from implicit_blocks.hf.folders import from_library, read_checkpoint
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.registry import build

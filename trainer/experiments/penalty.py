@@ -38,7 +38,7 @@ def measure(
     device: torch.device,
 ) -> list[dict[str, Any]]:
     """Return a row for the model as it is, then one for each weight; runs are kept in ``folder``."""
-    last = spec.phase_specs()[-1].model
+    last = spec.final_model
     assert isinstance(last, ImplicitLMSpec)
     before: ImplicitLM = build(last)
     load_checkpoint(checkpoint, model=before)

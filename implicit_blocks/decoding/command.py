@@ -1,0 +1,105 @@
+"""The command ``generate``: prompts as words or numbers, continued by a trained model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack
+
+from implicit_blocks.decoding.generated import Generated
+from implicit_blocks.decoding.generation import Options, generate
+from implicit_blocks.model import LanguageModel
+from implicit_blocks.saved_models import load_model
+from implicit_blocks.specs import load_spec
+
+
+class Language(NamedTuple):
+    """How prompts become tokens, and tokens something to print."""
+
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+    stop_tokens: tuple[int, ...] = ()
+
+
+def continue_prompts(
+    source: Path,
+    prompts: Sequence[str],
+    *,
+    spec: str | None = None,
+    tokenizer: Path | None = None,
+    device: str = "cpu",
+    **options: Unpack[Options],
+) -> None:
+    """Print each prompt with what the model makes of it, and how the searches went on stderr.
+
+    Args:
+        source: see ``load_model``.
+        prompts: text, or where there is no tokenizer tokens by number, such as ``"0 3 2"``.
+        spec: of the model, where the source doesn't say.
+        tokenizer: a ``tokenizer.json``, or a folder with one. None: the one in the source, or beside a run's
+            data, if there is one.
+        device: to compute on.
+        **options: as ``generate`` describes them.
+
+    Raises:
+        ValueError: as ``load_model`` and ``generate``; a tokenizer that is none; prompts that are no numbers.
+        ImportError: there is a tokenizer, and transformers is not installed.
+
+    """
+    found = tokenizer if tokenizer is not None else _tokenizer_of(source)
+    language = _numbers() if found is None else _words(found)
+    model: LanguageModel = load_model(source, spec=spec).to(device)
+    ids = [language.encode(prompt) for prompt in prompts]
+    options["stop_tokens"] = language.stop_tokens
+    made = generate(model, ids, **options)
+    for row, prompt in enumerate(ids):
+        print(language.decode([*prompt, *made.tokens[row, : int(made.lengths[row])].tolist()]))
+    if (said := _how_it_went(made)) is not None:
+        print(said, file=sys.stderr)
+
+
+def _tokenizer_of(source: Path) -> Path | None:
+    """Find the tokenizer in an exported folder, or beside the data of a run or a checkpoint of one."""
+    if (source / "tokenizer.json").is_file():
+        return source
+    for run in (source, source.resolve().parent.parent):
+        if (run / "spec.yaml").is_file():
+            path = getattr(getattr(load_spec(run / "spec.yaml"), "data", None), "path", None)
+            beside = None if path is None else Path(path)
+            return beside if beside is not None and (beside / "tokenizer.json").is_file() else None
+    return None
+
+
+def _words(path: Path) -> Language:
+    from implicit_blocks.hf.tokenizer import load_tokenizer
+
+    tokenizer: Any = load_tokenizer(path)
+    return Language(
+        encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
+        decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
+        stop_tokens=() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),),
+    )
+
+
+def _numbers() -> Language:
+    def encode(text: str) -> list[int]:
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError:
+            raise ValueError(
+                f"the prompt {text!r} is no row of token ids, and there is no tokenizer for words; "
+                "name one by --tokenizer, or give ids such as '0 3 2'"
+            ) from None
+
+    return Language(encode=encode, decode=lambda ids: " ".join(map(str, ids)))
+
+
+def _how_it_went(made: Generated) -> str | None:
+    if made.iterations is None or made.converged is None:
+        return None
+    real = [row[: int(length)] for row, length in zip(made.iterations, made.lengths, strict=True)]
+    mean = sum(float(row.sum()) for row in real) / max(1, int(made.lengths.sum()))
+    open_tokens = int((~made.converged).sum())
+    left = "all converged" if not open_tokens else f"{open_tokens} did not converge"
+    return f"{int(made.lengths.sum())} tokens, {mean:.1f} iterations each, {left}"

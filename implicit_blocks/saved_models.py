@@ -1,0 +1,172 @@
+"""Trained models from where they lie: runs of the trainer, checkpoints, folders with a configuration, files.
+
+Of a run's folder only what any reader needs is known here: ``spec.yaml``, and under ``checkpoints`` the
+folders ``step-…`` with tensors and the record of their files.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from implicit_blocks.checkpoint_files import CONFIG, SAFETENSORS, check_tensors, read_file
+from implicit_blocks.registry import build
+from implicit_blocks.sharded_files import INDEX, read_whole_tensors, require_whole
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, load_spec
+from implicit_blocks.specs.loading import read_model_spec
+
+_SPEC = "spec.yaml"  # of a run, in its folder
+_CHECKPOINTS = "checkpoints"
+_RECORD = "state.json"  # where a checkpoint of the trainer says what its files are
+_TRAINED = "model/"  # what the names of the model's tensors begin with in a checkpoint of the trainer
+_MODEL = "model.yaml"  # the spec that the trainer's exports have beside their weights
+
+
+def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None) -> Any:
+    """Return a trained model, on the CPU, in evaluation mode.
+
+    ```python
+    model = load_model("runs/first")                          # the newest checkpoint that is whole
+    made = generate(model, [[0, 3, 2]], max_new_tokens=8)
+    ```
+
+    Args:
+        source: a run's folder, one of its checkpoints, a folder that ``from_pretrained`` reads, one of the
+            published implementation, or a file of weights (``.safetensors``, or pickled tensors).
+        spec: of the model: a name in the zoo, a YAML file, or the spec itself. None: what the source says; a
+            run's model is the one of its last phase.
+
+    Returns:
+        A module of the spec's kind: an ``ImplicitLM`` or an ``ExplicitLM``, unless a plugin brought the kind.
+
+    Raises:
+        ValueError: there is nothing, it does not say what model it is, it is damaged, or its tensors are not
+            those of the spec, all of which are listed. A damaged checkpoint of a run is passed over with a
+            warning, where an older one is whole.
+
+    """
+    source = Path(source)
+    if not source.exists():
+        raise ValueError(f"there is nothing at {source}; give a run, a checkpoint, or a folder with {CONFIG}")
+    if (source / CONFIG).is_file():
+        if spec is not None:
+            raise ValueError(f"{source} says itself what model it is; leave the spec out")
+        from implicit_blocks.hf.folders import read_checkpoint  # brings transformers, where it is installed
+
+        found = read_checkpoint(source)
+        return _with_weights(found.spec, found.state)
+    known = _spec_of(source) if spec is None else _model_spec(spec)
+    weights = source
+    if (source / _CHECKPOINTS).is_dir():
+        weights, complaints = newest_whole(source)
+        for complaint in complaints:
+            warnings.warn(f"{complaint}; {weights.name} is read instead", stacklevel=2)
+    if isinstance(known, ImplicitLMSpec | ExplicitLMSpec):
+        return _with_weights(known, read_weights(weights, expected=empty_state(known)))
+    model: nn.Module = build(known)
+    model.load_state_dict(read_weights(weights, expected=model.state_dict()))
+    return model.eval()
+
+
+def _with_weights(spec: ImplicitLMSpec | ExplicitLMSpec, state: Mapping[str, Tensor]) -> nn.Module:
+    with torch.device("meta"):
+        model: nn.Module = build(spec)
+    model.load_state_dict(state, assign=True)
+    return model.eval()
+
+
+def _model_spec(spec: str | Path | ModelSpec) -> ModelSpec:
+    return spec if isinstance(spec, ModelSpec) else load_spec(spec).final_model
+
+
+def _spec_of(source: Path) -> ModelSpec:
+    """Find out what model it is: by the run's spec, or by one beside the weights."""
+    folder = source if source.is_dir() else source.parent
+    run = folder if (folder / _SPEC).is_file() else folder.resolve().parent.parent
+    if source.is_dir() and (run / _SPEC).is_file() and (run / _CHECKPOINTS).is_dir():
+        return load_spec(run / _SPEC).final_model
+    if (folder / _MODEL).is_file():
+        return read_model_spec(folder / _MODEL)
+    raise ValueError(
+        f"{source} doesn't say what model it is; give its spec: a name in the zoo, or a YAML file"
+    )
+
+
+# ------------------------------------------------------------------------------------ weights
+
+
+def empty_state(spec: ImplicitLMSpec | ExplicitLMSpec) -> dict[str, Tensor]:
+    """Return a model's state dict on the meta device: names and shapes."""
+    with torch.device("meta"):
+        model: nn.Module = build(spec)
+    return model.state_dict()
+
+
+def newest_whole(run: Path) -> tuple[Path, list[str]]:
+    """Return the newest checkpoint of a run that is whole, and what is wrong with each newer one.
+
+    Raises:
+        ValueError: there is none, or none is whole.
+
+    """
+    # Others are what a killed run was writing, such as step-00000120.tmp-save.
+    steps = [path for path in (run / _CHECKPOINTS).glob("step-*") if path.name[5:].isdigit()]
+    if not steps:
+        raise ValueError(f"the run in {run} has no checkpoint yet; train it, or give a file of weights")
+    complaints: list[str] = []
+    for path in sorted(steps, reverse=True):
+        try:
+            if not (path / _RECORD).is_file():
+                raise ValueError(f"{path} is not whole: {_RECORD} is missing; take another checkpoint")
+            require_whole(path, record=_RECORD)
+        except ValueError as error:
+            complaints.append(str(error).removesuffix("; take another checkpoint"))
+        else:
+            return path, complaints
+    raise ValueError(f"the run in {run} has no checkpoint that is whole: {'; '.join(complaints)}")
+
+
+def read_weights(path: Path, *, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read a file of weights, or a checkpoint of the trainer, whose checksums are looked at.
+
+    Args:
+        path: the file, a folder with ``model.safetensors``, or the checkpoint.
+        expected: the model's own state dict. Of weights that are tied the trainer stores one; the others are
+            found by it, unless it is on the meta device.
+
+    Raises:
+        ValueError: they can't be read, or don't fit; all that differs is listed.
+
+    """
+    state = _read(path)
+    stored = {expected[name].data_ptr(): tensor for name, tensor in state.items() if name in expected}
+    tied = {
+        name: stored[own.data_ptr()]
+        for name, own in expected.items()
+        if name not in state and not own.is_meta and own.data_ptr() in stored
+    }
+    state |= tied
+    check_tensors(state, expected, what=str(path))
+    return state
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if path.is_dir():
+        require_whole(path, record=_RECORD)
+    if (path / INDEX).is_file():
+        tensors = read_whole_tensors(path, prefix=_TRAINED)
+        if not tensors:
+            raise ValueError(f"{path} has no tensors of a model; give a checkpoint of the trainer")
+        return tensors
+    file = path / SAFETENSORS if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(
+            f"there are no weights at {file}; give a file, a folder with {SAFETENSORS}, "
+            "or a checkpoint of the trainer"
+        )
+    return read_file(file)

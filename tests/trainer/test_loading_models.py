@@ -1,0 +1,120 @@
+"""``ib.load_model``: the model of a run, a checkpoint, an export, a published folder, a file of weights."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+import implicit_blocks as ib
+from trainer.checkpoint import read_model_tensors
+from trainer.run import build
+from trainer.spec import RunSpec
+
+Small = Callable[..., RunSpec]
+
+PHASES = [{"name": "bounded", "until": 2}, {"name": "free", "model": {"stopping": {"max_iterations": 9}}}]
+
+
+@pytest.fixture(scope="module")
+def run(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("trained") / "run"
+    build(small({"training.checkpoint_every": 2, "phases": PHASES}), output=folder, device="cpu").train()
+    return folder
+
+
+def assert_holds(model: nn.Module, tensors: dict[str, Tensor]) -> None:
+    state = model.state_dict()
+    assert state.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize(
+    ("place", "step"),
+    [("", 4), ("checkpoints/step-00000004", 4), ("checkpoints/step-00000002", 2)],
+    ids=["run", "newest", "older"],
+)
+def test_a_run_or_one_of_its_checkpoints(run: Path, place: str, step: int) -> None:
+    model = ib.load_model(run / place)
+    assert isinstance(model, ib.ImplicitLM)
+    assert not model.training
+    assert_holds(model, read_model_tensors(run / "checkpoints" / f"step-{step:08d}"))
+    assert model.spec.stopping.max_iterations == 9  # that of the last phase
+    assert ib.generate(model, [[0, 3, 2], [5]], max_new_tokens=2).tokens.shape == (2, 2)
+
+
+def test_what_was_loaded_can_be_trained_on(run: Path) -> None:
+    model = ib.load_model(str(run)).train()
+    tokens = torch.randint(6, (2, 8))
+    model(tokens, labels=tokens).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_an_older_checkpoint_where_the_newest_is_damaged(run: Path, tmp_path: Path) -> None:
+    damaged = Path(shutil.copytree(run, tmp_path / "run"))
+    next((damaged / "checkpoints" / "step-00000004").glob("*.distcp")).unlink()
+    with pytest.warns(UserWarning, match=r"__0_0\.distcp is missing; step-00000002 is read instead"):
+        model = ib.load_model(damaged)
+    assert_holds(model, read_model_tensors(run / "checkpoints" / "step-00000002"))
+
+
+def test_a_file_of_weights_and_a_spec(run: Path, tmp_path: Path) -> None:
+    tensors = read_model_tensors(run / "checkpoints" / "step-00000004")
+    save_file(tensors, tmp_path / "model.safetensors")
+    for spec in (run / "spec.yaml", ib.load_spec(run / "spec.yaml").model):
+        assert_holds(ib.load_model(tmp_path / "model.safetensors", spec=spec), tensors)
+    with pytest.raises(ValueError, match="doesn't say what model it is; give its spec"):
+        ib.load_model(tmp_path / "model.safetensors")
+    spec = ib.load_spec(run / "spec.yaml").model.model_dump(mode="json")
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(spec))  # as the trainer's exports have it
+    assert_holds(ib.load_model(tmp_path), tensors)
+    assert_holds(ib.load_model(tmp_path / "model.safetensors"), tensors)
+
+
+def test_a_folder_of_transformers(run: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    from implicit_blocks.hf import from_library
+
+    model = ib.load_model(run)
+    from_library(model).save_pretrained(tmp_path / "exported")
+    assert_holds(ib.load_model(tmp_path / "exported"), model.state_dict())
+    with pytest.raises(ValueError, match="says itself what model it is"):
+        ib.load_model(tmp_path / "exported", spec="word_problem_s3")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda place: place / "nowhere", "there is nothing at"),
+        (lambda place: place, "doesn't say what model it is"),
+        (lambda place: _run_without_checkpoints(place), "has no checkpoint yet"),
+        (lambda place: _not_a_model(place), "is no spec of a model"),
+    ],
+    ids=["nothing", "an empty folder", "a run before its first checkpoint", "a spec of something else"],
+)
+def test_what_is_no_model_is_refused(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        ib.load_model(make(tmp_path))
+
+
+def _run_without_checkpoints(place: Path) -> Path:
+    (place / "checkpoints").mkdir()
+    (place / "spec.yaml").write_text("extends: word_problem_s3\n")
+    return place
+
+
+def _not_a_model(place: Path) -> Path:
+    (place / "model.yaml").write_text("kind: picard\n")
+    return place
+
+
+def test_tensors_of_another_model_are_listed(run: Path) -> None:
+    with pytest.raises(ValueError, match=r"embedding.weight has shape \(6, 16\) and should have"):
+        ib.load_model(run, spec="word_problem_s3")
