@@ -96,7 +96,7 @@ PROGRAMS = {
         (0.25,),
     ),
     "llama_1.3b": training("llama_1.3b_bounded"),
-    "mamba2_1.3b": training("mamba2_1.3b_bounded", variants_from=(0.0, 0.5)),
+    "mamba2_1.3b": training("mamba2_1.3b_bounded"),
     "agreement": Program(
         ("agreement.py", "--compile", "--graphs", "--golden", "none"), 120, variants_from=(0.75,)
     ),

@@ -60,26 +60,42 @@ def end_with(parent: int) -> None:
     os._exit(1)
 
 
+def import_first(program: str) -> None:
+    """Import what takes seconds and no GPU; without one there is nothing of that to load."""
+    import torch
+    import torch._dynamo
+    import torch._inductor.compile_fx
+    import torch._inductor.config
+
+    import implicit_blocks.model  # noqa: F401  # for its own sake, as the next one
+    from implicit_blocks.ops import accelerated
+
+    if Path(program).stem == "gpu_zoo":
+        import trainer.run  # noqa: F401
+
+        accelerated.report()  # a run notes the versions of all packages, and loads them for it
+    elif torch.cuda.is_available():
+        for package in ("triton", "mamba-ssm", "causal-conv1d"):
+            accelerated.load(accelerated.PACKAGES[package])
+    # Programs compile side by side; which variant of a kernel is fastest each finds out in its own turn.
+    torch._inductor.config.autotune_local_cache = False
+
+
 def main() -> None:
+    began = time.monotonic()
+    preparing = os.environ.get("PREPARING")
+    if not preparing and hasattr(os, "nice"):
+        os.nice(10)  # those that prepare go first; in its turn it is alone
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     path, program = Path(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[2:]
-    import torch._dynamo
-    import torch._inductor.config
-
-    import implicit_blocks.model  # noqa: F401  # what takes seconds and no GPU is done before the turn
-
-    if Path(program).stem == "gpu_zoo":
-        import trainer.run  # noqa: F401  # the same
-
-    # Programs compile side by side; which variant of a kernel is fastest each finds out in its own turn.
-    torch._inductor.config.autotune_local_cache = False
+    import_first(program)
+    card: dict[str, Any] = {"imports_s": round(time.monotonic() - began, 1)}
     if not sys.stdin.readline():
         return  # there will be no turn
-    if preparing := os.environ.get("PREPARING"):
+    if preparing:
         with contextlib.suppress(ImportError):  # without a GPU there is no Triton
             compile_only(float(preparing))
-    card: dict[str, Any] = {}
     look(card, "begin", path)
     began = time.monotonic()
     try:
