@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, d
 def _plans(
     name: str, data: Path, settings: Settings, with_shares: bool
 ) -> Iterable[tuple[dict[str, Any], RunSpec]]:
-    """Yield what is trained for a spec: both twins with each seed, and other curricula."""
+    """Yield what is trained for a spec, with each seed: both twins, and other curricula."""
     changes = [f"data.path={data}", *_laptop(name, settings), *settings.changes]
     own = _checked(name, run_spec(name, changes))
     share = own.phases[0].until if own.phases else None
@@ -122,11 +123,11 @@ def _plans(
         yield {**label, "kind": "implicit", "run": f"{name}-{seed}"}, implicit
         explicit = _watched(explicit_twin(name, seeded), settings)
         yield {**label, "kind": "explicit", "share": None, "run": f"{name}-explicit-{seed}"}, explicit
-    for other in settings.bounded if with_shares and own.phases else ():
+    for seed, other in product(settings.seeds, settings.bounded if with_shares and own.phases else ()):
         if other != share:
-            seeded = [*changes, f"training.seed={settings.seeds[0]}", f"phases.0.until={other}"]
-            label = {"spec": name, "seed": settings.seeds[0], "share": other, "kind": "curriculum"}
-            yield {**label, "run": f"{name}-{other:g}"}, _watched(run_spec(name, seeded), settings)
+            seeded = [*changes, f"training.seed={seed}", f"phases.0.until={other}"]
+            label = {"spec": name, "seed": seed, "share": other, "kind": "curriculum"}
+            yield {**label, "run": f"{name}-{other:g}-{seed}"}, _watched(run_spec(name, seeded), settings)
 
 
 def _laptop(name: str, settings: Settings) -> tuple[str, ...]:

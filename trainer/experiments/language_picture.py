@@ -80,13 +80,16 @@ def _draw_shares(axes: Axes, runs: Sequence[Mapping[str, Any]], colors: Mapping[
     tried = {run["spec"] for run in runs if run["kind"] == "curriculum"}
     for spec in sorted(tried):
         own = [run for run in runs if run["spec"] == spec and run["share"] is not None]
-        own = [run for run in own if run["seed"] == min(one["seed"] for one in own)]
-        points = sorted((run["share"], run["lengths"][0]["perplexity"]) for run in own)
-        axes.plot(*_columns(points), "o-", color=colors[spec], label=spec)
+        shares = sorted({run["share"] for run in own})
+        found = [[r["lengths"][0]["perplexity"] for r in own if r["share"] == share] for share in shares]
+        means = [sum(values) / len(values) for values in found]
+        axes.plot(shares, means, "-", color=colors[spec], label=spec)
+        points = [(share, one) for share, values in zip(shares, found, strict=True) for one in values]
+        axes.plot(*_columns(points), "o", color=colors[spec], fillstyle="none")
         axes.legend(frameon=False, fontsize=8)
     if not tried:
         axes.text(0.5, 0.5, "not tried", ha="center", va="center", transform=axes.transAxes, color=GREY)
-    finish(axes, title="Share of the first phase", x="share of the run", y="perplexity")
+    finish(axes, title="Share of the first phase, every seed", x="share of the run", y="perplexity")
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
 from trainer.experiments.cli import main
+from trainer.experiments.language import Settings, _plans
 from trainer.tokenize import main as tokenize
 
 NARROW = [
@@ -55,6 +56,19 @@ def test_twins_are_trained_and_measured(tokens, tmp_path, capsys):
     assert len(implicit["lengths"][0]["iterations_by_position"]) == 12
     assert (folder / "language.png").read_bytes().startswith(b"\x89PNG")
     assert "books_5m_mamba2-explicit-0" in capsys.readouterr().out
+
+
+def test_every_share_is_tried_with_every_seed_on_the_first_spec(tokens):
+    settings = Settings(seeds=(0, 1), bounded=(0.7, 0.8), changes=tuple(NARROW))
+    plans = [(label["run"], spec) for label, spec in _plans("books_5m_mamba2", tokens, settings, True)]
+    twins = [f"books_5m_mamba2{kind}-{seed}" for seed in (0, 1) for kind in ("", "-explicit")]
+    others = ["books_5m_mamba2-0.7-0", "books_5m_mamba2-0.7-1"]
+    assert [name for name, _ in plans] == [*twins, *others]
+    assert [(spec.training.seed, spec.phases[0].until) for name, spec in plans if name in others] == [
+        (0, 0.7),
+        (1, 0.7),
+    ]
+    assert [label["run"] for label, _ in _plans("books_5m_mamba2", tokens, settings, False)] == twins
 
 
 @pytest.mark.parametrize(

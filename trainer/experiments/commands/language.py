@@ -36,7 +36,8 @@ def add_options(made: argparse.ArgumentParser) -> None:
         nargs="*",
         default=[0.7, 0.8, 0.9],
         metavar="SHARE",
-        help="shares of the run for the first phase, tried on the first spec (0.7 0.8 0.9); none: not tried",
+        help="shares of the run for the first phase, tried on the first spec with each seed "
+        "(0.7 0.8 0.9); none: not tried",
     )
     made.add_argument(
         "--self-iterations",
