@@ -34,9 +34,8 @@ class MapGraphs:
     """Graphs of a model's map, one a shape, without gradients for searches and with them for what follows.
 
     They serve plain windows: those that begin their sequences, without padding, documents or dropout; any
-    other is computed as if there were no graphs. So are the differentiated calls of a pass after its first,
-    and a map that can't be recorded, with a line in the log. Weights and injection are copied into buffers of
-    the graphs once a pass, ``z`` where it isn't there.
+    other is computed as if there were no graphs, and so is a map that can't be recorded, with a line in the
+    log. Weights and injection are copied into buffers of the graphs once a pass, ``z`` where it isn't there.
     """
 
     def __init__(self) -> None:
@@ -62,10 +61,7 @@ class MapGraphs:
         try:
             if (search := self._once_more(f, z_BLD)) is not None:
                 return search.call(z_BLD, self._pool)
-            # Of a pass's differentiated calls the first alone is recorded, whose z carries no gradient: with
-            # later ones too, gradients were NaN at 512 × 256 tokens (not at 128 × 256), why is not known.
-            later = torch.is_grad_enabled() and z_BLD.requires_grad
-            key = None if later else _key(f, z_BLD)
+            key = _key(f, z_BLD)
             if key is None or (key, torch.is_grad_enabled()) in self._refused:
                 return f.compute(z_BLD)
             return self._call(f, z_BLD, key)
@@ -90,9 +86,11 @@ class MapGraphs:
         if buffers is None:
             return f.compute(z_BLD)
         if torch.is_grad_enabled():
-            if key not in self._steps and len(self._steps) >= MOST:
+            # The first step's z carries no gradient; all of a pass's steps read the same buffers.
+            kind = (key, z_BLD.requires_grad)
+            if kind not in self._steps and len(self._steps) >= MOST:
                 return f.compute(z_BLD)
-            ready = self._steps.setdefault(key, [])
+            ready = self._steps.setdefault(kind, [])
             step = next((graph for graph in ready if not graph.in_use), None)
             if step is None:
                 if len(ready) >= MOST:
@@ -140,15 +138,27 @@ class _NotRecordedError(RuntimeError):
 
 @contextmanager
 def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Record what is launched within, in the autocast mode of the caller."""
+    """Record what is launched within, in the autocast mode of the caller.
+
+    A graph's work spaces of cuBLAS are its own. torch keeps one a thread and stream, which all recordings
+    would share: the first to need one takes it from memory of its own pool, where at another time what its
+    forward pass left for backward may stand, and every later graph writes there.
+    """
     # Other threads, such as those that load data, may go on. Autocast must not remember a weight's cast: it
     # would outlive what the graph recorded of it.
     with ExitStack() as stack:
+        forget_work_spaces()
+        stack.callback(forget_work_spaces)
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
             stack.enter_context(torch.autocast("cuda", dtype=dtype, cache_enabled=False))
         stack.enter_context(torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"))
         yield
+
+
+def forget_work_spaces() -> None:
+    """Give back the memory that torch keeps for cuBLAS, for all threads and streams; it is taken anew."""
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager
@@ -319,13 +329,10 @@ class _SearchGraph:
 
 
 class _StepGraph:
-    """A call of the map with gradients, forward and backward recorded; one at a time may await backward.
-
-    Its point carries no gradient: that of weights, parameters and injection is what backward is for.
-    """
+    """A call of the map with gradients, forward and backward recorded; one at a time may await backward."""
 
     def __init__(self, f: BoundMap, z_BLD: Tensor) -> None:
-        self._z = z_BLD.detach().clone()
+        self._z = z_BLD.detach().clone().requires_grad_(z_BLD.requires_grad)
         self._f = f
         self._call: ReferenceType[_Call] | None = None
         pool = torch.cuda.graph_pool_handle()  # of its own: activations stay between forward and backward

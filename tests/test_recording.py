@@ -1,6 +1,8 @@
-"""What recordings of the map lean on: leaves of autograd of their own, on the parameters' memory."""
+"""What recordings of the map lean on: leaves of autograd and work spaces of cuBLAS of their own."""
 
 from __future__ import annotations
+
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -42,8 +44,28 @@ def test_the_parameters_are_back_after_an_error(module):
     assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
 
 
-def test_of_a_pass_s_differentiated_calls_the_first_alone_is_recorded(monkeypatch):
-    """Later ones, whose point carries a gradient, brought NaN where they were recorded too."""
+def test_a_recording_begins_and_ends_without_work_spaces_of_cublas(monkeypatch):
+    """One that several graphs write to stood among what one of them had left for its backward."""
+    done = []
+
+    @contextmanager
+    def capture(graph, **options):
+        done.append("begin")
+        yield
+        done.append("end")
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(graphs, "forget_work_spaces", lambda: done.append("forget"))
+    with graphs.recording(None, (0, 1)):
+        done.append("launch")
+    assert done == ["forget", "begin", "launch", "end", "forget"]
+    done.clear()
+    with pytest.raises(ZeroDivisionError), graphs.recording(None, (0, 1)):
+        raise ZeroDivisionError
+    assert done == ["forget", "begin", "forget"]
+
+
+def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_once(monkeypatch):
     recorded = []
 
     class Step:
@@ -53,6 +75,7 @@ def test_of_a_pass_s_differentiated_calls_the_first_alone_is_recorded(monkeypatc
             recorded.append(z_BLD.requires_grad)
 
         def call(self, f, z_BLD):
+            self.in_use = True
             return f.compute(z_BLD)
 
     monkeypatch.setattr(graphs, "_StepGraph", Step)
@@ -62,7 +85,13 @@ def test_of_a_pass_s_differentiated_calls_the_first_alone_is_recorded(monkeypatc
     ids = torch.randint(61, (2, 24))
     f, z = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
     made = graphs.MapGraphs()
-    first = made.call(f, z)
-    assert first.requires_grad
-    torch.testing.assert_close(made.call(f, first), f.compute(first))
-    assert recorded == [False]
+    points = [z]
+    for _ in range(3):
+        points.append(made.call(f, points[-1].detach() if points[-1] is z else points[-1]))
+    torch.testing.assert_close(points[3], f.compute(points[2]))
+    assert recorded == [False, True, True]
+    for steps in made._steps.values():
+        for step in steps:
+            step.in_use = False  # as after backward
+    made.call(f, points[1])
+    assert recorded == [False, True, True]
