@@ -103,6 +103,9 @@ def main() -> None:
     finally:
         card["seconds"] = round(time.monotonic() - began, 1)
         look(card, "end", path)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # taking graphs and modules apart takes seconds, and the next one waits for them
 
 
 if __name__ == "__main__":
