@@ -89,8 +89,9 @@ def run(
     model: ImplicitLM = build(spec.model)
     load_checkpoint(weights, model=model)
     model = model.to(place, torch.float64 if double else torch.float32).eval()
-    rows, histograms = [], {}
-    for tolerance in sorted(tolerances, reverse=True):
+    rows: list[dict[str, Any]] = []
+    tightest: dict[str, Mode] = {}
+    for tolerance in sorted(tolerances):  # the tightest first: the others are held against it
         modes = {
             mode: evaluate(
                 model,
@@ -102,8 +103,8 @@ def run(
             )
             for mode in MODES
         }
-        rows.append(compare(modes, batch.labels, tolerance=tolerance))
-        histograms[tolerance] = modes
+        tightest = tightest or modes
+        rows.insert(0, compare(modes, batch.labels, tolerance=tolerance, tightest=tightest["simultaneous"]))
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "checkpoint": str(weights),
@@ -114,7 +115,6 @@ def run(
         "dtype": "float64" if double else "float32",
         "solver": model.spec.at_evaluation.solver.model_dump(mode="json"),
     }
-    tightest = histograms[min(tolerances)]
     # In turn, because together a token goes on until all before it have converged too.
     kinds = by_kind(batch.inputs.cpu(), tightest["sequential"].iterations, _names(spec, tokenizer))
     write_json(
@@ -194,11 +194,15 @@ def evaluate(
     )
 
 
-def compare(modes: dict[str, Mode], labels_BL: Tensor, *, tolerance: float) -> dict[str, Any]:
+def compare(
+    modes: dict[str, Mode], labels_BL: Tensor, *, tolerance: float, tightest: Mode | None = None
+) -> dict[str, Any]:
     """Return the figures of one tolerance: equal tokens, distances of logits, iterations of both modes.
 
     A token is *clear* where its two best logits differ, in simultaneous mode, by more than twice the largest
-    distance of any logit of any token: the modes must agree on it.
+    distance of any logit of any token: the modes must agree on it. With ``tightest``, the answers at a tight
+    tolerance, each mode is held against them too. The standard error of equal tokens is over the sequences,
+    as tokens of one sequence are no independent draws; None for a single sequence.
     """
     together, in_turn = (modes[mode].logits for mode in MODES)
     distance_BL = (together - in_turn).abs().amax(2)
@@ -210,6 +214,7 @@ def compare(modes: dict[str, Mode], labels_BL: Tensor, *, tolerance: float) -> d
         "tolerance": tolerance,
         "tokens": equal_BL.numel(),
         "equal_tokens": float(equal_BL.double().mean()),
+        "equal_tokens_error": _standard_error(equal_BL),
         "logit_distance_mean": float(distance_BL.mean()),
         "logit_distance_p99": float(torch.quantile(distance_BL.flatten().double(), 0.99)),
         "logit_distance_max": float(distance_BL.max()),
@@ -227,7 +232,18 @@ def compare(modes: dict[str, Mode], labels_BL: Tensor, *, tolerance: float) -> d
             "iterations_by_position": mode.iterations.double().mean(0).tolist(),
             "seconds": round(mode.seconds, 3),
         }
+        if tightest is not None:
+            apart_BL = (mode.logits - tightest.logits).abs().amax(2)
+            same_BL = mode.logits.argmax(2) == tightest.logits.argmax(2)
+            row[name]["equal_to_tightest"] = float(same_BL.double().mean())
+            row[name]["distance_to_tightest_mean"] = float(apart_BL.mean())
     return row
+
+
+def _standard_error(equal_BL: Tensor) -> float | None:
+    """Return the standard error of the mean over sequences."""
+    rows = equal_BL.shape[0]
+    return float(equal_BL.double().mean(1).std() / math.sqrt(rows)) if rows > 1 else None
 
 
 def by_kind(inputs_BL: Tensor, iterations_BL: Tensor, names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -265,13 +281,20 @@ def _names(spec: RunSpec, tokenizer: Path | None) -> dict[int, str]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the figures as aligned text."""
-    lines = ["tolerance  equal tokens  logits: mean      max  clear  equal  iterations: together  in turn"]
+    lines = [
+        "tolerance   equal tokens  logits: mean      max  clear  equal  iterations: together  in turn"
+        "  as the tightest: together  in turn"
+    ]
     for row in rows:
         clear = row["equal_clear_tokens"]
         together, in_turn = (row[mode]["iterations_mean"] for mode in MODES)
+        error = row["equal_tokens_error"]
+        equal = f"{row['equal_tokens']:.2%}" + ("" if error is None else f" ±{100 * error:.2f}")
+        near = [format(row[mode].get("equal_to_tightest", math.nan), ".2%") for mode in MODES]
         lines.append(
-            f"{row['tolerance']:9.0e}  {row['equal_tokens']:12.2%}  {row['logit_distance_mean']:12.1e}  "
+            f"{row['tolerance']:9.0e}  {equal:>13}  {row['logit_distance_mean']:12.1e}  "
             f"{row['logit_distance_max']:7.1e}  {row['clear_tokens']:5.0%}  "
             f"{'-' if clear is None else format(clear, '.0%'):>5}  {together:20.1f}  {in_turn:7.1f}"
+            f"  {near[0]:>25}  {near[1]:>7}"
         )
     return "\n".join(lines)

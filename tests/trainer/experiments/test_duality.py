@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
 from trainer.experiments.cli import main
+from trainer.experiments.duality import Mode, compare, table
 from trainer.run import build
 from trainer.spec import RunSpec
 
@@ -61,6 +64,10 @@ def test_both_modes_agree_as_far_as_the_tolerance(trained, tmp_path, capsys):
     assert tight["logit_distance_max"] < 1e-5 * max(1.0, loose["logit_distance_max"])
     assert tight["equal_tokens"] == 1.0
     assert tight["equal_clear_tokens"] == 1.0
+    assert tight["simultaneous"]["equal_to_tightest"] == 1.0
+    assert tight["simultaneous"]["distance_to_tightest_mean"] == 0.0
+    assert tight["sequential"]["distance_to_tightest_mean"] == tight["logit_distance_mean"]
+    assert loose["simultaneous"]["distance_to_tightest_mean"] > 0
     for mode in ("sequential", "simultaneous"):
         figures = tight[mode]
         assert sum(figures["iterations_histogram"]) == 4 * LENGTH
@@ -76,6 +83,26 @@ def test_both_modes_agree_as_far_as_the_tolerance(trained, tmp_path, capsys):
     assert kinds[0]["iterations_mean"] >= kinds[1]["iterations_mean"]
     assert (tmp_path / "out/duality.png").read_bytes().startswith(b"\x89PNG")
     assert "equal tokens" in capsys.readouterr().out
+
+
+def test_the_error_of_equal_tokens_is_over_sequences():
+    logits = torch.zeros(4, 2, 3)
+    logits[:, :, 0] = 1.0
+    other = logits.clone()
+    other[0, :, 1] = 2.0  # both tokens of the first sequence, none of the others
+    modes = {
+        name: Mode(
+            logits=one, iterations=torch.ones(4, 2).long(), converged=torch.ones(4, 2).bool(), seconds=0.0
+        )
+        for name, one in (("simultaneous", logits), ("sequential", other))
+    }
+    row = compare(modes, torch.zeros(4, 2).long(), tolerance=0.1, tightest=modes["simultaneous"])
+    assert row["equal_tokens"] == 0.75
+    assert row["equal_tokens_error"] == pytest.approx(0.5 / 2)  # the shares 0, 1, 1, 1
+    assert (row["simultaneous"]["equal_to_tightest"], row["sequential"]["equal_to_tightest"]) == (1.0, 0.75)
+    assert "75.00% ±25.00" in table([row])
+    one = {name: replace(mode, logits=mode.logits[:1]) for name, mode in modes.items()}
+    assert compare(one, torch.zeros(1, 2).long(), tolerance=0.1)["equal_tokens_error"] is None
 
 
 def test_one_checkpoint_of_a_run_and_another_length(trained, tmp_path):
