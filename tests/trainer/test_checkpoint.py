@@ -21,6 +21,7 @@ from trainer.checkpoint import (
     save_checkpoint,
     verify_checkpoint,
 )
+from trainer.checkpoint_folder import prune
 from trainer.errors import CheckpointError, FailedSaveError
 from trainer.rng import random_state, restore_random_state, seed_everything
 
@@ -247,6 +248,30 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     for name, tensor in at_save.items():
         assert torch.equal(stored[name], tensor), name
     assert not torch.equal(stored["head.weight"], model.state_dict()["head.weight"])
+
+
+def test_other_ties_are_another_model(tmp_path: Path) -> None:
+    def tied(name: str) -> nn.Module:
+        model = nn.Module()
+        for each in ("first", "second"):
+            model.register_parameter(each, nn.Parameter(torch.zeros(2)))
+        model.register_parameter("last", model.get_parameter(name))
+        return model
+
+    model = tied("first")
+    path = save(tmp_path, model, optimizer_of(model), 1)
+    load_checkpoint(path, model=model)
+    with pytest.raises(CheckpointError, match="is of another model: it ties other weights to each other"):
+        load_checkpoint(path, model=tied("second"))
+
+
+def test_checkpoints_of_a_future_that_was_left_push_nothing_out(tmp_path: Path) -> None:
+    for step in (2, 4, 8):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    prune(tmp_path, newest=tmp_path / "step-00000004", keep=2)
+    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [2, 4, 8]
+    prune(tmp_path, newest=tmp_path / "step-00000004", keep=1)
+    assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [4, 8]
 
 
 def test_milestones_stay(tmp_path: Path) -> None:

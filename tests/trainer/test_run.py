@@ -164,10 +164,12 @@ def test_an_earlier_checkpoint_can_be_asked_for_by_name(whole: Path, small: Smal
         CheckpointError, match="no checkpoint 'step-00000002'; there are: step-00000006, step-00000007"
     ):
         build(small(CURRICULUM), output=folder, device="cpu", checkpoint="step-00000002")
-    run = build(small(CURRICULUM), output=folder, device="cpu", checkpoint="6")
-    assert run.loop.progress.step == 6
+    build(small(CURRICULUM), output=folder, device="cpu", resume=True).train(stop_at=8)
+    run = build(small(CURRICULUM), output=folder, device="cpu", checkpoint="7")
+    assert run.loop.progress.step == 7
     run.train()
     assert losses(folder) == losses(whole)
+    assert [row["step"] for row in read_metrics(folder / "evaluations.jsonl")] == [4, 4, 8, 8, 12, 12]
 
 
 def test_micro_batches_do_not_change_the_run(whole: Path, small: Small, tmp_path: Path) -> None:

@@ -97,7 +97,7 @@ class StreamData(DataSource):
         check_range(position, count)
         if position < self._position:
             self._restart()
-        if position - self._position > EXACT:
+        if self._begins and position > EXACT:
             self._skip(position)
         while self._position < position:
             self._next()
@@ -114,6 +114,7 @@ class StreamData(DataSource):
     def _restart(self) -> None:
         self._texts = self._read()
         self._position = 0
+        self._begins = True  # once it is on its way, what other ranks take is read and dropped, however much
         # Tokens read but not yet given, and which document each is of.
         self._ids: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._numbers: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
@@ -159,6 +160,7 @@ class StreamData(DataSource):
                 self._ended += 1
                 held += len(ids) + 1
         self._ids, self._numbers = np.concatenate(parts), np.concatenate(numbers)
+        self._begins = False
         tokens, of = self._ids[: self._length + 1].copy(), self._numbers[: self._length + 1].copy()
         self._ids, self._numbers = self._ids[self._length :], self._numbers[self._length :]
         self._position += 1
@@ -183,7 +185,7 @@ class StreamData(DataSource):
         while gone < wanted:
             gone += len(next(self._texts))
         self._ids, self._numbers = self._ids[:0], self._numbers[:0]
-        self._position = position
+        self._position, self._begins = position, False
 
 
 class StreamFields(Protocol):

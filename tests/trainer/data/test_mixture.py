@@ -18,6 +18,7 @@ from trainer.data.mixture import Mixture, Part, build
 from trainer.data.quotas import BLOCK, quotas
 from trainer.data.tokens import TokenData, write_tokens
 from trainer.spec import MixtureSpec
+from trainer.tokenize import main as tokenize
 
 
 def parts(
@@ -31,6 +32,15 @@ def parts(
             write_tokens(path, 10_000 * number + np.arange(size), vocab_size=60_000)
         made.append(Part(f"part{number}", TokenData(path, length=10, seed=number), weight))
     return made
+
+
+def folder_of(path: Path, texts: list[str]) -> Path:
+    """Write texts as bytes, with the ends of documents and a manifest."""
+    path.mkdir()
+    (path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ["--tokenizer", "bytes", "--workers", "1", "--output", str(path / "tokens")]
+    assert tokenize([str(path / "texts.jsonl"), *options]) == 0
+    return path / "tokens"
 
 
 def test_shares_are_exact_and_sources_give_all_they_have(tmp_path: Path) -> None:
@@ -83,6 +93,7 @@ def test_positions_of_a_source_follow_on_over_blocks(tmp_path: Path) -> None:
 def test_quotas() -> None:
     assert quotas([2.0]) == [BLOCK]
     assert quotas([1, 1, 1]) == [21846, 21845, 21845]
+    assert quotas([1, 2, 6]) == [7282, 14563, 43691]  # 7281.8, 14563.6, 43690.7: the largest rests first
     assert sum(quotas([0.1, 0.7, 12.3, 1e-2])) == BLOCK
     with pytest.raises(ValueError, match="weight 1e-09 of 1 in all is less than one sample in 65536"):
         quotas([1, 1e-9])
@@ -142,6 +153,34 @@ def test_refuses_sources_that_do_not_fit(tmp_path: Path) -> None:
     value["sources"][0]["data"]["path"] = str(tmp_path / "gone")
     with pytest.raises(ValueError, match="source 'small' of the mixture: there is no token file or folder"):
         build(MixtureSpec.model_validate(value))
+
+
+def test_tokens_of_two_tokenizers_do_not_mix(tmp_path: Path) -> None:
+    folders = [folder_of(tmp_path / str(number), ["a text " * 20]) for number in range(2)]
+    sources = [{"weight": 1, "data": {"kind": "tokens", "path": str(folder)}} for folder in folders]
+    spec = MixtureSpec.model_validate({"kind": "mixture", "length": 10, "sources": sources})
+    build(spec)
+    manifest = json.loads((folders[1] / "train" / "manifest.json").read_text())
+    manifest["tokenizer"]["sha256"] = "0" * 64
+    (folders[1] / "train" / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="were made by different tokenizers"):
+        build(spec)
+
+
+def test_documents_are_those_of_the_sources(tmp_path: Path) -> None:
+    sources = [
+        TokenData(folder_of(tmp_path / str(number), texts), length=10, seed=number, documents="reset")
+        for number, texts in enumerate((["ab", "cde", "f"] * 20, ["a longer text", "and", "more"] * 20))
+    ]
+    mixture = Mixture([Part("short", sources[0], 2), Part("long", sources[1], 1)], seed=1)
+    batch = mixture.batch(0, 30)
+    assert batch.documents is not None
+    for row in range(30):
+        number, position = mixture.origin(row)
+        alone = sources[number].batch(position, 1)
+        assert alone.documents is not None
+        assert torch.equal(batch.documents[row], alone.documents[0])
+        assert torch.equal(batch.labels[row], alone.labels[0])
 
 
 def test_words_and_texts_mix(tmp_path: Path) -> None:

@@ -79,6 +79,16 @@ def test_far_on_is_approximate_and_said(folder: Path, monkeypatch: pytest.Monkey
     assert data.batch(70, 3).inputs.shape == (3, 128)
 
 
+def test_on_its_way_it_is_exact_however_large_the_others_shares_are(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = open_stream(folder).batch(0, 400).inputs
+    monkeypatch.setattr(stream, "EXACT", 50)
+    data = open_stream(folder)  # the first of two ranks, batches of 200
+    assert torch.equal(data.batch(0, 100).inputs, whole[:100])
+    assert torch.equal(data.batch(200, 100).inputs, whole[200:300])
+
+
 def test_says_at_the_start_that_a_resume_is_approximate(folder: Path) -> None:
     with pytest.warns(ApproximateResumeWarning, match="is streamed: a resumed run goes on near"):
         open_stream(folder)

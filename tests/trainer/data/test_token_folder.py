@@ -48,6 +48,21 @@ def test_finds_both_splits(tokens: Path) -> None:
     assert build(TokensSpec(path=str(tokens / "train"), length=16)).evaluation_sets(WANTED) == {}
 
 
+def test_evaluation_reads_the_held_out_tokens_as_training_reads_its_own(tokens: Path) -> None:
+    spec = TokensSpec(path=str(tokens), length=16, documents="reset", check_sums=False)
+    data = build(spec)
+    (batch,) = data.evaluation_sets(WANTED)["L8"].batches(4)
+    assert batch.documents is not None
+    shard = tokens / "validation" / "shard_00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[20] ^= 1
+    shard.write_bytes(content)
+    data.evaluation_sets(WANTED)
+    checked = TokenData(tokens, length=16, check_sums=True)
+    with pytest.raises(ValueError, match=r"validation/shard_00000\.bin has been altered"):
+        checked.evaluation_sets(WANTED)
+
+
 def test_epochs_are_counted(tokens: Path) -> None:
     data = TokenData(tokens, length=16)
     assert data.epochs(data.samples * 3 // 2) == {"": pytest.approx(1.5, abs=0.01)}

@@ -23,6 +23,7 @@ class Progress:
         self._stream = stream
         self._began = time.perf_counter()
         self._first: tuple[float, float, int] | None = None
+        self._last_share = 0.0
         self._last_line = self._began
         self._bar, self._task = _bar(stream)
 
@@ -47,8 +48,10 @@ class Progress:
     def report(self, share: float, documents: int, tokens: int) -> None:
         """Show how far it is."""
         now = time.perf_counter()
-        if self._first is None or share < self._first[1]:
-            self._first = now, share, tokens  # what a stopped run had done is not this one's pace
+        if self._first is None or share < self._last_share:
+            # What a stopped run had done is not this one's pace, nor that of training a tokenizer before.
+            self._first = now, share, tokens
+        self._last_share = share
         began, before, tokens_before = self._first
         left = (now - began) / (share - before) * (1 - share) if share > before else None
         rate = (tokens - tokens_before) / (now - began) if now > began else 0.0

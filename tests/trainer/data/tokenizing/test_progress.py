@@ -1,0 +1,24 @@
+"""The line that says how far tokenizing is."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from trainer.data.tokenizing import progress
+
+
+def test_pace_is_that_of_tokenizing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
+    stream = io.StringIO()
+    shown = progress.Progress(stream)
+    for share in (0.0, 0.5, 1.0):  # a tokenizer is trained on the same text first, which takes 1000 seconds
+        shown.report(share, 0, 0)
+        now += 500.0
+    shown.report(0.0, 0, 0)
+    now += 20.0
+    shown.report(0.25, 4, 2_000_000)
+    line = stream.getvalue().splitlines()[-1]
+    assert "100.0k tok/s" in line and "1m00s left" in line
