@@ -174,7 +174,8 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
         "tokens_per_second": round(ranks.world_size * tokens / seconds, 1),
     }
     if on_cuda:
-        row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)
+        row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)  # without what graphs keep
+        row["reserved_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 1)
     if arguments.profile and on_cuda:
         row |= profiled(step, steps=2)
     return row
