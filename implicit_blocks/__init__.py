@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         Solver,
         Window,
     )
-    from implicit_blocks.mixers import Attention, Mamba2
+    from implicit_blocks.mixers import Attention, Mamba2, Parallel
     from implicit_blocks.model import ExplicitLM, ImplicitLM, LMOutput
     from implicit_blocks.registry import build
     from implicit_blocks.saved_models import load_model
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         MixerSpec,
         MLPSpec,
         ModelSpec,
+        ParallelSpec,
         PatientPicardSpec,
         PhantomSpec,
         PicardSpec,
@@ -76,7 +77,7 @@ _HOMES = {
         "Solver",
         "Window",
     ],
-    "mixers": ["Attention", "Mamba2"],
+    "mixers": ["Attention", "Mamba2", "Parallel"],
     "model": ["ExplicitLM", "ImplicitLM", "LMOutput"],
     "registry": ["build"],
     "saved_models": ["load_model"],
@@ -96,6 +97,7 @@ _HOMES = {
         "Mamba2Spec",
         "MixerSpec",
         "ModelSpec",
+        "ParallelSpec",
         "PatientPicardSpec",
         "PhantomSpec",
         "PicardSpec",
@@ -139,6 +141,8 @@ __all__ = [
     "Mixer",
     "MixerSpec",
     "ModelSpec",
+    "Parallel",
+    "ParallelSpec",
     "PatientPicard",
     "PatientPicardSpec",
     "Phantom",

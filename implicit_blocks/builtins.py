@@ -32,6 +32,7 @@ def register_components(add: Add) -> None:
 
     add("mixer", specs.Mamba2Spec, "implicit_blocks.mixers.mamba2:Mamba2")
     add("mixer", specs.AttentionSpec, "implicit_blocks.mixers.attention:Attention")
+    add("mixer", specs.ParallelSpec, "implicit_blocks.mixers.parallel:Parallel")
     add("mlp", specs.SwiGLUSpec, "implicit_blocks.layers:SwiGLU")
 
     add("model", specs.ImplicitLMSpec, "implicit_blocks.model:ImplicitLM")

@@ -59,6 +59,8 @@ PUBLIC_NAMES = [
     "Mixer",
     "MixerSpec",
     "ModelSpec",
+    "Parallel",
+    "ParallelSpec",
     "PatientPicard",
     "PatientPicardSpec",
     "Phantom",

@@ -27,6 +27,7 @@ from implicit_blocks.specs.model import (
     LanguageModelSpec,
     ModelSpec,
 )
+from implicit_blocks.specs.parallel import ParallelSpec
 from implicit_blocks.specs.run import BaseRunSpec
 from implicit_blocks.specs.solvers import (
     AndersonSpec,
@@ -56,6 +57,7 @@ __all__ = [
     "Mamba2Spec",
     "MixerSpec",
     "ModelSpec",
+    "ParallelSpec",
     "Parameters",
     "PatientPicardSpec",
     "PhantomSpec",

@@ -30,6 +30,12 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("mixer", "attention"): {"n_heads": 2},
     ("mixer", "gated_deltanet"): {"n_heads": 2, "head_dim": 8, "chunk_size": 8},
     ("mixer", "mamba2"): {"d_state": 8, "head_dim": 8, "chunk_size": 8},
+    ("mixer", "parallel"): {
+        "mixers": [
+            {"kind": "attention", "n_heads": 2},
+            {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8},
+        ]
+    },
     # With its published norm_eps, heads this narrow magnify outputs near 0 until the map no longer contracts.
     ("mixer", "rwkv7"): {
         "n_heads": 2,
