@@ -17,6 +17,8 @@ GRADIENTS = {
     "phantom": ib.PhantomSpec(),
     "implicit_function": ib.ImplicitFunctionSpec(),
     "jacobian_penalty": ib.JacobianPenaltySpec(),
+    "unrolled": ib.UnrolledSpec(),
+    "unrolled-checkpointed": ib.UnrolledSpec(checkpointing=True),
 }
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 OVERFLOWS = 1  # the row that does
@@ -127,6 +129,23 @@ def test_a_lost_row_keeps_the_value_that_it_had(gradient):
     assert solution.diverged.tolist() == [False, True, False]
     assert torch.equal(solution.z[OVERFLOWS], torch.ones(4))  # its one finite f(z), and no other row's
     torch.testing.assert_close(solution.z[[0, 2]], torch.full((2, 4), 2.0), atol=1e-3, rtol=0)
+
+
+def test_unrolled_a_lost_row_keeps_its_start_and_the_others_their_gradient():
+    def gradient_of(rows):
+        z0 = torch.full((len(rows), 4), 0.2, requires_grad=True)
+        search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping())
+        solution = ib.Unrolled(steps=4)(OneRowIsLost(rows), z0, search)
+        solution.z.sum().backward()
+        return solution, z0.grad
+
+    solution, grad = gradient_of(torch.arange(3))
+    alone, expected = gradient_of(torch.tensor([0]))
+    assert solution.diverged.tolist() == [False, True, False]
+    torch.testing.assert_close(solution.z[0], alone.z[0])
+    assert torch.equal(solution.z[OVERFLOWS], torch.full((4,), 0.2))
+    torch.testing.assert_close(grad[[0, 2]], expected.expand(2, 4))
+    assert torch.equal(grad[OVERFLOWS], torch.zeros(4))
 
 
 LARGE = 7  # the token that overflows, with every other one behind it

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from implicit_blocks.driver import still_at_padding
+from implicit_blocks.gradients.sound import sound_rows, with_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
 from implicit_blocks.ranges import require_count
 
@@ -23,7 +24,9 @@ class Unrolled(GradientEstimator):
     not have a fixed point, and iterated further may give something else. Use it to get training going, then
     an estimator that trains the fixed point itself.
 
-    Calls of ``f``: ``steps``. The residual reported is measured at the last of them.
+    Calls of ``f``: ``steps``. The residual reported is measured at the last of them. Rows that have diverged
+    keep their start, without a gradient; the others are then unrolled once more without them, since the
+    gradient of weights is a sum over rows.
 
     Args:
         steps: number of solver updates, at least 1.
@@ -48,12 +51,24 @@ class Unrolled(GradientEstimator):
                 "declare itself differentiable; use solver picard or gradient phantom"
             )
 
+        z, report = self._unroll(f, z0, search, search.valid)
+        sound, rows = sound_rows(f, report)
+        if rows is not None:
+            valid = None if search.valid is None else search.valid[rows]
+            z = with_diverged(self._unroll(sound, z0[rows], search, valid)[0], z0, report)
+        return report.with_value(z)
+
+    def _unroll(
+        self, f: Map, z0: Tensor, search: SearchLike, valid: Tensor | None
+    ) -> tuple[Tensor, Solution]:
+        solver = search.solver
+
         def elements(z: Tensor) -> Tensor:
             return z.reshape(z0.shape[0], -1)
 
         def call(z_EF: Tensor) -> Tensor:
             z = z_EF.view(z0.shape)
-            return elements(still_at_padding(f(z), z, search.valid))
+            return elements(still_at_padding(f(z), z, valid))
 
         def step(z_EF: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
             fz_EF = call(z_EF)
@@ -68,4 +83,4 @@ class Unrolled(GradientEstimator):
                 else step(before, state)
             )
         report = search.report(before.view(z0.shape), fz.view(z0.shape), iterations=self.steps)
-        return report.with_value(z.view(z0.shape))
+        return z.view(z0.shape), report

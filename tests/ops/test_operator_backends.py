@@ -43,6 +43,7 @@ def test_auto_takes_the_first_that_is_there_can_and_pays(operation):
 
 def test_by_name_it_need_not_pay(operation):
     assert operation.choose("short", torch.ones(1)).name == "short"
+    assert backends.chosen() == (("double", "short"),)
 
 
 def test_what_is_missing_is_said_with_how_to_get_it(operation):
