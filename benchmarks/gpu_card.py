@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import time
@@ -41,6 +42,13 @@ def seen() -> dict[str, Any]:
     found["memory_used_gb"] = None if used is None else round(used / 1000 * 1.048576, 2)
     found["processes"] = len(asked("--query-compute-apps=pid"))
     return found
+
+
+def free_gb() -> float:
+    """Return the memory that is free, less a tenth; no end of it where there is no card."""
+    state = asked("--query-gpu=memory.free")
+    free = number(state[0][0]) if state else None
+    return math.inf if free is None else 0.9 * free / 1000 * 1.048576
 
 
 def once_quiet(patience: float) -> dict[str, Any]:

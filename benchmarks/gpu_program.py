@@ -3,7 +3,7 @@
     python benchmarks/gpu_program.py CARD.json PROGRAM.py [what the program takes …]
 
 The turn is a line on standard input. What is seen of the card goes to CARD.json. With PREPARING in the
-environment it fills the compilers' caches, and times nothing.
+environment it fills the compilers' caches, times nothing, and takes no more than PREPARING_GB of the card.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ import gpu_card
 
 def look(card: dict[str, Any], when: str, path: Path) -> None:
     """Write down the state of the card, this process on it."""
-    speed = gpu_card.copying_speed()
-    card[when] = gpu_card.seen() | {"copies_tb_s": speed}
+    if not os.environ.get("PREPARING"):  # others are at work then
+        speed = gpu_card.copying_speed()
+        card[when] = gpu_card.seen() | {"copies_tb_s": speed}
     path.write_text(json.dumps(card), encoding="utf-8")
 
 
@@ -51,6 +52,15 @@ def compile_only(begin_at: float) -> None:
 
     triton.testing.do_bench = once
     Autotuner.prune_configs = rotated
+
+
+def hold_back(gigabytes: float) -> None:
+    """Take no more of the card's memory than that: PyTorch gives back what it keeps, or fails."""
+    import torch
+
+    if torch.cuda.is_available():
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total))
 
 
 def end_with(parent: int) -> None:
@@ -94,6 +104,7 @@ def main() -> None:
     if not sys.stdin.readline():
         return  # there will be no turn
     if preparing:
+        hold_back(float(os.environ["PREPARING_GB"]))
         with contextlib.suppress(ImportError):  # without a GPU there is no Triton
             compile_only(float(preparing))
     look(card, "begin", path)

@@ -19,7 +19,7 @@ import gc
 import statistics
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -53,15 +53,17 @@ class EnoughError(BaseException):
 
 
 class Watch(SilentDisplay):
-    """Collects the rows of a run's metrics, and ends it after so many."""
+    """Collects the rows of a run's metrics, tells of each, and ends the run after so many."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, tell: Callable[[list[Mapping[str, Any]]], Any]) -> None:
         self.rows: list[Mapping[str, Any]] = []
         self._steps = steps
+        self._tell = tell
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Keep a step's row."""
         self.rows.append(row)
+        self._tell(self.rows)
         if len(self.rows) == self._steps:
             raise EnoughError
 
@@ -75,28 +77,34 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in arguments.specs:
         torch.compiler.reset()
-        with tempfile.TemporaryDirectory() as folder:
-            watch = Watch(2 * arguments.steps)
-            spec = spec_of(name, Path(folder), arguments)
-            failed = None
-            try:
-                train(spec, watch, Path(folder))
-            except (RuntimeError, torch.OutOfMemoryError):
-                failed = traceback.format_exc(limit=3)
-        for phase in PHASES:
-            of_phase = [row for row in watch.rows if row["phase"] == phase]
-            if len(of_phase) > arguments.warm_up:
-                rows.append(summed_up(name, phase, spec, of_phase[arguments.warm_up :]))
-            else:
-                rows.append({"spec": name, "phase": phase, "failed": failed or "too few steps"})
-            print(rows[-1], flush=True)
-        keep(rows, arguments)
+        rows = measure(name, rows, arguments)
+        for row in rows[-len(PHASES) :]:
+            print(row, flush=True)
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     if arguments.json is None:
         given = {key: value for key, value in vars(arguments).items() if key != "json"}
         write("gpu_zoo", {"machine": machine(), "arguments": given, "rows": rows})
+
+
+def measure(name: str, before: list[dict[str, Any]], arguments: Any) -> list[dict[str, Any]]:
+    """Return the rows so far and those of a spec's phases; a process that is ended keeps what it has."""
+    with tempfile.TemporaryDirectory() as folder:
+        spec = spec_of(name, Path(folder), arguments)
+
+        def found(steps: list[Mapping[str, Any]], why: str) -> list[dict[str, Any]]:
+            own = [phase_row(name, phase, spec, steps, arguments.warm_up, why) for phase in PHASES]
+            keep([*before, *own], arguments)
+            return [*before, *own]
+
+        watch = Watch(2 * arguments.steps, lambda steps: found(steps, "ended before"))
+        failed = ""
+        try:
+            train(spec, watch, Path(folder))
+        except (RuntimeError, torch.OutOfMemoryError):
+            failed = traceback.format_exc(limit=3)
+        return found(watch.rows, failed)
 
 
 def spec_of(name: str, folder: Path, arguments: Any) -> RunSpec:
@@ -163,8 +171,13 @@ def drawn_on_the_device(spec: RunSpec) -> Iterator[None]:
         yield
 
 
-def summed_up(name: str, phase: str, spec: RunSpec, rows: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what a phase's steps came to."""
+def phase_row(
+    name: str, phase: str, spec: RunSpec, steps: list[Mapping[str, Any]], warm_up: int, why: str
+) -> dict[str, Any]:
+    """Return what a phase's steps came to, or why there are too few of them."""
+    rows = [row for row in steps if row["phase"] == phase][warm_up:]
+    if not rows:
+        return {"spec": name, "phase": phase, "failed": why or "too few steps"}
 
     def median(key: str, digits: int) -> float | None:
         values = [row[key] for row in rows if row.get(key) is not None]

@@ -106,6 +106,42 @@ def test_a_program_that_hangs_leaves_the_others_some_seconds(gpu, monkeypatch):
     assert gpu.share("slow", 20.0, 13) == 20.0
 
 
+def test_programs_prepare_as_far_as_the_card_has_room(gpu, monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu.gpu_card, "free_gb", lambda: 10.0)
+    programs = {name: gpu.Program(("works.py",), 60, preparing_gb=gb) for name, gb in (("a", 9), ("b", 5))}
+    programs["c"] = gpu.Program(("hangs.py",), 60, preparing_gb=30)
+    monkeypatch.setattr(gpu, "PROGRAMS", programs)
+    begun = []
+    monkeypatch.setattr(gpu.Process, "begin", spied(gpu.Process.begin, begun))
+    assert gpu.prepare(["a", "b"], tmp_path, tiny=False, seconds=30) == {"a": 0.1, "b": 0.1}
+    assert len(begun) == 2
+    assert begun[0].ended  # before the other one could begin
+    assert gpu.prepare(["c", "b"], tmp_path, tiny=False, seconds=1) == {
+        "c": "took longer than 1 s",  # more than there is, but alone
+        "b": "no room in 1 s",
+    }
+
+
+def spied(method, calls):
+    def called(self, *arguments):
+        calls.append(self)
+        return method(self, *arguments)
+
+    return called
+
+
+def test_rows_that_failed_are_measured_again(gpu, monkeypatch, tmp_path, capsys):
+    (tmp_path / "works.py").write_text(
+        f"{HEAD}mark = {str(tmp_path / 'mark')!r}\n"
+        "rows = ROWS if os.path.exists(mark) else [{'model': 'llama_130m', 'failed': 'no memory'}]\n"
+        "open(mark, 'w').close()\n"
+        "with open(path, 'w') as file: json.dump({'machine': MACHINE, 'rows': rows}, file)"
+    )
+    _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
+    assert "works: again" in capsys.readouterr().out
+    assert result["rows"][0]["measured"] == 7.0
+
+
 def test_a_program_whose_needs_others_compile_does_not_prepare(gpu, monkeypatch, tmp_path):
     programs = {"works": gpu.Program(("works.py",), 60, for_preparing=None)}
     monkeypatch.setattr(gpu, "PROGRAMS", programs)
