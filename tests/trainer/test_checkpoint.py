@@ -14,6 +14,7 @@ from torch import nn
 from trainer.checkpoint import (
     Checkpointer,
     Progress,
+    _restore_random,
     list_checkpoints,
     load_checkpoint,
     newest_sound_checkpoint,
@@ -22,6 +23,7 @@ from trainer.checkpoint import (
     verify_checkpoint,
 )
 from trainer.checkpoint_folder import prune
+from trainer.distributed import Ranks
 from trainer.errors import CheckpointError, FailedSaveError
 from trainer.rng import random_state, restore_random_state, seed_everything
 
@@ -100,6 +102,20 @@ def test_generators_are_put_back() -> None:
     expected = draw()
     restore_random_state(state)
     assert draw() == expected
+
+
+def test_other_processes_than_those_that_saved_draw_each_its_own(
+    trained: tuple[Path, nn.Module, torch.optim.Optimizer],
+) -> None:
+    path, *_ = trained
+    state = verify_checkpoint(path)
+
+    def drawn(rank: int) -> list[float]:
+        _restore_random(path, state, Ranks(torch.device("cpu"), rank=rank, world_size=2))
+        return torch.rand(3).tolist()
+
+    assert drawn(0) == drawn(0)
+    assert drawn(0) != drawn(1)
 
 
 def test_keeps_the_last_and_ignores_what_a_crash_left(

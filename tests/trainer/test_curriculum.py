@@ -12,6 +12,7 @@ import torch
 from trainer.checkpoint import list_checkpoints, read_model_tensors
 from trainer.checkpoint_folder import read_state
 from trainer.data.source import Batch
+from trainer.distributed import Ranks
 from trainer.dry_run import describe
 from trainer.errors import NonFiniteLossError
 from trainer.metrics import read_metrics
@@ -118,6 +119,14 @@ def test_every_sample_comes_once_and_is_asked_for_once(
     monkeypatch.setattr(run.loop.data, "batch", counting)
     run.train()
     assert asked == [(8 * n, 8) for n in range(3)] + [(24 + 12 * n, 12) for n in range(6)]
+
+
+def test_what_a_rank_asks_for_ahead_is_what_it_trains_on_next(small: Small, tmp_path: Path) -> None:
+    run = build(small(GROWING), output=tmp_path / "run", device="cpu")
+    run.loop.ranks = Ranks(torch.device("cpu"), rank=1, world_size=2)
+    ahead = run.loop._own_ranges(1, 8)
+    assert ahead == [(12, 4), (20, 4), (30, 6), (42, 6)]
+    assert run.loop._own_ranges(3, 24)[:2] == ahead[2:]
 
 
 def test_a_loss_that_is_no_number_names_the_samples_of_its_phase(small: Small, tmp_path: Path) -> None:

@@ -90,3 +90,13 @@ def test_too_many_in_a_row_end_the_run(
     run = build(small(changes), output=tmp_path / "run", device="cpu")
     with pytest.raises(NonFiniteLossError, match=r"step 4 .* nor those of the 2 steps before"):
         run.train()
+
+
+def test_skips_that_are_not_in_a_row_do_not_add_up(
+    small: Small, tmp_path: Path, infinite_at: Callable[..., None]
+) -> None:
+    infinite_at(2, 4, 6)
+    changes = {"training.non_finite": "skip", "training.max_consecutive_skips": 1, "training.max_steps": 7}
+    run = build(small(changes), output=tmp_path / "run", device="cpu")
+    assert run.train() is not None
+    assert (run.loop.progress.skipped, run.loop.progress.skipped_in_a_row) == (3, 0)
