@@ -47,6 +47,11 @@ class Backbone(nn.Module):
             add_weight_norm(self.layers)
 
     @property
+    def divides_gradients(self) -> bool:
+        """Whether layers hand their gradients on one by one; a recorded map gives all of them at once."""
+        return self.gradients_by_layer and (self.graphs is None or self.checkpoint != "none")
+
+    @property
     def injection_width(self) -> int:
         """Width of ``u``, the same in every layer."""
         width: int = self.layers[0].mixer.injection_width  # type: ignore[union-attr,assignment]  # Blocks hold Mixers
@@ -139,7 +144,7 @@ class BoundMap:
             return block(stream, self.u_BLU, state, context)  # type: ignore[no-any-return]  # as above
 
     def _prepare(self, block: Block) -> None:
-        if self.backbone.gradients_by_layer and torch.is_grad_enabled():
+        if self.backbone.divides_gradients and torch.is_grad_enabled():
             self.weights.join_gradients(block)
 
     def commit(self, z_BLD: Tensor) -> tuple[Tensor, tuple[State, ...]]:

@@ -31,21 +31,13 @@ class HeldWeights:
 
     def __init__(self, *modules: nn.Module) -> None:
         # Holders have an attribute ``held``: our linear layers, and the weight norm of anything else.
-        self._held: list[tuple[Any, Any]] = []
+        self._held: list[tuple[Any, Any]]
         self._joined: dict[nn.Module, list[tuple[Any, Any]]] = {}
         parts = [part for module in modules for part in _modules(module)]
         for part in parts:
             if isinstance(part, SwiGLU):
                 part.choose_padding()  # before its layers' turn
-        linear = _ready([part for part in parts if isinstance(part, Linear)], _layers(modules))
-        for part in parts:
-            if isinstance(part, Linear):
-                self._held.append((part, linear[id(part)]))
-            elif parametrize.is_parametrized(part, "weight"):
-                chain: Any = part.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
-                if isinstance(chain[0], WeightNorm):
-                    weight: Tensor = WeightNorm.compute(chain.original0, chain.original1)
-                    self._held.append((chain[0], weight))
+        self._held = _ready([part for part in parts if _is_held(part)], _layers(modules))
 
     def copied(self) -> HeldWeights:
         """Return the same weights in memory of their own, without gradients."""
@@ -166,23 +158,38 @@ def _layers(modules: Sequence[nn.Module]) -> dict[int, int]:
     """Return the number of the layer of each module in it, where layers' gradients are wanted one by one."""
     layers: list[nn.Module] = []
     for module in modules:
-        if getattr(module, "gradients_by_layer", False):
+        if getattr(module, "divides_gradients", False):
             layers += module.blocks()  # type: ignore[operator]  # a backbone's method
     return {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
 
 
-def _ready(parts: list[Linear], layers: dict[int, int]) -> dict[int, tuple[Tensor, Tensor | None]]:
-    """Make weights and biases ready: those of one layer together, or all, where nothing divides them."""
-    groups: dict[int | None, list[Linear]] = {}
-    for part in parts:
-        groups.setdefault(layers.get(id(part)), []).append(part)
-    ready = {}
-    for group in groups.values():
-        layouts = [part.layout() for part in group]
-        normed = fused(group, layouts)
-        for place, (part, layout) in enumerate(zip(group, layouts, strict=True)):
-            ready[id(part)] = part.prepared(layout, normed.get(place))
-    return ready
+def _is_held(part: nn.Module) -> bool:
+    """Whether a module's weight is made ready: a linear layer's, or one with weight norm."""
+    if isinstance(part, Linear):
+        return True
+    return parametrize.is_parametrized(part, "weight") and isinstance(_chain(part)[0], WeightNorm)
+
+
+def _chain(part: nn.Module) -> Any:
+    return part.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
+
+
+def _ready(parts: list[nn.Module], layers: dict[int, int]) -> list[tuple[Any, Any]]:
+    """Make weights ready, all together; they go backwards so, or layer by layer, as numbered."""
+    layouts = [
+        part.layout() if isinstance(part, Linear) else (_chain(part).original1.dtype, 0, 0) for part in parts
+    ]
+    normed = fused(parts, layouts, [layers.get(id(part), -1) for part in parts])
+    held: list[tuple[Any, Any]] = []
+    for place, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
+        if isinstance(part, Linear):
+            held.append((part, part.prepared(layout, normed.get(place))))
+            continue
+        chain, weight = _chain(part), normed.get(place)
+        if weight is None:
+            weight = WeightNorm.compute(chain.original0, chain.original1)
+        held.append((chain[0], weight))
+    return held
 
 
 def _modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -95,12 +95,14 @@ def normed_parts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     return chain.original0, chain.original1
 
 
-def fused(modules: Sequence[nn.Module], layouts: Sequence[tuple[torch.dtype, int, int]]) -> dict[int, Tensor]:
-    """Return the normed matrices of those modules whose kernels serve, by the modules' place in the list.
+def fused(
+    modules: Sequence[nn.Module], layouts: Sequence[tuple[torch.dtype, int, int]], groups: Sequence[int]
+) -> dict[int, Tensor]:
+    """Return the normed weights of those modules whose kernels serve, by the modules' place in the list.
 
     Each is in the type of its layout and padded by so many zero rows and columns. Left out are modules
-    without weight norm, off the GPU, or in other precisions than the kernels'. All come from one node of
-    autograd, which goes backwards once.
+    without weight norm, off the GPU, or in other precisions than the kernels'. Those of a group, by its
+    number, come from one node of autograd, which goes backwards once.
     """
     if not available("triton") or torch.compiler.is_compiling():  # the kernels read addresses from a table
         return {}
@@ -112,13 +114,16 @@ def fused(modules: Sequence[nn.Module], layouts: Sequence[tuple[torch.dtype, int
         if (parts := normed_parts(module)) is None:
             continue
         v = parts[1]
-        if v.is_cuda and v.dtype == torch.float32 and v.ndim == 2 and v.shape[1] + layout[2] <= LARGEST_ROW:
+        row = v.numel() // max(1, len(v)) + layout[2]
+        whole = v.ndim == 2 or not any(layout[1:])  # only matrices are padded
+        if v.is_cuda and v.dtype == torch.float32 and whole and 0 < row <= LARGEST_ROW:
             served[place] = (*parts, Layout(*layout))
             devices.add(v.device)
     if len(devices) != 1:  # none, or a model spread over several
         return {}
     gains, weights, kept = zip(*served.values(), strict=True)
-    return dict(zip(served, normed_weights(gains, weights, kept), strict=True))
+    numbers = [groups[place] for place in served]
+    return dict(zip(served, normed_weights(gains, weights, kept, numbers), strict=True))
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

@@ -71,6 +71,14 @@ def test_by_layer_the_same_gradients_are_ready_earlier(
     assert layers(late_order) != ["2", "1", "0"]
 
 
+def test_a_recorded_map_gives_all_gradients_at_once(model: torch.nn.Module) -> None:
+    late_order = arrivals(model, "none")
+    model.backbone.gradients_by_layer = True
+    model.capture_graphs()
+    assert arrivals(model, "none") == late_order
+    assert arrivals(model, "layers") != late_order  # what is computed again is not recorded
+
+
 def test_weights_that_are_used_without_being_joined_too(model: torch.nn.Module) -> None:
     layer, z = model.backbone.layers[0], torch.randn(2, 16)
     projection = layer.mixer.in_proj

@@ -27,27 +27,35 @@ def error(found, expected):
     return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
 
 
+@pytest.mark.parametrize("groups", [None, [2, 0, 2, 1, 0, 1]], ids=["together", "in-groups"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_weight_norm(dtype):
+def test_weight_norm(dtype, groups):
     from implicit_blocks.ops.kernels.weight_norm import Layout, normed_weights
 
     torch.manual_seed(0)
-    shapes = [(37, 69), (64, 48), (5, 64), (1, 3), (130, 32)]
-    paddings = [(3, 59), (0, 16), (59, 0), (0, 0), (0, 0)]
-    gains = [torch.rand(rows, 1, device="cuda", requires_grad=True) for rows, _ in shapes]
+    shapes = [(37, 69), (64, 48), (5, 64), (1, 3), (130, 32), (70, 1, 4)]
+    paddings = [(3, 59), (0, 16), (59, 0), (0, 0), (0, 0), (0, 0)]
+    gains = [
+        torch.rand(rows, *[1] * len(others), device="cuda", requires_grad=True) for rows, *others in shapes
+    ]
     weights = [torch.randn(*shape, device="cuda", requires_grad=True) for shape in shapes]
     weights[4] = torch.randn(1 + 130 * 32, device="cuda")[1:].view(130, 32).requires_grad_()  # not aligned
-    found = normed_weights(gains, weights, [Layout(dtype, *padding) for padding in paddings])
+    found = normed_weights(gains, weights, [Layout(dtype, *padding) for padding in paddings], groups)
+    nodes = {id(w.grad_fn) for w in found}
+    assert len(nodes) == (1 if groups is None else 3)
     dw = [torch.randn_like(w) for w in found]
     found_grads = torch.autograd.grad(
-        found[:-2] + found[-1:], gains + weights, dw[:-2] + dw[-1:], allow_unused=True
+        found[:3] + found[4:], gains + weights, dw[:3] + dw[4:], allow_unused=True
     )
     for number, (g, v, (rows, columns)) in enumerate(zip(gains, weights, paddings, strict=True)):
         wide_g, wide_v = (t.detach().double().requires_grad_() for t in (g, v))
-        expected = torch.nn.functional.pad(WeightNorm.compute(wide_g, wide_v), (0, columns, 0, rows))
+        expected = WeightNorm.compute(wide_g, wide_v)
+        if rows or columns:
+            expected = torch.nn.functional.pad(expected, (0, columns, 0, rows))
         assert error(found[number], expected) < (1e-6 if dtype == torch.float32 else 4e-3)
         assert not found[number][len(v) :].any()
         assert not found[number][:, v.shape[1] :].any()
+        assert found[number].shape == expected.shape
         ours = found_grads[number], found_grads[number + len(shapes)]
         if number == 3:  # whose gradient was not asked for
             assert ours == (None, None)

@@ -32,38 +32,67 @@ class Layout(NamedTuple):
 
 
 def normed_weights(
+    gains_R1: Sequence[Tensor],
+    weights_RC: Sequence[Tensor],
+    layouts: Sequence[Layout],
+    groups: Sequence[int] | None = None,
+) -> list[Tensor]:
+    """Return each ``g · v / ‖v‖``, row by row, laid out; float32 in, on one GPU.
+
+    A weight of more than two dimensions, such as a convolution's, is not padded; its rows are the first.
+
+    All are computed together, before an iteration can begin; ``groups`` are numbers that say which of them go
+    backwards together, for gradients that are wanted one layer after the other. None: all.
+    """
+    normed, inverses = _computed(gains_R1, [v.detach().contiguous() for v in weights_RC], layouts)
+    members: dict[int, list[int]] = {}
+    for place in range(len(normed)):
+        members.setdefault(0 if groups is None else groups[place], []).append(place)
+    for places in members.values():
+        given = [each for every in (gains_R1, weights_RC) for each in [every[place] for place in places]]
+        made = _Normed.apply(
+            [normed[place] for place in places], [inverses[place] for place in places], *given
+        )
+        for place, weight in zip(places, made, strict=True):
+            normed[place] = weight
+    return normed
+
+
+@torch.no_grad()
+def _computed(
     gains_R1: Sequence[Tensor], weights_RC: Sequence[Tensor], layouts: Sequence[Layout]
-) -> tuple[Tensor, ...]:
-    """Return each ``g · v / ‖v‖``, row by row, laid out; float32 in, on one GPU."""
-    found: tuple[Tensor, ...] = _NormedWeights.apply(tuple(layouts), *gains_R1, *weights_RC)
-    return found
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the normed weights and one over the rows' norms."""
+    device = weights_RC[0].device
+    rows = [v.shape[0] for v in weights_RC]
+    inverses = list(torch.empty(sum(rows), dtype=torch.float32, device=device).split(rows))
+    found = []
+    entries = []
+    for g, v, i, (dtype, more_rows, columns) in zip(gains_R1, weights_RC, inverses, layouts, strict=True):
+        shape = v.shape if v.ndim > 2 else (v.shape[0] + more_rows, v.shape[1] + columns)
+        w = torch.empty(shape, dtype=dtype, device=device)
+        found.append(w)
+        entries.append(_Entry((v, g, i, w), _width(v), _width(w), v.shape[0], w.shape[0]))
+    for table in _tables(entries):
+        table.launch(_forward)
+    return found, inverses
 
 
-class _NormedWeights(torch.autograd.Function):
+class _Normed(torch.autograd.Function):
+    """What was computed of these gains and weights, and its gradients."""
+
     @staticmethod
-    def forward(ctx: Any, layouts: tuple[Layout, ...], *given: Tensor) -> tuple[Tensor, ...]:
-        gains, weights = given[: len(layouts)], [v.contiguous() for v in given[len(layouts) :]]
-        device = weights[0].device
-        inverse = torch.empty(sum(v.shape[0] for v in weights), dtype=torch.float32, device=device)
-        inverses = inverse.split([v.shape[0] for v in weights])
-        found = []
-        entries = []
-        for g, v, i, (dtype, rows, columns) in zip(gains, weights, inverses, layouts, strict=True):
-            w = torch.empty(v.shape[0] + rows, v.shape[1] + columns, dtype=dtype, device=device)
-            found.append(w)
-            entries.append(_Entry((v, g, i, w), v.shape[1], w.shape[1], v.shape[0], w.shape[0]))
-        for table in _tables(entries):
-            table.launch(_forward)
-        ctx.save_for_backward(inverse, *gains, *weights)
+    def forward(ctx: Any, normed: list[Tensor], inverses: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.inverses = inverses
+        ctx.save_for_backward(*given)
         ctx.set_materialize_grads(False)
-        return tuple(found)
+        return tuple(normed)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dw: Tensor | None) -> tuple[Tensor | None, ...]:
-        inverse, *given = ctx.saved_tensors
-        gains, weights = given[: len(dw)], given[len(dw) :]
-        inverses = inverse.split([v.shape[0] for v in weights])
+        inverses, given = ctx.inverses, ctx.saved_tensors
+        gains, weights = given[: len(dw)], [v.contiguous() for v in given[len(dw) :]]
         dg: list[Tensor | None] = [
             None if d is None else torch.empty_like(g) for d, g in zip(dw, gains, strict=True)
         ]
@@ -75,10 +104,15 @@ class _NormedWeights(torch.autograd.Function):
             if d is not None:
                 d, v = d.contiguous(), weights[number]
                 tensors = (v, gains[number], inverses[number], d, dg[number], dv[number])
-                entries.append(_Entry(tensors, v.shape[1], d.shape[1], v.shape[0], v.shape[0]))
+                entries.append(_Entry(tensors, _width(v), _width(d), v.shape[0], v.shape[0]))
         for table in _tables(entries):
             table.launch(_backward)
-        return (None, *dg, *dv)
+        return (None, None, *dg, *dv)
+
+
+def _width(weight: Tensor) -> int:
+    """Return how many entries a row has."""
+    return weight.numel() // weight.shape[0]
 
 
 class _Entry(NamedTuple):
