@@ -393,8 +393,13 @@ class _StepGraph:
         self._backward.replay()
         self._call = None
         # Autograd may keep a leaf's gradient as it is given: that must be no buffer of the graph's.
+        kept = [g for g, leaf in zip(self._grads, given, strict=True) if leaf and g is not None]
+        own = [torch.empty_like(g) for g in kept]
+        if own:
+            torch._foreach_copy_(own, kept)  # hundreds of small ones: not a launch each
+        copies = iter(own)
         return [
-            None if g is None else g.clone() if leaf else g.detach()
+            None if g is None else next(copies) if leaf else g.detach()
             for g, leaf in zip(self._grads, given, strict=True)
         ]
 
