@@ -39,6 +39,7 @@ HERE = Path(__file__).resolve().parent
 STARTER = HERE / "gpu_program.py"
 RESULTS = HERE / "results" / "gpu.json"
 README = HERE.parent / "README.md"
+BUDGET = 530  # seconds
 LEAST = 10  # seconds: no program begins with less
 CONTEXT_GB = 0.7  # that a process takes on a card before it has a tensor there
 SAID = 2000  # characters of what a program that failed said last
@@ -95,7 +96,7 @@ PROGRAMS = {
     "decoding_mamba2": decoding("mamba2_1.3b"),
     "decoding_llama": decoding("llama_1.3b"),
     "driver": Program(
-        ("gpu_driver.py", "--modes", "compiled+graphs", "--repeats", "21"),
+        ("gpu_driver.py", "--modes", "compiled+graphs", "--repeats", "15"),
         120,
         ("--tiny", "--modes", "launched", "--repeats", "2"),
         ("--layers", "2", "--repeats", "1"),
@@ -230,9 +231,9 @@ def prepare(names: list[str], caches: Path, *, tiny: bool, seconds: float) -> di
     return took | dict.fromkeys(waiting, f"no room in {seconds:.0f} s")
 
 
-def turn(process: Process, seconds: float, *, patience: float) -> Row:
-    """Let a program have the card, and look at it before and after."""
-    before = gpu_card.once_quiet(patience)
+def turn(process: Process, seconds: float, *, patience: float, last: Row) -> Row:
+    """Let a program have the card, and look at it before and after; ``last`` is how the last one left it."""
+    before = last if last and not gpu_card.unquiet(last) else gpu_card.once_quiet(patience)
     process.begin()
     found = process.finish(seconds)
     found["card"] = {"before": before, **found.get("card", {}), "after": gpu_card.once_quiet(patience)}
@@ -264,7 +265,7 @@ def main() -> int:
         "--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS), metavar="NAME"
     )
     parser.add_argument(
-        "--budget", type=float, default=530, help="seconds in all; what is left over isn't run"
+        "--budget", type=float, default=BUDGET, help="seconds in all; what is left over isn't run"
     )
     parser.add_argument(
         "--prepare",
@@ -332,19 +333,22 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
         if seconds > 0:
             prepared = prepare(arguments.programs, caches, tiny=arguments.tiny, seconds=seconds)
             print(f"prepared in {time.monotonic() - began:.0f} s: {prepared}", flush=True)
+        last: Row = {}
         for index, (name, process) in enumerate(waiting.items()):
             if left() < LEAST:
                 keep(name, {"failed": f"no time left of {arguments.budget:.0f} s"})
             else:
                 seconds = share(name, left(), len(waiting) - index)
-                keep(name, turn(process, seconds, patience=arguments.patience))
+                found = turn(process, seconds, patience=arguments.patience, last=last)
+                last = found["card"]["after"]
+                keep(name, found)
         for name in arguments.programs:
             first = programs[name]
             short = "failed" in first or any("failed" in row for row in first.get("rows", []))
             if (first.get("disturbed") or short) and first.get("seconds", LEAST) < left():
                 print(f"{name}: again", flush=True)
                 seconds = share(name, left(), 1)
-                again = turn(made(name), seconds, patience=arguments.patience)
+                again = turn(made(name), seconds, patience=arguments.patience, last={})
                 if worth(again) >= worth(first):
                     keep(name, again)
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -356,6 +360,7 @@ def collected(programs: dict[str, Row], arguments: argparse.Namespace) -> Row:
     """Return what is kept: where and with what, the table, and each program's own rows."""
     machine = next((program["machine"] for program in programs.values() if "machine" in program), {})
     options = [] if list(programs) == list(PROGRAMS) else ["--programs", *arguments.programs]
+    options += [] if arguments.budget == BUDGET else ["--budget", f"{arguments.budget:g}"]
     options += ["--tiny"] if arguments.tiny else []
     figures = [figure for figure in gpu_table.FIGURES if set(figure.names) <= set(arguments.programs)]
     kept = ("command", "seconds", "failed", "disturbed", "card")

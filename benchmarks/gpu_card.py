@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 QUIET_GB = 1.5  # that a driver may keep for itself
@@ -33,14 +34,19 @@ def number(text: str) -> float | None:
 
 def seen() -> dict[str, Any]:
     """Return what can be seen from outside: processes with a context on the card, memory, clock, heat."""
-    state = asked("--query-gpu=memory.used,utilization.gpu,clocks.sm,temperature.gpu,power.draw")
+    queries = (
+        "--query-gpu=memory.used,utilization.gpu,clocks.sm,temperature.gpu,power.draw",
+        "--query-compute-apps=pid",
+    )
+    with ThreadPoolExecutor() as pool:  # each takes a third of a second
+        state, processes = pool.map(asked, queries)
     if not state:
         return {}
     names = ("memory_used_gb", "busy_percent", "clock_mhz", "celsius", "watt")
     found: dict[str, Any] = dict(zip(names, map(number, state[0]), strict=True))
     used = found["memory_used_gb"]
     found["memory_used_gb"] = None if used is None else round(used / 1000 * 1.048576, 2)
-    found["processes"] = len(asked("--query-compute-apps=pid"))
+    found["processes"] = len(processes)
     return found
 
 
