@@ -116,7 +116,7 @@ SETTINGS: dict[tuple[str, str], Settings] = {
     ("hard-tokens", "gpu"): Settings(
         spec="word_problem_a5_rare",
         groups=("A5",),
-        lengths=(256,),
+        lengths=(64,),
         iterations=(1, 2, 4, 8, 16, 32),
         train_p=0.9,
         test_p=(0.9, 0.5, 0.0),
