@@ -190,6 +190,9 @@ def test_what_is_committed_never_changes_and_the_rest_agrees(model, ids, solver,
     assert torch.equal(found.z[:, : prefix.shape[1]], prefix)  # to the last bit
     assert torch.equal(found.z[:, : committed[0].shape[1]], plain.z[:, : committed[0].shape[1]])
     torch.testing.assert_close(found.z, plain.z, atol=1e-5, rtol=0)
+    assert torch.equal(
+        found.token_iterations, plain.token_iterations
+    )  # the solver remembers the right tokens
     assert torch.equal(found.token_converged, plain.token_converged)
     assert found.converged.all()
     assert found.trace.shape[1:] == ids.shape
@@ -281,6 +284,44 @@ def test_what_diverged_is_remembered_behind_any_number_of_commits():
         assert torch.equal(getattr(found["prefix"], field), getattr(found["plain"], field)), field
     assert found["prefix"].token_converged[0].all()
     assert not found["prefix"].token_converged[1, 2:].any()
+
+
+EASY, LOST = 1, 2
+
+
+class Rows(Chain):
+    """Chains of which rows may leave; ``left`` says which stay, and how many tokens had been committed."""
+
+    def __init__(self, left, before=None, *, kind):
+        super().__init__([], before)
+        self.left, self.kind = left, kind  # (rows, tokens to go): a link of the chain, "easy" or "lost"
+
+    def __call__(self, z):
+        fz = torch.where(self.kind[:, :, None] == EASY, 0.5, super().__call__(z))
+        return torch.where(self.kind[:, :, None] == LOST, torch.nan, fz)
+
+    def after(self, z):
+        return Rows(self.left, z[:, -1:], kind=self.kind[:, z.shape[1] :])
+
+    def select_rows(self, rows):
+        self.left.append((rows.tolist(), self.kind.shape[1]))
+        return Rows(self.left, None if self.before is None else self.before[rows], kind=self.kind[rows])
+
+
+@torch.no_grad()
+def test_rows_that_leave_behind_a_commit_take_along_what_diverged_before_it():
+    kind = torch.zeros(6, 32, dtype=torch.int8)
+    kind[0, 2] = LOST
+    kind[1:3, 12:] = EASY  # done early, but behind a commit
+    search, start, left = prefix_search(ib.Picard()), torch.zeros(6, 32, 3).double(), []
+    found = replace(search, commit_prefix=4)(Rows(left, kind=kind), start)
+    expected = replace(search, compact=False)(Rows([], kind=kind), start)
+    (rows, tokens) = left[0]
+    assert rows == [3, 4, 5]
+    assert tokens < 32
+    for field in ("z", "token_iterations", "token_converged", "token_diverged"):
+        assert torch.equal(getattr(found, field), getattr(expected, field)), field
+    assert found.converged.tolist() == [False] + [True] * 5
 
 
 @torch.no_grad()

@@ -165,6 +165,28 @@ def test_a_backend_in_the_spec_changes_no_value(mixer):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("window_length", [None, 5])
+def test_what_the_spec_names_is_what_is_asked_for(window_length, monkeypatch):
+    asked = set()
+    choose = Operation.choose
+
+    def watched(self, wanted, *inputs):
+        asked.add((self.name, wanted))
+        return choose(self, wanted, *inputs)
+
+    monkeypatch.setattr(Operation, "choose", watched)
+    for mixer in (
+        ib.Mamba2Spec(d_state=8, head_dim=8, backend="torch", conv_backend="torch"),
+        ib.AttentionSpec(n_heads=2, backend="torch"),
+    ):
+        model = ib.build(ib.ImplicitLMSpec(vocab_size=7, d_model=16, n_layers=1, mixer=mixer))
+        ids = torch.randint(7, (2, 12), generator=torch.Generator().manual_seed(1))
+        model(ids, labels=ids).loss.backward()
+        with torch.no_grad():
+            model.eval()(ids, window_length=window_length, return_state=True)
+    assert asked == {("ssd", "torch"), ("causal_conv", "torch"), ("attention", "torch")}
+
+
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("seen", ["causal", "behind", "documents", "all"])
