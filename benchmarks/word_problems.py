@@ -8,14 +8,15 @@ Each combination is a run of the spec, one after the other on one device, ended 
 latest. An explicit model sees the same phases of data, in so many more steps (``--explicit-steps`` times)
 that it takes about as long. Accuracy is that of the last 10 tokens, read at convergence, with residuals and
 the share of sequences that converged beside it. ``--start-from FILE`` begins with the weights of a run, a
-checkpoint or a safetensors file. ``--then SPEC`` goes on from each run with another recipe, a run of its own
-with the same changes. ``--precisely TOLERANCE`` tests a second time, in float32 to that tolerance.
+checkpoint or a safetensors file. ``--then SPEC …`` goes on from each run with other recipes, each a run of
+its own with the same changes. ``--precisely TOLERANCE`` tests a second time, in float32 to that tolerance.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -34,14 +35,13 @@ KEPT = ("identity_probability", "length", "sequences", "accuracy_last", "accurac
         "seconds")  # fmt: skip
 
 
-def main() -> None:
-    """Train and test every combination; write the figures after each."""
+def options_of(words: list[str]) -> argparse.Namespace:
+    """Read the command line; changes to the runs may stand anywhere in it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to every run")
     parser.add_argument("--spec", default="word_problem_a5")
-    parser.add_argument("--then", metavar="SPEC", help="go on from each run with this recipe")
+    parser.add_argument("--then", nargs="+", default=[], metavar="SPEC", help="go on with these recipes")
     parser.add_argument("--groups", nargs="+", default=["A5"])
     parser.add_argument("--models", nargs="+", default=["implicit-mamba2"])
     parser.add_argument("--layers", type=int, nargs="+", default=[1], help="of explicit models")
@@ -54,7 +54,16 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", default="word_problems", help="name of the file in benchmarks/results")
-    options = parser.parse_intermixed_args()
+    # Options that take several values would take a change that follows them, too.
+    changes = [word for word in words if "=" in word and not word.startswith("-")]
+    options = parser.parse_args([word for word in words if word not in changes])
+    options.overrides = changes
+    return options
+
+
+def main() -> None:
+    """Train and test every combination; write the figures after each."""
+    options = options_of(sys.argv[1:])
     rows: list[dict[str, Any]] = []
     began = time.strftime("%Y%m%d-%H%M%S")
     for group, model, rate, seed in itertools.product(
@@ -62,7 +71,7 @@ def main() -> None:
     ):
         for layers in [1] if model in IMPLICIT else options.layers:
             start = options.start_from
-            for recipe in filter(None, (options.spec, options.then)):
+            for recipe in (options.spec, *options.then):
                 row, start = measure(
                     options,
                     recipe,

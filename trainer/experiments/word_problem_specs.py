@@ -19,7 +19,7 @@ from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.overrides import apply_overrides
 from implicit_blocks.specs.tree import Section
 from implicit_blocks.suggestions import did_you_mean
-from trainer.spec import RunSpec, WordProblemSpec
+from trainer.spec import DataSpec, MixtureSpec, RunSpec, WordProblemSpec
 
 IMPLICIT = ("implicit-mamba2", "implicit-llama")
 NATIVE = ("implicit-mamba2", "mamba2", "implicit-llama", "llama")
@@ -67,7 +67,8 @@ def varied(
         overrides: further changes, ``path.to.key=value``, made last; how to search explicit models leave out.
 
     Raises:
-        ValueError: an unknown model, a spec that is no word problem's, or settings that don't fit.
+        ValueError: an unknown model, a spec that is no word problem's nor a mixture of such, or settings that
+            don't fit.
 
     """
     require_model(model)
@@ -76,17 +77,11 @@ def varied(
         given = RunSpec.model_validate(tree)
     except ValidationError as error:
         raise explain(error, tree, source=base) from None
-    if not isinstance(given.data, WordProblemSpec):
+    if not _is_word_problem(given.data):
         raise ValueError(f"{base} is a run on data of kind {given.data.kind!r}; give one on a word_problem")
     data = _without_none(group=group, length=length, identity_probability=identity_probability)
-    tree = merge(
-        tree,
-        {
-            "data": data,
-            "training": {"seed": seed},
-            "evaluation": dict(evaluation or {}),
-        },
-    )
+    tree = merge(tree, {"training": {"seed": seed}, "evaluation": dict(evaluation or {})})
+    tree["data"] = _data(tree["data"], data)
     tree["model"] = _model(tree["model"], model, layers=layers, width=given.model.d_model)  # type: ignore[attr-defined]  # both kinds of spec have it
     tree["phases"] = [
         Section(_phase(phase, implicit=model in IMPLICIT, data=data, iterations=iterations))
@@ -101,6 +96,22 @@ def varied(
         return RunSpec.model_validate(tree)
     except ValidationError as error:
         raise explain(error, tree, source=base) from None
+
+
+def _is_word_problem(data: DataSpec) -> bool:
+    """Whether it is a word problem, or several mixed: such as with rare and with many hard tokens."""
+    if isinstance(data, MixtureSpec):
+        return all(isinstance(source.data, WordProblemSpec) for source in data.sources)
+    return isinstance(data, WordProblemSpec)
+
+
+def _data(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `data` section with changes, which concern all that is mixed."""
+    if "sources" not in own:
+        changed: dict[str, Any] = merge(own, changes)
+        return changed
+    sources = [{**source, "data": merge(source["data"], changes)} for source in own["sources"]]
+    return {**own, **{key: changes[key] for key in ("length",) if key in changes}, "sources": sources}
 
 
 def _concerns(model: str, override: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,3 +128,20 @@ def test_explicit_models_start_with_mamba2s_usual_heads() -> None:
         assert (mixer.dt_min, mixer.a_max) == ((0.1, 4) if soon else (usual["dt_min"], usual["a_max"]))
     changed_back: Any = varied("word_problem_a5", model="mamba2", overrides=["model.mixer.dt_min=0.05"])
     assert changed_back.model.mixer.dt_min == 0.05
+
+
+def test_what_is_mixed_is_changed_together() -> None:
+    spec: Any = varied("word_problem_a5_mixed", model="mamba2", group="A4", length=16, seed=3)
+    assert (spec.data.length, spec.model.vocab_size, spec.training.seed) == (16, 12, 3)
+    assert {(source.data.group, source.data.length) for source in spec.data.sources} == {("A4", 16)}
+    assert [source.data.identity_probability for source in spec.data.sources] == [0.9, 0.5, 0.2]
+
+
+def test_texts_mixed_are_no_word_problem(tmp_path: Path) -> None:
+    spec = tmp_path / "texts.yaml"
+    spec.write_text(
+        "extends: word_problem_a5_mixed\n"
+        "data: {sources: [{weight: 1, data: {kind: tokens}}]}\nmodel: {vocab_size: 60}\n"
+    )
+    with pytest.raises(ValueError, match="is a run on data of kind 'mixture'; give one on a word_problem"):
+        varied(str(spec), model="mamba2")

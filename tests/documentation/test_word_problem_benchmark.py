@@ -1,0 +1,51 @@
+"""The command that measures word problems in GPU-minutes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def program(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("word_problems")
+
+
+def test_changes_may_follow_options_of_several_values(program: Any) -> None:
+    words = "--seeds 0 1 training.max_steps=3 --then mixed long data.group=S5 --minutes 2"
+    options = program.options_of(words.split())
+    assert (options.seeds, options.then, options.minutes) == ([0, 1], ["mixed", "long"], 2.0)
+    assert options.overrides == ["training.max_steps=3", "data.group=S5"]
+
+
+def test_a_run_is_gone_on_with_by_other_recipes(
+    program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each begins where the one before ended, a mixture too, of implicit and explicit models."""
+    report = importlib.import_module("report")
+    monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
+    small = (
+        "--models implicit-mamba2 mamba2 --explicit-steps 2 --device cpu --output word_problem_rows "
+        "--then word_problem_a5_mixed word_problem_a5_256 --groups S3 data.length=4 phases=[] "
+        "model.d_model=8 model.mixer.d_state=4 model.mixer.head_dim=8 model.mixer.chunk_size=4 "
+        "model.at_evaluation.stopping.max_iterations=4 "
+        "training.max_steps=2 training.batch_size=4 training.precision=float32 training.loader_workers=0 "
+        "evaluation.lengths=[4] evaluation.identity_probabilities=[0.5] evaluation.sequences=2 "
+        "evaluation.last_tokens=4"
+    )
+    monkeypatch.setattr("sys.argv", ["word_problems.py", "--runs", str(tmp_path / "runs"), *small.split()])
+    program.main()
+    rows = json.loads((tmp_path / "results" / "word_problem_rows.json").read_text())["rows"]
+    recipes = ["word_problem_a5", "word_problem_a5_mixed", "word_problem_a5_256"]
+    assert [(row["model"], row["recipe"], row["steps"]) for row in rows] == [
+        *(("implicit-mamba2", recipe, 2) for recipe in recipes),
+        *(("mamba2", recipe, 4) for recipe in recipes),
+    ]
+    assert all(row["tests"][0]["length"] == 4 for row in rows)
