@@ -20,7 +20,7 @@ from torch import Tensor
 
 from implicit_blocks.model import ImplicitLM
 from implicit_blocks.registry import build
-from implicit_blocks.specs import load_spec
+from implicit_blocks.specs import ImplicitLMSpec, load_spec
 from trainer.checkpoint import STATE_FILE, load_checkpoint, newest_sound_checkpoint
 from trainer.data.source import IGNORED, Batch, DataSource
 from trainer.devices import choose_device
@@ -52,6 +52,7 @@ def run(
     length: int | None = None,
     max_iterations: int | None = None,
     damping: float | None = None,
+    scope: str | None = None,
     tokenizer: Path | None = None,
     double: bool = False,
     device: str = "auto",
@@ -67,6 +68,9 @@ def run(
         max_iterations: of a search; None: the evaluation's.
         damping: of both searches' solver, in (0, 1]; None: the evaluation's. Where a few tokens oscillate,
             less than the evaluation's brings them to rest.
+        scope: whose residual ends a token's search where all are solved together: ``prefix``, its own and
+            those of the tokens before it, or ``sequence``, that of its whole row, as in the published
+            implementation; None: the evaluation's. One token after the other, it is the token's own.
         tokenizer: a tokenizer.json that tokens are named by; None: the one beside the data, if there is one.
         double: compute in float64, where 1e-5 is far above rounding.
         device: name of the device.
@@ -100,6 +104,7 @@ def run(
                 tolerance=tolerance,
                 max_iterations=max_iterations,
                 damping=damping,
+                scope=scope,
             )
             for mode in MODES
         }
@@ -112,6 +117,7 @@ def run(
         "length": batch.inputs.shape[1],
         "max_iterations": max_iterations or model.evaluation_stopping.max_iterations,
         "damping": damping,
+        "scope": scope or model.evaluation_stopping.scope,
         "dtype": "float64" if double else "float32",
         "solver": model.spec.at_evaluation.solver.model_dump(mode="json"),
     }
@@ -168,9 +174,15 @@ def evaluate(
     tolerance: float,
     max_iterations: int | None,
     damping: float | None = None,
+    scope: str | None = None,
 ) -> Mode:
-    """Evaluate the batch in a mode, each token stopping by itself."""
+    """Evaluate the batch in a mode, each token stopping by itself, or with its row where scope says so."""
     began = time.perf_counter()
+    whole = model.spec
+    if mode == "sequential":  # what is known of a row is of its slowest token there; each is wanted
+        scope = None if whole.at_evaluation.solver.couples_tokens else "prefix"
+    if scope is not None:
+        model.reconfigure(_with_scope(whole, scope))
     output = model(
         batch.inputs,
         window_length=1 if mode == "sequential" else None,
@@ -179,19 +191,29 @@ def evaluate(
         damping=damping,
         **batch.context(),
     )
+    model.reconfigure(whole)
     solution = output.solution
     assert solution is not None
-    if solution.token_iterations is None or solution.token_converged is None:
-        raise ValueError(
-            "the model's evaluation stops whole sequences at once; duality compares tokens: train or export "
-            "it with at_evaluation.stopping.scope 'prefix'"
+    iterations, converged = solution.token_iterations, solution.token_converged
+    if iterations is None or converged is None:  # a token's are its row's
+        iterations, converged = (
+            found[:, None].expand(*batch.inputs.shape) for found in (solution.iterations, solution.converged)
         )
     return Mode(
         logits=output.logits.cpu(),
-        iterations=solution.token_iterations.cpu(),
-        converged=solution.token_converged.cpu(),
+        iterations=iterations.cpu(),
+        converged=converged.cpu(),
         seconds=time.perf_counter() - began,
     )
+
+
+def _with_scope(spec: ImplicitLMSpec, scope: str) -> ImplicitLMSpec:
+    """Return the spec with this scope in evaluation, where nothing else is asked of the tokens."""
+    tree = spec.model_dump()
+    tree["at_evaluation"]["stopping"]["scope"] = scope
+    if scope != "prefix":
+        tree["at_evaluation"]["commit_prefix"] = None
+    return type(spec).model_validate(tree)
 
 
 def compare(

@@ -112,6 +112,23 @@ def test_one_checkpoint_of_a_run_and_another_length(trained, tmp_path):
     assert json.loads((tmp_path / "out/duality.json").read_text())["settings"]["length"] == 12
 
 
+def test_a_whole_row_may_end_the_search(trained, tmp_path):
+    arguments = ["duality", "--checkpoint", str(trained), "--tolerances", "0.05", "1e-9", "--double"]
+    arguments += ["--sequences", "3", "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--scope", "sequence"]) == 0
+    written = json.loads((tmp_path / "out/duality.json").read_text())
+    assert written["settings"]["scope"] == "sequence"
+    loose, tight = written["tolerances"]
+    assert tight["equal_tokens"] == 1.0  # the same point, however the search ends
+    assert sum(count > 0 for count in loose["simultaneous"]["iterations_histogram"]) <= 3  # one number a row
+    by_position = loose["simultaneous"]["iterations_by_position"]
+    assert min(by_position) == max(by_position)
+    assert len(set(loose["sequential"]["iterations_by_position"])) > 1  # a token's own, in turn
+    assert main([*arguments, "--scope", "prefix", "--output", str(tmp_path / "prefix")]) == 0
+    token = json.loads((tmp_path / "prefix/duality.json").read_text())["tolerances"][0]
+    assert len(set(token["simultaneous"]["iterations_by_position"])) > 1
+
+
 def test_tokens_are_named_by_a_tokenizer(trained, tmp_path, capsys):
     vocabulary = tmp_path / "tokenizer.json"
     vocabulary.write_text(json.dumps({"model": {"vocab": {"\u0120even": 0, "odd": 1}}}), encoding="utf-8")

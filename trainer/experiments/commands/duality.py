@@ -31,6 +31,12 @@ def add_options(made: argparse.ArgumentParser) -> None:
         "--damping", type=float, metavar="X", help="of both searches (default: the evaluation's)"
     )
     made.add_argument(
+        "--scope",
+        choices=("prefix", "sequence"),
+        help="whose residual ends a search of all tokens together: a token's own and those before it, or its "
+        "whole row's, as published (default: the evaluation's)",
+    )
+    made.add_argument(
         "--tokenizer",
         type=Path,
         metavar="FILE",
@@ -52,6 +58,7 @@ def carry_out(folder: Path, options: argparse.Namespace) -> str:
         length=options.length,
         max_iterations=options.max_iterations,
         damping=options.damping,
+        scope=options.scope,
         tokenizer=options.tokenizer,
         double=options.double,
         device=options.device,
