@@ -94,10 +94,12 @@ def test_generators_are_put_back() -> None:
 
     seed_everything(5)
     random.gauss(0, 1)
+    np.random.standard_normal()  # one of two, as random.gauss: the other is kept for the next call
     state = json.loads(json.dumps(random_state()))
 
     def draw() -> list[float]:
-        return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(torch.rand(()))]
+        of_numpy = [np.random.standard_normal(), np.random.rand()]
+        return [random.random(), random.gauss(0, 1), *of_numpy, float(torch.rand(()))]
 
     expected = draw()
     restore_random_state(state)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import trainer.run
@@ -132,6 +134,35 @@ def count_gathers(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
         run.train()
         gathers[name] = of_steps
     return gathers
+
+
+def look_at_layouts(ranks: Ranks, runs: dict[str, Any], folder: str) -> Any:
+    """Return, of each run, how often a step exchanges gradients, what is drawn, and how weights are kept."""
+    found: dict[str, Any] = {}
+    for name, spec in sorted(runs.items()):
+        run = build(RunSpec.model_validate(spec), output=Path(folder) / name, device="cpu", ranks=ranks)
+        exchanges: list[int] = []
+        if isinstance(run.loop.layout.forward, DistributedDataParallel):
+
+            def exchange(_: None, bucket: Any, exchanges: list[int] = exchanges) -> Any:
+                exchanges.append(bucket.index())
+                return allreduce_hook(torch.distributed.group.WORLD, bucket)
+
+            exchange.__annotations__.clear()  # torch reads them, and these are text
+            run.loop.layout.forward.register_comm_hook(None, exchange)
+        drawn = torch.rand(3).tolist()
+        run.loop.run(stop_at=1)
+        weight = next(run.model.parameters())
+        with run.loop.layout.gathered():
+            whole = next(run.model.parameters())
+        found[name] = {
+            "exchanges": exchanges,
+            "drawn": drawn,
+            "kept": type(weight).__name__,
+            "gathered": type(whole).__name__,
+            "then": type(next(run.model.parameters())).__name__,
+        }
+    return found
 
 
 def build_it(ranks: Ranks, specs: list[dict[str, Any]], folder: str) -> Any:

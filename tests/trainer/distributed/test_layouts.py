@@ -202,6 +202,16 @@ def test_weights_are_gathered_once_a_step_however_often_the_layers_are_iterated(
     assert many - few == 2 * 14
 
 
+def test_what_a_layout_exchanges_draws_and_keeps(processes: Any, tmp_path: Path) -> None:
+    runs = {kind: spec_of(MAMBA2, parallel={"kind": kind}, micro_batch_size=1) for kind in ("ddp", "fsdp")}
+    one, other = processes("look_at_layouts", runs=runs, folder=str(tmp_path))
+    assert one["ddp"]["exchanges"] == other["ddp"]["exchanges"] == [0]  # once for all four micro-batches
+    for kind in runs:
+        assert one[kind]["drawn"] != other[kind]["drawn"]  # as masks of dropout are
+    assert {one["fsdp"][when] for when in ("kept", "then")} == {"DTensor"}
+    assert one["fsdp"]["gathered"] != "DTensor"
+
+
 def test_an_exact_gradient_is_solved_by_each_rank_on_its_own(processes: Any, tmp_path: Path) -> None:
     spec = spec_of(MAMBA2, max_steps=3)
     spec.pop("phases")
