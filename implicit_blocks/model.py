@@ -330,7 +330,8 @@ class LanguageModel(nn.Module, ABC):
         """Record the search's map as CUDA graphs, one a shape of the batch: an iteration is one launch then.
 
         Worth it where shapes repeat and launching takes longer than computing, as with many small kernels;
-        costs a copy of the weights in the type they are used in. Off a GPU it changes nothing.
+        keeps the weights and their gradients once more, in the type they are used in. Off a GPU it changes
+        nothing.
         """
         self.backbone.graphs = MapGraphs() if enabled else None
 

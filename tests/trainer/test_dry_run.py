@@ -52,6 +52,17 @@ def test_checkpointed_activations_are_those_of_a_layer_or_of_a_step() -> None:
     assert starts < layers.activations < starts + kept.activations / 90
 
 
+def test_recorded_graphs_keep_weights_and_their_gradients() -> None:
+    plain, recorded = memory_of(phase=0), memory_of("training.cuda_graphs=true", phase=0)
+    assert plain.graphs == 0
+    # Of the layers' 1.2 B weights, in bfloat16, and points of 4 x 2048 tokens.
+    assert recorded.graphs == pytest.approx(2 * 2 * 1.2085e9 + 5 * 4 * 8192 * 2048, rel=0.02)
+    assert recorded.total == plain.total + recorded.graphs
+    again = memory_of("training.cuda_graphs=true", "training.checkpoint_activations=layers", phase=0)
+    assert again.graphs < recorded.graphs * 0.6
+    assert memory_of("training.cuda_graphs=true", "training.parallel.kind=fsdp", ranks=8).graphs == 0
+
+
 def test_a_micro_batch_is_no_larger_than_a_ranks_share() -> None:
     assert memory_of("training.batch_size=8", ranks=8).activations == pytest.approx(
         memory_of().activations / 4

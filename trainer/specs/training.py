@@ -133,8 +133,8 @@ class TrainingSpec(Spec):
     """Compile the model's layers: minutes at the first step, then faster steps on a GPU."""
     cuda_graphs: bool = False
     """Record the model's map as CUDA graphs: an iteration of the search is one launch, worth it where many
-    small kernels keep the host busy. A copy of the weights more; off a GPU, and with sharded weights, which
-    move, it changes nothing."""
+    small kernels keep the host busy. Weights and gradients are kept once more, in the type of their use;
+    off a GPU, and with sharded weights, which move, it changes nothing."""
     parallel: ParallelSpec = ParallelSpec()
     """How the run is laid out over its processes."""
     checkpoint_activations: CheckpointActivations = "none"
