@@ -400,7 +400,7 @@ class Loop:
             }
             self.folder.evaluations.write(row)
         if results:
-            words = self.spec.data.kind in ("word_problem", "catbabi")
+            words = self.spec.data.task is not None
             shown = table(results, last_tokens=evaluation.last_tokens, words=words)
             self.display.say(f"evaluation after step {self.progress.step}\n{shown}")
         self._tell("on_evaluation", step=self.progress.step, results=results)

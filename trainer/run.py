@@ -180,9 +180,7 @@ def build(
     schedule = registry.build(spec.schedule_spec(), total_steps=spec.total_steps)
     if not ranks.is_main:
         display = SilentDisplay()
-    display = display or make_display(
-        log_every=training.log_every, accuracy=spec.data.kind in ("word_problem", "catbabi")
-    )
+    display = display or make_display(log_every=training.log_every, accuracy=spec.data.task is not None)
 
     progress = Progress()
     if origin is not None and training.start_from is not None:

@@ -193,6 +193,12 @@ class MixtureSpec(DataSpec):
         return max(known) if len(known) == len(sizes) else None
 
     @property
+    def task(self) -> str | None:
+        """The sources', where all have the same."""
+        tasks = {source.data.task for source in self.sources}
+        return tasks.pop() if len(tasks) == 1 else None
+
+    @property
     def names(self) -> tuple[str, ...]:
         """What records call the sources."""
         return tuple(source.name or f"source{index}" for index, source in enumerate(self.sources))

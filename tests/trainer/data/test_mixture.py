@@ -194,6 +194,17 @@ def test_words_and_texts_mix(tmp_path: Path) -> None:
     assert list(mixture.evaluation_sets(wanted)) == ["source1_p0.5_L10"]
 
 
+def test_the_task_is_that_of_all_sources(tmp_path: Path) -> None:
+    words = [
+        {"weight": 1, "data": {"kind": "word_problem", "group": "A4", "identity_probability": p}}
+        for p in (0.9, 0.5)
+    ]
+    assert MixtureSpec.model_validate(section(tmp_path, sources=words)).task == "products in A4"
+    other = {"weight": 1, "data": {"kind": "word_problem", "group": "Z12"}}
+    assert MixtureSpec.model_validate(section(tmp_path, sources=[*words, other])).task is None
+    assert MixtureSpec.model_validate(section(tmp_path)).task is None
+
+
 def test_a_run_counts_the_epochs_of_its_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     settings = (
