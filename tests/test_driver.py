@@ -192,13 +192,16 @@ def test_the_state_of_what_is_done_stands_still(scope):
     assert torch.equal(solver.given, (iterations - 1).clamp(max=iterations.max() - 2))
 
 
-def test_divergence_costs_one_row_and_keeps_its_best():
+@pytest.mark.parametrize("norm", ["relative", "absolute"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
+def test_divergence_costs_one_row_and_keeps_its_best(norm, value):
     def f(z):
         fz = 0.5 * z + 1
-        fz[1] = torch.where(z[1] > 1.4, torch.nan, fz[1])
+        fz[1] = torch.where(z[1] > 1.4, value, fz[1])
         return fz
 
-    solution = search(tolerance=1e-6, max_iterations=100)(f, torch.zeros(3, 2))
+    solution = search(tolerance=1e-6, max_iterations=100, norm=norm)(f, torch.zeros(3, 2))
+    assert solution.iterations[1] == 3 < solution.iterations[0]  # it leaves at once
     assert solution.diverged.tolist() == [False, True, False]
     assert solution.converged.tolist() == [True, False, True]
     assert torch.equal(solution.z[1], torch.full((2,), 1.5))
