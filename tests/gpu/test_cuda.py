@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
+from implicit_blocks.mixers import Attention, Mamba2
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,6 +21,11 @@ pytestmark = [
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)},
     "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=96)},
+    "hybrid": {
+        "mixer": ib.ParallelSpec(
+            mixers=[ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16), ib.AttentionSpec(n_heads=4)]
+        )
+    },
 }
 
 
@@ -35,9 +41,10 @@ def contracting(mixer, **changes):
     torch.manual_seed(0)
     model = ib.build(ib.ImplicitLMSpec(**(fields | MIXERS[mixer] | changes)))
     with torch.no_grad():
-        for block in model.backbone.blocks():
-            block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
-            block.mixer.out_proj.parametrizations.weight.original0.mul_(10.0)
+        for part in model.backbone.modules():
+            if isinstance(part, Mamba2 | Attention):
+                part.in_proj.parametrizations.weight.original0.mul_(0.15)
+                part.out_proj.parametrizations.weight.original0.mul_(10.0)
     return model
 
 

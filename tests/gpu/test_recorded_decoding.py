@@ -96,6 +96,18 @@ def test_recorded_steps_make_the_tokens_of_launched_ones(mixer, lanes, fused):
     assert_same(found, launched(mixer))
 
 
+def test_layers_of_two_mixers():
+    parts = [MIXERS["mamba2"]["mixer"], MIXERS["attention"]["mixer"]]
+    torch.manual_seed(0)
+    model = ib.build(
+        ib.ImplicitLMSpec(vocab_size=61, d_model=64, n_layers=2, mixer=ib.ParallelSpec(mixers=parts))
+    )
+    model = model.cuda().eval()
+    decoder, found = decode(model, lanes=4)
+    assert all(recorded.graph is not None for recorded in recorded_often(decoder))
+    assert_same(found, decode(model, lanes=4, graphs=False)[1])
+
+
 @cache
 def launched(mixer):
     return decode(built(mixer), lanes=4, graphs=False)[1]
