@@ -19,6 +19,8 @@ HEAD = """# Measurements
 Made from the files in `benchmarks/results`, which the programs in `benchmarks` write. Each says when, on
 what and with which versions it was measured; figures from different machines don't compare.
 """
+LONGEST = 40
+"""Characters of a key that heads a column; longer ones, such as tests' names, are the first column's."""
 ABOUT = ("machine", "date", "versions", "arguments", "note", "load_average_at_start", "nccl")
 
 
@@ -47,8 +49,15 @@ def _program(folder: Path, name: str) -> str:
 
 
 def _runs(content: Row) -> list[Row]:
-    """Return the runs that a file holds: one, or those of its list ``runs``."""
+    """Return the runs that a file holds: one, or those of its list ``runs``.
+
+    Where ``runs`` are by date, the file is what all of them came to, and the last is shown.
+    """
     runs = content.get("runs")
+    if isinstance(runs, Mapping) and runs:
+        last = max(runs)
+        others = {} if len(runs) == 1 else {"earlier runs": ", ".join(sorted(runs)[:-1])}
+        return [{**content, "runs": others, "date": last, **runs[last]}]
     if not isinstance(runs, list):
         return [content]
     shared = {key: value for key, value in content.items() if key != "runs"}
@@ -128,6 +137,10 @@ def _rows(key: str, value: Any) -> list[Row] | None:
         and all(isinstance(entry, dict) for entry in value.values())
     ):
         return [{key: inner, **entry} for inner, entry in value.items()]
+    if isinstance(value, dict) and any(len(inner) > LONGEST for inner in value):
+        return [{"": inner, key: entry} for inner, entry in value.items()]
+    if isinstance(value, list) and any(isinstance(entry, str) and len(entry) > LONGEST for entry in value):
+        return [{key: entry} for entry in value]
     return None
 
 
