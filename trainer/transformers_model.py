@@ -311,7 +311,7 @@ def _config_class(architecture: str, *, where: str) -> Any:
 
 def _check_keys(config: Mapping[str, Any], config_class: Any) -> None:
     """Refuse keys that the configuration would carry along and never read."""
-    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    known = _fields(config_class)
     unknown = [key for key in config if key not in known]
     if unknown:
         near = {key: nearest(key, known) for key in unknown}
@@ -320,6 +320,20 @@ def _check_keys(config: Mapping[str, Any], config_class: Any) -> None:
             f"model.config has fields that {config_class.model_type!r} does not know: {listed}; known: "
             f"{', '.join(sorted(known))}"
         )
+
+
+def _fields(config_class: Any) -> set[str]:
+    return {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+
+
+def config_fields(architecture: str) -> set[str]:
+    """Return the names that an architecture's configuration knows, transformers' common ones included.
+
+    Raises:
+        ValueError: no causal language model of that name, or transformers is not installed.
+
+    """
+    return _fields(_config_class(architecture, where="model.architecture"))
 
 
 def _first_line(error: Exception) -> str:

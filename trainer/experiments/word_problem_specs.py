@@ -162,9 +162,25 @@ def _baseline(architecture: str, own: Mapping[str, Any], layers: int, width: int
         "mamba": {"state_size": 16, "expand": expand},
         "gpt_neox": {"intermediate_size": 4 * width, "num_attention_heads": heads},
     }
-    config = {"hidden_size": width, "num_hidden_layers": layers, **known.get(architecture, {})}
+    own_fields = known.get(architecture) or _usual_fields(architecture, width, heads)
+    config = {"hidden_size": width, "num_hidden_layers": layers, **own_fields}
     vocabulary = {"vocab_size": own["vocab_size"]} if "vocab_size" in own else {}
     return {"architecture": architecture, "config": config, **vocabulary}
+
+
+def _usual_fields(architecture: str, width: int, heads: int) -> dict[str, Any]:
+    """Return the fields that fit an architecture's heads and MLP to a width, as far as it has such."""
+    from trainer.transformers_model import config_fields  # torch and transformers
+
+    wanted = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": width // heads,
+        "intermediate_size": 4 * width,
+        "ffn_dim": 4 * width,
+    }
+    known = config_fields(architecture)
+    return {name: value for name, value in wanted.items() if name in known}
 
 
 def _phase(
