@@ -100,7 +100,9 @@ class RunFolder:
         resumes = [*history.get("resumed", []), {"step": step, **manifest}]
         write_json(self.manifest_path, {**history, "resumed": resumes})
         if changed:
-            self.spec_path.rename(self.path / f"spec.until-step-{step:08d}.yaml")
+            # A copy: killed between the two, the folder must not be without its spec.
+            before = self.spec_path.read_text(encoding="utf-8")
+            write_atomically(self.path / f"spec.until-step-{step:08d}.yaml", before)
             self._write_spec(spec)
 
     def record_backends(self, report: Mapping[str, Mapping[str, str]]) -> None:

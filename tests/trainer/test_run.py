@@ -15,6 +15,7 @@ from trainer.checkpoint import list_checkpoints, read_model_tensors
 from trainer.errors import CheckpointError, NonFiniteLossError, RunFolderError
 from trainer.metrics import read_metrics
 from trainer.run import build
+from trainer.run_folder import RunFolder
 from trainer.spec import RunSpec
 
 WITH_PICTURES = True
@@ -367,3 +368,22 @@ def test_backward_solves_are_reported(small: Small, tmp_path: Path) -> None:
         assert row["adjoint_iterations"] > 1
         assert row["adjoint_residual"] <= row["adjoint_residual_max"]
         assert row["adjoint_non_converged"] == 0 or row["adjoint_residual_max"] > 1e-3
+
+
+def test_a_kill_while_a_changed_spec_is_noted_leaves_one_spec_or_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create(spec={"seed": 1}, manifest={})
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(folder, "_write_spec", killed)
+        with pytest.raises(KeyboardInterrupt):
+            folder.record_resume(spec={"seed": 2}, manifest={}, step=4, changed=True)
+    assert "seed: 1" in folder.spec_path.read_text()
+    folder.record_resume(spec={"seed": 2}, manifest={}, step=4, changed=True)
+    assert "seed: 2" in folder.spec_path.read_text()
+    assert "seed: 1" in (folder.path / "spec.until-step-00000004.yaml").read_text()
