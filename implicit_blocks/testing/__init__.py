@@ -2,7 +2,7 @@
 
 ``check_mixer``, ``check_solver`` and ``check_gradient`` run all contracts of a family; the dictionaries name
 them, for a test each. ``check_backend`` holds a mixer's kernels to its plain operators, ``check_walk`` a
-mixer that says so to padding and documents anywhere.
+mixer that says so to padding and documents anywhere, ``check_plugin`` a distribution to what it registers.
 """
 
 from implicit_blocks.contracts import ContractError
@@ -10,6 +10,7 @@ from implicit_blocks.testing.backends import check_backend
 from implicit_blocks.testing.gradients import GRADIENT_CONTRACTS, check_gradient
 from implicit_blocks.testing.mixer_walks import CUTS, PADDINGS, check_walk
 from implicit_blocks.testing.mixers import MIXER_CONTRACTS, check_mixer
+from implicit_blocks.testing.plugin import check_plugin
 from implicit_blocks.testing.solvers import SOLVER_CONTRACTS, check_solver
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "check_backend",
     "check_gradient",
     "check_mixer",
+    "check_plugin",
     "check_solver",
     "check_walk",
 ]

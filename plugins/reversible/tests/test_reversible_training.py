@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from implicit_blocks.testing import check_plugin
+
 SPEC = "word_problem_s3_reversible"
 SMALL = [
     "training.batch_size=16",
@@ -52,10 +54,4 @@ def test_it_learns_s3(tmp_path):
 
 
 def test_knowing_the_kinds_imports_no_torch():
-    code = (
-        "import sys; from implicit_blocks import registry; "
-        "owners = {registry.entry(f, 'reversible').owner for f in ('solver', 'gradient')}; "
-        "assert owners == {'implicit-blocks-reversible'}, owners; assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    check_plugin("implicit-blocks-reversible", ("solver", "reversible"), ("gradient", "reversible"))

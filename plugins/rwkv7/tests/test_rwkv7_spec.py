@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from implicit_blocks_rwkv7 import RWKV7Spec
 from pydantic import ValidationError
 
 import implicit_blocks as ib
+from implicit_blocks.testing import check_plugin
 
 
 @pytest.mark.parametrize("heads", [1, 3])
@@ -50,10 +48,4 @@ def test_what_does_not_fit_is_refused_in_its_place(fields, place, message):
 
 
 def test_knowing_the_kind_imports_no_torch():
-    code = (
-        "import sys; from implicit_blocks import registry; "
-        "entry = registry.entry('mixer', 'rwkv7'); "
-        "assert entry.owner == 'implicit-blocks-rwkv7', entry; assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    check_plugin("implicit-blocks-rwkv7", ("mixer", "rwkv7"))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from implicit_blocks_sliding_window import SlidingWindowAttentionSpec
 from pydantic import ValidationError
 
 import implicit_blocks as ib
+from implicit_blocks.testing import check_plugin
 
 
 @pytest.mark.parametrize("n_kv_heads", [None, 1, 2])
@@ -60,10 +58,4 @@ def test_heads_must_divide_the_width():
 
 
 def test_knowing_the_kind_imports_no_torch():
-    code = (
-        "import sys; from implicit_blocks import registry; "
-        "entry = registry.entry('mixer', 'sliding_window_attention'); "
-        "assert entry.owner == 'implicit-blocks-sliding-window', entry; assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    check_plugin("implicit-blocks-sliding-window", ("mixer", "sliding_window_attention"))

@@ -6,6 +6,10 @@ import json
 import subprocess
 import sys
 
+from implicit_blocks.testing import check_plugin
+
+DISTRIBUTION = "implicit-blocks-template"
+KIND = ("mixer", "template")
 SPEC = "word_problem_s3_template"
 SMALL = [
     "training.max_steps=30",
@@ -28,11 +32,4 @@ def test_the_loss_falls(tmp_path):
 
 
 def test_knowing_the_kind_imports_no_torch():
-    code = (
-        "import sys; from implicit_blocks import registry; "
-        "entry = registry.entry('mixer', 'template'); "
-        "assert entry.owner == 'implicit-blocks-template', entry; "
-        "assert 'torch' not in sys.modules"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    check_plugin(DISTRIBUTION, KIND)

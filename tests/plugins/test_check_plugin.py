@@ -1,0 +1,61 @@
+"""``implicit_blocks.testing.check_plugin``: what it passes, and that each of its contracts can be broken."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from implicit_blocks.testing import ContractError, check_plugin
+
+LIGHT = """
+from typing import Literal
+from implicit_blocks.hookspecs import hookimpl
+from implicit_blocks.specs import SolverSpec
+
+class SlowSpec(SolverSpec):
+    kind: Literal["heavy.slow"] = "heavy.slow"
+
+@hookimpl
+def register_components(add):
+    add("solver", SlowSpec, "heavy:Slow")
+"""
+
+
+def install(source: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put a distribution of one module where Python finds it."""
+    (place / "heavy.py").write_text(source)
+    information = place / "heavy-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: heavy\nVersion: 1.0\n")
+    (information / "entry_points.txt").write_text("[implicit_blocks]\nheavy = heavy\n")
+    monkeypatch.syspath_prepend(place)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]))
+
+
+def test_a_plugin_that_is_light_passes_beside_one_that_is_not(tmp_path, monkeypatch):
+    install(LIGHT, tmp_path, monkeypatch)
+    check_plugin("heavy", ("solver", "heavy.slow"))
+
+
+@pytest.mark.parametrize(
+    ("source", "kinds", "message"),
+    [
+        ("import torch\n" + LIGHT, [("solver", "heavy.slow")], "knowing its kinds imports no torch"),
+        (LIGHT, [("solver", "heavy.fast")], "solver heavy.fast belongs to nobody: .*heavy.slow"),
+        (LIGHT, [("solver", "picard")], "solver picard belongs to implicit_blocks"),
+        ("raise RuntimeError('no')", [("solver", "heavy.slow")], "RuntimeError: no"),
+    ],
+    ids=["torch", "missing", "another's", "broken"],
+)
+def test_what_breaks_is_named(source, kinds, message, tmp_path, monkeypatch):
+    install(source, tmp_path, monkeypatch)
+    with pytest.raises(ContractError, match=message) as error:
+        check_plugin("heavy", *kinds)
+    assert "plugin heavy breaks the contract" in str(error.value)
+
+
+def test_a_plugin_that_is_not_installed():
+    with pytest.raises(ContractError, match="no installed distribution of that name"):
+        check_plugin("acme-of-nowhere", ("solver", "acme.halfway"))
