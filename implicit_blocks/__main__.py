@@ -19,7 +19,7 @@ from implicit_blocks.specs.schema import file_schema, run_schema
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; 2 for an error that the user can mend, 1 for specs that differ."""
-    options = _parser().parse_args(arguments)
+    options = parser().parse_args(arguments)
     code = 0
     try:
         code = options.command(options) or 0
@@ -32,10 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m implicit_blocks", description=__doc__)
-    parser.add_argument("--version", action="version", version=f"implicit_blocks {__version__}")
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(prog="python -m implicit_blocks", description=__doc__)
+    made.add_argument("--version", action="version", version=f"implicit_blocks {__version__}")
+    commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (
         _add_list,
         _add_schema,
@@ -47,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_generate,
     ):
         add(commands)
-    return parser
+    return made
 
 
 def _add(commands: Any, name: str, summary: str, **options: Any) -> argparse.ArgumentParser:

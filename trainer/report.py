@@ -307,28 +307,37 @@ def _tidy(axes: Axes) -> None:
     axes.set_axisbelow(True)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``python -m trainer.report``; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m trainer.report", description="Draw runs side by side.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
-    parser.add_argument(
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(prog="python -m trainer.report", description="Draw runs side by side.")
+    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
+    made.add_argument(
         "--output", type=Path, default=Path("report.png"), help="picture to write (default report.png)"
     )
-    parser.add_argument(
-        "--label", action="append", default=[], help="name of a run in the picture, once a run"
-    )
-    parser.add_argument("--title", help="title of the picture")
-    options = parser.parse_args(arguments)
+    made.add_argument("--label", action="append", default=[], help="name of a run in the picture, once a run")
+    made.add_argument("--title", help="title of the picture")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``python -m trainer.report``; return the exit code."""
+    command = parser()
+    options = command.parse_args(arguments)
     if options.label and len(options.label) != len(options.runs):
-        parser.error(f"{len(options.label)} labels for {len(options.runs)} runs; give one a run, or none")
+        command.error(f"{len(options.label)} labels for {len(options.runs)} runs; give one a run, or none")
     labels: list[str | None] = options.label or [None] * len(options.runs)
     try:
         records = [read_run(path, label=label) for path, label in zip(options.runs, labels, strict=True)]
-    except RunFolderError as error:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        draw(records, options.output, title=options.title)
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    draw(records, options.output, title=options.title)
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        print("error: matplotlib is not installed; pip install 'implicit_blocks[train]'", file=sys.stderr)
+        return 2
     print(options.output)
     return 0
 

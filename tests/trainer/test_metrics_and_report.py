@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,19 @@ def test_a_training_length_that_was_not_measured_is_no_mark(tmp_path: Path) -> N
 def test_a_run_that_did_not_finish_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "summary.json is missing" in capsys.readouterr().err
+
+
+def test_what_keeps_a_picture_from_being_drawn_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = str(fake_run(tmp_path / "run", name="run", implicit=True))
+    assert main([run, "--output", str(tmp_path / "report.xyz")]) == 2
+    assert "xyz" in capsys.readouterr().err
+    for name in [name for name in sys.modules if name.partition(".")[0] == "matplotlib"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
+    assert main([run, "--output", str(tmp_path / "report.png")]) == 2
+    assert "pip install 'implicit_blocks[train]'" in capsys.readouterr().err
 
 
 def test_the_time_left_follows_the_pace_of_the_latest_steps() -> None:

@@ -27,7 +27,8 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="experiment", required=True, metavar="EXPERIMENT")
     for name in EXPERIMENTS:
         module = _command(name)
-        command = commands.add_parser(name, help=module.HELP)
+        description = f"{module.HELP[0].upper()}{module.HELP[1:]}."
+        command = commands.add_parser(name, help=module.HELP, description=description)
         module.add_options(command)
         command.add_argument(
             "--output", type=Path, metavar="DIR", help="folder to write (experiments/<name>-<time>)"

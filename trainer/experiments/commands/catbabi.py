@@ -27,7 +27,7 @@ def add_options(made: argparse.ArgumentParser) -> None:
         nargs="+",
         default=["implicit-1", "explicit-1", "explicit-2", "explicit-4"],
         metavar="KIND-LAYERS",
-        help="(implicit-1 explicit-1 explicit-2 explicit-4)",
+        help="models and their layers (implicit-1 explicit-1 explicit-2 explicit-4)",
     )
     made.add_argument(
         "--scoring",

@@ -20,7 +20,12 @@ def add_options(made: argparse.ArgumentParser) -> None:
         help="a run's folder, or one of its checkpoints",
     )
     made.add_argument(
-        "--tolerances", type=float, nargs="+", default=[0.05, 1e-2, 1e-3, 1e-4, 1e-5], metavar="X"
+        "--tolerances",
+        type=float,
+        nargs="+",
+        default=[0.05, 1e-2, 1e-3, 1e-4, 1e-5],
+        metavar="X",
+        help="of both searches (0.05 1e-2 1e-3 1e-4 1e-5)",
     )
     made.add_argument("--sequences", type=int, default=16, metavar="N", help="of evaluation data (16)")
     made.add_argument("--length", type=int, metavar="N", help="tokens each (default: the training length)")

@@ -21,8 +21,10 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar=("MIN", "MAX"),
         help="range of the initial step sizes (0.001 0.1, Mamba2's); larger ones couple the state more",
     )
-    made.add_argument("--tolerance", type=float, default=1e-12, metavar="X", help="(1e-12)")
-    made.add_argument("--max-iterations", type=int, default=512, metavar="N", help="(512)")
+    made.add_argument(
+        "--tolerance", type=float, default=1e-12, metavar="X", help="of the fixed point (1e-12)"
+    )
+    made.add_argument("--max-iterations", type=int, default=512, metavar="N", help="of the search (512)")
 
 
 def carry_out(folder: Path, options: argparse.Namespace) -> str:

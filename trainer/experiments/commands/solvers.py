@@ -20,7 +20,14 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="folders of runs, or checkpoints (default: word_problem_s3, trained here first: minutes)",
     )
-    made.add_argument("--tolerances", type=float, nargs="+", default=[0.05, 1e-2, 1e-3], metavar="X")
+    made.add_argument(
+        "--tolerances",
+        type=float,
+        nargs="+",
+        default=[0.05, 1e-2, 1e-3],
+        metavar="X",
+        help="relative residuals that end a search (0.05 1e-2 1e-3)",
+    )
     made.add_argument("--sequences", type=int, default=16, metavar="N", help="of evaluation data (16)")
     made.add_argument("--length", type=int, metavar="N", help="tokens each (default: the training length)")
     made.add_argument("--max-iterations", type=int, default=512, metavar="N", help="of each search (512)")
