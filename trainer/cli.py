@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from implicit_blocks.contracts import ContractError
 from implicit_blocks.specs import load_spec, spec_name
@@ -28,6 +29,9 @@ from trainer.errors import (
     PeerError,
 )
 from trainer.spec import RunSpec
+
+if TYPE_CHECKING:
+    from trainer.run import Run
 
 LOST = 1
 REFUSED = 2
@@ -107,8 +111,6 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
 
             print(describe(spec, name=name, ranks=options.ranks or 1, rate=options.rate))
             return 0
-        import torch
-
         from trainer.distributed import join, require_same_spec
         from trainer.run import build
         from trainer.run_folder import folder_to_resume
@@ -131,13 +133,20 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         )
     except (ValueError, OSError) as error:
         return _refuse(str(error), REFUSED)
+    return _train(run, stop_at=options.stop_at)
+
+
+def _train(run: Run, *, stop_at: int | None) -> int:
+    """Train what has been built; say how it ended, and return the exit code for that."""
+    import torch
+
+    ranks = run.ranks
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     others = "" if ranks.alone else f" and {ranks.world_size - 1} more ({run.manifest['layout']})"
-    run.display.say(
-        f"{name}: {parameters:,} parameters on {run.manifest['device']}{others}, writing to {run.folder.path}"
-    )
+    device = f"{run.manifest['device']}{others}"
+    run.display.say(f"{run.name}: {parameters:,} parameters on {device}, writing to {run.folder.path}")
     try:
-        summary = run.train(stop_at=options.stop_at)
+        summary = run.train(stop_at=stop_at)
     except (NonFiniteLossError, DataError, CallbackError) as error:
         kept = run.loop.last_checkpoint
         where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
@@ -159,11 +168,16 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             "lower training.micro_batch_size or data.length (--dry-run estimates what a step takes)",
             REFUSED,
         )
+    return _ended(run, summary, stop_at=stop_at)
+
+
+def _ended(run: Run, summary: dict[str, Any] | None, *, stop_at: int | None) -> int:
+    """Say how a run that nothing went wrong with ended: stopped, early, or done."""
     if summary is None:
         run.display.say(
             f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}"
         )
-        asked = options.stop_at is not None and run.loop.progress.step >= options.stop_at
+        asked = stop_at is not None and run.loop.progress.step >= stop_at
         if asked and run.loop.stopped_by is None:
             return 0
         return INTERRUPTED if run.loop.stopped_by == signal.SIGINT else TO_BE_RESUMED

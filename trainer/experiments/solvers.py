@@ -107,55 +107,22 @@ def run(
     """
     _check(tolerances, penalties, sequences, length, max_iterations, repeats, penalty_steps)
     place = choose_device(device)
-    found: list[dict[str, Any]] = []
-    for checkpoint in checkpoints:
-        name, spec, weights = trained(checkpoint)
-        batch = evaluation_batch(spec, sequences=sequences, length=length).to(place)
-        chosen = [
-            way
-            for way in ways(batch.inputs.shape[1])
-            if not only or any(part.lower() in way.name.lower() for part in only)
-        ]
-        if not chosen:
-            raise ValueError(
-                f"no way of searching has {' or '.join(only)} in its name; there are "
-                f"{', '.join(way.name for way in ways(batch.inputs.shape[1]))}"
-            )
-        model: ImplicitLM = build(spec.model)
-        load_checkpoint(weights, model=model)
-        model = model.to(place).eval()
-        tight = reference(model, batch, max_iterations)
-        found.append(
-            {
-                "run": name,
-                "checkpoint": str(weights),
-                "sequences": len(batch),
-                "length": batch.inputs.shape[1],
-                "rows": compare(
-                    model,
-                    batch,
-                    chosen,
-                    tight,
-                    tolerances=tolerances,
-                    max_iterations=max_iterations,
-                    repeats=repeats,
-                ),
-                "spectrum": spectrum(model, batch, tight),
-                "penalties": measure_penalties(
-                    folder / "penalties" / name,
-                    spec,
-                    weights,
-                    weights_of_penalty=penalties,
-                    steps=penalty_steps,
-                    batch=batch,
-                    tolerances=tolerances,
-                    max_iterations=max_iterations,
-                    device=place,
-                )
-                if penalties
-                else [],
-            }
+    found = [
+        _measure(
+            checkpoint,
+            folder,
+            tolerances=tolerances,
+            sequences=sequences,
+            length=length,
+            max_iterations=max_iterations,
+            repeats=repeats,
+            only=only,
+            penalties=penalties,
+            penalty_steps=penalty_steps,
+            device=place,
         )
+        for checkpoint in checkpoints
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "tolerances": list(tolerances),
@@ -177,6 +144,74 @@ def run(
         lines.append(contraction(one["spectrum"]))
         lines += [penalty_table(one["penalties"])] if one["penalties"] else []
     return "\n".join([*lines, f"written: {', '.join(written)}"])
+
+
+def _measure(
+    checkpoint: Path,
+    folder: Path,
+    *,
+    tolerances: Sequence[float],
+    sequences: int,
+    length: int | None,
+    max_iterations: int,
+    repeats: int,
+    only: Sequence[str],
+    penalties: Sequence[float],
+    penalty_steps: int,
+    device: torch.device,
+) -> dict[str, Any]:
+    """Return what is found of one trained model."""
+    name, spec, weights = trained(checkpoint)
+    batch = evaluation_batch(spec, sequences=sequences, length=length).to(device)
+    tokens = batch.inputs.shape[1]
+    chosen = _chosen(tokens, only)
+    model: ImplicitLM = build(spec.model)
+    load_checkpoint(weights, model=model)
+    model = model.to(device).eval()
+    tight = reference(model, batch, max_iterations)
+    rows = compare(
+        model,
+        batch,
+        chosen,
+        tight,
+        tolerances=tolerances,
+        max_iterations=max_iterations,
+        repeats=repeats,
+    )
+    trained_on: list[dict[str, Any]] = []
+    if penalties:
+        trained_on = measure_penalties(
+            folder / "penalties" / name,
+            spec,
+            weights,
+            weights_of_penalty=penalties,
+            steps=penalty_steps,
+            batch=batch,
+            tolerances=tolerances,
+            max_iterations=max_iterations,
+            device=device,
+        )
+    return {
+        "run": name,
+        "checkpoint": str(weights),
+        "sequences": len(batch),
+        "length": tokens,
+        "rows": rows,
+        "spectrum": spectrum(model, batch, tight),
+        "penalties": trained_on,
+    }
+
+
+def _chosen(length: int, only: Sequence[str]) -> list[Way]:
+    """Return the ways with one of these parts in their names, or all."""
+    known = ways(length)
+    chosen = [way for way in known if not only or any(part.lower() in way.name.lower() for part in only)]
+    if not chosen:
+        raise ValueError(
+            f"no way of searching has {' or '.join(only)} in its name; there are "
+            f"{', '.join(way.name for way in known)}"
+        )
+    return chosen
 
 
 def _check(

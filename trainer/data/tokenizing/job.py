@@ -1,7 +1,6 @@
 """The job: documents in, shards out, by several processes, going on where a killed run stopped.
 
-One process reads and writes, the others tokenize. Tasks are handed out and taken back in the order of the
-inputs, so the shards do not depend on how many processes there are.
+This process reads and writes; others tokenize (``workers``).
 """
 
 from __future__ import annotations
@@ -9,26 +8,17 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import signal
-import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
-import numpy.typing as npt
 
 from trainer.data.manifest import MANIFEST, TRAIN, VALIDATION, read_manifest, verify
 from trainer.data.tokenizing.documents import Documents
 from trainer.data.tokenizing.pieces import Piece
 from trainer.data.tokenizing.shards import Dtype, ShardWriter
 from trainer.data.tokenizing.tokenizers import FileTokenizer, Tokenizer
+from trainer.data.tokenizing.workers import Encode, Task, encoders
 from trainer.files import write_atomically, write_json
 
 _TASK = 1 << 20  # characters handed to a process at once
@@ -126,7 +116,7 @@ def tokenize(
     job.output.mkdir(parents=True, exist_ok=True)
     with _alone(job.output):
         _begin(job)
-        with _pool(job) as encode:
+        with encoders(job.tokenizer, dtype=job.dtype, workers=job.workers) as encode:
             if job.validation_fraction:
                 return _convert(job, job.documents, _by_text(job), [TRAIN, VALIDATION], encode, say, report)
             results = _convert(job, job.documents, lambda piece: TRAIN, [TRAIN], encode, say, report)
@@ -140,23 +130,12 @@ def tokenize(
 # ------------------------------------------------------------------------------------------ one pass
 
 
-class _Task(NamedTuple):
-    sides: list[str]
-    numbers: list[int]
-    texts: list[str]
-    ends: list[bool]
-
-
-_Encoded = tuple[npt.NDArray[np.integer[Any]], list[int]]
-_Encode = Callable[[Iterator[_Task]], Iterator[tuple[_Task, _Encoded]]]
-
-
 def _convert(
     job: Job,
     documents: Documents,
     choose: Callable[[Piece], str],
     sides: Sequence[str],
-    encode: _Encode,
+    encode: Encode,
     say: Say,
     report: Report,
 ) -> list[Result]:
@@ -217,9 +196,9 @@ def _counted(pieces: Iterator[Piece], *, least: int, output: Path) -> Iterator[P
         )
 
 
-def _tasks(pieces: Iterator[Piece], choose: Callable[[Piece], str], done: dict[str, int]) -> Iterator[_Task]:
+def _tasks(pieces: Iterator[Piece], choose: Callable[[Piece], str], done: dict[str, int]) -> Iterator[Task]:
     """Put pieces together to tasks, leaving out those whose shards are finished."""
-    task, size, side = _Task([], [], [], []), 0, ""
+    task, size, side = Task([], [], [], []), 0, ""
     for number, piece in enumerate(pieces):
         side = choose(piece) if piece.begins else side
         if number < done[side]:
@@ -231,7 +210,7 @@ def _tasks(pieces: Iterator[Piece], choose: Callable[[Piece], str], done: dict[s
         size += len(piece.text)
         if size >= _TASK or len(task.texts) >= 4096:
             yield task
-            task, size = _Task([], [], [], []), 0
+            task, size = Task([], [], [], []), 0
     if task.texts:
         yield task
 
@@ -319,90 +298,3 @@ def _alone(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ValueError(f"another process is writing into {folder}; wait for it, or stop it") from None
         yield
-
-
-# ------------------------------------------------------------------------------------------ processes
-
-
-@contextlib.contextmanager
-def _pool(job: Job) -> Iterator[_Encode]:
-    """Give what encodes tasks: in this process, or in `workers` others, in order."""
-    if job.workers == 1:
-
-        def serially(tasks: Iterator[_Task]) -> Iterator[tuple[_Task, _Encoded]]:
-            for task in tasks:
-                yield task, _encode(job.tokenizer, job.dtype, task)
-
-        yield serially
-        return
-    # Spawned: a forked process would inherit threads' locks in an unknown state.
-    with ProcessPoolExecutor(
-        job.workers,
-        mp_context=get_context("spawn"),
-        initializer=_start_worker,
-        initargs=(_recipe(job.tokenizer), job.dtype),
-    ) as pool:
-
-        def side_by_side(tasks: Iterator[_Task]) -> Iterator[tuple[_Task, _Encoded]]:
-            waiting: deque[tuple[_Task, Future[_Encoded]]] = deque()
-            try:
-                for task in tasks:
-                    waiting.append((task, pool.submit(_work, task)))
-                    if len(waiting) > 2 * job.workers:
-                        first, future = waiting.popleft()
-                        yield first, future.result()
-                while waiting:
-                    first, future = waiting.popleft()
-                    yield first, future.result()
-            except BrokenProcessPool as error:
-                raise ValueError(
-                    "a worker process died, perhaps for want of memory; run the same command, with fewer "
-                    "--workers: it goes on after the finished shards"
-                ) from error
-            finally:
-                for _, future in waiting:
-                    future.cancel()
-
-        yield side_by_side
-
-
-def _recipe(tokenizer: Tokenizer) -> Any:
-    """Give what a worker makes the tokenizer of: the package's own objects can't all be pickled."""
-    if isinstance(tokenizer, FileTokenizer):
-        return tokenizer.content, tokenizer.end_of_document
-    return tokenizer
-
-
-_worker: tuple[Tokenizer, Dtype]
-
-
-def _start_worker(recipe: Any, dtype: Dtype) -> None:
-    global _worker
-    from trainer.data.tokenizing.tokenizers import from_content
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears an interrupt, too, and ends them
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores between them
-    if isinstance(recipe, tuple):
-        content, end = recipe
-        recipe = from_content(content, end_of_document=end)
-    _worker = recipe, dtype
-    parent = parent_process()
-    assert parent is not None
-
-    def follow() -> None:
-        connection.wait([parent.sentinel])
-        os._exit(1)  # the parent was killed: nobody is waiting for the answer
-
-    threading.Thread(target=follow, daemon=True).start()
-
-
-def _work(task: _Task) -> _Encoded:
-    return _encode(*_worker, task)
-
-
-def _encode(tokenizer: Tokenizer, dtype: Dtype, task: _Task) -> _Encoded:
-    end = np.array([tokenizer.end_of_document], dtype=dtype)
-    parts = []
-    for ids, ends in zip(tokenizer.encode(task.texts), task.ends, strict=True):
-        parts.append(np.concatenate([ids.astype(dtype), end]) if ends else ids.astype(dtype))
-    return np.concatenate(parts), [len(part) for part in parts]

@@ -1,0 +1,123 @@
+"""The processes that tokenize: tasks go out and come back in the order of the inputs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import connection, get_context, parent_process
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.tokenizing.shards import Dtype
+from trainer.data.tokenizing.tokenizers import FileTokenizer, Tokenizer
+
+
+class Task(NamedTuple):
+    """Pieces of text to encode at once: their sides, numbers in the inputs, whether they end documents."""
+
+    sides: list[str]
+    numbers: list[int]
+    texts: list[str]
+    ends: list[bool]
+
+
+Encoded = tuple[npt.NDArray[np.integer[Any]], list[int]]
+"""The ids of all pieces, one behind the other, and how many each has."""
+Encode = Callable[[Iterator[Task]], Iterator[tuple[Task, Encoded]]]
+
+
+@contextlib.contextmanager
+def encoders(tokenizer: Tokenizer, *, dtype: Dtype, workers: int) -> Iterator[Encode]:
+    """Give what encodes tasks: in this process, or in ``workers`` others, in order.
+
+    Raises:
+        ValueError: while they encode, one of them died.
+
+    """
+    if workers == 1:
+
+        def serially(tasks: Iterator[Task]) -> Iterator[tuple[Task, Encoded]]:
+            for task in tasks:
+                yield task, _encode(tokenizer, dtype, task)
+
+        yield serially
+        return
+    # Spawned: a forked process would inherit threads' locks in an unknown state.
+    with ProcessPoolExecutor(
+        workers,
+        mp_context=get_context("spawn"),
+        initializer=_start_worker,
+        initargs=(_recipe(tokenizer), dtype),
+    ) as pool:
+
+        def side_by_side(tasks: Iterator[Task]) -> Iterator[tuple[Task, Encoded]]:
+            waiting: deque[tuple[Task, Future[Encoded]]] = deque()
+            try:
+                for task in tasks:
+                    waiting.append((task, pool.submit(_work, task)))
+                    if len(waiting) > 2 * workers:
+                        first, future = waiting.popleft()
+                        yield first, future.result()
+                while waiting:
+                    first, future = waiting.popleft()
+                    yield first, future.result()
+            except BrokenProcessPool as error:
+                raise ValueError(
+                    "a worker process died, perhaps for want of memory; run the same command, with fewer "
+                    "--workers: it goes on after the finished shards"
+                ) from error
+            finally:
+                for _, future in waiting:
+                    future.cancel()
+
+        yield side_by_side
+
+
+def _recipe(tokenizer: Tokenizer) -> Any:
+    """Give what a worker makes the tokenizer of: the package's own objects can't all be pickled."""
+    if isinstance(tokenizer, FileTokenizer):
+        return tokenizer.content, tokenizer.end_of_document
+    return tokenizer
+
+
+_worker: tuple[Tokenizer, Dtype]
+
+
+def _start_worker(recipe: Any, dtype: Dtype) -> None:
+    global _worker
+    from trainer.data.tokenizing.tokenizers import from_content
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears an interrupt, too, and ends them
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores between them
+    if isinstance(recipe, tuple):
+        content, end = recipe
+        recipe = from_content(content, end_of_document=end)
+    _worker = recipe, dtype
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)  # the parent was killed: nobody is waiting for the answer
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _work(task: Task) -> Encoded:
+    return _encode(*_worker, task)
+
+
+def _encode(tokenizer: Tokenizer, dtype: Dtype, task: Task) -> Encoded:
+    end = np.array([tokenizer.end_of_document], dtype=dtype)
+    parts = []
+    for ids, ends in zip(tokenizer.encode(task.texts), task.ends, strict=True):
+        parts.append(np.concatenate([ids.astype(dtype), end]) if ends else ids.astype(dtype))
+    return np.concatenate(parts), [len(part) for part in parts]
