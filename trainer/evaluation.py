@@ -180,69 +180,84 @@ def _evaluate_set(
     stop: Callable[[], bool] | None,
 ) -> EvaluationResult:
     began = time.perf_counter()
-    length = evaluation_set.length
-    loss_sum = 0.0
-    correct_L = torch.zeros(length, dtype=torch.int64)
-    scored_L = torch.zeros(length, dtype=torch.int64)
-    iterations_L = torch.zeros(length, dtype=torch.float64)
-    per_sequence: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-    by_token, tokens_converged = True, 0
+    sums = _Sums(evaluation_set.length)
     for shared, counts in _share(evaluation_set, batch_size, ranks, equally_often=equally_often):
         if stop is not None and stop():
             raise EvaluationStopped
         if shared is None:
             continue
         batch = shared.to(device)
-        labels_BL = batch.labels
         with autocast(device, precision):
             # Not the logits: at eight times the training length they would not fit into a GPU's memory.
             output = model(
                 batch.inputs,
-                labels=labels_BL,
+                labels=batch.labels,
                 return_logits=False,
                 window_length=window_length,
                 **batch.context(),
             )
-        if not counts:
-            continue
+        if counts:
+            sums.take(output, batch.labels)
+    return sums.result(evaluation_set, ranks, last_tokens=last_tokens, began=began)
+
+
+class _Sums:
+    """What a rank has seen of a set, and with the others' the result."""
+
+    def __init__(self, length: int) -> None:
+        self.loss = 0.0
+        self.correct_L = torch.zeros(length, dtype=torch.int64)
+        self.scored_L = torch.zeros(length, dtype=torch.int64)
+        self.iterations_L = torch.zeros(length, dtype=torch.float64)
+        self.by_token = True
+        """Whether every search has told of each token."""
+        self.tokens_converged = 0
+        self.searches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+        """Iterations, residual, converged, diverged of the sequences of each batch."""
+
+    def take(self, output: Any, labels_BL: Tensor) -> None:
+        """Add a batch's."""
         correct_BL, scored_BL = correct_and_scored(output.predictions, labels_BL)
         scored = int(scored_BL.sum())
         if scored > 0:
-            loss_sum += float(output.loss) * scored
-        correct_L += correct_BL.sum(0).cpu()
-        scored_L += scored_BL.sum(0).cpu()
+            self.loss += float(output.loss) * scored
+        self.correct_L += correct_BL.sum(0).cpu()
+        self.scored_L += scored_BL.sum(0).cpu()
         solution = output.solution
         if solution is None:
-            continue
-        per_sequence.append((solution.iterations, solution.residual, solution.converged, solution.diverged))
+            return
+        self.searches.append((solution.iterations, solution.residual, solution.converged, solution.diverged))
         if solution.token_iterations is None or solution.token_converged is None:
-            by_token = False
+            self.by_token = False
         else:
-            iterations_L += solution.token_iterations.sum(0).cpu()
-            tokens_converged += int(solution.token_converged.sum())
+            self.iterations_L += solution.token_iterations.sum(0).cpu()
+            self.tokens_converged += int(solution.token_converged.sum())
 
-    status = [torch.cat(column).cpu() for column in zip(*per_sequence, strict=True)]
-    every = [columns for columns in ranks.gather_objects(status) if columns]
-    by_token = bool(every) and ranks.all(by_token)
-    loss_sum, converged, *by_position = ranks.sum(
-        [loss_sum, tokens_converged, *correct_L.tolist(), *scored_L.tolist(), *iterations_L.tolist()]
-    )
-    correct_L, scored_L, iterations_L = torch.tensor(by_position, dtype=torch.float64).view(3, length)
-    sequences = evaluation_set.sequences
-    return EvaluationResult(
-        name=evaluation_set.name,
-        settings=dict(evaluation_set.settings),
-        length=length,
-        sequences=sequences,
-        loss=loss_sum / max(1, int(scored_L.sum())),
-        accuracy=_ratio(correct_L, scored_L),
-        accuracy_last=_ratio(correct_L[-last_tokens:], scored_L[-last_tokens:]),
-        search=search_statistics(*map(torch.cat, zip(*every, strict=True))) if every else None,
-        token_converged=rounded(converged / (sequences * length)) if by_token else None,
-        accuracy_by_position=tuple((correct_L / scored_L.clamp(min=1)).tolist()),
-        iterations_by_position=tuple((iterations_L / sequences).tolist()) if by_token else None,
-        seconds=time.perf_counter() - began,
-    )
+    def result(
+        self, evaluation_set: EvaluationSet, ranks: Ranks, *, last_tokens: int, began: float
+    ) -> EvaluationResult:
+        """Put the ranks' sums together; all of them must call this."""
+        length, sequences = evaluation_set.length, evaluation_set.sequences
+        status = [torch.cat(column).cpu() for column in zip(*self.searches, strict=True)]
+        every = [columns for columns in ranks.gather_objects(status) if columns]
+        by_token = bool(every) and ranks.all(self.by_token)
+        by_position = [*self.correct_L.tolist(), *self.scored_L.tolist(), *self.iterations_L.tolist()]
+        loss, converged, *summed = ranks.sum([self.loss, self.tokens_converged, *by_position])
+        correct_L, scored_L, iterations_L = torch.tensor(summed, dtype=torch.float64).view(3, length)
+        return EvaluationResult(
+            name=evaluation_set.name,
+            settings=dict(evaluation_set.settings),
+            length=length,
+            sequences=sequences,
+            loss=loss / max(1, int(scored_L.sum())),
+            accuracy=_ratio(correct_L, scored_L),
+            accuracy_last=_ratio(correct_L[-last_tokens:], scored_L[-last_tokens:]),
+            search=search_statistics(*map(torch.cat, zip(*every, strict=True))) if every else None,
+            token_converged=rounded(converged / (sequences * length)) if by_token else None,
+            accuracy_by_position=tuple((correct_L / scored_L.clamp(min=1)).tolist()),
+            iterations_by_position=tuple((iterations_L / sequences).tolist()) if by_token else None,
+            seconds=time.perf_counter() - began,
+        )
 
 
 def _share(
