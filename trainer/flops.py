@@ -60,24 +60,6 @@ def training_flops(
     return TrainingFlops(useful, useful + again * once.layers)
 
 
-def forward_flops(model: ModelSpec, *, length: int, iterations: float | None = None) -> float | None:
-    """Operations of one forward pass in evaluation, a token; None where a component doesn't tell its cost.
-
-    Args:
-        model: the model.
-        length: tokens in a sequence.
-        iterations: of the search; None: as many as the stopping rule of evaluation allows.
-
-    """
-    once = count_flops(model, length=length)
-    if once is None or once.layers is None or once.injection is None:
-        return None
-    calls = 1.0
-    if isinstance(model, ImplicitLMSpec):
-        calls += model.evaluation_stopping.max_iterations if iterations is None else iterations
-    return calls * once.layers + once.injection + once.head
-
-
 def _searches(model: ImplicitLMSpec) -> bool:
     return model.gradient.forward_equivalents(1) != model.gradient.forward_equivalents(2)
 

@@ -28,11 +28,6 @@ class Interrupt:
         self._since = 0.0
         self._previous: dict[int, Any] = {}
 
-    @property
-    def requested(self) -> bool:
-        """Whether a signal has come."""
-        return self.received is not None
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received is None:
