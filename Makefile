@@ -3,6 +3,7 @@
 #   make demo       train the implicit model and its explicit twin on S3, side by side; draw the comparison
 #   make test       lint, types, tests
 #   make test-all   the same with the tests that take minutes
+#   make lint       ruff alone; make types: mypy alone
 #   make test-gpu   the tests that need a CUDA device; what came of them: benchmarks/results/gpu_tests.json
 #   make docs       build the documentation into build/site
 #   make format     let ruff sort out the layout
