@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from trainer.distributed import Layout
+from trainer.data.source import IGNORED, Batch
+from trainer.distributed import Layout, Ranks
 from trainer.errors import NonFiniteLossError
 from trainer.metrics import read_metrics
 from trainer.run import build
 from trainer.spec import RunSpec
+from trainer.step import training_step
 
 Small = Callable[..., RunSpec]
 
@@ -100,3 +103,38 @@ def test_skips_that_are_not_in_a_row_do_not_add_up(
     run = build(small(changes), output=tmp_path / "run", device="cpu")
     assert run.train() is not None
     assert (run.loop.progress.skipped, run.loop.progress.skipped_in_a_row) == (3, 0)
+
+
+def test_a_rank_without_a_label_takes_part_where_a_mean_of_none_is_no_number() -> None:
+    class Other(Ranks):
+        """One of two, whose other one has four labels and the same gradients."""
+
+        def sum(self, numbers: Sequence[float]) -> list[float]:
+            return [number + 4.0 for number in numbers]
+
+        def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+            return [list(numbers)] * 2
+
+    class Plain(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = torch.nn.Embedding(3, 3)
+
+        def forward(self, ids: torch.Tensor, *, labels: torch.Tensor, return_logits: bool) -> Any:
+            logits = self.head(ids)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            return SimpleNamespace(loss=loss, predictions=logits.argmax(-1), solution=None)
+
+    model = Plain()
+    layout = Layout("ddp", Other(torch.device("cpu"), rank=1, world_size=2), model, model)
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    result = training_step(
+        layout,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        Batch(inputs=ids, labels=torch.full_like(ids, IGNORED)),
+        precision="float32",
+        micro_batch_size=None,
+        clip_norm=None,
+        last_tokens=1,
+    )
+    assert (result.not_finite, result.loss, result.gradient_norm) == (None, 0.0, 0.0)
