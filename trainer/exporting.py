@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -81,13 +83,29 @@ def _write_for_transformers(
 
     if isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
         fields: dict[str, Any] = {**special_tokens(spec), "max_position_embeddings": length}
-        write_transformers(Checkpoint(spec, state, fields), folder)
+        with _no_bars():
+            write_transformers(Checkpoint(spec, state, fields), folder)
         return True
     make = getattr(model, "to_transformers", None)
     if make is None or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return False
-    make().save_pretrained(folder)
+    with _no_bars():
+        make().save_pretrained(folder)
     return True
+
+
+@contextmanager
+def _no_bars() -> Iterator[None]:
+    """Have transformers show no bars of its own: one of the training's is on the screen."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _write_plainly(spec: ModelSpec, state: dict[str, Tensor], folder: Path) -> None:

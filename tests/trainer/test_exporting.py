@@ -25,7 +25,9 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_a_folder_for_transformers_every_few_steps(small: Small, tmp_path: Path) -> None:
+def test_a_folder_for_transformers_every_few_steps(
+    small: Small, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
     import implicit_blocks.hf  # noqa: F401  # registers the classes
 
@@ -34,6 +36,7 @@ def test_a_folder_for_transformers_every_few_steps(small: Small, tmp_path: Path)
     run.train()
     names = sorted(path.name for path in (tmp_path / "run" / "exports").iterdir())
     assert names == ["step-00000002", "step-00000004", "step-00000005"]
+    assert "Writing model" not in capfd.readouterr().err  # a bar among the training's own lines
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "exports" / names[-1])
     tokens = torch.arange(6)[None]
     run.model.eval()
