@@ -87,8 +87,9 @@ def import_first(program: str) -> None:
     elif torch.cuda.is_available():
         for package in ("triton", "mamba-ssm", "causal-conv1d"):
             accelerated.load(accelerated.PACKAGES[package])
-    # Programs compile side by side; which variant of a kernel is fastest each finds out in its own turn.
-    torch._inductor.config.autotune_local_cache = False
+    # Programs compile side by side; which variant of a kernel is fastest each finds out in its turn. It is
+    # kept then: a map that is compiled once more while it is recorded can try nothing.
+    torch._inductor.config.autotune_local_cache = not os.environ.get("PREPARING")
 
 
 def main() -> None:
