@@ -144,15 +144,26 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     would share: the first to need one takes it from memory of its own pool, where at another time what its
     forward pass left for backward may stand, and every later graph writes there.
     """
-    # Other threads, such as those that load data, may go on. Autocast must not remember a weight's cast: it
-    # would outlive what the graph recorded of it.
+    # Other threads, such as those that load data, may go on.
     with ExitStack() as stack:
         forget_work_spaces()
         stack.callback(forget_work_spaces)
-        if torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
-            stack.enter_context(torch.autocast("cuda", dtype=dtype, cache_enabled=False))
+        stack.enter_context(forgetting_casts())
         stack.enter_context(torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"))
+        yield
+
+
+@contextmanager
+def forgetting_casts() -> Iterator[None]:
+    """Have autocast remember no weight's cast: it would outlive what a graph recorded of it.
+
+    What is called to be recorded next is called within, too. Compiled code depends on it: that of a call
+    outside would be compiled again in the middle of the recording, which may not survive that.
+    """
+    if not torch.is_autocast_enabled("cuda"):
+        yield
+        return
+    with torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False):
         yield
 
 
@@ -306,7 +317,8 @@ class _SearchGraph:
         value = self._spare() if free is None else self._values.lend(free)
         if not self._ready:
             self._ready = True
-            self._f.compute(point, out=value)
+            with forgetting_casts():
+                self._f.compute(point, out=value)
             return
         graph = self._graphs[given, free] = self._recorded(point, value, pool)
         graph.replay()
@@ -345,8 +357,9 @@ class _StepGraph:
     def _record(self, pool: Any) -> None:
         f, given = self._f, self.inputs(self._f, self._z)
         leaves = [t for t in given if t.requires_grad]
-        out = f.compute(self._z)
-        torch.autograd.grad(out, leaves, torch.zeros_like(out), allow_unused=True)
+        with forgetting_casts():
+            out = f.compute(self._z)
+            torch.autograd.grad(out, leaves, torch.zeros_like(out), allow_unused=True)
         del out
         torch.cuda.synchronize()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()

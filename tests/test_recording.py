@@ -95,3 +95,49 @@ def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_onc
             step.in_use = False  # as after backward
     made.call(f, points[1])
     assert recorded == [False, True, True]
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
+def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch):
+    """Compiled code is bound to whether autocast remembers casts, which recordings may not have it do."""
+    compiled, inside = [], []
+
+    def backend(module, inputs):
+        compiled.append(module)
+        return module.forward
+
+    @contextmanager
+    def capture(graph, **options):
+        before = len(compiled)
+        yield
+        inside.append(len(compiled) - before)
+
+    class Graph:
+        def replay(self):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
+    monkeypatch.setattr(graphs, "forget_work_spaces", lambda: None)
+    torch.manual_seed(0)
+    mixer = ib.AttentionSpec(n_heads=2)
+    model = ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=2, mixer=mixer))
+    for part in (*model.backbone.blocks(), model.backbone.norm):
+        part.compile(backend=backend, dynamic=False)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        f, start = model.bind(
+            model.embedding(torch.randint(61, (2, 24))), model.initial_state(2), weights=model.hold_weights()
+        )
+        made = graphs.MapGraphs()
+        with torch.no_grad():
+            z = start
+            for _ in range(4):
+                z = made.call(f, z)
+        made.call(f, made.call(f, start.detach()))
+    assert compiled
+    assert len(inside) == 2 + 2 * 2  # two pairs of buffers; forward and backward of two calls
+    assert not any(inside)
