@@ -26,7 +26,7 @@ class ImplicitFunction(GradientEstimator):
     The solution's ``adjoint.solution`` reports the backward solve once it has run: iterations, residual,
     status. The adjoint is solved in the precision of ``z``, also under autocast. Rows are solved side by
     side; the scope is the whole row, since a token's gradient depends on those after it. Second derivatives
-    are not offered. Rows whose search has diverged keep what it had, without a gradient.
+    are not offered. Rows of a ``RowMap`` whose search has diverged keep what it had, without a gradient.
 
     Calls of ``f``: the search's and one more; in backward one vector-Jacobian product an iteration.
 

@@ -19,8 +19,9 @@ class Phantom(GradientEstimator):
     of the ``steps`` steps. Where the gradient must be exact, use ``ImplicitFunction``.
 
     Calls of ``f``: the search's and ``steps`` more. The solution's ``z`` is the point after those steps; its
-    residual and status are the search's. Rows whose search has diverged take no steps: they keep what the
-    search had, without a gradient, and spoil neither the loss nor the weights' gradients.
+    residual and status are the search's. Where ``f`` is a ``RowMap``, as those of language models are, rows
+    whose search has diverged take no steps: they keep what the search had, without a gradient, and spoil
+    neither the loss nor the weights' gradients.
 
     Args:
         steps: number of differentiated steps, at least 1.
