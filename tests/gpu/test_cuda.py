@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from torch.cuda import set_sync_debug_mode
 
 import implicit_blocks as ib
 from implicit_blocks.mixers import Attention, Mamba2
@@ -105,6 +106,35 @@ def test_bfloat16_autocast_trains(mixer):
         optimizer.step()
         losses.append(out.loss.item())
     assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+@pytest.mark.parametrize("how", ["training", "evaluation", "committing"])
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_the_loop_never_waits_for_the_device_unasked(mixer, how):
+    commit = 16 if how == "committing" else None
+    rule = {"tolerance": 1e-4, "max_iterations": 60}
+    at_evaluation = ib.AtEvaluation(stopping=ib.StoppingOverrides(**rule), commit_prefix=commit)
+    model = contracting(mixer, stopping=ib.Stopping(**rule), at_evaluation=at_evaluation)
+    model.cuda().train(how == "training")
+    ids = tokens(rows=16, length=64).cuda()
+    ids[1:, 1:] = ids[1:, :1]  # rows of unequal difficulty, some of which leave early
+
+    def run():
+        with torch.set_grad_enabled(how == "training"):
+            output = model(ids, labels=ids, return_logits=False)
+        if how == "training":
+            output.loss.backward()
+        return output
+
+    expected = run()  # tunes kernels, and reserves memory
+    set_sync_debug_mode("error")
+    try:
+        found = run()
+    finally:
+        set_sync_debug_mode("default")
+    assert found.solution.iterations.tolist() == expected.solution.iterations.tolist()
+    assert len(set(found.solution.iterations.tolist())) > 1
 
 
 def test_a_run_of_the_trainer(tmp_path):
