@@ -32,7 +32,8 @@ def linear_cross_entropy(
     Args:
         z_TD: what the head reads.
         weight_VD: the head.
-        labels_T: int64; ``ignored`` is not scored.
+        labels_T: int64; ``ignored`` is not scored. Others outside the vocabulary are an error on a CPU, and
+            make the loss NaN on a GPU, which is not asked.
         ignored: the label that isn't scored.
 
     """

@@ -91,6 +91,14 @@ def test_cross_entropy(vocabulary, monkeypatch):
         assert error(ours, wanted) < 1e-2
 
 
+@pytest.mark.parametrize("label", [-1, 61, 10**9])
+def test_the_loss_of_what_is_no_word_is_nan(label):
+    labels = torch.tensor([3, label, -100], device="cuda")
+    z, weight = torch.randn(3, 64, device="cuda"), torch.randn(61, 64, device="cuda")
+    loss, _ = cross_entropy.linear_cross_entropy(z.bfloat16(), weight.bfloat16(), labels)
+    assert loss.isnan()
+
+
 SHAPES = {
     "B2-L256-D256-G1": (2, 256, 256, 1, True, True),
     "B3-L300-D128-G2-no-injection": (3, 300, 128, 2, False, True),

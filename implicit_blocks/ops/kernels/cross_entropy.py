@@ -28,7 +28,7 @@ def softmax_cross_entropy_(
 
     Args:
         logits_TW: contiguous; entries from V on are padding and become 0 in the gradient.
-        labels_T: int64; ``ignored`` has neither loss nor gradient.
+        labels_T: int64; ``ignored`` has neither loss nor gradient, the loss of what is no word is NaN.
         vocabulary: V.
         ignored: the label that isn't scored.
         loss_T: float32, written.
@@ -80,7 +80,9 @@ def _rows(
         total = total * tl.exp(largest - new) + tl.sum(tl.exp(value - new))
         largest = new
     normalizer = largest + tl.log(total)
-    target = tl.load(logits_ptr + tl.where(scored, label, 0)).to(tl.float32)
+    known = (label >= 0) & (label < V)
+    target = tl.load(logits_ptr + tl.where(known, label, 0)).to(tl.float32)
+    target = tl.where(known, target, float("nan"))
     tl.store(loss_ptr + token, tl.where(scored, normalizer - target, 0.0))
     tl.store(prediction_ptr + token, best)
     if GRADIENT:
