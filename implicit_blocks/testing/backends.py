@@ -29,6 +29,7 @@ def check_backend(
     device: str = "cuda",
     precision: torch.dtype | None = torch.bfloat16,
     tolerance: float = 1e-2,
+    draws: int = 1,
 ) -> None:
     """Check that a mixer's kernels agree with its plain operators: outputs, final state, every gradient.
 
@@ -46,6 +47,9 @@ def check_backend(
         device: where both run; kernels that need no GPU are checked on "cpu".
         precision: of autocast, or None for float32 without.
         tolerance: relative error that the kernels may add.
+        draws: inputs and loss weights that errors are taken over, together. A gradient of few numbers, such
+            as one a head, is what is left of sums over all tokens that cancel: by one draw its rounding is
+            two or three times as large as by another, whoever computes it.
 
     Raises:
         ContractError: naming the mixer, the tensor, the windows, and both errors.
@@ -55,10 +59,13 @@ def check_backend(
     fast: Mixer = build(spec, d_model=d_model).to(device)
     fast.load_state_dict(plain.state_dict())
     generator = torch.Generator().manual_seed(1)
-    z, u = (
-        torch.randn(batch, length, width, generator=generator).to(device)
-        for width in (d_model, plain.injection_width)
-    )
+    inputs = [
+        tuple(
+            torch.randn(batch, length, width, generator=generator).to(device)
+            for width in (d_model, plain.injection_width)
+        )
+        for _ in range(draws)
+    ]
     padded = torch.rand(batch, length, generator=generator).to(device) < 0.7
     for name, cuts, valid in (
         ("one window", [length], None),
@@ -66,9 +73,9 @@ def check_backend(
         ("a padded window", [length], padded),
         ("padded windows", sorted({length // 2, length} - {0}), padded),
     ):
-        found = _differentiated(fast.float(), z, u, cuts, valid, precision)
-        same = _differentiated(copy.deepcopy(plain).float(), z, u, cuts, valid, precision)
-        exact = _differentiated(plain, z.double(), u.double(), cuts, valid, None)
+        found = _drawn(fast.float(), inputs, cuts, valid, precision)
+        same = _drawn(copy.deepcopy(plain).float(), inputs, cuts, valid, precision)
+        exact = _drawn(plain, [(z.double(), u.double()) for z, u in inputs], cuts, valid, None)
         for part, expected in exact.items():
             kinds = found[part].dtype, same[part].dtype
             require(
@@ -87,6 +94,21 @@ def check_backend(
             )
 
 
+def _drawn(
+    mixer: Mixer,
+    inputs: Sequence[tuple[Tensor, ...]],
+    cuts: Sequence[int],
+    valid: Tensor | None,
+    precision: torch.dtype | None,
+) -> dict[str, Tensor]:
+    """Return what ``_differentiated`` does, of all inputs together, each with a weighting of its own."""
+    found = [
+        _differentiated(mixer, z, u, cuts, valid, precision, seed=2 + number)
+        for number, (z, u) in enumerate(inputs)
+    ]
+    return {name: torch.stack([values[name] for values in found]) for name in found[0]}
+
+
 def _differentiated(
     mixer: Mixer,
     z: Tensor,
@@ -94,6 +116,8 @@ def _differentiated(
     cuts: Sequence[int],
     valid: Tensor | None,
     precision: torch.dtype | None,
+    *,
+    seed: int,
 ) -> dict[str, Tensor]:
     """Return outputs, final state, and the gradients of a fixed weighting of both, by name."""
     leaves = {"z": z.clone().requires_grad_(), "u": u.clone().requires_grad_()}
@@ -108,7 +132,7 @@ def _differentiated(
     for number, leaf in enumerate(pytree.tree_leaves(state)):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             values[f"tensor {number} of the final state"] = leaf
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(seed)
     loss = torch.zeros((), dtype=torch.float64, device=z.device)
     for value in values.values():
         weights = torch.randn(value.shape, dtype=torch.float64, generator=generator).to(z.device)
