@@ -92,6 +92,7 @@ def run(
     batch = evaluation_batch(spec, sequences=sequences, length=length).to(place)
     model: ImplicitLM = build(spec.model)
     load_checkpoint(weights, model=model)
+    search_all_at_once(model)
     model = model.to(place, torch.float64 if double else torch.float32).eval()
     rows: list[dict[str, Any]] = []
     tightest: dict[str, Mode] = {}
@@ -131,8 +132,8 @@ def run(
     return "\n".join([table(rows), f"written: {folder / 'duality.json'}, {folder / 'duality.png'}"])
 
 
-def trained(checkpoint: Path) -> tuple[str, RunSpec, Path]:
-    """Return the name and spec of a run and the checkpoint to read.
+def trained(checkpoint: Path, overrides: Sequence[str] = ()) -> tuple[str, RunSpec, Path]:
+    """Return the name and spec of a run, changed by ``overrides``, and the checkpoint to read.
 
     Raises:
         ValueError: it is no run, or its model searches for no fixed point.
@@ -142,7 +143,7 @@ def trained(checkpoint: Path) -> tuple[str, RunSpec, Path]:
     folder = RunFolder(checkpoint.resolve().parents[1] if single else checkpoint)
     if not folder.spec_path.is_file():
         raise ValueError(f"{checkpoint} is no run and no checkpoint of one: {folder.spec_path} is missing")
-    spec = load_spec(folder.spec_path)
+    spec = load_spec(folder.spec_path, list(overrides))
     if not isinstance(spec, RunSpec):
         raise ValueError(f"{folder.spec_path} is a spec of kind {spec.kind!r}, not of a run")
     if spec.model.kind != "implicit_lm":
@@ -151,6 +152,12 @@ def trained(checkpoint: Path) -> tuple[str, RunSpec, Path]:
             "of an implicit_lm"
         )
     return folder.run_name(), spec, checkpoint if single else newest_sound_checkpoint(folder.checkpoints)[0]
+
+
+def search_all_at_once(model: ImplicitLM) -> None:
+    """Take from a model the windows that its own evaluation searches in: simultaneous mode has none."""
+    own = model.spec.at_evaluation.model_copy(update={"window_length": None, "commit_prefix": None})
+    model.reconfigure(model.spec.model_copy(update={"at_evaluation": own}))
 
 
 def evaluation_batch(spec: RunSpec, *, sequences: int, length: int | None) -> Batch:

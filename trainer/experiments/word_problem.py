@@ -157,7 +157,9 @@ def run(
         known = ", ".join(f"{one} {other}" for one, other in SETTINGS)
         raise ValueError(f"no study {study!r} in the setting {setting!r}; there are {known}")
     settings = changed(SETTINGS[study, setting], changes)
-    settings = replace(settings, overrides=(*settings.overrides, *overrides))
+    # A run that is trained already is what it is: a setting's changes are for the runs that it trains.
+    own = () if checkpoints else settings.overrides
+    settings = replace(settings, overrides=(*own, *overrides))
     if study == "layers":
         if checkpoints:
             raise ValueError("the study layers trains its models; checkpoints are tested by hard-tokens")

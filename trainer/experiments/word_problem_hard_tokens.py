@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from implicit_blocks import registry
+from implicit_blocks.model import ImplicitLM
 from trainer.checkpoint import load_checkpoint
 from trainer.data.source import DataSource
 from trainer.devices import choose_device, device_name
 from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_picture
-from trainer.experiments.duality import trained
+from trainer.experiments.duality import search_all_at_once, trained
 from trainer.experiments.runs import load_model, train
 from trainer.experiments.word_problem import Settings
 from trainer.experiments.word_problem_measure import MODES, measure
@@ -80,7 +81,7 @@ def _of_runs(folder: Path, settings: Settings, place: torch.device, *, device: s
 
 def _of_checkpoint(path: Path, settings: Settings, place: torch.device) -> list[dict[str, Any]]:
     """Test a run that is trained already."""
-    _, spec, weights = trained(path)
+    _, spec, weights = trained(path, settings.overrides)
     if not isinstance(spec.data, WordProblemSpec):
         raise ValueError(
             f"{path} is a run on data of kind {spec.data.kind!r}; give one that was trained on a word_problem"
@@ -110,6 +111,8 @@ def tests(
 ) -> list[dict[str, Any]]:
     """Test a model in both modes on every set of its run's evaluation."""
     assert isinstance(spec.data, WordProblemSpec)
+    assert isinstance(model, ImplicitLM)
+    search_all_at_once(model)
     last = spec.phase_specs()[-1]
     data: DataSource = registry.build(spec.data, seed=spec.training.seed, vocab_size=spec.model.vocab_size)  # type: ignore[attr-defined]  # of every language model
     sets = data.evaluation_sets(spec.evaluation.at(spec.data.length))
@@ -163,13 +166,15 @@ def draw(written: dict[str, Any], path: Path) -> None:
     """Draw accuracy and convergence against training iterations, and the tests' iterations, a row a group."""
     settings, rows = written["settings"], written["tests"]
     groups = list(dict.fromkeys(row["group"] for row in rows))
+    compared = len({row["training_iterations"] for row in rows}) > 1  # else there is nothing to draw against
     figure = new_figure(
-        width=17.5,
+        width=17.5 if compared else 10.0,
         height=4.4 * len(groups),
-        title=f"Trained on p = {rows[0]['training_p']:g}: accuracy at convergence, and iterations it takes",
+        title=f"Trained on p = {rows[0]['training_p']:g}: "
+        f"{'accuracy at convergence, and iterations it takes' if compared else 'iterations to convergence'}",
     )
-    panels = figure.subplots(len(groups), 4, squeeze=False)
-    for (accuracy, convergence, position, hard), group in zip(panels, groups, strict=True):
+    panels = figure.subplots(len(groups), 4 if compared else 2, squeeze=False)
+    for (*against, position, hard), group in zip(panels, groups, strict=True):
         of_group = [row for row in rows if row["group"] == group]
         longest = max(row["length"] for row in of_group)
         for p, color in zip(settings["test_p"], COLORS, strict=False):
@@ -181,21 +186,20 @@ def draw(written: dict[str, Any], path: Path) -> None:
                 ]
                 if not here:
                     continue
-                xs, means = _by_iterations(here, "accuracy_last")
                 label = f"p {p:g}, {mode}"
-                accuracy.plot(xs, [100 * y for y in means], style, color=color, label=label)
-                xs, means = _by_iterations(here, "converged")
-                convergence.plot(xs, [100 * y for y in means], style, color=color, label=label)
+                for axes, key in zip(against, ("accuracy_last", "converged"), strict=False):
+                    xs, means = _by_iterations(here, key)
+                    axes.plot(xs, [100 * y for y in means], style, color=color, label=label)
+                    every = [(row["training_iterations"], 100 * row[key]) for row in here]
+                    axes.plot(*zip(*every, strict=True), ".", color=color, markersize=4, alpha=0.6)
                 most = max(here, key=lambda row: row["training_iterations"])
                 curve = most["iterations_by_position"]
                 position.plot(range(1, len(curve) + 1), curve, style[1:], color=color, label=label)
                 points = [(b["hard_tokens"], b["iterations"]) for b in most["iterations_by_hard_tokens"]]
                 hard.plot([x for x, _ in points], [y for _, y in points], style[1:], color=color, label=label)
         most_iterations = max(row["training_iterations"] for row in of_group)
-        for axes, title in (
-            (accuracy, f"{group}: accuracy at length {longest}"),
-            (convergence, "Sequences that converged"),
-        ):
+        titles = (f"{group}: accuracy at length {longest}, mean of the seeds", "Sequences that converged")
+        for axes, title in zip(against, titles, strict=False):
             ticks = sorted({row["training_iterations"] for row in of_group})
             axes.set_xscale("log", base=2)
             axes.set_xticks(ticks, [str(n) for n in ticks])

@@ -127,6 +127,7 @@ def test_trained_runs_are_tested_without_training(tiny: str, tmp_path: Path) -> 
     assert train(["--spec", tiny, *changes, "--device", "cpu", "--output", str(run)]) == 0
     options = ["--study", "hard-tokens", "--checkpoints", str(run), "--sequences", "3", "--test-p", "0.25"]
     options += ["--test-lengths", "2", "--device", "cpu", "--output", str(tmp_path / "out")]
+    options += ["--set", "model.at_evaluation.window_length=4", "evaluation.seed=7"]
     assert main(["word-problem", *options, "--token-iterations", "2"]) == 0
     rows = read(tmp_path / "out")["tests"]
     assert [(r["mode"], r["length"], r["sequences"], r["identity_probability"]) for r in rows] == [
@@ -134,6 +135,8 @@ def test_trained_runs_are_tested_without_training(tiny: str, tmp_path: Path) -> 
         ("sequential", 16, 3, 0.25),
     ]
     assert rows[0]["steps"] == 2
+    together = rows[0]["iterations_by_position"]
+    assert together == sorted(together)  # all tokens at once, whatever windows the model has of its own
     assert rows[0]["iterations_max"] > 3 >= rows[1]["iterations_max"]  # and the call that gives the output
     assert not (tmp_path / "out/runs").exists()
 
