@@ -203,11 +203,15 @@ def test_weights_are_gathered_once_a_step_however_often_the_layers_are_iterated(
 
 
 def test_what_a_layout_exchanges_draws_and_keeps(processes: Any, tmp_path: Path) -> None:
-    runs = {kind: spec_of(MAMBA2, parallel={"kind": kind}, micro_batch_size=1) for kind in ("ddp", "fsdp")}
-    one, other = processes("look_at_layouts", runs=runs, folder=str(tmp_path))
-    assert one["ddp"]["exchanges"] == other["ddp"]["exchanges"] == [0]  # once for all four micro-batches
-    for kind in runs:
-        assert one[kind]["drawn"] != other[kind]["drawn"]  # as masks of dropout are
+    runs = {
+        kind: spec_of(MAMBA2, parallel={"kind": kind}, batch_size=9, micro_batch_size=1)
+        for kind in ("ddp", "fsdp")
+    }
+    every = processes("look_at_layouts", world_size=3, runs=runs, folder=str(tmp_path))
+    one = every[0]
+    assert [found["ddp"]["exchanges"] for found in every] == [[0]] * 3  # once for all three micro-batches
+    for kind in runs:  # as masks of dropout are
+        assert len({tuple(found[kind]["drawn"]) for found in every}) == 3
     assert {one["fsdp"][when] for when in ("kept", "then")} == {"DTensor"}
     assert one["fsdp"]["gathered"] != "DTensor"
 
