@@ -13,8 +13,8 @@ from trainer.metrics import read_metrics
 from trainer.peak_flops import peak_flops
 from trainer.run import build
 from trainer.spec import RunSpec
-from trainer.step import _executed, search_statistics
-from trainer.telemetry import by_phase
+from trainer.step import StepResult, _executed, search_statistics
+from trainer.telemetry import Speedometer, by_phase
 
 Small = Callable[..., RunSpec]
 
@@ -115,6 +115,20 @@ def test_an_explicit_model_has_no_search_but_a_utilization(small: Small, tmp_pat
     assert row["iterations"] is None
     assert row["residual_p99"] is None
     assert row["mfu"] == row["hfu"] > 0
+
+
+def test_utilization_is_that_of_all_devices_together(small: Small) -> None:
+    result = StepResult(loss=1.0, accuracy=0.0, accuracy_last=0.0, gradient_norm=1.0, search=None)
+    phase = small().phase_specs()[0]
+    one, four = (
+        Speedometer(devices=devices, device=torch.device("cpu"), peak=1e9).row(
+            result, phase=phase, tokens=96, seconds=0.5
+        )
+        for devices in (1, 4)
+    )
+    for name in ("tflops", "tflops_executed", "mfu", "hfu"):
+        assert four[name] == pytest.approx(one[name] / 4, rel=1e-3)
+        assert four[name] > 0
 
 
 def test_nothing_measured_is_none() -> None:
