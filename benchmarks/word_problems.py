@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from report import machine, write
 
+from implicit_blocks.devices import choose_device
 from trainer.data.word_problem import build as build_data
-from trainer.devices import choose_device
 from trainer.evaluation import evaluate
 from trainer.experiments.runs import Finished, load_model, train
 from trainer.experiments.word_problem_specs import IMPLICIT, varied

@@ -254,7 +254,7 @@ def _add_generate(commands: Any) -> None:
     command.add_argument("--top-p", type=float, metavar="P", help="draw among those that together have it")
     command.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     command.add_argument("--tolerance", type=float, metavar="X", help="of the search, instead of the spec's")
-    command.add_argument("--device", default="cpu", help="cpu, cuda, … (cpu)")
+    command.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
     command.set_defaults(command=_generate)
 
 

@@ -53,6 +53,11 @@ def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None
     source = Path(source)
     if not source.exists():
         raise ValueError(f"there is nothing at {source}; give a run, a checkpoint, or a folder with {CONFIG}")
+    if source.suffix in (".yaml", ".yml"):
+        raise ValueError(
+            f"{source} is a spec, which has no weights; give the run's folder, or build(load_spec(…).model) "
+            "for fresh ones"
+        )
     if (source / CONFIG).is_file():
         if spec is not None:
             raise ValueError(f"{source} says itself what model it is; leave the spec out")

@@ -132,7 +132,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
     require_packages()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of being given a model at all
 
-    from trainer.devices import choose_device
+    from implicit_blocks.devices import choose_device
     from trainer.evaluation_tasks.subject import find_subject
     from trainer.run_folder import default_folder
 
@@ -157,7 +157,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
 def _carry_out(job: _Job, options: argparse.Namespace) -> int:
     import torch
 
-    from trainer.devices import device_name
+    from implicit_blocks.devices import device_name
     from trainer.evaluation import evaluate
     from trainer.evaluation_tasks.harness import HarnessLM
     from trainer.evaluation_tasks.record import Record

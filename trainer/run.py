@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from implicit_blocks import registry
+from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.specs import load_spec
 from trainer.callbacks import Callbacks
 from trainer.checkpoint import Checkpointer, Progress, list_checkpoints, load_checkpoint
 from trainer.data.source import DataSource, EvaluationSet
-from trainer.devices import choose_device, device_name
 from trainer.display import Display, SilentDisplay, make_display
 from trainer.distributed import Ranks, lay_out, require_same_data, require_same_spec
 from trainer.errors import RunFolderError

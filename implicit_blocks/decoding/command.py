@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Unpack
 
 from implicit_blocks.decoding.generated import Generated
 from implicit_blocks.decoding.generation import Options, generate
+from implicit_blocks.devices import choose_device
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.saved_models import load_model
 from implicit_blocks.specs import load_spec
@@ -28,7 +29,7 @@ def continue_prompts(
     *,
     spec: str | None = None,
     tokenizer: Path | None = None,
-    device: str = "cpu",
+    device: str = "auto",
     **options: Unpack[Options],
 ) -> None:
     """Print each prompt with what the model makes of it, and how the searches went on stderr.
@@ -39,7 +40,7 @@ def continue_prompts(
         spec: of the model, where the source doesn't say.
         tokenizer: a ``tokenizer.json``, or a folder with one. None: the one in the source, or beside a run's
             data, if there is one.
-        device: to compute on.
+        device: to compute on, such as ``cpu`` or ``cuda:1``; ``auto`` is CUDA where there is one.
         **options: as ``generate`` describes them.
 
     Raises:
@@ -49,7 +50,8 @@ def continue_prompts(
     """
     found = tokenizer if tokenizer is not None else _tokenizer_of(source)
     language = _numbers() if found is None else _words(found)
-    model: LanguageModel = load_model(source, spec=spec).to(device)
+    place = choose_device(device)
+    model: LanguageModel = load_model(source, spec=spec).to(place)
     ids = [language.encode(prompt) for prompt in prompts]
     options["stop_tokens"] = language.stop_tokens
     made = generate(model, ids, **options)

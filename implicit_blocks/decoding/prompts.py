@@ -24,8 +24,9 @@ def check_model(model: LanguageModel) -> None:
     """
     if not isinstance(model, LanguageModel):
         raise ValueError(
-            f"the model is a {type(model).__name__}; give one of this library, for those of transformers "
-            "implicit_blocks.hf.to_library(model)"
+            f"the model is a {type(model).__name__}; give an ImplicitLM or an ExplicitLM. What "
+            "implicit_blocks.hf made for transformers becomes one by implicit_blocks.hf.to_library(model); "
+            "other models of transformers have a generate of their own"
         )
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")

@@ -83,6 +83,14 @@ def test_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "there is nothing at" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("device", "message"), [("foo", "'foo' is not a device's name"), ("mps:9", "mps")])
+def test_a_device_that_isn_t_there(
+    run: Path, device: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(run), "5", "--device", device]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_what_a_damaged_run_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged = Path(shutil.copytree(run, tmp_path / "run"))
     next((damaged / "checkpoints").glob("*/*.distcp")).unlink()

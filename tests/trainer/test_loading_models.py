@@ -96,8 +96,9 @@ def test_a_folder_of_transformers(run: Path, tmp_path: Path) -> None:
         (lambda place: place, "doesn't say what model it is"),
         (lambda place: _run_without_checkpoints(place), "has no checkpoint yet"),
         (lambda place: _not_a_model(place), "is no spec of a model"),
+        (lambda place: _run_without_checkpoints(place) / "spec.yaml", "is a spec, which has no weights"),
     ],
-    ids=["nothing", "an empty folder", "a run before its first checkpoint", "a spec of something else"],
+    ids=["nothing", "an empty folder", "a run without checkpoints", "a spec of something else", "a spec"],
 )
 def test_what_is_no_model_is_refused(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=message):

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.registry import build
 from trainer.data.babi import TASKS, CatbAbI
-from trainer.devices import choose_device, device_name
 from trainer.experiments.catbabi_picture import MODES, draw
 from trainer.experiments.drawing import write_picture
 from trainer.experiments.runs import Finished, explicit_twin, is_finished, load_model, run_spec, train

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from implicit_blocks.devices import choose_device
 from implicit_blocks.model import ImplicitLM
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ImplicitLMSpec, load_spec
 from trainer.checkpoint import STATE_FILE, load_checkpoint, newest_sound_checkpoint
 from trainer.data.source import IGNORED, Batch, DataSource
-from trainer.devices import choose_device
 from trainer.experiments.drawing import write_picture
 from trainer.experiments.duality_picture import draw
 from trainer.files import read_json, write_json

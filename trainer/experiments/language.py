@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.model import ImplicitLM
 from implicit_blocks.registry import build
 from trainer.data.source import DataSource, EvaluationSet
-from trainer.devices import choose_device, device_name
 from trainer.evaluation import evaluate
 from trainer.experiments.drawing import write_picture
 from trainer.experiments.language_picture import draw

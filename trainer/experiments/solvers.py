@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from implicit_blocks.devices import choose_device
 from implicit_blocks.model import ImplicitLM
 from implicit_blocks.registry import build, kinds
 from implicit_blocks.specs import (
@@ -29,7 +30,6 @@ from implicit_blocks.specs import (
 from implicit_blocks.specs.solvers import Scope
 from trainer.checkpoint import load_checkpoint
 from trainer.data.source import Batch
-from trainer.devices import choose_device
 from trainer.experiments.duality import evaluation_batch, trained
 from trainer.experiments.penalty import measure as measure_penalties
 from trainer.experiments.searching import Reference, Way, accuracy, counted, reference, search, spectrum

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from implicit_blocks import registry
+from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.model import ImplicitLM
 from trainer.checkpoint import load_checkpoint
 from trainer.data.source import DataSource
-from trainer.devices import choose_device, device_name
 from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_picture
 from trainer.experiments.duality import search_all_at_once, trained
 from trainer.experiments.runs import load_model, train

@@ -1,4 +1,4 @@
-"""Choosing the device of a run, and refusing one that isn't there."""
+"""Choosing a device by name, and refusing one that isn't there."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import platform
 
 import torch
 
-from trainer.errors import DeviceError
-
 
 def choose_device(name: str) -> torch.device:
     """Return the device called ``name``; ``auto`` is CUDA where there is one, else the CPU.
 
     Raises:
-        DeviceError: no such device on this machine, with those there are.
+        ValueError: no such device on this machine, with those there are.
 
     """
     if name == "auto":
@@ -21,7 +19,7 @@ def choose_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise DeviceError(f"device {name!r} is not a device's name; use {_available()}") from error
+        raise ValueError(f"device {name!r} is not a device's name; use {_available()}") from error
     if device.type == "cpu":
         return device
     if (
@@ -32,9 +30,7 @@ def choose_device(name: str) -> torch.device:
         return device
     if device.type == "mps" and torch.backends.mps.is_available():
         return device
-    raise DeviceError(
-        f"device {name!r} is not there: this machine has {_available()}; choose one by --device"
-    )
+    raise ValueError(f"device {name!r} is not there: this machine has {_available()}; choose one by --device")
 
 
 def device_name(device: torch.device) -> str:
