@@ -33,10 +33,18 @@ KNOWN = "GPU_TESTS_KNOWN"  # an environment variable: the file with what was kno
 
 
 class Recorder:
-    """Keeps reports as they come, from whatever process, beside what is known of other tests."""
+    """Keeps reports as they come, from whatever process, beside what is known of other tests.
 
-    def __init__(self, path: Path, command: str) -> None:
-        self._path = path
+    Args:
+        path: where it is kept.
+        command: what runs.
+        whole: whether the run is of whole files, so that their other tests are no more.
+        everything: whether it is of all files, so that tests of others are no more.
+
+    """
+
+    def __init__(self, path: Path, command: str, *, whole: bool = False, everything: bool = False) -> None:
+        self._path, self._whole, self._everything = path, whole, everything
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         self.tests: dict[str, dict[str, Any]] = dict(known.get("tests", {}))
         self._runs: dict[str, dict[str, Any]] = dict(known.get("runs", {}))
@@ -79,17 +87,17 @@ class Recorder:
         if time.monotonic() - self._written > EVERY:
             self.write(complete=False)
 
-    def write(self, *, complete: bool, everything: bool = False) -> dict[str, Any]:
-        """Write down what is known so far.
-
-        Args:
-            complete: whether every test that was to run has.
-            everything: whether those were all tests that there are, so that others are no more.
-
-        """
+    def write(self, *, complete: bool) -> dict[str, Any]:
+        """Write down what is known so far, ``complete`` if every test that was to run has."""
         self._written = time.monotonic()
-        if complete and everything:
-            self.tests = {name: known for name, known in self.tests.items() if name in self._collected}
+        files_collected = {name.partition("::")[0] for name in self._collected}
+        self.tests = {
+            name: test
+            for name, test in self.tests.items()
+            if name in self._collected
+            or not self._whole
+            or not (self._everything or name.partition("::")[0] in files_collected)
+        }
         self._runs[self.run] |= {
             "complete": complete,
             "wall_seconds": round(self._written - self._began, 1),
@@ -161,9 +169,10 @@ def main() -> int:
     given = [word for word in sys.argv[1:] if word not in ("--output", arguments.output)]
     command = " ".join(["python benchmarks/gpu_tests.py", *given])
     path = RESULTS / f"{arguments.output}.json"
-    recorder = Recorder(path, command)
-    paths = (word.partition("::")[0] for word in others if not word.startswith("-"))
-    given = [path for path in paths if (ROOT / path).exists()]
+    named = [word for word in others if not word.startswith("-")]
+    given = [name for name in named if (ROOT / name.partition("::")[0]).exists()]
+    whole = not any(word == "-k" or "::" in word for word in others)
+    recorder = Recorder(path, command, whole=whole, everything=whole and not given)
     together = (
         ["-n", str(arguments.processes), "--maxschedchunk", "1"] if arguments.processes > 1 else []
     )  # in their order: none waits behind another that takes long
@@ -187,7 +196,7 @@ def main() -> int:
             plugins=[recorder],
         )
     complete = code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-    result = recorder.write(complete=complete, everything=not others)
+    result = recorder.write(complete=complete)
     for name, of in result["files"].items():
         print(f"{name}: " + ", ".join(f"{number} {what}" for what, number in of.items()))
     ran = result["runs"][recorder.run]

@@ -72,33 +72,39 @@ def test_outcomes_failures_and_reasons(program, tmp_path, capsys):
 
 def test_what_a_run_did_not_reach_keeps_what_is_known(program, tmp_path, monkeypatch):
     path = tmp_path / "kept.json"
-    dates = iter(["2026-01-01", "2026-01-02", "2026-01-03"])
+    dates = iter([f"2026-01-0{day}" for day in range(1, 5)])
     monkeypatch.setattr(program, "machine", lambda: {"date": next(dates), "gpu": "a card"})
     failed = report("two", outcome="failed", said="E   too wide")
-    kept(program.Recorder(path, "first"), path, [report("one"), failed, report("gone")])
+    elsewhere = report("four")
+    elsewhere.nodeid = "other.py::four"
+    kept(program.Recorder(path, "first"), path, [report("one"), failed, report("gone"), elsewhere])
     second = program.Recorder(path, "second")
     second.pytest_collection_finish(
         SimpleNamespace(items=[SimpleNamespace(nodeid=f"{FILE}::{name}") for name in ("one", "two", "new")])
     )
     found = kept(second, path, [report("two")])
     assert {name.partition("::")[2]: test["run"] for name, test in found["tests"].items()} == {
+        "four": "2026-01-01",
         "gone": "2026-01-01",
         "one": "2026-01-01",
         "two": "2026-01-02",
     }
-    assert found["in_all"] == {"passed": 3, "failed": 0, "skipped": 0}
+    assert found["in_all"] == {"passed": 4, "failed": 0, "skipped": 0}
     assert found["failures"] == {}
     assert found["unseen"] == [f"{FILE}::new"]
     assert {date: run["command"] for date, run in found["runs"].items()} == {
         "2026-01-01": "first",
         "2026-01-02": "second",
     }
-    third = program.Recorder(path, "all")
+    third = program.Recorder(path, "whole files", whole=True)
     third.pytest_xdist_node_collection_finished(None, [f"{FILE}::{name}" for name in ("one", "two", "new")])
-    reports = [report("one"), report("two"), report("new")]
-    found = kept(third, path, reports, complete=True, everything=True)
+    found = kept(third, path, [report("new")])
+    assert set(found["tests"]) == {"other.py::four"} | {f"{FILE}::{name}" for name in ("one", "two", "new")}
+    fourth = program.Recorder(path, "all", whole=True, everything=True)
+    fourth.pytest_xdist_node_collection_finished(None, [f"{FILE}::{name}" for name in ("one", "two", "new")])
+    found = kept(fourth, path, [report("one"), report("two"), report("new")], complete=True)
     assert set(found["tests"]) == {f"{FILE}::{name}" for name in ("one", "two", "new")}
-    assert list(found["runs"]) == ["2026-01-03"]  # no test's last outcome is of the others
+    assert list(found["runs"]) == ["2026-01-04"]  # no test's last outcome is of the others
     assert found["unseen"] == []
 
 
