@@ -88,7 +88,8 @@ def _draw_shares(axes: Axes, runs: Sequence[Mapping[str, Any]], colors: Mapping[
         axes.plot(*_columns(points), "o", color=colors[spec], fillstyle="none")
         axes.legend(frameon=False, fontsize=8)
     if not tried:
-        axes.text(0.5, 0.5, "not tried", ha="center", va="center", transform=axes.transAxes, color=GREY)
+        axes.set_axis_off()
+        return
     finish(axes, title="Share of the first phase, every seed", x="share of the run", y="perplexity")
 
 
