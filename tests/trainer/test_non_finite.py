@@ -17,7 +17,7 @@ from trainer.errors import NonFiniteLossError
 from trainer.metrics import read_metrics
 from trainer.run import build
 from trainer.spec import RunSpec
-from trainer.step import training_step
+from trainer.step import StepResult, training_step
 
 Small = Callable[..., RunSpec]
 
@@ -105,36 +105,51 @@ def test_skips_that_are_not_in_a_row_do_not_add_up(
     assert (run.loop.progress.skipped, run.loop.progress.skipped_in_a_row) == (3, 0)
 
 
-def test_a_rank_without_a_label_takes_part_where_a_mean_of_none_is_no_number() -> None:
-    class Other(Ranks):
-        """One of two, whose other one has four labels and the same gradients."""
+class MeanOfNone(torch.nn.Module):
+    """A model whose loss is no number where nothing is scored, as those of transformers."""
 
-        def sum(self, numbers: Sequence[float]) -> list[float]:
-            return [number + 4.0 for number in numbers]
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = torch.nn.Embedding(3, 3)
 
-        def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-            return [list(numbers)] * 2
+    def forward(self, ids: torch.Tensor, *, labels: torch.Tensor, return_logits: bool) -> Any:
+        logits = self.head(ids)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return SimpleNamespace(loss=loss, predictions=logits.argmax(-1), solution=None)
 
-    class Plain(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.head = torch.nn.Embedding(3, 3)
 
-        def forward(self, ids: torch.Tensor, *, labels: torch.Tensor, return_logits: bool) -> Any:
-            logits = self.head(ids)
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-            return SimpleNamespace(loss=loss, predictions=logits.argmax(-1), solution=None)
+class OneOfTwo(Ranks):
+    """A rank whose other one has four labels and the same gradients."""
 
-    model = Plain()
-    layout = Layout("ddp", Other(torch.device("cpu"), rank=1, world_size=2), model, model)
-    ids = torch.zeros(2, 3, dtype=torch.int64)
-    result = training_step(
-        layout,
+    def sum(self, numbers: Sequence[float]) -> list[float]:
+        return [number + 4.0 for number in numbers]
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        return [list(numbers)] * 2
+
+
+def step_on(ranks: Ranks, labels: torch.Tensor) -> StepResult:
+    model = MeanOfNone()
+    return training_step(
+        Layout("none" if ranks.alone else "ddp", ranks, model, model),
         torch.optim.SGD(model.parameters(), lr=0.1),
-        Batch(inputs=ids, labels=torch.full_like(ids, IGNORED)),
+        Batch(inputs=torch.zeros_like(labels), labels=labels),
         precision="float32",
-        micro_batch_size=None,
+        micro_batch_size=1,
         clip_norm=None,
         last_tokens=1,
     )
+
+
+def test_a_rank_without_a_label_takes_part() -> None:
+    ranks = OneOfTwo(torch.device("cpu"), rank=1, world_size=2)
+    result = step_on(ranks, torch.full((2, 3), IGNORED))
     assert (result.not_finite, result.loss, result.gradient_norm) == (None, 0.0, 0.0)
+
+
+def test_micro_batches_without_a_label_are_left_out() -> None:
+    labels = torch.tensor([[IGNORED] * 3, [1, 2, IGNORED]])
+    result = step_on(Ranks(torch.device("cpu")), labels)
+    assert result.not_finite is None
+    assert result.loss > 0
+    assert step_on(Ranks(torch.device("cpu")), labels[:1]).loss == 0.0
