@@ -284,7 +284,9 @@ def quoted(result: Row) -> str:
     """Return what stands in the README: what is measured, and the names of what is not."""
     measured = [row for row in result["rows"] if row["measured"] is not None]
     missing = "; ".join(
-        f"{row['work']} ({row['not_measured']})" for row in result["rows"] if row["measured"] is None
+        f"{row['work']} ({row['not_measured'].partition('. GPU ')[0]})"  # not who has the rest of its memory
+        for row in result["rows"]
+        if row["measured"] is None
     )
     parts = [introduction(result), table({**result, "rows": measured})]
     parts += [f"Not measured in this run: {missing}."] if missing else []

@@ -42,14 +42,6 @@ def test_the_table_of_one_gpu():
     assert table.quote(results("gpu"), text) == text, "python benchmarks/gpu.py --quote"
 
 
-def test_steps_of_the_trainer_on_a_gpu():
-    for row in results("zoo_training")["rows"]:
-        found = f"| {row['iterations']:.1f} | {thousands(row['tokens_per_second'])} |"
-        assert re.search(
-            rf"\| `{row['spec']}` {row['phase']} [^|]*\| {row['rows']} {re.escape(found)}", README
-        ), row
-
-
 def test_one_gpu_alone():
     rows = {(row["work"], row["state"]): row for row in results("gpu_h200")["rows"]}
     speeds = [
