@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from implicit_blocks import registry
-from implicit_blocks.__main__ import _parser as library_parser
+from implicit_blocks.__main__ import parser as library_parser
 from trainer.evaluate import parser
 from trainer.spec import BenchmarksSpec
 
