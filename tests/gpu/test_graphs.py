@@ -88,6 +88,24 @@ def test_gradients_at_the_size_of_state_tracking():
             assert (found[1][name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
 
 
+@pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_compiled_layers_are_recorded(mixer):
+    model = built(mixer)
+    model.compile_layers()
+    batches = [tokens(seed, rows=8, length=128) for seed in range(3)]
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        launched = [step(model, ids) for ids in batches]
+        model.capture_graphs()
+        recorded = [step(model, ids) for ids in batches]
+    assert not model.backbone.graphs._refused
+    assert sum(map(len, model.backbone.graphs._steps.values())) == 2
+    for found, expected in zip(recorded, launched, strict=True):
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=0)
+        for name, grad in expected[1].items():
+            assert (found[1][name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
+
+
 def test_a_recorded_product_leaves_no_work_space_in_the_memory_of_its_graph():
     x = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     (x @ x).sum()
