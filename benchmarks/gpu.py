@@ -105,7 +105,7 @@ PROGRAMS = {
     "agreement": Program(
         ("agreement.py", "--compile", "--graphs", "--golden", "none"),
         120,
-        preparing_gb=12,  # logits in float64
+        preparing_gb=16,  # logits in float64
         variants_from=0.5,
     ),
     "zoo_llama_1.3b": zoo("llama_1.3b"),
