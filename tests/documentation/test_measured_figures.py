@@ -42,23 +42,24 @@ def test_the_table_of_one_gpu():
     assert table.quote(results("gpu"), text) == text, "python benchmarks/gpu.py --quote"
 
 
-def test_one_gpu_alone():
-    rows = {(row["work"], row["state"]): row for row in results("gpu_h200")["rows"]}
-    speeds = [
-        rows[work]["tokens_per_second"]
-        for work in (
-            ("state_tracking", "first"),
-            ("state_tracking, maps recorded without copies", "first"),
-            ("llama_130m_bounded", "second"),
-            ("llama_130m_free", "second"),
-            ("mamba2_130m_bounded", "first"),
-        )
-    ]
-    said = README[README.index("On one H200, alone on it") :]
-    places = [said.index(thousands(speed)) for speed in speeds]
+def test_llama_recorded_on_one_gpu():
+    run = results("gpu_h200")["runs"][-1]
+    assert f"`{run['command']}`" in README
+    rows = {row["work"]: row for row in run["training"]}
+    said = README[README.index("With Llama's maps recorded, on one H200") :]
+    works = ("llama_1.3b_bounded", "llama_130m_bounded", "llama_130m_free")
+    places = [said.index(thousands(rows[work]["tokens_per_second"])) for work in works]
     assert places == sorted(places)
-    driver = rows["driver, llama_130m", "second"]
-    assert f"the driver adds {driver['overhead_prefix_percent']:.1f} % to Llama's map" in said
+    large = rows["llama_1.3b_bounded"]
+    assert f"holding {large['reserved_gb']} GB ({large['peak_gb']} of tensors)" in said
+    share = rows["llama_130m_free"]["share_of_card"] / rows["llama_130m_bounded"]["share_of_card"]
+    assert f"{share:.2f} of (4+1) by FLOPs" in said
+    llama, mamba2 = (
+        [f"{row[f'overhead_{scope}_percent']:.1f} %" for scope in ("sequence", "prefix")]
+        for row in run["driver"]
+    )
+    assert f"adds {llama[0]} (rows) and {llama[1]} (tokens) to Llama 130M's map" in said
+    assert f"{mamba2[0]} and {mamba2[1]} to Mamba2 130M's" in said
 
 
 def test_several_gpus():
