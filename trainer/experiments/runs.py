@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,34 +69,56 @@ def explicit_twin(name: str, overrides: Iterable[str] = (), *, n_layers: int | N
 def train(spec: RunSpec, folder: Path, *, name: str, device: str, command: Sequence[str] = ()) -> Finished:
     """Train a run in its folder and return it; what lies there is gone on with, or read if it is finished.
 
-    So an experiment that was interrupted is done by the same command, and several machines may train its
-    runs before one of them draws.
+    So an experiment that was interrupted is done by the same command, and several processes may share its
+    runs before one of them draws: what another process is training is waited for, and read.
 
     Raises:
         ValueError: the folder holds a run of another spec, or the run can't be built.
         KeyboardInterrupt: the run was interrupted; it has been saved.
 
     """
-    place = RunFolder(folder)
-    if place.spec_path.is_file():
-        old = load_spec(place.spec_path).model_dump(mode="json")
-        if changes := differences(old, spec.model_dump(mode="json")):
-            raise ValueError(
-                f"{folder} holds a run of other settings ({'; '.join(changes[:3])}); give another --output"
+    with _in_turn(folder):
+        place = RunFolder(folder)
+        if place.spec_path.is_file():
+            old = load_spec(place.spec_path).model_dump(mode="json")
+            if changes := differences(old, spec.model_dump(mode="json")):
+                few = "; ".join(changes[:3])
+                raise ValueError(f"{folder} holds a run of other settings ({few}); give another --output")
+        if not place.summary_path.is_file():
+            run = build(
+                spec,
+                name=name,
+                output=folder,
+                device=device,
+                resume=place.spec_path.is_file(),
+                command=command or None,
             )
-    if not place.summary_path.is_file():
-        run = build(
-            spec,
-            name=name,
-            output=folder,
-            device=device,
-            resume=place.spec_path.is_file(),
-            command=command or None,
-        )
-        run.display.say(f"{name}: {sum(p.numel() for p in run.model.parameters()):,} parameters, in {folder}")
-        if run.train() is None:
-            raise KeyboardInterrupt
-    return read(folder, name=name)
+            size = sum(p.numel() for p in run.model.parameters())
+            run.display.say(f"{name}: {size:,} parameters, in {folder}")
+            if run.train() is None:
+                raise KeyboardInterrupt
+        return read(folder, name=name)
+
+
+@contextlib.contextmanager
+def _in_turn(folder: Path) -> Iterator[None]:
+    """Wait until no other process trains the run of this folder, and keep others from it meanwhile.
+
+    The lock ends with the process, however that ends. Not for runs of several processes, of which one alone
+    would wait.
+    """
+    try:
+        import fcntl
+    except ImportError:  # no such locks on Windows
+        yield
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        yield
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f".{folder.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def is_finished(folder: Path) -> bool:

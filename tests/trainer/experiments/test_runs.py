@@ -1,0 +1,62 @@
+"""Runs that several processes share: what one is training the others wait for, and read."""
+
+from __future__ import annotations
+
+import fcntl
+import threading
+from pathlib import Path
+
+import pytest
+
+from trainer.experiments import runs
+from trainer.spec import RunSpec
+
+
+def spec() -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "model": {
+                "kind": "explicit_lm",
+                "d_model": 16,
+                "n_layers": 1,
+                "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
+            },
+            "data": {"kind": "word_problem", "group": "Z2", "identity_probability": 0.5, "length": 4},
+            "training": {
+                "max_steps": 2,
+                "batch_size": 2,
+                "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
+                "schedule": {"kind": "warmup_linear"},
+                "threads": 1,
+            },
+            "evaluation": {"sequences": 2, "batch_size": 2, "last_tokens": 2},
+        }
+    )
+
+
+def test_a_run_that_another_process_trains_is_waited_for_and_read(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "one"
+    finished = runs.train(spec(), folder, name="one", device="cpu")
+    before = (folder / "metrics.jsonl").read_bytes()
+    (folder / "summary.json").rename(tmp_path / "summary.json")  # as while it is being trained
+    found: list[runs.Finished] = []
+    second = threading.Thread(
+        target=lambda: found.append(runs.train(spec(), folder, name="one", device="cpu"))
+    )
+    # Locks are of open files, so that a second opening stands for another process.
+    with (folder.parent / ".one.lock").open("w") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        second.start()
+        second.join(0.5)
+        assert second.is_alive()
+        (tmp_path / "summary.json").rename(folder / "summary.json")
+    second.join(60)
+    assert [one.summary for one in found] == [finished.summary]
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert sorted(path.name for path in folder.parent.iterdir() if not path.name.startswith(".")) == ["one"]
+
+
+def test_one_of_several_ranks_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with runs._in_turn(tmp_path / "one"), runs._in_turn(tmp_path / "one"):
+        assert not (tmp_path / ".one.lock").exists()
