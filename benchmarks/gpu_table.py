@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -280,16 +281,30 @@ def shown(value: float | None) -> str:
     return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.4g}"
 
 
+def cause(text: str) -> str:
+    """Return the first sentence of an error, without who has the rest of the memory."""
+    return re.sub(r"^exit code -?\d+: ", "", text).partition(". ")[0].rstrip(".")
+
+
+def not_measured(result: Row) -> str:
+    """Return what has no figure as Markdown, each cause with all that it took, or nothing."""
+    causes: dict[str, list[str]] = {}
+    named = ""
+    for row in result["rows"]:
+        again = row["work"].startswith("the same")
+        named = named if again else row["work"]
+        if row["measured"] is None:
+            works = causes.setdefault(cause(row["not_measured"]), [])
+            works.append(row["work"] if not again or named in works else f"{named}, {row['work']}")
+    lines = [f"- `{why}`: {'; '.join(works)}" for why, works in causes.items()]
+    return "\n".join(["Not measured in this run, by cause:", "", *lines]) if lines else ""
+
+
 def quoted(result: Row) -> str:
     """Return what stands in the README: what is measured, and the names of what is not."""
     measured = [row for row in result["rows"] if row["measured"] is not None]
-    missing = "; ".join(
-        f"{row['work']} ({row['not_measured'].partition('. GPU ')[0]})"  # not who has the rest of its memory
-        for row in result["rows"]
-        if row["measured"] is None
-    )
     parts = [introduction(result), table({**result, "rows": measured})]
-    parts += [f"Not measured in this run: {missing}."] if missing else []
+    parts += [missing] if (missing := not_measured(result)) else []
     parts += [ZOO, zoo] if (zoo := zoo_table(result)) else []
     parts += [f"To know: {result['note']}."] if result.get("note") else []
     return "\n\n".join(parts) + "\n"

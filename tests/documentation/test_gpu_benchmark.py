@@ -215,6 +215,29 @@ def test_steps_of_the_trainer_have_a_table_of_their_own(gpu):
     assert gpu.gpu_table.zoo_table({**result, "zoo": []}) == ""
 
 
+def test_what_is_missing_is_named_once_for_each_cause(gpu):
+    works = [
+        (
+            "large",
+            None,
+            "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 96.00 MiB. GPU 0 has 1",
+        ),
+        ("small", 1.0, None),
+        ("the same held", None, "exit code 1: RuntimeError: broken."),
+        ("free", None, "RuntimeError: broken."),
+        ("the same, by FLOPs", None, "RuntimeError: broken."),
+        ("huge", None, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ]
+    rows = [{"work": work, "measured": value, "not_measured": why} for work, value, why in works]
+    assert gpu.gpu_table.not_measured({"rows": rows}).splitlines() == [
+        "Not measured in this run, by cause:",
+        "",
+        "- `torch.OutOfMemoryError: CUDA out of memory`: large; huge",
+        "- `RuntimeError: broken`: small, the same held; free; the same, by FLOPs",
+    ]
+    assert gpu.gpu_table.not_measured({"rows": rows[1:2]}) == ""
+
+
 def test_the_table_takes_its_place_in_a_text(gpu):
     table = gpu.gpu_table
     result = {

@@ -1,4 +1,4 @@
-"""The README's figures are those of the files in benchmarks/results."""
+"""The figures of the README, of the notes and of some pages are those of the files in benchmarks/results."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-README = re.sub(r"\s+", " ", (ROOT / "README.md").read_text(encoding="utf-8").replace("\N{MINUS SIGN}", "-"))
+
+
+def words(path):
+    """Return a text in one line."""
+    return re.sub(r"\s+", " ", (ROOT / path).read_text(encoding="utf-8").replace("\N{MINUS SIGN}", "-"))
+
+
+README = words("README.md")
+NOTES = words("benchmarks/NOTES.md")
+CLUSTER = words("docs/cluster.md")
 
 
 def results(name):
@@ -32,6 +41,131 @@ def program(name):
     sys.modules[name] = module  # dataclasses look their own up
     spec.loader.exec_module(module)
     return module
+
+
+def summary(beginning):
+    """Return the cells of the README's row of what matters most."""
+    rows = README[README.index("## Measured") : README.index("### On a GPU")]
+    (row,) = re.findall(re.escape(f"| {beginning}") + r"[^|]*\|([^|]*)\|([^|]*)\|([^|]*)\|", rows)
+    return [cell.strip() for cell in row]
+
+
+def numbers(cell):
+    """Return the numbers with a decimal point in a cell."""
+    return [float(number) for number in re.findall(r"\d+\.\d+", cell)]
+
+
+def percent(*shares, digits=2):
+    return ", ".join(f"{100 * share:.{digits}f}" for share in shares) + " %"
+
+
+def test_what_matters_most_on_one_gpu():
+    on_h100 = {row["work"].replace("\N{MULTIPLICATION SIGN}", "x"): row for row in results("gpu")["rows"]}
+    on_h200 = {row["work"]: row for row in results("gpu_h200")["runs"][-1]["training"]}
+    for beginning, work, size in (
+        ("training Mamba2 1.3B", "mamba2 1.3B (4+1)", "4 x 2048"),
+        ("training Mamba2 130M", "mamba2 130M (4+1)", "8 x 2048"),
+    ):
+        row = on_h100[f"{work}, {size}"]
+        here, beside, card = summary(beginning)
+        assert here == thousands(row["measured"]) + ("" if row["reached"] else " (short)")
+        assert beside == f"{thousands(row['published'])} published"
+        assert card == "H100"
+    large, small = (on_h200[f"llama_{size}_bounded"] for size in ("1.3b", "130m"))
+    launched = on_h100["llama 130M (4+1), 8 x 2048"]
+    here, beside, _ = summary("training Llama 1.3B")
+    published = on_h100["llama 1.3B (4+1), 4 x 2048"]["published"]
+    assert (here, beside) == (thousands(large["tokens_per_second"]), f"{thousands(published)} published")
+    here, beside, _ = summary("training Llama 130M")
+    on_both = [thousands(small["tokens_per_second"]), thousands(launched["measured"])]
+    short = "" if launched["reached"] else " (short)"
+    assert here == f"{on_both[0]}; on an H100, not recorded, {on_both[1]}{short}"
+    assert beside == f"{thousands(launched['published'])} published"
+    held = [row for row in results("gpu")["rows"] if row["work"].startswith("the same held")]
+    tensors = on_h100["most memory of tensors, mamba2 1.3B (4+1), 4 x 2048"]
+    here, beside, _ = summary("memory")
+    mamba2 = f"Mamba2 {held[1]['measured']} (short), {tensors['measured']}"
+    assert here == f"Llama {large['reserved_gb']} GB held, {large['peak_gb']} of them tensors; {mamba2}"
+    assert held[1]["reached"] is False
+    assert beside == f"{held[0]['published']:g} and {held[1]['published']:g} published"
+    llama, mamba2 = (
+        on_h100[f"decoding {name}"] for name in ("llama 1.3B, batch 1", "mamba2 1.3B, batch 1, h in float32")
+    )
+    here, beside, _ = summary("decoding")
+    assert here == f"Llama {llama['measured']} ms, Mamba2 {mamba2['measured']} ms"
+    assert beside == f"{llama['published']} and {mamba2['published']} ms published"
+
+
+def test_what_matters_most_on_four_gpus():
+    rows = [row for run in results("scaling")["runs"] if run.get("host") is None for row in run["rows"]]
+    kept = {
+        (row["spec"].partition("_")[0], row.get("graphs", False)): row["efficiency"]
+        for row in rows
+        if row["gpus"] == 4 and row["layout"] == "ddp"
+    }
+    llama, mamba2 = percent(kept["llama", False], digits=1), percent(kept["mamba2", True], digits=1)
+    assert summary("what each of four")[0] == f"Llama {llama}, Mamba2 {mamba2}; eight not measured"
+    assert max(row["gpus"] for row in rows) == 4
+
+
+def test_what_matters_most_of_the_experiments():
+    rows = results("word_problems")["runs"][0]["rows"]
+    at = {"length": 1024, "identity_probability": 0.5}
+    right = [
+        test["accuracy_last"]
+        for row in rows
+        if row["recipe"] == "word_problem_a5_256"
+        for test in row["tests"]
+        if at.items() <= test.items()
+    ]
+    assert summary("A5, ")[0] == f"{percent(*right)} (three seeds)"
+
+    answered: dict[str, list[float]] = {}
+    for row in results("catbabi")["test"]:
+        if row["scoring"] == "answers" and row["length"] == 200:
+            answered.setdefault(row["model"], []).append(row["accuracy"])
+    one, *explicit = (
+        percent(sum(answered[model]) / len(answered[model]), digits=1)
+        for model in ("implicit-1", "explicit-1", "explicit-2")
+    )
+    here, beside, _ = summary("CatbAbI")
+    assert here == f"{one} of the answers (three seeds; short)"
+    assert len(answered["implicit-1"]) == 3
+    assert beside == f"89.55 % published; explicit: one layer {explicit[0]}, two {explicit[1]}"
+
+    twins = results("language")["twins"]
+    kinds = [[row for row in twins if ("explicit" in row["run"]) is explicit] for explicit in (False, True)]
+    found = [[row["perplexity at 512"] for row in kind] for kind in kinds]
+    here, beside, _ = summary("perplexity on books")
+    share = kinds[1][0]["PFLOP executed"] / kinds[0][0]["PFLOP executed"]
+    assert here.endswith(" (three seeds)")
+    assert beside.endswith(f", at {share:.1f} times the FLOPs")
+    for cell, wanted in zip((here, beside), found, strict=True):
+        assert numbers(cell)[:3] == pytest.approx(wanted, abs=0.0501)
+
+    file = results("books_10m_mamba2")
+    early = [twin["lengths"][0] for twin in file["twins"]]
+    late = [twin["curve"][-1] for twin in file["after_60_million_tokens"]["twins"]]
+    here, beside = (
+        [f"{before['perplexity']:.1f}", f"{after['perplexity']:.1f}"]
+        for before, after in zip(early, late, strict=True)
+    )
+    behind = " (behind)" if late[0]["perplexity"] > late[1]["perplexity"] else ""
+    assert summary("the same, Mamba2 of 10 M")[:2] == [
+        f"{here[0]} after 12 M tokens; {here[1]} after 60 M{behind}",
+        f"explicit twins {' and '.join(beside)}",
+    ]
+
+
+def test_what_matters_most_of_the_demo():
+    first = results("demo")["rows"][0]
+    implicit, explicit = (
+        [percent(row["accuracy_last"]) for row in first[kind]["evaluation"] if row["length"] == 128]
+        for kind in ("implicit", "explicit")
+    )
+    here, beside, _ = summary("the demo")
+    assert here.startswith(f"{implicit[0]} (p = 0.5), {implicit[1]} (p = 0); ")
+    assert beside == f"explicit twin {', '.join(explicit)}"
 
 
 def test_the_table_of_one_gpu():
@@ -70,18 +204,18 @@ def test_several_gpus():
         what = [f"`{row['spec'].removesuffix('_bounded')}`"]
         what += [row["layout"]] * (row["gpus"] > 1) + ["recorded"] * row.get("graphs", False)
         what += [host] * (host is not None)
-        assert f"| {', '.join(what)} | {row['gpus']} | {' | '.join(speeds)} | {kept}|" in README
+        assert f"| {', '.join(what)} | {row['gpus']} | {' | '.join(speeds)} | {kept}|" in CLUSTER
         if host is not None:  # what its processes' slowness made of the exchange is told in the notes
             continue
         if "exchange_ms" in row and row["spec"].startswith("llama"):
-            assert f"({row['exchange_ms']:.0f} ms a step) all but {row['exposed_ms']:.0f} ms" in README
+            assert f"({row['exchange_ms']:.0f} ms a step) all but {row['exposed_ms']:.0f} ms" in CLUSTER
         elif row.get("graphs"):
             if row["gpus"] > 1 and "exposed_ms" in row:
-                assert f"{row['exposed_ms']:.0f} ms are not hidden" in README
+                assert f"{row['exposed_ms']:.0f} ms are not hidden" in CLUSTER
         elif "idle_ms" in row:
-            assert f"{row['idle_ms']:.0f} ms ({row['layout']})" in README
+            assert f"{row['idle_ms']:.0f} ms ({row['layout']})" in CLUSTER
     four, two = (next(f"{r['efficiency']:.1%}" for r in before if r["gpus"] == gpus) for gpus in (4, 2))
-    assert f"two GPUs kept {two} and four {four}".replace("%", " %") in README
+    assert f"two GPUs kept {two} and four {four}".replace("%", " %") in CLUSTER
 
 
 def test_what_saves_hold_up():
@@ -94,8 +228,8 @@ def test_what_saves_hold_up():
 
 def test_a_run_killed_on_several_gpus():
     (found,) = results("killed_and_resumed")["differences"]
-    assert f"to {max(found['resumed_on_4'], found['resumed_on_2']):.0e}".replace("e-0", "e-") in README
-    assert f"differ by {found['whole']:.0e}".replace("e-0", "e-") in README
+    assert f"to {max(found['resumed_on_4'], found['resumed_on_2']):.0e}".replace("e-0", "e-") in CLUSTER
+    assert f"differ by {found['whole']:.0e}".replace("e-0", "e-") in CLUSTER
 
 
 def test_the_driver_on_the_cpu():
@@ -105,7 +239,7 @@ def test_the_driver_on_the_cpu():
         for row in (llama, mamba2)
         for scope in ("sequence", "prefix")
     ]
-    assert f"llama {said[0]} (rows), {said[1]} (tokens); mamba2 {said[2]}, {said[3]}" in README
+    assert f"llama {said[0]} (rows), {said[1]} (tokens); mamba2 {said[2]}, {said[3]}" in NOTES
 
 
 def test_the_demo():
@@ -127,7 +261,7 @@ def test_words_generated_a_second():
     for row in results("word_problem_generator")["results"]:
         if row["call"] == "sample int64" and row["sequences_a_call"] == 512 and row["draw_order"] == "fast":
             rate = round(row["sequences_per_second"]["median"], -3)
-            assert f"{row['problem'].replace(' x EABX', ' × monoid')} {thousands(rate)}" in README, row  # noqa: RUF001  # as the README has it
+            assert f"{row['problem'].replace(' x EABX', ' × monoid')} {thousands(rate)}" in NOTES, row  # noqa: RUF001  # as the notes have it
 
 
 def test_the_scan_on_the_cpu():
@@ -135,4 +269,4 @@ def test_the_scan_on_the_cpu():
     ours = found["implicit_blocks"]["both_ms"]
     other = [found[f"transformers, chunk {size}"] for size in (256, 64)]
     said = [f"{row['both_ms']:.0f} ms ({row['ratio_to_implicit_blocks']:.1f}×)" for row in other]  # noqa: RUF001  # the same
-    assert f"| {ours:.0f} ms; transformers 5.23 needs {said[0]} at its chunk size of 256, {said[1]}" in README
+    assert f"| {ours:.0f} ms; transformers 5.23 needs {said[0]} at its chunk size of 256, {said[1]}" in NOTES
