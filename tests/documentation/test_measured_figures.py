@@ -74,8 +74,10 @@ def test_what_matters_most_on_one_gpu():
     large, small = (on_h200[f"llama_{size}_bounded"] for size in ("1.3b", "130m"))
     launched = on_h100["llama 130M (4+1), 8 x 2048"]
     here, beside, _ = summary("training Llama 1.3B")
-    published = on_h100["llama 1.3B (4+1), 4 x 2048"]["published"]
-    assert (here, beside) == (thousands(large["tokens_per_second"]), f"{thousands(published)} published")
+    other = on_h100["llama 1.3B (4+1), 4 x 2048"]
+    failed = "; on an H100 it ran out of memory" if "OutOfMemory" in other.get("not_measured", "") else ""
+    assert here == thousands(large["tokens_per_second"]) + failed
+    assert beside == f"{thousands(other['published'])} published"
     here, beside, _ = summary("training Llama 130M")
     on_both = [thousands(small["tokens_per_second"]), thousands(launched["measured"])]
     short = "" if launched["reached"] else " (short)"
@@ -103,8 +105,11 @@ def test_what_matters_most_on_four_gpus():
         for row in rows
         if row["gpus"] == 4 and row["layout"] == "ddp"
     }
-    llama, mamba2 = percent(kept["llama", False], digits=1), percent(kept["mamba2", True], digits=1)
-    assert summary("what each of four")[0] == f"Llama {llama}, Mamba2 {mamba2}; eight not measured"
+    llama, recorded, launched = (
+        percent(kept[key], digits=1) for key in (("llama", False), ("mamba2", True), ("mamba2", False))
+    )
+    said = f"Llama {llama}, Mamba2 {recorded} (not recorded: {launched}); eight not measured"
+    assert summary("what each of four")[0] == said
     assert max(row["gpus"] for row in rows) == 4
 
 
