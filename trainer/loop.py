@@ -9,25 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from implicit_blocks.specs import ModelSpec
 from trainer.backend_record import BackendRecord
 from trainer.callbacks import CallbackContext, Callbacks
-from trainer.checkpoint import Checkpointer, Progress, step_name
+from trainer.callbacks.telling import Teller
+from trainer.checkpoint import Checkpointer, Progress
 from trainer.data.prefetch import Prefetcher
 from trainer.data.source import DataSource, EvaluationSet, rank_share
 from trainer.display import Display
 from trainer.distributed import Layout
-from trainer.errors import (
-    CallbackError,
-    DataError,
-    FailedRecordError,
-    FailedSaveError,
-    LostPeerError,
-    NonFiniteLossError,
-    PeerError,
-)
+from trainer.errors import CallbackError, DataError, NonFiniteLossError
 from trainer.evaluation import (
     EvaluationResult,
     EvaluationStopped,
@@ -36,8 +28,8 @@ from trainer.evaluation import (
     search_row,
     table,
 )
-from trainer.exporting import export_model
 from trainer.interrupt import Interrupt
+from trainer.keeping import Keeper
 from trainer.metrics import epoch_row
 from trainer.optimizers import set_learning_rate
 from trainer.run_folder import RunFolder
@@ -89,19 +81,12 @@ class Loop:
         self.checkpointer = checkpointer
         self._backends = BackendRecord(folder if self.ranks.is_main else None, display)
         self._began = time.perf_counter() - progress.seconds
-        self._saved_step: int | None = progress.step if progress.step > 0 else None
-        self._begun_save: int | None = None
-        self._stalled = 0.0
-        """Seconds that saves have held up training since the last row of metrics."""
-        self.stalled_seconds = 0.0
-        """The same, since the loop began."""
         self._model_spec: ModelSpec = spec.model
         self._phase: Phase | None = None
         self._interrupt = Interrupt()
         self.stopped_by: int | None = None
         """The signal that ended the run, if one did."""
         self.callbacks = Callbacks() if callbacks is None else callbacks
-        self._failed_callback: CallbackError | None = None
         self._checkpoint_activations: Callable[[str], None] | None = getattr(
             self.model, "checkpoint_activations", None
         )
@@ -110,7 +95,7 @@ class Loop:
             device=self.device,
             peak=spec.training.peak_flops,
         )
-        self._context = CallbackContext(
+        context = CallbackContext(
             spec=spec,
             model=self.model,
             optimizer=optimizer,
@@ -120,6 +105,16 @@ class Loop:
             folder=folder.path,
             say=display.say,
             stop=self.callbacks.stop,
+        )
+        self._teller = Teller(self.callbacks, context, ranks=self.ranks)
+        self._keeper = Keeper(
+            folder,
+            checkpointer,
+            layout=layout,
+            display=display,
+            tell=self._teller.tell,
+            begun_at=progress.step,
+            stops_at_failures=spec.training.on_failed_save == "stop",
         )
 
     # ------------------------------------------------------------------------------------ the run
@@ -146,18 +141,18 @@ class Loop:
         try:
             finished, results = False, None
             with Interrupt() as self._interrupt:
-                self._tell("on_start", step=self.progress.step, checkpoint=self.last_checkpoint)
+                self._teller.tell("on_start", step=self.progress.step, checkpoint=self.last_checkpoint)
                 if self._owes_evaluation():
                     self._enter_phase(self.progress.step - 1)
                     self._evaluate()
                 while self.progress.step < end and not self._asked_to_stop():
                     self._one_step()
                     self._backends.update()
-                    self._attend_to_save()
+                    self._keeper.attend()
                 self._save()
-                self._attend_to_save(wait=True)
-                self._raise_failure()
-                self._require_records()
+                self._keeper.attend(wait=True)
+                self._teller.raise_failure()
+                self._keeper.require_records(self.progress.step)
                 if self.progress.step >= self.total_steps or self.callbacks.stop_reason is not None:
                     # A run resumed at its end has not been in its last phase yet.
                     self._enter_phase(max(0, self.progress.step - 1))
@@ -166,14 +161,14 @@ class Loop:
                     finished = results is not None
             if finished and self.spec.training.export_every is not None:
                 self._export()
-            self._tell("on_end", step=self.progress.step, finished=finished)
-            self._raise_failure()
+            self._teller.tell("on_end", step=self.progress.step, finished=finished)
+            self._teller.raise_failure()
             return results
         except CallbackError:
             self._save()
             raise
         finally:
-            self._leave_no_save()
+            self._keeper.end()
             self.loader.close()
             self.display.close()
             self.folder.metrics.close()
@@ -259,8 +254,8 @@ class Loop:
         asked = (
             self._interrupt.received or 0,
             self.callbacks.stop_reason is not None,
-            self._failed_callback is not None,
-            self._stops_at_failures and (self.checkpointer.failed or self._unwritten is not None),
+            self._teller.failed,
+            self._keeper.must_stop,
         )
         by_signal, by_callback, failed, not_saved = self.ranks.max(list(map(float, asked)))
         if by_signal:
@@ -273,24 +268,6 @@ class Loop:
         """Whether a signal has come to some rank; noted on all."""
         self.stopped_by = int(self.ranks.max([self._interrupt.received or 0])[0]) or None
         return self.stopped_by is not None
-
-    def _tell(self, event: str, **details: Any) -> None:
-        try:
-            self.callbacks.call(event, self._context, **details)
-        except CallbackError as error:
-            if self.ranks.alone:
-                raise
-            # The other processes don't know of it, and would wait for this one: it is raised where all meet.
-            self._failed_callback = self._failed_callback or error
-
-    def _raise_failure(self) -> None:
-        """Raise, on every rank, what a callback failed with on some."""
-
-        def own() -> None:
-            if self._failed_callback is not None:
-                raise self._failed_callback
-
-        self.ranks.together(own)
 
     def _due(self, every: int | None) -> bool:
         return every is not None and self.progress.step % every == 0
@@ -322,7 +299,7 @@ class Loop:
                 self.loader = self._loader_of(source)
             if self._checkpoint_activations is not None:
                 self._checkpoint_activations(phase.training.checkpoint_activations)
-            self._tell("on_phase", step=step, phase=phase)
+            self._teller.tell("on_phase", step=step, phase=phase)
         return phase
 
     # ------------------------------------------------------------------------------------ what is left behind
@@ -348,17 +325,22 @@ class Loop:
             "tokens_per_second": round(tokens / step_seconds, 1),
             **self._speedometer.row(result, phase=phase, tokens=tokens, seconds=step_seconds),
             "step_seconds": round(step_seconds, 4),
-            "save_stall_seconds": round(self._stalled, 4),
+            "save_stall_seconds": round(self._keeper.take_stall(), 4),
             "seconds": round(self.progress.seconds, 3),
         }
-        self._stalled = 0.0
-        if self.ranks.is_main:
-            said = self._unwritten is not None
-            self.folder.metrics.write(self.last_row)
-            if self._unwritten is not None and not said and not self._stops_at_failures:
-                self.display.say(f"WARNING: the metrics can't be written ({self._unwritten}); they are kept")
+        self._keeper.record(self.last_row)
         self.display.step(self.last_row)
-        self._tell("on_step", row=self.last_row)
+        self._teller.tell("on_step", row=self.last_row)
+
+    def _save(self) -> None:
+        self._keeper.save(self.progress, seconds=self._seconds)
+
+    def _export(self) -> None:
+        self._keeper.export(self._model_spec, step=self.progress.step, length=self.spec.data.length)
+
+    def _seconds(self) -> float:
+        """Return how long the run has been trained, earlier starts included."""
+        return time.perf_counter() - self._began
 
     def _owes_evaluation(self) -> bool:
         """Whether the run was stopped in an evaluation: at its step there is a checkpoint, but no result."""
@@ -391,7 +373,7 @@ class Loop:
         except EvaluationStopped:
             self.display.say(f"the evaluation after step {self.progress.step} was cut short by a signal")
             return None
-        self.progress = replace(self.progress, seconds=time.perf_counter() - self._began)
+        self.progress = replace(self.progress, seconds=self._seconds())
         for result in results if self.ranks.is_main else ():
             row = {
                 "step": self.progress.step,
@@ -403,93 +385,20 @@ class Loop:
             words = self.spec.data.task is not None
             shown = table(results, last_tokens=evaluation.last_tokens, words=words)
             self.display.say(f"evaluation after step {self.progress.step}\n{shown}")
-        self._tell("on_evaluation", step=self.progress.step, results=results)
+        self._teller.tell("on_evaluation", step=self.progress.step, results=results)
         return results
-
-    def _save(self) -> None:
-        """Begin to save a checkpoint, unless this step's has been; the one in flight is waited for."""
-        if self.progress.step in (0, self._saved_step, self._begun_save):
-            return
-        began = time.perf_counter()
-        self.display.doing("saving a checkpoint")
-        self._attend_to_save(wait=True)
-        self._tell("on_save", step=self.progress.step)
-        try:
-            self.checkpointer.save(replace(self.progress, seconds=time.perf_counter() - self._began))
-        except FailedSaveError as error:
-            self._failed_save(error)
-        else:
-            self._begun_save = self.progress.step
-        stalled = time.perf_counter() - began
-        self._stalled += stalled
-        self.stalled_seconds += stalled
-
-    def _attend_to_save(self, *, wait: bool = False) -> None:
-        """Take note of a save that has ended, or, where asked to, wait for its end."""
-        step = self._begun_save
-        if step is None or not (wait or self.checkpointer.ended):
-            return
-        self._begun_save = None
-        try:
-            self.checkpointer.wait()
-        except FailedSaveError as error:
-            self._failed_save(error)
-            return
-        self._saved_step = step
-        self._tell("on_checkpoint", step=step, path=self.folder.checkpoints / step_name(step))
-
-    def _export(self) -> None:
-        """Write the model for other programs to read; training waits."""
-        step = self.progress.step
-        self.display.doing("exporting the model")
-        try:
-            export_model(
-                self.model,
-                self._model_spec,
-                self.folder.exports / step_name(step),
-                length=self.spec.data.length,
-                ranks=self.ranks,
-            )
-        except (OSError, PeerError, SafetensorError) as error:
-            failed = FailedSaveError(step=step, reason=str(error), kept=self.last_checkpoint, what="export")
-            failed.__cause__ = error
-            self._failed_save(failed)
-
-    @property
-    def _stops_at_failures(self) -> bool:
-        return self.spec.training.on_failed_save == "stop"
-
-    @property
-    def _unwritten(self) -> OSError | None:
-        return self.folder.metrics.trouble or self.folder.evaluations.trouble
-
-    def _require_records(self) -> None:
-        """Refuse, on every rank, to end as if all were well where the main one can't write its metrics."""
-
-        def own() -> None:
-            if self._stops_at_failures and self._unwritten is not None:
-                raise FailedRecordError(step=self.progress.step, reason=str(self._unwritten))
-
-        self.ranks.together(own)
-
-    def _failed_save(self, error: FailedSaveError) -> None:
-        if self._stops_at_failures:
-            raise error
-        self.display.say(f"WARNING: {error.what}; the run goes on")
-
-    def _leave_no_save(self) -> None:
-        """See a save to its end when the run ends by an error, of which it must not distract."""
-        try:
-            self._attend_to_save(wait=True)
-        except (FailedSaveError, LostPeerError, CallbackError) as error:
-            self.display.say(f"WARNING: {error}")
 
     @property
     def unsaved(self) -> bool:
         """Whether what was trained last is in no checkpoint, as where saves fail and the run goes on."""
-        return self.progress.step not in (0, self._saved_step)
+        return self.progress.step not in (0, self._keeper.saved_step)
 
     @property
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint this loop wrote or started from."""
-        return None if self._saved_step is None else self.folder.checkpoints / step_name(self._saved_step)
+        return self._keeper.last_checkpoint
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Seconds that saves have held up training since the loop began."""
+        return self._keeper.stalled_seconds
