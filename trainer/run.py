@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,20 @@ from torch import nn
 from implicit_blocks import registry
 from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.specs import load_spec
-from trainer.callbacks import Callbacks
 from trainer.checkpoint import Checkpointer, Progress, list_checkpoints, load_checkpoint
-from trainer.data.source import DataSource, EvaluationSet
 from trainer.display import Display, SilentDisplay, make_display
-from trainer.distributed import Ranks, lay_out, require_same_data, require_same_spec
+from trainer.distributed import Layout, Ranks, require_same_data, require_same_spec
 from trainer.errors import RunFolderError
 from trainer.evaluation import EvaluationResult
 from trainer.files import digest, write_json
 from trainer.loop import Loop
+from trainer.parts import lay_out_model, make_parts
 from trainer.report import draw, read_run
 from trainer.resume import go_on
 from trainer.rng import seed_everything
 from trainer.run_folder import RunFolder, default_folder, differences, make_manifest, of_values
 from trainer.spec import RunSpec
-from trainer.specs.start import StartSpec
-from trainer.start import Origin, find_start, read_start
+from trainer.start import Origin, find_start
 from trainer.summary import summarize
 from trainer.telemetry import in_words
 
@@ -130,75 +128,26 @@ def build(
     ranks = Ranks(choose_device(device)) if ranks is None else ranks
     require_same_spec(ranks, dumped, options={"output": str(output), "resume": resume, "from": checkpoint})
     folder = RunFolder(ranks.broadcast(output if output is not None else default_folder(name)))
-
-    def look() -> list[str]:
-        if resume:
-            return _changes(folder, spec)
-        folder.require_free()
-        return []
-
-    changes = ranks.on_main(look)
+    changes = ranks.on_main(lambda: _changes(folder, spec, resume=resume))
     origin = ranks.on_main(lambda: _origin(spec, folder, changes, resume=resume))
     if training.threads is not None:
         torch.set_num_threads(training.threads)
 
-    def make() -> tuple[Callbacks, list[DataSource], Mapping[str, EvaluationSet], nn.Module]:
-        spec.require_shares(ranks.world_size)
-        seed_everything(training.seed)
-        callbacks = Callbacks.build(spec.callbacks)
-        vocab_size = getattr(spec.model, "vocab_size", None)
-        read = [spec.data, *(phase.data for phase in spec.phase_specs())]
-        made: dict[str, DataSource] = {}
-        for each in read:
-            if (key := each.model_dump_json()) not in made:
-                made[key] = registry.build(each, seed=training.seed, vocab_size=vocab_size)
-        own, *sources = (made[each.model_dump_json()] for each in read)
-        sets = own.evaluation_sets(spec.evaluation.at(spec.data.length))
-        # Built on the CPU and moved, so that the initial weights depend on neither device nor layout.
-        seed_everything(training.seed)
-        model: nn.Module = registry.build(spec.model)
-        if getattr(spec.data, "documents", "ignore") != "ignore":
-            # The library's models keep documents apart; others may have to refuse, before anything is made.
-            getattr(model, "require_documents_apart", lambda: None)()
-        if training.compile_layers:
-            _method(model, spec, "compile_layers", "training.compile_layers=false")()
-        if any(phase.training.checkpoint_activations != "none" for phase in spec.phase_specs()):
-            _method(model, spec, "checkpoint_activations", "training.checkpoint_activations=none")
-        if origin is not None:
-            like = model.state_dict()
-            model.load_state_dict(read_start(origin, spec.model, like=like))
-        return callbacks, sources, sets, model
-
-    callbacks, sources, sets, model = ranks.together(make)
-    require_same_data(ranks, [source.identity() for source in sources])
-    layout = lay_out(model, training.parallel, ranks, phases=[phase.model for phase in spec.phase_specs()])
-    if training.cuda_graphs and ranks.device.type == "cuda" and layout.kind in ("none", "ddp"):
-        _method(model, spec, "capture_graphs", "training.cuda_graphs=false")()
+    parts = ranks.together(lambda: make_parts(spec, origin=origin, processes=ranks.world_size))
+    model, data = parts.model, parts.sources[-1].identity()
+    require_same_data(ranks, [source.identity() for source in parts.sources])
+    layout = lay_out_model(spec, model, ranks)
     if not ranks.is_main:  # what is drawn while training, such as dropout, must differ between ranks
         seed_everything(training.seed + ranks.rank)
     optimizer = registry.build(training.optimizer, model=model)
     schedule = registry.build(spec.schedule_spec(), total_steps=spec.total_steps)
-    if not ranks.is_main:
-        display = SilentDisplay()
-    display = display or make_display(log_every=training.log_every, accuracy=spec.data.task is not None)
+    display = _display(spec, display, ranks)
 
-    progress = Progress()
-    if origin is not None and training.start_from is not None:
-        progress = _taken_over(origin, training.start_from, model=model, optimizer=optimizer, ranks=ranks)
-    manifest = make_manifest(
-        name=name,
-        command=sys.argv if command is None else command,
-        device=device_name(ranks.device),
-        seed=training.seed,
-        threads=torch.get_num_threads(),
-        processes=ranks.world_size,
-        layout=layout.kind,
-        data=sources[-1].identity(),
-        started_from=ranks.on_main(lambda: None if origin is None else origin.record()),
-    )
+    progress = _beginning(spec, origin, model=model, optimizer=optimizer, ranks=ranks)
+    manifest = _manifest(spec, name=name, command=command, data=data, layout=layout, origin=origin)
     if resume:
         if not any(change.startswith("data") for change in changes):
-            ranks.on_main(lambda: folder.require_data(sources[-1].identity()))
+            ranks.on_main(lambda: folder.require_data(data))
         progress = go_on(
             folder,
             progress,
@@ -217,26 +166,27 @@ def build(
     for complaint in () if origin is None else origin.complaints:
         display.say(f"WARNING: {complaint}")
 
+    checkpointer = Checkpointer(
+        folder.checkpoints,
+        model=model,
+        optimizer=optimizer,
+        spec_digest=digest(dumped),
+        keep=training.keep_checkpoints,
+        keep_every=training.keep_every,
+        ranks=ranks,
+    )
     loop = Loop(
         spec,
         layout=layout,
         optimizer=optimizer,
         schedule=schedule,
-        sources=sources,
-        evaluation_sets=sets,
+        sources=parts.sources,
+        evaluation_sets=parts.evaluation_sets,
         folder=folder,
         display=display,
-        checkpointer=Checkpointer(
-            folder.checkpoints,
-            model=model,
-            optimizer=optimizer,
-            spec_digest=digest(dumped),
-            keep=training.keep_checkpoints,
-            keep_every=training.keep_every,
-            ranks=ranks,
-        ),
+        checkpointer=checkpointer,
         progress=progress,
-        callbacks=callbacks,
+        callbacks=parts.callbacks,
     )
     return Run(name=name, spec=spec, folder=folder, model=model, ranks=ranks, loop=loop, manifest=manifest)
 
@@ -253,28 +203,63 @@ def _origin(spec: RunSpec, folder: RunFolder, changes: Sequence[str], *, resume:
     return None if spec.training.start_from is None else find_start(spec.training.start_from, spec)
 
 
-def _taken_over(
-    origin: Origin, start: StartSpec, *, model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Ranks
+def _display(spec: RunSpec, given: Display | None, ranks: Ranks) -> Display:
+    """Return where this process speaks: only the main one does."""
+    if not ranks.is_main:
+        return SilentDisplay()
+    return given or make_display(log_every=spec.training.log_every, accuracy=spec.data.task is not None)
+
+
+def _beginning(
+    spec: RunSpec,
+    origin: Origin | None,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
 ) -> Progress:
-    """Take over what is asked for beside the weights; return where the run begins."""
+    """Return where the run begins; what it takes over from ``origin`` beside the weights is loaded."""
+    start = spec.training.start_from
+    if origin is None or start is None:
+        return Progress()
     if start.optimizer:
         load_checkpoint(origin.path, model=model, optimizer=optimizer, verify=False, ranks=ranks)
     return Progress(samples=origin.progress["samples"] if start.position and origin.progress else 0)
 
 
-def _method(model: nn.Module, spec: RunSpec, name: str, instead: str) -> Callable[..., None]:
-    """Return what a model offers for a setting of training, or refuse the setting."""
-    found: Callable[..., None] | None = getattr(model, name, None)
-    if found is None:
-        raise ValueError(f"a model of kind {spec.model.kind!r} does not offer {name}; set {instead}")
-    return found
+def _manifest(
+    spec: RunSpec,
+    *,
+    name: str,
+    command: Sequence[str] | None,
+    data: Mapping[str, Any],
+    layout: Layout,
+    origin: Origin | None,
+) -> dict[str, Any]:
+    """Return what is noted of this start of the run: command, machine, data, where its weights are from."""
+    ranks = layout.ranks
+    return make_manifest(
+        name=name,
+        command=sys.argv if command is None else command,
+        device=device_name(ranks.device),
+        seed=spec.training.seed,
+        threads=torch.get_num_threads(),
+        processes=ranks.world_size,
+        layout=layout.kind,
+        data=data,
+        started_from=ranks.on_main(lambda: None if origin is None else origin.record()),
+    )
 
 
-def _changes(folder: RunFolder, spec: RunSpec) -> list[str]:
-    """Return how the run's spec differs from that in the folder; another model is refused.
+def _changes(folder: RunFolder, spec: RunSpec, *, resume: bool) -> list[str]:
+    """Return how a resumed run's spec differs from that in the folder; another model is refused.
 
-    Fields that a phase could change too, such as solver and gradient, don't make it another one.
+    Fields that a phase could change too, such as solver and gradient, don't make it another one. A new run
+    changes nothing, and is refused where the folder is taken.
     """
+    if not resume:
+        folder.require_free()
+        return []
     folder.require_run()
     # Validated again, so that fields this version added have their defaults on both sides.
     old = load_spec(str(folder.spec_path)).model_dump(mode="json")
