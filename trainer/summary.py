@@ -74,7 +74,7 @@ def summarize(
         "saving": {
             "checkpoints": len(saves),
             "gb": max((save.size for save in saves), default=0) / 1e9,
-            "stall_seconds": round(stall_seconds, 3),
+            "stall_seconds": round(stall_seconds, 4),
             "staging_seconds": [round(save.staging_seconds, 4) for save in saves],
             "seconds": [round(save.seconds, 3) for save in saves],
         },

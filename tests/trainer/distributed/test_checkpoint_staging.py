@@ -99,5 +99,6 @@ def test_the_time_that_saves_take_is_told(small: Callable[..., Any], tmp_path: P
         sum(12 * parameter.numel() + 4 for parameter in run.model.parameters()) / 1e9
     )
     assert len(saving["seconds"]) == len(saving["staging_seconds"]) == 3
-    assert sum(saving["staging_seconds"]) < saving["stall_seconds"]
-    assert saving["stall_seconds"] > sum(stalls)  # with that of the last one
+    rounding = 4 * 0.5e-4  # figures of four decimals
+    assert sum(saving["staging_seconds"]) < saving["stall_seconds"] + rounding
+    assert saving["stall_seconds"] > sum(stalls) - rounding  # with that of the last one
