@@ -20,7 +20,7 @@ from implicit_blocks.sharded_files import INDEX, read_whole_tensors, require_who
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, load_spec
 from implicit_blocks.specs.loading import read_model_spec
 
-_SPEC = "spec.yaml"  # of a run, in its folder
+SPEC = "spec.yaml"  # of a run, in its folder
 _CHECKPOINTS = "checkpoints"
 _RECORD = "state.json"  # where a checkpoint of the trainer says what its files are
 _TRAINED = "model/"  # what the names of the model's tensors begin with in a checkpoint of the trainer
@@ -89,12 +89,19 @@ def _model_spec(spec: str | Path | ModelSpec) -> ModelSpec:
     return spec if isinstance(spec, ModelSpec) else load_spec(spec).final_model
 
 
+def run_of(source: Path) -> Path | None:
+    """Return the folder of the run that ``source`` is, or is a checkpoint of, if of any."""
+    for run in (source, source.resolve().parent.parent):
+        if (run / SPEC).is_file() and (run / _CHECKPOINTS).is_dir():
+            return run
+    return None
+
+
 def _spec_of(source: Path) -> ModelSpec:
     """Find out what model it is: by the run's spec, or by one beside the weights."""
+    if source.is_dir() and (run := run_of(source)) is not None:
+        return load_spec(run / SPEC).final_model
     folder = source if source.is_dir() else source.parent
-    run = folder if (folder / _SPEC).is_file() else folder.resolve().parent.parent
-    if source.is_dir() and (run / _SPEC).is_file() and (run / _CHECKPOINTS).is_dir():
-        return load_spec(run / _SPEC).final_model
     if (folder / _MODEL).is_file():
         return read_model_spec(folder / _MODEL)
     raise ValueError(

@@ -11,7 +11,7 @@ from implicit_blocks.decoding.generated import Generated
 from implicit_blocks.decoding.generation import Options, generate
 from implicit_blocks.devices import choose_device
 from implicit_blocks.model import LanguageModel
-from implicit_blocks.saved_models import load_model
+from implicit_blocks.saved_models import SPEC, load_model, run_of
 from implicit_blocks.specs import load_spec
 
 
@@ -65,12 +65,10 @@ def _tokenizer_of(source: Path) -> Path | None:
     """Find the tokenizer in an exported folder, or beside the data of a run or a checkpoint of one."""
     if (source / "tokenizer.json").is_file():
         return source
-    for run in (source, source.resolve().parent.parent):
-        if (run / "spec.yaml").is_file():
-            path = getattr(getattr(load_spec(run / "spec.yaml"), "data", None), "path", None)
-            beside = None if path is None else Path(path)
-            return beside if beside is not None and (beside / "tokenizer.json").is_file() else None
-    return None
+    if (run := run_of(source)) is None:
+        return None
+    path = getattr(getattr(load_spec(run / SPEC), "data", None), "path", None)
+    return Path(path) if path is not None and (Path(path) / "tokenizer.json").is_file() else None
 
 
 def _words(path: Path) -> Language:
