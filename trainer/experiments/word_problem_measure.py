@@ -1,6 +1,7 @@
 """Word problems: a trained model tested in one mode, with iterations by position and by hard tokens.
 
-A token is *hard* where its group element is not the identity: it changes the state.
+A token is *hard* where its group element is not the identity: it changes the state. A *step* is wrong where
+the product that was said is not that of the one said before it and the token, whichever of the two is right.
 
 Shape legend: B sequences, L tokens.
 """
@@ -19,6 +20,9 @@ from trainer.data.word_problem import WordProblemStream
 from trainer.step import autocast
 
 MODES = ("simultaneous", "sequential")
+
+NEAR = 4
+"""Tokens that wrong steps are counted by: what Mamba2's convolution sees, the token and three before it."""
 
 
 @torch.no_grad()
@@ -48,7 +52,7 @@ def measure(
     """
     assert isinstance(tested.source, WordProblemStream)
     began = time.perf_counter()
-    correct, iterations, converged, hard, residuals = [], [], [], [], []
+    correct, iterations, converged, hard, wrong, residuals = [], [], [], [], [], []
     for batch in tested.batches(batch_size):
         hard.append(_hard(tested.source, batch.inputs))
         here = batch.to(device)
@@ -60,7 +64,9 @@ def measure(
                 window_length=1 if mode == "sequential" else None,
                 max_iterations=max_iterations,
             )
-        correct.append((output.predictions == here.labels).cpu())
+        said = output.predictions.cpu()
+        correct.append(said == batch.labels)
+        wrong.append(_wrong_steps(tested.source, batch.inputs, said))
         solution = output.solution
         if solution is None:
             continue
@@ -80,6 +86,7 @@ def measure(
         "accuracy": _mean(correct_BL),
         "accuracy_last": _mean(correct_BL[:, -last_tokens:]),
         "hard_tokens": float(hard_BL.sum(1).double().mean()),
+        "wrong_steps_by_hard_tokens_near": _by_hard_tokens_near(torch.cat(wrong), hard_BL),
     }
     if iterations:
         found |= _of_the_search(
@@ -109,6 +116,31 @@ def _of_the_search(
         "iterations_by_position": [round(v, 3) for v in iterations_BL.double().mean(0).tolist()],
         "iterations_by_hard_tokens": by_hard,
     }
+
+
+def _by_hard_tokens_near(wrong_BL: Tensor, hard_BL: Tensor) -> list[dict[str, Any]]:
+    """Count hard tokens, and the share of wrong steps there, by how many of the last `NEAR` are hard."""
+    near_BL = hard_BL.long().cumsum(1)
+    near_BL[:, NEAR:] -= near_BL[:, :-NEAR].clone()
+    return [
+        {"hard_tokens": count, "tokens": int(here.sum()), "wrong": _mean(wrong_BL[here])}
+        for count in range(1, NEAR + 1)
+        for here in [hard_BL & (near_BL == count)]
+        if here.any()
+    ]
+
+
+def _wrong_steps(source: WordProblemStream, tokens_BL: Tensor, said_BL: Tensor) -> Tensor:
+    """Return where the group element said is not the one said before times the token's, (B, L) bool."""
+    group = source.problem.group
+    of_each = source.vocab_size // group.order
+    # What stands for no element (a model's vocabulary may be larger) is wrong, and so is what follows it.
+    none, table = group.order, torch.full((group.order + 1, group.order), -1)
+    table[:none] = torch.tensor(group.table)
+    said_BL = (said_BL // of_each).clamp(max=none)
+    before_BL = said_BL.roll(1, dims=1)
+    before_BL[:, 0] = group.identity
+    return said_BL != table[before_BL, tokens_BL // of_each]
 
 
 def _hard(source: WordProblemStream, tokens_BL: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 from trainer.cli import main as train
 from trainer.data.word_problem import WordProblem, WordProblemStream
 from trainer.experiments.cli import main
-from trainer.experiments.word_problem_measure import _hard
+from trainer.experiments.word_problem_measure import _by_hard_tokens_near, _hard, _wrong_steps
 
 TINY = """
 model:
@@ -115,6 +115,8 @@ def test_rare_hard_tokens_in_both_modes(tiny: str, tmp_path: Path) -> None:
         assert len(row["iterations_by_position"]) == row["length"]
         counted = row["iterations_by_hard_tokens"]
         assert sum(one["tokens"] for one in counted) == 3 * row["length"]
+        near = row["wrong_steps_by_hard_tokens_near"]
+        assert sum(one["tokens"] for one in near) == round(3 * row["hard_tokens"])
         assert 0 <= row["converged"] <= 1
         assert row["residual_max"] >= row["residual"] > 0
     together = rows[0]["iterations_by_position"]
@@ -171,6 +173,24 @@ def test_hard_tokens_are_those_that_change_the_state() -> None:
     source = WordProblemStream(problem, length=4, seed=0)
     tokens = torch.tensor([[0, 3, 4, 23]])  # the identity with E and X, then two other elements
     assert _hard(source, tokens).tolist() == [[False, False, True, True]]
+
+
+def test_a_step_is_wrong_by_itself_not_by_those_before_it() -> None:
+    problem = WordProblem(group="Z5", monoid="EABX", identity_probability=0.9)
+    source = WordProblemStream(problem, length=6, seed=0)
+    said = torch.tensor([[1, 3, 3, 0, 0, 7], [1, 1, 1, 1, 1, 1]])  # 7 stands for no element of Z5
+    tokens = torch.tensor([[1, 2, 1, 1, 0, 2], [1, 0, 0, 0, 0, 4]])
+    wrong = _wrong_steps(source, 4 * tokens + 2, 4 * said + 1)
+    assert wrong.tolist() == [[False, False, True, True, False, True], [False] * 5 + [True]]
+    right = source.batch(0, 20)
+    assert not _wrong_steps(source, right.inputs, right.labels).any()
+    hard = _hard(source, 4 * tokens + 2)
+    assert _by_hard_tokens_near(wrong, hard) == [
+        {"hard_tokens": 1, "tokens": 3, "wrong": round(1 / 3, 7)},
+        {"hard_tokens": 2, "tokens": 1, "wrong": 0.0},
+        {"hard_tokens": 3, "tokens": 2, "wrong": 1.0},
+        {"hard_tokens": 4, "tokens": 1, "wrong": 1.0},
+    ]
 
 
 @pytest.mark.parametrize(
