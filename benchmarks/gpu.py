@@ -361,6 +361,7 @@ def collected(programs: dict[str, Row], arguments: argparse.Namespace) -> Row:
     machine = next((program["machine"] for program in programs.values() if "machine" in program), {})
     options = [] if list(programs) == list(PROGRAMS) else ["--programs", *arguments.programs]
     options += [] if arguments.budget == BUDGET else ["--budget", f"{arguments.budget:g}"]
+    options += [] if arguments.prepare is None else ["--prepare", f"{arguments.prepare:g}"]
     options += ["--tiny"] if arguments.tiny else []
     figures = [figure for figure in gpu_table.FIGURES if set(figure.names) <= set(arguments.programs)]
     kept = ("command", "seconds", "failed", "disturbed", "card")

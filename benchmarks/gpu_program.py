@@ -54,6 +54,18 @@ def compile_only(begin_at: float) -> None:
     Autotuner.prune_configs = rotated
 
 
+def keep_no_choices() -> None:
+    """Let the compiler keep no choice among a kernel's variants: what is fastest beside others misleads.
+
+    The choosing goes on and its result isn't written. Told not to keep them at all, the compiler writes that
+    into the code it generates, and who takes the code from the cache keeps none either: what is compiled once
+    more, while it is recorded, must find the choice made and not try.
+    """
+    from torch._inductor.runtime.autotune_cache import AutotuneCache
+
+    AutotuneCache.save = lambda *_, **__: None  # type: ignore[method-assign]
+
+
 def hold_back(gigabytes: float) -> None:
     """Take no more of the card's memory than that: PyTorch gives back what it keeps, or fails."""
     import torch
@@ -75,7 +87,6 @@ def import_first(program: str) -> None:
     import torch
     import torch._dynamo
     import torch._inductor.compile_fx
-    import torch._inductor.config
 
     import implicit_blocks.model  # noqa: F401  # for its own sake, as the next one
     from implicit_blocks.ops import accelerated
@@ -87,9 +98,8 @@ def import_first(program: str) -> None:
     elif torch.cuda.is_available():
         for package in ("triton", "mamba-ssm", "causal-conv1d"):
             accelerated.load(accelerated.PACKAGES[package])
-    # Programs compile side by side; which variant of a kernel is fastest each finds out in its turn. It is
-    # kept then: a map that is compiled once more while it is recorded can try nothing.
-    torch._inductor.config.autotune_local_cache = not os.environ.get("PREPARING")
+    if os.environ.get("PREPARING"):
+        keep_no_choices()
 
 
 def main() -> None:

@@ -28,6 +28,8 @@ class Figure:
     reach: float | None = None
     hope: float | None = None
     higher_is_better: bool = True
+    share: Callable[[list[Row]], float | None] | None = None
+    """What the card is used to, of what an H100 was measured to multiply."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -39,7 +41,8 @@ class Figure:
         taken = [programs.get(name, {"failed": "not asked for"}) for name in self.names]
         rows = [row for program in taken for row in program.get("rows", [])]
         whole = all(program.get("rows") for program in taken)
-        value = self.read([row for row in rows if "failed" not in row]) if whole else None
+        good = [row for row in rows if "failed" not in row]
+        value = self.read(good) if whole else None
         line: Row = {
             "work": self.work.replace(" x ", " \u00d7 "),
             "unit": self.unit,
@@ -55,6 +58,8 @@ class Figure:
             line["not_measured"] = next(iter(why), "no such row")
         elif self.reach is not None:
             line["reached"] = value >= self.reach if self.higher_is_better else value <= self.reach
+        if value is not None and self.share is not None:
+            line["share_of_card"] = self.share(good)
         if value is not None and any(program.get("disturbed") for program in taken):
             line["disturbed"] = True
         return line
@@ -106,8 +111,11 @@ def farther(mode: str) -> Callable[[list[Row]], float | None]:
     return read
 
 
-def trained(work: str, program: str, text: str, *, published: int, reach: int, hope: int) -> Figure:
-    return Figure(text, program, of("tokens_per_second", work=work), "tokens/s", published, reach, hope)
+def trained(
+    work: str, program: str, text: str, *, published: int, reach: int | None = None, hope: int | None = None
+) -> Figure:
+    read, share = (of(key, work=work) for key in ("tokens_per_second", "share_of_card"))
+    return Figure(text, program, read, "tokens/s", published, reach, hope, share=share)
 
 
 def memory(text: str, program: str, published: float, key: str) -> Figure:
@@ -122,7 +130,6 @@ def decoded(text: str, *, published: float | None, reach: float, hope: float, **
 
 FLOAT32 = ["bfloat16", "float32"]  # as decoding.py says what Mamba2's states are: the convolution's, and h
 TRAINING = ("llama_1.3b", "llama_130m", "mamba2_1.3b", "mamba2_130m", "state_tracking")
-BY_FLOPS = "the same, by FLOPs beside (4+1)"
 FIGURES = [
     trained("llama_1.3b_bounded", "llama_1.3b", "llama 1.3B (4+1), 4 x 2048",
             published=6_133, reach=18_000, hope=24_000),
@@ -132,16 +139,14 @@ FIGURES = [
             published=10_949, reach=15_500, hope=21_000),
     trained("mamba2_130m_bounded", "mamba2_130m", "mamba2 130M (4+1), 8 x 2048",
             published=48_638, reach=110_000, hope=160_000),
-    Figure("free phase, llama 130M (32+4) at 13 iterations", "llama_130m",
-           of("tokens_per_second", work="llama_130m_free"), "tokens/s", 22_108),
-    Figure(BY_FLOPS, "llama_130m", of_bounded("llama_130m"), "of 1", None, 0.9),
-    Figure("free phase, mamba2 130M (24+4) at 14 iterations", "mamba2_130m",
-           of("tokens_per_second", work="mamba2_130m_free"), "tokens/s", 14_347),
-    Figure(BY_FLOPS, "mamba2_130m", of_bounded("mamba2_130m"), "of 1", None, 0.9),
-    memory("most memory of tensors, llama 1.3B (4+1), 4 x 2048", "llama_1.3b", 46.1, "peak_gb"),
-    memory("the same held, with what graphs keep", "llama_1.3b", 46.1, "reserved_gb"),
-    memory("most memory of tensors, mamba2 1.3B (4+1), 4 x 2048", "mamba2_1.3b", 42.0, "peak_gb"),
-    memory("the same held, with what graphs keep", "mamba2_1.3b", 42.0, "reserved_gb"),
+    trained("llama_130m_free", "llama_130m", "llama 130M (32+4) at 13 iterations, 8 x 2048",
+            published=22_108),
+    Figure("FLOPs a second of that, beside (4+1)'s: llama 130M", "llama_130m", of_bounded("llama_130m"),
+           "times", None, 0.9),
+    trained("mamba2_130m_free", "mamba2_130m", "mamba2 130M (24+4) at 14 iterations, 8 x 2048",
+            published=14_347),
+    Figure("FLOPs a second of that, beside (4+1)'s: mamba2 130M", "mamba2_130m", of_bounded("mamba2_130m"),
+           "times", None, 0.9),
     trained("state_tracking", "state_tracking", "state tracking, 512 x 256, at 18 iterations",
             published=642_693, reach=3 * 642_693, hope=5 * 642_693),
     decoded("decoding mamba2 1.3B, batch 1, h in float32", published=86.7, reach=3, hope=1.4,
@@ -150,32 +155,39 @@ FIGURES = [
             model="llama_1.3b", rows=1, state="bfloat16"),
     decoded("decoding mamba2 1.3B, 64 rows at context 512, h in float32", published=None, reach=5, hope=3,
             model="mamba2_1.3b", rows=64, state_types=FLOAT32),
-    decoded("the same, h in bfloat16", published=None, reach=5, hope=3,
+    decoded("decoding mamba2 1.3B, 64 rows, h in bfloat16", published=None, reach=5, hope=3,
             model="mamba2_1.3b", rows=64, state_types=["bfloat16"]),
     decoded("decoding llama 1.3B, 64 rows at context 512, keys and values in bfloat16", published=None,
             reach=5, hope=3, model="llama_1.3b", rows=64, state="bfloat16"),
-    decoded("the same, keys and values in 8 bits", published=None, reach=5, hope=3,
+    decoded("decoding llama 1.3B, 64 rows, keys and values in 8 bits", published=None, reach=5, hope=3,
             model="llama_1.3b", rows=64, state="int8"),
-    Figure("the driver beside the bare map, llama 130M, 8 x 2048", "driver",
+    Figure("what the driver adds to the bare map, llama 130M, 8 x 2048", "driver",
            worst("overhead_sequence_percent", "overhead_prefix_percent", model="llama_130m"),
-           "% more", None, 2, None, False),
-    Figure("the driver beside the bare map, mamba2 130M, 8 x 2048", "driver",
+           "%", None, 2, None, False),
+    Figure("what the driver adds to the bare map, mamba2 130M, 8 x 2048", "driver",
            worst("overhead_sequence_percent", "overhead_prefix_percent", model="mamba2_130m"),
-           "% more", None, 2, None, False),
-    Figure("operator calls of the driver", "driver",
+           "%", None, 2, None, False),
+    Figure("torch operators that the driver calls", "driver",
            worst("operator_calls_sequence", "operator_calls_prefix"), "an iteration", None, 20, None, False),
-    Figure("distance of training's logits from a tight solve, beside the published rule's", "agreement",
-           farther("training"), "times", 1, 1.02, None, False),
-    Figure("the same in evaluation", "agreement", farther("evaluation"), "times", 1, 1.02, None, False),
     *(
-        Figure(f"memory held by the trainer, {family} 1.3B free, 4 x 2048, gradient steps checkpointed",
+        Figure(f"logits' distance from a tight solve, beside the published rule's: {mode}", "agreement",
+               farther(mode), "times", 1, 1.02, None, False)
+        for mode in ("training", "evaluation")
+    ),
+    *(
+        memory(f"memory {what}, {family} 1.3B (4+1), 4 x 2048", f"{family}_1.3b", published, key)
+        for family, published in (("llama", 46.1), ("mamba2", 42.0))
+        for what, key in (("held, graphs and all", "reserved_gb"), ("of tensors alone", "peak_gb"))
+    ),
+    *(
+        Figure(f"memory held by the trainer, {family} 1.3B (free phase), 4 x 2048, steps checkpointed",
                f"zoo_{family}_1.3b", of("held_gb", spec=f"{family}_1.3b", phase="free"),
                "GB", None, 75, None, False)
         for family in ("llama", "mamba2")
     ),
-    Figure("breaks in the compiled maps of all the training above", TRAINING,
+    Figure("breaks in the compiled maps of all training", TRAINING,
            worst("graph_breaks"), "breaks", None, 0, None, False),
-    Figure("waits for the device in a step, the worst of all the training above", TRAINING,
+    Figure("unasked waits for the device in a step, the worst of all training", TRAINING,
            worst("waits"), "waits", None, 0, None, False),
 ]  # fmt: skip
 
@@ -187,21 +199,23 @@ def introduction(result: Row) -> str:
     versions = ", ".join(f"{name} {machine[name]}" for name in known if machine.get(name))
     return (
         f"`{result['command']}` on one {machine.get('gpu', 'CPU: tiny models, to try the program')}, "
-        f"{machine['date'][:10]}, Python {machine['python']}, {versions}; training in bfloat16 autocast, "
-        "its layers compiled and recorded as CUDA graphs, at the published number of iterations"
-        f"{quietness(result)}:"
+        f"{machine['date'][:10]}, Python {machine['python']}, {versions}. {quietness(result)}"
+        "Training is in bfloat16 autocast, at the published number of iterations, its layers compiled and "
+        "recorded as CUDA graphs; percentages are its share of the 770 TFLOP/s that an H100 was measured to "
+        "multiply. Decoding is in bfloat16 (published: float32), at a context of 512 tokens. **Bold**: what "
+        "was to be reached is."
     )
 
 
 def quietness(result: Row) -> str:
-    """Say whether the card was the program's alone."""
+    """Say in a sentence, if anything is known of it, whether the card was the program's alone."""
     programs = [program for program in result.get("programs", []) if "card" in program]
     if not programs:
         return ""
     disturbed = [program for program in programs if program.get("disturbed")]
     if disturbed:
         why = "; ".join(f"{program['program']}: {', '.join(program['disturbed'])}" for program in disturbed)
-        return f"; the card was NOT quiet all the while ({why})"
+        return f"The card was NOT quiet all the while ({why}). "
     speeds = [
         speed
         for program in programs
@@ -211,7 +225,7 @@ def quietness(result: Row) -> str:
     if not speeds:
         return ""
     span = f"{min(speeds):.2f} to {max(speeds):.2f} TB/s"
-    return f"; before and after each program the card was quiet, copying at {span}"
+    return f"Before and after each program the card was quiet, copying at {span}. "
 
 
 def table(result: Row) -> str:
@@ -228,6 +242,8 @@ def table(result: Row) -> str:
             here = f"**{here}**" if row["reached"] else f"{here} (short)"
         if row.get("disturbed"):
             here += " (disturbed)"
+        if share := row.get("share_of_card"):
+            here += f", {100 * share:.0f} %"
         cells = [
             row["work"],
             row["unit"],

@@ -1,15 +1,15 @@
 """The trainer's own steps on one GPU: specs of the zoo in both phases, tokens a second and memory.
 
-    python benchmarks/gpu_zoo.py [--specs llama_130m …] [--steps 11] [--json FILE]
+    python benchmarks/gpu_zoo.py [--specs llama_130m …] [--steps 9] [--json FILE]
 
 Each spec is trained as ``python -m trainer --spec NAME training.compile_layers=true
 training.cuda_graphs=true`` would train it, at its own batch on one GPU, length 2048, tolerance and
 iterations, for a few steps of its bounded and as many of its free phase, on random tokens; at 1.3B the free
 phase's steps are checkpointed. The weights are drawn on the GPU, since a CPU takes longer for them than the
-steps take, and nothing is saved or evaluated. Tokens a second are medians of the steps after the first of a
-phase (``--warm-up``), by the trainer's own clock, which waits for the loss; memory is the most that a step
-of the phase has held, and of that what tensors took. On random tokens searches end early, so speeds beside
-the published ones are not at equal iterations: those are `gpu_training.py`'s.
+steps take, and nothing is saved or evaluated. Tokens a second are medians of the steps after a phase's
+first ones (``--warm-up``), by the trainer's own clock, which waits for the loss; memory is the most that a
+step of the phase has held, and of that what tensors took. On random tokens searches end early, so speeds
+beside the published ones are not at equal iterations: those are `gpu_training.py`'s.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class Watch(SilentDisplay):
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--specs", nargs="+", default=list(SPECS), choices=SPECS, metavar="NAME")
-    options.add_argument("--steps", type=int, default=11, help="of each phase")
-    options.add_argument("--warm-up", type=int, default=6, help="steps of a phase that aren't counted")
+    options.add_argument("--steps", type=int, default=9, help="of each phase")
+    options.add_argument("--warm-up", type=int, default=5, help="steps of a phase that aren't counted")
     arguments = options.parse_args()
     rows: list[dict[str, Any]] = []
     for name in arguments.specs:

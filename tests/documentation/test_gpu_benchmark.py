@@ -88,7 +88,7 @@ def test_programs_that_fail_or_hang_leave_the_others_their_figures(gpu, monkeypa
     assert "hangs: again" in said
     assert "| a \N{MULTIPLICATION SIGN} b | tokens/s | 3 | **7** | 5 |  |" in said
     assert "on one some card, 2026-01-02, Python 3.12, torch 2.11" in said
-    assert "the card was quiet, copying at 3.00 to 3.00 TB/s" in said
+    assert "the card was quiet, copying at 3.00 to 3.00 TB/s. " in said
 
 
 def test_programs_prepare_side_by_side(gpu, monkeypatch, tmp_path):
@@ -167,7 +167,7 @@ def test_a_disturbed_program_has_a_second_turn(gpu, monkeypatch, tmp_path):
     _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
     assert all(row["disturbed"] for row in result["rows"])
     said = gpu.gpu_table.quoted(result)
-    assert "the card was NOT quiet all the while (works: before: 20.0 GB taken, after: 20.0 GB taken)" in said
+    assert "The card was NOT quiet all the while (works: before: 20.0 GB taken, after: 20.0 GB taken)" in said
     assert "**7** (disturbed)" in said
 
 
@@ -199,6 +199,33 @@ def test_nvidia_smi_that_is_not_there_or_knows_nothing(monkeypatch, tmp_path):
         "watt": 70.1,
         "processes": 1,
     }
+
+
+def test_what_share_of_the_card_training_takes_is_said(gpu):
+    work = "llama_130m_bounded"
+    figure = gpu.gpu_table.trained(work, "works", "llama", published=3, reach=9, hope=12)
+    row = {"work": work, "tokens_per_second": 7, "share_of_card": 0.444}
+    line = figure.row({"works": {"rows": [row]}})
+    assert (
+        gpu.gpu_table.table({"rows": [line]}).splitlines()[-1]
+        == "| llama | tokens/s | 3 | 7 (short), 44 % | 9 | 12 |"
+    )
+
+
+def test_the_command_says_how_long_it_prepared(gpu, monkeypatch, tmp_path):
+    _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
+    assert result["command"] == "python benchmarks/gpu.py --programs works --prepare 0"
+
+
+def test_choices_made_while_others_compile_are_not_kept(monkeypatch):
+    cache = pytest.importorskip("torch._inductor.runtime.autotune_cache")
+    module("gpu_card", monkeypatch)
+    monkeypatch.setattr(
+        cache.AutotuneCache, "save", cache.AutotuneCache.save
+    )  # there, and put back afterwards
+    module("gpu_program", monkeypatch).keep_no_choices()
+    kept = cache.AutotuneCache("of some variants", local_cache=None)
+    assert kept.save(object(), 7, found_by_coordesc=False, triton_cache_hash="") is None
 
 
 def test_steps_of_the_trainer_have_a_table_of_their_own(gpu):
@@ -245,8 +272,8 @@ def test_the_table_takes_its_place_in_a_text(gpu):
         "command": "python benchmarks/gpu.py",
         "rows": [],
     }
-    text = table.quote(result, f"before\n{table.BEGIN}old\n{table.END}after\n")
+    text = table.quote(result, f"before\n{table.BEGIN}yesterday\n{table.END}after\n")
     assert text.startswith(f"before\n{table.BEGIN}`python benchmarks/gpu.py`")
     assert text.endswith(f"{table.END}after\n")
-    assert "old" not in text
+    assert "yesterday" not in text
     assert table.quote(result, text) == text
