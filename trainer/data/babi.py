@@ -45,6 +45,8 @@ class Stories(NamedTuple):
 
     by_split: Mapping[str, Sequence[Story]]
     vocabulary: tuple[str, ...]
+    stand_ins: Mapping[str, int]
+    """Files for which those of the set ``en`` stand in, and how many stories they give."""
 
 
 def read_stories(path: Path) -> Stories:
@@ -73,6 +75,7 @@ def read_stories(path: Path) -> Stories:
             "give the whole archive"
         )
     by_split: dict[str, list[Story]] = {split: [] for split in SPLITS}
+    stood_in: dict[str, int] = {}
     for task, split in expected:
         own = (task, split) in files
         stories = parse(files[task, split] if own else stand_ins[task, split], task=task)
@@ -80,9 +83,10 @@ def read_stories(path: Path) -> Stories:
             others = [(task, other) for other in SPLITS if other != split and (task, other) in files]
             known = {story for key in others for story in parse(files[key], task=task)}
             stories = [story for story in stories if story not in known]
+            stood_in[f"qa{task}_{split}.txt"] = len(stories)
         by_split[split] += stories
     words = {word for stories in by_split.values() for story in stories for word in story.words}
-    return Stories(by_split, (PADDING, *sorted(words)))
+    return Stories(by_split, (PADDING, *sorted(words)), stood_in)
 
 
 def _files(path: Path) -> Iterator[tuple[str, str]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.registry import build
-from trainer.data.babi import TASKS, CatbAbI
+from trainer.data.babi import TASKS, CatbAbI, read_stories
 from trainer.experiments.catbabi_picture import MODES, draw
 from trainer.experiments.drawing import write_picture
 from trainer.experiments.runs import Finished, explicit_twin, is_finished, load_model, run_spec, train
@@ -108,6 +108,7 @@ def run(
         for asked in wanted
     ]
     sources = _sources(plan[0][3], split, lengths)
+    stand_ins = read_stories(data).stand_ins
     rows = []
     for asked, mode, seed, made in plan:
         name = f"{asked.name}-{mode}-{seed}"
@@ -127,13 +128,18 @@ def run(
         "changes": list(changes),
         "split": split,
         "answers": rows[0]["answers"],
+        "stand_ins": dict(stand_ins),
         "device": device_name(place),
         "published": PUBLISHED,
         "models": rows,
     }
     write_json(folder / "catbabi.json", written)
     write_picture(draw(written), folder / "catbabi.png")
-    return "\n".join([table(rows), f"written: {folder / 'catbabi.json'}, {folder / 'catbabi.png'}"])
+    said = [
+        f"{name} is missing: {count} stories of the set en stand in for it"
+        for name, count in stand_ins.items()
+    ]
+    return "\n".join([table(rows), *said, f"written: {folder / 'catbabi.json'}, {folder / 'catbabi.png'}"])
 
 
 def _asked(name: str) -> Asked:

@@ -123,7 +123,9 @@ def test_a_stand_in_gives_no_story_of_the_other_splits(folder):
     (folder / "en").mkdir()
     stand_in = TEXT.format(task="other", split="train")
     (folder / "en/qa3_three-supporting-facts_train.txt").write_text(stand_in)
-    stories = [story for story in read_stories(folder).by_split["train"] if story.task == 3]
+    found = read_stories(folder)
+    assert found.stand_ins == {"qa3_train.txt": 1}
+    stories = [story for story in found.by_split["train"] if story.task == 3]
     assert [story.words[1] for story in stories] == ["other"]  # Mary's is in qa3_valid.txt too
 
 
@@ -172,3 +174,4 @@ def test_the_real_archive():
     assert len(stories.vocabulary) == 179
     # The training file of qa3 is not in it; 200 stories of the small set stand in, 15 of them held out.
     assert sum(story.task == 3 for story in stories.by_split["train"]) == 185
+    assert stories.stand_ins == {"qa3_train.txt": 185}

@@ -32,6 +32,8 @@ def archive(tmp_path):
 
 def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
     folder = tmp_path / "out"
+    (archive / "en").mkdir()
+    (archive / "qa3_train.txt").rename(archive / "en/qa3_three-supporting-facts_train.txt")
     arguments = ["catbabi", "--data", str(archive), "--models", "implicit-1", "explicit-2", "--device", "cpu"]
     arguments += ["--scoring", "answers", "--output", str(folder), "--set", *NARROW]
     assert main(arguments) == 0
@@ -49,7 +51,11 @@ def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
     assert explicit["search"] is None
     assert 1 <= implicit["search"]["iterations"] <= implicit["search"]["iterations_max"] <= 8
     assert (folder / "catbabi.png").read_bytes().startswith(b"\x89PNG")
-    assert "qa20" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "qa20" in said
+    # Here all its stories are also those of another split.
+    assert "qa3_train.txt is missing: 0 stories of the set en stand in for it" in said
+    assert written["stand_ins"] == {"qa3_train.txt": 0}
 
     summary = folder / "runs/implicit-1-answers-0/summary.json"
     before = summary.stat().st_mtime_ns
