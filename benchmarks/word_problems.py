@@ -19,7 +19,7 @@ import itertools
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from report import machine, write
@@ -29,6 +29,7 @@ from trainer.data.word_problem import build as build_data
 from trainer.evaluation import evaluate
 from trainer.experiments.runs import Finished, load_model, train
 from trainer.experiments.word_problem_specs import IMPLICIT, varied
+from trainer.spec import RunSpec
 
 KEPT = ("identity_probability", "length", "sequences", "accuracy_last", "accuracy", "iterations",
         "iterations_max", "residual", "residual_max", "non_converged", "token_converged",
@@ -57,88 +58,101 @@ def options_of(words: list[str]) -> argparse.Namespace:
     # Options that take several values would take a change that follows them, too.
     changes = [word for word in words if "=" in word and not word.startswith("-")]
     options = parser.parse_args([word for word in words if word not in changes])
+    for name in ("minutes", "explicit_steps", "precisely"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            parser.error(f"--{name.replace('_', '-')} is {value:g}; give a number above 0")
     options.overrides = changes
     return options
 
 
-def main() -> None:
-    """Train and test every combination; write the figures after each."""
+class Asked(NamedTuple):
+    """One model of those that are compared."""
+
+    group: str
+    model: str
+    layers: int
+    rate: float | None
+    seed: int
+
+
+def main() -> int:
+    """Train and test every combination; write the figures after each. Return the exit status."""
     options = options_of(sys.argv[1:])
+    try:
+        carry_out(options)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def carry_out(options: argparse.Namespace) -> None:
+    """Do what was asked, all of which is checked first: a recipe begins after minutes of the one before."""
+    asked = [
+        Asked(group, model, layers, rate, seed)
+        for group, model, rate, seed in itertools.product(
+            options.groups, options.models, options.learning_rates, options.seeds
+        )
+        for layers in ([1] if model in IMPLICIT else options.layers)
+    ]
+    for one, recipe in itertools.product(asked, (options.spec, *options.then)):
+        run_spec(options, recipe, one, start=options.start_from)
     rows: list[dict[str, Any]] = []
     began = time.strftime("%Y%m%d-%H%M%S")
-    for group, model, rate, seed in itertools.product(
-        options.groups, options.models, options.learning_rates, options.seeds
-    ):
-        for layers in [1] if model in IMPLICIT else options.layers:
-            start = options.start_from
-            for recipe in (options.spec, *options.then):
-                row, start = measure(
-                    options,
-                    recipe,
-                    start,
-                    group=group,
-                    model=model,
-                    layers=layers,
-                    rate=rate,
-                    seed=seed,
-                    began=began,
-                )
-                rows.append(row)
-                print(" ".join(shown(row)), flush=True)
-                arguments = {key: str(v) if isinstance(v, Path) else v for key, v in vars(options).items()}
-                write(options.output, {"machine": machine(), "arguments": arguments, "rows": rows})
+    for one in asked:
+        start = options.start_from
+        for recipe in (options.spec, *options.then):
+            row, start = measure(options, recipe, one, start=start, began=began)
+            rows.append(row)
+            print(" ".join(shown(row)), flush=True)
+            arguments = {key: str(v) if isinstance(v, Path) else v for key, v in vars(options).items()}
+            write(options.output, {"machine": machine(), "arguments": arguments, "rows": rows})
+
+
+def run_spec(options: argparse.Namespace, recipe: str, one: Asked, *, start: Path | None) -> RunSpec:
+    """Return the run that one model is trained by with one recipe."""
+    changes = [f"callbacks=[{{kind: stop_when, value: seconds, above: {60 * options.minutes}}}]"]
+    if one.rate is not None:
+        changes.append(f"training.optimizer.learning_rate={one.rate}")
+    if start is not None:
+        changes.append(f"training.start_from={start}")
+
+    def made(*more: str) -> RunSpec:
+        return varied(
+            recipe,
+            model=one.model,
+            layers=one.layers,
+            group=one.group,
+            seed=one.seed,
+            overrides=[*changes, *options.overrides, *more],
+        )
+
+    spec = made()
+    if one.model in IMPLICIT or options.explicit_steps == 1.0:
+        return spec
+    return made(f"training.max_steps={round(options.explicit_steps * spec.total_steps)}")
 
 
 def measure(
-    options: argparse.Namespace,
-    recipe: str,
-    start: Path | None,
-    *,
-    group: str,
-    model: str,
-    layers: int,
-    rate: float | None,
-    seed: int,
-    began: str,
+    options: argparse.Namespace, recipe: str, one: Asked, *, start: Path | None, began: str
 ) -> tuple[dict[str, Any], Path]:
     """Train one model by a recipe, from ``start`` if it is given; return what it reached, and its folder."""
-    changes = [f"callbacks=[{{kind: stop_when, value: seconds, above: {60 * options.minutes}}}]"]
-    if rate is not None:
-        changes.append(f"training.optimizer.learning_rate={rate}")
-    if start is not None:
-        changes.append(f"training.start_from={start}")
-    spec = varied(
-        recipe,
-        model=model,
-        layers=layers,
-        group=group,
-        seed=seed,
-        overrides=[*changes, *options.overrides],
-    )
-    if model not in IMPLICIT and options.explicit_steps != 1.0:
-        steps = round(options.explicit_steps * spec.total_steps)
-        changes.append(f"training.max_steps={steps}")
-        spec = varied(
-            recipe,
-            model=model,
-            layers=layers,
-            group=group,
-            seed=seed,
-            overrides=[*changes, *options.overrides, f"training.max_steps={steps}"],
-        )
-    name = f"{options.output}-{Path(recipe).stem}-{group}-{model}-{layers}-{rate or 'own'}-seed{seed}"
+    spec = run_spec(options, recipe, one, start=start)
+    what = f"{one.group}-{one.model.replace(':', '-')}-{one.layers}-{one.rate or 'own'}-seed{one.seed}"
+    name = f"{options.output}-{Path(recipe).stem}-{what}"
     finished = train(spec, options.runs / f"{name}-{began}", name=name, device=options.device)
     summary = finished.summary
     tests = [{key: test[key] for key in KEPT} for test in summary["evaluation"]]
-    if options.precisely is not None and model in IMPLICIT:
+    if options.precisely is not None and one.model in IMPLICIT:
         tests += precise_tests(finished, tolerance=options.precisely, device=options.device)
     row = {
         "recipe": recipe,
-        "group": group,
-        "model": model,
-        "layers": layers,
-        "learning_rate": rate or spec.training.optimizer.learning_rate,
-        "seed": seed,
+        "group": one.group,
+        "model": one.model,
+        "layers": one.layers,
+        "learning_rate": one.rate or spec.training.optimizer.learning_rate,
+        "seed": one.seed,
         "parameters": summary["parameters"],
         "steps": summary["steps"],
         "of_steps": spec.total_steps,
@@ -188,4 +202,4 @@ def shown(row: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -41,7 +41,7 @@ def test_a_run_is_gone_on_with_by_other_recipes(
         "evaluation.last_tokens=4"
     )
     monkeypatch.setattr("sys.argv", ["word_problems.py", "--runs", str(tmp_path / "runs"), *small.split()])
-    program.main()
+    assert program.main() == 0
     rows = json.loads((tmp_path / "results" / "word_problem_rows.json").read_text())["rows"]
     recipes = ["word_problem_a5", "word_problem_a5_mixed", "word_problem_a5_256"]
     assert [(row["model"], row["recipe"], row["steps"]) for row in rows] == [
@@ -49,3 +49,37 @@ def test_a_run_is_gone_on_with_by_other_recipes(
         *(("mamba2", recipe, 4) for recipe in recipes),
     ]
     assert all(row["tests"][0]["length"] == 4 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--then word_problem_a5_mxed", "no spec 'word_problem_a5_mxed' in the zoo"),
+        ("--groups A5 X9", "group 'X9' is not known"),
+        ("--models implicit-mamba2 mamba", "model 'mamba' is not known"),
+        ("--models mamba2 --learning-rates 1e-3 -1", "should be greater than 0; got -1.0"),
+        ("--then word_problem_a5_mixed data.group=S5", "unknown key 'group'"),
+    ],
+)
+def test_what_comes_last_is_checked_first(
+    program: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    words: str,
+    message: str,
+) -> None:
+    """Not after the minutes that the models and recipes before it take."""
+    monkeypatch.setattr("sys.argv", ["word_problems.py", "--runs", str(tmp_path / "runs"), *words.split()])
+    assert program.main() == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("words", ["--minutes 0", "--explicit-steps -1", "--precisely 0", "--minutes nan"])
+def test_numbers_that_make_no_sense_are_refused(
+    program: Any, capsys: pytest.CaptureFixture[str], words: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        program.options_of(words.split())
+    assert "give a number above 0" in capsys.readouterr().err

@@ -127,6 +127,11 @@ SETTINGS: dict[tuple[str, str], Settings] = {
 }
 
 
+# What only one study varies; and what can be said of runs that are trained already.
+OF_STUDY = {"layers": ("models", "layers", "threshold"), "hard-tokens": ("iterations", "token_iterations")}
+OF_TESTS = ("test_p", "test_lengths", "sequences", "token_iterations")
+
+
 def run(
     folder: Path,
     *,
@@ -150,25 +155,44 @@ def run(
         changes: fields of :class:`Settings`; None: the setting's.
 
     Raises:
-        ValueError: no such study or setting, or values out of range.
+        ValueError: no such study or setting, values out of range, or changes that would change nothing.
 
     """
     if (study, setting) not in SETTINGS:
         known = ", ".join(f"{one} {other}" for one, other in SETTINGS)
         raise ValueError(f"no study {study!r} in the setting {setting!r}; there are {known}")
+    if study == "layers" and checkpoints:
+        raise ValueError("the study layers trains its models; checkpoints are tested by hard-tokens")
+    _refuse_what_changes_nothing(study, [n for n, v in changes.items() if v is not None], bool(checkpoints))
     settings = changed(SETTINGS[study, setting], changes)
     # A run that is trained already is what it is: a setting's changes are for the runs that it trains.
     own = () if checkpoints else settings.overrides
     settings = replace(settings, overrides=(*own, *overrides))
     if study == "layers":
-        if checkpoints:
-            raise ValueError("the study layers trains its models; checkpoints are tested by hard-tokens")
         from trainer.experiments.word_problem_layers import carry_out
 
         return carry_out(folder, settings, device=device)
     from trainer.experiments.word_problem_hard_tokens import carry_out as train_and_test
 
     return train_and_test(folder, settings, device=device, checkpoints=checkpoints)
+
+
+def _refuse_what_changes_nothing(study: str, given: Sequence[str], trained: bool) -> None:
+    for other, names in OF_STUDY.items():
+        if other != study and (unused := [name for name in names if name in given]):
+            raise ValueError(
+                f"{_options(unused)} would change nothing in the study {study}; "
+                f"leave out, or give --study {other}"
+            )
+    if trained and (unused := [name for name in given if name not in OF_TESTS]):
+        raise ValueError(
+            f"{_options(unused)} would change nothing of runs that are trained; leave out, or leave out "
+            f"--checkpoints. Of tests there are {_options(OF_TESTS)}"
+        )
+
+
+def _options(names: Sequence[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names)
 
 
 def changed(settings: Settings, changes: dict[str, Any]) -> Settings:

@@ -203,6 +203,12 @@ def test_a_step_is_wrong_by_itself_not_by_those_before_it() -> None:
         (["--checkpoints", "runs/one"], "checkpoints are tested by hard-tokens"),
         (["--study", "hard-tokens", "--checkpoints", "none"], "is no run and no checkpoint of one"),
         (["--study", "hard-tokens", "--device", "nonsense"], "device 'nonsense' is not a device's name"),
+        (["--iterations", "4"], "--iterations would change nothing in the study layers"),
+        (["--study", "hard-tokens", "--models", "llama"], "--models would change nothing in the study hard"),
+        (
+            ["--study", "hard-tokens", "--checkpoints", "runs/one", "--groups", "S5", "--test-p", "0"],
+            "--groups would change nothing of runs that are trained;",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said(
