@@ -56,11 +56,15 @@ class Run:
         can be resumed then. Raises :class:`~trainer.errors.NonFiniteLossError` where the loss stops being a
         number. With several processes all of them call this; one writes.
         """
-        results = self.loop.run(stop_at=stop_at)
-        if results is None:
-            return None
-        summary: dict[str, Any] = self.ranks.on_main(lambda: self._finish(results))
-        return summary
+        self.ranks.on_main(self.folder.hold)  # it was let go of where this run has been trained before
+        try:
+            results = self.loop.run(stop_at=stop_at)
+            if results is None:
+                return None
+            summary: dict[str, Any] = self.ranks.on_main(lambda: self._finish(results))
+            return summary
+        finally:
+            self.folder.release()
 
     def _finish(self, results: Sequence[EvaluationResult]) -> dict[str, Any]:
         summary = summarize(
@@ -122,12 +126,50 @@ def build(
             for that they can't have. Where one rank is refused all are.
 
     """
-    training = spec.training
     resume = resume or checkpoint is not None
     dumped = spec.model_dump(mode="json")
     ranks = Ranks(choose_device(device)) if ranks is None else ranks
     require_same_spec(ranks, dumped, options={"output": str(output), "resume": resume, "from": checkpoint})
     folder = RunFolder(ranks.broadcast(output if output is not None else default_folder(name)))
+    ranks.on_main(lambda: _claim(folder, resume=resume))
+    try:
+        return _build(
+            spec,
+            folder,
+            name=name,
+            resume=resume,
+            checkpoint=checkpoint,
+            command=command,
+            display=display,
+            ranks=ranks,
+        )
+    except BaseException:
+        folder.release()
+        raise
+
+
+def _claim(folder: RunFolder, *, resume: bool) -> None:
+    """Refuse a folder that can't be used as asked; one with a run to go on with is held from now on."""
+    if resume:
+        folder.require_run()
+        folder.hold()
+    else:
+        folder.require_free()
+
+
+def _build(
+    spec: RunSpec,
+    folder: RunFolder,
+    *,
+    name: str,
+    resume: bool,
+    checkpoint: str | None,
+    command: Sequence[str] | None,
+    display: Display | None,
+    ranks: Ranks,
+) -> Run:
+    """Build what ``spec`` describes, in a folder that was found usable; see `build`."""
+    training, dumped = spec.training, spec.model_dump(mode="json")
     changes = ranks.on_main(lambda: _changes(folder, spec, resume=resume))
     origin = ranks.on_main(lambda: _origin(spec, folder, changes, resume=resume))
     if training.threads is not None:
@@ -165,6 +207,11 @@ def build(
         ranks.on_main(lambda: folder.create(spec=dumped, manifest=manifest))
     for complaint in () if origin is None else origin.complaints:
         display.say(f"WARNING: {complaint}")
+    if folder.not_locked is not None:
+        display.say(
+            f"WARNING: {folder.path} can't be locked ({folder.not_locked}); "
+            "see to it that no other process trains in it"
+        )
 
     checkpointer = Checkpointer(
         folder.checkpoints,
@@ -255,12 +302,10 @@ def _changes(folder: RunFolder, spec: RunSpec, *, resume: bool) -> list[str]:
     """Return how a resumed run's spec differs from that in the folder; another model is refused.
 
     Fields that a phase could change too, such as solver and gradient, don't make it another one. A new run
-    changes nothing, and is refused where the folder is taken.
+    changes nothing.
     """
     if not resume:
-        folder.require_free()
         return []
-    folder.require_run()
     # Validated again, so that fields this version added have their defaults on both sides.
     old = load_spec(str(folder.spec_path)).model_dump(mode="json")
     changes = differences(old, spec.model_dump(mode="json"))

@@ -15,13 +15,17 @@ import yaml
 
 from trainer.errors import RunFolderError
 from trainer.files import write_atomically, write_json
+from trainer.folder_lock import LOCK, FolderLock, LockedError
 from trainer.metrics import MetricsFile
 
 _MARKS = ("spec.yaml", "manifest.json", "metrics.jsonl", "checkpoints")
 
 
 class RunFolder:
-    """The files of one run, under ``path``."""
+    """The files of one run, under ``path``.
+
+    Who writes here holds the folder (:meth:`hold`, :meth:`release`); reading takes no lock.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -33,11 +37,42 @@ class RunFolder:
         self.exports = path / "exports"
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self.evaluations = MetricsFile(path / "evaluations.jsonl")
+        self._lock: FolderLock | None = None
 
     @property
     def holds_a_run(self) -> bool:
         """Whether a run was begun here."""
         return any((self.path / mark).exists() for mark in _MARKS)
+
+    def hold(self) -> None:
+        """Keep other processes from training in this folder, which must be there, until :meth:`release`.
+
+        Nothing happens where it is held already. Of a run's processes the main one holds it.
+
+        Raises:
+            RunFolderError: another process, or another run of this one, trains here.
+
+        """
+        if self._lock is not None:
+            return
+        try:
+            self._lock = FolderLock(self.path / LOCK)
+        except LockedError as error:
+            raise RunFolderError(
+                f"the run in {self.path} is under way already ({error.holder}); wait for it, or stop it; "
+                f"where it is gone and its whole machine with it, remove {self.path / LOCK}"
+            ) from None
+
+    def release(self) -> None:
+        """Let others train here."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
+
+    @property
+    def not_locked(self) -> str | None:
+        """Why others are not kept from training here: the file system has no locks. None: all is well."""
+        return None if self._lock is None else self._lock.trouble
 
     def require_free(self) -> None:
         """Refuse a folder that holds a run, or a path that is no folder."""
@@ -76,9 +111,11 @@ class RunFolder:
             ) from error
 
     def create(self, *, spec: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-        """Make the folder and write the resolved spec and the manifest."""
+        """Make the folder, hold it, and write the resolved spec and the manifest."""
         self.require_free()
         self.path.mkdir(parents=True, exist_ok=True)
+        self.hold()
+        self.require_free()  # what another process has begun meanwhile
         self._write_spec(spec)
         write_json(self.manifest_path, dict(manifest))
 

@@ -62,9 +62,9 @@ def test_a_skipped_batch_changes_nothing_and_is_counted(
     infinite_at(2, 3, 5)
     run = build(small(skipping), output=tmp_path / "run", device="cpu")
     weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    run.loop.run(stop_at=1)
+    run.train(stop_at=1)
     weights = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-    run.loop.run(stop_at=3)
+    run.train(stop_at=3)
     for name, tensor in run.model.state_dict().items():
         assert torch.equal(tensor, weights[name]), name
     progress = run.loop.progress

@@ -19,6 +19,7 @@ from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.merging import merge_runs
 from trainer.checkpoint import load_checkpoint, newest_sound_checkpoint
+from trainer.folder_lock import FolderLock
 from trainer.metrics import read_metrics
 from trainer.run import build
 from trainer.run_folder import RunFolder, differences
@@ -104,20 +105,14 @@ def train(spec: RunSpec, folder: Path, *, name: str, device: str, command: Seque
 def _in_turn(folder: Path) -> Iterator[None]:
     """Wait until no other process trains the run of this folder, and keep others from it meanwhile.
 
-    The lock ends with the process, however that ends. Not for runs of several processes, of which one alone
-    would wait.
+    Not for runs of several processes, of which one alone would wait. The lock lies beside the folder: that in
+    it is the run's own, by which it refuses others.
     """
-    try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
-        yield
-        return
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         yield
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f".{folder.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with FolderLock(folder.with_name(f".{folder.name}.lock"), wait=True):
         yield
 
 

@@ -20,10 +20,10 @@ from trainer.data.tokenizing.shards import Dtype, ShardWriter
 from trainer.data.tokenizing.tokenizers import FileTokenizer, Tokenizer
 from trainer.data.tokenizing.workers import Encode, Task, encoders
 from trainer.files import write_atomically, write_json
+from trainer.folder_lock import LOCK, FolderLock, LockedError
 
 _TASK = 1 << 20  # characters handed to a process at once
 _JOB = "job.json"
-_LOCK = ".lock"
 
 Say = Callable[[str], None]
 Report = Callable[[float, int, int], None]
@@ -269,7 +269,7 @@ def _begin(job: Job) -> None:
                 "again, or another folder by --output"
             )
     else:
-        others = sorted(p.name for p in job.output.iterdir() if p.name not in (_LOCK, "tokenizer.json"))
+        others = sorted(p.name for p in job.output.iterdir() if p.name not in (LOCK, "tokenizer.json"))
         if others:
             raise ValueError(
                 f"{job.output} holds other files ({others[0]}); name an empty folder by --output"
@@ -288,13 +288,10 @@ def _short(value: Any) -> str:
 def _alone(folder: Path) -> Iterator[None]:
     """Refuse to write into a folder that another process is writing into."""
     try:
-        import fcntl
-    except ImportError:  # no such locks on Windows
-        yield
-        return
-    with (folder / _LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"another process is writing into {folder}; wait for it, or stop it") from None
+        lock = FolderLock(folder / LOCK)
+    except LockedError as error:
+        raise ValueError(
+            f"another process is writing into {folder} ({error.holder}); wait for it, or stop it"
+        ) from None
+    with lock:
         yield

@@ -1,0 +1,171 @@
+"""One process at a time in a folder: others are refused or wait, and a killed one stands in nobody's way."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from trainer.display import SilentDisplay
+from trainer.errors import RunFolderError
+from trainer.folder_lock import FolderLock, LockedError
+from trainer.run import build
+from trainer.spec import RunSpec
+
+fcntl = pytest.importorskip("fcntl", reason="file locks of POSIX")
+
+
+class Heard(SilentDisplay):
+    def __init__(self) -> None:
+        self.words: list[str] = []
+
+    def say(self, text: str) -> None:
+        self.words.append(text)
+
+
+@contextmanager
+def held_by_another_process(path: Path) -> Iterator[subprocess.Popen[str]]:
+    program = (
+        "import sys, time; from pathlib import Path; from trainer.folder_lock import FolderLock\n"
+        "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    with held_by_another_process(path) as other:
+        with pytest.raises(LockedError, match=rf"process {other.pid} on .*, since 20\d\d") as refused:
+            FolderLock(path)
+        assert str(path) in str(refused.value)
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        with FolderLock(path) as own:
+            assert own.trouble is None
+            assert path.read_text().startswith(f"process {os.getpid()} on ")  # and nothing of the one before
+            assert path.read_text().count("\n") == 1
+
+
+def test_it_is_given_back_with_its_block_or_its_last_reference(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    with FolderLock(path):
+        pass
+    lock = FolderLock(path)
+    with pytest.raises(LockedError):
+        FolderLock(path)  # of this process, too
+    del lock
+    lock = FolderLock(path)
+    lock.release()
+    lock.release()
+    FolderLock(path).release()
+
+
+def test_waiting(tmp_path: Path) -> None:
+    first, order = FolderLock(tmp_path / ".lock"), list[str]()
+
+    def wait() -> None:
+        with FolderLock(tmp_path / ".lock", wait=True):
+            order.append("second")
+
+    second = threading.Thread(target=wait)
+    second.start()
+    second.join(0.2)
+    order.append("first")
+    first.release()
+    second.join(30)
+    assert order == ["first", "second"]
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for _ in range(2):
+        with FolderLock(tmp_path / ".lock") as lock:
+            assert lock.trouble == os.strerror(code)
+
+
+# ------------------------------------------------------------------------------------ of a run
+
+
+def test_a_run_is_gone_on_with_by_one_process_at_a_time(
+    tmp_path: Path, small: Callable[..., RunSpec]
+) -> None:
+    folder, spec = tmp_path / "run", small()
+    build(spec, output=folder, display=SilentDisplay()).train(stop_at=2)
+    before = {
+        path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
+    }
+    with held_by_another_process(folder / ".lock") as other:
+        with pytest.raises(RunFolderError, match=r"is under way already \(process \d+ on") as refused:
+            build(spec, output=folder, resume=True, display=SilentDisplay())
+        assert f"process {other.pid} on" in str(refused.value)
+        assert f"remove {folder / '.lock'}" in str(refused.value)
+        assert all(path.read_bytes() == content for path, content in before.items())
+    run = build(spec, output=folder, resume=True, display=SilentDisplay())
+    with pytest.raises(RunFolderError, match=f"process {os.getpid()} on"):  # from its building on
+        build(spec, output=folder, resume=True, display=SilentDisplay())
+    assert run.train(stop_at=3) is None
+    assert run.train() is not None  # once more: held again
+    FolderLock(folder / ".lock").release()
+
+
+def test_a_run_that_could_not_be_built_holds_nothing(tmp_path: Path, small: Callable[..., RunSpec]) -> None:
+    folder = tmp_path / "run"
+    build(small(), output=folder, display=SilentDisplay()).train(stop_at=2)
+    other = small({"model.d_model": 32})
+    with pytest.raises(RunFolderError, match="another model") as refused:
+        build(other, output=folder, resume=True, display=SilentDisplay())
+    assert refused.value.__traceback__ is not None  # the frames are alive: nothing was left to the collector
+    FolderLock(folder / ".lock").release()
+
+
+def test_two_new_runs_in_one_folder(
+    tmp_path: Path, small: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both found it free; one of them is first."""
+    from trainer import run as module
+
+    folder, spec = tmp_path / "run", small()
+    parts = module.make_parts
+
+    def slow_parts(*args: object, **options: object) -> object:
+        monkeypatch.setattr(module, "make_parts", parts)
+        build(spec, output=folder, display=SilentDisplay()).folder.release()
+        return parts(*args, **options)  # type: ignore[arg-type]  # handed through
+
+    monkeypatch.setattr(module, "make_parts", slow_parts)
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        build(spec, output=folder, display=SilentDisplay())
+
+
+def test_a_run_where_there_are_no_locks_says_so(
+    tmp_path: Path, small: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    heard = Heard()
+    build(small(), output=tmp_path / "run", display=heard).train(stop_at=1)
+    (warning,) = [said for said in heard.words if "can't be locked" in said]
+    assert os.strerror(errno.ENOLCK) in warning
+    assert "no other process trains in it" in warning
