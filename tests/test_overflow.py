@@ -214,3 +214,44 @@ def test_on_a_gpu(mixer, dtype, ids, monkeypatch):
     model = made(mixer, dtype, monkeypatch, at_evaluation=at_evaluation).cuda()
     check_evaluation(model, ids.cuda(), dtype, "cuda")
     check_training(model, ids.cuda(), dtype, "cuda")
+
+
+# ------------------------------------------------------------------------------------ plain maps
+
+
+PLAIN = {
+    "phantom": ib.Phantom(steps=3),
+    "implicit_function": ib.ImplicitFunction(),
+    "penalty": ib.JacobianPenalty(),
+    "unrolled": ib.Unrolled(steps=12),
+    "checkpointed": ib.Unrolled(steps=12, checkpointing=True),
+}
+
+
+@pytest.mark.parametrize("solver", [ib.Picard(), ib.Anderson(memory=3)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("gradient", PLAIN.values(), ids=PLAIN)
+def test_a_plain_layer_learns_from_the_rows_that_have_not_diverged(gradient, solver):
+    """The weights' gradient is that of the other rows, though no row of this map can be left out."""
+
+    def trained(inputs):
+        torch.manual_seed(0)
+        weight = torch.full((), 0.4, dtype=torch.float64, requires_grad=True)
+        stopping = ib.Stopping(tolerance=1e-9, max_iterations=200)
+        # Towards a point near x where x is small; out of all bounds at the second call where x is 800.
+        layer = ib.FixedPoint(
+            lambda z, x: weight * z.exp().mul(0.3) + x, solver=solver, gradient=gradient, stopping=stopping
+        )
+        x = inputs.clone().requires_grad_()
+        solution = layer(x)
+        loss = solution.z.sum(1) @ torch.arange(1.0, 1 + len(x), dtype=torch.float64)
+        loss.backward()
+        return solution, weight.grad, x.grad
+
+    inputs = torch.tensor([[0.3, 0.2], [0.5, 0.1], [800.0, 0.3]], dtype=torch.float64)
+    solution, of_weight, of_x = trained(inputs)
+    _, expected_of_weight, expected_of_x = trained(inputs[:2])
+    assert solution.diverged.tolist() == [False, False, True]
+    assert solution.z.isfinite().all()
+    torch.testing.assert_close(of_weight, expected_of_weight)
+    torch.testing.assert_close(of_x[:2], expected_of_x)
+    assert torch.equal(of_x[2], torch.zeros_like(of_x[2]))

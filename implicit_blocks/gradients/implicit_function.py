@@ -26,7 +26,7 @@ class ImplicitFunction(GradientEstimator):
     The solution's ``adjoint.solution`` reports the backward solve once it has run: iterations, residual,
     status. The adjoint is solved in the precision of ``z``, also under autocast. Rows are solved side by
     side; the scope is the whole row, since a token's gradient depends on those after it. Second derivatives
-    are not offered. Rows of a ``RowMap`` whose search has diverged keep what it had, without a gradient.
+    are not offered. Rows whose search has diverged keep what it had, without a gradient, as `Phantom` says.
 
     Calls of ``f``: the search's and one more; in backward one vector-Jacobian product an iteration.
 
@@ -50,7 +50,7 @@ class ImplicitFunction(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then attach the adjoint solve to one differentiated call."""
         found = search(f, z0)
-        f, rows = sound_rows(f, found)
+        f, rows = sound_rows(f, z0, found)
         z = (found.z if rows is None else found.z[rows]).detach().requires_grad_()
         fz = f(z)
         adjoint = Adjoint()

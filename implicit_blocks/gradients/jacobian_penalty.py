@@ -64,7 +64,7 @@ class JacobianPenalty(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Solve as the other estimator does, and measure the Jacobian there."""
         solution = self.gradient(f, z0, search)
-        f, rows = sound_rows(f, solution)
+        f, rows = sound_rows(f, z0, solution)
         z, valid = solution.z.detach(), search.valid
         if rows is not None:
             z, valid = z[rows], None if valid is None else valid[rows]

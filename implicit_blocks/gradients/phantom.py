@@ -19,9 +19,9 @@ class Phantom(GradientEstimator):
     of the ``steps`` steps. Where the gradient must be exact, use ``ImplicitFunction``.
 
     Calls of ``f``: the search's and ``steps`` more. The solution's ``z`` is the point after those steps; its
-    residual and status are the search's. Where ``f`` is a ``RowMap``, as those of language models are, rows
-    whose search has diverged take no steps: they keep what the search had, without a gradient, and spoil
-    neither the loss nor the weights' gradients.
+    residual and status are the search's. Rows whose search has diverged take no steps: they keep what the
+    search had, without a gradient, and spoil neither the loss nor the weights' gradients, unless every row
+    has diverged (or, where ``f`` is no ``RowMap``, a row's very first call was not finite).
 
     Args:
         steps: number of differentiated steps, at least 1.
@@ -40,7 +40,7 @@ class Phantom(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then take the differentiated steps."""
         solution = search(f, z0)
-        f, rows = sound_rows(f, solution)
+        f, rows = sound_rows(f, z0, solution)
         z = solution.z if rows is None else solution.z[rows]
         for _ in range(self.steps):
             z = f(z) if self.damping == 1 else torch.lerp(z, f(z), self.damping)

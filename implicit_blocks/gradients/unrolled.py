@@ -24,9 +24,9 @@ class Unrolled(GradientEstimator):
     not have a fixed point, and iterated further may give something else. Use it to get training going, then
     an estimator that trains the fixed point itself.
 
-    Calls of ``f``: ``steps``. The residual reported is measured at the last of them. Rows of a ``RowMap``
-    that have diverged keep their start, without a gradient; the others are then unrolled once more without
-    them, since the gradient of weights is a sum over rows.
+    Calls of ``f``: ``steps``. The residual reported is measured at the last of them. Rows that have diverged
+    keep their start, without a gradient; the others are then unrolled once more without them, since the
+    gradient of weights is a sum over rows.
 
     Args:
         steps: number of solver updates, at least 1.
@@ -52,7 +52,7 @@ class Unrolled(GradientEstimator):
             )
 
         z, report = self._unroll(f, z0, search, search.valid)
-        sound, rows = sound_rows(f, report)
+        sound, rows = sound_rows(f, z0, report)
         if rows is not None:
             valid = None if search.valid is None else search.valid[rows]
             z = with_diverged(self._unroll(sound, z0[rows], search, valid)[0], z0, report)
