@@ -74,7 +74,8 @@ def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = Non
     evaluated = f"lengths {', '.join(map(str, spec.evaluation.at(spec.data.length).lengths))}"
     if spec.evaluation.identity_probabilities:
         evaluated += f"; p {', '.join(f'{p:g}' for p in spec.evaluation.identity_probabilities)}"
-    lines += _section("evaluation", [f"{evaluated}; {spec.evaluation.sequences} sequences each"])
+    evaluation = [f"{evaluated}; {spec.evaluation.sequences} sequences each", *_evaluation_search(spec)]
+    lines += _section("evaluation", evaluation)
     return "\n".join(lines)
 
 
@@ -201,6 +202,20 @@ def _search(model: ModelSpec) -> str:
         f"{budget}: {model.solver.kind} to a residual of {stopping.tolerance:g} "
         f"({stopping.norm}), {gradient.kind} gradient"
     )
+
+
+def _evaluation_search(spec: RunSpec) -> list[str]:
+    """Say by what evaluations search, which is a choice of its own: not the solver that trains."""
+    model = spec.final_model
+    if not isinstance(model, ImplicitLMSpec):
+        return []
+    solver, stopping = model.at_evaluation.solver, model.evaluation_stopping
+    damping = getattr(solver, "damping", 1.0)
+    damped = "" if damping == 1 else f", damping {damping:g}"
+    return [
+        f"{solver.kind}{damped}, to a residual of {stopping.tolerance:g} ({stopping.norm}), "
+        f"at most {stopping.max_iterations} iterations: model.at_evaluation"
+    ]
 
 
 def _scaled(value: float) -> str:

@@ -28,6 +28,19 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, out, err
 
 
+def test_it_names_the_search_of_evaluations_which_is_not_that_of_training(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    search = "picard, damping 0.8, to a residual of 0.05 (relative), at most 128 iterations"
+    _, out, _ = run(["model.solver.kind=anderson"], capsys)
+    assert "anderson to a residual of 0.05" in out  # in training
+    assert search in out.partition("evaluation  ")[2]
+    _, out, _ = run(["model.at_evaluation.solver={kind: anderson, memory: 2}"], capsys)
+    assert search.replace("picard, damping 0.8", "anderson") in out.partition("evaluation  ")[2]
+    _, out, _ = run(["model.kind=explicit_lm"], capsys)
+    assert "residual of" not in out
+
+
 def test_a_rank_holds_its_share_of_the_state_and_the_model_for_a_time() -> None:
     alone, ddp = memory_of(), memory_of("training.parallel.kind=ddp", ranks=8)
     assert ddp == alone
