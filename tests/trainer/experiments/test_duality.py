@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
+from trainer.cli import main as train
 from trainer.experiments.cli import main
 from trainer.experiments.duality import Mode, compare, table
 from trainer.run import build
@@ -175,3 +176,22 @@ def test_what_is_no_run_of_an_implicit_model_is_refused(tmp_path, capsys):
     build(RunSpec.model_validate(explicit), output=tmp_path / "explicit", device="cpu").train()
     assert main(["duality", "--checkpoint", str(tmp_path / "explicit")]) == 2
     assert "is of kind 'explicit_lm', which solves for nothing" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_laptop_setting(tmp_path):
+    """As the page has it: trains S3 for 150 steps, some two minutes of one core."""
+    run = tmp_path / "s3"
+    options = ["--spec", "word_problem_s3", "training.max_steps=150", "--device", "cpu"]
+    assert train([*options, "--output", str(run)]) == 0
+    options = ["--sequences", "8", "--tolerances", "0.05", "1e-3", "1e-5", "--device", "cpu"]
+    out = tmp_path / "out"
+    assert main(["duality", "--checkpoint", str(run), *options, "--output", str(out)]) == 0
+    loose, *_, tight = json.loads((out / "duality.json").read_text())["tolerances"]
+    assert (loose["tolerance"], tight["tolerance"]) == (0.05, 1e-5)
+    assert tight["equal_clear_tokens"] == 1.0
+    assert tight["equal_tokens"] > 0.99
+    assert loose["equal_tokens"] > 0.5
+    for mode in ("sequential", "simultaneous"):
+        assert tight[mode]["converged"] > 0.9
+    assert (out / "duality.png").stat().st_size > 10_000

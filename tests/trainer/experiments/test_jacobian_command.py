@@ -43,3 +43,17 @@ def test_what_can_not_be_done_is_said_in_a_sentence(tmp_path, capsys, options, m
     assert main(["jacobian", "--width", "8", *options, "--output", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_the_laptop_setting(tmp_path):
+    """The paper's: a state of 64 entries."""
+    folder = tmp_path / "out"
+    assert main(["jacobian", "--output", str(folder)]) == 0
+    implicit, explicit = json.loads((folder / "jacobian.json").read_text())["models"]
+    for one in (implicit, explicit):
+        assert one["formula_against_autograd"] <= 1e-6
+        assert one["formula_against_differences"] <= 1e-5
+        assert one["rank"] == 64
+    assert implicit["feedback_rank"] > 32 > explicit["feedback_rank"] == 0
+    assert (folder / "jacobian.png").stat().st_size > 10_000

@@ -130,3 +130,4 @@ def test_the_laptop_setting(tmp_path, capsys):
     assert rows["Picard 0.8, windows of 16", "prefix"]["work"] < 0.5 * plain["work"]
     assert rows["Picard 0.8, prefix committed", "prefix"]["work"] < 0.8 * plain["work"]
     assert one["spectrum"]["largest"] < 1
+    assert (tmp_path / "solvers_word_problem_s3.png").stat().st_size > 10_000
