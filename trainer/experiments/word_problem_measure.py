@@ -86,6 +86,7 @@ def measure(
         "accuracy": _mean(correct_BL),
         "accuracy_last": _mean(correct_BL[:, -last_tokens:]),
         "hard_tokens": float(hard_BL.sum(1).double().mean()),
+        "wrong_steps_by_hard_tokens": _by_hard_tokens(torch.cat(wrong), hard_BL),
         "wrong_steps_by_hard_tokens_near": _by_hard_tokens_near(torch.cat(wrong), hard_BL),
     }
     if iterations:
@@ -116,6 +117,16 @@ def _of_the_search(
         "iterations_by_position": [round(v, 3) for v in iterations_BL.double().mean(0).tolist()],
         "iterations_by_hard_tokens": by_hard,
     }
+
+
+def _by_hard_tokens(wrong_BL: Tensor, hard_BL: Tensor) -> list[dict[str, Any]]:
+    """Count hard tokens, and the share of wrong steps there, by their number so far, in doubling ranges."""
+    counted_BL = hard_BL.cumsum(1)
+    found, least = [], 1
+    while (here := hard_BL & (counted_BL >= least) & (counted_BL < 2 * least)).any():
+        found.append({"hard_tokens": least, "tokens": int(here.sum()), "wrong": _mean(wrong_BL[here])})
+        least *= 2
+    return found
 
 
 def _by_hard_tokens_near(wrong_BL: Tensor, hard_BL: Tensor) -> list[dict[str, Any]]:

@@ -14,7 +14,12 @@ pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 from trainer.cli import main as train
 from trainer.data.word_problem import WordProblem, WordProblemStream
 from trainer.experiments.cli import main
-from trainer.experiments.word_problem_measure import _by_hard_tokens_near, _hard, _wrong_steps
+from trainer.experiments.word_problem_measure import (
+    _by_hard_tokens,
+    _by_hard_tokens_near,
+    _hard,
+    _wrong_steps,
+)
 
 TINY = """
 model:
@@ -190,6 +195,11 @@ def test_a_step_is_wrong_by_itself_not_by_those_before_it() -> None:
         {"hard_tokens": 2, "tokens": 1, "wrong": 0.0},
         {"hard_tokens": 3, "tokens": 2, "wrong": 1.0},
         {"hard_tokens": 4, "tokens": 1, "wrong": 1.0},
+    ]
+    assert _by_hard_tokens(wrong, hard) == [  # the first, the second and third, and so on, of each sequence
+        {"hard_tokens": 1, "tokens": 2, "wrong": 0.0},
+        {"hard_tokens": 2, "tokens": 3, "wrong": round(2 / 3, 7)},
+        {"hard_tokens": 4, "tokens": 2, "wrong": 1.0},
     ]
 
 
