@@ -61,7 +61,7 @@ def test_a_run_leaves_everything_behind(whole: Path, small: Small) -> None:
     names = {path.name for path in whole.iterdir()}
     assert names == {
         "spec.yaml", "manifest.json", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "summary.json",
-        "report.png",
+        "report.png", ".lock",
     }  # fmt: skip
     rows = list(read_metrics(whole / "metrics.jsonl"))
     assert [row["step"] for row in rows] == list(range(1, 13))
