@@ -22,8 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-CONFIG = "config.json"
-SAFETENSORS = "model.safetensors"
+from implicit_blocks.saved_files import CONFIG, SAFETENSORS
+
 PICKLE = "pytorch_model.bin"
 
 

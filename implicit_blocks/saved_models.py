@@ -14,17 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks.checkpoint_files import CONFIG, SAFETENSORS, check_tensors, read_file
+from implicit_blocks.checkpoint_files import check_tensors, read_file
 from implicit_blocks.registry import build
-from implicit_blocks.sharded_files import INDEX, read_whole_tensors, require_whole
+from implicit_blocks.saved_files import (
+    CHECKPOINTS,
+    CONFIG,
+    MODEL,
+    RECORD,
+    SAFETENSORS,
+    SPEC,
+    list_checkpoints,
+    newest_sound,
+    require_whole,
+)
+from implicit_blocks.sharded_files import INDEX, read_whole_tensors
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, load_spec
 from implicit_blocks.specs.loading import read_model_spec
 
-SPEC = "spec.yaml"  # of a run, in its folder
-_CHECKPOINTS = "checkpoints"
-_RECORD = "state.json"  # where a checkpoint of the trainer says what its files are
 _TRAINED = "model/"  # what the names of the model's tensors begin with in a checkpoint of the trainer
-_MODEL = "model.yaml"  # the spec that the trainer's exports have beside their weights
 
 
 def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None) -> Any:
@@ -67,7 +74,7 @@ def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None
         return _with_weights(found.spec, found.state)
     known = _spec_of(source) if spec is None else _model_spec(spec)
     weights = source
-    if (source / _CHECKPOINTS).is_dir():
+    if (source / CHECKPOINTS).is_dir():
         weights, complaints = newest_whole(source)
         for complaint in complaints:
             warnings.warn(f"{complaint}; {weights.name} is read instead", stacklevel=2)
@@ -92,7 +99,7 @@ def _model_spec(spec: str | Path | ModelSpec) -> ModelSpec:
 def run_of(source: Path) -> Path | None:
     """Return the folder of the run that ``source`` is, or is a checkpoint of, if of any."""
     for run in (source, source.resolve().parent.parent):
-        if (run / SPEC).is_file() and (run / _CHECKPOINTS).is_dir():
+        if (run / SPEC).is_file() and (run / CHECKPOINTS).is_dir():
             return run
     return None
 
@@ -102,8 +109,8 @@ def _spec_of(source: Path) -> ModelSpec:
     if source.is_dir() and (run := run_of(source)) is not None:
         return load_spec(run / SPEC).final_model
     folder = source if source.is_dir() else source.parent
-    if (folder / _MODEL).is_file():
-        return read_model_spec(folder / _MODEL)
+    if (folder / MODEL).is_file():
+        return read_model_spec(folder / MODEL)
     raise ValueError(
         f"{source} doesn't say what model it is; give its spec: a name in the zoo, or a YAML file"
     )
@@ -126,21 +133,13 @@ def newest_whole(run: Path) -> tuple[Path, list[str]]:
         ValueError: there is none, or none is whole.
 
     """
-    # Others are what a killed run was writing, such as step-00000120.tmp-save.
-    steps = [path for path in (run / _CHECKPOINTS).glob("step-*") if path.name[5:].isdigit()]
-    if not steps:
+    checkpoints = list_checkpoints(run / CHECKPOINTS)
+    if not checkpoints:
         raise ValueError(f"the run in {run} has no checkpoint yet; train it, or give a file of weights")
-    complaints: list[str] = []
-    for path in sorted(steps, reverse=True):
-        try:
-            if not (path / _RECORD).is_file():
-                raise ValueError(f"{path} is not whole: {_RECORD} is missing; take another checkpoint")
-            require_whole(path, record=_RECORD)
-        except ValueError as error:
-            complaints.append(str(error).removesuffix("; take another checkpoint"))
-        else:
-            return path, complaints
-    raise ValueError(f"the run in {run} has no checkpoint that is whole: {'; '.join(complaints)}")
+    path, complaints = newest_sound(checkpoints, require_whole)
+    if path is None:
+        raise ValueError(f"the run in {run} has no checkpoint that is whole: {'; '.join(complaints)}")
+    return path, complaints
 
 
 def read_weights(path: Path, *, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -168,8 +167,11 @@ def read_weights(path: Path, *, expected: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    if path.is_dir():
-        require_whole(path, record=_RECORD)
+    if (path / RECORD).is_file():  # else a folder of weights, or of tensors without a record of them
+        try:
+            require_whole(path)
+        except ValueError as error:
+            raise ValueError(f"{error}; take another checkpoint") from None
     if (path / INDEX).is_file():
         tensors = read_whole_tensors(path, prefix=_TRAINED)
         if not tensors:

@@ -7,8 +7,6 @@ code; the tensors themselves are read by torch as weights only.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import pickle
 import warnings
 from pathlib import Path
@@ -87,39 +85,11 @@ def tensor_index(folder: Path, *, prefix: str = "") -> dict[str, TensorStorageMe
     }
 
 
-def require_whole(folder: Path, *, record: str) -> None:
-    """Compare the files of ``folder`` with the sizes and checksums in its ``record``, JSON, if there is one.
-
-    Raises:
-        ValueError: naming the first file that is missing, cut short or altered.
-
-    """
-    if not (folder / record).is_file():
-        return
-    try:
-        files: dict[str, Any] = json.loads((folder / record).read_text(encoding="utf-8"))["files"]
-        recorded = [(name, int(entry["bytes"]), str(entry["sha256"])) for name, entry in files.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{folder / record} is cut short or no record of files: {error}") from None
-    for name, size, digest in recorded:
-        path = folder / name
-        if not path.is_file():
-            raise ValueError(f"{folder} is not whole: {name} is missing; take another checkpoint")
-        found = path.stat().st_size
-        if found != size:
-            raise ValueError(
-                f"{path} is {found} bytes long where {size} were written; take another checkpoint"
-            )
-        with path.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise ValueError(f"{path} was altered since it was written; take another checkpoint")
-
-
 def read_whole_tensors(folder: Path, *, prefix: str = "") -> dict[str, Tensor]:
     """Read the tensors of ``folder`` whose names begin with ``prefix``, put together, in one process.
 
-    Checksums are not looked at (``require_whole`` does). Raises ValueError as :class:`ShardReader` does, and
-    where a file of tensors is missing or can't be read.
+    Checksums are not looked at (``saved_files.require_whole`` does). Raises ValueError as
+    :class:`ShardReader` does, and where a file of tensors is missing or can't be read.
     """
     found = {
         prefix + name: torch.empty(entry.size, dtype=entry.properties.dtype)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from implicit_blocks.saved_files import list_checkpoints
 from implicit_blocks.sharded_files import ShardReader, expect_one_process, read_whole_tensors, tensor_index
 from trainer.checkpoint_folder import (
     FORMAT,
@@ -24,7 +25,6 @@ from trainer.checkpoint_folder import (
     OPTIMIZER_PREFIX,
     STATE_FILE,
     Progress,
-    list_checkpoints,
     newest_sound_checkpoint,
     rank_file,
     read_state,

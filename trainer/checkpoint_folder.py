@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from implicit_blocks.saved_files import RECORD, first_fault, list_checkpoints, newest_sound
 from trainer.errors import CheckpointError
-from trainer.files import digest, sha256_of
+from trainer.files import digest
 
 FORMAT = 2
-STATE_FILE = "state.json"
+STATE_FILE = RECORD
 MODEL_PREFIX = "model/"
 OPTIMIZER_PREFIX = "optimizer/"
 TEMPORARY = ".tmp-"
@@ -56,13 +56,6 @@ def step_name(step: int) -> str:
 def rank_file(rank: int) -> str:
     """Return the name of the file of what only process ``rank`` knows."""
     return f"rank-{rank:05d}.json"
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder``, oldest first, without what a crash left half written."""
-    if not folder.is_dir():
-        return []
-    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
 
 
 def remove_unfinished(folder: Path) -> None:
@@ -122,28 +115,16 @@ def read_state(path: Path) -> dict[str, Any]:
 def verify_checkpoint(path: Path) -> dict[str, Any]:
     """Return the state of the checkpoint at ``path`` after checking every file's size and checksum.
 
+    More than ``saved_files.require_whole``: the state's own digest and format are looked at too.
+
     Raises:
         CheckpointError: naming the file that is missing, cut short or altered.
 
     """
     state = read_state(path)
-    for name, expected in state["files"].items():
-        _verify_file(path, name, expected)
+    if fault := first_fault(path, state["files"]):
+        raise CheckpointError(f"checkpoint {path}: {fault}")
     return state
-
-
-def _verify_file(path: Path, name: str, expected: Mapping[str, Any]) -> None:
-    file = path / name
-    if not file.is_file():
-        raise CheckpointError(f"checkpoint {path}: {name} is missing")
-    size = file.stat().st_size
-    if size != expected["bytes"]:
-        kind = "cut short" if size < expected["bytes"] else "altered"
-        raise CheckpointError(
-            f"checkpoint {path}: {name} is {kind}: {size} bytes where {expected['bytes']} were written"
-        )
-    if sha256_of(file) != expected["sha256"]:
-        raise CheckpointError(f"checkpoint {path}: {name} was altered since it was written (checksum)")
 
 
 def newest_sound_checkpoint(folder: Path) -> tuple[Path, list[str]]:
@@ -158,14 +139,9 @@ def newest_sound_checkpoint(folder: Path) -> tuple[Path, list[str]]:
         raise CheckpointError(
             f"{folder} holds no checkpoint to resume from; start the run again in another folder"
         )
-    complaints: list[str] = []
-    for path in reversed(checkpoints):
-        try:
-            verify_checkpoint(path)
-        except CheckpointError as error:
-            complaints.append(str(error))
-        else:
-            return path, complaints
-    raise CheckpointError(
-        f"no checkpoint is whole, start the run again in another folder: {'; '.join(complaints)}"
-    )
+    path, complaints = newest_sound(checkpoints, verify_checkpoint)
+    if path is None:
+        raise CheckpointError(
+            f"no checkpoint is whole, start the run again in another folder: {'; '.join(complaints)}"
+        )
+    return path, complaints

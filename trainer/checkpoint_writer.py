@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from implicit_blocks.saved_files import list_checkpoints
 from implicit_blocks.sharded_files import INDEX, expect_one_process
 from trainer.checkpoint_folder import (
     FORMAT,
@@ -25,7 +26,6 @@ from trainer.checkpoint_folder import (
     STATE_FILE,
     TEMPORARY,
     Progress,
-    list_checkpoints,
     prune,
     rank_file,
     remove_unfinished,

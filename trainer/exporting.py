@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from implicit_blocks.saved_files import MODEL, SAFETENSORS
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec
 from trainer.checkpoint_folder import TEMPORARY
 from trainer.checkpoint_writer import named_tensors
@@ -111,6 +112,6 @@ def _no_bars() -> Iterator[None]:
 def _write_plainly(spec: ModelSpec, state: dict[str, Tensor], folder: Path) -> None:
     # safetensors refuses tensors that share storage, such as tied weights under two names.
     own = {name: tensor.clone().contiguous() for name, tensor in state.items()}
-    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(own, folder / SAFETENSORS, metadata={"format": "pt"})
     text = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-    (folder / "model.yaml").write_text(text, encoding="utf-8")
+    (folder / MODEL).write_text(text, encoding="utf-8")

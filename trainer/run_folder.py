@@ -13,12 +13,13 @@ from typing import Any
 
 import yaml
 
+from implicit_blocks.saved_files import CHECKPOINTS, SPEC
 from trainer.errors import RunFolderError
 from trainer.files import write_atomically, write_json
 from trainer.folder_lock import LOCK, FolderLock, LockedError
 from trainer.metrics import MetricsFile
 
-_MARKS = ("spec.yaml", "manifest.json", "metrics.jsonl", "checkpoints")
+_MARKS = (SPEC, "manifest.json", "metrics.jsonl", CHECKPOINTS)
 
 
 class RunFolder:
@@ -29,11 +30,11 @@ class RunFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.spec_path = path / "spec.yaml"
+        self.spec_path = path / SPEC
         self.manifest_path = path / "manifest.json"
         self.summary_path = path / "summary.json"
         self.report_path = path / "report.png"
-        self.checkpoints = path / "checkpoints"
+        self.checkpoints = path / CHECKPOINTS
         self.exports = path / "exports"
         self.metrics = MetricsFile(path / "metrics.jsonl")
         self.evaluations = MetricsFile(path / "evaluations.jsonl")

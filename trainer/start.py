@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from implicit_blocks.saved_files import CONFIG, MODEL, SAFETENSORS
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, load_spec
 from implicit_blocks.specs.loading import read_model_spec
 from trainer.checkpoint_folder import STATE_FILE, newest_sound_checkpoint, read_state, verify_checkpoint
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from trainer.spec import RunSpec
 
-_CONFIG, _WEIGHTS, _MODEL = "config.json", "model.safetensors", "model.yaml"
 _NOT_OF_THE_WEIGHTS = frozenset({"dropout", "embedding_std", "scale_residual_init"})
 """Fields of models that say nothing about trained weights."""
 
@@ -46,7 +46,7 @@ class Origin(NamedTuple):
     def record(self) -> dict[str, Any]:
         """Return what a manifest says of them; the digest is that of the checkpoint's state or the file."""
         progress = self.progress or {}
-        inside = {"checkpoint": STATE_FILE, "transformers": _WEIGHTS, "safetensors": ""}
+        inside = {"checkpoint": STATE_FILE, "transformers": SAFETENSORS, "safetensors": ""}
         file = self.path / inside[self.form]
         return {
             "path": str(self.path.resolve()),
@@ -110,14 +110,14 @@ def _find(path: Path) -> Origin:
     if (path / STATE_FILE).is_file():
         verify_checkpoint(path)
         return _checkpoint(path, path.resolve().parents[1])
-    if (path / _CONFIG).is_file():
+    if (path / CONFIG).is_file():
         return Origin(path, "transformers")
-    if (path / _WEIGHTS).is_file():
-        beside = read_model_spec(path / _MODEL) if (path / _MODEL).is_file() else None
-        return Origin(path / _WEIGHTS, "safetensors", model=beside)
+    if (path / SAFETENSORS).is_file():
+        beside = read_model_spec(path / MODEL) if (path / MODEL).is_file() else None
+        return Origin(path / SAFETENSORS, "safetensors", model=beside)
     raise ValueError(
         f"training.start_from: {path} is no run, no checkpoint and no exported folder: it has no spec.yaml, "
-        f"{STATE_FILE}, {_CONFIG} or {_WEIGHTS}"
+        f"{STATE_FILE}, {CONFIG} or {SAFETENSORS}"
     )
 
 

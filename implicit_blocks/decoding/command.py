@@ -11,7 +11,8 @@ from implicit_blocks.decoding.generated import Generated
 from implicit_blocks.decoding.generation import Options, generate
 from implicit_blocks.devices import choose_device
 from implicit_blocks.model import LanguageModel
-from implicit_blocks.saved_models import SPEC, load_model, run_of
+from implicit_blocks.saved_files import SPEC
+from implicit_blocks.saved_models import load_model, run_of
 from implicit_blocks.specs import load_spec
 
 

@@ -22,6 +22,7 @@ from implicit_blocks.hf.folders import (
 )
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer, token_fields
 from implicit_blocks.registry import build
+from implicit_blocks.saved_files import CHECKPOINTS
 from implicit_blocks.saved_models import empty_state, newest_whole, read_weights
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec
 
@@ -152,7 +153,7 @@ def _build_other(spec: Any, *, checkpoint: Path | None, seed: int) -> Any:
 
 def _weights_at(checkpoint: Path) -> Path:
     """Find a run's newest checkpoint that is whole, and say what is wrong with newer ones."""
-    if not (checkpoint / "checkpoints").is_dir():
+    if not (checkpoint / CHECKPOINTS).is_dir():
         return checkpoint
     path, complaints = newest_whole(checkpoint)
     for complaint in complaints:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from implicit_blocks import registry
-from implicit_blocks.checkpoint_files import CONFIG, check_tensors, read_config, read_tensors, write_pickle
+from implicit_blocks.checkpoint_files import check_tensors, read_config, read_tensors, write_pickle
 from implicit_blocks.hf import ordinary, published
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.registry import build
+from implicit_blocks.saved_files import CONFIG
 from implicit_blocks.saved_models import empty_state
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weight_norm import WeightNorm

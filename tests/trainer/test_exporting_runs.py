@@ -83,7 +83,7 @@ def _no_index(checkpoint: Path) -> None:
     ("damage", "message"),
     [
         (_missing, "is not whole: __0_0.distcp is missing; take another checkpoint"),
-        (_cut_short, "__0_0.distcp is 2000 bytes long where"),
+        (_cut_short, "__0_0.distcp is cut short: 2000 bytes where"),
         (_altered, "__0_0.distcp was altered since it was written"),
         (_cut_short_unrecorded, "cannot be read; a file is missing or cut short"),
         (_record_damaged, "state.json is cut short or no record of files"),
@@ -116,7 +116,7 @@ def test_the_newest_whole_checkpoint_of_a_run_is_exported(
     half.rename(damaged / "checkpoints" / "step-00000006.tmp-save")
     assert exported(run, tmp_path / "out", damaged) == 0
     said = capsys.readouterr().err
-    assert "__0_0.distcp is 2000 bytes long where" in said
+    assert "__0_0.distcp is cut short: 2000 bytes where" in said
     assert "step-00000002 is exported instead" in said
     tensors = read_model_tensors(run / "checkpoints" / "step-00000002")
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()

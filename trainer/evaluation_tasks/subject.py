@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from implicit_blocks.checkpoint_files import CONFIG, SAFETENSORS, check_tensors, read_file
+from implicit_blocks.checkpoint_files import check_tensors, read_file
 from implicit_blocks.hf.folders import from_library, read_checkpoint
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.registry import build
+from implicit_blocks.saved_files import CONFIG, SAFETENSORS
 from implicit_blocks.specs import BaseRunSpec, load_spec, spec_name
 from trainer.checkpoint import STATE_FILE, load_checkpoint, newest_sound_checkpoint
 from trainer.run_folder import RunFolder

@@ -124,7 +124,7 @@ def is_finished(folder: Path) -> bool:
 def load_model(finished: Finished, device: torch.device) -> nn.Module:
     """Return the model with its last weights, as its last phase left it, in evaluation mode."""
     model: nn.Module = build_component(finished.spec.final_model)
-    load_checkpoint(newest_sound_checkpoint(finished.folder / "checkpoints")[0], model=model)
+    load_checkpoint(newest_sound_checkpoint(RunFolder(finished.folder).checkpoints)[0], model=model)
     return model.to(device).eval()
 
 
