@@ -126,7 +126,8 @@ def compare(name: str, model: ib.ImplicitLM, plain: ib.ImplicitLM, ids: Tensor) 
 @torch.no_grad()
 def tight(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, ib.Solution]:
     """Return the logits at the fixed point, in float64, and how the search for it went."""
-    wide = ib.build(model.spec).double().to(device())
+    with device():  # a CPU takes seconds to draw weights that are replaced anyway
+        wide = ib.build(model.spec).double()
     wide.load_state_dict(model.state_dict())
     with torch.autocast(device().type, enabled=False):
         out = wide.eval()(ids, tolerance=1e-9, max_iterations=600, damping=0.5)

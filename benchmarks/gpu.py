@@ -60,16 +60,18 @@ class Program:
     """What makes it compile the same and compute little; None: others compile what it needs."""
     preparing_gb: float = 6
     """GPU memory that it may take while it prepares, beside others."""
+    preparing_s: float = 20
+    """How long that takes, much by experience: those that take long begin first."""
     variants_from: float = 0.0
     """Of the variants of a kernel that is tuned, where its preparation begins."""
 
 
-def training(*works: str, preparing_gb: float = 8) -> Program:
+def training(*works: str, preparing_gb: float = 8, preparing_s: float = 25) -> Program:
     fast = ("--compile", "--graphs", "--as-published", "--steps", "8", "--warm-up", "6")
     trying = ("--tiny", "--steps", "1", "--warm-up", "1")
     preparing = ("--layers", "2", "--steps", "1", "--warm-up", "5")
     command = ("gpu_training.py", "--works", *works, *fast)
-    return Program(command, 150, trying, preparing, preparing_gb)
+    return Program(command, 150, trying, preparing, preparing_gb, preparing_s)
 
 
 def decoding(model: str) -> Program:
@@ -89,10 +91,12 @@ def zoo(spec: str) -> Program:
 # In the order of their turns: what there is no time for is at the end.
 PROGRAMS = {
     "llama_130m": training("llama_130m_bounded", "llama_130m_free"),
-    "mamba2_130m": training("mamba2_130m_bounded", "mamba2_130m_free"),
+    "mamba2_130m": training("mamba2_130m_bounded", "mamba2_130m_free", preparing_s=45),
     "llama_1.3b": training("llama_1.3b_bounded", preparing_gb=10),
-    "mamba2_1.3b": training("mamba2_1.3b_bounded", preparing_gb=10),
-    "state_tracking": training("state_tracking", preparing_gb=20),  # it has one layer in any case
+    "mamba2_1.3b": training("mamba2_1.3b_bounded", preparing_gb=10, preparing_s=40),
+    "state_tracking": training(
+        "state_tracking", preparing_gb=20, preparing_s=35
+    ),  # it has one layer in any case
     "decoding_mamba2": decoding("mamba2_1.3b"),
     "decoding_llama": decoding("llama_1.3b"),
     "driver": Program(
@@ -106,6 +110,7 @@ PROGRAMS = {
         ("agreement.py", "--compile", "--graphs", "--golden", "none"),
         120,
         preparing_gb=16,  # logits in float64
+        preparing_s=60,  # both models, in training and in evaluation
         variants_from=0.5,
     ),
     "zoo_llama_1.3b": zoo("llama_1.3b"),
@@ -206,11 +211,13 @@ def environment(caches: Path, prepares: Program | None) -> dict[str, str]:
 def prepare(names: list[str], caches: Path, *, tiny: bool, seconds: float) -> dict[str, float | str]:
     """Let the programs compile side by side for so long; return how long each took, or how it ended.
 
-    They begin in order, as far as the card has room for what each may take; where one ends the next follow.
+    Those that take long begin first, as far as the card has room for what each may take; where one ends the
+    next follow.
     """
     end = time.monotonic() + seconds
     room = gpu_card.free_gb()
     waiting = [name for name in names if PROGRAMS[name].for_preparing is not None]
+    waiting.sort(key=lambda name: -PROGRAMS[name].preparing_s)
     took: dict[str, float | str] = {}
     running: dict[str, Process] = {}
     with contextlib.ExitStack() as at_the_end:

@@ -145,7 +145,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     outcomes: dict[str, str] = json.loads(Path(path).read_text(encoding="utf-8"))
     turns = {None: 0, "failed": 1}
-    items.sort(key=lambda item: turns.get(outcomes.get(item.nodeid), 2))
+    # A process holds one test back until its last one has ended, and the documentation's pages take long.
+    items.sort(key=lambda item: (turns.get(outcomes.get(item.nodeid), 2), "documentation" in item.nodeid))
 
 
 def without_places(text: str) -> str:

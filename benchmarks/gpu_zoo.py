@@ -1,6 +1,6 @@
 """The trainer's own steps on one GPU: specs of the zoo in both phases, tokens a second and memory.
 
-    python benchmarks/gpu_zoo.py [--specs llama_130m …] [--steps 9] [--json FILE]
+    python benchmarks/gpu_zoo.py [--specs llama_130m …] [--steps 8] [--json FILE]
 
 Each spec is trained as ``python -m trainer --spec NAME training.compile_layers=true
 training.cuda_graphs=true`` would train it, at its own batch on one GPU, length 2048, tolerance and
@@ -71,8 +71,8 @@ class Watch(SilentDisplay):
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--specs", nargs="+", default=list(SPECS), choices=SPECS, metavar="NAME")
-    options.add_argument("--steps", type=int, default=9, help="of each phase")
-    options.add_argument("--warm-up", type=int, default=5, help="steps of a phase that aren't counted")
+    options.add_argument("--steps", type=int, default=8, help="of each phase")
+    options.add_argument("--warm-up", type=int, default=4, help="steps of a phase that aren't counted")
     arguments = options.parse_args()
     rows: list[dict[str, Any]] = []
     for name in arguments.specs:

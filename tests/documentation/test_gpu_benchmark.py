@@ -277,3 +277,18 @@ def test_the_table_takes_its_place_in_a_text(gpu):
     assert text.endswith(f"{table.END}after\n")
     assert "yesterday" not in text
     assert table.quote(result, text) == text
+
+
+def test_what_takes_long_prepares_first(gpu, monkeypatch, tmp_path):
+    programs = {name: gpu.Program(("works.py",), 60, preparing_s=s) for name, s in (("a", 5), ("b", 50))}
+    monkeypatch.setattr(gpu, "PROGRAMS", programs)
+    began = []
+    process = gpu.Process
+
+    def made(name, **how):
+        began.append(name)
+        return process(name, **how)
+
+    monkeypatch.setattr(gpu, "Process", made)
+    gpu.prepare(["a", "b"], tmp_path, tiny=False, seconds=30)
+    assert began == ["b", "a"]

@@ -115,6 +115,9 @@ def test_the_unknown_come_first_then_what_failed(program, tmp_path, monkeypatch)
     items = [SimpleNamespace(nodeid=name) for name in "abcde"]
     program.pytest_collection_modifyitems(items)
     assert "".join(item.nodeid for item in items) == "cebad"
+    items = [SimpleNamespace(nodeid=name) for name in ("tests/documentation/page", "e", "b")]
+    program.pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == ["e", "tests/documentation/page", "b"]  # pages take long
 
 
 @pytest.mark.slow
