@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         SequenceMap,
         Solution,
         Solver,
+        SteppingMap,
         Window,
     )
     from implicit_blocks.mixers import Attention, Mamba2, Parallel
@@ -75,6 +76,7 @@ _HOMES = {
         "SequenceMap",
         "Solution",
         "Solver",
+        "SteppingMap",
         "Window",
     ],
     "mixers": ["Attention", "Mamba2", "Parallel"],
@@ -157,6 +159,7 @@ __all__ = [
     "Solution",
     "Solver",
     "SolverSpec",
+    "SteppingMap",
     "Stopping",
     "StoppingOverrides",
     "SwiGLUSpec",

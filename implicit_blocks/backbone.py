@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from implicit_blocks.graphs import MapGraphs
+from implicit_blocks.graphs import ONE_CALL, MapGraphs, Steps
 from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.interfaces import State, Window
 from implicit_blocks.layers import Block, BlockContext, RMSNorm, Stream
@@ -115,28 +115,56 @@ class BoundMap:
 
     def __call__(self, z_BLD: Tensor) -> Tensor:
         """Return ``f(z)``, (B, L, D)."""
+        return self._taken(z_BLD, ONE_CALL)
+
+    def damped_steps(self, z_BLD: Tensor, *, count: int, damping: float) -> Tensor:
+        """Return where ``count`` steps ``z ← (1 − λ) z + λ f(z)`` lead, (B, L, D); λ is the damping.
+
+        For steps that are differentiated: they are recorded as one, and their sums taken by the last norm.
+        Without gradients they are launched.
+        """
+        return self._taken(z_BLD, Steps(count, damping))
+
+    def _taken(self, z_BLD: Tensor, steps: Steps) -> Tensor:
         again = self.backbone.checkpoint if torch.is_grad_enabled() else "none"
         graphs = self.backbone.graphs
-        if graphs is not None and z_BLD.is_cuda and again == "none":
-            return graphs.call(self, z_BLD)
-        if again == "steps":
-            return _again_in_backward(self.compute, z_BLD)
+        recordable = again == "none" and (torch.is_grad_enabled() or steps == ONE_CALL)
+        if graphs is not None and z_BLD.is_cuda and recordable:
+            return graphs.call(self, z_BLD, steps)
         if again == "none":
-            return self.compute(z_BLD)
+            return self.compute(z_BLD, steps)
+        for _ in range(steps.calls):
+            z_BLD = self._kept_little(z_BLD, Steps(1, steps.damping), again)
+        return z_BLD
+
+    def compute(self, z_BLD: Tensor, steps: Steps = ONE_CALL, *, out: Tensor | None = None) -> Tensor:
+        """Return ``f(z)``, or where steps lead, layer by layer; in ``out``, if given."""
+        for _ in range(steps.calls):
+            stream = Stream(z_BLD)
+            with self.weights.in_use():
+                for block, state, context in zip(
+                    self.backbone.blocks(), self.states, self.contexts, strict=True
+                ):
+                    self._prepare(block)
+                    stream = block(stream, self.u_BLU, state, context)
+                z_BLD = self._end(z_BLD, stream, steps, out)
+        return z_BLD
+
+    def _end(self, z_BLD: Tensor, stream: Stream, steps: Steps, out: Tensor | None = None) -> Tensor:
+        """Return ``f(z)`` or the damped step, given the residual stream behind the layers."""
+        more: dict[str, Any] = {} if out is None else {"out": out}
+        if steps.damping != 1:
+            more["damped"] = (z_BLD, steps.damping)
+        return self.backbone.norm(*stream, **more)  # type: ignore[no-any-return]  # nn.Module calls are untyped
+
+    def _kept_little(self, z_BLD: Tensor, step: Steps, again: Literal["steps", "layers"]) -> Tensor:
+        """Take a step of which backward computes again what this leaves out."""
+        if again == "steps":
+            return _again_in_backward(self.compute, z_BLD, step)
         stream = Stream(z_BLD)
         for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
             stream = _again_in_backward(self._layer, stream, block, state, context)
-        return self.backbone.norm(*stream)  # type: ignore[no-any-return]  # nn.Module calls are untyped
-
-    def compute(self, z_BLD: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """Return ``f(z)``, layer by layer; in ``out``, if given."""
-        stream = Stream(z_BLD)
-        place = {} if out is None else {"out": out}
-        with self.weights.in_use():
-            for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
-                self._prepare(block)
-                stream = block(stream, self.u_BLU, state, context)
-            return self.backbone.norm(*stream, **place)  # type: ignore[no-any-return]  # as above
+        return self._end(z_BLD, stream, step)
 
     def _layer(self, stream: Stream, block: Block, state: State, context: BlockContext) -> Stream:
         with self.weights.in_use():

@@ -11,7 +11,7 @@ import logging
 from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import torch
@@ -30,8 +30,21 @@ MOST = 8  # graphs of a kind: shapes of training, evaluation, and the batches th
 VALUES = 3  # of the map, in a search: the point, its value, and the point before, still being looked at
 
 
+class Steps(NamedTuple):
+    """Calls of a map one after the other: ``calls`` times ``z ← (1 − λ) z + λ f(z)``, λ the damping."""
+
+    calls: int = 1
+    damping: float = 1.0
+
+
+ONE_CALL = Steps()
+
+
 class MapGraphs:
     """Graphs of a model's map, one a shape, without gradients for searches and with them for what follows.
+
+    What follows a search, a few steps in a row, is one graph: points and gradients that only the next step
+    reads are never copied, and the weights' gradients leave it once.
 
     They serve plain windows: those that begin their sequences, without padding, documents or dropout; any
     other is computed as if there were no graphs, and so is a map that can't be recorded, with a line in the
@@ -56,20 +69,23 @@ class MapGraphs:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__()  # type: ignore[misc]  # the empty state of a copy
 
-    def call(self, f: BoundMap, z_BLD: Tensor) -> Tensor:
-        """Return ``f(z)``, from a graph where there is one or one can be made."""
+    def call(self, f: BoundMap, z_BLD: Tensor, steps: Steps = ONE_CALL) -> Tensor:
+        """Return where steps lead, from a graph where there is one or one can be made.
+
+        Without gradients that must be one call, undamped.
+        """
         try:
             if (search := self._once_more(f, z_BLD)) is not None:
                 return search.call(z_BLD, self._pool)
             key = _key(f, z_BLD)
             if key is None or (key, torch.is_grad_enabled()) in self._refused:
-                return f.compute(z_BLD)
-            return self._call(f, z_BLD, key)
+                return f.compute(z_BLD, steps)
+            return self._call(f, z_BLD, key, steps)
         except _NotRecordedError as error:
             _LOG.warning("the map can't be recorded as a CUDA graph, so it is launched: %s", error.__cause__)
             self._refused.add((_key(f, z_BLD), torch.is_grad_enabled()))
             self._last = None
-            return f.compute(z_BLD)
+            return f.compute(z_BLD, steps)
 
     def _once_more(self, f: BoundMap, z_BLD: Tensor) -> _SearchGraph | None:
         """Return the graphs of the last call in a search, where this one is of the same map.
@@ -81,21 +97,21 @@ class MapGraphs:
         known, search, autocast = self._last
         return search if known() is f and search.takes(z_BLD) and autocast == _autocast() else None
 
-    def _call(self, f: BoundMap, z_BLD: Tensor, key: Hashable) -> Tensor:
+    def _call(self, f: BoundMap, z_BLD: Tensor, key: Hashable, steps: Steps) -> Tensor:
         buffers = self._loaded(f, key)
         if buffers is None:
-            return f.compute(z_BLD)
+            return f.compute(z_BLD, steps)
         if torch.is_grad_enabled():
-            # The first step's z carries no gradient; all of a pass's steps read the same buffers.
-            kind = (key, z_BLD.requires_grad)
+            # What a search found carries no gradient; all of a pass's steps read the same buffers.
+            kind = (key, z_BLD.requires_grad, steps)
             if kind not in self._steps and len(self._steps) >= MOST:
-                return f.compute(z_BLD)
+                return f.compute(z_BLD, steps)
             ready = self._steps.setdefault(kind, [])
             step = next((graph for graph in ready if not graph.in_use), None)
             if step is None:
                 if len(ready) >= MOST:
-                    return f.compute(z_BLD)
-                step = _StepGraph(buffers.bind(f, with_gradients=True), z_BLD)
+                    return f.compute(z_BLD, steps)
+                step = _StepGraph(buffers.bind(f, with_gradients=True), z_BLD, steps)
                 ready.append(step)
             return step.call(f, z_BLD)
         search = self._searches.get(key)
@@ -341,11 +357,11 @@ class _SearchGraph:
 
 
 class _StepGraph:
-    """A call of the map with gradients, forward and backward recorded; one at a time may await backward."""
+    """Steps with gradients, forward and backward recorded; of one call at a time may backward be to come."""
 
-    def __init__(self, f: BoundMap, z_BLD: Tensor) -> None:
+    def __init__(self, f: BoundMap, z_BLD: Tensor, steps: Steps) -> None:
         self._z = z_BLD.detach().clone().requires_grad_(z_BLD.requires_grad)
-        self._f = f
+        self._f, self._steps = f, steps
         self._call: ReferenceType[_Call] | None = None
         pool = torch.cuda.graph_pool_handle()  # of its own: activations stay between forward and backward
         try:
@@ -358,13 +374,14 @@ class _StepGraph:
         f, given = self._f, self.inputs(self._f, self._z)
         leaves = [t for t in given if t.requires_grad]
         with forgetting_casts():
-            out = f.compute(self._z)
+            # Later steps differ from the first by the gradient of their z: there is no third to compile.
+            out = f.compute(self._z, Steps(min(self._steps.calls, 2), self._steps.damping))
             torch.autograd.grad(out, leaves, torch.zeros_like(out), allow_unused=True)
         del out
         torch.cuda.synchronize()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with recording(self._forward, pool):
-            out = f.compute(self._z)
+            out = f.compute(self._z, self._steps)
         self._dout = torch.zeros_like(out)
         with recording(self._backward, pool):
             grads = torch.autograd.grad(out, leaves, self._dout, allow_unused=True)
@@ -374,7 +391,7 @@ class _StepGraph:
 
     @staticmethod
     def inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
-        """Return all that a call's value may depend on: z, injection, held weights, parameters."""
+        """Return all that the value may depend on: z, injection, held weights, parameters."""
         u = [] if f.u_BLU is None else [f.u_BLU]
         return [z_BLD, *u, *f.weights.tensors(), *f.backbone.parameters()]
 
@@ -384,7 +401,7 @@ class _StepGraph:
         return self._call is not None and self._call() is not None
 
     def call(self, f: BoundMap, z_BLD: Tensor) -> Tensor:
-        """Return ``f(z)`` with its gradient."""
+        """Return where the steps lead, with its gradient."""
         value: Tensor = _Step.apply(self, *self.inputs(f, z_BLD))  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return value
 

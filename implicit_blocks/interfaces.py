@@ -42,6 +42,20 @@ class RowMap(Protocol):
 
 
 @runtime_checkable
+class SteppingMap(Protocol):
+    """A map that takes damped steps by itself, for less than calls and sums one after the other cost.
+
+    Phantom gradients leave theirs to it. Values and gradients are those of the calls and sums.
+    """
+
+    def __call__(self, z: Tensor, /) -> Tensor:
+        """Return ``f(z)``, of ``z``'s shape, (B, …)."""
+
+    def damped_steps(self, z: Tensor, /, *, count: int, damping: float) -> Tensor:
+        """Return where ``count`` steps ``z ← (1 − λ) z + λ f(z)`` lead, (B, …); λ is the damping."""
+
+
+@runtime_checkable
 class SequenceMap(Protocol):
     """A causal map of sequences that can be cut in time: its first tokens, or those after committed ones."""
 

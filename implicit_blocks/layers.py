@@ -42,12 +42,22 @@ class RMSNorm(nn.Module):
         self.groups = groups
         self.weight = nn.Parameter(torch.ones(width))
 
-    def forward(self, x: Tensor, added: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        added: Tensor | None = None,
+        *,
+        out: Tensor | None = None,
+        damped: tuple[Tensor, float] | None = None,
+    ) -> Tensor:
         """Normalize (…, width): ``x``, or ``x + added``, a sum that a compiler takes on the way.
 
-        With ``out`` the value is written there, which a compiler does on the way too.
+        With ``out`` the value is written there, and with ``damped``, a point and a share λ, it is a step from
+        the point, ``(1 − λ) point + λ norm(x)``, which a compiler does on the way too.
         """
         normed = self._normed(x if added is None else x + added)
+        if damped is not None:
+            normed = torch.lerp(damped[0], normed, damped[1])
         return normed if out is None else out.copy_(normed)
 
     def _normed(self, x: Tensor) -> Tensor:

@@ -75,6 +75,7 @@ PUBLIC_NAMES = [
     "Solution",
     "Solver",
     "SolverSpec",
+    "SteppingMap",
     "Stopping",
     "StoppingOverrides",
     "SwiGLUSpec",

@@ -71,8 +71,9 @@ def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_onc
     class Step:
         in_use = False
 
-        def __init__(self, f, z_BLD):
+        def __init__(self, f, z_BLD, steps):
             recorded.append(z_BLD.requires_grad)
+            assert steps == graphs.ONE_CALL
 
         def call(self, f, z_BLD):
             self.in_use = True
@@ -97,8 +98,59 @@ def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_onc
     assert recorded == [False, True, True]
 
 
+class Graph:
+    """Stands for a CUDA graph where there is no GPU: what is recorded is computed, and replays do nothing."""
+
+    def replay(self):
+        pass
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    """Have recordings go through on the CPU; how often one was begun is what it gives."""
+    begun = []
+
+    @contextmanager
+    def capture(graph, **options):
+        begun.append(graph)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(graphs, "forget_work_spaces", lambda: None)
+    return begun
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("damping", [0.8, 1.0])
+def test_steps_behind_a_search_are_one_graph(without_a_gpu, count, damping):
+    torch.manual_seed(0)
+    mixer = ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)
+    model = ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=1, mixer=mixer))
+    steps = graphs.Steps(count, damping)
+    ids = torch.arange(48).view(2, 24)
+    f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+    z = f.compute(start).detach()
+    made = graphs.MapGraphs()
+    value = made.call(f, z, steps)
+    torch.testing.assert_close(value, f.compute(z, steps), rtol=0, atol=0)
+    assert len(without_a_gpu) == 2  # forward and backward, however many steps
+    (graph,) = next(iter(made._steps.values()))
+    assert graph.in_use
+    value.sum().backward()
+    assert not graph.in_use
+    assert all(p.grad is not None for p in model.backbone.parameters())
+    f, _ = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+    made.call(f, z, steps)
+    assert len(without_a_gpu) == 2
+    made.call(f, z, steps._replace(damping=0.5))
+    assert len(without_a_gpu) == 4
+
+
 @pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
-def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch):
+def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch, without_a_gpu):
     """Compiled code is bound to whether autocast remembers casts, which recordings may not have it do."""
     compiled, inside = [], []
 
@@ -112,17 +164,9 @@ def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch):
         yield
         inside.append(len(compiled) - before)
 
-    class Graph:
-        def replay(self):
-            pass
-
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: False)
-    monkeypatch.setattr(graphs, "forget_work_spaces", lambda: None)
     torch.manual_seed(0)
     mixer = ib.AttentionSpec(n_heads=2)
     model = ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=2, mixer=mixer))
@@ -138,6 +182,7 @@ def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch):
             for _ in range(4):
                 z = made.call(f, z)
         made.call(f, made.call(f, start.detach()))
+        made.call(f, start.detach(), graphs.Steps(4, 0.8))
     assert compiled
-    assert len(inside) == 2 + 2 * 2  # two pairs of buffers; forward and backward of two calls
+    assert len(inside) == 2 + 2 * 3  # two pairs of buffers; both ways of two calls and of four steps
     assert not any(inside)

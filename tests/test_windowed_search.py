@@ -139,7 +139,9 @@ def test_a_window_has_the_iterations_to_itself(model, ids):
     f, start = bound(model, ids)
     compute, commit = type(f).compute, type(f).commit
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(f), "compute", lambda self, z: calls.append(z.shape[1]) or compute(self, z))
+        patch.setattr(
+            type(f), "compute", lambda self, z, *steps: calls.append(z.shape[1]) or compute(self, z)
+        )
         patch.setattr(type(f), "commit", lambda self, z: calls.append(-z.shape[1]) or commit(self, z))
         stopping = ib.Stopping(tolerance=0.0, max_iterations=3, scope="prefix")
         search = WindowedSearch(ib.Search(solver=ib.Picard(), stopping=stopping), 6)

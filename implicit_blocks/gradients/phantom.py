@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.gradients.sound import sound_rows, with_diverged
-from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
+from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution, SteppingMap
 from implicit_blocks.ranges import require_count, require_share
 
 
@@ -18,10 +18,11 @@ class Phantom(GradientEstimator):
     NeurIPS 2021). Biased, robust, and as cheap as a network of ``steps`` layers; memory holds the activations
     of the ``steps`` steps. Where the gradient must be exact, use ``ImplicitFunction``.
 
-    Calls of ``f``: the search's and ``steps`` more. The solution's ``z`` is the point after those steps; its
-    residual and status are the search's. Rows whose search has diverged take no steps: they keep what the
-    search had, without a gradient, and spoil neither the loss nor the weights' gradients, unless every row
-    has diverged (or, where ``f`` is no ``RowMap``, a row's very first call was not finite).
+    Calls of ``f``: the search's and ``steps`` more, which a ``SteppingMap``, as that of a language model is,
+    makes all by itself. The solution's ``z`` is the point after those steps; its residual and status are the
+    search's. Rows whose search has diverged take no steps: they keep what the search had, without a gradient,
+    and spoil neither the loss nor the weights' gradients, unless every row has diverged (or, where ``f`` is
+    no ``RowMap``, a row's very first call was not finite).
 
     Args:
         steps: number of differentiated steps, at least 1.
@@ -42,8 +43,11 @@ class Phantom(GradientEstimator):
         solution = search(f, z0)
         f, rows = sound_rows(f, z0, solution)
         z = solution.z if rows is None else solution.z[rows]
-        for _ in range(self.steps):
-            z = f(z) if self.damping == 1 else torch.lerp(z, f(z), self.damping)
+        if isinstance(f, SteppingMap):
+            z = f.damped_steps(z, count=self.steps, damping=self.damping)
+        else:
+            for _ in range(self.steps):
+                z = f(z) if self.damping == 1 else torch.lerp(z, f(z), self.damping)
         return solution.with_value(z if rows is None else with_diverged(z, solution.z, solution))
 
 

@@ -1,0 +1,106 @@
+"""Steps behind a search, recorded as one CUDA graph, lead where calls and sums one by one lead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+MIXERS = {
+    "mamba2": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=96)},
+}
+
+
+def built(mixer):
+    torch.manual_seed(0)
+    return ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=64, n_layers=2, **MIXERS[mixer])).cuda().train()
+
+
+def tokens(seed, rows=4, length=64, vocabulary=61):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocabulary, (rows, length), generator=generator).cuda()
+
+
+def bound(model, ids):
+    """Return the map of these tokens and a start."""
+    state, weights = model.initial_state(len(ids)), model.hold_weights()
+    return model.bind(model.embedding(ids), state, weights=weights, ids_BL=ids)
+
+
+def stepped(model, f, z, take):
+    """Return where steps lead, and gradients of a function of it that no norm keeps as it is."""
+    value = take(f, z)
+    value.sin().sum().backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return value.detach(), found
+
+
+def one_by_one(f, z):
+    for _ in range(4):
+        z = torch.lerp(z, f.compute(z), 0.8)
+    return z
+
+
+def in_a_row(f, z):
+    return f.damped_steps(z, count=4, damping=0.8)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_steps_in_a_row_are_one_graph_and_what_calls_and_sums_give(mixer):
+    model = built(mixer)
+    model.capture_graphs()
+    for seed in range(3):
+        f, z = bound(model, tokens(seed))
+        z = f.compute(z).detach()
+        expected, wanted = stepped(model, f, z, one_by_one)
+        f, _ = bound(model, tokens(seed))
+        found, grads = stepped(model, f, z, in_a_row)
+        assert sum(map(len, model.backbone.graphs._steps.values())) == 1
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        assert grads.keys() == wanted.keys()
+        for name, grad in wanted.items():
+            assert (grads[name] - grad).norm() < 1e-3 * grad.norm() + 1e-6, name
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
+def test_steps_in_a_row_at_the_size_of_state_tracking():
+    spec = ib.load_spec("mamba2_state_tracking").model
+    torch.manual_seed(0)
+    model = ib.build(spec).cuda().train()
+    model.compile_layers()
+    results = []
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        for seed in range(3):  # one recorded, two replayed
+            f, z = bound(model, tokens(seed, 512, 256, spec.vocab_size))
+            with torch.no_grad():
+                for _ in range(4):
+                    z = f.compute(z)
+            results.append((z, stepped(model, f, z, one_by_one)))
+        model.capture_graphs()
+        for seed, (z, (expected, wanted)) in enumerate(results):
+            f, _ = bound(model, tokens(seed, 512, 256, spec.vocab_size))
+            found, grads = stepped(model, f, z, in_a_row)
+            assert (found - expected).norm() < 5e-3 * expected.norm()
+            for name, grad in wanted.items():
+                assert (grads[name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
+
+
+def test_what_a_pass_gave_stays_as_it_is_in_the_next():
+    model = built("mamba2")
+    model.capture_graphs()
+    kept = []
+    for seed in range(3):
+        f, z = bound(model, tokens(seed))
+        value = in_a_row(f, z.detach())
+        value.sin().sum().backward()
+        kept.append((value.detach(), value.detach().clone()))
+        for found, expected in kept:
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
