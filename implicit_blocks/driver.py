@@ -420,7 +420,10 @@ class _Loop:
     def newly_traced(self) -> list[Tensor]:
         """Return what has been traced since this was last asked: residuals, NaN where an element had left."""
         traced, self.traced = self.traced, []
-        return [residual.masked_fill(~active, torch.nan) for residual, active in traced]
+        if not traced:
+            return []
+        residuals, active = (torch.stack(kept) for kept in zip(*traced, strict=True))  # at once
+        return list(residuals.masked_fill_(~active, torch.nan))
 
     def solution(self, z: Tensor) -> Solution:
         """Return the report with the value ``z``."""
