@@ -90,6 +90,10 @@ class Linear(nn.Linear):
         weight, bias = (self.weight, self.bias) if self.held is None else self.held
         return F.linear(input.to(weight.dtype), weight, bias)
 
+    def current(self) -> tuple[Tensor, Tensor | None]:
+        """Return the weight and bias that a call uses, those that are held, if any."""
+        return (plain_weight(self), self.bias) if self.held is None else self.held
+
     def layout(self) -> tuple[torch.dtype, int, int]:
         """Return how a pass of many calls wants the weight: its type, rows and columns that are added."""
         parts = weight_norm.normed_parts(self)

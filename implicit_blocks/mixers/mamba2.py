@@ -198,6 +198,9 @@ class Mamba2(Mixer):
         projected: Tensor = self.in_proj(z)
         if not mamba2_mix.suits(projected):
             return None
+        # With gradients the operator takes the projection behind it along, unless something wraps that.
+        last = self.out_proj if torch.is_grad_enabled() and isinstance(self.out_proj, Linear) else None
+        out_weight, out_bias = (None, None) if last is None else last.current()
         mixed, h = mamba2_mix.mamba2_mix(
             projected,
             u,
@@ -210,8 +213,10 @@ class Mamba2(Mixer):
             norm_weight_I=self.norm.weight,
             sizes=self._sizes(),
             return_state=return_state,
+            out_weight_DI=out_weight,
+            out_bias_D=out_bias,
         )
-        return self.out_proj(mixed), h, projected
+        return mixed if last is not None else self.out_proj(mixed), h, projected
 
     def _fusible(self, device: torch.device, length: int, plain: bool) -> bool:
         if (self.spec.backend, self.spec.conv_backend) != (AUTO, AUTO):

@@ -79,8 +79,13 @@ def mamba2_mix(
     norm_weight_I: Tensor,
     sizes: Mamba2Sizes,
     return_state: bool,
+    out_weight_DI: Tensor | None = None,
+    out_bias_D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return what the output projection reads, (B, L, I), and if asked the state after the window, float32.
+
+    With the output projection's weight its values come instead, (B, L, D). What it reads is then not kept for
+    backward, where it is computed again on the way: a sixth of a layer's activations.
 
     Args:
         projected_BLU: what the input projection gives, in bfloat16 or float16.
@@ -94,6 +99,8 @@ def mamba2_mix(
         norm_weight_I: of the gated norm.
         sizes: how the projection is divided.
         return_state: compute the state too; else None stands in its place.
+        out_weight_DI: of the output projection, or None.
+        out_bias_D: of the same, or None.
 
     The state carries no gradient to what is computed from it: windows that follow are not served here.
 
@@ -112,6 +119,8 @@ def mamba2_mix(
         A_log_H,
         D_H,
         norm_weight_I,
+        None if out_weight_DI is None else out_weight_DI.to(projected_BLU.dtype),
+        None if out_bias_D is None else out_bias_D.to(projected_BLU.dtype),
         list(sizes[:5]),
         sizes.norm_eps,
         return_state,
@@ -131,6 +140,8 @@ def _mix(
     A_log: Tensor,
     D: Tensor,
     norm_weight: Tensor,
+    out_weight: Tensor | None,
+    out_bias: Tensor | None,
     sizes: list[int],
     eps: float,
     return_state: bool,
@@ -158,18 +169,21 @@ def _mix(
         out = mamba2_parts.gated_norm_forward(
             y, projected, added, norm_weight, eps=eps, groups=shape.norm_groups
         )
+        if out_weight is not None:
+            out = torch.nn.functional.linear(out, out_weight, out_bias)
         return out, none if state is None or not return_state else state, y if keep else no_y
 
 
 @_mix.register_fake
 def _(projected: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    *_, sizes, eps, return_state, keep = others
+    *_, out_weight, _, sizes, eps, return_state, keep = others
     shape = _sizes(sizes, eps)
     batch, length, _ = projected.shape
     state_shape = (batch, shape.n_heads, shape.head_dim, shape.d_state)
     state = projected.new_empty(state_shape, dtype=torch.float32) if return_state else projected.new_empty(0)
-    out = projected.new_empty(batch, length, shape.inner)
-    return out, state, torch.empty_like(out) if keep else projected.new_empty(0)
+    out = projected.new_empty(batch, length, shape.inner if out_weight is None else out_weight.shape[0])
+    y = projected.new_empty(batch, length, shape.inner) if keep else projected.new_empty(0)
+    return out, state, y
 
 
 @torch.library.custom_op("implicit_blocks::mamba2_mix_backward", mutates_args=())
@@ -184,19 +198,37 @@ def _mix_backward(
     A_log: Tensor,
     D: Tensor,
     norm_weight: Tensor,
+    out_weight: Tensor | None,
+    out_bias: Tensor | None,
     y: Tensor,
     sizes: list[int],
     eps: float,
 ) -> list[Tensor]:
+    """Return the gradients of the projection, of six parameters, and of the output projection if given."""
     from implicit_blocks.ops.kernels import mamba2_parts
 
     shape = _sizes(sizes, eps)
     with without_autocast("cuda"):
         added = mamba2_parts.Added(u, rows)
         dprojected = torch.empty_like(projected)
+        dnormed = dout if out_weight is None else dout @ out_weight
         dy, dnorm = mamba2_parts.gated_norm_backward(
-            dout, y, projected, added, norm_weight, dprojected, eps=eps, groups=shape.norm_groups
+            dnormed,
+            y,
+            projected,
+            added,
+            norm_weight,
+            dprojected,
+            eps=eps,
+            groups=shape.norm_groups,
+            again=out_weight is not None,
         )
+        of_projection = []
+        if out_weight is not None:  # the norm's values stand where its gradient was
+            of_projection.append(dout.flatten(0, 1).mT @ dnormed.flatten(0, 1))
+        if out_bias is not None:
+            of_projection.append(dout.flatten(0, 1).sum(0))
+        del dnormed
         # Computed again rather than kept: a convolved window is a sixth of a layer's activations.
         conv = mamba2_parts.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
         scan_backward = _one_chunk_backward if _one_chunk(projected.shape[1], shape) else _scan_backward
@@ -212,18 +244,20 @@ def _mix_backward(
         return [
             dprojected,
             *(f.to(g.dtype) if g is not None else f for g, f in zip(given, found, strict=True)),
+            *of_projection,
         ]
 
 
 @_mix_backward.register_fake
 def _(dout: Tensor, projected: Tensor, u: Tensor | None, rows: Tensor | None, *others: Any) -> list[Tensor]:
-    conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, *_ = others
+    conv_weight, conv_bias, dt_bias, A_log, D, norm_weight, out_weight, out_bias, *_ = others
 
     def like(t: Tensor) -> Tensor:
         return torch.empty_like(t, memory_format=torch.contiguous_format)
 
     bias = like(conv_bias) if conv_bias is not None else conv_weight.new_empty(conv_weight.shape[0])
-    return [like(projected), like(conv_weight), bias, like(dt_bias), like(A_log), like(D), like(norm_weight)]
+    small = [like(conv_weight), bias, like(dt_bias), like(A_log), like(D), like(norm_weight)]
+    return [like(projected), *small, *(like(t) for t in (out_weight, out_bias) if t is not None)]
 
 
 def _one_chunk_backward(
@@ -319,11 +353,12 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
 
 def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 13
+        return (None,) * 15
     projected, u, rows, conv_weight, conv_bias, *others = ctx.saved_tensors
     dprojected, dweight, dbias, *dothers = _mix_backward(
         dout.contiguous(), projected, u, rows, conv_weight, conv_bias, *others, ctx.sizes, ctx.eps
     )
+    dothers += [None] * (6 - len(dothers))  # no output projection, or one without a bias
     return (
         dprojected,
         None if u is None else dprojected if rows is None else _by_row(dprojected, rows, u),

@@ -115,7 +115,8 @@ def test_mamba2_between_its_projections(shape, monkeypatch):
         pytest.skip(reason)
     batch, length, width, groups, injected, bias = shape
     torch.manual_seed(0)
-    mixer = Mamba2(ib.Mamba2Spec(d_state=64, n_groups=groups, conv_bias=bias), d_model=width).cuda()
+    spec = ib.Mamba2Spec(d_state=64, n_groups=groups, conv_bias=bias, bias=not bias)
+    mixer = Mamba2(spec, d_model=width).cuda()
     state = mixer.initial_state(batch, device=torch.device("cuda"), dtype=torch.float32)
     committed = Committed(batch, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
     window = committed.window(length, valid_BL=None, documents_BL=None, dtype=torch.float32)
@@ -171,6 +172,26 @@ def test_mamba2_reads_the_injection_from_a_table(length):
 
     for by_row, by_token in zip(run(True), run(False), strict=True):
         assert error(by_row, by_token) < 5e-3
+
+
+def test_what_the_output_projection_reads_is_not_kept_for_backward():
+    torch.manual_seed(0)
+    mixer = Mamba2(ib.Mamba2Spec(d_state=64, expand=2, head_dim=64), d_model=256).cuda()
+    state = mixer.initial_state(3, device=torch.device("cuda"), dtype=torch.float32)
+    committed = Committed(3, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
+    window = committed.window(128, valid_BL=None, documents_BL=None, dtype=torch.float32)
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.data_ptr()] = tuple(tensor.shape)
+        return tensor
+
+    with (
+        torch.autocast("cuda", dtype=torch.bfloat16),
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+    ):
+        mixer(torch.randn(3, 128, 256, device="cuda"), None, state, mixer.prepare(window))
+    assert [shape for shape in kept.values() if shape[-1:] == (512,) and shape[0] == 3] == [(3, 128, 512)]
 
 
 @pytest.mark.parametrize("floor", [1e-9, None], ids=["relative", "absolute"])

@@ -150,8 +150,12 @@ def gated_norm_backward(
     *,
     eps: float,
     groups: int,
+    again: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Write the gate's gradient into ``dprojected``; return those of y and of the weight."""
+    """Write the gate's gradient into ``dprojected``; return those of y and of the weight.
+
+    With ``again`` the norm's values are left where its gradient was, ``dout``: they cost no more than that.
+    """
     tokens, inner = y_BLI.shape[0] * y_BLI.shape[1], y_BLI.shape[2]
     dy = torch.empty_like(y_BLI)
     programs = min(tokens, PROGRAMS)
@@ -173,6 +177,7 @@ def gated_norm_backward(
             *_aligned(projected_BLU.shape[2]),
             eps,
             **added.constants(),
+            AGAIN=again,
             BLOCK=block,
             num_warps=_warps(block),
         )
@@ -383,6 +388,7 @@ def _gated_norm_backward(
     eps,
     HAS_U: tl.constexpr,
     HAS_ROWS: tl.constexpr,
+    AGAIN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     width = width_part * UNIT
@@ -407,4 +413,7 @@ def _gated_norm_backward(
         tl.store(dy_ptr + token * inner + column, (dvalue * silu).to(dy_ptr.dtype.element_ty), mask=real)
         dgate = dvalue * y * sigmoid * (1.0 + gate * (1.0 - sigmoid))
         tl.store(dp_ptr + token * width + column, dgate.to(dp_ptr.dtype.element_ty), mask=real)
+        if AGAIN:
+            out = normed * weight
+            tl.store(dout_ptr + token * inner + column, out.to(dout_ptr.dtype.element_ty), mask=real)
     tl.store(partial_ptr + tl.program_id(0) * inner + column, dweight, mask=real)
