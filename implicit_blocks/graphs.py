@@ -57,7 +57,8 @@ class MapGraphs:
         self._buffers: dict[Hashable, _Buffers] = {}
         self._refused: set[Hashable] = set()
         self._memory: tuple[int, ...] = ()
-        self._pool: Any = None
+        self._pool: Any = None  # of all searches, whose graphs leave nothing in it, and of one step
+        self._beside: _StepGraph | None = None  # this: no search is replayed while it awaits its backward
         self._last: tuple[ReferenceType[BoundMap], _SearchGraph, torch.dtype | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MapGraphs:
@@ -74,6 +75,8 @@ class MapGraphs:
 
         Without gradients that must be one call, undamped.
         """
+        if self._beside is not None and self._beside.in_use and not torch.is_grad_enabled():
+            return f.compute(z_BLD, steps)  # a search's graph would write over what backward reads
         try:
             if (search := self._once_more(f, z_BLD)) is not None:
                 return search.call(z_BLD, self._pool)
@@ -84,7 +87,7 @@ class MapGraphs:
         except _NotRecordedError as error:
             _LOG.warning("the map can't be recorded as a CUDA graph, so it is launched: %s", error.__cause__)
             self._refused.add((_key(f, z_BLD), torch.is_grad_enabled()))
-            self._last = None
+            self._last = self._pool = None  # a pool that a recording failed in may take no other
             return f.compute(z_BLD, steps)
 
     def _once_more(self, f: BoundMap, z_BLD: Tensor) -> _SearchGraph | None:
@@ -111,7 +114,10 @@ class MapGraphs:
             if step is None:
                 if len(ready) >= MOST:
                     return f.compute(z_BLD, steps)
-                step = _StepGraph(buffers.bind(f, with_gradients=True), z_BLD, steps)
+                # Activations stay between forward and backward: every graph but one has a pool of its own.
+                pool = self._shared_pool() if self._beside is None else torch.cuda.graph_pool_handle()
+                step = _StepGraph(buffers.bind(f, with_gradients=True), z_BLD, steps, pool)
+                self._beside = self._beside or step
                 ready.append(step)
             return step.call(f, z_BLD)
         search = self._searches.get(key)
@@ -119,10 +125,13 @@ class MapGraphs:
             if len(self._searches) >= MOST:
                 return f.compute(z_BLD)
             search = self._searches[key] = _SearchGraph(buffers.bind(f, with_gradients=False), z_BLD)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        value = search.call(z_BLD, self._pool)
+        value = search.call(z_BLD, self._shared_pool())
         self._last = ref(f), search, _autocast()
         return value
+
+    def _shared_pool(self) -> Any:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return self._pool
 
     def _loaded(self, f: BoundMap, key: Hashable) -> _Buffers | None:
         """Return the buffers of a key with this pass's weights and injection in them.
@@ -137,7 +146,7 @@ class MapGraphs:
         memory = tuple(t.data_ptr() for t in (*f.backbone.parameters(), *f.backbone.buffers()))
         if memory != self._memory:  # the model has moved: nothing recorded is worth anything
             self._searches, self._steps, self._buffers, self._memory = {}, {}, {}, memory
-            buffers = None
+            self._pool = self._beside = buffers = None
         if buffers is None:
             weights = next(
                 iter(b.weights for b in self._buffers.values() if b.weights.alike(f.weights)), None
@@ -359,11 +368,10 @@ class _SearchGraph:
 class _StepGraph:
     """Steps with gradients, forward and backward recorded; of one call at a time may backward be to come."""
 
-    def __init__(self, f: BoundMap, z_BLD: Tensor, steps: Steps) -> None:
+    def __init__(self, f: BoundMap, z_BLD: Tensor, steps: Steps, pool: Any) -> None:
         self._z = z_BLD.detach().clone().requires_grad_(z_BLD.requires_grad)
         self._f, self._steps = f, steps
         self._call: ReferenceType[_Call] | None = None
-        pool = torch.cuda.graph_pool_handle()  # of its own: activations stay between forward and backward
         try:
             with leaves_of_its_own(f.backbone):
                 self._record(pool)

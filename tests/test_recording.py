@@ -66,20 +66,36 @@ def test_a_recording_begins_and_ends_without_work_spaces_of_cublas(monkeypatch):
 
 
 def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_once(monkeypatch):
-    recorded = []
+    recorded, pools = [], []
 
     class Step:
         in_use = False
 
-        def __init__(self, f, z_BLD, steps):
+        def __init__(self, f, z_BLD, steps, pool):
             recorded.append(z_BLD.requires_grad)
+            pools.append(pool)
             assert steps == graphs.ONE_CALL
 
         def call(self, f, z_BLD):
             self.in_use = True
             return f.compute(z_BLD)
 
+    class Search:
+        def __init__(self, f, z_BLD):
+            self.f = f
+
+        def takes(self, z_BLD):
+            return True
+
+        def call(self, z_BLD, pool):
+            searched.append(pool)
+            return self.f.compute(z_BLD)
+
+    searched = []
     monkeypatch.setattr(graphs, "_StepGraph", Step)
+    monkeypatch.setattr(graphs, "_SearchGraph", Search)
+    handles = iter(range(1, 9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
     torch.manual_seed(0)
     mixer = ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)
     model = ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=1, mixer=mixer))
@@ -91,11 +107,19 @@ def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_onc
         points.append(made.call(f, points[-1].detach() if points[-1] is z else points[-1]))
     torch.testing.assert_close(points[3], f.compute(points[2]))
     assert recorded == [False, True, True]
+    with torch.no_grad():  # one of them lies in the searches' memory, which may not be used now
+        made.call(f, z)
+    assert not searched
     for steps in made._steps.values():
         for step in steps:
             step.in_use = False  # as after backward
+    with torch.no_grad():
+        made.call(f, z)
+        made.call(f, z)
+    assert searched == 2 * [pools[0]]
     made.call(f, points[1])
     assert recorded == [False, True, True]
+    assert len(set(pools)) == 3
 
 
 class Graph:
@@ -147,6 +171,42 @@ def test_steps_behind_a_search_are_one_graph(without_a_gpu, count, damping):
     assert len(without_a_gpu) == 2
     made.call(f, z, steps._replace(damping=0.5))
     assert len(without_a_gpu) == 4
+
+
+def test_a_pool_that_a_recording_failed_in_takes_no_other(without_a_gpu, monkeypatch, caplog):
+    handles, pools, broken = iter(range(1, 9)), [], [False]
+
+    @contextmanager
+    def capture(graph, *, pool, **options):
+        pools.append(pool)
+        yield
+        if broken[0]:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
+    torch.manual_seed(0)
+    mixer = ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)
+    model = ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=1, mixer=mixer))
+    ids = torch.arange(48).view(2, 24)
+    f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+    made = graphs.MapGraphs()
+
+    def search(rows):
+        part = f if rows == 2 else f.select_rows(torch.arange(rows))
+        with torch.no_grad():
+            made.call(part, start[:rows])
+            made.call(part, start[:rows])
+
+    search(2)
+    broken[0] = True
+    steps = graphs.Steps(3, 0.8)
+    z = start.detach()
+    torch.testing.assert_close(made.call(f, z, steps), f.compute(z, steps), rtol=0, atol=0)
+    assert "launched" in caplog.text
+    broken[0] = False
+    search(1)
+    assert pools == [(0, 1), (0, 1), (0, 2)]
 
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's, of itself

@@ -203,6 +203,28 @@ def test_values_that_are_held_stay_as_they_are(mixer):
         torch.testing.assert_close(kept, expected[-1][:2], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_calls_of_a_search_between_forward_and_backward(mixer):
+    """One step's activations lie in the memory of the searches' graphs."""
+    models = [built(mixer), built(mixer)]
+    models[1].capture_graphs()
+    found = []
+    for model in models:
+        for seed in range(3):
+            f, z = bound(model, tokens(seed))
+            with torch.no_grad():
+                for _ in range(4):
+                    z = f(z)
+            value = f(z)
+            with torch.no_grad():
+                for _ in range(3):
+                    z = f(z)
+            leaves = list(model.backbone.parameters())
+            grads = torch.autograd.grad(value.square().sum(), leaves, allow_unused=True)
+        found.append([value.detach(), z, *grads])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
+
+
 def test_tables_of_injections_are_recorded():
     launched, recorded, by_token = (built("mamba2") for _ in range(3))
     recorded.capture_graphs()
