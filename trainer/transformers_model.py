@@ -255,7 +255,8 @@ def _fresh(spec: TransformersSpec, config: Any) -> Any:
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, **_attention(spec))
     except Exception as error:  # of all architectures there are
         raise ValueError(
-            f"transformers can't build {config.model_type!r} from this model.config: {_first_line(error)}"
+            f"transformers can't build {config.model_type!r} from this model.config: {_first_line(error)}; "
+            "change the sizes or layers in it, or choose another architecture"
         ) from error
 
 

@@ -314,6 +314,7 @@ BERT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num
         ),
         ("llama", {"hidden_size": 10, "num_attention_heads": 4}, "not a multiple of the number of attention"),
         ("mamba2", {"hidden_size": 24}, "must equal num_heads"),
+        ("rwkv", {"num_hidden_layers": 1, "hidden_size": 8}, "division by zero; change the sizes or layers"),
         ("bert", BERT, "'bert' of transformers sees later tokens as it is configured; set .*is_decoder"),
     ],
 )
