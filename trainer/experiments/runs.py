@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -98,7 +99,20 @@ def train(spec: RunSpec, folder: Path, *, name: str, device: str, command: Seque
             run.display.say(f"{name}: {size:,} parameters, in {folder}")
             if run.train() is None:
                 raise KeyboardInterrupt
+            del run
+            _let_go()
         return read(folder, name=name)
+
+
+def _let_go() -> None:
+    """Give back what runs held on a device, so that those that follow in this process have it all.
+
+    The parts of a run refer to each other, and so wait for Python to collect them. It counts objects, not the
+    gigabytes of their recorded graphs: nine runs of four layers came to hold 104 GB, one to hold 12.
+    """
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 @contextlib.contextmanager

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import threading
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,3 +63,27 @@ def test_one_of_several_ranks_does_not_wait(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("WORLD_SIZE", "2")
     with runs._in_turn(tmp_path / "one"), runs._in_turn(tmp_path / "one"):
         assert not (tmp_path / ".one.lock").exists()
+
+
+def test_a_finished_run_holds_no_memory_beside_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model is let go without Python's own collection, which comes when it likes."""
+    models = []
+    build = runs.build
+
+    def watched(*args: Any, **options: Any) -> Any:
+        run = build(*args, **options)
+        models.append(weakref.ref(run.model))
+        run.model.backbone.held = [run.model]  # as what is recorded of a map holds the model that holds it
+        return run
+
+    monkeypatch.setattr(runs, "build", watched)
+    gc.disable()
+    try:
+        finished = [runs.train(spec(), tmp_path / name, name=name, device="cpu") for name in ("one", "two")]
+        alive = [model() is not None for model in models]
+    finally:
+        gc.enable()
+    assert alive == [False, False]
+    assert finished[0].summary["steps"] == 2
