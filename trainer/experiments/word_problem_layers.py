@@ -191,7 +191,7 @@ def _draw_least(written: dict[str, Any], axes: Axes, group: str) -> None:
     axes.set_yscale("log", base=2)
     axes.set_yticks([*ticks, 2 * top], [*map(str, ticks), "not\nsolved"])
     axes.set_ylim(0.8, 2.4 * top)
-    axes.legend(frameon=False, fontsize=9, loc="center right")
+    axes.legend(frameon=False, fontsize=9, loc="best")
     finish(
         axes, title=f"{group}: least layers for {settings['threshold']:.0%}", x="training length", y="layers"
     )
@@ -202,7 +202,9 @@ def _draw_accuracy(written: dict[str, Any], axes: Axes, group: str, p: float) ->
     styles = list(
         zip(settings["test_lengths"], (("o-", "full"), ("s--", "none"), ("^:", "none")), strict=False)
     )
-    for model in settings["models"]:
+    for index, model in enumerate(settings["models"]):
+        # The later a model is drawn, the finer: where several are right, all of them stay visible.
+        share = 1 - index / len(settings["models"])
         for times, (style, fill) in styles:
             points = [
                 (row["length"], test["accuracy_last"])
@@ -211,7 +213,8 @@ def _draw_accuracy(written: dict[str, Any], axes: Axes, group: str, p: float) ->
                 if test["identity_probability"] == p and test["length"] == times * row["length"]
             ]
             xs, ys = [x for x, _ in points], [100 * y for _, y in points]
-            axes.plot(xs, ys, style, fillstyle=fill, color=COLORS.get(model, DARK), linewidth=1.4)
+            color, width, marker = COLORS.get(model, DARK), 1.1 + 1.4 * share, 4 + 4 * share
+            axes.plot(xs, ys, style, fillstyle=fill, color=color, linewidth=width, markersize=marker)
     for times, (style, fill) in styles:
         axes.plot([], [], style, fillstyle=fill, color=DARK, label=f"at {times}x the training length")
     if written["chance"][group] is not None:
