@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from implicit_blocks.specs import MLPSpec, load_spec, zoo_names
 from implicit_blocks.specs.counting import count_flops, count_parameters, training_flops_per_token
 from implicit_blocks.specs.loading import zoo_folder
+from trainer.experiments.runs import explicit_twin
 
 SIZES = ("130m", "350m", "760m", "1.3b")
 MODELS = [f"{family}_{size}" for family in ("llama", "mamba2") for size in SIZES]
@@ -205,3 +206,16 @@ def test_the_books_are_small_and_their_twins_see_the_same(name: str, size: float
     assert (bounded.model.stopping.max_iterations, bounded.model.gradient.steps) == (3, 3)
     assert free.model.gradient.steps == 4
     assert [length / spec.data.length for length in spec.evaluation.lengths] == [1, 2, 4, 8]  # type: ignore[attr-defined]  # the same
+
+
+@pytest.mark.parametrize("name", ["books_5m_mamba2", "books_10m_mamba2"])
+def test_a_penalty_changes_the_free_phase_alone_and_the_twin_not_at_all(name: str) -> None:
+    plain, penalized = load_spec(name), load_spec(f"{name}_penalty")
+    assert explicit_twin(f"{name}_penalty") == load_spec(f"{name}_explicit")
+    for field in ("training", "data", "evaluation"):
+        assert getattr(plain, field) == getattr(penalized, field)
+    (first, free), (same, other) = (spec.phase_specs() for spec in (plain, penalized))  # type: ignore[attr-defined]  # runs
+    assert first == same
+    assert other.model.gradient.kind == "jacobian_penalty"
+    assert other.model.gradient.gradient == free.model.gradient
+    assert other.model.model_copy(update={"gradient": free.model.gradient}) == free.model
