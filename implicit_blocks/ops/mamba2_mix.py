@@ -44,6 +44,7 @@ class Mamba2Sizes(NamedTuple):
 TAPS = 4  # of the convolution that the kernels are written for; all published models have four
 SHORTEST = 4  # tokens; below, few plain operators do
 ONE_CHUNK = 256  # tokens, at most; with more, states between chunks cost less than products of all pairs
+WALKED_STATE = 64 * 128  # entries of a head's state that a program keeps in registers
 
 
 def eligible(device: torch.device, length: int, plain: bool, taps: int, sizes: Mamba2Sizes) -> bool:
@@ -148,24 +149,26 @@ def _mix(
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the values, the state if asked for, the scan's own output if backward needs it; else empty."""
-    from implicit_blocks.ops.kernels import mamba2_one_chunk, mamba2_parts
+    from implicit_blocks.ops.kernels import mamba2_parts, mamba2_walk
 
     shape = _sizes(sizes, eps)
     none, no_y = projected.new_empty(0), projected.new_empty(0)  # an operator's results are tensors apart
     with without_autocast("cuda"):
         added = mamba2_parts.Added(u, rows)
         conv = mamba2_parts.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
-        if _one_chunk(projected.shape[1], shape):
-            steps = mamba2_one_chunk.step_sizes(projected, added, dt_bias, A_log)
-            y, state = mamba2_one_chunk.forward(conv, steps, D, sizes=shape, return_state=return_state)
-        else:
+        by_block = not _one_chunk(projected.shape[1], shape)
+        steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=by_block)
+        if by_block and not _walks(projected, shape):
             x, B, C = _divide(conv, shape)
-            scan = mamba_ssm.kernels()
-            A, dt = -torch.exp(A_log.float()), _step_sizes(projected, added, dt_bias)
-            y, _, _, _, _, state = scan._mamba_chunk_scan_combined_fwd(
+            A, dt = -torch.exp(A_log.float()), steps.dt_BHL.transpose(1, 2)
+            y, _, _, _, _, state = mamba_ssm.kernels()._mamba_chunk_scan_combined_fwd(
                 x, dt, A, B, C, mamba_ssm.CHUNK, D=D.float()
             )
             y, state = y.view(*projected.shape[:2], shape.inner), state.float().contiguous()
+        else:
+            y, state = mamba2_walk.forward(
+                conv, steps, D, sizes=shape, return_state=return_state, by_block=by_block
+            )
         out = mamba2_parts.gated_norm_forward(
             y, projected, added, norm_weight, eps=eps, groups=shape.norm_groups
         )
@@ -272,9 +275,9 @@ def _one_chunk_backward(
     shape: Mamba2Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of what was convolved, of the steps before softplus, dt_bias, A_log and D."""
-    from implicit_blocks.ops.kernels import mamba2_one_chunk
+    from implicit_blocks.ops.kernels import mamba2_one_chunk, mamba2_walk
 
-    steps = mamba2_one_chunk.step_sizes(projected, added, dt_bias, A_log)
+    steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=False)
     dconv, ddt, dA_log, dD = mamba2_one_chunk.backward(dy, conv, steps, A_log, D, sizes=shape)
     ddt = ddt * -torch.expm1(-steps.dt_BHL)  # softplus' = sigmoid = 1 − exp(−softplus)
     return dconv, ddt.transpose(1, 2), ddt.sum((0, 2)), dA_log, dD
@@ -292,10 +295,13 @@ def _scan_backward(
     shape: Mamba2Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return what ``_one_chunk_backward`` does, for sequences of any length."""
+    from implicit_blocks.ops.kernels import mamba2_walk
+
     x, B, C = _divide(conv, shape)
     dconv = torch.empty_like(conv)
     dx, dB, dC = _divide(dconv, shape)
-    A, dt = -torch.exp(A_log.float()), _step_sizes(projected, added, dt_bias)
+    steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=True)
+    A, dt = -torch.exp(A_log.float()), steps.dt_BHL.transpose(1, 2)
     scan = mamba_ssm.kernels()
     _, ddt, dA, _, _, dD, _, _, _ = scan._mamba_chunk_scan_combined_bwd(
         dy.view(x.shape),
@@ -322,19 +328,23 @@ def _sizes(sizes: list[int], eps: float) -> Mamba2Sizes:
 
 def _one_chunk(length: int, shape: Mamba2Sizes) -> bool:
     """Whether the kernels for short sequences serve: norms by group, widths that a matrix unit takes."""
-    if length > ONE_CHUNK or shape.norm_groups != shape.n_groups:
+    return length <= ONE_CHUNK and shape.norm_groups == shape.n_groups and _tiles(shape)
+
+
+def _walks(projected: Tensor, shape: Mamba2Sizes) -> bool:
+    """Whether a long sequence's scan walks along it: with a state that registers hold, and enough heads.
+
+    Each head of a sequence is a program; with fewer of them than multiprocessors chunks side by side are
+    faster.
+    """
+    if not _tiles(shape) or shape.head_dim * shape.d_state > WALKED_STATE:
         return False
+    multiprocessors = torch.cuda.get_device_properties(projected.device).multi_processor_count
+    return projected.shape[0] * shape.n_heads >= multiprocessors
+
+
+def _tiles(shape: Mamba2Sizes) -> bool:
     return all(16 <= size <= 128 and size & (size - 1) == 0 for size in (shape.head_dim, shape.d_state))
-
-
-def _step_sizes(projected: Tensor, added: Added, dt_bias: Tensor) -> Tensor:
-    """Return dt, (B, L, H) float32."""
-    heads = dt_bias.shape[0]
-    dt, (u, rows) = projected[..., -heads:].float(), added
-    if u is not None:
-        u = u[..., -heads:]
-        dt = dt + (u if rows is None else u[rows])
-    return torch.nn.functional.softplus(dt + dt_bias.float())
 
 
 def _divide(conv: Tensor, shape: Mamba2Sizes) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,87 +1,21 @@
-"""Mamba2's scan for short sequences: one program walks along a head, its state in registers; the gradients.
+"""The gradients of Mamba2's scan for short sequences: of all pairs of blocks of tokens, in parallel.
 
-With ``a`` the running sum of ``A dt``, ``y_t = D x_t + Σ_{s ≤ t} (C_t · B_s) exp(a_t − a_s) dt_s x_s``:
-within a block of tokens attention with decay, and of what came before a state (T. Dao and A. Gu,
-"Transformers are SSMs", ICML 2024, section 6). With few blocks a sequence, walking costs less than kernels of
-their own for states. Gradients take all pairs of blocks, in parallel.
-
-Shapes: B batch, L tokens, H heads, P head width, G groups, N state width, U projection width, I = H · P, C =
-I + 2GN convolved channels. What ``conv`` holds: x, B and C beside each other, as the convolution writes them.
+``mamba2_walk`` has the scan, and what the shapes and ``conv`` are.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from implicit_blocks.ops.kernels.mamba2_parts import Added, _load_sum
+from implicit_blocks.ops.kernels.mamba2_walk import LAUNCH, Steps, block_of, constants, padded
 
 if TYPE_CHECKING:
     from implicit_blocks.ops.mamba2_mix import Mamba2Sizes
-
-HEADS_AT_ONCE = 16  # whose step sizes a program sums up
-BLOCK = 64  # tokens
-LAUNCH = {"num_warps": 4, "num_stages": 1}
-
-
-class Steps(NamedTuple):
-    """Step sizes and running sums of ``A dt``, both (B, H, L) float32."""
-
-    dt_BHL: Tensor
-    a_BHL: Tensor
-
-
-def step_sizes(projected_BLU: Tensor, added: Added, dt_bias_H: Tensor, A_log_H: Tensor) -> Steps:
-    """Return ``dt = softplus(projected + u + dt_bias)``, of the last H columns, and its sums."""
-    batch, length, width = projected_BLU.shape
-    heads = dt_bias_H.shape[0]
-    dt = torch.empty(batch, heads, length, dtype=torch.float32, device=projected_BLU.device)
-    a = torch.empty_like(dt)
-    with torch.cuda.device(dt.device):
-        _step_sizes[(batch, triton.cdiv(heads, HEADS_AT_ONCE))](
-            projected_BLU,
-            *added.given(projected_BLU),
-            dt_bias_H,
-            A_log_H,
-            dt,
-            a,
-            length,
-            heads,
-            width,
-            **added.constants(),
-            TOKENS=_padded(length),
-            HEADS=HEADS_AT_ONCE,
-        )
-    return Steps(dt, a)
-
-
-def forward(
-    conv_BLC: Tensor, steps: Steps, D_H: Tensor, *, sizes: Mamba2Sizes, return_state: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Return ``y``, (B, L, I), and if asked the state after the sequences, (B, H, P, N) float32."""
-    batch, length, _ = conv_BLC.shape
-    y = conv_BLC.new_empty(batch, length, sizes.inner)
-    shape = (batch, sizes.n_heads, sizes.head_dim, sizes.d_state)
-    state = torch.empty(shape, dtype=torch.float32, device=y.device) if return_state else None
-    block = _block(length)
-    with torch.cuda.device(y.device):
-        _forward[(batch * sizes.n_heads,)](
-            conv_BLC,
-            *steps,
-            D_H,
-            y,
-            state if state is not None else steps.dt_BHL,
-            length,
-            triton.cdiv(length, block),
-            STATE=return_state,
-            **_constants(sizes, block),
-            **LAUNCH,
-        )
-    return y, state
 
 
 def backward(
@@ -89,7 +23,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of ``conv`` (B, L, C), and in float32 of dt (B, H, L), A_log (H,) and D (H,)."""
     batch, length, _ = conv_BLC.shape
-    block = _block(length)
+    block = block_of(length)
     blocks = triton.cdiv(length, block)
     pairs = batch * sizes.n_groups
     dconv = torch.empty_like(conv_BLC)
@@ -99,14 +33,14 @@ def backward(
     tiles = dy_BLI.new_empty(pairs, blocks * (blocks + 1) // 2, block, block)
     dD = torch.empty(batch, blocks, sizes.n_heads, dtype=torch.float32, device=dy_BLI.device)
     ddt, dA = torch.empty_like(steps.dt_BHL), torch.empty_like(steps.dt_BHL[:, :, 0])
-    constants = _constants(sizes, block)
+    given = constants(sizes, block)
     with torch.cuda.device(dy_BLI.device):
         _products_backward[(tiles.shape[1] * pairs,)](
-            dy_BLI, conv_BLC, *steps, tiles, by_column, by_row, length, batch, **constants, **LAUNCH
+            dy_BLI, conv_BLC, *steps, tiles, by_column, by_row, length, batch, **given, **LAUNCH
         )
-        _maps_backward[(blocks * pairs,)](tiles, conv_BLC, dconv, length, blocks, **constants, num_warps=4)
+        _maps_backward[(blocks * pairs,)](tiles, conv_BLC, dconv, length, blocks, **given, num_warps=4)
         _inputs_backward[(blocks * batch * sizes.n_heads,)](
-            dy_BLI, conv_BLC, *steps, D_H, dconv, dD, length, blocks, **constants, **LAUNCH
+            dy_BLI, conv_BLC, *steps, D_H, dconv, dD, length, blocks, **given, **LAUNCH
         )
         _steps_backward[(batch * sizes.n_heads,)](
             *steps,
@@ -119,94 +53,10 @@ def backward(
             blocks,
             batch,
             sizes.n_heads,
-            TOKENS=_padded(length),
+            TOKENS=padded(length),
             BLOCK=block,
         )
     return dconv, ddt, dA.sum(0), dD.sum((0, 1))
-
-
-def _padded(length: int) -> int:
-    return max(16, 1 << (length - 1).bit_length())
-
-
-def _block(length: int) -> int:
-    return min(BLOCK, _padded(length))
-
-
-def _constants(sizes: Mamba2Sizes, block: int) -> dict[str, int]:
-    return {
-        "HEADS": sizes.n_heads,
-        "P": sizes.head_dim,
-        "GROUPS": sizes.n_groups,
-        "N": sizes.d_state,
-        "BLOCK": block,
-    }
-
-
-@triton.jit
-def _step_sizes(
-    p_ptr, u_ptr, rows_ptr, bias_ptr, A_log_ptr, dt_ptr, a_ptr, L, H, width,
-    HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    token = tl.arange(0, TOKENS)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    mask = (token < L)[:, None] & (head < H)[None, :]
-    place, column = (row * L + token)[:, None], (width - H + head)[None, :]
-    raw = _load_sum(p_ptr, u_ptr, rows_ptr, place, (token < L)[:, None], width, column, mask, HAS_U, HAS_ROWS)
-    raw += tl.load(bias_ptr + head, mask=head < H, other=0.0).to(tl.float32)[None, :]
-    dt = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
-    dt = tl.where(mask, dt, 0.0)
-    A = -tl.exp(tl.load(A_log_ptr + head, mask=head < H, other=0.0).to(tl.float32))
-    a = tl.cumsum(dt * A[None, :], axis=0)
-    target = (row * H + head)[None, :] * L + token[:, None]
-    tl.store(dt_ptr + target, dt, mask=mask)
-    tl.store(a_ptr + target, a, mask=mask)
-
-
-@triton.jit
-def _forward(
-    conv_ptr, dt_ptr, a_ptr, D_ptr, y_ptr, state_ptr, L, blocks, STATE: tl.constexpr,
-    HEADS: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    inner: tl.constexpr = HEADS * P
-    channels: tl.constexpr = inner + 2 * GROUPS * N
-    head = tl.program_id(0) % HEADS  # beside each other: heads that read the same B and C
-    row = (tl.program_id(0) // HEADS).to(tl.int64)
-    steps = (row * HEADS + head) * L
-    state = tl.arange(0, N)
-    entry = tl.arange(0, P)
-    first = inner + head // (HEADS // GROUPS) * N
-    D = tl.load(D_ptr + head).to(tl.float32)
-    h = tl.zeros((N, P), tl.float32)
-    a_before = 0.0
-    for block in range(blocks):
-        token = block * BLOCK + tl.arange(0, BLOCK)
-        here = token < L
-        tokens = (row * L + token)[:, None]
-        maps = conv_ptr + row * L * channels + first
-        B = tl.load(maps + token[None, :] * channels + state[:, None], mask=here[None, :], other=0.0)
-        C = tl.load(
-            maps + GROUPS * N + token[:, None] * channels + state[None, :], mask=here[:, None], other=0.0
-        )
-        x = tl.load(conv_ptr + tokens * channels + head * P + entry[None, :], mask=here[:, None], other=0.0)
-        a = tl.load(a_ptr + steps + token, mask=here, other=0.0)
-        dt = tl.load(dt_ptr + steps + token, mask=here, other=0.0)
-        decay = tl.exp(tl.minimum(a[:, None] - a[None, :], 0.0))
-        weight = tl.where(token[:, None] >= token[None, :], tl.dot(C, B) * decay * dt[None, :], 0.0)
-        y = D * x.to(tl.float32) + tl.dot(weight.to(x.dtype), x)
-        y += tl.dot(C, h.to(C.dtype)) * tl.exp(tl.minimum(a - a_before, 0.0))[:, None]
-        target = y_ptr + tokens * inner + head * P + entry[None, :]
-        tl.store(target, y.to(y_ptr.dtype.element_ty), mask=here[:, None])
-        if STATE or block + 1 < blocks:
-            last = tl.minimum((block + 1) * BLOCK, L) - 1
-            a_after = tl.load(a_ptr + steps + last)
-            weight_x = x.to(tl.float32) * (tl.exp(tl.minimum(a_after - a, 0.0)) * dt)[:, None]
-            h = h * tl.exp(a_after - a_before) + tl.dot(B, weight_x.to(B.dtype))
-            a_before = a_after
-    if STATE:
-        place = (row * HEADS + head) * P * N + entry[None, :] * N + state[:, None]
-        tl.store(state_ptr + place, h)
 
 
 @triton.jit

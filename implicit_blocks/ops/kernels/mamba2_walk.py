@@ -1,0 +1,185 @@
+"""Mamba2's scan as a walk: a program goes along a head of a sequence, block by block, its state in registers.
+
+With ``a`` the running sum of ``A dt``, ``y_t = D x_t + Σ_{s ≤ t} (C_t · B_s) exp(a_t − a_s) dt_s x_s``:
+within a block of tokens attention with decay, and of what came before a state (T. Dao and A. Gu,
+"Transformers are SSMs", ICML 2024, section 6). Kernels of their own for the states of chunks write and read
+those; walking keeps them, and needs as many heads and sequences as the GPU has multiprocessors.
+
+Shapes: B batch, L tokens, H heads, P head width, G groups, N state width, U projection width, I = H · P, C =
+I + 2GN convolved channels. What ``conv`` holds: x, B and C beside each other, as the convolution writes them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from implicit_blocks.ops.kernels.mamba2_parts import Added, _load_sum
+
+if TYPE_CHECKING:
+    from implicit_blocks.ops.mamba2_mix import Mamba2Sizes
+
+HEADS_AT_ONCE = 16  # whose step sizes a program sums up
+BLOCK = 64  # tokens
+LAUNCH = {"num_warps": 4, "num_stages": 1}
+AHEAD = 2  # blocks of a long sequence that are being loaded, the one at work among them
+
+
+class Steps(NamedTuple):
+    """Step sizes and running sums of ``A dt``, both (B, H, L) float32."""
+
+    dt_BHL: Tensor
+    a_BHL: Tensor
+
+
+def step_sizes(
+    projected_BLU: Tensor, added: Added, dt_bias_H: Tensor, A_log_H: Tensor, *, by_block: bool
+) -> Steps:
+    """Return ``dt = softplus(projected + u + dt_bias)``, of the last H columns, and its sums.
+
+    ``by_block``: sums begin anew at each block, as long sequences need them, whose own would be large beside
+    their differences.
+    """
+    batch, length, width = projected_BLU.shape
+    heads = dt_bias_H.shape[0]
+    dt = torch.empty(batch, heads, length, dtype=torch.float32, device=projected_BLU.device)
+    a = torch.empty_like(dt)
+    tokens = block_of(length) if by_block else padded(length)
+    with torch.cuda.device(dt.device):
+        _step_sizes[(batch, triton.cdiv(heads, HEADS_AT_ONCE), triton.cdiv(length, tokens))](
+            projected_BLU,
+            *added.given(projected_BLU),
+            dt_bias_H,
+            A_log_H,
+            dt,
+            a,
+            length,
+            heads,
+            width,
+            **added.constants(),
+            TOKENS=tokens,
+            HEADS=HEADS_AT_ONCE,
+        )
+    return Steps(dt, a)
+
+
+def forward(
+    conv_BLC: Tensor, steps: Steps, D_H: Tensor, *, sizes: Mamba2Sizes, return_state: bool, by_block: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``y``, (B, L, I), and if asked the state after the sequences, (B, H, P, N) float32."""
+    batch, length, _ = conv_BLC.shape
+    y = conv_BLC.new_empty(batch, length, sizes.inner)
+    shape = (batch, sizes.n_heads, sizes.head_dim, sizes.d_state)
+    state = torch.empty(shape, dtype=torch.float32, device=y.device) if return_state else None
+    block = block_of(length)
+    with torch.cuda.device(y.device):
+        _forward[(batch * sizes.n_heads,)](
+            conv_BLC,
+            *steps,
+            D_H,
+            y,
+            state if state is not None else steps.dt_BHL,
+            length,
+            triton.cdiv(length, block),
+            STATE=return_state,
+            BY_BLOCK=by_block,
+            AHEAD=AHEAD if by_block else 1,
+            **constants(sizes, block),
+            **LAUNCH,
+        )
+    return y, state
+
+
+def padded(length: int) -> int:
+    """Return the next power of two, at least 16."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def block_of(length: int) -> int:
+    """Return how many tokens a block has."""
+    return min(BLOCK, padded(length))
+
+
+def constants(sizes: Mamba2Sizes, block: int) -> dict[str, int]:
+    """Return what kernels are compiled for."""
+    return {
+        "HEADS": sizes.n_heads,
+        "P": sizes.head_dim,
+        "GROUPS": sizes.n_groups,
+        "N": sizes.d_state,
+        "BLOCK": block,
+    }
+
+
+@triton.jit
+def _step_sizes(
+    p_ptr, u_ptr, rows_ptr, bias_ptr, A_log_ptr, dt_ptr, a_ptr, L, H, width,
+    HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    mask = (token < L)[:, None] & (head < H)[None, :]
+    place, column = (row * L + token)[:, None], (width - H + head)[None, :]
+    raw = _load_sum(p_ptr, u_ptr, rows_ptr, place, (token < L)[:, None], width, column, mask, HAS_U, HAS_ROWS)
+    raw += tl.load(bias_ptr + head, mask=head < H, other=0.0).to(tl.float32)[None, :]
+    grown = tl.exp(tl.minimum(raw, 20.0))
+    more = 1.0 + grown  # log(1 + e) loses what this rounds off; the quotient gives it back
+    dt = tl.where(raw > 20.0, raw, tl.where(more == 1.0, grown, tl.log(more) * (grown / (more - 1.0))))
+    dt = tl.where(mask, dt, 0.0)
+    A = -tl.exp(tl.load(A_log_ptr + head, mask=head < H, other=0.0).to(tl.float32))
+    a = tl.cumsum(dt * A[None, :], axis=0)
+    target = (row * H + head)[None, :] * L + token[:, None]
+    tl.store(dt_ptr + target, dt, mask=mask)
+    tl.store(a_ptr + target, a, mask=mask)
+
+
+@triton.jit
+def _forward(
+    conv_ptr, dt_ptr, a_ptr, D_ptr, y_ptr, state_ptr, L, blocks, STATE: tl.constexpr, BY_BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    inner: tl.constexpr = HEADS * P
+    channels: tl.constexpr = inner + 2 * GROUPS * N
+    head = tl.program_id(0) % HEADS  # beside each other: heads that read the same B and C
+    row = (tl.program_id(0) // HEADS).to(tl.int64)
+    steps = (row * HEADS + head) * L
+    state = tl.arange(0, N)
+    entry = tl.arange(0, P)
+    first = inner + head // (HEADS // GROUPS) * N
+    D = tl.load(D_ptr + head).to(tl.float32)
+    h = tl.zeros((N, P), tl.float32)
+    a_before = 0.0
+    for block in tl.range(blocks, num_stages=AHEAD):
+        token = block * BLOCK + tl.arange(0, BLOCK)
+        here = token < L
+        tokens = (row * L + token)[:, None]
+        maps = conv_ptr + row * L * channels + first
+        B = tl.load(maps + token[None, :] * channels + state[:, None], mask=here[None, :], other=0.0)
+        C = tl.load(
+            maps + GROUPS * N + token[:, None] * channels + state[None, :], mask=here[:, None], other=0.0
+        )
+        x = tl.load(conv_ptr + tokens * channels + head * P + entry[None, :], mask=here[:, None], other=0.0)
+        a = tl.load(a_ptr + steps + token, mask=here, other=0.0)
+        dt = tl.load(dt_ptr + steps + token, mask=here, other=0.0)
+        decay = tl.exp(tl.minimum(a[:, None] - a[None, :], 0.0))
+        weight = tl.where(token[:, None] >= token[None, :], tl.dot(C, B) * decay * dt[None, :], 0.0)
+        y = D * x.to(tl.float32) + tl.dot(weight.to(x.dtype), x)
+        y += tl.dot(C, h.to(C.dtype)) * tl.exp(tl.minimum(a - a_before, 0.0))[:, None]
+        target = y_ptr + tokens * inner + head * P + entry[None, :]
+        tl.store(target, y.to(y_ptr.dtype.element_ty), mask=here[:, None])
+        if STATE or BY_BLOCK or block + 1 < blocks:
+            last = tl.minimum((block + 1) * BLOCK, L) - 1
+            a_after = tl.load(a_ptr + steps + last)
+            weight_x = x.to(tl.float32) * (tl.exp(tl.minimum(a_after - a, 0.0)) * dt)[:, None]
+            h = h * tl.exp(a_after - a_before) + tl.dot(B, weight_x.to(B.dtype))
+            if not BY_BLOCK:
+                a_before = a_after
+    if STATE:
+        place = (row * HEADS + head) * P * N + entry[None, :] * N + state[:, None]
+        tl.store(state_ptr + place, h)
