@@ -84,6 +84,7 @@ class Search:
         self._check(z)
         with torch.no_grad():
             loop = _Loop(self, lambda z: z, z.detach())
+            loop.begin()
             loop.all_active = True  # padding too: its residual is 0
             loop.measure(loop.residuals(loop.laid_out(z.detach()), loop.laid_out(fz.detach())))
             loop.own_residual = loop.seen
@@ -142,13 +143,6 @@ class _Loop:
         self.best = self.z
         self.in_buckets = z0.is_cuda  # rows leave so that few sizes of batch are seen
         self.fused = z0.is_cuda and z0.dtype != torch.float64 and self.valid is None and available("triton")
-        count = (*self.z.shape[:-1], 1)
-        precision = torch.promote_types(z0.dtype, torch.float32)
-        self.seen = z0.new_zeros(count, dtype=precision)
-        self.measured = z0.new_full(count, torch.inf, dtype=precision)
-        self.own_residual = self.measured  # that of the best point: with prefix scope, of the token alone
-        self.iterations = z0.new_zeros(count, dtype=torch.int64)
-        self.active = torch.ones(count, dtype=torch.bool, device=z0.device)
         self.all_active = True
         self.trace: list[Tensor] = []
         self.traced: list[tuple[Tensor, Tensor]] = []  # residuals that are to be traced, and whose they are
@@ -156,8 +150,20 @@ class _Loop:
         self.reader = HostReader()
         # What the kernel of the flags says of each row, where there is one.
         self.counted: Tensor | None = None
-        self.lowest: list[float] = []  # the residual of the element that is nearest to its end, call by call
+        # The residual of the element that is nearest to its end, call by call; ahead of them, what a search
+        # that begins anywhere may expect of its first two: f(z) is as far from z as it is from 0.
+        self.lowest = [5.0, 1.0] if self.stopping.norm == "relative" else []
         self.before: Tensor | None = None  # the largest residual seen of a row's committed tokens, if any
+
+    def begin(self) -> None:
+        """Make what is known of the elements: nothing yet."""
+        count, device = (*self.z.shape[:-1], 1), self.z.device
+        precision = torch.promote_types(self.z.dtype, torch.float32)
+        self.seen = self.z.new_zeros(count, dtype=precision)
+        self.measured = self.z.new_full(count, torch.inf, dtype=precision)
+        self.own_residual = self.measured  # that of the best point: with prefix scope, of the token alone
+        self.iterations = self.z.new_zeros(count, dtype=torch.int64)
+        self.active = torch.ones(count, dtype=torch.bool, device=device)
         if self.prefix and self.valid is not None:
             self.active, self.all_active = self.valid[..., None], False
 
@@ -210,7 +216,9 @@ class _Loop:
         z_EF = self.elements(self.z)
         state = self.solver.init(z_EF)
         check_solver_state(self.solver, state, z_EF.shape[0])
-        ahead: Tensor | None = None
+        # A GPU is given its first call at once, and works while the host gets ready for what comes after.
+        ahead = self.call(self.z) if self.z.is_cuda else None
+        self.begin()
         for iteration in range(1, self.stopping.max_iterations + 1):
             fz = self.call(self.z) if ahead is None else ahead
             measured, value = self.averaged(self.z, fz)
