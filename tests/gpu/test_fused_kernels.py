@@ -106,6 +106,8 @@ SHAPES = {
     "B5-L32-D64-G1": (5, 32, 64, 1, True, True),
     "B3-L150-D128-G2": (3, 150, 128, 2, True, True),
     "B2-L5-D128-G1": (2, 5, 128, 1, True, True),
+    "B10-L300-D512-G2-walking": (10, 300, 512, 2, True, True),
+    "B20-L512-D256-G1-walking": (20, 512, 256, 1, False, True),
 }
 
 
