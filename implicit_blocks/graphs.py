@@ -17,7 +17,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks.held_weights import HeldWeights
+from implicit_blocks.held_weights import HeldWeights, modules_of
 from implicit_blocks.layers import BlockContext
 from implicit_blocks.lent_buffers import LentBuffers
 
@@ -143,7 +143,7 @@ class MapGraphs:
             return buffers
         if any(step.in_use for steps in self._steps.values() for step in steps):
             return None
-        memory = tuple(t.data_ptr() for t in (*f.backbone.parameters(), *f.backbone.buffers()))
+        memory = _memory_of(f.backbone)
         if memory != self._memory:  # the model has moved: nothing recorded is worth anything
             self._searches, self._steps, self._buffers, self._memory = {}, {}, {}, memory
             self._pool = self._beside = buffers = None
@@ -218,6 +218,12 @@ def leaves_of_its_own(module: nn.Module) -> Iterator[None]:
     finally:
         for (parameters, name), parameter in zip(places, before, strict=True):
             parameters[name] = parameter
+
+
+def _memory_of(module: nn.Module) -> tuple[int, ...]:
+    """Return where a module's parameters and buffers lie, asked for while the device waits for a pass."""
+    held = [(part._parameters, part._buffers) for part in modules_of(module)]
+    return tuple(t.data_ptr() for pair in held for own in pair for t in own.values() if t is not None)
 
 
 def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:

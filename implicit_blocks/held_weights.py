@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.layers import Linear, SwiGLU
@@ -33,7 +32,7 @@ class HeldWeights:
         # Holders have an attribute ``held``: our linear layers, and the weight norm of anything else.
         self._held: list[tuple[Any, Any]]
         self._joined: dict[nn.Module, list[tuple[Any, Any]]] = {}
-        parts = [part for module in modules for part in _modules(module)]
+        parts = [part for module in modules for part in modules_of(module)]
         for part in parts:
             if isinstance(part, SwiGLU):
                 part.choose_padding()  # before its layers' turn
@@ -167,7 +166,8 @@ def _is_held(part: nn.Module) -> bool:
     """Whether a module's weight is made ready: a linear layer's, or one with weight norm."""
     if isinstance(part, Linear):
         return True
-    return parametrize.is_parametrized(part, "weight") and isinstance(_chain(part)[0], WeightNorm)
+    chains: Any = part._modules.get("parametrizations")
+    return chains is not None and "weight" in chains and isinstance(chains["weight"][0], WeightNorm)
 
 
 def _chain(part: nn.Module) -> Any:
@@ -192,9 +192,18 @@ def _ready(parts: list[nn.Module], layers: dict[int, int]) -> list[tuple[Any, An
     return held
 
 
-def _modules(module: nn.Module) -> Iterator[nn.Module]:
-    if getattr(module, WEIGHTS_COME_AND_GO, False):
-        return
-    yield module
-    for child in module.children():
-        yield from _modules(child)
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """Return a module and those within it, parents first, but for those whose weights come and go.
+
+    A GPU has nothing to do until a pass's weights are ready, and ``nn.Module``'s own walk takes 2 ms for the
+    500 modules of 24 layers.
+    """
+    found: list[nn.Module] = []
+    waiting: list[nn.Module | None] = [module]
+    while waiting:
+        part = waiting.pop()
+        if part is None or vars(part).get(WEIGHTS_COME_AND_GO) or getattr(type(part), WEIGHTS_COME_AND_GO, 0):
+            continue
+        found.append(part)
+        waiting += reversed(part._modules.values())
+    return found
