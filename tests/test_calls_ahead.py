@@ -73,6 +73,19 @@ def test_residuals_are_expected_to_fall_as_they_did(lowest, expected):
     assert not loop.all_will_go_on()
 
 
+@pytest.mark.parametrize(
+    ("norm", "tolerance", "expected"),
+    [("relative", 0.05, True), ("relative", 0.3, False), ("absolute", 0.05, False)],
+)
+def test_the_first_call_of_a_search_is_expected_to_leave_much_to_do(norm, tolerance, expected):
+    stopping = ib.Stopping(tolerance=tolerance, max_iterations=9, norm=norm)
+    loop = driver._Loop(ib.Search(solver=ib.Picard(), stopping=stopping), lambda z: z, torch.ones(2, 3))
+    loop.counted = torch.zeros(3, 2)
+    assert loop.all_will_go_on() is expected
+    loop.lowest.append(0.2)  # the first residual: it counts beside what it was expected to be
+    assert not loop.all_will_go_on()
+
+
 def test_processes_that_agree_on_each_call_make_none_in_vain():
     search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(), agree=lambda done: done)
     loop = driver._Loop(search, lambda z: z, torch.ones(2, 3))
