@@ -166,8 +166,9 @@ def _is_held(part: nn.Module) -> bool:
     """Whether a module's weight is made ready: a linear layer's, or one with weight norm."""
     if isinstance(part, Linear):
         return True
-    chains: Any = part._modules.get("parametrizations")
-    return chains is not None and "weight" in chains and isinstance(chains["weight"][0], WeightNorm)
+    parts: Any = part._modules.get("parametrizations")
+    chain = None if parts is None else parts._modules.get("weight")
+    return chain is not None and isinstance(next(iter(chain._modules.values())), WeightNorm)
 
 
 def _chain(part: nn.Module) -> Any:

@@ -88,9 +88,11 @@ class WeightNorm(nn.Module):
 
 def normed_parts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
     """Return ``g`` and ``v`` of a module's weight; None where weight norm isn't all that makes it."""
+    # By the plain dictionaries: asked for each of a hundred matrices while the device waits for them.
     parts: Any = module._modules.get("parametrizations")
-    chain = None if parts is None or "weight" not in parts else parts["weight"]
-    if chain is None or len(chain) != 1 or not isinstance(chain[0], WeightNorm):
+    chain: Any = None if parts is None else parts._modules.get("weight")
+    made = [] if chain is None else list(chain._modules.values())
+    if len(made) != 1 or not isinstance(made[0], WeightNorm):
         return None
     return chain.original0, chain.original1
 
