@@ -407,7 +407,8 @@ class _StepGraph:
     def inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
         """Return all that the value may depend on: z, injection, held weights, parameters."""
         u = [] if f.u_BLU is None else [f.u_BLU]
-        return [z_BLD, *u, *f.weights.tensors(), *f.backbone.parameters()]
+        every = [p for part in modules_of(f.backbone) for p in part._parameters.values() if p is not None]
+        return [z_BLD, *u, *f.weights.tensors(), *dict.fromkeys(every)]  # a shared one once
 
     @property
     def in_use(self) -> bool:
