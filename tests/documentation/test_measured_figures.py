@@ -114,16 +114,29 @@ def test_what_matters_most_on_four_gpus():
 
 
 def test_what_matters_most_of_the_experiments():
-    rows = results("word_problems")["runs"][0]["rows"]
+    chain = ["word_problem_a5_mixed", "word_problem_a5_256"]
+    rows = [
+        row
+        for run in results("word_problems")["runs"]
+        if run.get("arguments", {}).get("then") == chain
+        for row in run["rows"]
+        if (row["recipe"], row["group"]) == ("word_problem_a5_256", "A5")
+    ]
     at = {"length": 1024, "identity_probability": 0.5}
-    right = [
-        test["accuracy_last"]
+    right = {
+        row["seed"]: test["accuracy_last"]
         for row in rows
-        if row["recipe"] == "word_problem_a5_256"
+        if row["model"] == "implicit-mamba2"
         for test in row["tests"]
         if at.items() <= test.items()
-    ]
-    assert summary("A5, ")[0] == f"{percent(*right)} (three seeds)"
+    }
+    here, beside, _ = summary("A5, ")
+    seeds = {4: "four", 5: "five"}[len(right)]
+    assert here == f"{percent(*(right[seed] for seed in sorted(right)))} ({seeds} seeds), 7 minutes each"
+    explicit = [row for row in rows if row["model"] == "mamba2"]
+    assert sorted({row["layers"] for row in explicit}) == [1, 2, 4]
+    assert max(test["accuracy_last"] for row in explicit for test in row["tests"]) < 0.03
+    assert beside == "explicit ones of 1, 2, 4 layers: chance, as at 256 itself"
 
     answered: dict[str, list[float]] = {}
     for row in results("catbabi")["test"]:
