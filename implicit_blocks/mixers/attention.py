@@ -185,7 +185,7 @@ class Attention(Mixer):
             qkv = qkv + u
         heads = qkv.view(batch, length, self.n_heads + 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
         rotated = self.n_heads + self.n_kv_heads
-        qk = rotate(heads[:, :rotated], context.cos, context.sin).to(heads.dtype)
+        qk = rotate(heads[:, :rotated], context.cos, context.sin)
         return qk[:, : self.n_heads], qk[:, self.n_heads :], heads[:, rotated:]
 
     def output_projections(self) -> Sequence[nn.Module]:

@@ -59,6 +59,10 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x_BHLP: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn feature i of each head with feature i + P/2 by its token's angle; in the wider of both types."""
+    """Turn feature i of each head with feature i + P/2 by its token's angle, in the wider of both types.
+
+    Returns ``x``'s type. Each half is cast by itself: a compiler writes what is put side by side to memory.
+    """
     first, second = x_BHLP.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.cat([half.to(x_BHLP.dtype) for half in turned], dim=-1)

@@ -167,7 +167,7 @@ class SlidingWindowAttention(Mixer):
             qkv = moved(qkv, context.real.order_BL)
         heads = qkv.view(batch, length, self.n_heads + 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
         rotated = self.n_heads + self.n_kv_heads
-        qk = rotate(heads[:, :rotated], context.cos, context.sin).to(heads.dtype)
+        qk = rotate(heads[:, :rotated], context.cos, context.sin)
         q, k, v = qk[:, : self.n_heads], qk[:, self.n_heads :], heads[:, rotated:]
         keys = torch.cat((state[0].to(k.dtype), k), dim=2)
         values = torch.cat((state[1].to(v.dtype), v), dim=2)
