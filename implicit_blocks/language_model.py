@@ -106,7 +106,8 @@ class LanguageModel(nn.Module, ABC):
                 labels.
 
         Raises:
-            ValueError: where shapes do not fit, or the window is shorter than a token.
+            ValueError: where shapes do not fit, the window is shorter than a token, or tokens are none of
+                the model's (on a CPU; a GPU is not waited for).
 
         """
         self._check(input_ids, labels)
@@ -212,8 +213,19 @@ class LanguageModel(nn.Module, ABC):
             raise ValueError(
                 f"input_ids has shape {tuple(input_ids.shape)}; give (batch, tokens), neither of them 0"
             )
+        if input_ids.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"input_ids are {input_ids.dtype}; give tokens, as int64")
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}")
+        rows = self.embedding.weight.shape[0]
+        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would be waited for
+            known = (input_ids >= 0) & (input_ids < rows)
+            if not bool(known.all()):
+                token = int(input_ids[~known][0])
+                raise ValueError(
+                    f"input_ids have token {token}, and the model knows 0 to {rows - 1}; "
+                    "use the model's own tokenizer"
+                )
 
     def _finish(self, f: BoundMap, z: Tensor, state: Committed, *, commit: bool) -> tuple[Tensor, Committed]:
         """Map once more where the value is still owed, and commit where that is asked for."""

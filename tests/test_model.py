@@ -462,6 +462,9 @@ def test_the_loss_without_logits_is_the_same():
     [
         ({"input_ids": torch.zeros(3, dtype=torch.int64)}, "give \\(batch, tokens\\)"),
         ({"input_ids": torch.zeros(3, 0, dtype=torch.int64)}, "neither of them 0"),
+        ({"input_ids": torch.zeros(1, 3)}, "input_ids are torch.float32; give tokens, as int64"),
+        ({"input_ids": torch.tensor([[0, 999]])}, "have token 999, and the model knows 0 to"),
+        ({"input_ids": torch.tensor([[0, -1]])}, "have token -1, and the model knows 0 to"),
         ({"input_ids": torch.zeros(1, 3, dtype=torch.int64), "window_length": 0}, "choose at least 1"),
         (
             {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.zeros(1, 2)},

@@ -58,6 +58,8 @@ def read_run(path: Path, *, label: str | None = None) -> RunRecord:
     """
     summary_path = path / "summary.json"
     if not summary_path.is_file():
+        if not path.is_dir():
+            raise RunFolderError(f"there is no folder {path}; give those of finished runs")
         raise RunFolderError(f"{path} holds no finished run (summary.json is missing); finish it by --resume")
     summary = json.loads(summary_path.read_text(encoding="utf-8"))
     metrics_path = path / "metrics.jsonl"

@@ -70,7 +70,7 @@ def go_on(
     if progress.step > total_steps:
         raise RunFolderError(
             f"{path} is {progress.step} steps into the run, but the spec ends at {total_steps}; "
-            "raise training.max_steps"
+            "raise training.max_steps, or name an earlier checkpoint by --checkpoint"
         )
 
     def tidy() -> None:

@@ -93,13 +93,18 @@ def lay_out(
     """Return prompts as (B, L) int64 ids and where they are real; lists of unequal length get padding before.
 
     Raises:
-        ValueError: for no prompts, an empty one, or a mask beside lists, which need none.
+        ValueError: for no prompts, an empty one, text, or a mask beside lists, which need none.
 
     """
     if isinstance(prompts, Tensor):
         return prompts.to(device), None if attention_mask is None else attention_mask.to(device)
     if attention_mask is not None:
         raise ValueError("attention_mask was given with lists of tokens, which need none; leave it out")
+    for number, row in enumerate([prompts] if isinstance(prompts, str) else prompts):
+        if isinstance(row, str):
+            raise ValueError(
+                f"prompt {number} is the text {row[:40]!r}; give its tokens, by the model's own tokenizer"
+            )
     rows = [torch.as_tensor(row, dtype=torch.int64).to(device) for row in prompts]
     if not rows:
         raise ValueError("there are no prompts; give at least one")

@@ -207,6 +207,8 @@ def test_what_makes_no_sense_is_refused(tiny_model, prompts):
 
     refused("there are no prompts", given=[])
     refused("prompt 1 has shape", given=[[1], []])
+    refused("prompt 1 is the text 'It was'; give its tokens", given=[[1], "It was"])
+    refused("prompt 0 is the text 'It was'; give its tokens", given="It was")
     refused("prompt 0 is the number 3; give a list of prompts", given=[3, 1])
     refused("at least one token", given=torch.zeros(2, 0, dtype=torch.int64))
     refused("prompt 1 is empty", given=torch.ones(2, 2).long(), attention_mask=torch.tensor([[1, 1], [0, 0]]))

@@ -134,6 +134,8 @@ def test_a_training_length_that_was_not_measured_is_no_mark(tmp_path: Path) -> N
 def test_a_run_that_did_not_finish_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "summary.json is missing" in capsys.readouterr().err
+    assert main([str(tmp_path / "none")]) == 2
+    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 def test_what_keeps_a_picture_from_being_drawn_is_said(

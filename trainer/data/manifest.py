@@ -47,8 +47,8 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         identity = manifest["tokenizer"]["sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no manifest of tokens ({type(error).__name__}: {error}): cut short or altered; "
-            f"{remedy}"
+            f"{path} is no manifest of tokens ({type(error).__name__}: {error}): cut short, altered, or of "
+            f"something else, such as a run; {remedy}"
         ) from error
     if manifest.get("format") != FORMAT:
         raise ValueError(
