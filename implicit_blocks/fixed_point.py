@@ -59,7 +59,8 @@ class FixedPoint(nn.Module):
     ```
 
     Rows of the batch are solved side by side and stop on their own. Calling it never raises because a search
-    did not converge: look at ``solution.converged``.
+    did not converge: look at ``solution.converged``. Under autocast ``z`` keeps the type of its start,
+    whatever ``f`` computes in.
 
     Args:
         f: any callable ``f(z, x)`` that returns ``z``'s shape, each row from its own row; a module's
@@ -138,11 +139,7 @@ class FixedPoint(nn.Module):
             raise ValueError(
                 f"f returned shape {tuple(fz.shape)} for z of shape {tuple(z.shape)}; they must agree"
             )
-        if fz.dtype != z.dtype and not torch.is_autocast_enabled(z.device.type):
-            raise ValueError(
-                f"f returned {fz.dtype} for z of {z.dtype}; they must agree, so give z0 in the type of f"
-            )
-        return fz
+        return _in_type_of(z, fz)
 
     def _solve_structure(self, x: Any, z0: Any, trace: bool) -> Solution:
         leaves, structure = pytree.tree_flatten(z0)
@@ -160,5 +157,20 @@ class FixedPoint(nn.Module):
             return pytree.tree_unflatten(parts, structure)
 
         leaves = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
-        solution = self._solve(lambda z: pack(self.f(unpack(z), x)), torch.cat(leaves, dim=1), trace)
+        start = torch.cat(leaves, dim=1)
+        solution = self._solve(lambda z: _in_type_of(z, pack(self.f(unpack(z), x))), start, trace)
         return solution.with_value(unpack(solution.z), adjoint=solution.adjoint)
+
+
+def _in_type_of(z: Tensor, fz: Tensor) -> Tensor:
+    """Return ``f(z)`` in ``z``'s type: under autocast f may end with a product in half precision.
+
+    Raises:
+        ValueError: another type where there is no autocast to blame.
+
+    """
+    if fz.dtype != z.dtype and not torch.is_autocast_enabled(z.device.type):
+        raise ValueError(
+            f"f returned {fz.dtype} for z of {z.dtype}; they must agree, so give z0 in the type of f"
+        )
+    return fz.to(z.dtype)

@@ -224,6 +224,29 @@ def test_autocast(gradient):
     assert (found - exact.weight.grad).norm() < 0.1 * exact.weight.grad.norm()
 
 
+@pytest.mark.parametrize("solver", [ib.Picard(), ib.Picard(damping=0.7), ib.Anderson(memory=2)])
+@pytest.mark.parametrize(
+    "gradient", [ib.Phantom(), ib.Unrolled(), ib.ImplicitFunction(), ib.JacobianPenalty()]
+)
+def test_autocast_of_a_map_that_ends_with_a_product(gradient, solver):
+    """It returns bfloat16; the point, and the adjoint, stay in the type of the start."""
+    linear = nn.Linear(8, 8)
+    with torch.no_grad():
+        linear.weight *= 0.4
+    layer = ib.FixedPoint(lambda z, x: linear(torch.tanh(z) + x), solver=solver, gradient=gradient)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        solution = layer(torch.randn(4, 8))
+        solution.z.square().mean().backward()
+    assert solution.z.dtype == torch.float32
+    assert linear.weight.grad.abs().max() > 0
+    if solution.adjoint is not None:
+        assert solution.adjoint.solution.z.dtype == torch.float32
+    layer.f = lambda z, x: {"a": linear(torch.tanh(z["a"])) + x.bfloat16()}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        solution = layer(torch.randn(4, 8), {"a": torch.zeros(4, 8)})
+    assert solution.z["a"].dtype == torch.float32
+
+
 def test_without_gradients_the_search_alone_runs():
     f, _, x = problem()
     calls = []
