@@ -363,6 +363,15 @@ def test_anderson_saves_iterations_on_a_stiff_contraction(dtype, linear):
     assert (anderson.iterations <= 0.7 * picard.iterations).all()
 
 
+@pytest.mark.parametrize("scope", ["sequence", "prefix"])
+def test_a_residual_at_the_tolerance_has_converged(scope):
+    stopping = ib.Stopping(tolerance=0.5, max_iterations=9, norm="absolute", scope=scope)
+    solution = ib.Search(solver=ib.Picard(), stopping=stopping)(lambda z: z + 0.5, torch.zeros(2, 1, 1))
+    assert solution.residual.tolist() == [0.5, 0.5]
+    assert solution.converged.all()
+    assert solution.iterations.tolist() == [1, 1]
+
+
 def test_anderson_falls_back_to_the_last_accepted_value():
     """Where an extrapolated point is worse, the next call is at the last accepted f(z)."""
     points = []

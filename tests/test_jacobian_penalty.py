@@ -113,3 +113,23 @@ def test_the_trainer_adds_it_to_what_it_differentiates(tmp_path):
         run.train()
         weights[name] = run.model.state_dict()
     assert any(not torch.equal(weights["with"][key], value) for key, value in weights["without"].items())
+
+
+def test_differences_are_as_long_as_the_row_says_its_padding_left_out():
+    """Each real feature moves by ``step`` times the root mean square of the row's real features."""
+    from implicit_blocks.gradients.jacobian_penalty import jacobian_size
+
+    z = torch.tensor([[[3.0], [4.0], [0.0]], [[1.0], [1.0], [50.0]], [[0.0], [0.0], [0.0]]])
+    valid = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
+    points = []
+
+    def f(point):
+        points.append(point.clone())
+        return point
+
+    jacobian_size(f, z, valid=valid, step=0.1)
+    lengths = [0.1 * (25 / 3) ** 0.5, 0.1, 0.1]  # of a row of zeros: the step itself
+    for point in points:
+        moved = (point - z).abs().squeeze(2)
+        expected = torch.tensor(lengths)[:, None] * valid
+        torch.testing.assert_close(moved, expected)
