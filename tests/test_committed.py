@@ -1,0 +1,51 @@
+"""What is remembered between windows: tokens taken back, with padding and documents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+
+VALID = torch.tensor([[0, 1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 0, 1], [1, 1, 1, 1, 1, 0, 0]])
+DOCUMENTS = torch.tensor([[0, 0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 2, 2], [0, 0, 0, 0, 0, 0, 0]])
+
+
+def attention_model() -> ib.ImplicitLM:
+    torch.manual_seed(0)
+    spec = ib.ImplicitLMSpec(vocab_size=13, d_model=16, n_layers=1, mixer=ib.AttentionSpec(n_heads=2))
+    return ib.ImplicitLM(spec).double().eval()
+
+
+@pytest.mark.parametrize("kept", [6, 4, 1])
+@pytest.mark.parametrize("told", [{}, {"attention_mask": VALID}, {"documents": DOCUMENTS}], ids=str)
+@torch.no_grad()
+def test_tokens_taken_back_were_never_there(told, kept):
+    model, ids = attention_model(), torch.randint(0, 13, (3, 7), generator=torch.Generator().manual_seed(1))
+    whole = model(ids, **told, return_state=True).state
+    first = {name: value[:, :kept] for name, value in told.items()}
+    expected = model(ids[:, :kept], **first, return_state=True).state
+    found = whole.truncate(7 - kept, model.backbone)
+    assert found.length == expected.length == kept
+    assert torch.equal(found.next_position.expand(3), expected.next_position.expand(3))
+    for name in ("valid_BT", "documents_BT"):
+        ours, theirs = getattr(found, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None) or bool(ours.all())  # nothing but real tokens may be left
+    following = torch.randint(0, 13, (3, 2), generator=torch.Generator().manual_seed(2))
+    after = {
+        name: value[:, kept - 1 :][:, :1].expand(-1, 2)
+        for name, value in first.items()
+        if name == "documents"
+    }
+    torch.testing.assert_close(
+        model(following, state=found, **after).logits, model(following, state=expected, **after).logits
+    )
+
+
+def test_no_more_tokens_are_taken_back_than_there_are():
+    model = attention_model()
+    state = model(torch.zeros(1, 3, dtype=torch.int64), return_state=True).state
+    assert state.truncate(3, model.backbone).length == 0
+    for tokens in (4, -1):
+        with pytest.raises(ValueError, match=f"{tokens} tokens cannot be taken back from the 3"):
+            state.truncate(tokens, model.backbone)
