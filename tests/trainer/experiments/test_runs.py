@@ -6,6 +6,7 @@ import fcntl
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,38 +15,18 @@ import pytest
 from trainer.experiments import runs
 from trainer.spec import RunSpec
 
-
-def spec() -> RunSpec:
-    return RunSpec.model_validate(
-        {
-            "model": {
-                "kind": "explicit_lm",
-                "d_model": 16,
-                "n_layers": 1,
-                "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
-            },
-            "data": {"kind": "word_problem", "group": "Z2", "identity_probability": 0.5, "length": 4},
-            "training": {
-                "max_steps": 2,
-                "batch_size": 2,
-                "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
-                "schedule": {"kind": "warmup_linear"},
-                "threads": 1,
-            },
-            "evaluation": {"sequences": 2, "batch_size": 2, "last_tokens": 2},
-        }
-    )
+Small = Callable[..., RunSpec]
+CHANGES = {"training.max_steps": 2, "training.batch_size": 2, "evaluation.sequences": 2}
 
 
-def test_a_run_that_another_process_trains_is_waited_for_and_read(tmp_path: Path) -> None:
+def test_a_run_that_another_process_trains_is_waited_for_and_read(tmp_path: Path, small: Small) -> None:
+    spec = small(CHANGES)
     folder = tmp_path / "runs" / "one"
-    finished = runs.train(spec(), folder, name="one", device="cpu")
+    finished = runs.train(spec, folder, name="one", device="cpu")
     before = (folder / "metrics.jsonl").read_bytes()
     (folder / "summary.json").rename(tmp_path / "summary.json")  # as while it is being trained
     found: list[runs.Finished] = []
-    second = threading.Thread(
-        target=lambda: found.append(runs.train(spec(), folder, name="one", device="cpu"))
-    )
+    second = threading.Thread(target=lambda: found.append(runs.train(spec, folder, name="one", device="cpu")))
     # Locks are of open files, so that a second opening stands for another process.
     with (folder.parent / ".one.lock").open("w") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -66,7 +47,7 @@ def test_one_of_several_ranks_does_not_wait(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_finished_run_holds_no_memory_beside_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: Small
 ) -> None:
     """Its model is let go without Python's own collection, which comes when it likes."""
     models = []
@@ -81,7 +62,9 @@ def test_a_finished_run_holds_no_memory_beside_the_next(
     monkeypatch.setattr(runs, "build", watched)
     gc.disable()
     try:
-        finished = [runs.train(spec(), tmp_path / name, name=name, device="cpu") for name in ("one", "two")]
+        finished = [
+            runs.train(small(CHANGES), tmp_path / name, name=name, device="cpu") for name in ("one", "two")
+        ]
         alive = [model() is not None for model in models]
     finally:
         gc.enable()
