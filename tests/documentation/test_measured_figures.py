@@ -60,42 +60,43 @@ def percent(*shares, digits=2):
 
 
 def test_what_matters_most_on_one_gpu():
-    on_h100 = {row["work"].replace("\N{MULTIPLICATION SIGN}", "x"): row for row in results("gpu")["rows"]}
-    on_h200 = {row["work"]: row for row in results("gpu_h200")["runs"][-1]["training"]}
-    for beginning, work, size in (
-        ("training Mamba2 1.3B", "mamba2 1.3B (4+1)", "4 x 2048"),
-        ("training Mamba2 130M", "mamba2 130M (4+1)", "8 x 2048"),
+    rows = {row["work"].replace("\N{MULTIPLICATION SIGN}", "x"): row for row in results("gpu")["rows"]}
+
+    def short(row):
+        return "" if row["reached"] else " (short)"
+
+    for name, size, batch in (
+        ("Llama", "1.3B", "4 x 2048"),
+        ("Llama", "130M", "8 x 2048"),
+        ("Mamba2", "1.3B", "4 x 2048"),
+        ("Mamba2", "130M", "8 x 2048"),
     ):
-        row = on_h100[f"{work}, {size}"]
-        here, beside, card = summary(beginning)
-        assert here == thousands(row["measured"]) + ("" if row["reached"] else " (short)")
-        assert beside == f"{thousands(row['published'])} published"
-        assert card == "H100"
-    large, small = (on_h200[f"llama_{size}_bounded"] for size in ("1.3b", "130m"))
-    launched = on_h100["llama 130M (4+1), 8 x 2048"]
-    here, beside, _ = summary("training Llama 1.3B")
-    other = on_h100["llama 1.3B (4+1), 4 x 2048"]
-    failed = "; on an H100 it ran out of memory" if "OutOfMemory" in other.get("not_measured", "") else ""
-    assert here == thousands(large["tokens_per_second"]) + failed
-    assert beside == f"{thousands(other['published'])} published"
-    here, beside, _ = summary("training Llama 130M")
-    on_both = [thousands(small["tokens_per_second"]), thousands(launched["measured"])]
-    short = "" if launched["reached"] else " (short)"
-    assert here == f"{on_both[0]}; on an H100, not recorded, {on_both[1]}{short}"
-    assert beside == f"{thousands(launched['published'])} published"
-    held = [row for row in results("gpu")["rows"] if row["work"].startswith("the same held")]
-    tensors = on_h100["most memory of tensors, mamba2 1.3B (4+1), 4 x 2048"]
-    here, beside, _ = summary("memory")
-    mamba2 = f"Mamba2 {held[1]['measured']} (short), {tensors['measured']}"
-    assert here == f"Llama {large['reserved_gb']} GB held, {large['peak_gb']} of them tensors; {mamba2}"
-    assert held[1]["reached"] is False
-    assert beside == f"{held[0]['published']:g} and {held[1]['published']:g} published"
+        row = rows[f"{name.lower()} {size} (4+1), {batch}"]
+        assert summary(f"training {name} {size}") == [
+            thousands(row["measured"]) + short(row),
+            f"{thousands(row['published'])} published",
+            "H100",
+        ]
+    memory = [
+        [
+            rows[f"memory {what}, {name.lower()} 1.3B (4+1), 4 x 2048"]
+            for what in ("held, graphs and all", "of tensors alone")
+        ]
+        for name in ("Llama", "Mamba2")
+    ]
+    said = [
+        f"{name} {held['measured']:g} GB held{short(held)}, {tensors['measured']:g} of them tensors"
+        for name, (held, tensors) in zip(("Llama", "Mamba2"), memory, strict=True)
+    ]
+    published = " and ".join(f"{held['published']:g}" for held, _ in memory)
+    assert summary("memory") == ["; ".join(said), f"{published} published", "H100"]
     llama, mamba2 = (
-        on_h100[f"decoding {name}"] for name in ("llama 1.3B, batch 1", "mamba2 1.3B, batch 1, h in float32")
+        rows[f"decoding {name}"] for name in ("llama 1.3B, batch 1", "mamba2 1.3B, batch 1, h in float32")
     )
-    here, beside, _ = summary("decoding")
-    assert here == f"Llama {llama['measured']} ms, Mamba2 {mamba2['measured']} ms"
-    assert beside == f"{llama['published']} and {mamba2['published']} ms published"
+    assert summary("decoding")[:2] == [
+        f"Llama {llama['measured']} ms, Mamba2 {mamba2['measured']} ms",
+        f"{llama['published']} and {mamba2['published']} ms published",
+    ]
 
 
 def test_what_matters_most_on_four_gpus():
@@ -192,26 +193,6 @@ def test_the_table_of_one_gpu():
     assert table.BEGIN in text
     assert table.END in text
     assert table.quote(results("gpu"), text) == text, "python benchmarks/gpu.py --quote"
-
-
-def test_llama_recorded_on_one_gpu():
-    run = results("gpu_h200")["runs"][-1]
-    assert f"`{run['command']}`" in README
-    rows = {row["work"]: row for row in run["training"]}
-    said = README[README.index("With Llama's maps recorded, on one H200") :]
-    works = ("llama_1.3b_bounded", "llama_130m_bounded", "llama_130m_free")
-    places = [said.index(thousands(rows[work]["tokens_per_second"])) for work in works]
-    assert places == sorted(places)
-    large = rows["llama_1.3b_bounded"]
-    assert f"holding {large['reserved_gb']} GB ({large['peak_gb']} of tensors)" in said
-    share = rows["llama_130m_free"]["share_of_card"] / rows["llama_130m_bounded"]["share_of_card"]
-    assert f"{share:.2f} of (4+1) by FLOPs" in said
-    llama, mamba2 = (
-        [f"{row[f'overhead_{scope}_percent']:.1f} %" for scope in ("sequence", "prefix")]
-        for row in run["driver"]
-    )
-    assert f"adds {llama[0]} (rows) and {llama[1]} (tokens) to Llama 130M's map" in said
-    assert f"{mamba2[0]} and {mamba2[1]} to Mamba2 130M's" in said
 
 
 def test_several_gpus():
