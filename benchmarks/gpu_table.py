@@ -305,13 +305,9 @@ def cause(text: str) -> str:
 def not_measured(result: Row) -> str:
     """Return what has no figure as Markdown, each cause with all that it took, or nothing."""
     causes: dict[str, list[str]] = {}
-    named = ""
     for row in result["rows"]:
-        again = row["work"].startswith("the same")
-        named = named if again else row["work"]
         if row["measured"] is None:
-            works = causes.setdefault(cause(row["not_measured"]), [])
-            works.append(row["work"] if not again or named in works else f"{named}, {row['work']}")
+            causes.setdefault(cause(row["not_measured"]), []).append(row["work"])
     lines = [f"- `{why}`: {'; '.join(works)}" for why, works in causes.items()]
     return "\n".join(["Not measured in this run, by cause:", "", *lines]) if lines else ""
 

@@ -250,9 +250,8 @@ def test_what_is_missing_is_named_once_for_each_cause(gpu):
             "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 96.00 MiB. GPU 0 has 1",
         ),
         ("small", 1.0, None),
-        ("the same held", None, "exit code 1: RuntimeError: broken."),
+        ("memory", None, "exit code 1: RuntimeError: broken."),
         ("free", None, "RuntimeError: broken."),
-        ("the same, by FLOPs", None, "RuntimeError: broken."),
         ("huge", None, "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"),
     ]
     rows = [{"work": work, "measured": value, "not_measured": why} for work, value, why in works]
@@ -260,7 +259,7 @@ def test_what_is_missing_is_named_once_for_each_cause(gpu):
         "Not measured in this run, by cause:",
         "",
         "- `torch.OutOfMemoryError: CUDA out of memory`: large; huge",
-        "- `RuntimeError: broken`: small, the same held; free; the same, by FLOPs",
+        "- `RuntimeError: broken`: memory; free",
     ]
     assert gpu.gpu_table.not_measured({"rows": rows[1:2]}) == ""
 
