@@ -62,6 +62,8 @@ def options_of(words: list[str]) -> argparse.Namespace:
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
             parser.error(f"--{name.replace('_', '-')} is {value:g}; give a number above 0")
+    if min(options.layers) < 1:
+        parser.error(f"--layers is {min(options.layers)}; give numbers from 1 up")
     options.overrides = changes
     return options
 

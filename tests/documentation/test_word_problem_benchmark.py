@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +77,12 @@ def test_what_comes_last_is_checked_first(
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize("words", ["--minutes 0", "--explicit-steps -1", "--precisely 0", "--minutes nan"])
+@pytest.mark.parametrize(
+    "words", ["--minutes 0", "--explicit-steps -1", "--precisely 0", "--minutes nan", "--layers 2 0"]
+)
 def test_numbers_that_make_no_sense_are_refused(
     program: Any, capsys: pytest.CaptureFixture[str], words: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         program.options_of(words.split())
-    assert "give a number above 0" in capsys.readouterr().err
+    assert re.search(r"; give (a number above 0|numbers from 1 up)", capsys.readouterr().err)
