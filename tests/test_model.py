@@ -360,6 +360,9 @@ def test_decay_groups_hold_every_parameter_once():
         )
         assert all(p.ndim >= 2 for p in decayed)
         assert any(p is model.embedding.weight for p in decayed)
+        gains = {id(p) for name, p in model.named_parameters() if name.endswith("original0")}
+        assert gains
+        assert not gains & {id(p) for p in decayed}  # though they have two dimensions
         assert not any(
             name.endswith("original1") and p in set(others) for name, p in model.named_parameters()
         )

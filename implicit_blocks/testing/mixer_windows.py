@@ -170,22 +170,27 @@ def padded_windows(spec: MixerSpec, d_model: int = D_MODEL) -> None:
 
 @torch.no_grad()
 def documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that documents packed into a row don't see each other; or that ``prepare`` refuses them."""
+    """Check that documents packed into a row see neither each other nor padding; or are refused.
+
+    ``prepare`` may refuse them, by a ValueError.
+    """
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     z_other, u_other = inputs(mixer, d_model, seed=2)
     packed = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 2, 2], [0] * 9, [0, 1, 1, 1, 1, 1, 2, 2, 2]])
-    right_padding = torch.ones(BATCH, LENGTH, dtype=torch.bool)
+    right_padding, left_padding = torch.ones(2, BATCH, LENGTH, dtype=torch.bool)
     right_padding[1:, LENGTH - 1] = False
+    left_padding[0, :1] = left_padding[1, :3] = False
     try:
         whole, _ = run(mixer, z, u, [LENGTH], documents=packed)
     except (ValueError, NotImplementedError):
         return  # said so; what may not be is mixing them up
-    for valid in (None, right_padding):
+    for valid in (None, right_padding, left_padding):
         whole, _ = run(mixer, z, u, [LENGTH], documents=packed, valid=valid)
         for cuts in CUTS:
             for document in range(3):
                 own = (packed == document)[:, :, None]
+                own = own if valid is None else own & valid[:, :, None]
                 mixed, _ = run(
                     mixer,
                     torch.where(own, z, z_other),
@@ -194,14 +199,14 @@ def documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                     documents=packed,
                     valid=valid,
                 )
-                real = own if valid is None else own & valid[:, :, None]
-                error = relative_error(mixed * real, whole * real)
+                error = relative_error(mixed * own, whole * own)
+                padded = "" if valid is None else " or the padding"
                 require(
                     error < TOLERANCE,
                     mixer,
                     "documents",
-                    f"document {document} moved by {error:.1e} when others in its row changed, with windows "
-                    f"ending at {cuts}; honor window.documents_BT, or raise ValueError in prepare",
+                    f"document {document} moved by {error:.1e} when others in its row{padded} changed, with "
+                    f"windows ending at {cuts}; honor window.documents_BT, or raise ValueError in prepare",
                 )
 
 
