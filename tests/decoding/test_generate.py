@@ -97,9 +97,10 @@ def test_knobs_find_the_same_tokens_in_every_row(family, tiny_model, prompts, kn
         torch.testing.assert_close(alone.logits[0], together.logits[row], atol=1e-5, rtol=0)
 
 
-def test_rows_end_by_themselves_and_the_others_go_on(family, tiny_model, prompts):
-    model = tiny_model(family)
-    free = ib.generate(model, prompts, max_new_tokens=COUNT, return_logits=True)
+@pytest.mark.parametrize("mode", ["greedy", "sampling"])
+def test_rows_end_by_themselves_and_the_others_go_on(family, tiny_model, prompts, mode):
+    model, options = tiny_model(family), MODES[mode]
+    free = ib.generate(model, prompts, max_new_tokens=COUNT, return_logits=True, **options)
 
     def ends_with(stops):
         return [
@@ -111,7 +112,7 @@ def test_rows_end_by_themselves_and_the_others_go_on(family, tiny_model, prompts
     ends = ends_with(stops)
     assert len(set(ends)) > 2
     found = ib.generate(
-        model, prompts, max_new_tokens=COUNT, stop_tokens=stops, pad_token=-1, return_logits=True
+        model, prompts, max_new_tokens=COUNT, stop_tokens=stops, pad_token=-1, return_logits=True, **options
     )
     for row, end in enumerate(ends):
         tokens = free.tokens[row].tolist()
