@@ -45,7 +45,6 @@ TAPS = 4  # of the convolution that the kernels are written for; all published m
 SHORTEST = 4  # tokens; below, few plain operators do
 ONE_CHUNK = 256  # tokens, at most; with more, states between chunks cost less than products of all pairs
 WALKED_STATE = 64 * 128  # entries of a head's state that a program keeps in registers
-WALKED_MEMORY = 96 << 10  # bytes of shared memory for two blocks of tokens, which not every card has
 
 
 def eligible(device: torch.device, length: int, plain: bool, taps: int, sizes: Mamba2Sizes) -> bool:
@@ -335,16 +334,13 @@ def _one_chunk(length: int, shape: Mamba2Sizes) -> bool:
 def _walks(projected: Tensor, shape: Mamba2Sizes) -> bool:
     """Whether a long sequence's scan walks along it: with a state that registers hold, and enough heads.
 
-    Each head of a sequence is a program, with two blocks of tokens in shared memory; with fewer of them than
-    multiprocessors chunks side by side are faster.
+    Each head of a sequence is a program; with fewer of them than multiprocessors chunks side by side are
+    faster.
     """
     if not _tiles(shape) or shape.head_dim * shape.d_state > WALKED_STATE:
         return False
-    card = torch.cuda.get_device_properties(projected.device)
-    if getattr(card, "shared_memory_per_block_optin", 0) < WALKED_MEMORY:  # AMD's cards don't say
-        return False
-    heads: int = projected.shape[0] * shape.n_heads
-    return heads >= card.multi_processor_count
+    multiprocessors = torch.cuda.get_device_properties(projected.device).multi_processor_count
+    return projected.shape[0] * shape.n_heads >= multiprocessors
 
 
 def _tiles(shape: Mamba2Sizes) -> bool:

@@ -30,24 +30,9 @@ def sizes(heads=24, width=64, states=128, norm_groups=1):
     ],
 )
 def test_a_long_scan_walks_where_heads_keep_the_gpu_busy(batch, shape, expected, monkeypatch):
-    card = SimpleNamespace(multi_processor_count=132, shared_memory_per_block_optin=232_448)
+    card = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     assert mamba2_mix._walks(torch.zeros(batch, 2048, 4), shape) is expected
-
-
-@pytest.mark.parametrize(
-    ("card", "expected"),
-    [
-        ({"shared_memory_per_block_optin": 101_376}, True),
-        ({"shared_memory_per_block_optin": 65_536}, False),
-        ({}, False),
-    ],
-    ids=["99-kB", "64-kB", "not-said"],
-)
-def test_a_card_without_room_for_two_blocks_takes_chunks(card, expected, monkeypatch):
-    found = SimpleNamespace(multi_processor_count=80, **card)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
-    assert mamba2_mix._walks(torch.zeros(8, 2048, 4), sizes()) is expected
 
 
 @pytest.mark.parametrize(

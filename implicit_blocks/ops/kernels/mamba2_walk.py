@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 HEADS_AT_ONCE = 16  # whose step sizes a program sums up
 BLOCK = 64  # tokens
 LAUNCH = {"num_warps": 4, "num_stages": 1}
-AHEAD = 2  # blocks of a long sequence that are being loaded, the one at work among them
 
 
 class Steps(NamedTuple):
@@ -87,7 +86,6 @@ def forward(
             triton.cdiv(length, block),
             STATE=return_state,
             BY_BLOCK=by_block,
-            AHEAD=AHEAD if by_block else 1,
             **constants(sizes, block),
             **LAUNCH,
         )
@@ -141,8 +139,7 @@ def _step_sizes(
 @triton.jit
 def _forward(
     conv_ptr, dt_ptr, a_ptr, D_ptr, y_ptr, state_ptr, L, blocks, STATE: tl.constexpr, BY_BLOCK: tl.constexpr,
-    AHEAD: tl.constexpr, HEADS: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     inner: tl.constexpr = HEADS * P
     channels: tl.constexpr = inner + 2 * GROUPS * N
@@ -155,7 +152,7 @@ def _forward(
     D = tl.load(D_ptr + head).to(tl.float32)
     h = tl.zeros((N, P), tl.float32)
     a_before = 0.0
-    for block in tl.range(blocks, num_stages=AHEAD):
+    for block in range(blocks):
         token = block * BLOCK + tl.arange(0, BLOCK)
         here = token < L
         tokens = (row * L + token)[:, None]
