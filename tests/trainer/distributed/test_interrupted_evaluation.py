@@ -56,6 +56,14 @@ def test_the_next_batch_is_not_evaluated(small: Callable[..., Any], tmp_path: Pa
     assert left(tmp_path / "run") == left(tmp_path / "whole")
 
 
+def test_an_evaluation_that_was_made_is_not_made_again(small: Callable[..., Any], tmp_path: Path) -> None:
+    build(small(CHANGES), output=tmp_path / "whole", device="cpu").train()
+    build(small(CHANGES), output=tmp_path / "run", device="cpu").train(stop_at=2)
+    assert {row["step"] for row in left(tmp_path / "run")[1]} == {2}
+    build(small(CHANGES), output=tmp_path / "run", device="cpu", resume=True).train()
+    assert left(tmp_path / "run") == left(tmp_path / "whole")
+
+
 def test_all_ranks_leave_it_together(small: Callable[..., Any], processes: Any, tmp_path: Path) -> None:
     # Five sequences: the last rank has fewer batches than the first.
     spec = small({**CHANGES, "evaluation.sequences": 5}).model_dump(mode="json")
