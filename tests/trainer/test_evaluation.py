@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from trainer.data.source import Batch, DataSource, EvaluationSet
-from trainer.evaluation import evaluate, table
+from trainer.distributed import Ranks
+from trainer.evaluation import _share, evaluate, table
 
 LENGTH, VOCABULARY = 6, 5
 
@@ -160,3 +162,29 @@ def test_a_perplexity_too_large_for_a_float_is_infinite() -> None:
     from dataclasses import replace
 
     assert replace(results(Echo()), loss=1e4).perplexity == float("inf")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("batch_size", [1, 2, 4])
+def test_every_rank_takes_as_many_turns(batch_size: int, world_size: int) -> None:
+    """Or, where the model communicates when it is called, one would wait for ever for another's call."""
+
+    class Numbers:
+        length = 3
+
+        def batch(self, position: int, count: int) -> list[int]:
+            return list(range(position, position + count))
+
+    for sequences in range(1, 12):
+        shared = EvaluationSet(name="set", source=cast(Any, Numbers()), sequences=sequences)
+        turns = [
+            list(_share(shared, batch_size, ranks, equally_often=True))
+            for ranks in (Ranks(torch.device("cpu"), rank, world_size) for rank in range(world_size))
+        ]
+        assert len({len(of_rank) for of_rank in turns}) == 1
+        assert all(batch is not None for of_rank in turns for batch, _ in of_rank)
+        counted = [cast(Any, batch) for of_rank in turns for batch, counts in of_rank if counts]
+        assert list(chain.from_iterable(counted)) == list(range(sequences))
+        last = Ranks(torch.device("cpu"), world_size - 1, world_size)
+        silent = _share(shared, batch_size, last, equally_often=False)
+        assert all(counts == (batch is not None) for batch, counts in silent)
