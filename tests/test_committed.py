@@ -49,3 +49,40 @@ def test_no_more_tokens_are_taken_back_than_there_are():
     for tokens in (4, -1):
         with pytest.raises(ValueError, match=f"{tokens} tokens cannot be taken back from the 3"):
             state.truncate(tokens, model.backbone)
+
+
+def test_positions_count_real_tokens_over_windows_with_padding_and_without():
+    state = attention_model().initial_state(2)
+    first = state.window(3, valid_BL=None, documents_BL=None, dtype=torch.float64)
+    assert first.positions_BL.expand(2, 3).tolist() == [[0, 1, 2]] * 2
+    state = state.after(first, state.layers)
+    valid = torch.tensor([[False, True, True], [True, False, False]])
+    second = state.window(3, valid_BL=valid, documents_BL=None, dtype=torch.float64)
+    assert second.positions_BL[valid].tolist() == [3, 4, 3]
+    state = state.after(second, state.layers)
+    third = state.window(2, valid_BL=None, documents_BL=None, dtype=torch.float64)
+    assert third.positions_BL.tolist() == [[5, 6], [4, 5]]
+
+
+def test_a_row_whose_first_token_is_still_to_come_has_no_warm_start():
+    state = attention_model().initial_state(2)
+    valid = torch.tensor([[True, True], [False, False]])
+    window = state.window(2, valid_BL=valid, documents_BL=None, dtype=torch.float64)
+    state = state.after(window, state.layers, torch.full((2, 2, 16), 7.0))
+    window = state.window(3, valid_BL=None, documents_BL=None, dtype=torch.float64)
+    warm = state.warm_start(window, torch.full((2, 3, 16), -1.0))
+    assert warm[0].eq(7.0).all()
+    assert warm[1].eq(-1.0).all()
+
+
+@pytest.mark.parametrize("told", [{"attention_mask": VALID}, {"documents": DOCUMENTS}], ids=str)
+@torch.no_grad()
+def test_chosen_rows_go_on_as_they_would_among_all(told):
+    model, ids = attention_model(), torch.randint(0, 13, (3, 9), generator=torch.Generator().manual_seed(1))
+    state = model(ids[:, :7], **told, return_state=True).state
+    following = {name: value[:, -1:].expand(-1, 2) for name, value in told.items()}
+    whole = model(ids[:, 7:], state=state, **following).logits
+    rows = torch.tensor([2, 0, 2])
+    chosen = state.select_rows(rows, model.backbone)
+    following = {name: value[rows] for name, value in following.items()}
+    torch.testing.assert_close(model(ids[rows, 7:], state=chosen, **following).logits, whole[rows])

@@ -200,6 +200,17 @@ def test_two_solves_before_one_backward():
     assert first.adjoint.solution is not second.adjoint.solution
 
 
+def test_the_adjoint_that_is_told_is_that_of_the_latest_backward_pass():
+    f, _, x = problem()
+    solution = ib.FixedPoint(f, gradient=ib.ImplicitFunction(stopping=TIGHT), stopping=TIGHT)(x)
+    assert solution.adjoint.solution is None
+    loss = weighted(solution.z)
+    loss.backward(retain_graph=True)
+    first = solution.adjoint.solution
+    (2 * loss).backward()
+    torch.testing.assert_close(solution.adjoint.solution.z, 2 * first.z)
+
+
 def test_a_solve_feeds_another():
     f, weight, x = problem()
     layer = ib.FixedPoint(f, gradient=ib.ImplicitFunction(stopping=TIGHT), stopping=TIGHT)
