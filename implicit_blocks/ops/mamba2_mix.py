@@ -335,9 +335,11 @@ def _walks(projected: Tensor, shape: Mamba2Sizes) -> bool:
     """Whether a long sequence's scan walks along it: with a state that registers hold, and enough heads.
 
     Each head of a sequence is a program; with fewer of them than multiprocessors chunks side by side are
-    faster.
+    faster. Within a sequence it counts channels in 32 bits.
     """
     if not _tiles(shape) or shape.head_dim * shape.d_state > WALKED_STATE:
+        return False
+    if projected.shape[1] * (shape.inner + 2 * shape.n_groups * shape.d_state) >= 2**31:
         return False
     multiprocessors = torch.cuda.get_device_properties(projected.device).multi_processor_count
     return projected.shape[0] * shape.n_heads >= multiprocessors

@@ -35,6 +35,13 @@ def test_a_long_scan_walks_where_heads_keep_the_gpu_busy(batch, shape, expected,
     assert mamba2_mix._walks(torch.zeros(batch, 2048, 4), shape) is expected
 
 
+@pytest.mark.parametrize(("length", "expected"), [(1_198_372, True), (1_198_373, False)])
+def test_a_walk_is_no_longer_than_32_bits_count(length, expected, monkeypatch):
+    card = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert mamba2_mix._walks(torch.empty(8, length, 4, device="meta"), sizes()) is expected
+
+
 @pytest.mark.parametrize(
     ("length", "shape", "expected"),
     [
