@@ -61,3 +61,11 @@ def test_only_the_card_that_was_measured(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     tuned.tell_loaded("scans")
     assert bool(module._bmm_chunk_fwd_kernel.cache) is told
+
+
+def test_what_depends_on_the_states_is_known_for_64_as_for_128() -> None:
+    narrower = {128: 64, 64 * 128: 64 * 64}
+    wide = [(name, key) for name, key in tuned.FOUND if not narrower.keys().isdisjoint(key)]
+    assert len(wide) == 11
+    for name, key in wide:
+        assert (name, tuple(narrower.get(size, size) for size in key)) in tuned.FOUND, name

@@ -1,9 +1,9 @@
 """How mamba-ssm's kernels are best cut up, where it was measured: finding out takes a first step a minute.
 
 Each of its kernels tries up to eleven ways at the first call of a kind, and compiles every one. For the
-shapes of the published models on Hopper the outcome is known, and is told to Triton's tuner as if it had
-just found it. Other shapes, types and cards are tuned as ever; ``TRITON_CACHE_AUTOTUNING=1`` keeps what that
-finds.
+shapes of the published models and of the books' models on Hopper the outcome is known, and is told to
+Triton's tuner as if it had just found it. Other shapes, types and cards are tuned as ever;
+``TRITON_CACHE_AUTOTUNING=1`` keeps what that finds.
 """
 
 from __future__ import annotations
@@ -91,6 +91,66 @@ FOUND: dict[tuple[str, tuple[Any, ...]], dict[str, int]] = {
     },
     ("_chunk_cumsum_fwd_kernel", (256, 64, _F, _F, _F, _F)): {"BLOCK_SIZE_H": 8, "num_warps": 4},
     ("_chunk_cumsum_bwd_kernel", (256, 64, _F, _F, _F, _F, _F, _F)): {"BLOCK_SIZE_H": 8, "num_warps": 4},
+    # The same with 64 states and 10 heads, the books' models. H200.
+    ("_chunk_cumsum_fwd_kernel", (256, 10, _F, _F, _F, _F)): {"BLOCK_SIZE_H": 8, "num_warps": 4},
+    ("_bmm_chunk_fwd_kernel", (256, 64, False, _B, _B, _F)): {
+        "BLOCK_SIZE_M": 128,
+        "BLOCK_SIZE_N": 128,
+        "BLOCK_SIZE_K": 32,
+        "num_warps": 4,
+        "num_stages": 4,
+    },
+    ("_chunk_state_fwd_kernel", (64, 64, 256, _B, _B, _F, _F, _F)): {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 64,
+        "BLOCK_SIZE_K": 32,
+        "num_warps": 2,
+        "num_stages": 4,
+    },
+    ("_state_passing_fwd_kernel", (4096, _F, _F, _F, _F)): {"BLOCK_SIZE": 1024, "num_warps": 4},
+    ("_chunk_scan_bwd_dstates_kernel", (64, 64, 256, _B, _B, _F, _F)): {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 64,
+        "BLOCK_SIZE_K": 32,
+        "num_warps": 2,
+        "num_stages": 4,
+    },
+    ("_state_passing_bwd_kernel", (4096, _F, _F, _F, _B, _F, _B)): {"BLOCK_SIZE": 1024, "num_warps": 4},
+    ("_chunk_scan_chunk_state_bwd_dx_kernel", (256, 64, 64, _B, _F, _B, _F, _F, _F, _B, _B, _B, _F, _F)): {
+        "BLOCK_SIZE_M": 64,
+        "BLOCK_SIZE_N": 64,
+        "BLOCK_SIZE_K": 32,
+        "num_warps": 4,
+        "num_stages": 4,
+    },
+    ("_chunk_state_bwd_db_kernel", (256, 64, 64, _B, _B, _B, _F, _F, _F, _F)): {
+        "BLOCK_SIZE_M": 128,
+        "BLOCK_SIZE_N": 64,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
+    ("_chunk_scan_bwd_dc_kernel", (256, 64, 64, _B, _B, _B, _F, _F, _F)): {
+        "BLOCK_SIZE_M": 128,
+        "BLOCK_SIZE_N": 64,
+        "num_warps": 4,
+        "num_stages": 3,
+    },
+    ("_bmm_chunk_bwd_kernel", (256, 64, _B, _F, _B, _F)): {
+        "BLOCK_SIZE_M": 128,
+        "BLOCK_SIZE_N": 64,
+        "BLOCK_SIZE_CS": 32,
+        "num_warps": 4,
+        "num_stages": 4,
+    },
+    ("_chunk_cumsum_bwd_kernel", (256, 10, _F, _F, _F, _F, _F, _F)): {"BLOCK_SIZE_H": 8, "num_warps": 4},
+    ("_state_passing_fwd_kernel", (4096, _F, _B, _F, _F)): {"BLOCK_SIZE": 256, "num_warps": 4},
+    ("_chunk_scan_fwd_kernel", (256, 64, 64, True, _F, _B, _B, _F, _F, _B, _B, _F)): {
+        "BLOCK_SIZE_M": 32,
+        "BLOCK_SIZE_N": 64,
+        "BLOCK_SIZE_K": 32,
+        "num_warps": 2,
+        "num_stages": 5,
+    },
 }
 
 
