@@ -162,18 +162,33 @@ def test_what_matters_most_of_the_experiments():
     for cell, wanted in zip((here, beside), found, strict=True):
         assert numbers(cell)[:3] == pytest.approx(wanted, abs=0.0501)
 
-    file = results("books_10m_mamba2")
-    early = [twin["lengths"][0] for twin in file["twins"]]
-    late = [twin["curve"][-1] for twin in file["after_60_million_tokens"]["twins"]]
-    here, beside = (
-        [f"{before['perplexity']:.1f}", f"{after['perplexity']:.1f}"]
-        for before, after in zip(early, late, strict=True)
-    )
-    behind = " (behind)" if late[0]["perplexity"] > late[1]["perplexity"] else ""
-    assert summary("the same, Mamba2 of 10 M")[:2] == [
-        f"{here[0]} after 12 M tokens; {here[1]} after 60 M{behind}",
-        f"explicit twins {' and '.join(beside)}",
+    once = results("books_once")["twins"]
+    found = [
+        ", ".join(
+            f"{twin['lengths'][0]['perplexity']:.1f}"
+            for twin in once
+            if twin["run"].startswith(f"books_{size}_") and ("explicit" in twin["run"]) is explicit
+        )
+        for explicit in (False, True)
+        for size in ("10m", "5m")
     ]
+    assert summary("the same, Mamba2 of 10 M and of 5 M")[:2] == [
+        f"{found[0]}; {found[1]} (two seeds)",
+        f"explicit twins {found[2]}; {found[3]}",
+    ]
+    again = results("books_10m_mamba2")["after_60_million_tokens"]["twins"]
+    implicit, explicit_twin = (twin["curve"][-1]["perplexity"] for twin in again)
+    behind = " (behind)" if implicit > explicit_twin else ""
+    assert summary("the same, Mamba2 of 10 M, three passes")[:2] == [
+        f"{implicit:.1f}{behind}",
+        f"explicit twin {explicit_twin:.1f}",
+    ]
+    equal = [
+        row["equal_tokens"]
+        for row in results("duality")["books_10m_mamba2_penalty"]["tolerances"]
+        if row["tolerance"] == 0.05
+    ]
+    assert summary("equal tokens in both modes")[0] == f"{percent(*equal)} (two seeds)"
 
 
 def test_what_matters_most_of_the_demo():
