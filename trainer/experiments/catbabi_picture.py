@@ -57,7 +57,9 @@ def draw(written: Mapping[str, Any]) -> Figure:
             ha="right",
         )
     bars.set_xlim(-0.6, 1.3 * len(names) - 0.3)  # room for the names of the lines
-    bars.set_xticks(range(len(names)), names)
+    # Many names side by side run into each other: they are broken where they can be.
+    broken = [name.replace("-", "\n").replace(", ", "\n") for name in names]
+    bars.set_xticks(range(len(names)), names if len(names) <= 4 else broken)
     bars.set_ylim(0, 118)
     finish(bars, title="All answers; dotted: as published elsewhere", x="model and layers", y="%")
     bars.legend(frameon=False, fontsize=9, loc="upper center", ncols=2)
