@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
 from trainer.data.babi import SPLITS, TASKS
+from trainer.experiments.catbabi_picture import draw
 from trainer.experiments.cli import main
 
 NARROW = [
@@ -99,3 +100,18 @@ def test_the_laptop_setting(shared_data, tmp_path):
     # A few minutes teach the words that answers are made of: guessing one of all words is right in 1 of 179.
     for row in written["models"]:
         assert row["accuracy"] > (0.2 if row["scoring"] == "answers" else 0.05), row["model"]
+
+
+@pytest.mark.parametrize(
+    ("layers", "first"), [((1, 2, 4), "explicit-1"), ((1, 2, 4, 8, 16), "explicit\n1")], ids=["few", "many"]
+)
+def test_names_of_many_models_are_broken(layers, first):
+    row = {
+        "scoring": "answers",
+        "length": 200,
+        "accuracy": 0.5,
+        "by_task": dict.fromkeys(map(str, TASKS), 0.5),
+    }
+    models = [{**row, "model": f"explicit-{count}"} for count in layers]
+    figure = draw({"models": models, "split": "test", "published": {}})
+    assert figure.axes[0].get_xticklabels()[0].get_text() == first
