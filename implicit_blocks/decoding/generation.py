@@ -144,6 +144,8 @@ class _Run:
         max_length = options.get("max_length")
         self.ids, mask = lay_out(prompts, options.get("attention_mask"), device=self.device)
         self.valid = check_prompts(self.ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
+        if self.valid is not None:
+            self.ids = self.ids.masked_fill(~self.valid, 0)  # what stands at padding may be no token
         batch, length = self.ids.shape
         self.sampling = Sampling(
             temperature=options.get("temperature", 0.0),

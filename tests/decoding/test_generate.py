@@ -97,6 +97,14 @@ def test_knobs_find_the_same_tokens_in_every_row(family, tiny_model, prompts, kn
         torch.testing.assert_close(alone.logits[0], together.logits[row], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("stands", [-1, 99])
+def test_what_stands_at_padding_may_be_no_token(tiny_model, prompts, stands):
+    model, (ids, mask) = tiny_model("attention"), padded(prompts, left=True)
+    expected = ib.generate(model, ids, attention_mask=mask, max_new_tokens=2)
+    found = ib.generate(model, ids.masked_fill(mask == 0, stands), attention_mask=mask, max_new_tokens=2)
+    assert torch.equal(found.tokens, expected.tokens)
+
+
 @pytest.mark.parametrize("mode", ["greedy", "sampling"])
 def test_rows_end_by_themselves_and_the_others_go_on(family, tiny_model, prompts, mode):
     model, options = tiny_model(family), MODES[mode]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainer.display import PlainDisplay, RichDisplay, duration, magnitude
-from trainer.metrics import MetricsFile, json_value, read_metrics
+from trainer.metrics import MetricsFile, json_value, read_metrics, rounded
 from trainer.report import draw, main, read_run, smoothed
 from trainer.run_folder import differences
 
@@ -129,6 +129,13 @@ def test_a_training_length_that_was_not_measured_is_no_mark(tmp_path: Path) -> N
     longest = [row for row in record.summary["evaluation"] if row["length"] == 64]
     record.summary.update(training_length=8, evaluation=longest)
     draw([record], tmp_path / "report.png")  # matplotlib warned: no room was left for the panels
+
+
+def test_digits_that_are_kept_are_significant_ones() -> None:
+    """Residuals of 1e-9 and learning rates of 1e-6 are not 0."""
+    assert rounded(1.23456789e-9) == 1.23457e-9
+    assert rounded(123456789.0) == 123457000.0
+    assert rounded(-0.00012345, 2) == -0.00012
 
 
 def test_a_run_that_did_not_finish_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

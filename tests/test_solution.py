@@ -1,0 +1,43 @@
+"""What is told of several windows together: of each row its worst."""
+
+from __future__ import annotations
+
+import torch
+
+import implicit_blocks as ib
+
+
+def window(iterations, residual, converged, diverged):
+    """Return the solution of one window of two tokens, for three rows."""
+    return ib.Solution.of_tokens(
+        torch.randn(3, 2, 4),
+        iterations=torch.tensor(iterations),
+        residual=torch.tensor(residual),
+        converged=torch.tensor(converged),
+        diverged=torch.tensor(diverged),
+    )
+
+
+def test_a_row_is_as_well_off_as_its_worst_token_in_any_window():
+    yes, no = True, False
+    first = window(
+        [[3, 5], [2, 2], [1, 9]],
+        [[0.1, 0.3], [0.1, 0.1], [0.1, 0.9]],
+        [[yes, yes], [yes, yes], [yes, no]],
+        [[no, no], [no, no], [no, yes]],
+    )
+    second = window(
+        [[4, 4], [7, 1], [1, 1]],
+        [[0.2, 0.2], [0.8, 0.1], [0.1, 0.1]],
+        [[yes, yes], [no, yes], [yes, yes]],
+        [[no, no], [no, no], [no, no]],
+    )
+    for windows in ([first, second], [second, first]):
+        whole = ib.Solution.concatenate(windows)
+        assert whole.z.shape == (3, 4, 4)
+        assert whole.token_iterations.shape == whole.token_residual.shape == (3, 4)
+        assert whole.iterations.tolist() == [5, 7, 9]
+        torch.testing.assert_close(whole.residual, torch.tensor([0.3, 0.8, 0.9]))
+        assert whole.converged.tolist() == [True, False, False]
+        assert whole.diverged.tolist() == [False, False, True]
+        assert whole.token_diverged.any(1).tolist() == [False, False, True]
