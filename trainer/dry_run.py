@@ -194,7 +194,7 @@ def _search(model: ModelSpec) -> str:
     if not isinstance(model, ImplicitLMSpec):
         return "one pass through the layers"
     gradient, stopping = model.gradient, model.stopping
-    steps = getattr(gradient, "steps", None)
+    steps = getattr(getattr(gradient, "gradient", gradient), "steps", None)  # a penalty has a gradient within
     if gradient.kind == "unrolled":
         return f"{steps} updates of {model.solver.kind}, unrolled"
     budget = f"({stopping.max_iterations}+{steps})" if steps is not None else f"({stopping.max_iterations})"

@@ -51,12 +51,12 @@ def training_flops(
     again = 0.0
     if isinstance(model, ImplicitLMSpec):
         if getattr(model.gradient, "checkpointing", False):  # the spec's own cost has what it computes twice
-            useful -= _differentiated_passes(model) * once.layers
-            again += _differentiated_passes(model)
+            useful -= differentiated_passes(model) * once.layers
+            again += differentiated_passes(model)
         if iterations is not None and iterations_executed is not None and _searches(model):
             again += iterations_executed - iterations
     if checkpoint_activations != "none":
-        again += _differentiated_passes(model)
+        again += differentiated_passes(model)
     return TrainingFlops(useful, useful + again * once.layers)
 
 
@@ -64,6 +64,6 @@ def _searches(model: ImplicitLMSpec) -> bool:
     return model.gradient.forward_equivalents(1) != model.gradient.forward_equivalents(2)
 
 
-def _differentiated_passes(model: ModelSpec) -> int:
-    """Return how many passes through the layers are kept for backward."""
-    return int(getattr(model.gradient, "steps", 1)) if isinstance(model, ImplicitLMSpec) else 1
+def differentiated_passes(model: ModelSpec) -> int:
+    """Return how many passes through the layers are differentiated."""
+    return model.gradient.differentiated_calls if isinstance(model, ImplicitLMSpec) else 1

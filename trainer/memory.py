@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
+from implicit_blocks.specs import ImplicitLMSpec
 from implicit_blocks.specs.counting import ParameterCounts, count_parameters
 from implicit_blocks.specs.model import LanguageModelSpec
+from trainer.flops import differentiated_passes
 from trainer.spec import Phase, RunSpec
 from trainer.specs.parallel import Spread
 
@@ -133,7 +134,7 @@ def _graphs(
 
 def _kept_a_token(phase: Phase, model: LanguageModelSpec, layer: float) -> float:
     """Bytes kept for backward, a token, given those of a layer whose activations are all kept."""
-    passes, start = _differentiated_passes(model), model.d_model * _FLOAT32
+    passes, start = differentiated_passes(model), model.d_model * _FLOAT32
     match phase.training.checkpoint_activations:
         case "layers":
             return passes * model.n_layers * start + layer
@@ -142,8 +143,3 @@ def _kept_a_token(phase: Phase, model: LanguageModelSpec, layer: float) -> float
     if getattr(getattr(model, "gradient", None), "checkpointing", False):
         return passes * start + model.n_layers * layer
     return passes * model.n_layers * layer
-
-
-def _differentiated_passes(model: ModelSpec) -> int:
-    """Return how many passes through the layers are differentiated."""
-    return int(getattr(model.gradient, "steps", 1)) if isinstance(model, ImplicitLMSpec) else 1

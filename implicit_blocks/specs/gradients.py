@@ -26,6 +26,11 @@ class GradientSpec(ComponentSpec):
         """
         return None
 
+    @property
+    def differentiated_calls(self) -> int:
+        """Calls of the map that backward goes through: the `steps` of a kind that has some, else one."""
+        return int(getattr(self, "steps", 1))
+
 
 class PhantomSpec(GradientSpec):
     """Search without gradients, then `steps` damped steps with.
@@ -101,6 +106,11 @@ class JacobianPenaltySpec(GradientSpec):
         """Count the other gradient's and ``6 · probes``."""
         other = self.gradient.forward_equivalents(iterations)
         return None if other is None else other + 6 * self.probes
+
+    @property
+    def differentiated_calls(self) -> int:
+        """The other gradient's and ``2 · probes``."""
+        return self.gradient.differentiated_calls + 2 * self.probes
 
     @model_validator(mode="after")
     def _at_a_fixed_point(self) -> Self:

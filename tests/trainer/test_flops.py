@@ -8,7 +8,7 @@ import pytest
 
 from implicit_blocks.specs import load_spec
 from implicit_blocks.specs.counting import count_flops
-from trainer.flops import training_flops
+from trainer.flops import differentiated_passes, training_flops
 
 LENGTH = 128
 
@@ -54,3 +54,14 @@ def test_an_explicit_model_is_three_forward_passes() -> None:
     once: Any = count_flops(model, length=LENGTH)
     flops: Any = training_flops(model, length=LENGTH, iterations=7)
     assert flops.useful == flops.executed == pytest.approx(3 * (once.layers + once.head))
+
+
+def test_a_penalty_s_calls_are_differentiated_too() -> None:
+    spec: Any = load_spec("books_10m_mamba2_penalty")
+    model = spec.phase_specs()[1].model
+    once: Any = count_flops(model, length=LENGTH)
+    kept: Any = training_flops(model, length=LENGTH, iterations=4)
+    assert kept.useful == pytest.approx((4 + 3 * 4 + 6) * once.layers + 3 * (once.injection + once.head))
+    assert differentiated_passes(model) == 4 + 2
+    again: Any = training_flops(model, length=LENGTH, iterations=4, checkpoint_activations="layers")
+    assert again.executed - kept.executed == pytest.approx(6 * once.layers)
