@@ -150,6 +150,7 @@ class CatbAbI(DataSource):
         seed: of the order of the stories.
         scoring: which labels count.
         held_out: where evaluation sets come from; None: there are none.
+        stand_ins: what `Stories` says of them; None: there are none.
 
     """
 
@@ -164,7 +165,10 @@ class CatbAbI(DataSource):
         seed: int,
         scoring: str = "answers",
         held_out: Sequence[Story] | None = None,
+        stand_ins: Mapping[str, int] | None = None,
     ) -> None:
+        self.stand_ins: Mapping[str, int] = stand_ins or {}
+        """Files of the archive for which others stand in, and how many stories those give."""
         ids = {word: number for number, word in enumerate(vocabulary)}
         # All stories one behind the other in two arrays: an epoch takes them in its order at one stroke.
         self._words = np.array([ids[word] for story in stories for word in story.words], dtype=np.int16)
@@ -324,4 +328,5 @@ def build(spec: CatbAbIFields, *, seed: int = 0, vocab_size: int | None = None) 
         seed=seed,
         scoring=spec.scoring,
         held_out=stories.by_split[spec.held_out],
+        stand_ins=stories.stand_ins,
     )

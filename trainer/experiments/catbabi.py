@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.registry import build
-from trainer.data.babi import TASKS, CatbAbI, read_stories
+from trainer.data.babi import TASKS, CatbAbI
 from trainer.experiments.catbabi_picture import MODES, draw
 from trainer.experiments.drawing import write_picture
 from trainer.experiments.runs import Finished, explicit_twin, is_finished, load_model, run_spec, train
@@ -107,8 +107,7 @@ def run(
         for seed in seeds
         for asked in wanted
     ]
-    sources = _sources(plan[0][3], split, lengths)
-    stand_ins = read_stories(data).stand_ins
+    sources, stand_ins = _sources(plan[0][3], split, lengths)
     rows = []
     for asked, mode, seed, made in plan:
         name = f"{asked.name}-{mode}-{seed}"
@@ -161,8 +160,10 @@ def _spec(spec: str, asked: Asked, changes: Sequence[str]) -> RunSpec:
     return made.model_copy(update={"evaluation": few})
 
 
-def _sources(spec: RunSpec, split: str, lengths: Sequence[int]) -> dict[int, CatbAbI]:
-    """Return the split's rows, answers scored, by their tokens: of the lengths, or the spec's."""
+def _sources(
+    spec: RunSpec, split: str, lengths: Sequence[int]
+) -> tuple[dict[int, CatbAbI], Mapping[str, int]]:
+    """Return the split's rows by their tokens (lengths, or the spec's), answers scored; and the stand-ins."""
     fields = spec.data.model_copy(update={"held_out": split})
     data = build(fields, seed=spec.training.seed, vocab_size=getattr(spec.model, "vocab_size", None))
     found = {}
@@ -171,7 +172,7 @@ def _sources(spec: RunSpec, split: str, lengths: Sequence[int]) -> dict[int, Cat
         source = next(iter(data.evaluation_sets(asked).values())).source
         assert isinstance(source, CatbAbI)
         found[length] = source
-    return found
+    return found, data.stand_ins
 
 
 def _answers(

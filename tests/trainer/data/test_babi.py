@@ -124,7 +124,7 @@ def test_a_stand_in_gives_no_story_of_the_other_splits(folder):
     stand_in = TEXT.format(task="other", split="train")
     (folder / "en/qa3_three-supporting-facts_train.txt").write_text(stand_in)
     found = read_stories(folder)
-    assert found.stand_ins == {"qa3_train.txt": 1}
+    assert found.stand_ins == source(folder).stand_ins == {"qa3_train.txt": 1}
     stories = [story for story in found.by_split["train"] if story.task == 3]
     assert [story.words[1] for story in stories] == ["other"]  # Mary's is in qa3_valid.txt too
 
