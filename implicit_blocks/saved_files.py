@@ -24,6 +24,8 @@ CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints."""
 RECORD = "state.json"
 """Where a checkpoint says, under ``files``, how large its files are, and their checksums."""
+MODEL_PREFIX = "model/"
+"""What the names of the model's tensors begin with in a checkpoint."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -20,6 +20,7 @@ from implicit_blocks.saved_files import (
     CHECKPOINTS,
     CONFIG,
     MODEL,
+    MODEL_PREFIX,
     RECORD,
     SAFETENSORS,
     SPEC,
@@ -30,8 +31,6 @@ from implicit_blocks.saved_files import (
 from implicit_blocks.sharded_files import INDEX, read_whole_tensors
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, load_spec
 from implicit_blocks.specs.loading import read_model_spec
-
-_TRAINED = "model/"  # what the names of the model's tensors begin with in a checkpoint of the trainer
 
 
 def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None) -> Any:
@@ -173,7 +172,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         except ValueError as error:
             raise ValueError(f"{error}; take another checkpoint") from None
     if (path / INDEX).is_file():
-        tensors = read_whole_tensors(path, prefix=_TRAINED)
+        tensors = read_whole_tensors(path, prefix=MODEL_PREFIX)
         if not tensors:
             raise ValueError(f"{path} has no tensors of a model; give a checkpoint of the trainer")
         return tensors

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from implicit_blocks.saved_files import list_checkpoints
+from implicit_blocks.saved_files import MODEL_PREFIX, list_checkpoints
 from implicit_blocks.sharded_files import ShardReader, expect_one_process, read_whole_tensors, tensor_index
 from trainer.checkpoint_folder import (
     FORMAT,
-    MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     STATE_FILE,
     Progress,

@@ -25,7 +25,6 @@ from trainer.files import digest
 
 FORMAT = 2
 STATE_FILE = RECORD
-MODEL_PREFIX = "model/"
 OPTIMIZER_PREFIX = "optimizer/"
 TEMPORARY = ".tmp-"
 

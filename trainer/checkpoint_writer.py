@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from implicit_blocks.saved_files import list_checkpoints
+from implicit_blocks.saved_files import MODEL_PREFIX, list_checkpoints
 from implicit_blocks.sharded_files import INDEX, expect_one_process
 from trainer.checkpoint_folder import (
     FORMAT,
-    MODEL_PREFIX,
     OPTIMIZER_PREFIX,
     STATE_FILE,
     TEMPORARY,
