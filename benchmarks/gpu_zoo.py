@@ -26,6 +26,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from gpu_training import WORKS
 from on_device import device, keep, parser, smaller
 from report import machine, write
 
@@ -36,15 +37,6 @@ from trainer.run import build
 from trainer.spec import RunSpec
 
 PHASES = ("bounded", "free")
-# Tokens a second and iterations of the published implementation, and the most memory it took, on an H100.
-PUBLISHED: dict[tuple[str, str], tuple[int, int, float]] = {
-    ("llama_130m", "bounded"): (64_687, 4, 19.9),
-    ("llama_130m", "free"): (22_108, 13, 41.4),
-    ("llama_1.3b", "bounded"): (6_133, 4, 46.1),
-    ("mamba2_130m", "bounded"): (48_638, 4, 18.4),
-    ("mamba2_130m", "free"): (14_347, 14, 34.8),
-    ("mamba2_1.3b", "bounded"): (10_949, 4, 42.0),
-}
 SPECS = ("llama_1.3b", "mamba2_1.3b", "llama_130m", "mamba2_130m")
 
 
@@ -186,7 +178,7 @@ def phase_row(
     def most(key: str) -> float | None:
         return max((row[key] for row in rows if row.get(key) is not None), default=None)
 
-    tokens, iterations, memory = PUBLISHED.get((name, phase), (None, None, None))
+    published = WORKS.get(f"{name}_{phase}")  # the same work by gpu_training.py
     found = next(each for each in spec.phase_specs() if each.name == phase)
     gradient, stopping = found.model.gradient, found.model.stopping
     return {
@@ -197,13 +189,13 @@ def phase_row(
         "length": found.data.length,
         "checkpoint_activations": found.training.checkpoint_activations,
         "tokens_per_second": round(median("tokens_per_second", 0) or 0),
-        "published_tokens_per_second": tokens,
+        "published_tokens_per_second": published and published.tokens_per_second,
         "iterations": median("iterations", 1),
-        "published_iterations": iterations,
+        "published_iterations": published and published.iterations,
         "tflops": median("tflops", 1),
         "held_gb": most("memory_gb"),
         "allocated_gb": most("memory_allocated_gb"),
-        "published_gb": memory,
+        "published_gb": published and published.peak_gb,
         "loss": median("loss", 3),
     }
 
