@@ -46,9 +46,10 @@ class MapGraphs:
     What follows a search, a few steps in a row, is one graph: points and gradients that only the next step
     reads are never copied, and the weights' gradients leave it once.
 
-    They serve plain windows: those that begin their sequences, without padding, documents or dropout; any
-    other is computed as if there were no graphs, and so is a map that can't be recorded, with a line in the
-    log. Weights and injection are copied into buffers of the graphs once a pass, ``z`` where it isn't there.
+    They serve plain windows: those that begin their sequences, without padding or documents; any other is
+    computed as if there were no graphs, and so is a map that can't be recorded, with a line in the log.
+    Weights, injection and the masks of dropout are copied into buffers of the graphs once a pass, ``z`` where
+    it isn't there.
     """
 
     def __init__(self) -> None:
@@ -134,7 +135,7 @@ class MapGraphs:
         return self._pool
 
     def _loaded(self, f: BoundMap, key: Hashable) -> _Buffers | None:
-        """Return the buffers of a key with this pass's weights and injection in them.
+        """Return the buffers of a key with what this pass reads in them.
 
         None while another pass's backward still needs what is in them.
         """
@@ -230,11 +231,21 @@ def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
     """Return what two calls must share to share a graph, or None where the window is not plain."""
     window = f.window
     plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
-    if not plain or any(context.masks is not None for context in f.contexts):
+    if not plain:
         return None
-    u = f.u_BLU
-    given = None if u is None else (u.shape, u.dtype, f.by_row)
+    given = tuple((name, t.shape, t.dtype) for name, t in _given(f))
     return (z_BLD.shape, z_BLD.dtype, given, _autocast(), z_BLD.device)
+
+
+def _given(f: BoundMap) -> list[tuple[Hashable, Tensor]]:
+    """Return what a pass brings beside the weights: injection, its rows, the masks of dropout."""
+    named = [("u", f.u_BLU), ("rows", f.window.u_rows_BL)]
+    masks = [
+        ((layer, at), mask)
+        for layer, context in enumerate(f.contexts)
+        for at, mask in enumerate(context.masks or ())
+    ]
+    return [(name, t) for name, t in (*named, *masks) if t is not None]
 
 
 def _autocast() -> torch.dtype | None:
@@ -260,38 +271,35 @@ class _Weights:
 
 
 class _Buffers:
-    """What graphs of one shape read: weights and injection."""
+    """What graphs of one shape read: weights, injection, masks of dropout."""
 
     def __init__(self, f: BoundMap, weights: _Weights | None) -> None:
         with torch.inference_mode(False), torch.no_grad():
             self.weights = weights if weights is not None else _Weights(f.weights)
-            self._u = None if f.u_BLU is None else f.u_BLU.detach().clone()
-            self._rows = None if f.window.u_rows_BL is None else f.window.u_rows_BL.clone()
+            self._own = {name: t.detach().clone() for name, t in _given(f)}
         self._held: ReferenceType[HeldWeights] | None = None
-        self._of: ReferenceType[Tensor] | None = None
-        self._by: ReferenceType[Tensor] | None = None
+        self._of: list[ReferenceType[Tensor]] = []
 
     def hold(self, f: BoundMap) -> bool:
         """Whether the buffers hold what this map reads."""
-        same = self._held is not None and self._held() is f.weights
-        given = (self._of, f.u_BLU), (self._by, f.window.u_rows_BL)
-        return same and all(t is None or (known is not None and known() is t) for known, t in given)
+        if self._held is None or self._held() is not f.weights:
+            return False
+        return all(known() is t for known, (_, t) in zip(self._of, _given(f), strict=True))
 
     @torch.no_grad()
     def load(self, f: BoundMap) -> None:
-        """Take the weights and injection of a pass."""
+        """Take what a pass reads."""
         self.weights.load(f.weights)
         self._held = ref(f.weights)
-        if self._u is not None and f.u_BLU is not None:
-            self._u.copy_(f.u_BLU)
-            self._of = ref(f.u_BLU)
-        if self._rows is not None and f.window.u_rows_BL is not None:
-            self._rows.copy_(f.window.u_rows_BL)
-            self._by = ref(f.window.u_rows_BL)
+        given = _given(f)
+        for name, t in given:
+            self._own[name].copy_(t)
+        self._of = [ref(t) for _, t in given]
 
     def bind(self, f: BoundMap, *, with_gradients: bool) -> BoundMap:
         """Return the map on these buffers; with gradients they are leaves on the same memory."""
-        weights, u = self.weights.copy, self._u
+        weights, own = self.weights.copy, self._own
+        u = own.get("u")
         if with_gradients:
             weights = weights.as_leaves(f.weights)
             u = (
@@ -300,11 +308,15 @@ class _Buffers:
                 else u.detach().requires_grad_(f.u_BLU is not None and f.u_BLU.requires_grad)
             )
         # The states before a sequence's first token and the rotations are the same in every such window.
-        if self._rows is not None:
-            window = replace(f.window, u_rows_BL=self._rows, shared={})
-            contexts = tuple(BlockContext(block.mixer.prepare(window)) for block in f.backbone.blocks())
-            f = replace(f, window=window, contexts=contexts)
-        return replace(f, weights=weights, u_BLU=u)
+        window, mixers = f.window, [context.mixer for context in f.contexts]
+        if "rows" in own:
+            window = replace(window, u_rows_BL=own["rows"], shared={})
+            mixers = [block.mixer.prepare(window) for block in f.backbone.blocks()]
+        contexts = tuple(
+            BlockContext(mixer, None if context.masks is None else (own[layer, 0], own[layer, 1]))
+            for layer, (mixer, context) in enumerate(zip(mixers, f.contexts, strict=True))
+        )
+        return replace(f, window=window, contexts=contexts, weights=weights, u_BLU=u)
 
 
 class _SearchGraph:

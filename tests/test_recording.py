@@ -173,6 +173,35 @@ def test_steps_behind_a_search_are_one_graph(without_a_gpu, count, damping):
     assert len(without_a_gpu) == 4
 
 
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_graph_drops_what_the_pass_drops_that_it_is_replayed_for(without_a_gpu, layers):
+    torch.manual_seed(0)
+    mixer = ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)
+    fields = {"vocab_size": 61, "d_model": 32, "n_layers": layers, "mixer": mixer, "dropout": 0.3}
+    model = ib.build(ib.ImplicitLMSpec(**fields)).train()
+    ids, steps, made, seen = torch.arange(48).view(2, 24), graphs.Steps(3, 0.8), graphs.MapGraphs(), []
+    for _ in range(2):
+        f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+        z = start.detach()
+        with torch.no_grad():
+            made.call(f, z)
+        value = made.call(f, z, steps)
+        value.sum().backward()
+        (graph,) = next(iter(made._steps.values()))
+        (search,) = made._searches.values()
+        with torch.no_grad():
+            # What a replay computes: the map on the graph's own memory.
+            seen.append(graph._f.compute(z, steps))
+            torch.testing.assert_close(seen[-1], f.compute(z, steps), rtol=0, atol=0)
+            torch.testing.assert_close(search._f.compute(z), f.compute(z), rtol=0, atol=0)
+    assert not torch.allclose(*seen)
+    recorded = len(without_a_gpu)
+    model.eval()  # without masks: graphs of its own
+    f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+    torch.testing.assert_close(made.call(f, start.detach(), steps), f.compute(start, steps), rtol=0, atol=0)
+    assert len(without_a_gpu) == recorded + 2
+
+
 def test_a_pool_that_a_recording_failed_in_takes_no_other(without_a_gpu, monkeypatch, caplog):
     handles, pools, broken = iter(range(1, 9)), [], [False]
 

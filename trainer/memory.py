@@ -129,7 +129,8 @@ def _graphs(
         return 0
     recomputed = phase.training.checkpoint_activations != "none"  # then searches alone are recorded
     weights = (1 if recomputed else 2) * width * ((counts.backbone or 0) + (counts.gains or 0))
-    return round(weights + tokens * model.d_model * _POINTS * _FLOAT32)
+    masks = 2 * model.n_layers if model.dropout else 0
+    return round(weights + tokens * model.d_model * (_POINTS + masks) * _FLOAT32)
 
 
 def _kept_a_token(phase: Phase, model: LanguageModelSpec, layer: float) -> float:

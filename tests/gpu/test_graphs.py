@@ -65,6 +65,41 @@ def test_training_steps_are_the_same(mixer):
                 own.copy_(other)
 
 
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize(
+    "gradient", [ib.PhantomSpec(steps=3), ib.UnrolledSpec(steps=4)], ids=["phantom", "unrolled"]
+)
+def test_dropout_is_recorded_and_drawn_anew_each_step(mixer, gradient):
+    launched, recorded = (built(mixer, dropout=0.3, gradient=gradient) for _ in range(2))
+    recorded.capture_graphs()
+    losses = []
+    for seed in range(5):
+        results = []
+        for model in (recorded, launched):
+            torch.cuda.manual_seed(seed)
+            results.append(step(model, tokens(0)))
+        assert_same(*results)
+        losses.append(float(results[0][0]))
+    assert len(set(losses)) == 5
+    assert not recorded.backbone.graphs._refused
+    assert recorded.backbone.graphs._steps
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_rows_that_leave_keep_their_dropout(mixer):
+    stopping = ib.Stopping(tolerance=1e-4, max_iterations=40)
+    launched, recorded = (built(mixer, dropout=0.3, stopping=stopping) for _ in range(2))
+    recorded.capture_graphs()
+    for seed in range(4):
+        ids = tokens(seed, rows=16)
+        ids[1:, 1:] = ids[1:, :1]  # rows of unequal difficulty
+        results = []
+        for model in (recorded, launched):
+            torch.cuda.manual_seed(seed)
+            results.append(step(model, ids))
+        assert_same(*results)
+
+
 @pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
 def test_gradients_at_the_size_of_state_tracking():
     # What the first of four calls left for backward is larger than a work space of cuBLAS here: shared by all

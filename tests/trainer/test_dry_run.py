@@ -71,6 +71,8 @@ def test_recorded_graphs_keep_weights_and_their_gradients() -> None:
     # Of the layers' 1.2 B weights, in bfloat16, and points of 4 x 2048 tokens.
     assert recorded.graphs == pytest.approx(2 * 2 * 1.2085e9 + 5 * 4 * 8192 * 2048, rel=0.02)
     assert recorded.total == plain.total + recorded.graphs
+    dropping = memory_of("training.cuda_graphs=true", "model.dropout=0.1", phase=0)
+    assert dropping.graphs - recorded.graphs == 2 * 24 * 4 * 8192 * 2048
     again = memory_of("training.cuda_graphs=true", "training.checkpoint_activations=layers", phase=0)
     assert again.graphs < recorded.graphs * 0.6
     assert memory_of("training.cuda_graphs=true", "training.parallel.kind=fsdp", ranks=8).graphs == 0
