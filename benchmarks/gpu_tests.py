@@ -1,12 +1,13 @@
 """Run the tests that need a GPU, and keep what came of each: passed, failed or skipped, when and on what.
 
-    python benchmarks/gpu_tests.py [--processes 8] [--output gpu_tests] [what pytest takes …]
+    python benchmarks/gpu_tests.py [--processes 8] [--output gpu_tests] [--anew] [what pytest takes …]
 
-Without further words these are all tests marked ``gpu``, as ``make test-gpu`` runs them. First come those of
-which nothing is known, then those that failed. ``results/NAME.json`` holds the last outcome of each test with
-the run that it is of, the seconds, and why it failed or was skipped. It is written again and again, so that a
-run that is cut off (``"complete": false``) leaves what it knew. Tests that a run did not reach keep what is
-known of them, and ``"unseen"`` names those of which nothing is.
+Without further words these are all tests marked ``gpu``, as ``make test-gpu`` runs them. First come those
+of which nothing is known, then those that failed, long ones early. ``results/NAME.json`` holds the last
+outcome of each test with the run that it is of, the seconds, and why it failed or was skipped. It is
+written again and again, so that a run that is cut off (``"complete": false``) leaves what it knew. Tests
+that a run did not reach keep what is known of them, and ``"unseen"`` names those of which nothing is. With
+``--anew`` all that was known is forgotten but how long tests take, so that what is kept is of one run.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +42,18 @@ class Recorder:
         command: what runs.
         whole: whether the run is of whole files, so that their other tests are no more.
         everything: whether it is of all files, so that tests of others are no more.
+        anew: whether outcomes that are known are forgotten.
 
     """
 
-    def __init__(self, path: Path, command: str, *, whole: bool = False, everything: bool = False) -> None:
+    def __init__(
+        self, path: Path, command: str, *, whole: bool = False, everything: bool = False, anew: bool = False
+    ) -> None:
         self._path, self._whole, self._everything = path, whole, everything
         known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        self.tests: dict[str, dict[str, Any]] = dict(known.get("tests", {}))
+        before: dict[str, dict[str, Any]] = known.get("tests", {})
+        self.seconds: dict[str, float] = {name: test["seconds"] for name, test in before.items()}
+        self.tests: dict[str, dict[str, Any]] = {} if anew else dict(before)
         self._runs: dict[str, dict[str, Any]] = dict(known.get("runs", {}))
         described = machine()
         self.run: str = described["date"]
@@ -140,13 +147,28 @@ def counts(tests: Any) -> dict[str, int]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests of which nothing is known first, then those that failed; a hook of each process."""
+    """Put tests of which nothing is known first, then those that failed; a hook of each process.
+
+    Of those the longest and the shortest by turns, as far as is known how long they take: long ones begin
+    early, and what a process holds back until it is through with one (two tests at least are its own) is
+    short.
+    """
     if not (path := os.environ.get(KNOWN)):
         return
-    outcomes: dict[str, str] = json.loads(Path(path).read_text(encoding="utf-8"))
+    known: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    outcomes, seconds = known["outcomes"], known["seconds"]
     turns = {None: 0, "failed": 1}
-    # A process holds one test back until its last one has ended, and the documentation's pages take long.
-    items.sort(key=lambda item: (turns.get(outcomes.get(item.nodeid), 2), "documentation" in item.nodeid))
+    groups: dict[int, list[pytest.Item]] = {0: [], 1: [], 2: []}
+    for item in sorted(items, key=lambda item: -seconds.get(item.nodeid, 0.0)):
+        groups[turns.get(outcomes.get(item.nodeid), 2)].append(item)
+    items[:] = [item for group in groups.values() for item in by_turns(group)]
+
+
+def by_turns(longest_first: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the first, the last, the second, the last but one and so on."""
+    half = (len(longest_first) + 1) // 2
+    pairs = zip_longest(longest_first[:half], reversed(longest_first[half:]))
+    return [item for pair in pairs for item in pair if item is not None]
 
 
 def without_places(text: str) -> str:
@@ -166,6 +188,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--processes", type=int, default=1, help="at once, on one card")
     parser.add_argument("--output", default="gpu_tests", help="in results, or a path without .json")
+    parser.add_argument("--anew", action="store_true", help="forget outcomes of earlier runs")
     arguments, others = parser.parse_known_args()
     given = [word for word in sys.argv[1:] if word not in ("--output", arguments.output)]
     command = " ".join(["python benchmarks/gpu_tests.py", *given])
@@ -173,7 +196,7 @@ def main() -> int:
     named = [word for word in others if not word.startswith("-")]
     given = [name for name in named if (ROOT / name.partition("::")[0]).exists()]
     whole = not any(word == "-k" or "::" in word for word in others)
-    recorder = Recorder(path, command, whole=whole, everything=whole and not given)
+    recorder = Recorder(path, command, whole=whole, everything=whole and not given, anew=arguments.anew)
     together = (
         ["-n", str(arguments.processes), "--maxschedchunk", "1"] if arguments.processes > 1 else []
     )  # in their order: none waits behind another that takes long
@@ -185,9 +208,8 @@ def main() -> int:
         known = (
             Path(folder) / "known.json"
         )  # does not change meanwhile: each process must find the same order
-        known.write_text(
-            json.dumps({name: test["outcome"] for name, test in recorder.tests.items()}), "utf-8"
-        )
+        outcomes = {name: test["outcome"] for name, test in recorder.tests.items()}
+        known.write_text(json.dumps({"outcomes": outcomes, "seconds": recorder.seconds}), "utf-8")
         os.environ[KNOWN] = str(known)
         code = pytest.main(
             [

@@ -108,16 +108,38 @@ def test_what_a_run_did_not_reach_keeps_what_is_known(program, tmp_path, monkeyp
     assert found["unseen"] == []
 
 
-def test_the_unknown_come_first_then_what_failed(program, tmp_path, monkeypatch):
+def test_what_is_forgotten_anew(program, tmp_path):
+    path = tmp_path / "kept.json"
+    kept(program.Recorder(path, "first"), path, [report("one", duration=40), report("two")])
+    second = program.Recorder(path, "second", anew=True)
+    names = [f"{FILE}::{name}" for name in ("one", "two")]
+    second.pytest_xdist_node_collection_finished(None, names)
+    assert second.seconds == dict(zip(names, (40.0, 1.0), strict=True))
+    found = kept(second, path, [report("two")])
+    assert set(found["tests"]) == {names[1]}
+    assert found["unseen"] == [names[0]]
+    assert [run["command"] for run in found["runs"].values()] == ["second"]
+
+
+def ordered(program, monkeypatch, tmp_path, names, outcomes, seconds):
     known = tmp_path / "known.json"
-    known.write_text(json.dumps({"a": "passed", "b": "failed", "d": "skipped"}), encoding="utf-8")
+    known.write_text(json.dumps({"outcomes": outcomes, "seconds": seconds}), encoding="utf-8")
     monkeypatch.setenv(program.KNOWN, str(known))
-    items = [SimpleNamespace(nodeid=name) for name in "abcde"]
+    items = [SimpleNamespace(nodeid=name) for name in names]
     program.pytest_collection_modifyitems(items)
-    assert "".join(item.nodeid for item in items) == "cebad"
-    items = [SimpleNamespace(nodeid=name) for name in ("tests/documentation/page", "e", "b")]
-    program.pytest_collection_modifyitems(items)
-    assert [item.nodeid for item in items] == ["e", "tests/documentation/page", "b"]  # pages take long
+    return "".join(item.nodeid for item in items)
+
+
+def test_the_unknown_come_first_then_what_failed(program, tmp_path, monkeypatch):
+    outcomes = {"a": "passed", "b": "failed", "d": "skipped"}
+    assert ordered(program, monkeypatch, tmp_path, "abcde", outcomes, {}) == "cebad"
+
+
+def test_long_and_short_ones_take_turns(program, tmp_path, monkeypatch):
+    seconds = {"a": 1, "b": 9, "c": 5, "d": 7, "e": 3}
+    assert ordered(program, monkeypatch, tmp_path, "abcde", {}, seconds) == "badec"
+    outcomes = dict.fromkeys("abd", "passed") | {"c": "failed"}
+    assert ordered(program, monkeypatch, tmp_path, "abcde", outcomes, seconds) == "ecbad"
 
 
 @pytest.mark.slow
