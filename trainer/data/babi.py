@@ -297,6 +297,10 @@ class CatbAbIFields(Protocol):
     def held_out(self) -> str:
         """The split to evaluate on."""
 
+    @property
+    def tasks(self) -> Sequence[int] | None:
+        """Whose stories are trained on; None: all."""
+
 
 def build(spec: CatbAbIFields, *, seed: int = 0, vocab_size: int | None = None) -> CatbAbI:
     """Make the training source that a `data` section describes.
@@ -321,8 +325,9 @@ def build(spec: CatbAbIFields, *, seed: int = 0, vocab_size: int | None = None) 
         raise ValueError(
             f"bAbI has {words} words but the model's vocab_size is {vocab_size}; set model.vocab_size={words}"
         )
+    wanted = TASKS if spec.tasks is None else spec.tasks
     return CatbAbI(
-        stories.by_split["train"],
+        [story for story in stories.by_split["train"] if story.task in wanted],
         stories.vocabulary,
         length=spec.length,
         seed=seed,

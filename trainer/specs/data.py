@@ -11,6 +11,7 @@ from implicit_blocks.specs import ComponentSpec, Spec, refusal
 from trainer.data import groups
 
 Probability = Annotated[float, Field(ge=0, le=1)]
+BabiTask = Annotated[int, Field(ge=1, le=20)]
 
 
 class DataSpec(ComponentSpec):
@@ -110,6 +111,8 @@ class WordProblemSpec(DataSpec):
 class CatbAbISpec(DataSpec):
     """bAbI's twenty tasks, their stories shuffled and put one behind the other."""
 
+    changeable: ClassVar[frozenset[str]] = frozenset({"length", "tasks"})
+
     kind: Literal["catbabi"] = "catbabi"
     path: str | None = None
     """The archive en-valid-10k.tar.xz, or its folder; null in specs that leave it to the command line."""
@@ -120,11 +123,28 @@ class CatbAbISpec(DataSpec):
     answers in either case, all together and by task."""
     held_out: Literal["valid", "test"] = "valid"
     """The split to evaluate on; nothing should be chosen by the test split."""
+    tasks: Annotated[tuple[BabiTask, ...], Field(min_length=1)] | None = None
+    """Whose stories are trained on; null: all twenty. For a phase that begins with some of them. What is held
+    out has all."""
 
     @property
     def task(self) -> str:
         """Answers to bAbI's questions."""
         return "answers in catbAbI"
+
+    @field_validator("tasks")
+    @classmethod
+    def _each_once(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """In their order, so that the same tasks are the same spec."""
+        if value is not None and len(set(value)) < len(value):
+            twice = next(task for task in value if value.count(task) > 1)
+            raise ValueError(f"task {twice} is named twice; name each once")
+        return None if value is None else tuple(sorted(value))
+
+    def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
+        """See `DataSpec.describe`."""
+        tasks = "" if self.tasks is None else f", of tasks {', '.join(map(str, self.tasks))} alone"
+        return [f"{self.kind}, length {self.length:,}{tasks}"]
 
 
 Documents = Literal["ignore", "reset"]

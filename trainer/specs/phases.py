@@ -36,7 +36,7 @@ class PhaseSpec(Spec):
     optimizer.learning_rate."""
     data: dict[str, Any] = Field(default_factory=dict)
     """Changes to the data, where their kind allows any: the length and identity_probability of word
-    problems."""
+    problems, the length and tasks of catbAbI."""
 
 
 class Phase(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
 from pathlib import Path
 
@@ -84,6 +85,62 @@ def test_labels_are_the_next_tokens(folder, scoring):
         assert set(words(data, stream[scored])) == {"?"}
     else:
         assert int(scored.sum()) == data.total - 1
+
+
+def test_some_tasks_alone_are_trained_on_in_words_of_all(folder):
+    every, some = source(folder), source(folder, tasks=[16, 3])
+    assert some.vocab_size == every.vocab_size
+    assert some.total == every.total // 10
+    text = words(some, some.batch(0, some.samples).inputs.flatten())
+    assert {word for word in text if word.startswith("task")} == {"task3", "task16"}
+    evaluation = EvaluationSpec(sequences=1000).at(16)
+    assert list(some.evaluation_sets(evaluation)) == list(every.evaluation_sets(evaluation))
+    assert CatbAbISpec(tasks=[16, 3]) == CatbAbISpec(tasks=[3, 16])
+    assert CatbAbISpec(tasks=[3]).describe(sequences=1, vocab_size=None) == [
+        "catbabi, length 200, of tasks 3 alone"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "said"),
+    [([0], "greater than or equal to 1"), ([21], "less than or equal to 20"), ([], "at least 1 item"),
+     ([2, 3, 2], "task 2 is named twice")],
+)  # fmt: skip
+def test_tasks_that_bAbI_has_not_are_refused(tasks, said):
+    with pytest.raises(ValueError, match=said):
+        CatbAbISpec(tasks=tasks)
+
+
+def test_a_phase_reads_some_tasks_and_shorter_rows_first(folder, tmp_path):
+    fields = {
+        "model": {
+            "kind": "explicit_lm",
+            "vocab_size": source(folder).vocab_size,
+            "d_model": 16,
+            "n_layers": 1,
+            "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
+        },
+        "data": {"kind": "catbabi", "path": str(folder), "length": 16},
+        "training": {
+            "max_steps": 4,
+            "batch_size": 4,
+            "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
+            "schedule": {"kind": "warmup_linear"},
+            "threads": 1,
+        },
+        "phases": [
+            {"name": "first", "until": 2, "data": {"tasks": [16], "length": 8}},
+            {"name": "all"},
+        ],
+    }
+    spec = RunSpec.model_validate(fields)
+    assert [phase.data.tasks for phase in spec.phase_specs()] == [(16,), None]
+    build_run(spec, output=tmp_path / "run", device="cpu").train()
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [row["tokens"] for row in rows] == [32, 64, 128, 192]
+    fields["phases"][0]["data"] = {"scoring": "all"}
+    with pytest.raises(ValueError, match="a phase can't change 'scoring' of data of kind 'catbabi'"):
+        RunSpec.model_validate(fields).phase_specs()
 
 
 def test_sets_are_scored_by_task(folder):
