@@ -37,13 +37,21 @@ def finish(axes: Axes, *, title: str, x: str, y: str) -> None:
     axes.set_axisbelow(True)
 
 
-def plain_logarithm(axes: Axes, which: str, *, at: Sequence[float] | None = None) -> None:
-    """Make an axis logarithmic with few, plainly written ticks: some round values, or these."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
+def plain_logarithm(
+    axes: Axes, which: str, *, at: Sequence[float] | None = None, about: int | None = None
+) -> None:
+    """Make an axis logarithmic with few, plainly written ticks: round values, these, or about so many.
+
+    ``about`` is for a narrow range, in which 1, 2, 5, 10 and the like may miss altogether.
+    """
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     axis = {"x": axes.xaxis, "y": axes.yaxis}[which]
     axes.set_xscale("log") if which == "x" else axes.set_yscale("log")
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if at is None else FixedLocator(at))
+    if about is not None:
+        axis.set_major_locator(MaxNLocator(about))
+    else:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if at is None else FixedLocator(at))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
 

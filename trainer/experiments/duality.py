@@ -303,9 +303,22 @@ def _names(spec: RunSpec, tokenizer: Path | None) -> dict[int, str]:
         path = beside
     try:
         vocabulary = read_json(path)["model"]["vocab"]
-        return {int(number): str(text).replace("\u0120", "\u2423") for text, number in vocabulary.items()}
+        return {int(number): _readable(str(text)) for text, number in vocabulary.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no tokenizer.json with a vocabulary ({error!r})") from error
+
+
+def _readable(text: str) -> str:
+    """Return a token of a byte-level vocabulary as text, blanks visible; part of a character as it is."""
+    try:
+        from tokenizers.decoders import ByteLevel
+
+        plain = ByteLevel().decode([text])
+    except ImportError:  # an extra
+        plain = text.replace("\u0120", " ")
+    if "\ufffd" in plain:
+        plain = text
+    return plain.replace(" ", "\u2423").replace("\n", "\u21b5")
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -18,7 +18,10 @@ _COLORS = (BLUE, ORANGE, GREEN, "#805ad5", "#b83280", GREY)
 
 
 def draw(written: Mapping[str, Any]) -> Figure:
-    """Draw perplexity against tokens, FLOPs, length, self-iterations, share; and iterations by position."""
+    """Draw perplexity against tokens, FLOPs, length, self-iterations; iterations by position; one more.
+
+    That one is perplexity against the first phase's share where several were tried, else the lead on the way.
+    """
     runs: list[dict[str, Any]] = written["runs"]
     twins = [run for run in runs if run["kind"] != "curriculum"]
     implicit = [run for run in twins if run["kind"] == "implicit"]
@@ -50,7 +53,7 @@ def draw(written: Mapping[str, Any]) -> Figure:
             marker="o",
         )
     plain_logarithm(lengths, "x", at=sorted({entry["multiple"] for run in shown for entry in run["lengths"]}))
-    plain_logarithm(lengths, "y", at=_PERPLEXITIES)
+    plain_logarithm(lengths, "y", about=7)
     finish(lengths, title="Length extrapolation", x="length, in training lengths", y="perplexity")
     for run in [run for run in implicit if run["seed"] == first_seed]:
         compute.plot(
@@ -71,7 +74,10 @@ def draw(written: Mapping[str, Any]) -> Figure:
     plain_logarithm(compute, "x", at=sorted(set(most)))
     finish(compute, title="Test-time compute, one checkpoint", x="self-iterations at most", y="loss, nats")
     finish(positions, title="Iterations of a token", x="position", y="iterations")
-    _draw_shares(shares, runs, colors)
+    if any(run["kind"] == "curriculum" for run in runs):
+        _draw_shares(shares, runs, colors)
+    else:
+        _draw_lead(shares, twins, colors)
     tokens.legend(frameon=False, fontsize=8)
     return figure
 
@@ -87,10 +93,33 @@ def _draw_shares(axes: Axes, runs: Sequence[Mapping[str, Any]], colors: Mapping[
         points = [(share, one) for share, values in zip(shares, found, strict=True) for one in values]
         axes.plot(*_columns(points), "o", color=colors[spec], fillstyle="none")
         axes.legend(frameon=False, fontsize=8)
-    if not tried:
-        axes.set_axis_off()
-        return
     finish(axes, title="Share of the first phase, every seed", x="share of the run", y="perplexity")
+
+
+def _draw_lead(axes: Axes, twins: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> None:
+    """Draw by how much the implicit twin's perplexity is below the explicit one's, on the way."""
+    for run in twins:
+        pair = {other["kind"]: other for other in twins if (other["spec"], other["seed"]) == _which(run)}
+        if run["kind"] != "implicit" or "explicit" not in pair:
+            continue
+        theirs = {entry["tokens"]: entry["perplexity"] for entry in pair["explicit"]["curve"]}
+        points = [
+            (entry["tokens"] / 1e6, 100 * (1 - entry["perplexity"] / theirs[entry["tokens"]]))
+            for entry in run["curve"]
+            if entry["tokens"] in theirs
+        ]
+        axes.plot(*_columns(points), "o-", color=colors[run["spec"]], linewidth=1.5, markersize=4)
+    axes.axhline(0, color=GREY, linestyle="--", linewidth=1)
+    finish(
+        axes,
+        title="Lead of the implicit twin, every seed",
+        x="tokens seen, in millions",
+        y="perplexity below the explicit twin's, %",
+    )
+
+
+def _which(run: Mapping[str, Any]) -> tuple[str, int]:
+    return run["spec"], run["seed"]
 
 
 def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
 from trainer.cli import main as train
 from trainer.experiments.cli import main
-from trainer.experiments.duality import Mode, compare, table
+from trainer.experiments.duality import Mode, _readable, compare, table
 from trainer.run import build
 from trainer.spec import RunSpec
 
@@ -128,6 +128,22 @@ def test_a_whole_row_may_end_the_search(trained, tmp_path):
     assert main([*arguments, "--scope", "prefix", "--output", str(tmp_path / "prefix")]) == 0
     token = json.loads((tmp_path / "prefix/duality.json").read_text())["tolerances"][0]
     assert len(set(token["simultaneous"]["iterations_by_position"])) > 1
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("odd", "odd"),
+        ("\u0120the", "\u2423the"),
+        ("\u00e2\u0122\u0136", "\u2014"),
+        ("\u010a", "\u21b5"),
+        ("\u00e2", "\u00e2"),
+    ],
+    ids=["letters", "blank", "dash", "line", "part of a character"],
+)
+def test_tokens_of_bytes_are_shown_as_text(text, shown):
+    pytest.importorskip("tokenizers", reason="their own decoder of bytes")
+    assert _readable(text) == shown
 
 
 def test_tokens_are_named_by_a_tokenizer(trained, tmp_path, capsys):

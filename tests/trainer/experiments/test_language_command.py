@@ -11,6 +11,7 @@ pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
 from trainer.experiments.cli import main
 from trainer.experiments.language import Settings, _plans
+from trainer.experiments.language_picture import draw
 from trainer.tokenize import main as tokenize
 
 NARROW = [
@@ -56,6 +57,28 @@ def test_twins_are_trained_and_measured(tokens, tmp_path, capsys):
     assert len(implicit["lengths"][0]["iterations_by_position"]) == 12
     assert (folder / "language.png").read_bytes().startswith(b"\x89PNG")
     assert "books_5m_mamba2-explicit-0" in capsys.readouterr().out
+
+
+def test_without_other_shares_the_picture_shows_the_lead():
+    def run(kind, perplexities, seed=0):
+        curve = [
+            {"tokens": 100 * n, "flops": 10.0 * n, "perplexity": p} for n, p in enumerate(perplexities, 1)
+        ]
+        length = {"multiple": 1, "loss": 2.0, "perplexity": perplexities[-1], "iterations_by_position": None}
+        about = {"spec": "books", "seed": seed, "share": None, "kind": kind, "test_time_compute": []}
+        return {**about, "run": f"{kind}-{seed}", "curve": curve, "lengths": [length]}
+
+    runs = [
+        run("implicit", [90.0, 45.0]),
+        run("explicit", [100.0, 60.0]),
+        run("implicit", [80.0, 40.0], seed=1),
+    ]
+    figure = draw({"specs": ["books"], "runs": runs})
+    (lead,) = [axes for axes in figure.axes if axes.get_title().startswith("Lead")]
+    pairs = [line.get_xydata().tolist() for line in lead.lines if line.get_marker() == "o"]
+    assert pairs == [
+        [[100e-6, pytest.approx(10.0)], [200e-6, pytest.approx(25.0)]]
+    ]  # of seed 1 there is one twin
 
 
 def test_every_share_is_tried_with_every_seed_on_the_first_spec(tokens):
