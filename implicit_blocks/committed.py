@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.interfaces import State, Window
+from implicit_blocks.real_first import of_last_real
 
 if TYPE_CHECKING:
     from implicit_blocks.backbone import Backbone
@@ -61,7 +62,10 @@ class Committed:
     def _extend(
         self, name: str, before_BT: Tensor | None, new_BL: Tensor | None, length: int, default: bool | int
     ) -> Tensor | None:
-        """Join what is said of the committed tokens and of new ones; silence means the default."""
+        """Join what is said of the committed tokens and of new ones; silence means the default.
+
+        For tokens that go on after documents were told apart: the document of the row's last real token.
+        """
         shape = (self.batch_size, length)
         if new_BL is not None and new_BL.shape != shape:
             raise ValueError(f"{name} has shape {tuple(new_BL.shape)}; the window's tokens have {shape}")
@@ -72,7 +76,8 @@ class Committed:
         if before_BT is None:
             before_BT = like.new_full((self.batch_size, self.length), default)
         elif new_BL is None:
-            new_BL = before_BT.new_ones(shape) if name == "valid" else before_BT[:, -1:].expand(shape)
+            last = None if name == "valid" else of_last_real(before_BT, self.valid_BT, 1)
+            new_BL = before_BT.new_ones(shape) if last is None else last.expand(shape)
         assert new_BL is not None
         return torch.cat((before_BT, new_BL), dim=1)
 
@@ -110,8 +115,9 @@ class Committed:
         if self.last_BD is None:
             return start_BLD
         follows = (self.next_position > 0)[:, None]
-        if window.documents_BT is not None and window.documents_BL is not None:
-            follows = follows & (window.documents_BL == window.documents_BT[:, window.start - 1, None])
+        before = window.documents_before(1)
+        if before is not None:
+            follows = follows & (window.documents_BL == before)
         return torch.where(follows[:, :, None], self.last_BD[:, None].to(start_BLD.dtype), start_BLD)
 
     def truncate(self, tokens: int, backbone: Backbone) -> Committed:

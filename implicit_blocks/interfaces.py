@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from implicit_blocks.lanes import LaneStates
-from implicit_blocks.real_first import RealFirst
+from implicit_blocks.real_first import RealFirst, of_last_real
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ComponentSpec, Stopping
 
@@ -301,11 +301,9 @@ class Window:
         """
         if self.documents_BT is None:
             return None
-        documents = self.documents_BT[:, : self.start]
-        if self.valid_BT is not None:
-            real_last = self.valid_BT[:, : self.start].to(torch.int8).argsort(dim=1, stable=True)
-            documents = documents.gather(1, real_last)
-        return documents[:, max(0, self.start - count) :]
+        start = self.start
+        valid = None if self.valid_BT is None else self.valid_BT[:, :start]
+        return of_last_real(self.documents_BT[:, :start], valid, count)
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return ``make()``, made once a window however many layers ask: masks, rotation tables."""

@@ -55,3 +55,13 @@ def moved(x_BLF: _Moved, order_BL: Tensor | None) -> _Moved:
     if x_BLF is None or order_BL is None:
         return x_BLF
     return x_BLF.gather(1, order_BL[:, :, None].expand(-1, -1, x_BLF.shape[2]))
+
+
+def of_last_real(values_BT: Tensor, valid_BT: Tensor | None, count: int) -> Tensor:
+    """Return what is said of each row's last ``count`` real tokens, the latest last, (B, count or T if less).
+
+    Rows with fewer real tokens have what is said of padding in front.
+    """
+    if valid_BT is not None:
+        values_BT = values_BT.gather(1, valid_BT.to(torch.int8).argsort(dim=1, stable=True))
+    return values_BT[:, max(0, values_BT.shape[1] - count) :]

@@ -75,6 +75,17 @@ def test_a_row_whose_first_token_is_still_to_come_has_no_warm_start():
     assert warm[1].eq(-1.0).all()
 
 
+def test_tokens_go_on_with_the_document_of_the_last_real_one():
+    state = attention_model().initial_state(2)
+    valid = torch.tensor([[True, True, False], [False, True, True]])
+    documents = torch.tensor([[0, 1, 2], [0, 1, 1]])
+    window = state.window(3, valid_BL=valid, documents_BL=documents, dtype=torch.float64)
+    state = state.after(window, state.layers, torch.full((2, 3, 16), 7.0))
+    window = state.window(2, valid_BL=None, documents_BL=None, dtype=torch.float64)
+    assert window.documents_BL.tolist() == [[1, 1], [1, 1]]
+    assert state.warm_start(window, torch.full((2, 2, 16), -1.0)).eq(7.0).all()
+
+
 @pytest.mark.parametrize("told", [{"attention_mask": VALID}, {"documents": DOCUMENTS}], ids=str)
 @torch.no_grad()
 def test_chosen_rows_go_on_as_they_would_among_all(told):

@@ -40,9 +40,10 @@ class Mamba2State(NamedTuple):
 class Mamba2Context(NamedTuple):
     """Whether the window begins a sequence; its padding and documents, None where there are none.
 
-    Padding of a later window must not stand between the convolution's tail and the first real token: the real
-    tokens are then moved to the front (``order_BL``), which the other fields describe, and back
-    (``places_BL``). In a first window padding is like the zeros before it.
+    Padding of a later window must not stand between the convolution's tail and the first real token, and that
+    of any window must not cut documents: the real tokens are then moved to the front (``order_BL``), which
+    the other fields describe, and back (``places_BL``). In a first window of one document padding is like the
+    zeros before it.
     """
 
     begins: bool
@@ -293,31 +294,29 @@ class Mamba2(Mixer):
 
 
 def _context(window: Window, taps: int) -> Mamba2Context:
-    valid, documents = window.valid_BL, window.documents_BT
-    last = moved = places = None
-    if valid is not None and window.start > 0:
-        moved = (~valid).to(torch.int8).argsort(dim=1, stable=True)
-        places, valid = moved.argsort(1), valid.gather(1, moved)
+    begins, valid, documents = window.start == 0, window.valid_BL, window.documents_BL
+    # In a first window of one document padding stays where it is, like the zeros before it.
+    real = None if begins and documents is None else window.real_first()
+    order = places = last = None
+    if real is not None:
+        valid, order, places = real.valid_BL, real.order_BL, real.places_BL
     if valid is not None:
         # The tail holds the last real inputs: with padding on the right they are not the window's last ones.
-        order = torch.arange(1, window.length + 1, device=window.device)
-        end = (valid * order).amax(1)  # how many tokens up to and with the last real one
+        index = torch.arange(1, window.length + 1, device=window.device)
+        end = (valid * index).amax(1)  # how many tokens up to and with the last real one
         last = end[:, None] + torch.arange(taps - 1, device=window.device)
+    context = Mamba2Context(begins, valid, last, order_BL=order, places_BL=places, u_rows_BL=window.u_rows_BL)
     if documents is None:
-        return Mamba2Context(
-            window.start == 0, valid, last, order_BL=moved, places_BL=places, u_rows_BL=window.u_rows_BL
-        )
-    start = window.start
-    before = documents[:, max(0, start - taps + 1) : start]
-    first = documents[:, :1].expand(-1, taps - 1 - before.shape[1])
-    return Mamba2Context(
-        start == 0,
-        valid,
-        last,
-        documents[:, start:] if moved is None else documents[:, start:].gather(1, moved),
-        torch.cat((first, before), dim=1),
-        documents[:, start - 1] if start else None,
-        moved,
-        places,
-        window.u_rows_BL,
+        return context
+    before, tail = window.documents_before(1), window.documents_before(taps - 1)
+    assert before is not None
+    assert tail is not None
+    initial = None if begins else before[:, 0]
+    if real is not None:
+        documents = real.documents(documents, initial)
+    missing = documents[:, :1].expand(-1, taps - 1 - tail.shape[1])
+    return context._replace(
+        documents_BL=documents,
+        tail_documents_BW=torch.cat((missing, tail), dim=1),
+        initial_document_B=initial,
     )

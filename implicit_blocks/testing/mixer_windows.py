@@ -210,6 +210,42 @@ def documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                 )
 
 
+PADDED_DOCUMENTS = (("000111222", "000111222", "001111122"), ("011222222", "001112222", "011111222"))
+"""For those rows: padding is said to be of the document before it, of the one behind it, or to begin one."""
+
+
+@torch.no_grad()
+def padded_documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+    """Check that each document of rows padded window by window is mixed as if it were alone; or refused.
+
+    Whatever document padding is said to be of: it cuts none, and joins none.
+    """
+    mixer = make(spec, d_model)
+    z, u = inputs(mixer, d_model)
+    rows = PADDED_WINDOWS.split()
+    valid = torch.tensor([[flag == "1" for flag in row] for row in rows])
+    for numbers in PADDED_DOCUMENTS:
+        packed = torch.tensor([[int(number) for number in row] for row in numbers])
+        for cuts in ([4, LENGTH], [2, 4, 7, LENGTH]):
+            try:
+                mixed, _ = run(mixer, z, u, cuts, valid=valid, documents=packed)
+            except (ValueError, NotImplementedError):
+                return
+            for row in range(BATCH):
+                for document in packed[row, valid[row]].unique():
+                    pick = slice(row, row + 1), valid[row] & (packed[row] == document)
+                    alone, _ = run(mixer, z[pick], u[pick], [int(pick[1].sum())])
+                    error = relative_error(mixed[pick], alone)
+                    require(
+                        error < TOLERANCE,
+                        mixer,
+                        "padded documents",
+                        f"with windows ending at {cuts}, document {int(document)} of row {row} (real: "
+                        f"{rows[row]}, documents: {numbers[row]}) differs by {error:.1e} from its tokens "
+                        "alone; see window.real_first and window.documents_before",
+                    )
+
+
 @torch.no_grad()
 def capacity(spec: MixerSpec, d_model: int = D_MODEL) -> None:
     """Check that room reserved for tokens, enough or not, changes no output."""

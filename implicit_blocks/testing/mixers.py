@@ -30,6 +30,7 @@ MIXER_CONTRACTS: dict[str, Callable[..., Any]] = named(
         windows.padding,
         windows.padded_windows,
         windows.documents,
+        windows.padded_documents,
         windows.capacity,
         further.truncate,
         further.lanes,

@@ -89,7 +89,7 @@ class Faulty(ib.Mixer):
         return tuple(part[rows] for part in state)
 
     def prepare(self, window: ib.Window):
-        if window.documents_BT is not None and self.fault != "documents":
+        if window.documents_BT is not None and not self.fault.endswith("documents"):
             raise ValueError("one document a row, please")
         first_only = self.fault == "padding later" and window.start
         return None if self.fault == "padding" or first_only else window.valid_BL
@@ -173,6 +173,7 @@ BREAKS = {
     "padding": ("padding", "padding", "valid_BL"),
     "padding later": ("padded_windows", "padded windows", "real tokens only"),
     "documents": ("documents", "documents", "documents_BT"),
+    "padded documents": ("padded_documents", "padded documents", "documents_before"),
     "capacity": ("capacity", "capacity", "initial_state(capacity="),
     "keeps what is taken back": ("truncate", "truncate", "as those tokens left it"),
     "truncates unsaid": ("truncate", "truncate", "say truncates = True"),
