@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from gpu_works import WORKS
+
 BEGIN, END = "<!-- benchmarks/gpu.py --quote -->\n", "<!-- end of quote -->\n"
 Row = dict[str, Any]
 
@@ -112,14 +114,16 @@ def farther(mode: str) -> Callable[[list[Row]], float | None]:
 
 
 def trained(
-    work: str, program: str, text: str, *, published: int, reach: int | None = None, hope: int | None = None
+    work: str, program: str, text: str, *, reach: int | None = None, hope: int | None = None
 ) -> Figure:
     read, share = (of(key, work=work) for key in ("tokens_per_second", "share_of_card"))
+    published = WORKS[work].tokens_per_second
     return Figure(text, program, read, "tokens/s", published, reach, hope, share=share)
 
 
-def memory(text: str, program: str, published: float, key: str) -> Figure:
-    read = of(key, work=f"{program}_bounded")
+def memory(text: str, program: str, key: str) -> Figure:
+    work = f"{program}_bounded"
+    read, published = of(key, work=work), WORKS[work].peak_gb
     return Figure(text, program, read, "GB", published, published, None, False)
 
 
@@ -130,25 +134,24 @@ def decoded(text: str, *, published: float | None, reach: float, hope: float, **
 
 FLOAT32 = ["bfloat16", "float32"]  # as decoding.py says what Mamba2's states are: the convolution's, and h
 TRAINING = ("llama_1.3b", "llama_130m", "mamba2_1.3b", "mamba2_130m", "state_tracking")
+TRACKED = WORKS["state_tracking"].tokens_per_second
 FIGURES = [
     trained("llama_1.3b_bounded", "llama_1.3b", "llama 1.3B (4+1), 4 x 2048",
-            published=6_133, reach=18_000, hope=24_000),
+            reach=18_000, hope=24_000),
     trained("llama_130m_bounded", "llama_130m", "llama 130M (4+1), 8 x 2048",
-            published=64_687, reach=180_000, hope=240_000),
+            reach=180_000, hope=240_000),
     trained("mamba2_1.3b_bounded", "mamba2_1.3b", "mamba2 1.3B (4+1), 4 x 2048",
-            published=10_949, reach=15_500, hope=21_000),
+            reach=15_500, hope=21_000),
     trained("mamba2_130m_bounded", "mamba2_130m", "mamba2 130M (4+1), 8 x 2048",
-            published=48_638, reach=110_000, hope=160_000),
-    trained("llama_130m_free", "llama_130m", "llama 130M (32+4) at 13 iterations, 8 x 2048",
-            published=22_108),
+            reach=110_000, hope=160_000),
+    trained("llama_130m_free", "llama_130m", "llama 130M (32+4) at 13 iterations, 8 x 2048"),
     Figure("FLOPs a second of that, beside (4+1)'s: llama 130M", "llama_130m", of_bounded("llama_130m"),
            "times", None, 0.9),
-    trained("mamba2_130m_free", "mamba2_130m", "mamba2 130M (24+4) at 14 iterations, 8 x 2048",
-            published=14_347),
+    trained("mamba2_130m_free", "mamba2_130m", "mamba2 130M (24+4) at 14 iterations, 8 x 2048"),
     Figure("FLOPs a second of that, beside (4+1)'s: mamba2 130M", "mamba2_130m", of_bounded("mamba2_130m"),
            "times", None, 0.9),
     trained("state_tracking", "state_tracking", "state tracking, 512 x 256, at 18 iterations",
-            published=642_693, reach=3 * 642_693, hope=5 * 642_693),
+            reach=3 * TRACKED, hope=5 * TRACKED),
     decoded("decoding mamba2 1.3B, batch 1, h in float32", published=86.7, reach=3, hope=1.4,
             model="mamba2_1.3b", rows=1, state_types=FLOAT32),
     decoded("decoding llama 1.3B, batch 1", published=52.2, reach=3, hope=1.4,
@@ -175,8 +178,8 @@ FIGURES = [
         for mode in ("training", "evaluation")
     ),
     *(
-        memory(f"memory {what}, {family} 1.3B (4+1), 4 x 2048", f"{family}_1.3b", published, key)
-        for family, published in (("llama", 46.1), ("mamba2", 42.0))
+        memory(f"memory {what}, {family} 1.3B (4+1), 4 x 2048", f"{family}_1.3b", key)
+        for family in ("llama", "mamba2")
         for what, key in (("held, graphs and all", "reserved_gb"), ("of tensors alone", "peak_gb"))
     ),
     *(

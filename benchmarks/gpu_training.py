@@ -2,14 +2,14 @@
 
     python benchmarks/gpu_training.py [--works llama_130m_bounded …] [--compile] [--graphs] [--as-published]
 
-A *work* is a zoo model with a batch: those of ``WORKS``, the shapes that the published implementation was
-timed at on an H100 (its figures stand beside ours). Synthetic tokens; bfloat16 autocast, float32 masters,
-fused AdamW. The time is that of whole steps (forward, backward, clipping, optimizer), the median of
-``--steps`` after warming up, by CUDA events. Model FLOPs are counted by ``implicit_blocks.specs.counting``
-from the iterations taken. ``--as-published`` takes the iterations that the published one took, whatever the
-residual. A row also says how often the compiler left a function in pieces (``graph_breaks``) and how often a
-step made the host wait for the device unasked (``waits``, by ``torch.cuda.set_sync_debug_mode``), and how
-long building, compiling and warming up took (``ready_s``).
+A *work* is a zoo model with a batch: those of ``gpu_works.py``, the shapes that the published
+implementation was timed at on an H100 (its figures stand beside ours). Synthetic tokens; bfloat16 autocast,
+float32 masters, fused AdamW. The time is that of whole steps (forward, backward, clipping, optimizer), the
+median of ``--steps`` after warming up, by CUDA events. Model FLOPs are counted by
+``implicit_blocks.specs.counting`` from the iterations taken. ``--as-published`` takes the iterations that the
+published one took, whatever the residual. A row also says how often the compiler left a function in pieces
+(``graph_breaks``) and how often a step made the host wait for the device unasked (``waits``, by
+``torch.cuda.set_sync_debug_mode``), and how long building, compiling and warming up took (``ready_s``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import math
 import statistics
 import time
 import traceback
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from gpu_works import WORKS
 from on_device import (
     CARD,
     bfloat16,
@@ -40,31 +40,6 @@ from report import machine, write
 
 import implicit_blocks as ib
 from implicit_blocks.specs.counting import training_flops_per_token
-
-
-@dataclass(frozen=True)
-class Work:
-    """A model of the zoo, a batch, and the published figures for the same on an H100."""
-
-    spec: str
-    rows: int
-    length: int
-    tokens_per_second: int | None = None
-    iterations: int | None = None
-    peak_gb: float | None = None
-
-
-WORKS = {
-    "llama_130m_explicit": Work("llama_130m_explicit", 8, 2048, 135_233, None, 19.5),
-    "llama_130m_bounded": Work("llama_130m_bounded", 8, 2048, 64_687, 4, 19.9),
-    "llama_130m_free": Work("llama_130m", 8, 2048, 22_108, 13, 41.4),
-    "llama_1.3b_bounded": Work("llama_1.3b_bounded", 4, 2048, 6_133, 4, 46.1),
-    "mamba2_130m_explicit": Work("mamba2_130m_explicit", 8, 2048, 70_119, None, 17.9),
-    "mamba2_130m_bounded": Work("mamba2_130m_bounded", 8, 2048, 48_638, 4, 18.4),
-    "mamba2_130m_free": Work("mamba2_130m", 8, 2048, 14_347, 14, 34.8),
-    "mamba2_1.3b_bounded": Work("mamba2_1.3b_bounded", 4, 2048, 10_949, 4, 42.0),
-    "state_tracking": Work("mamba2_state_tracking", 512, 256, 642_693, 18, 8.2),
-}
 
 
 def main() -> None:
@@ -151,7 +126,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "work": name,
         "tokens_per_second": round(rate),
         "published_tokens_per_second": published,
-        "times_published": None if published is None else round(rate / published, 2),
+        "times_published": round(rate / published, 2),
         "iterations": None if taken is None else round(taken, 1),
         "published_iterations": work.iterations,
         "gflop_a_token": None if flops is None else round(flops / 1e9, 3),

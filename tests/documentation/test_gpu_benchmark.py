@@ -42,7 +42,7 @@ def module(name, monkeypatch):
 
 @pytest.fixture
 def gpu(monkeypatch, tmp_path):
-    for name in ("gpu_card", "gpu_table"):
+    for name in ("gpu_card", "gpu_works", "gpu_table"):
         module(name, monkeypatch)
     loaded = module("gpu", monkeypatch)
     for name, text in SCRIPTS.items():
@@ -203,12 +203,12 @@ def test_nvidia_smi_that_is_not_there_or_knows_nothing(monkeypatch, tmp_path):
 
 def test_what_share_of_the_card_training_takes_is_said(gpu):
     work = "llama_130m_bounded"
-    figure = gpu.gpu_table.trained(work, "works", "llama", published=3, reach=9, hope=12)
+    figure = gpu.gpu_table.trained(work, "works", "llama", reach=9, hope=12)
     row = {"work": work, "tokens_per_second": 7, "share_of_card": 0.444}
     line = figure.row({"works": {"rows": [row]}})
     assert (
         gpu.gpu_table.table({"rows": [line]}).splitlines()[-1]
-        == "| llama | tokens/s | 3 | 7 (short), 44 % | 9 | 12 |"
+        == "| llama | tokens/s | 64 687 | 7 (short), 44 % | 9 | 12 |"
     )
 
 
