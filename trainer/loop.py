@@ -374,13 +374,10 @@ class Loop:
             self.display.say(f"the evaluation after step {self.progress.step} was cut short by a signal")
             return None
         self.progress = replace(self.progress, seconds=self._seconds())
-        for result in results if self.ranks.is_main else ():
-            row = {
-                "step": self.progress.step,
-                "phase": self.progress.phase,
-                **result.as_row(by_position=False),
-            }
-            self.folder.evaluations.write(row)
+        if self.ranks.is_main:
+            where = {"step": self.progress.step, "phase": self.progress.phase}
+            # Together: a process that is killed leaves all sets of an evaluation behind, or none.
+            self.folder.evaluations.write(*({**where, **each.as_row(by_position=False)} for each in results))
         if results:
             words = self.spec.data.task is not None
             shown = table(results, last_tokens=evaluation.last_tokens, words=words)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from trainer.files import write_atomically
 
 
 def json_value(value: Any) -> Any:
@@ -45,9 +44,10 @@ class MetricsFile:
         self._file: BinaryIO | None = None
         self._pending = b""
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append one line and hand it to the operating system."""
-        self._pending += json.dumps(json_value(row), allow_nan=False).encode() + b"\n"
+    def write(self, *rows: Mapping[str, Any]) -> None:
+        """Append a line for each row and hand them to the operating system together."""
+        for row in rows:
+            self._pending += json.dumps(json_value(row), allow_nan=False).encode() + b"\n"
         self._push()
 
     def _push(self) -> None:
@@ -65,22 +65,31 @@ class MetricsFile:
     def truncate_after(self, step: int) -> None:
         """Drop later steps' lines, and a last line cut short, so that a resumed run has each step once."""
         self.close()
-        if self.path.exists():
-            kept = [
-                json.dumps(row, allow_nan=False) + "\n"
-                for row in read_metrics(self.path)
-                if row["step"] <= step
-            ]
-            write_atomically(self.path, "".join(kept))
+        if not self.path.exists():
+            return
+        with self.path.open("r+b") as file:
+            kept, last = 0, b"\n"
+            for line, end in _lines_from_the_end(file):
+                if (row := _object_of(line)) is not None and row["step"] <= step:
+                    kept, last = end, line
+                    break
+            file.truncate(kept)
+            if not last.endswith(b"\n"):
+                file.seek(kept)
+                file.write(b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the objects of all lines."""
         return list(read_metrics(self.path)) if self.path.exists() else []
 
     def last_row(self) -> dict[str, Any] | None:
-        """Return the latest line's object, or None where there is none."""
-        rows = self.rows()
-        return rows[-1] if rows else None
+        """Return the latest line's object, or None where there is none; reads the file's end alone."""
+        if not self.path.exists():
+            return None
+        with self.path.open("rb") as file:
+            return next((row for line, _ in _lines_from_the_end(file) if (row := _object_of(line))), None)
 
     def close(self) -> None:
         """Close the file; the next line opens it again."""
@@ -92,11 +101,39 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics file; a last line that a crash cut short is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}: not JSON ({error})") from error
+    """Yield the rows of a metrics file, as they are read; a last line that a crash cut short is left out."""
+    broken: ValueError | None = None
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if broken is not None:
+                raise ValueError(f"{path}, line {number - 1}: not JSON ({broken})") from broken
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                broken = error
+
+
+def _lines_from_the_end(file: BinaryIO, *, at_once: int = 1 << 14) -> Iterator[tuple[bytes, int]]:
+    """Yield a file's lines and where they end, the last one first: a run of months has gigabytes of them."""
+    end = position = file.seek(0, os.SEEK_END)
+    rest = b""
+    while position > 0:
+        size = min(at_once, position)
+        position -= size
+        file.seek(position)
+        first, *others = (file.read(size) + rest).splitlines(keepends=True)
+        for line in reversed(others):
+            yield line, end
+            end -= len(line)
+        rest = first
+    if rest:
+        yield rest, end
+
+
+def _object_of(line: bytes) -> dict[str, Any] | None:
+    """Return what a line says; None where a crash cut it short."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return row

@@ -76,7 +76,8 @@ def go_on(
     def tidy() -> None:
         _leave_later_checkpoints(folder, progress.step, display)
         folder.metrics.truncate_after(progress.step)
-        folder.evaluations.truncate_after(progress.step)
+        # At its end a run is evaluated again, for its summary.
+        folder.evaluations.truncate_after(progress.step - (progress.step == total_steps))
         folder.record_resume(spec=spec, manifest=manifest, step=progress.step, changed=bool(changes))
 
     ranks.on_main(tidy)

@@ -77,7 +77,7 @@ class WarmupConstantSqrt(Schedule):
 
 
 class WarmupLinear(Schedule):
-    """Linear warm-up, then a straight line down to a final rate at the end of the run."""
+    """Linear warm-up, then a straight line down to a final rate, which the step after the last would have."""
 
     def __init__(self, *, total_steps: int, warmup_steps: int, final_rate: float) -> None:
         if warmup_steps > total_steps:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from trainer import metrics
 from trainer.display import PlainDisplay, RichDisplay, duration, magnitude
 from trainer.metrics import MetricsFile, json_value, read_metrics, rounded
 from trainer.report import draw, main, read_run, smoothed
@@ -33,6 +34,32 @@ def test_truncation_leaves_each_step_once(tmp_path: Path) -> None:
     file.write({"step": 4})
     file.close()
     assert [row["step"] for row in read_metrics(file.path)] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("end", ["", '{"step": 9, "los', "\n", '{"step": 9}', "nonsense\n"])
+def test_the_end_is_found_without_reading_all_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    assert file.last_row() is None
+    file.truncate_after(3)  # nothing there
+    file.write(*({"step": step, "text": "x" * 7000} for step in range(1, 9)))
+    file.close()
+    with file.path.open("a") as raw:
+        raw.write(end)
+    monkeypatch.setattr(metrics, "read_metrics", None)
+    last = 9 if end.endswith("}") else 8
+    assert (file.last_row() or {})["step"] == last
+    file.truncate_after(9)
+    assert (file.last_row() or {})["step"] == last
+    file.truncate_after(5)
+    file.write({"step": 6})
+    file.close()
+    assert [row["step"] for row in read_metrics(file.path)] == [1, 2, 3, 4, 5, 6]
+    assert file.path.read_bytes().count(b"\n") == 6
+    file.truncate_after(0)
+    assert file.path.read_bytes() == b""
+    assert file.last_row() is None
 
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:

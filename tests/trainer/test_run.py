@@ -321,8 +321,11 @@ def test_other_settings_may_change_on_resume_and_are_told(
 
 def test_a_finished_run_is_only_evaluated_again(small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    first = build(small(), output=folder, device="cpu").train()
-    again = build(small(), output=folder, device="cpu", resume=True).train()
+    spec = small({"training.evaluate_every": 2})
+    first = build(spec, output=folder, device="cpu").train()
+    again = build(spec, output=folder, device="cpu", resume=True).train()
+    evaluated = [(row["step"], row["length"]) for row in read_metrics(folder / "evaluations.jsonl")]
+    assert evaluated == [(2, 12), (2, 16), (4, 12), (4, 16)]  # once, though made twice
     assert first is not None
     assert again is not None
     assert again["steps"] == 4

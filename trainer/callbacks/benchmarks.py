@@ -50,7 +50,8 @@ class Benchmarks(Callback):
                 "out, and evaluate the checkpoints by python -m trainer.evaluate"
             )
         if run.is_main:
-            MetricsFile(run.folder / BENCHMARKS_FILE).truncate_after(step)
+            again = step == run.spec.total_steps  # at its end a resumed run is evaluated anew
+            MetricsFile(run.folder / BENCHMARKS_FILE).truncate_after(step - again)
 
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
         """Ask all tasks; note the scores."""

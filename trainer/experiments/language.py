@@ -264,13 +264,15 @@ def curve(finished: Finished) -> list[dict[str, Any]]:
 
 
 def _training(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the training loss, averaged over fiftieths of the run."""
+    """Return the training loss, averaged over fiftieths of the run; None where every batch was skipped."""
     size = max(1, len(metrics) // 50)
-    parts = [metrics[first : first + size] for first in range(0, len(metrics), size)]
-    return [
-        {"tokens": part[-1]["tokens"], "loss": rounded(sum(row["loss"] for row in part) / len(part))}
-        for part in parts
-    ]
+    found = []
+    for first in range(0, len(metrics), size):
+        part = metrics[first : first + size]
+        losses = [row["loss"] for row in part if row["loss"] is not None]
+        mean = rounded(sum(losses) / len(losses)) if losses else None
+        found.append({"tokens": part[-1]["tokens"], "loss": mean})
+    return found
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:

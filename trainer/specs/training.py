@@ -97,7 +97,7 @@ class WarmupLinearSpec(ScheduleSpec):
     warmup: Span = 0.1
     """Length of the warm-up: steps, a share of the run, or tokens."""
     final_learning_rate: NonNegativeFloat = 0.0
-    """Rate of the last step."""
+    """Where the line ends, a step after the last one: no step is wasted at a rate of 0."""
 
     def check(self, total_steps: int) -> None:
         """Refuse a warm-up that doesn't fit."""

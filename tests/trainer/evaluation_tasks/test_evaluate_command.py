@@ -368,6 +368,7 @@ def test_a_run_names_the_packages_that_asking_takes(small, tmp_path, benchmarks,
 def test_a_run_asks_benchmarks_on_its_way(small, tmp_path, benchmarks, tokenizer_file):
     spec = with_benchmarks(small, tmp_path, benchmarks, tokenizer_file)
     build(spec, output=tmp_path / "run", device="cpu").train()
+    build(spec, output=tmp_path / "run", device="cpu", resume=True).train()  # evaluated once more
     rows = [json.loads(line) for line in (tmp_path / "run" / "benchmarks.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [2]
     assert list(rows[0]["columns"]) == ["PIQA", "WG"]

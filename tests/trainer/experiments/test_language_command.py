@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
 from trainer.experiments.cli import main
-from trainer.experiments.language import Settings, _plans
+from trainer.experiments.language import Settings, _plans, _training
 from trainer.experiments.language_picture import draw
 from trainer.tokenize import main as tokenize
 
@@ -79,6 +79,14 @@ def test_without_other_shares_the_picture_shows_the_lead():
     assert pairs == [
         [[100e-6, pytest.approx(10.0)], [200e-6, pytest.approx(25.0)]]
     ]  # of seed 1 there is one twin
+
+
+def test_skipped_batches_are_left_out_of_the_loss():
+    losses = [4.0, None, 2.0, *[1.0] * 147, None, None, None, 3.0]
+    rows = [{"tokens": 10 * step, "loss": loss} for step, loss in enumerate(losses, 1)]
+    found = _training(rows)
+    assert [entry["loss"] for entry in found] == [3.0, *[1.0] * 49, None, 3.0]
+    assert found[0]["tokens"] == 30
 
 
 def test_every_share_is_tried_with_every_seed_on_the_first_spec(tokens):
