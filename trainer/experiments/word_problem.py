@@ -60,8 +60,12 @@ class Settings:
             "test_lengths",
             "seeds",
         ):
-            if not getattr(self, name):
+            given = getattr(self, name)
+            if not given:
                 raise ValueError(f"{name} are none; give one or more")
+            if len(set(given)) < len(given):
+                twice = next(value for value in given if given.count(value) > 1)
+                raise ValueError(f"{name}: {twice} is given twice; give each once")
         for name in ("layers", "lengths", "iterations", "test_lengths"):
             for value in getattr(self, name):
                 if value < 1:

@@ -57,11 +57,10 @@ def carry_out(
 
 
 def _of_runs(folder: Path, settings: Settings, place: torch.device, *, device: str) -> list[dict[str, Any]]:
-    """Train, or read, what the settings ask for, and test it."""
-    rows = []
+    """Train, or read, what the settings ask for, and test it. All specs are made, and so checked, first."""
     asked = product(settings.groups, settings.lengths, sorted(settings.iterations), settings.seeds)
-    for group, length, iterations, seed in asked:
-        spec = varied(
+    specs = {
+        f"{group}-L{length}-s{iterations}-seed{seed}": varied(
             settings.spec,
             model="implicit-mamba2",
             group=group,
@@ -72,7 +71,10 @@ def _of_runs(folder: Path, settings: Settings, place: torch.device, *, device: s
             evaluation=_tests(settings, length),
             overrides=settings.overrides,
         )
-        name = f"{group}-L{length}-s{iterations}-seed{seed}"
+        for group, length, iterations, seed in asked
+    }
+    rows = []
+    for name, spec in specs.items():
         finished = train(spec, folder / "runs" / name, name=name, device=device)
         more = {"steps": finished.summary["steps"], "training_seconds": finished.summary["seconds"]}
         rows += tests(spec, load_model(finished, place), settings, place, **more)

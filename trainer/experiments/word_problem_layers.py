@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from trainer.experiments.runs import Finished, train
 from trainer.experiments.word_problem import Settings
 from trainer.experiments.word_problem_specs import IMPLICIT, varied
 from trainer.files import write_json
+from trainer.spec import RunSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +27,13 @@ def carry_out(folder: Path, settings: Settings, *, device: str) -> str:
     Layers are tried from the fewest up, beginning with those that a shorter length took; a length that no
     number of them solves ends the search of that model, and longer ones are not tried. With several seeds a
     number of layers solves a length if it does so with one of them: the paper asks what can be learned.
+
+    Raises:
+        ValueError: a model that some change doesn't fit, before any is trained.
+
     """
+    for group, model, length in product(settings.groups, settings.models, settings.lengths):
+        _spec(settings, group, model, settings.layers[0], length)
     rows: list[dict[str, Any]] = []
     trained: list[dict[str, Any]] = []
     for group in settings.groups:
@@ -73,28 +81,32 @@ def _solve(
     """Train one number of layers at one length, with seeds until one solves it."""
     found: list[dict[str, Any]] = []
     for seed in settings.seeds:
-        spec = varied(
-            settings.spec,
-            model=model,
-            layers=layers,
-            group=group,
-            length=length,
-            identity_probability=settings.train_p,
-            seed=seed,
-            evaluation={
-                "lengths": [times * length for times in settings.test_lengths],
-                "identity_probabilities": list(settings.test_p),
-                "sequences": settings.sequences,
-                "last_tokens": min(10, length),
-            },
-            overrides=settings.overrides,
-        )
+        spec = _spec(settings, group, model, layers, length, seed=seed)
         name = f"{group}-{model.replace(':', '-')}-{layers}-L{length}-seed{seed}"
         finished = train(spec, folder / "runs" / name, name=name, device=device)
         found.append(summed_up(finished, group=group, model=model, layers=layers, length=length))
         if found[-1]["accuracy_last"] >= settings.threshold:
             break
     return found
+
+
+def _spec(settings: Settings, group: str, model: str, layers: int, length: int, *, seed: int = 0) -> RunSpec:
+    return varied(
+        settings.spec,
+        model=model,
+        layers=layers,
+        group=group,
+        length=length,
+        identity_probability=settings.train_p,
+        seed=seed,
+        evaluation={
+            "lengths": [times * length for times in settings.test_lengths],
+            "identity_probabilities": list(settings.test_p),
+            "sequences": settings.sequences,
+            "last_tokens": min(10, length),
+        },
+        overrides=settings.overrides,
+    )
 
 
 def summed_up(finished: Finished, *, group: str, model: str, layers: int, length: int) -> dict[str, Any]:

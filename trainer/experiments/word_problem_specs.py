@@ -3,7 +3,8 @@
 A *model* has a name: ``implicit-mamba2``, ``mamba2``, ``implicit-llama``, ``llama``, or ``transformers:`` and
 a model type by transformers' name. All of them have the width of the spec's model, see the same data in the
 same order, and keep its phases as far as those are about data and training; how to search only an implicit
-model is told. Explicit models start with Mamba2's usual heads, whatever the spec says of them.
+model is told. Explicit models start with Mamba2's usual heads, whatever the spec says of them. A change of
+``model.d_model`` is one of the spec's model, so that it is the width of them all.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ IMPLICIT = ("implicit-mamba2", "implicit-llama")
 NATIVE = ("implicit-mamba2", "mamba2", "implicit-llama", "llama")
 BASELINE = "transformers:"
 _HOW_HEADS_FORGET = ("dt_min", "dt_max", "a_min", "a_max")
+_WIDTH = ["model", "d_model"]
 
 
 def require_model(name: str) -> None:
@@ -72,17 +74,23 @@ def varied(
 
     """
     require_model(model)
-    tree = resolve(base)
+    tree = apply_overrides(Section(resolve(base)), [text for text in overrides if _keys(text) == _WIDTH])
     try:
         given = RunSpec.model_validate(tree)
     except ValidationError as error:
         raise explain(error, tree, source=base) from None
     if not _is_word_problem(given.data):
         raise ValueError(f"{base} is a run on data of kind {given.data.kind!r}; give one on a word_problem")
+    varies = ImplicitLMSpec if model in IMPLICIT else (ImplicitLMSpec, ExplicitLMSpec)
+    if not isinstance(given.model, varies):
+        raise ValueError(
+            f"{base} has a model of kind {given.model.kind!r}, from which no {model} can be made; "
+            "give a spec with an implicit_lm"
+        )
     data = _without_none(group=group, length=length, identity_probability=identity_probability)
     tree = merge(tree, {"training": {"seed": seed}, "evaluation": dict(evaluation or {})})
     tree["data"] = _data(tree["data"], data)
-    tree["model"] = _model(tree["model"], model, layers=layers, width=given.model.d_model)  # type: ignore[attr-defined]  # both kinds of spec have it
+    tree["model"] = _model(tree["model"], model, layers=layers, width=given.model.d_model)
     tree["phases"] = [
         Section(_phase(phase, implicit=model in IMPLICIT, data=data, iterations=iterations))
         for phase in tree.get("phases", [])
@@ -114,9 +122,15 @@ def _data(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, **{key: changes[key] for key in ("length",) if key in changes}, "sources": sources}
 
 
+def _keys(override: str) -> list[str]:
+    return override.partition("=")[0].strip().split(".")
+
+
 def _concerns(model: str, override: str) -> bool:
     """Whether a change is for this model: an explicit one knows nothing of search and gradient."""
-    keys = override.partition("=")[0].strip().split(".")
+    keys = _keys(override)
+    if keys == _WIDTH:
+        return not model.startswith(BASELINE)
     if keys[0] == "phases":
         return model in IMPLICIT or keys[2:3] != ["model"]
     of_search = ImplicitLMSpec.model_fields.keys() - ExplicitLMSpec.model_fields.keys()

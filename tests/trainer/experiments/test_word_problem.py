@@ -213,6 +213,8 @@ def test_a_step_is_wrong_by_itself_not_by_those_before_it() -> None:
         (["--checkpoints", "runs/one"], "checkpoints are tested by hard-tokens"),
         (["--study", "hard-tokens", "--checkpoints", "none"], "is no run and no checkpoint of one"),
         (["--study", "hard-tokens", "--device", "nonsense"], "device 'nonsense' is not a device's name"),
+        # A Mamba2 that knows the change is compared first, and not trained in vain.
+        (["--models", "mamba2", "llama", "--set", "model.mixer.d_state=4"], "unknown key 'd_state'"),
         (["--iterations", "4"], "--iterations would change nothing in the study layers"),
         (["--study", "hard-tokens", "--models", "llama"], "--models would change nothing in the study hard"),
         (

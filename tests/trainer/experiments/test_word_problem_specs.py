@@ -83,6 +83,16 @@ def test_changes_of_the_search_are_for_models_that_search() -> None:
         varied(BASE, model="mamba2", overrides=["model.dropuot=0.1"])
 
 
+def test_a_change_of_the_width_is_of_all_models() -> None:
+    change = ["model.d_model=128"]
+    llama: Any = varied(BASE, model="implicit-llama", overrides=change)
+    assert (llama.model.d_model, llama.model.mixer.n_heads, llama.model.mlp.d_hidden) == (128, 2, 341)
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    baseline: Any = varied(BASE, model="transformers:mamba2", overrides=change)
+    assert baseline.model.config["hidden_size"] == 128
+    assert baseline.model.config["num_heads"] * baseline.model.config["head_dim"] == 128 * 2
+
+
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ValueError, match="model 'mamba3' is not known; did you mean 'mamba2'"):
         require_model("mamba3")
@@ -90,6 +100,12 @@ def test_what_cannot_be_compared_is_refused() -> None:
         ValueError, match="llama_130m is a run on data of kind 'tokens'; give one on a word_problem"
     ):
         varied("llama_130m", model="mamba2")
+    # An explicit model under the name of an implicit one would be compared with itself.
+    with pytest.raises(ValueError, match="kind 'explicit_lm', from which no implicit-mamba2 can be made"):
+        varied("word_problem_s3_explicit", model="implicit-mamba2")
+    assert varied("word_problem_s3_explicit", model="mamba2").model.kind == "explicit_lm"
+    with pytest.raises(ValueError, match="kind 'transformers', from which no mamba2 can be made"):
+        varied("word_problem_s3_transformers", model="mamba2")
     with pytest.raises(ValueError, match="group 'B5' is not known"):
         varied(BASE, model="mamba2", group="B5")
     with pytest.raises(ValueError, match="length"):
@@ -102,6 +118,8 @@ def test_what_cannot_be_compared_is_refused() -> None:
         ({"groups": ["Q8"]}, "group 'Q8' is not known"),
         ({"groups": []}, "groups are none; give one or more"),
         ({"models": ["rnn"]}, "model 'rnn' is not known"),
+        ({"lengths": [8, 4, 8]}, "lengths: 8 is given twice; give each once"),
+        ({"seeds": [0, 0]}, "seeds: 0 is given twice"),
         ({"lengths": [0]}, "lengths: 0 is too small; give numbers from 1 up"),
         ({"test_lengths": [0]}, "test_lengths: 0 is too small"),
         ({"iterations": [0]}, "iterations: 0 is too small"),
