@@ -169,4 +169,7 @@ def _figures(summary: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("\nstopped; what there is of the runs lies in the folder named above")

@@ -5,6 +5,7 @@ Names are imported when first used, so that specs can be read and checked withou
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module, metadata
 from typing import TYPE_CHECKING, Any
 
@@ -182,7 +183,10 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return _version()
     if name not in _HOME_OF:
-        raise AttributeError(f"module 'implicit_blocks' has no attribute {name!r}")
+        # By name and obj Python finds the nearest of the names that there are, and says so.
+        raise AttributeError(
+            f"module 'implicit_blocks' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+        )
     value = getattr(import_module(f"implicit_blocks.{_HOME_OF[name]}"), name)
     globals()[name] = value
     return value

@@ -171,6 +171,30 @@ class Solution:
         """Return the same report with another ``z`` (B, …): what a gradient estimator made of it."""
         return replace(self, z=z, adjoint=adjoint)
 
+    def __repr__(self) -> str:
+        """Say in a line how the search went: what a prompt or a notebook shows; the numbers are fields."""
+        iterations, residual = self.iterations, self.residual
+        if iterations.is_meta or not iterations.numel():
+            return f"Solution(rows={iterations.numel()})"
+        told = [
+            f"converged={int(self.converged.sum())} of {self.converged.numel()}",
+            f"iterations={_span(iterations, 'd')}",
+            f"residual={_span(residual, '.2g')}",
+        ]
+        if self.diverged.any():
+            told.insert(1, f"diverged={int(self.diverged.sum())}")
+        if (tokens := self.token_converged) is not None:
+            told.append(f"token_converged={int(tokens.sum())} of {tokens.numel()}")
+        if isinstance(self.z, Tensor):
+            told.insert(0, f"z={tuple(self.z.shape)}")
+        return f"Solution({', '.join(told)})"
+
+
+def _span(values: Tensor, form: str) -> str:
+    """Return the least and the largest value, or the one that all are."""
+    least, largest = (format(value.item(), form) for value in values.detach().aminmax())
+    return least if least == largest else f"{least}…{largest}"
+
 
 # --------------------------------------------------------------------------------------------- components
 

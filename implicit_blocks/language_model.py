@@ -209,6 +209,9 @@ class LanguageModel(nn.Module, ABC):
         )
 
     def _check(self, input_ids: Tensor, labels: Tensor | None) -> None:
+        for name, given in (("input_ids", input_ids), ("labels", labels)):
+            if given is not None and not isinstance(given, Tensor):
+                raise ValueError(f"{name} is a {type(given).__name__}; give a tensor, torch.tensor(…)")
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(
                 f"input_ids has shape {tuple(input_ids.shape)}; give (batch, tokens), neither of them 0"
@@ -225,6 +228,14 @@ class LanguageModel(nn.Module, ABC):
                 raise ValueError(
                     f"input_ids have token {token}, and the model knows 0 to {rows - 1}; "
                     "use the model's own tokenizer"
+                )
+            if labels is None:
+                return
+            known = (labels >= 0) & (labels < rows) | (labels == -100)
+            if not bool(known.all()):
+                raise ValueError(
+                    f"labels have {int(labels[~known][0])}, and the model knows 0 to {rows - 1}; "
+                    "-100 marks a position that doesn't count"
                 )
 
     def _finish(self, f: BoundMap, z: Tensor, state: Committed, *, commit: bool) -> tuple[Tensor, Committed]:

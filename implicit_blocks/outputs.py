@@ -26,6 +26,18 @@ class LMOutput:
     state: Committed | None = None
     predictions: Tensor | None = None
 
+    def __repr__(self) -> str:
+        """Say in a line what there is: shapes, the loss, how the search went."""
+        told = {
+            "logits": None if self.logits is None else tuple(self.logits.shape),
+            "loss": None if self.loss is None or self.loss.is_meta else f"{self.loss.item():.4f}",
+            "solution": self.solution,
+            "state": None if self.state is None else "…",
+            "predictions": None if self.predictions is None else tuple(self.predictions.shape),
+        }
+        shown = (f"{name}={value}" for name, value in told.items() if value is not None)
+        return f"LMOutput({', '.join(shown)})"
+
 
 @dataclass(frozen=True)
 class Encoded:

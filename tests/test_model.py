@@ -473,6 +473,11 @@ def test_the_loss_without_logits_is_the_same():
             {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.zeros(1, 2)},
             "labels have shape",
         ),
+        ({"input_ids": [[0, 1]]}, "input_ids is a list; give a tensor"),
+        (
+            {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.full((1, 3), -1)},
+            "labels have -1, and the model knows 0 to .*; -100 marks",
+        ),
         (
             {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.ones(1, 2)},
             "attention_mask has shape",

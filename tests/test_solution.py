@@ -41,3 +41,27 @@ def test_a_row_is_as_well_off_as_its_worst_token_in_any_window():
         assert whole.converged.tolist() == [True, False, False]
         assert whole.diverged.tolist() == [False, False, True]
         assert whole.token_diverged.any(1).tolist() == [False, False, True]
+
+
+def test_a_solution_is_shown_in_a_line_with_how_the_search_went():
+    yes, no = True, False
+    shown = repr(
+        window(
+            [[3, 5], [2, 2], [1, 9]],
+            [[0.25, 0.5], [0.25, 0.25], [0.25, 0.75]],
+            [[yes, yes], [yes, yes], [yes, no]],
+            [[no, no], [no, no], [no, yes]],
+        )
+    )
+    assert shown == (
+        "Solution(z=(3, 2, 4), converged=2 of 3, diverged=1, iterations=2…9, residual=0.25…0.75, "
+        "token_converged=5 of 6)"
+    )
+
+
+def test_an_output_is_shown_in_a_line():
+    model = ib.build(ib.load_spec("word_problem_s3", ["model.d_model=32"]).model)
+    tokens = torch.randint(6, (2, 5))
+    out = model(tokens, labels=tokens)
+    assert repr(out) == f"LMOutput(logits=(2, 5, 6), loss={out.loss.item():.4f}, solution={out.solution!r})"
+    assert repr(model.eval()(tokens, return_state=True)).endswith("state=…)")

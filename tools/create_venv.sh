@@ -1,10 +1,17 @@
 #!/usr/bin/env bash
 # Make a virtual environment with a Python that is new enough: create_venv.sh FOLDER [PYTHON]
+# One that is there already and works is kept, with what is in it; where a PYTHON is named it is made anew.
 set -euo pipefail
 folder=$1
 asked=${2:-}
 enough='import sys; sys.exit(sys.version_info < (3, 11))'
 found=
+
+if [[ -z $asked && -x $folder/bin/python ]] && "$folder/bin/python" -m pip --version >/dev/null 2>&1 &&
+    "$folder/bin/python" -c "$enough"; then
+    echo "Using $folder, which is there already ($("$folder/bin/python" --version)); to have it made anew: make clean"
+    exit 0
+fi
 
 # A name on the path need not run (version managers leave such names behind), so each candidate is tried.
 for candidate in ${asked:-python3 python3.13 python3.12 python3.11}; do

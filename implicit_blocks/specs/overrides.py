@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from implicit_blocks.specs.merging import merge_runs
@@ -20,6 +20,10 @@ def apply_overrides(tree: Section, overrides: Sequence[str]) -> Section:
         SpecError: not of that form.
 
     """
+    if isinstance(overrides, str | Mapping):
+        raise SpecError(
+            f"the changes are {overrides!r}; give a list of them, such as ['training.max_steps=200']"
+        )
     parsed = [_parse(text) for text in overrides]
     for keys, value, place in sorted(parsed, key=lambda change: change[0][-1] != "kind"):
         tree = merge_runs(tree, _nested(tree, keys, value, place))

@@ -308,6 +308,12 @@ class TestOverrides:
         assert message in error_of(write("x.yaml", SMALL), [change])
 
 
+@pytest.mark.parametrize("changes", ["training.max_steps=3", {"training.max_steps": 3}])
+def test_changes_are_a_list(changes: Any) -> None:
+    with pytest.raises(ValueError, match="give a list of them"):
+        load_spec("word_problem_s3", changes)
+
+
 def test_an_error_is_a_value_error_without_more_than_the_message(write: Write) -> None:
     with pytest.raises(ValueError, match=re.escape("x.yaml:1:1: nonsense: unknown")) as caught:
         load_spec(write("x.yaml", "nonsense: 1\n" + SMALL))
