@@ -149,10 +149,13 @@ def _asked(name: str) -> Asked:
 
 
 def _spec(spec: str, asked: Asked, changes: Sequence[str]) -> RunSpec:
+    made = run_spec(spec, [*changes, f"model.n_layers={asked.layers}"])
     if asked.kind == "explicit":
+        # What phases do to the search is nothing to a twin; it reads what the implicit model reads.
+        phases = tuple(phase.model_copy(update={"model": {}}) for phase in made.phases)
+        read_alike = not any(phase.data or phase.training for phase in phases)
         made = explicit_twin(spec, changes, n_layers=asked.layers)
-    else:
-        made = run_spec(spec, [*changes, f"model.n_layers={asked.layers}"])
+        made = made if read_alike else made.model_copy(update={"phases": phases})
     if made.data.kind != "catbabi":
         raise ValueError(f"the data of {spec} are of kind {made.data.kind!r}; give a run on catbabi")
     # The figures come from a pass over all answers at the end; on the way a few rows will do.

@@ -12,6 +12,7 @@ pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 from trainer.data.babi import SPLITS, TASKS
 from trainer.experiments.catbabi_picture import draw
 from trainer.experiments.cli import main
+from trainer.experiments.runs import load_spec
 
 NARROW = [
     "model.vocab_size=40", "model.d_model=16", "model.mixer.d_state=4", "model.mixer.head_dim=8",
@@ -75,6 +76,21 @@ def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
 
     assert main([*arguments[:-1], "evaluation.sequences=1"]) == 2
     assert "holds a run of other settings (evaluation.sequences: 2 → 1)" in capsys.readouterr().err
+
+
+def test_a_twin_reads_what_its_implicit_model_reads(archive, tmp_path):
+    arguments = ["catbabi", "--data", str(archive), "--models", "implicit-1", "explicit-1", "--device", "cpu"]
+    arguments += ["--scoring", "answers", "--output", str(tmp_path), "--set", *NARROW]
+    first = (
+        "phases=[{name: first, until: 1, data: {tasks: [16]}, training: {batch_size: 2}, model: {gradient: "
+    )
+    assert main([*arguments, first + "{kind: unrolled, steps: 2}}}, {name: all}]"]) == 0
+    folders = [tmp_path / f"runs/{name}-answers-0" for name in ("implicit-1", "explicit-1")]
+    phases = [load_spec(folder / "spec.yaml").phase_specs() for folder in folders]
+    assert [[phase.data for phase in one] for one in phases] == [[phase.data for phase in phases[0]]] * 2
+    rows = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders]
+    assert [[row["tokens"] for row in one] for one in rows] == [[32, 96, 160]] * 2
+    assert phases[1][0].model == phases[1][1].model
 
 
 def test_what_is_refused(archive, tmp_path, capsys):
