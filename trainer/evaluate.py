@@ -14,7 +14,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +129,11 @@ def _prepare(options: argparse.Namespace) -> _Job:
     specs = find_specs(options.tasks, data=options.data)
     if not specs and options.tokens is None:
         raise ValueError("there is nothing to evaluate; name tasks by --tasks, or token files by --tokens")
-    require_packages()
+    # Perplexity of token files alone needs neither lm-eval nor, for a run, transformers.
+    if specs:
+        require_packages()
+    elif (options.checkpoint / "config.json").is_file():
+        require_packages("transformers")
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of being given a model at all
 
     from implicit_blocks.devices import choose_device
@@ -159,10 +163,7 @@ def _carry_out(job: _Job, options: argparse.Namespace) -> int:
 
     from implicit_blocks.devices import device_name
     from trainer.evaluation import evaluate
-    from trainer.evaluation_tasks.harness import HarnessLM
     from trainer.evaluation_tasks.record import Record
-    from trainer.evaluation_tasks.scores import ask
-    from trainer.evaluation_tasks.subject import as_transformers
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -176,8 +177,14 @@ def _carry_out(job: _Job, options: argparse.Namespace) -> int:
     say(f"{job.subject.name}: {job.subject.weights} on {device_name(job.device)}")
     found: list[Scores] = []
     lengths: list[EvaluationResult] = []
+    budgets: Sequence[int | None] = options.self_iterations or (None,)
+    search = {} if options.tolerance is None else {"tolerance": options.tolerance}
     try:
         if job.tasks:
+            from trainer.evaluation_tasks.harness import HarnessLM
+            from trainer.evaluation_tasks.scores import ask
+            from trainer.evaluation_tasks.subject import as_transformers
+
             lm = HarnessLM(
                 as_transformers(model),
                 job.tokenizer,
@@ -189,20 +196,22 @@ def _carry_out(job: _Job, options: argparse.Namespace) -> int:
             found = ask(
                 lm,
                 job.tasks,
-                budgets=options.self_iterations or (None,),
-                search={} if options.tolerance is None else {"tolerance": options.tolerance},
+                budgets=budgets,
+                search=search,
                 limit=options.limit,
                 announce=say,
             )
-        lengths = evaluate(
-            model,
-            job.sets,
-            device=job.device,
-            precision=options.precision,
-            batch_size=options.batch_size,
-            last_tokens=1,
-            announce=say,
-        )
+        for budget in budgets:
+            lengths += evaluate(
+                model,
+                job.sets if budget is None else [_at(given, budget) for given in job.sets],
+                device=job.device,
+                precision=options.precision,
+                batch_size=options.batch_size,
+                last_tokens=1,
+                search=search if budget is None else {**search, "max_iterations": budget},
+                announce=say,
+            )
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". GPU")[0]
         return _refuse(f"{job.device} is out of memory ({reason}); lower --batch-size", REFUSED)
@@ -239,8 +248,15 @@ def _token_sets(options: argparse.Namespace, subject: Subject) -> list[Evaluatio
     for length in lengths:
         source = TokenData(options.tokens, length=length, vocab_size=vocab_size)
         count = source.samples if options.limit is None else min(options.limit, source.samples)
-        sets.append(EvaluationSet(name=f"L{length}", source=source, sequences=count))
+        name = f"L{length} ({count} sequences)"
+        sets.append(EvaluationSet(name=name, source=source, sequences=count))
     return sets
+
+
+def _at(given: EvaluationSet, budget: int) -> EvaluationSet:
+    """Return the set under the name and with the setting of so many self-iterations."""
+    name = f"{given.name}, {budget} self-iteration{'s' if budget > 1 else ''}"
+    return replace(given, name=name, settings={**given.settings, "self_iterations": budget})
 
 
 def _refuse(message: str, code: int) -> int:

@@ -121,6 +121,7 @@ def evaluate(
     batch_size: int,
     last_tokens: int,
     window_length: int | None = None,
+    search: Mapping[str, float] | None = None,
     announce: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
     equally_often: bool = False,
@@ -130,8 +131,9 @@ def evaluate(
 
     Each of the ``ranks`` takes its share of a set, and all get the result of the whole; ``equally_often``
     has them call the model equally often, for models that communicate when they are called. ``batch_size``
-    sequences of the shortest set go through the model at once, of longer ones as many fewer. ``stop`` is
-    asked before every batch, equally often on all ranks, which it must give the same answer.
+    sequences of the shortest set go through the model at once, of longer ones as many fewer. ``search`` are
+    options of the model's own for its searches, ``max_iterations`` and ``tolerance``. ``stop`` is asked
+    before every batch, equally often on all ranks, which it must give the same answer.
 
     Raises:
         EvaluationStopped: ``stop`` said so.
@@ -155,6 +157,7 @@ def evaluate(
                     batch_size=max(1, tokens_at_once // evaluation_set.length),
                     last_tokens=last_tokens,
                     window_length=window_length,
+                    search=search or {},
                     ranks=ranks,
                     equally_often=equally_often,
                     stop=stop,
@@ -175,6 +178,7 @@ def _evaluate_set(
     batch_size: int,
     last_tokens: int,
     window_length: int | None,
+    search: Mapping[str, float],
     ranks: Ranks,
     equally_often: bool,
     stop: Callable[[], bool] | None,
@@ -194,6 +198,7 @@ def _evaluate_set(
                 labels=batch.labels,
                 return_logits=False,
                 window_length=window_length,
+                **search,
                 **batch.context(),
             )
         if counts:

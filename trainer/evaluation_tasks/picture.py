@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.evaluation import EvaluationResult
-from trainer.evaluation_tasks.scores import Scores
 from trainer.report import lengths_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+    from trainer.evaluation_tasks.scores import Scores
 
 _COLORS = ("#2b6cb0", "#d9730d", "#2f855a", "#805ad5", "#b83280", "#718096", "#b7791f", "#2c7a7b", "#c53030")
 _DARK, _GREY = "#1f2933", "#5a6472"
@@ -32,7 +34,9 @@ def panels(found: Sequence[Scores], lengths: Sequence[EvaluationResult]) -> list
         if perplexities:
             drawn.append(lambda axes: _draw_scores(axes, budgets, perplexities, "Perplexity"))
         drawn.append(lambda axes: _draw_search(axes, budgets))
-    if len(lengths) > 1:
+    if len({result.settings.get("self_iterations") for result in lengths}) > 1:
+        drawn.append(lambda axes: _draw_budgets(axes, lengths))
+    if len({result.length for result in lengths}) > 1:
         drawn.append(lambda axes: _draw_lengths(axes, lengths))
     return drawn
 
@@ -95,12 +99,28 @@ def _draw_search(axes: Axes, budgets: Sequence[Scores]) -> None:
 
 
 def _draw_lengths(axes: Axes, lengths: Sequence[EvaluationResult]) -> None:
-    points = [(result.length, result.perplexity) for result in lengths]
-    axes.plot(*zip(*points, strict=True), "o-", color=_COLORS[0], linewidth=1.9)
-    lengths_axis(axes, [result.length for result in lengths])
+    budgets = sorted({result.settings.get("self_iterations", 0) for result in lengths})
+    for color, budget in zip(cycle(_COLORS), budgets, strict=False):
+        own = [result for result in lengths if result.settings.get("self_iterations", 0) == budget]
+        label = f"{budget:g} self-iteration{'s' if budget > 1 else ''}"
+        points = [(result.length, result.perplexity) for result in own]
+        axes.plot(*zip(*points, strict=True), "o-", color=color, linewidth=1.9, label=label)
+    if len(budgets) > 1:
+        _legend(axes)
+    lengths_axis(axes, sorted({result.length for result in lengths}))
     axes.set_xlabel("sequence length (tokens)")
     axes.set_ylabel("perplexity")
     axes.set_title("Perplexity against length")
+
+
+def _draw_budgets(axes: Axes, lengths: Sequence[EvaluationResult]) -> None:
+    for color, length in zip(cycle(_COLORS), sorted({result.length for result in lengths}), strict=False):
+        points = [(r.settings["self_iterations"], r.perplexity) for r in lengths if r.length == length]
+        axes.plot(*zip(*points, strict=True), "o-", color=color, linewidth=1.9, label=f"length {length}")
+    _iterations_axis(axes, sorted({int(result.settings["self_iterations"]) for result in lengths}))
+    axes.set_ylabel("perplexity")
+    axes.set_title("Perplexity against self-iterations")
+    _legend(axes)
 
 
 def _legend(axes: Axes) -> None:

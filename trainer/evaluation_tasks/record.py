@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from implicit_blocks.checkpoint_files import whole_folder
 from trainer.evaluation import EvaluationResult
 from trainer.evaluation_tasks.picture import draw, panels
-from trainer.evaluation_tasks.scores import AskedTask, Scores, markdown, paper_table, task_table
 from trainer.evaluation_tasks.subject import Subject
+from trainer.evaluation_tasks.tables import length_table, paper_table, task_table
 from trainer.files import sha256_of, write_atomically, write_json
 from trainer.metrics import json_value
 from trainer.run_folder import versions
+
+if TYPE_CHECKING:
+    from trainer.evaluation_tasks.scores import AskedTask, Scores
 
 FORMAT = 1
 _PACKAGES = ("lm_eval", "transformers", "tokenizers")
@@ -37,11 +40,14 @@ class Record:
         """Return the tables, in Markdown."""
         said = {name: value for name, value in self.settings.items() if value is not None}
         settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in said.items())
-        parts = [f"{self.subject.name}: {self.subject.weights}", f"Zero-shot; {settings}"]
+        parts = [
+            f"{self.subject.name}: {self.subject.weights}",
+            f"{'Zero-shot; ' if self.scores else ''}{settings}",
+        ]
         if self.scores:
             parts += [paper_table(self.scores), task_table(self.scores)]
         if self.lengths:
-            parts.append(_length_table(self.lengths))
+            parts.append(length_table(self.lengths))
         return "\n\n".join(parts) + "\n"
 
     def as_row(self) -> dict[str, Any]:
@@ -53,7 +59,7 @@ class Record:
             "checkpoint": str(self.subject.weights),
             "model": self.subject.spec.model_dump(mode="json"),
             "settings": dict(self.settings),
-            "versions": {**versions(), **{package: version(package) for package in _PACKAGES}},
+            "versions": {**versions(), **{p: version(p) for p in _PACKAGES if find_spec(p) is not None}},
             "files": {name: {"path": str(file), "sha256": sha256_of(file)} for name, file in files.items()},
             "results": [scores.as_row() for scores in self.scores],
             "lengths": [result.as_row(by_position=False) for result in self.lengths],
@@ -81,14 +87,3 @@ class Record:
             if drawn and find_spec("matplotlib") is not None:
                 draw(drawn, place / "evaluation.png", title=self.subject.name)
         return sorted(folder.iterdir())
-
-
-def _length_table(lengths: Sequence[EvaluationResult]) -> str:
-    rows = [["length", "sequences", "perplexity", "loss", "iterations", "max", "converged"]]
-    for result in lengths:
-        search = result.search
-        row = [str(result.length), str(result.sequences), f"{result.perplexity:.3f}", f"{result.loss:.4f}"]
-        row += ["", "", ""] if search is None else [f"{search.iterations:.1f}", str(search.iterations_max)]
-        row += [] if search is None else [f"{1.0 - search.non_converged:.1%}"]
-        rows.append(row)
-    return markdown(rows)

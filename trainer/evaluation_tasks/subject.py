@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from implicit_blocks.checkpoint_files import check_tensors, read_file
-from implicit_blocks.hf.folders import from_library, read_checkpoint
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.saved_files import CONFIG, SAFETENSORS
@@ -117,6 +116,8 @@ def _load(spec: BaseRunSpec, weights: Path) -> nn.Module:
 
 
 def _of_transformers(folder: Path) -> Subject:
+    from implicit_blocks.hf.folders import read_checkpoint  # needs transformers; runs don't
+
     found = read_checkpoint(folder)
 
     def load() -> nn.Module:
@@ -143,6 +144,8 @@ def as_transformers(model: nn.Module) -> Any:
 
     """
     if isinstance(model, LanguageModel):
+        from implicit_blocks.hf.folders import from_library
+
         return from_library(model)
     convert: Any = getattr(model, "to_transformers", None)
     if convert is None:

@@ -47,14 +47,14 @@ def locate_all(specs: Sequence[NamedSpec], *, data: Path) -> None:
     _refuse(_missing(specs, data), of=len(specs))
 
 
-def require_packages() -> None:
-    """Refuse to go on without the packages of the extra ``eval``.
+def require_packages(*needed: str) -> None:
+    """Refuse to go on without packages of the extra ``eval``: those named, or all.
 
     Raises:
         ValueError: naming those that are missing.
 
     """
-    missing = [package for package in ("transformers", "lm_eval") if find_spec(package) is None]
+    missing = [package for package in needed or ("transformers", "lm_eval") if find_spec(package) is None]
     if missing:
         raise ValueError(f"{' and '.join(missing)}: not installed; pip install 'implicit_blocks[eval]'")
 
@@ -66,6 +66,8 @@ def build_tasks(specs: Sequence[NamedSpec], *, data: Path) -> list[AskedTask]:
         ValueError: what can't be read, with file and line.
 
     """
+    if not specs:
+        return []
     from trainer.evaluation_tasks.scores import AskedTask
 
     return [

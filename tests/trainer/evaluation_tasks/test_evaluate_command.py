@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -145,6 +146,35 @@ def test_perplexity_against_length(run_folder, tmp_path):
     assert all(row["non_converged"] is not None for row in record["lengths"])
     assert (output / "evaluation.png").is_file()
     assert "| length |" in " ".join((output / "table.md").read_text().split())
+
+
+def test_perplexity_against_self_iterations(run_folder, tmp_path):
+    output = tmp_path / "budgets"
+    code = evaluate(
+        "--checkpoint", run_folder, "--tasks", "--tokens", tmp_path / "text.bin", "--limit", 2,
+        "--lengths", 16, 32, "--self-iterations", 1, 3, "--tolerance", 0, "--output", output,
+        "--device", "cpu",
+    )  # fmt: skip
+    assert code == 0
+    rows = results(output)["lengths"]
+    assert [(row["self_iterations"], row["length"]) for row in rows] == [(1, 16), (1, 32), (3, 16), (3, 32)]
+    assert [row["iterations_max"] for row in rows] == [1, 1, 3, 3]
+    assert rows[0]["perplexity"] != rows[2]["perplexity"]
+    assert (output / "evaluation.png").is_file()
+    assert "| length | self-iterations |" in " ".join((output / "table.md").read_text().split())
+
+
+def test_perplexity_of_a_run_needs_no_packages_of_the_extra(run_folder, tmp_path):
+    """In a process of its own, where neither lm-eval nor transformers can be imported."""
+    hidden = "import sys; sys.modules.update(lm_eval=None, transformers=None); "
+    arguments = [
+        "--checkpoint", run_folder, "--tasks", "--tokens", tmp_path / "text.bin", "--limit", 1,
+        "--lengths", 16, "--output", tmp_path / "alone", "--device", "cpu",
+    ]  # fmt: skip
+    command = f"{hidden}from trainer.evaluate import main; sys.exit(main({[*map(str, arguments)]!r}))"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "alone" / "results.json").is_file()
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mamba2"])

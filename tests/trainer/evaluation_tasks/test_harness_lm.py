@@ -127,7 +127,8 @@ def test_a_tolerance_of_one_s_own(small_model, tokenizer, benchmarks):
 
 def test_explicit_models_have_no_searches(tokenizer, benchmarks):
     import implicit_blocks as ib
-    from trainer.evaluation_tasks.scores import ask, paper_table, task_table
+    from trainer.evaluation_tasks.scores import ask
+    from trainer.evaluation_tasks.tables import paper_table, task_table
 
     spec = ib.ExplicitLMSpec(vocab_size=300, d_model=16, n_layers=1, mixer=ib.AttentionSpec(n_heads=2))
     found = ask(harness(ib.build(spec).eval(), tokenizer), asked(("piqa",), benchmarks))
