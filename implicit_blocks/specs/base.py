@@ -20,7 +20,8 @@ from pydantic_core import CoreSchema, core_schema
 
 from implicit_blocks import registry
 from implicit_blocks.specs.errors import refusal, together
-from implicit_blocks.suggestions import did_you_mean
+from implicit_blocks.specs.misplaced import places_of
+from implicit_blocks.suggestions import did_you_mean, nearest
 
 
 class Spec(BaseModel):
@@ -33,6 +34,9 @@ class Spec(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
+    read_before: ClassVar[tuple[str, ...]] = ()
+    """Keys that a file may have here and that are gone before its values are validated."""
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown_keys(cls, value: Any) -> Any:
@@ -40,18 +44,21 @@ class Spec(BaseModel):
             return value
         known = cls.model_fields
         unknown = [
-            refusal(
-                f"unknown key {key!r}; {did_you_mean(str(key), known)}",
-                str(key),
-                value=value[key],
-                of_key=True,
-            )
+            refusal(cls._remedy(str(key), value), str(key), value=value[key], of_key=True)
             for key in value
             if key not in known
         ]
         if unknown:
             raise together(unknown)
         return {key: _over_default(known[key].default, entry) for key, entry in value.items()}
+
+    @classmethod
+    def _remedy(cls, key: str, value: Mapping[str, Any]) -> str:
+        known = [*cls.model_fields, *cls.read_before]
+        places = places_of(key, cls, value) if nearest(key, known) is None else []
+        if places:
+            return f"unknown key {key!r}; did you mean {' or '.join(map(repr, places))}?"
+        return f"unknown key {key!r}; {did_you_mean(key, known)}"
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy in which some fields have other values, validated as those of a new spec are.
@@ -125,7 +132,8 @@ def _member(base: type[ComponentSpec], value: Any) -> Any:
         return value
     known = ", ".join(registry.kinds(family))
     if not isinstance(value, Mapping):
-        raise ValueError(f"a {family} is a mapping such as {{kind: …}}. Known kinds: {known}")
+        shown = value if isinstance(value, str) and value in registry.kinds(family) else "…"
+        raise ValueError(f"should be a mapping such as {{kind: {shown}}}. Known kinds: {known}")
     if not isinstance(value.get("kind"), str):
         raise ValueError(f"the {family} names no kind; add `kind:`. Known: {known}")
     try:

@@ -12,6 +12,7 @@ class BaseRunSpec(ComponentSpec):
     """Base of what a YAML file describes as a whole."""
 
     family: ClassVar[str] = "run"
+    read_before: ClassVar[tuple[str, ...]] = ("extends",)
 
     model: ModelSpec
     """The model that is trained."""

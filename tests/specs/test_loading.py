@@ -302,6 +302,14 @@ class TestOverrides:
             ("training.max_steps", "'training.max_steps' changes nothing; write path.to.key=value"),
             ("training..max_steps=3", "changes nothing; write path.to.key=value"),
             ("=3", "changes nothing; write path.to.key=value"),
+            ("extend=word_problem_s3", "unknown key 'extend'; did you mean 'extends'?"),
+            ("max_steps=3", "max_steps: unknown key 'max_steps'; did you mean 'training.max_steps'?"),
+            ("training.learning_rate=1", "did you mean 'optimizer.learning_rate'?"),
+            ("model.head_dim=1", "did you mean 'mixer.head_dim'?"),
+            ("model.tolerance=1", "did you mean 'stopping.tolerance' or 'at_evaluation.stopping.tolerance'?"),
+            ("model.damping=1", "did you mean 'solver.damping' or 'gradient.damping'"),
+            ("data.head_dim=1", "unknown key 'head_dim'; known: "),
+            ("model.solver=anderson", "model.solver: should be a mapping such as {kind: anderson}"),
         ],
     )
     def test_mistakes(self, write: Write, change: str, message: str) -> None:

@@ -89,6 +89,14 @@ def test_shares_of_any_run_make_phases_that_cover_it(shares: list[float], steps:
             "begins at step 50 and ends at 50",
         ),
         ([{"name": "a", "until": 0}, {"name": "b"}], "begins at step 0 and ends at 0"),
+        (
+            [{"name": "a", "until": 0.5}, {"name": "b", "until": 0.4}, {"name": "c"}],
+            "phase 'b' ends at 0.4, and the one before it at 0.5",
+        ),
+        (
+            [{"name": "a", "until": 50}, {"name": "b", "until": 0.4}, {"name": "c"}],
+            "phase 'b' ends at 0.4, and the one before it at 50",
+        ),
         ([{"name": "a", "until": 50}, {"name": "a"}], "another phase has this name"),
         ([{"name": "a", "until": -1}, {"name": "b"}], "give a number of steps"),
         ([{"name": "a", "until": "half"}, {"name": "b"}], "give a number of steps"),
@@ -103,7 +111,7 @@ def test_shares_of_any_run_make_phases_that_cover_it(shares: list[float], steps:
         ([{"name": "a", "training": {"batch_size": 0}}], "greater than 0"),
         ([{"name": "a", "training": {"optimizer": {"eps": 3}}}], "can't change 'eps' of the optimizer"),
         ([{"name": "a", "training": {"optimizer": {"learning_rate": 0}}}], "greater than 0"),
-        ([{"name": "a", "training": {"optimizer": 3}}], "is a mapping"),
+        ([{"name": "a", "training": {"optimizer": 3}}], "should be a mapping"),
         ([{"until": 3}], "Field required"),
     ],
 )

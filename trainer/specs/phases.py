@@ -177,12 +177,25 @@ def _ends(phases: Sequence[PhaseSpec], tokens_a_step: Sequence[int], total_steps
         if not left and end != total_steps:
             message = f"the last phase ends at step {said} of {total_steps}; leave out where it ends"
             raise refusal(message, *where, value=phase.until)
+        if index and _goes_back(phase.until, phases[index - 1].until, start, total_steps):
+            message = (
+                f"phase {phase.name!r} ends at {phase.until}, and the one before it at "
+                f"{phases[index - 1].until}; each ends later than the one before"
+            )
+            raise refusal(message, *where, value=phase.until)
         if end <= start:
             message = f"phase {phase.name!r} begins at step {start} and ends at {said}; end it later"
             raise refusal(message, *where, value=phase.until)
         ends.append(end)
         start, tokens = end, tokens + (end - start) * each
     return ends
+
+
+def _goes_back(until: Until | None, before: Until | None, start: int, total_steps: int) -> bool:
+    """Whether a share is of less than the phase before it, which giving each phase a step would hide."""
+    if not isinstance(until, float):
+        return False
+    return until <= before if isinstance(before, float) else steps_of(until, total_steps) < start
 
 
 def _changed_model(model: ModelSpec, phase: PhaseSpec) -> ModelSpec:
