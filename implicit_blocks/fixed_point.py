@@ -114,8 +114,8 @@ class FixedPoint(nn.Module):
             trace: keep the residual of every iteration.
 
         Raises:
-            ValueError: if there is no start, it is empty or not floating-point, or ``f`` returns another
-                shape.
+            ValueError: if there is no start, it is empty or not floating-point, its parts don't fit together,
+                or ``f`` returns another shape or structure.
 
         """
         if z0 is None:
@@ -143,23 +143,49 @@ class FixedPoint(nn.Module):
 
     def _solve_structure(self, x: Any, z0: Any, trace: bool) -> Solution:
         leaves, structure = pytree.tree_flatten(z0)
+        _check_start(leaves)
         shapes = [leaf.shape for leaf in leaves]
         widths = [leaf[0].numel() for leaf in leaves]
 
         def pack(value: Any) -> Tensor:
-            parts = pytree.tree_leaves(value)
-            if [part.shape for part in parts] != shapes:
-                raise ValueError(f"f returned shapes {[tuple(p.shape) for p in parts]}; z has {shapes}")
-            return torch.cat([part.flatten(1) for part in parts], dim=1)
+            try:
+                parts = structure.flatten_up_to(value)  # a dict's entries by their names, in any order
+            except ValueError as error:
+                raise ValueError(f"f returned another structure than that of z: {error}") from None
+            if [getattr(part, "shape", None) for part in parts] != shapes:
+                returned = [tuple(p.shape) if isinstance(p, Tensor) else type(p).__name__ for p in parts]
+                raise ValueError(f"f returned {returned}; z has {[tuple(shape) for shape in shapes]}")
+            return torch.cat([part.reshape(part.shape[0], -1) for part in parts], dim=1)
 
         def unpack(packed: Tensor) -> Any:
             parts = [part.reshape(shape) for part, shape in zip(packed.split(widths, 1), shapes, strict=True)]
             return pytree.tree_unflatten(parts, structure)
 
-        leaves = [leaf.reshape(leaf.shape[0], -1) for leaf in leaves]
-        start = torch.cat(leaves, dim=1)
+        start = torch.cat([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], dim=1)
         solution = self._solve(lambda z: _in_type_of(z, pack(self.f(unpack(z), x))), start, trace)
         return solution.with_value(unpack(solution.z), adjoint=solution.adjoint)
+
+
+def _check_start(leaves: list[Any]) -> None:
+    """Refuse a start that is no structure of tensors of one batch and type.
+
+    Raises:
+        ValueError: says which of its parts don't fit.
+
+    """
+    if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
+        kinds = ", ".join(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor))
+        raise ValueError(
+            f"z0 holds {kinds or 'nothing'}; give a tensor, or a tuple, list or dict of tensors alone"
+        )
+    told = [f"{tuple(leaf.shape)} of {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves]
+    batches = {leaf.shape[:1] for leaf in leaves}
+    if len(batches) > 1 or not all(leaf.numel() for leaf in leaves) or torch.Size() in batches:
+        raise ValueError(
+            f"z0 holds tensors {', '.join(told)}; all must lead with the batch, and none be empty"
+        )
+    if len({leaf.dtype for leaf in leaves}) > 1:
+        raise ValueError(f"z0 holds tensors {', '.join(told)}; give all of them one type")
 
 
 def _in_type_of(z: Tensor, fz: Tensor) -> Tensor:

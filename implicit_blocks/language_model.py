@@ -36,7 +36,11 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
 
 
 class LanguageModel(nn.Module, ABC):
-    """Embedding, layers, head, and the walk over windows; what happens within a window is the subclass's."""
+    """Embedding, layers, head, and the walk over windows; what happens within a window is the subclass's.
+
+    One thread at a time may call a model: its weights are made ready on its layers for the length of a call.
+    Other threads take a copy (``copy.deepcopy``).
+    """
 
     def __init__(self, spec: ImplicitLMSpec | ExplicitLMSpec) -> None:
         super().__init__()
@@ -106,11 +110,12 @@ class LanguageModel(nn.Module, ABC):
                 labels.
 
         Raises:
-            ValueError: where shapes do not fit, the window is shorter than a token, or tokens are none of
-                the model's (on a CPU; a GPU is not waited for).
+            ValueError: where shapes do not fit, the window is shorter than a token, or tokens or labels are
+                none of the model's (on a CPU; a GPU is not waited for).
 
         """
         self._check(input_ids, labels)
+        labels = None if labels is None else labels.long()
         if labels is None and not return_logits:
             raise ValueError("return_logits=False leaves nothing to return without labels; give labels")
         encoded = self.encode(
@@ -176,6 +181,8 @@ class LanguageModel(nn.Module, ABC):
         batch, length = x_BLD.shape[:2]
         if window_length is not None and window_length < 1:
             raise ValueError(f"window_length is {window_length}; choose at least 1, or None for all at once")
+        if documents is not None and documents.shape != (batch, length):
+            raise ValueError(f"documents have shape {tuple(documents.shape)}, the tokens {(batch, length)}")
         if state is not None and state.batch_size != batch:
             raise ValueError(f"the state has {state.batch_size} rows, the tokens {batch}")
         state = state if state is not None else self.initial_state(batch)
@@ -220,14 +227,22 @@ class LanguageModel(nn.Module, ABC):
             raise ValueError(f"input_ids are {input_ids.dtype}; give tokens, as int64")
         if labels is not None and labels.shape != input_ids.shape:
             raise ValueError(f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}")
+        if labels is not None and labels.dtype not in (torch.int64, torch.int32):
+            raise ValueError(f"labels are {labels.dtype}; give tokens, as int64")
+        if input_ids.device.type != "cpu" or torch.compiler.is_compiling():  # a GPU would be waited for
+            return
         rows = self.embedding.weight.shape[0]
-        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():  # a GPU would be waited for
-            known = (input_ids >= 0) & (input_ids < rows)
+        for name, tokens, ignored in (("input_ids", input_ids, None), ("labels", labels, -100)):
+            if tokens is None:
+                continue
+            known = (tokens >= 0) & (tokens < rows)
+            if ignored is not None:
+                known |= tokens == ignored
             if not bool(known.all()):
-                token = int(input_ids[~known][0])
+                besides = "" if ignored is None else f", and ignores {ignored}"
                 raise ValueError(
-                    f"input_ids have token {token}, and the model knows 0 to {rows - 1}; "
-                    "use the model's own tokenizer"
+                    f"{name} have token {int(tokens[~known][0])}, and the model knows 0 to {rows - 1}"
+                    f"{besides}; use the model's own tokenizer"
                 )
             if labels is None:
                 return

@@ -293,6 +293,57 @@ def test_structured_values():
     assert linear.weight.grad.abs().sum() > 0
 
 
+def test_entries_of_a_dict_are_known_by_name_not_by_order():
+    x = torch.randn(3, 4)
+
+    def f(z, x):
+        return {"b": torch.tanh(0.5 * z["a"] + x), "a": torch.tanh(0.3 * z["b"] - x)}
+
+    stopping = ib.Stopping(tolerance=1e-6, max_iterations=100)
+    found = ib.FixedPoint(f, stopping=stopping)(x, {"a": torch.zeros(3, 4), "b": torch.zeros(3, 4)}).z
+    torch.testing.assert_close(found, f(found, x), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("z0", "message"),
+    [
+        (3.0, "z0 holds float; give a tensor, or"),
+        ((), "z0 holds nothing; give a tensor"),
+        ((torch.zeros(3, 2), torch.zeros(2, 2)), r"\(3, 2\) of float32, \(2, 2\) of float32; all must lead"),
+        ((torch.zeros(0, 2),), "and none be empty"),
+        ((torch.zeros(3, 2), torch.zeros(3, 2).double()), "float64; give all of them one type"),
+    ],
+)
+def test_a_start_that_does_not_fit_together_is_refused(z0, message):
+    with pytest.raises(ValueError, match=message):
+        ib.FixedPoint(lambda z, x: z)(None, z0)
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda z: {"a": z["a"]}, "f returned another structure than that of z"),
+        (lambda z: {"a": z["a"], "b": None}, r"f returned \[\(3,\), 'NoneType'\]; z has"),
+        (
+            lambda z: {"a": z["a"], "b": z["b"][:, :1]},
+            r"f returned \[\(3,\), \(3, 1\)\]; z has \[\(3,\), \(3, 2\)\]",
+        ),
+    ],
+)
+def test_another_structure_than_the_starts_is_refused(returned, message):
+    layer = ib.FixedPoint(lambda z, x: returned(z))
+    with pytest.raises(ValueError, match=message):
+        layer(None, {"a": torch.zeros(3), "b": torch.zeros(3, 2)})
+
+
+def test_a_map_of_nothing_that_is_learned_has_no_gradient_and_breaks_none():
+    other = torch.ones(3, requires_grad=True)
+    solution = ib.FixedPoint(lambda z, x: x.clone(), gradient=ib.ImplicitFunction())(torch.randn(2, 3))
+    (solution.z.sum() + other.sum()).backward()
+    assert other.grad.eq(1).all()
+    assert solution.adjoint.solution is None
+
+
 def test_layer_errors():
     with pytest.raises(ValueError, match="give the start z0"):
         ib.FixedPoint(lambda z, x: z)(("no", "tensor"))

@@ -479,8 +479,24 @@ def test_the_loss_without_logits_is_the_same():
             "labels have -1, and the model knows 0 to .*; -100 marks",
         ),
         (
+            {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.zeros(1, 3)},
+            "labels are torch.float32; give tokens",
+        ),
+        (
+            {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "labels": torch.tensor([[-100, -1]])},
+            "labels have token -1, and the model knows 0 to 18, and ignores -100",
+        ),
+        (
             {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.ones(1, 2)},
             "attention_mask has shape",
+        ),
+        (
+            {
+                "input_ids": torch.zeros(1, 3, dtype=torch.int64),
+                "documents": torch.zeros(1, 5, dtype=torch.int64),
+                "window_length": 2,
+            },
+            r"documents have shape \(1, 5\), the tokens \(1, 3\)",
         ),
     ],
 )

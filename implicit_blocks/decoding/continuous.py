@@ -93,7 +93,7 @@ class ContinuousDecoder:
         state_dtype: of states. ``torch.bfloat16`` is for those that a scan carries from token to token, such
             as Mamba2's, else in float32 or better: half as much to read, and rounded at every token.
             ``torch.int8`` is for keys and values: half as much to read as in 16 bits, each head's rounded
-            once, to 1/254 of its largest feature.
+            once, to multiples of 1/127 of its largest feature.
 
     Raises:
         ValueError: for sizes that make no sense, a model in training mode, or a mixer that has no lanes.

@@ -54,6 +54,10 @@ class ImplicitFunction(GradientEstimator):
         z = (found.z if rows is None else found.z[rows]).detach().requires_grad_()
         fz = f(z)
         adjoint = Adjoint()
+        if not fz.requires_grad:  # a map of nothing that is differentiated, not even of z
+            return found.with_value(
+                fz if rows is None else with_diverged(fz, found.z, found), adjoint=adjoint
+            )
         backward = Search(solver=self.solver, stopping=self.stopping)
         value = _Implicit.apply(fz, z, backward, adjoint)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if rows is not None:
