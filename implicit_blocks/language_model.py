@@ -232,26 +232,20 @@ class LanguageModel(nn.Module, ABC):
         if input_ids.device.type != "cpu" or torch.compiler.is_compiling():  # a GPU would be waited for
             return
         rows = self.embedding.weight.shape[0]
-        for name, tokens, ignored in (("input_ids", input_ids, None), ("labels", labels, -100)):
-            if tokens is None:
-                continue
-            known = (tokens >= 0) & (tokens < rows)
-            if ignored is not None:
-                known |= tokens == ignored
-            if not bool(known.all()):
-                besides = "" if ignored is None else f", and ignores {ignored}"
-                raise ValueError(
-                    f"{name} have token {int(tokens[~known][0])}, and the model knows 0 to {rows - 1}"
-                    f"{besides}; use the model's own tokenizer"
-                )
-            if labels is None:
-                return
-            known = (labels >= 0) & (labels < rows) | (labels == -100)
-            if not bool(known.all()):
-                raise ValueError(
-                    f"labels have {int(labels[~known][0])}, and the model knows 0 to {rows - 1}; "
-                    "-100 marks a position that doesn't count"
-                )
+        known = (input_ids >= 0) & (input_ids < rows)
+        if not bool(known.all()):
+            raise ValueError(
+                f"input_ids have token {int(input_ids[~known][0])}, and the model knows 0 to {rows - 1}; "
+                "use the model's own tokenizer"
+            )
+        if labels is None:
+            return
+        known = (labels >= 0) & (labels < rows) | (labels == -100)
+        if not bool(known.all()):
+            raise ValueError(
+                f"labels have {int(labels[~known][0])}, and the model knows 0 to {rows - 1}; "
+                "-100 marks a position that doesn't count"
+            )
 
     def _finish(self, f: BoundMap, z: Tensor, state: Committed, *, commit: bool) -> tuple[Tensor, Committed]:
         """Map once more where the value is still owed, and commit where that is asked for."""

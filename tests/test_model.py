@@ -460,51 +460,6 @@ def test_the_loss_without_logits_is_the_same():
         model(ids, return_logits=False)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"input_ids": torch.zeros(3, dtype=torch.int64)}, "give \\(batch, tokens\\)"),
-        ({"input_ids": torch.zeros(3, 0, dtype=torch.int64)}, "neither of them 0"),
-        ({"input_ids": torch.zeros(1, 3)}, "input_ids are torch.float32; give tokens, as int64"),
-        ({"input_ids": torch.tensor([[0, 999]])}, "have token 999, and the model knows 0 to"),
-        ({"input_ids": torch.tensor([[0, -1]])}, "have token -1, and the model knows 0 to"),
-        ({"input_ids": torch.zeros(1, 3, dtype=torch.int64), "window_length": 0}, "choose at least 1"),
-        (
-            {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.zeros(1, 2)},
-            "labels have shape",
-        ),
-        ({"input_ids": [[0, 1]]}, "input_ids is a list; give a tensor"),
-        (
-            {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.full((1, 3), -1)},
-            "labels have -1, and the model knows 0 to .*; -100 marks",
-        ),
-        (
-            {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.zeros(1, 3)},
-            "labels are torch.float32; give tokens",
-        ),
-        (
-            {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "labels": torch.tensor([[-100, -1]])},
-            "labels have token -1, and the model knows 0 to 18, and ignores -100",
-        ),
-        (
-            {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.ones(1, 2)},
-            "attention_mask has shape",
-        ),
-        (
-            {
-                "input_ids": torch.zeros(1, 3, dtype=torch.int64),
-                "documents": torch.zeros(1, 5, dtype=torch.int64),
-                "window_length": 2,
-            },
-            r"documents have shape \(1, 5\), the tokens \(1, 3\)",
-        ),
-    ],
-)
-def test_bad_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ib.build(spec_of("attention"))(**arguments)
-
-
 def test_padding_for_the_gpu_gives_way_to_whatever_wraps_a_layer():
     """A wrapper such as a low-rank adapter adds to the layer's output and counts on its width."""
     mlp = contracting("attention").backbone.blocks()[0].mlp
