@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -171,6 +172,30 @@ def test_rolling_log_likelihoods_and_generation_work_too(family, small_model, to
     lm.restart(search={"max_iterations": 2})
     together = lm.generate_until(generate, disable_tqdm=True)
     assert together == [lm.generate_until([request], disable_tqdm=True)[0] for request in generate]
+
+
+def test_requests_that_just_fit_are_not_counted_as_cut(small_model, tokenizer):
+    lm = harness(small_model(), tokenizer)  # a model reads all tokens but the last
+    for length, cut in ((48, 0), (49, 0), (50, 1)):
+        lm.restart()
+        lm._loglikelihood_tokens([(None, [5] * (length - 2), [6, 7])], disable_tqdm=True)
+        assert lm.truncated == cut, length
+
+
+def test_iterations_of_padding_do_not_count():
+    from trainer.evaluation_tasks.harness import HarnessLM
+
+    of_row = torch.tensor([3, 2])
+    yes = torch.tensor([True, True])
+    solution: Any = SimpleNamespace(
+        iterations=of_row, residual=of_row / 10, converged=yes, diverged=~yes,
+        token_iterations=torch.tensor([[1, 3, 9], [2, 9, 9]]),
+    )  # fmt: skip
+    lm: Any = SimpleNamespace(_solutions=[])
+    HarnessLM._note(lm, solution, torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    told = HarnessLM.tally(lm)
+    assert told is not None
+    assert (told.token_iterations, told.iterations, told.iterations_max) == (2.0, 2.5, 3)
 
 
 def test_a_continuation_longer_than_the_maximum_is_refused(small_model, tokenizer):

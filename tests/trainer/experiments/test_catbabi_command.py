@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
-from trainer.data.babi import SPLITS, TASKS
+from trainer.data.babi import SPLITS, TASKS, CatbAbI, read_stories
+from trainer.experiments import catbabi
+from trainer.experiments.catbabi import ask
 from trainer.experiments.catbabi_picture import draw
 from trainer.experiments.cli import main
 from trainer.experiments.runs import load_spec
@@ -91,6 +95,47 @@ def test_a_twin_reads_what_its_implicit_model_reads(archive, tmp_path):
     rows = [[json.loads(line) for line in (f / "metrics.jsonl").read_text().splitlines()] for f in folders]
     assert [[row["tokens"] for row in one] for one in rows] == [[32, 96, 160]] * 2
     assert phases[1][0].model == phases[1][1].model
+
+
+class Knows(torch.nn.Module):
+    """Answers as the labels say where they are even."""
+
+    def forward(self, ids, *, labels, return_logits):
+        return SimpleNamespace(predictions=labels * (labels % 2 == 0), solution=None)
+
+
+def test_answers_are_counted_by_task_and_only_right_ones_as_right(archive):
+    stories = read_stories(archive)
+    source = CatbAbI(stories.by_split["valid"], stories.vocabulary, length=7, seed=0)
+    counted = ask(
+        Knows(), source, rows=source.samples, batch_size=3, device=torch.device("cpu"), precision="float32"
+    )
+    ids = {word: number for number, word in enumerate(stories.vocabulary)}
+    assert counted["asked"] == {str(task): 1 for task in TASKS}
+    assert counted["correct"] == {str(task): int(ids[f"hall{task}"] % 2 == 0) for task in TASKS}
+    assert 0 < sum(counted["correct"].values()) < len(TASKS)
+
+
+def test_the_mean_of_tasks_weighs_them_alike_and_the_accuracy_answers():
+    none = dict.fromkeys(map(str, TASKS), 0)
+    answers = {"asked": {**none, "1": 8, "2": 2}, "correct": {**none, "1": 8, "2": 1}, "search": None}
+    finished = SimpleNamespace(summary=dict.fromkeys(("parameters", "steps", "seconds"), 1))
+    row = catbabi._row(catbabi._asked("explicit-2"), "answers", 0, 200, finished, answers)
+    assert (row["accuracy"], row["mean_of_tasks"], row["answers"]) == (0.9, 0.75, 10)
+    assert (row["by_task"]["1"], row["by_task"]["2"], row["by_task"]["3"]) == (1.0, 0.5, None)
+
+
+def test_answers_are_kept_by_the_length_of_their_rows(tmp_path, monkeypatch):
+    monkeypatch.setattr(catbabi, "load_model", lambda finished, device: None)
+    monkeypatch.setattr(catbabi, "ask", lambda model, source, **more: {"of": [source.length, more["rows"]]})
+    evaluation, data = SimpleNamespace(batch_size=8), SimpleNamespace(length=16)
+    spec = SimpleNamespace(evaluation=evaluation, data=data, training=SimpleNamespace(precision="float32"))
+    for length, rows in ((16, 2), (64, 2), (64, 3), (16, 2)):
+        source = SimpleNamespace(length=length)
+        finished = SimpleNamespace(folder=tmp_path, spec=spec)
+        found = catbabi._answers(finished, source, split="valid", rows=rows, device=torch.device("cpu"))
+        assert found == {"of": [length, rows]}
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_what_is_refused(archive, tmp_path, capsys):

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
+from implicit_blocks.registry import build as build_component
+from trainer.checkpoint import load_checkpoint
 from trainer.cli import main as train
+from trainer.experiments import duality
 from trainer.experiments.cli import main
-from trainer.experiments.duality import Mode, _readable, compare, table
+from trainer.experiments.duality import Mode, _readable, compare, evaluate, evaluation_batch, table
+from trainer.experiments.duality import trained as find_trained
 from trainer.run import build
 from trainer.spec import RunSpec
 
@@ -104,6 +110,50 @@ def test_the_error_of_equal_tokens_is_over_sequences():
     assert "75.00% ±25.00" in table([row])
     one = {name: replace(mode, logits=mode.logits[:1]) for name, mode in modes.items()}
     assert compare(one, torch.zeros(1, 2).long(), tolerance=0.1)["equal_tokens_error"] is None
+
+
+def test_clear_tokens_are_those_that_twice_the_distance_does_not_reach():
+    margins, distance = torch.tensor([0.9, 1.5, 1.9, 2.1]), 1.0
+    logits = torch.zeros(1, 4, 3)
+    logits[0, :, 0] = margins
+    other = logits.clone()
+    other[0, 0, 2] = distance  # of one token, but it counts for all
+    modes = {
+        name: Mode(logits=one, iterations=torch.ones(1, 4), converged=torch.ones(1, 4), seconds=0.0)
+        for name, one in (("simultaneous", logits), ("sequential", other))
+    }
+    modes = {name: replace(mode, iterations=mode.iterations.long()) for name, mode in modes.items()}
+    row = compare(modes, torch.zeros(1, 4).long(), tolerance=0.1)
+    assert (row["clear_tokens"], row["equal_tokens"], row["equal_clear_tokens"]) == (0.25, 0.75, 1.0)
+
+
+def test_a_mode_leaves_the_model_as_it_was(trained):
+    _, run, weights = find_trained(trained)
+    model = build_component(run.model)
+    load_checkpoint(weights, model=model)
+    before = model.spec
+    batch = evaluation_batch(run, sequences=1, length=4)
+    for scope in (None, "sequence"):
+        evaluate(model.eval(), batch, mode="sequential", tolerance=0.1, max_iterations=8, scope=scope)
+        assert model.spec == before
+
+
+def test_the_windows_of_a_models_own_evaluation_are_left_out(trained, tmp_path, monkeypatch):
+    class SeenError(Exception):
+        pass
+
+    def seen(model, *given, **more):
+        raise SeenError(model.spec.at_evaluation.window_length, model.spec.at_evaluation.commit_prefix)
+
+    monkeypatch.setattr(duality, "evaluate", seen)
+    shutil.copytree(trained, tmp_path / "run")
+    path = tmp_path / "run/spec.yaml"
+    tree = yaml.safe_load(path.read_text())
+    tree["model"]["at_evaluation"]["window_length"] = 4
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(SeenError) as caught:
+        duality.run(tmp_path / "out", tmp_path / "run", tolerances=[0.1], device="cpu")
+    assert caught.value.args == (None, None)
 
 
 def test_one_checkpoint_of_a_run_and_another_length(trained, tmp_path):

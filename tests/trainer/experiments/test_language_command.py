@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
+from trainer.experiments import language
 from trainer.experiments.cli import main
 from trainer.experiments.language import Settings, _plans, _training
 from trainer.experiments.language_picture import draw
@@ -79,6 +81,24 @@ def test_without_other_shares_the_picture_shows_the_lead():
     assert pairs == [
         [[100e-6, pytest.approx(10.0)], [200e-6, pytest.approx(25.0)]]
     ]  # of seed 1 there is one twin
+
+
+def test_what_was_measured_is_kept_until_it_is_to_be_measured_otherwise(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        language, "_measure", lambda run, settings, device: asked.append(settings) or {"x": 1}
+    )
+    finished = SimpleNamespace(folder=tmp_path)
+    for settings in (Settings(), Settings(seeds=(1,)), Settings(sequences=3), Settings(multiples=(1,))):
+        assert language._measured(finished, settings, None) == {"x": 1}
+    assert [settings.sequences for settings in asked] == [None, 3, None]  # another seed is another run's
+
+
+def test_runs_are_evaluated_so_often_on_the_way_at_their_own_length(tokens):
+    settings = Settings(changes=(*NARROW, f"data.path={tokens}"), evaluations=2, bounded=(0.8,))
+    for _, spec in _plans("books_5m_mamba2", tokens, settings, True):
+        assert (spec.total_steps, spec.training.evaluate_every) == (5, 2)
+        assert (spec.evaluation.lengths, spec.evaluation.length_multiples) == ((12,), ())
 
 
 def test_skipped_batches_are_left_out_of_the_loss():

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trainer.experiments import runs
 from trainer.spec import RunSpec
@@ -20,9 +21,11 @@ CHANGES = {"training.max_steps": 2, "training.batch_size": 2, "evaluation.sequen
 
 
 def test_a_run_that_another_process_trains_is_waited_for_and_read(tmp_path: Path, small: Small) -> None:
-    spec = small(CHANGES)
+    free = {"name": "free", "model": {"stopping": {"max_iterations": 6}}}
+    spec = small({**CHANGES, "phases": [{"name": "bounded", "until": 1}, free]})
     folder = tmp_path / "runs" / "one"
     finished = runs.train(spec, folder, name="one", device="cpu")
+    assert runs.load_model(finished, torch.device("cpu")).spec == spec.final_model != spec.model
     before = (folder / "metrics.jsonl").read_bytes()
     (folder / "summary.json").rename(tmp_path / "summary.json")  # as while it is being trained
     found: list[runs.Finished] = []

@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 from trainer.cli import main as train
 from trainer.data.word_problem import WordProblem, WordProblemStream
 from trainer.experiments.cli import main
+from trainer.experiments.word_problem_hard_tokens import _by_iterations
 from trainer.experiments.word_problem_measure import (
     _by_hard_tokens,
     _by_hard_tokens_near,
@@ -178,6 +179,18 @@ def test_hard_tokens_are_those_that_change_the_state() -> None:
     source = WordProblemStream(problem, length=4, seed=0)
     tokens = torch.tensor([[0, 3, 4, 23]])  # the identity with E and X, then two other elements
     assert _hard(source, tokens).tolist() == [[False, False, True, True]]
+
+
+def test_right_answers_have_no_wrong_steps_where_the_order_of_factors_counts() -> None:
+    problem = WordProblem(group="S3", monoid="EABX", identity_probability=0.1)
+    batch = WordProblemStream(problem, length=20, seed=0).batch(0, 4)
+    source = WordProblemStream(problem, length=20, seed=0)
+    assert not _wrong_steps(source, batch.inputs, batch.labels).any()
+
+
+def test_a_point_of_the_picture_is_the_mean_over_seeds() -> None:
+    rows = [{"training_iterations": n, "accuracy_last": y} for n, y in ((8, 0.5), (2, 0.1), (8, 1.0))]
+    assert _by_iterations(rows, "accuracy_last") == ([2, 8], [0.1, 0.75])
 
 
 def test_a_step_is_wrong_by_itself_not_by_those_before_it() -> None:

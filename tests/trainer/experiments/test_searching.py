@@ -1,0 +1,76 @@
+"""What experiments measure about searches, on answers that are known."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from implicit_blocks.specs import BroydenSpec, PicardSpec
+from trainer.data.source import IGNORED, Batch
+from trainer.experiments import searching
+from trainer.experiments.searching import REFERENCE, Reference, accuracy, reference, spectrum
+
+IDS = torch.zeros(3, 4, dtype=torch.int64)
+
+
+def test_accuracy_is_of_scored_tokens() -> None:
+    logits = torch.nn.functional.one_hot(torch.tensor([[0, 1, 2, 2], [1, 1, 0, 0]]), 3).float()
+    labels = torch.tensor([[0, IGNORED, 1, IGNORED], [1, IGNORED, IGNORED, IGNORED]])
+    assert accuracy(logits, labels) == pytest.approx(2 / 3)
+    assert accuracy(logits, torch.full_like(labels, IGNORED)) == 0.0
+
+
+def found_by(solver: Any, *, residuals: list[float], mark: float) -> SimpleNamespace:
+    residual = torch.tensor(residuals)
+    solution = SimpleNamespace(
+        residual=residual, converged=residual <= REFERENCE, z=torch.full((3, 4, 2), mark)
+    )
+    return SimpleNamespace(logits=torch.full((3, 4, 5), mark), solution=solution)
+
+
+def test_what_picard_leaves_open_is_searched_by_broyden_and_the_better_row_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[Any] = []
+
+    def search(model: Any, batch: Any, way: Any, scope: str, tolerance: float, most: int) -> Any:
+        asked.append((type(way.solver), scope, tolerance, most))
+        picard = isinstance(way.solver, PicardSpec)
+        residuals = [1e-6, 0.3, 0.2] if picard else [2e-6, 1e-6, 0.4]
+        return found_by(way.solver, residuals=residuals, mark=1.0 if picard else 2.0), 0.0
+
+    monkeypatch.setattr(searching, "search", search)
+    model: Any = None
+    tight = reference(model, Batch(inputs=IDS, labels=IDS), 50)
+    assert asked == [(PicardSpec, "prefix", REFERENCE, 50), (BroydenSpec, "prefix", REFERENCE, 50)]
+    assert tight.logits[:, 0, 0].tolist() == [1.0, 2.0, 1.0]
+    assert tight.z[:, 3, 1].tolist() == [1.0, 2.0, 1.0]
+    assert tight.converged.tolist() == [True, True, False]
+
+
+def test_a_spectrum_says_where_the_map_does_not_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    radii = iter(([0.5, 1.5, 0.9], [2.0, 0.1, 0.2]))
+    monkeypatch.setattr(
+        searching,
+        "spectral_radius",
+        lambda f, z, generator: SimpleNamespace(
+            radius=torch.tensor(next(radii)), residual=torch.tensor([0.01, 0.02, 0.0])
+        ),
+    )
+    part = SimpleNamespace(first=lambda count: part, after=lambda z: part)
+    model: Any = SimpleNamespace(
+        embedding=lambda ids: ids,
+        initial_state=lambda rows: None,
+        hold_weights=lambda: None,
+        bind=lambda *given, **more: (part, None),
+    )
+    z = torch.zeros(3, 4, 2)
+    found = Reference(logits=z, z=z, converged=torch.tensor([True, False, True]))
+    told = spectrum(model, Batch(inputs=IDS, labels=IDS), found, positions=2)
+    assert told["positions"] == [0, 3]
+    assert told["above_one"] == pytest.approx(2 / 6)
+    assert (told["largest"], told["residual_largest"]) == (2.0, pytest.approx(0.02))
+    assert told["converged"] == pytest.approx(2 / 3)

@@ -1,0 +1,77 @@
+"""The search for the least layers, with models whose accuracy is known: what is trained, and what counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+
+from trainer.experiments import word_problem_layers
+from trainer.experiments.word_problem import Settings
+from trainer.experiments.word_problem_layers import carry_out, summed_up
+from trainer.files import read_json
+
+
+def row(length: int, p: float, accuracy: float) -> dict[str, Any]:
+    more = ("iterations", "iterations_max", "residual", "residual_max", "non_converged", "diverged")
+    return {
+        "length": length, "identity_probability": p, "accuracy_last": accuracy, "accuracy": 0.1, "loss": 1.0,
+        "token_converged": None, **dict.fromkeys(more),
+    }  # fmt: skip
+
+
+def finished(seed: int, tests: list[dict[str, Any]]) -> Any:
+    one = dict.fromkeys(("parameters", "steps", "tokens", "seconds"), 1)
+    return SimpleNamespace(summary={"evaluation": tests, "seed": seed, "device": "cpu", "chance": 0.5, **one})
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Note what is trained: two layers solve up to length 8 (with seed 1 alone), none length 16."""
+    runs: list[tuple[Any, ...]] = []
+
+    def train(spec: Any, folder: Path, *, name: str, device: str) -> Any:
+        runs.append(spec)
+        _, layers, length, seed = spec
+        solved = 0.9 if layers >= 2 and length <= 8 and seed == 1 else 0.5
+        return finished(seed, [row(4 * length, 0.0, 1.0), row(length, 0.0, solved), row(length, 0.5, 1.0)])
+
+    def varied(base: str, *, model: str, layers: int, length: int, seed: int, **more: Any) -> Any:
+        return model, layers, length, seed
+
+    monkeypatch.setattr(word_problem_layers, "train", train)
+    monkeypatch.setattr(word_problem_layers, "varied", varied)
+    monkeypatch.setattr(word_problem_layers, "draw", lambda written, path: None)
+    return runs
+
+
+def test_layers_go_up_from_what_a_shorter_length_took(trained: list[tuple[Any, ...]], tmp_path: Path) -> None:
+    settings = Settings(
+        spec="x", groups=("S3",), models=("mamba2",), layers=(4, 1, 2), lengths=(8, 4, 16, 32),
+        seeds=(0, 1, 2), sequences=1, threshold=0.9,
+    )  # fmt: skip
+    carry_out(tmp_path, settings, device="cpu")
+    written = read_json(tmp_path / "word_problem.json")
+    assert [(one["length"], one["least_layers"]) for one in written["least_layers"]] == [
+        (4, 2), (8, 2), (16, None)
+    ]  # fmt: skip
+    assert [(layers, length, seed) for _, layers, length, seed in trained] == [
+        *((1, 4, seed) for seed in (0, 1, 2)),
+        *((2, 4, seed) for seed in (0, 1)),  # the threshold itself counts, and ends the seeds
+        *((2, 8, seed) for seed in (0, 1)),
+        *((2, 16, seed) for seed in (0, 1, 2)),
+        *((4, 16, seed) for seed in (0, 1, 2)),
+    ]
+
+
+def test_the_accuracy_that_counts_is_at_the_training_length_and_the_first_p() -> None:
+    tests = [row(32, 0.2, 0.1), row(8, 0.2, 0.7), row(8, 0.5, 0.9)]
+    told = summed_up(finished(3, tests), group="S3", model="llama", layers=2, length=8)
+    assert (told["accuracy_last"], told["seed"], len(told["tests"])) == (0.7, 3, 3)
+    assert (
+        summed_up(finished(3, tests), group="S3", model="llama", layers=2, length=16)["accuracy_last"] == 0.1
+    )
