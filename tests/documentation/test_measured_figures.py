@@ -39,7 +39,11 @@ def program(name):
     name = f"benchmarks_{name}"
     module = importlib.util.module_from_spec(spec := importlib.util.spec_from_file_location(name, path))
     sys.modules[name] = module  # dataclasses look their own up
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))  # a benchmark reads others beside it
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 

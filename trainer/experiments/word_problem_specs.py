@@ -74,7 +74,7 @@ def varied(
 
     """
     require_model(model)
-    tree = apply_overrides(Section(resolve(base)), [text for text in overrides if _keys(text) == _WIDTH])
+    tree = resolve(base)
     try:
         given = RunSpec.model_validate(tree)
     except ValidationError as error:
@@ -90,7 +90,9 @@ def varied(
     data = _without_none(group=group, length=length, identity_probability=identity_probability)
     tree = merge(tree, {"training": {"seed": seed}, "evaluation": dict(evaluation or {})})
     tree["data"] = _data(tree["data"], data)
-    tree["model"] = _model(tree["model"], model, layers=layers, width=given.model.d_model)
+    width = _width(tree, given.model.d_model, overrides)
+    own = merge(tree["model"], {"d_model": width})
+    tree["model"] = _model(own, model, layers=layers, width=width)
     tree["phases"] = [
         Section(_phase(phase, implicit=model in IMPLICIT, data=data, iterations=iterations))
         for phase in tree.get("phases", [])
@@ -120,6 +122,15 @@ def _data(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         return changed
     sources = [{**source, "data": merge(source["data"], changes)} for source in own["sources"]]
     return {**own, **{key: changes[key] for key in ("length",) if key in changes}, "sources": sources}
+
+
+def _width(tree: Mapping[str, Any], own: int, overrides: Sequence[str]) -> int:
+    """Return the width of all models: the spec's, or what a change makes of it."""
+    wider = [text for text in overrides if _keys(text) == _WIDTH]
+    width = apply_overrides(Section(tree), wider)["model"]["d_model"] if wider else own
+    if not isinstance(width, int) or width < 1:
+        raise ValueError(f"model.d_model is {width!r}; give a whole number from 1 up")
+    return width
 
 
 def _keys(override: str) -> list[str]:

@@ -90,6 +90,11 @@ def test_a_change_of_the_width_is_of_all_models() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     baseline: Any = varied(BASE, model="transformers:mamba2", overrides=change)
     assert baseline.model.config["hidden_size"] == 128
+    with pytest.raises(ValueError, match=r"model\.d_model is 'wide'; give a whole number from 1 up"):
+        varied(BASE, model="transformers:mamba2", overrides=["model.d_model=wide"])
+    # A width and the heads that fit it are changed together.
+    narrow: Any = varied(BASE, model="mamba2", overrides=["model.d_model=8", "model.mixer.head_dim=8"])
+    assert narrow.model.mixer.head_dim == 8
     assert baseline.model.config["num_heads"] * baseline.model.config["head_dim"] == 128 * 2
 
 
