@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -12,10 +13,11 @@ from pydantic import ValidationError
 
 from implicit_blocks import registry
 from trainer.callbacks import Callback, CallbackContext
+from trainer.callbacks.stop_when import StopWhen
 from trainer.errors import CallbackError
 from trainer.metrics import read_metrics
 from trainer.run import build
-from trainer.spec import CallbackSpec, RunSpec
+from trainer.spec import CallbackSpec, RunSpec, StopWhenSpec
 
 Small = Callable[..., RunSpec]
 
@@ -87,6 +89,17 @@ def test_only_steps_in_a_row_count(small: Small, tmp_path: Path, limit: dict[str
     summary = build(spec, output=tmp_path / "run", device="cpu").train()
     assert summary is not None
     assert summary["steps"] == steps
+
+
+def test_a_step_within_the_limit_begins_the_count_anew() -> None:
+    reasons: list[str] = []
+    watched = StopWhen(StopWhenSpec(value="loss", above=1.0, steps=2))
+    run: Any = SimpleNamespace(stop=reasons.append)
+    for loss in (2.0, 0.5, 2.0, None, 2.0, 1.0, 2.0):
+        watched.on_step(run, row={"loss": loss})
+    assert reasons == []
+    watched.on_step(run, row={"loss": 3.0})
+    assert reasons == ["loss 3 is above 1, for 2 steps"]
 
 
 def test_a_value_there_is_not_is_named(small: Small, tmp_path: Path) -> None:

@@ -44,6 +44,8 @@ def test_it_names_the_search_of_evaluations_which_is_not_that_of_training(
 def test_a_rank_holds_its_share_of_the_state_and_the_model_for_a_time() -> None:
     alone, ddp = memory_of(), memory_of("training.parallel.kind=ddp", ranks=8)
     assert ddp == alone
+    assert alone.weights == alone.gradients == 4 * PARAMETERS
+    assert alone.optimizer == 8 * PARAMETERS
     fsdp = memory_of(ranks=8)
     for name in ("weights", "gradients", "optimizer"):
         assert getattr(fsdp, name) == pytest.approx(getattr(alone, name) / 8, rel=1e-6)

@@ -18,6 +18,7 @@ from trainer.display import SilentDisplay
 from trainer.errors import RunFolderError
 from trainer.folder_lock import FolderLock, LockedError
 from trainer.run import build
+from trainer.run_folder import RunFolder, folder_to_resume
 from trainer.spec import RunSpec
 
 fcntl = pytest.importorskip("fcntl", reason="file locks of POSIX")
@@ -155,6 +156,24 @@ def test_two_new_runs_in_one_folder(
     monkeypatch.setattr(module, "make_parts", slow_parts)
     with pytest.raises(RunFolderError, match="already holds a run"):
         build(spec, output=folder, display=SilentDisplay())
+
+
+def test_a_run_that_another_begins_while_this_one_waits_for_the_folder_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setattr(folder, "hold", lambda: folder.spec_path.write_text("kind: run"))
+    with pytest.raises(RunFolderError, match="already holds a run"):
+        folder.create(spec={}, manifest={})
+    assert folder.spec_path.read_text() == "kind: run"
+
+
+def test_the_one_run_of_a_name_is_found_beside_those_of_longer_names(tmp_path: Path) -> None:
+    for name in ("s3-20260101-000000", "s3-long-20260101-000001", "s3-explicit-20260101-000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "spec.yaml").touch()
+    (tmp_path / "s3-20260102-000000").mkdir()  # no run
+    assert folder_to_resume("s3", root=tmp_path).name == "s3-20260101-000000"
 
 
 def test_a_run_where_there_are_no_locks_says_so(

@@ -12,14 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from implicit_blocks.specs import load_spec
-from trainer import exporting
+from implicit_blocks.specs import ExplicitLMSpec, load_spec
+from trainer import exporting, start
 from trainer.checkpoint import list_checkpoints, read_model_tensors
 from trainer.dry_run import describe
 from trainer.errors import CheckpointError, RunFolderError
 from trainer.metrics import read_metrics
 from trainer.run import build
 from trainer.spec import RunSpec
+from trainer.specs.start import StartSpec
+from trainer.start import Origin, find_start, require_fitting
 
 Small = Callable[..., RunSpec]
 
@@ -171,6 +173,39 @@ def test_another_optimizers_state_is_refused(bounded: Path, small: Small, tmp_pa
     start = {"path": str(tmp_path / "other"), "optimizer": True}
     with pytest.raises(ValueError, match="acme"):
         build(small(starting(start)), output=tmp_path / "run", device="cpu")
+
+
+def test_an_optimizers_state_needs_the_same_optimizer_and_weights_that_stay(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = small()
+    explicit = ExplicitLMSpec.model_validate(
+        {k: v for k, v in spec.model.model_dump().items() if k in ExplicitLMSpec.model_fields}
+        | {"kind": "explicit_lm"}
+    )
+    asked = StartSpec(path=str(tmp_path), optimizer=True)
+    found = Origin(tmp_path, "checkpoint", model=spec.model, optimizer="acme")
+    monkeypatch.setattr(start, "_find", lambda path: found)
+    with pytest.raises(ValueError, match="has the state of 'acme', this run's optimizer is 'adamw'"):
+        find_start(asked, spec)
+    find_start(asked.model_copy(update={"optimizer": False}), spec)
+    found = found._replace(optimizer="adamw")
+    find_start(asked, spec)
+    found = found._replace(model=explicit)
+    with pytest.raises(ValueError, match="of kind 'explicit_lm', become others here"):
+        find_start(asked, small({"model.start": "embedding"}))
+
+
+def test_weight_norm_is_added_to_an_explicit_start_and_not_taken_away(small: Small, tmp_path: Path) -> None:
+    for ours, theirs, fits in ((True, False, True), (True, True, True), (False, True, False)):
+        implicit = small({"model.start": "embedding", "model.weight_norm": ours}).model
+        fields = {k: v for k, v in implicit.model_dump().items() if k in ExplicitLMSpec.model_fields}
+        explicit = ExplicitLMSpec.model_validate({**fields, "kind": "explicit_lm", "weight_norm": theirs})
+        if fits:
+            require_fitting(explicit, implicit, path=tmp_path)
+        else:
+            with pytest.raises(CheckpointError, match="weight_norm: True → False"):
+                require_fitting(explicit, implicit, path=tmp_path)
 
 
 def test_a_run_resumed_before_its_first_checkpoint_starts_there_again(

@@ -137,3 +137,17 @@ def test_nothing_measured_is_none() -> None:
     ).values()
     assert phase["mfu"] is None
     assert phase["tokens_per_second"] == 10.0
+
+
+def test_a_phase_is_averaged_over_steps_and_its_rate_over_time() -> None:
+    rows = [
+        {"phase": "p", "step_seconds": seconds, "tokens_per_second": rate, "loss": loss, "mfu": share,
+         "iterations_max": most, "skipped": skipped}
+        for seconds, rate, loss, share, most, skipped in (
+            (3.0, 10.0, 4.0, 0.1, 9, None), (1.0, 50.0, None, 0.3, 5, "loss")
+        )
+    ]  # fmt: skip
+    (phase,) = by_phase(rows).values()
+    assert (phase["tokens"], phase["seconds"], phase["tokens_per_second"]) == (80, 4.0, 20.0)
+    assert (phase["mfu"], phase["iterations_max"], phase["skipped"]) == (0.2, 9, 1)
+    assert (phase["loss_first"], phase["loss_last"]) == (4.0, None)

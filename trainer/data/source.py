@@ -139,14 +139,6 @@ class DataSource(ABC):
 
         """
 
-    def step_batch(self, step: int, *, batch_size: int, rank: int = 0, world_size: int = 1) -> Batch:
-        """One rank's part of the global batch of a step, `batch_size` sequences over all ranks.
-
-        For a run whose batch size is the same at every step; else count positions and use `batch`.
-        """
-        first, count = rank_share(batch_size, rank=rank, world_size=world_size)
-        return self.batch(step * batch_size + first, count)
-
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSet:

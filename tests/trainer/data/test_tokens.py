@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.data.source import rank_share
 from trainer.data.tokens import TokenData, build, write_tokens
 from trainer.specs.data import TokensSpec
 
@@ -68,7 +69,8 @@ def test_batches_and_ranks_cut_one_order(
     inputs, labels = whole.inputs, whole.labels
     assert torch.equal(data.batch(position, count).inputs, inputs[position : position + count])
     assert torch.equal(data.batch(position, count).labels, labels[position : position + count])
-    parts = [data.step_batch(2, batch_size=11, rank=r, world_size=world_size) for r in range(world_size)]
+    shares = [rank_share(11, rank=rank, world_size=world_size) for rank in range(world_size)]
+    parts = [data.batch(22 + first, size) for first, size in shares]
     assert torch.equal(torch.cat([part.inputs for part in parts]), inputs[22:33])
 
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.groups import group, monoid
+from trainer.data.source import rank_share
 from trainer.data.word_problem import BLOCK, WordProblem, WordProblemStream, build
 
 PUBLISHED = {"group": "A5", "monoid": "EABX"}
@@ -199,9 +200,19 @@ def test_ranks_share_a_step(order: str, world_size: int) -> None:
     problem = WordProblem(group="S3", identity_probability=0.5, draw_order=order)
     stream = WordProblemStream(problem, length=16, seed=3)
     whole = stream.batch(4 * 100, 100)
-    parts = [stream.step_batch(4, batch_size=100, rank=r, world_size=world_size) for r in range(world_size)]
+    shares = [rank_share(100, rank=rank, world_size=world_size) for rank in range(world_size)]
+    parts = [stream.batch(4 * 100 + first, count) for first, count in shares]
     assert torch.equal(torch.cat([part.inputs for part in parts]), whole.inputs)
     assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
+
+
+def test_far_positions_of_the_published_order_are_those_reached_one_by_one() -> None:
+    problem = WordProblem(group="A5", monoid="EABX", identity_probability=0.5, draw_order="published")
+    far = 2 * (1 << 20) // (3 * 64) + 5  # numbers are discarded a million at a time
+    jumped, walked = (WordProblemStream(problem, length=64, seed=3) for _ in range(2))
+    for position in range(0, far, 1000):
+        walked.batch(position, min(1000, far - position))
+    assert torch.equal(jumped.batch(far, 2).inputs, walked.batch(far, 2).inputs)
 
 
 def test_positions_far_out_cost_nothing_before_them() -> None:
@@ -299,7 +310,7 @@ def test_refuses_bad_values() -> None:
     with pytest.raises(ValueError, match="got position -1, count 2"):
         stream.batch(-1, 2)
     with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
-        stream.step_batch(0, batch_size=4, rank=2, world_size=2)
+        rank_share(4, rank=2, world_size=2)
     with pytest.raises(ValueError, match="seed -1 is out of range"):
         WordProblemStream(problem, length=4, seed=-1)
     with pytest.raises(ValueError, match="length 0 is too short"):
