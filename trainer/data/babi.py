@@ -10,8 +10,10 @@ row, filled up.
 
 from __future__ import annotations
 
+import lzma
 import re
 import tarfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
@@ -70,9 +72,9 @@ def read_stories(path: Path) -> Stories:
     expected = [(task, split) for task in TASKS for split in SPLITS]
     missing = [f"qa{t}_{s}.txt" for t, s in expected if (t, s) not in files and (t, s) not in stand_ins]
     if missing:
+        named = ", ".join(missing) if len(missing) < len(expected) else f"{missing[0]} to {missing[-1]}"
         raise DataError(
-            f"{path} lacks {len(missing)} of bAbI's {len(expected)} files: {', '.join(missing)}; "
-            "give the whole archive"
+            f"{path} lacks {len(missing)} of bAbI's {len(expected)} files: {named}; give the whole archive"
         )
     by_split: dict[str, list[Story]] = {split: [] for split in SPLITS}
     stood_in: dict[str, int] = {}
@@ -92,7 +94,11 @@ def read_stories(path: Path) -> Stories:
 def _files(path: Path) -> Iterator[tuple[str, str]]:
     if path.is_dir():
         for file in sorted(path.rglob("qa*.txt")):
-            yield f"{path.name}/{file.relative_to(path).as_posix()}", file.read_text(encoding="utf-8")
+            try:
+                text = file.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise DataError(f"{file} is no text in UTF-8 ({error}); fetch the file anew") from error
+            yield f"{path.name}/{file.relative_to(path).as_posix()}", text
         return
     try:
         with tarfile.open(path) as archive:
@@ -100,8 +106,9 @@ def _files(path: Path) -> Iterator[tuple[str, str]]:
                 content = archive.extractfile(member) if _NAME.search(member.name) else None
                 if content is not None:
                     yield member.name, content.read().decode("utf-8")
-    except (tarfile.TarError, EOFError, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no archive that can be read ({error}); fetch it anew") from error
+    except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, UnicodeDecodeError) as error:
+        why = str(error).partition(":\n")[0]  # tarfile lists, line by line, all that it tried
+        raise DataError(f"{path} is no archive that can be read ({why}); fetch it anew") from error
 
 
 def parse(text: str, *, task: int) -> list[Story]:

@@ -20,6 +20,7 @@ from implicit_blocks.registry import build
 from trainer.data.babi import TASKS, CatbAbI
 from trainer.experiments.catbabi_picture import MODES, draw
 from trainer.experiments.drawing import write_picture
+from trainer.experiments.run_options import refuse_taken
 from trainer.experiments.runs import Finished, explicit_twin, is_finished, load_model, run_spec, train
 from trainer.files import read_json, write_json
 from trainer.metrics import rounded
@@ -41,6 +42,15 @@ LAPTOP = (
     "model.at_evaluation.stopping.max_iterations=24",
 )
 """What the laptop setting changes: it shows the way, not the figures."""
+
+
+TAKEN = {
+    "data.path": "--data",
+    "data.scoring": "--scoring",
+    "training.seed": "--seeds",
+    "model.n_layers": "--models",
+}
+"""What options of the command say of the spec."""
 
 
 class Asked(NamedTuple):
@@ -99,6 +109,9 @@ def run(
     for length in lengths:
         if length < 1:
             raise ValueError(f"length {length}: choose at least 1")
+    refuse_taken(changes, TAKEN)
+    if (kind := run_spec(spec).data.kind) != "catbabi":
+        raise ValueError(f"the data of {spec} are of kind {kind!r}; give a run on catbabi")
     place = choose_device(device)
     common = [*(LAPTOP if laptop else ()), f"data.path={data}", *changes]
     plan = [
@@ -156,8 +169,6 @@ def _spec(spec: str, asked: Asked, changes: Sequence[str]) -> RunSpec:
         read_alike = not any(phase.data or phase.training for phase in phases)
         made = explicit_twin(spec, changes, n_layers=asked.layers)
         made = made if read_alike else made.model_copy(update={"phases": phases})
-    if made.data.kind != "catbabi":
-        raise ValueError(f"the data of {spec} are of kind {made.data.kind!r}; give a run on catbabi")
     # The figures come from a pass over all answers at the end; on the way a few rows will do.
     few = made.evaluation.model_copy(update={"sequences": min(32, made.evaluation.sequences)})
     return made.model_copy(update={"evaluation": few})

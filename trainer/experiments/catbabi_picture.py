@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,16 +45,20 @@ def draw(written: Mapping[str, Any]) -> Figure:
             bars.bar(at, mean, 0.8 / len(modes) * 0.94, color=color, alpha=0.85, label=label)
             bars.plot([at] * len(found), found, ".", color="black", markersize=4)
             bars.annotate(f"{mean:.1f}", (at, mean), ha="center", va="bottom", fontsize=8)
-    for name, value in written["published"].items():
+    above = -math.inf
+    for name, value in sorted(written["published"].items(), key=lambda one: one[1]):
         bars.axhline(100 * value, color=GREY, linewidth=0.8, linestyle=":")
+        below = "4" in name  # two of them nearly coincide
+        place = 100 * value if below else max(100 * value, above + 3.6)
+        above = above if below else place
         bars.text(
             0.99,
-            100 * value,
+            place,
             name,
             transform=bars.get_yaxis_transform(),
             fontsize=7,
             color=GREY,
-            va="top" if "4" in name else "bottom",  # two of them nearly coincide
+            va="top" if below else "bottom",
             ha="right",
         )
     bars.set_xlim(-0.6, 1.3 * len(names) - 0.3)  # room for the names of the lines
@@ -61,7 +66,9 @@ def draw(written: Mapping[str, Any]) -> Figure:
     broken = [name.replace("-", "\n").replace(", ", "\n") for name in names]
     bars.set_xticks(range(len(names)), names if len(names) <= 4 else broken)
     bars.set_ylim(0, 118)
-    finish(bars, title="All answers; dotted: as published elsewhere", x="model and layers", y="%")
+    finish(
+        bars, title="All answers; dotted: as published elsewhere", x="model and layers", y="right answers, %"
+    )
     bars.legend(frameon=False, fontsize=9, loc="upper center", ncols=2)
     lines = [(name, mode) for mode in modes for name in names if any(_is(row, name, mode) for row in rows)]
     values = torch.full((len(lines), len(TASKS)), torch.nan)
@@ -73,11 +80,14 @@ def draw(written: Mapping[str, Any]) -> Figure:
                 if _is(one, *lines[row]) and one["by_task"][str(task)] is not None
             ]
             values[row, column] = 100 * sum(found) / len(found) if found else torch.nan
-    heat.imshow(values.numpy(), cmap="RdYlGn", vmin=0, vmax=100, aspect="auto")
+    # From dark to bright, which everybody sees; red to green is one color to some.
+    heat.imshow(values.numpy(), cmap="viridis", vmin=0, vmax=100, aspect="auto")
     for row in range(len(lines)):
         for column in range(len(TASKS)):
             if not values[row, column].isnan():
-                heat.text(column, row, f"{values[row, column]:.0f}", ha="center", va="center", fontsize=8)
+                color = "white" if values[row, column] < 60 else "black"
+                text = f"{values[row, column]:.0f}"
+                heat.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
     heat.set_xticks(range(len(TASKS)), [str(task) for task in TASKS])
     heat.set_yticks(range(len(lines)), [f"{name}, {_mode(mode, lengths)}" for name, mode in lines])
     heat.set_title("By task, %", fontsize=11)

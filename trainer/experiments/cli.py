@@ -1,7 +1,7 @@
 """The command line: ``python -m trainer.experiments jacobian | duality …``.
 
 Each experiment writes a JSON file with every number and a picture. Exit codes: 0 done, 2 the request can't be
-carried out (said in a sentence), 130 interrupted.
+carried out (said in a sentence), 130 interrupted; where a run fails, those of ``python -m trainer``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,8 @@ REFUSED = 2
 INTERRUPTED = 130
 EXPERIMENTS = ("catbabi", "duality", "jacobian", "language", "solvers", "word-problem")
 """Each has a module in ``trainer.experiments.commands``: HELP, ``add_options`` and ``carry_out``."""
+_MAY_REPEAT = ("set", "dt")
+"""Lists that add up when given again, or whose values may be equal."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -38,24 +41,49 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    options = parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options = parser().parse_args(given)
     folder: Path | None = options.output
     try:
+        from trainer.experiments.failures import require_writable
         from trainer.run_folder import default_folder
 
+        _require_once(given, options)
         folder = folder or default_folder(options.experiment, root=Path("experiments"))
-        if folder.exists() and not folder.is_dir():
-            raise ValueError(f"the output {folder} is a file, not a folder; give another one by --output")
+        require_writable(folder)
         text: str = _command(options.experiment).carry_out(folder, options)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return REFUSED
     except KeyboardInterrupt:
         kept = f"go on by the same command with --output {folder}" if folder and folder.exists() else ""
         print(f"error: stopped; {kept or 'nothing was written'}", file=sys.stderr)
         return INTERRUPTED
+    except Exception as error:
+        from trainer.experiments.failures import said
+
+        if (found := said(error)) is None:
+            raise
+        print(f"error: {found[0]}", file=sys.stderr)
+        return found[1]
     print(text)
     return 0
+
+
+def _require_once(given: Sequence[str], options: argparse.Namespace) -> None:
+    """Refuse what would be lost or counted twice: a list given again, a value again in its list.
+
+    Raises:
+        ValueError: names the option.
+
+    """
+    names = Counter(word.partition("=")[0] for word in given if word.startswith("--"))
+    for key, values in vars(options).items():
+        name = f"--{key.replace('_', '-')}"
+        if not isinstance(values, list) or key in _MAY_REPEAT:
+            continue
+        if names[name] > 1:
+            raise ValueError(f"{name} is given {names[name]} times; give it once, with all its values behind")
+        for value, times in Counter(values).items():
+            if times > 1:
+                raise ValueError(f"{name} has {value} {times} times; give each value once")
 
 
 def _command(name: str) -> ModuleType:

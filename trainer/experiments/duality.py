@@ -90,7 +90,7 @@ def run(
     place = choose_device(device)
     name, spec, weights = trained(checkpoint)
     batch = evaluation_batch(spec, sequences=sequences, length=length).to(place)
-    model: ImplicitLM = build(spec.model)
+    model: ImplicitLM = build(spec.final_model)
     load_checkpoint(weights, model=model)
     search_all_at_once(model)
     model = model.to(place, torch.float64 if double else torch.float32).eval()

@@ -87,6 +87,8 @@ def measure(
         raise ValueError(
             f"{tokens} tokens and width {width}: give 2 tokens or more, and a width of 1 or more"
         )
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; choose one from 0 to 2^63 - 1")
     shape: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "d_model": width,
@@ -148,10 +150,18 @@ def draw(found: list[StateJacobian], path: Path) -> None:
         image = row[2].imshow(
             difference.numpy(), cmap="viridis", norm=LogNorm(1e-18, 1e-6), interpolation="nearest"
         )
-        row[2].set_title(f"|difference|, at most {one.formula_against_autograd:.0e}", fontsize=11)
+        row[2].set_title(f"{one.kind}: |difference|, {_most(one.formula_against_autograd)}", fontsize=11)
         figure.colorbar(image, ax=row[2], shrink=0.85)
-        row[0].set_ylabel(f"rank {one.rank}, off the diagonal {one.off_diagonal_mass:.0e} of the mass")
+        off = f"{one.off_diagonal_mass:.0e}" if one.off_diagonal_mass > 0 else "none"
+        row[0].set_ylabel(
+            f"rank {one.rank}, off the diagonal {off} of the mass\n\nentry of the state", fontsize=10
+        )
         for axes in row:
+            axes.set_xlabel("entry of the state before", fontsize=10)
             axes.set_xticks([])
             axes.set_yticks([])
     write_picture(figure, path)
+
+
+def _most(largest: float) -> str:
+    return f"at most {largest:.0e}" if largest > 0 else "none at all"

@@ -18,10 +18,12 @@ import torch
 from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.model import ImplicitLM
 from implicit_blocks.registry import build
+from implicit_blocks.specs import spec_name
 from trainer.data.source import DataSource, EvaluationSet
 from trainer.evaluation import evaluate
 from trainer.experiments.drawing import write_picture
 from trainer.experiments.language_picture import draw
+from trainer.experiments.run_options import refuse_taken
 from trainer.experiments.runs import Finished, explicit_twin, is_finished, load_model, run_spec, train
 from trainer.files import read_json, write_json
 from trainer.metrics import json_value, rounded
@@ -42,6 +44,8 @@ LAPTOP = {
     "attention": (*_SHORT, "model.mixer.n_heads=4", "model.mlp.d_hidden=128"),
 }
 """What the laptop setting changes, by mixer: it shows the way, not the figures."""
+TAKEN = {"data.path": "--data", "training.seed": "--seeds"}
+"""What options of the command say of the specs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +89,15 @@ def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, d
         ValueError: specs that aren't of implicit models on tokens, or don't fit the data.
 
     """
+    refuse_taken(settings.changes, TAKEN)
     place = choose_device(device)
-    plans = [plan for index, name in enumerate(specs) for plan in _plans(name, data, settings, index == 0)]
+    names = [spec_name(one) for one in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"several of the specs are called {name}, and so would their runs; rename one")
+    plans = [plan for index, one in enumerate(specs) for plan in _plans(one, data, settings, index == 0)]
+    if not settings.only_finished:
+        _require_validation(plans[0][1], data)
     rows = []
     for label, spec in plans:
         if settings.only_finished and not is_finished(folder / "runs" / label["run"]):
@@ -98,7 +109,7 @@ def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, d
     written = json_value(
         {
             "experiment": "language",
-            "specs": list(specs),
+            "specs": names,
             "settings": asdict(settings),
             "device": device_name(place),
             "runs": rows,
@@ -110,24 +121,26 @@ def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, d
 
 
 def _plans(
-    name: str, data: Path, settings: Settings, with_shares: bool
+    source: str, data: Path, settings: Settings, with_shares: bool
 ) -> Iterable[tuple[dict[str, Any], RunSpec]]:
     """Yield what is trained for a spec, with each seed: both twins, and other curricula."""
-    changes = [f"data.path={data}", *_laptop(name, settings), *settings.changes]
-    own = _checked(name, run_spec(name, changes))
+    name = spec_name(source)  # not its path, which would lead out of the folder of the runs
+    _check(source, run_spec(source))
+    changes = [f"data.path={data}", *_laptop(source, settings), *settings.changes]
+    own = run_spec(source, changes)
     share = own.phases[0].until if own.phases else None
     for seed in settings.seeds:
         seeded = [*changes, f"training.seed={seed}"]
         label = {"spec": name, "seed": seed, "share": share}
-        implicit = _watched(run_spec(name, seeded), settings)
+        implicit = _watched(run_spec(source, seeded), settings)
         yield {**label, "kind": "implicit", "run": f"{name}-{seed}"}, implicit
-        explicit = _watched(explicit_twin(name, seeded), settings)
+        explicit = _watched(explicit_twin(source, seeded), settings)
         yield {**label, "kind": "explicit", "share": None, "run": f"{name}-explicit-{seed}"}, explicit
     for seed, other in product(settings.seeds, settings.bounded if with_shares and own.phases else ()):
         if other != share:
             seeded = [*changes, f"training.seed={seed}", f"phases.0.until={other}"]
             label = {"spec": name, "seed": seed, "share": other, "kind": "curriculum"}
-            yield {**label, "run": f"{name}-{other:g}-{seed}"}, _watched(run_spec(name, seeded), settings)
+            yield {**label, "run": f"{name}-{other:g}-{seed}"}, _watched(run_spec(source, seeded), settings)
 
 
 def _laptop(name: str, settings: Settings) -> tuple[str, ...]:
@@ -139,12 +152,19 @@ def _laptop(name: str, settings: Settings) -> tuple[str, ...]:
     return LAPTOP[kind]
 
 
-def _checked(name: str, spec: RunSpec) -> RunSpec:
+def _check(name: str, spec: RunSpec) -> None:
     if spec.model.kind != "implicit_lm":
         raise ValueError(f"the model of {name} is of kind {spec.model.kind!r}; give runs of an implicit_lm")
     if spec.data.kind != "tokens":
         raise ValueError(f"the data of {name} are of kind {spec.data.kind!r}; give runs on tokens")
-    return spec
+
+
+def _require_validation(spec: RunSpec, path: Path) -> None:
+    """Refuse tokens without a validation split, before anything is trained for it."""
+    size = getattr(spec.model, "vocab_size", None)
+    data: DataSource = build(spec.data, seed=spec.training.seed, vocab_size=size)
+    if not data.evaluation_sets(spec.evaluation.at(spec.data.length)):
+        raise ValueError(f"the tokens in {path} have no validation split; tokenize one with --validation")
 
 
 def _watched(spec: RunSpec, settings: Settings) -> RunSpec:
@@ -186,10 +206,7 @@ def _measure(finished: Finished, settings: Settings, device: torch.device) -> di
         asked = spec.evaluation.model_copy(
             update={"lengths": (length,), "length_multiples": (), "sequences": sequences or 10**9}
         )
-        sets = list(data.evaluation_sets(asked).values())
-        if not sets:
-            raise ValueError("the tokens have no validation split; tokenize one with --validation")
-        return _evaluated(model, sets[0], spec, device)
+        return _evaluated(model, next(iter(data.evaluation_sets(asked).values())), spec, device)
 
     length, sequences = spec.data.length, settings.sequences
     lengths = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Mapping
 
 
 def add_device(made: argparse.ArgumentParser) -> None:
@@ -21,6 +22,23 @@ def add_changes(made: argparse.ArgumentParser) -> None:
         metavar="path.to.key=value",
         help="changes to all specs; what explicit models don't know they leave out",
     )
+
+
+def refuse_taken(changes: Iterable[str], taken: Mapping[str, str]) -> None:
+    """Refuse changes of what an option of the experiment says: one of the two would be lost in silence.
+
+    Args:
+        changes: ``path.to.key=value``.
+        taken: paths, and the options that say them.
+
+    Raises:
+        ValueError: names the change and the option.
+
+    """
+    for change in changes:
+        key = change.partition("=")[0].strip()
+        if key in taken:
+            raise ValueError(f"--set {change} is said by {taken[key]} here; give it there")
 
 
 def add_run_options(made: argparse.ArgumentParser) -> None:

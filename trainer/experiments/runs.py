@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.merging import merge_runs
 from trainer.checkpoint import load_checkpoint, newest_sound_checkpoint
-from trainer.folder_lock import FolderLock
+from trainer.folder_lock import FolderLock, LockedError
 from trainer.metrics import read_metrics
 from trainer.run import build
 from trainer.run_folder import RunFolder, differences
@@ -126,7 +127,13 @@ def _in_turn(folder: Path) -> Iterator[None]:
         yield
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with FolderLock(folder.with_name(f".{folder.name}.lock"), wait=True):
+    path = folder.with_name(f".{folder.name}.lock")
+    try:
+        lock = FolderLock(path)
+    except LockedError as held:
+        print(f"{folder.name} is being trained by {held.holder}: waiting for it", file=sys.stderr)
+        lock = FolderLock(path, wait=True)
+    with lock:
         yield
 
 

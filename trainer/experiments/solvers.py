@@ -35,6 +35,7 @@ from trainer.experiments.penalty import measure as measure_penalties
 from trainer.experiments.searching import Reference, Way, accuracy, counted, reference, search, spectrum
 from trainer.experiments.solvers_picture import draw
 from trainer.files import write_json
+from trainer.spec import RunSpec
 
 
 def ways(length: int) -> list[Way]:
@@ -107,9 +108,10 @@ def run(
     """
     _check(tolerances, penalties, sequences, length, max_iterations, repeats, penalty_steps)
     place = choose_device(device)
+    runs = [trained(checkpoint) for checkpoint in checkpoints]  # all, before hours pass with the first
     found = [
         _measure(
-            checkpoint,
+            (_once(number, runs), spec, weights),
             folder,
             tolerances=tolerances,
             sequences=sequences,
@@ -121,7 +123,7 @@ def run(
             penalty_steps=penalty_steps,
             device=place,
         )
-        for checkpoint in checkpoints
+        for number, (_, spec, weights) in enumerate(runs)
     ]
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
@@ -146,8 +148,15 @@ def run(
     return "\n".join([*lines, f"written: {', '.join(written)}"])
 
 
+def _once(number: int, runs: Sequence[tuple[str, RunSpec, Path]]) -> str:
+    """Return the name of a run among these; the second and later ones of a name are numbered."""
+    names = [name for name, _, _ in runs]
+    before = names[:number].count(names[number])
+    return names[number] + (f"-{before + 1}" if before else "")
+
+
 def _measure(
-    checkpoint: Path,
+    run: tuple[str, RunSpec, Path],
     folder: Path,
     *,
     tolerances: Sequence[float],
@@ -161,11 +170,11 @@ def _measure(
     device: torch.device,
 ) -> dict[str, Any]:
     """Return what is found of one trained model."""
-    name, spec, weights = trained(checkpoint)
+    name, spec, weights = run
     batch = evaluation_batch(spec, sequences=sequences, length=length).to(device)
     tokens = batch.inputs.shape[1]
     chosen = _chosen(tokens, only)
-    model: ImplicitLM = build(spec.model)
+    model: ImplicitLM = build(spec.final_model)
     load_checkpoint(weights, model=model)
     model = model.to(device).eval()
     tight = reference(model, batch, max_iterations)

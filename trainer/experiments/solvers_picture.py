@@ -11,8 +11,10 @@ from trainer.experiments.drawing import BLUE, DARK, GREEN, GREY, ORANGE, finish,
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = (BLUE, ORANGE, GREEN, "#805ad5", "#b83280", "#0b7285", "#a16207", GREY)
+# Told apart without red and green too; the markers help where lines cross.
+_COLORS = (BLUE, ORANGE, GREEN, DARK, "#63b3ed", "#d68fb8", "#ecc94b")
 _LINES = ("-", "--", ":")
+_MARKERS = "os^Dv"
 
 
 def draw(one: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> None:
@@ -26,7 +28,7 @@ def draw(one: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> Non
     panels = figure.subplots(1, count, width_ratios=widths[:count])
     together = [row for row in rows if _together(row["way"])]
     styles = {
-        name: (_COLORS[index % len(_COLORS)], _LINES[index // len(_COLORS)])
+        name: (_COLORS[index % 7], _LINES[index // 7 % 3], _MARKERS[index % 5])
         for index, name in enumerate(dict.fromkeys(row["way"] for row in together))
     }
     for axes, scope in zip(panels, ("prefix", "sequence"), strict=False):
@@ -53,16 +55,17 @@ def draw(one: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> Non
 
 
 def _iterations(
-    axes: Axes, rows: Sequence[Mapping[str, Any]], styles: Mapping[str, tuple[str, str]], scope: str
+    axes: Axes, rows: Sequence[Mapping[str, Any]], styles: Mapping[str, tuple[str, str, str]], scope: str
 ) -> None:
     """Draw the iterations of ways that search for the whole sequence together; hollow: not all converged."""
-    for name, (color, line) in styles.items():
+    for name, (color, line, marker) in styles.items():
         of_way = [row for row in rows if row["way"] == name]
         x, y = [row["tolerance"] for row in of_way], [row["iterations_mean"] for row in of_way]
-        axes.plot(x, y, line, color=color, label=name, linewidth=1.4)
+        axes.plot([], [], line + marker, color=color, label=name, linewidth=1.4, markersize=5)
+        axes.plot(x, y, line, color=color, linewidth=1.4)
         for row, left, up in zip(of_way, x, y, strict=True):
             face = color if row["converged"] == 1 else "white"
-            axes.plot([left], [up], "o", color=color, markerfacecolor=face, markersize=5)
+            axes.plot([left], [up], marker, color=color, markerfacecolor=face, markersize=5)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.invert_xaxis()
@@ -71,8 +74,8 @@ def _iterations(
     axes.tick_params(axis="y", which="minor", labelsize=7)
     finish(
         axes,
-        title=f"Scope {scope} (hollow: some not)",
-        x="tolerance",
+        title=f"Scope {scope} (hollow: not all converged)",
+        x="tolerance, tighter to the right",
         y="iterations of a sequence, mean",
     )
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data import groups as algebra
+from trainer.experiments.run_options import refuse_taken
 from trainer.experiments.word_problem_specs import require_model
 
 
@@ -134,6 +135,18 @@ SETTINGS: dict[tuple[str, str], Settings] = {
 # What only one study varies; and what can be said of runs that are trained already.
 OF_STUDY = {"layers": ("models", "layers", "threshold"), "hard-tokens": ("iterations", "token_iterations")}
 OF_TESTS = ("test_p", "test_lengths", "sequences", "token_iterations")
+# What options of the command say of the specs: of their tests, of their training.
+SAID_OF_TESTS = {
+    "evaluation.identity_probabilities": "--test-p",
+    "evaluation.lengths": "--test-lengths",
+    "evaluation.sequences": "--sequences",
+}
+SAID_OF_RUNS = {
+    "data.group": "--groups",
+    "data.length": "--lengths",
+    "model.n_layers": "--layers",
+    "training.seed": "--seeds",
+}
 
 
 def run(
@@ -168,6 +181,7 @@ def run(
     if study == "layers" and checkpoints:
         raise ValueError("the study layers trains its models; checkpoints are tested by hard-tokens")
     _refuse_what_changes_nothing(study, [n for n, v in changes.items() if v is not None], bool(checkpoints))
+    refuse_taken(overrides, SAID_OF_TESTS if checkpoints else {**SAID_OF_TESTS, **SAID_OF_RUNS})
     settings = changed(SETTINGS[study, setting], changes)
     # A run that is trained already is what it is: a setting's changes are for the runs that it trains.
     own = () if checkpoints else settings.overrides

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,9 @@ def carry_out(
     """Train with each number of iterations, test in both modes, write the figures and the picture."""
     place = choose_device(device)
     if checkpoints:
-        rows = [row for path in checkpoints for row in _of_checkpoint(path, settings, place)]
+        # All are found before the first is tested, which takes minutes.
+        runs = [_trained_run(path, settings) for path in checkpoints]
+        rows = [row for spec, weights in runs for row in _of_checkpoint(spec, weights, settings, place)]
     else:
         rows = _of_runs(folder, settings, place, device=device)
     written = {
@@ -81,8 +83,8 @@ def _of_runs(folder: Path, settings: Settings, place: torch.device, *, device: s
     return rows
 
 
-def _of_checkpoint(path: Path, settings: Settings, place: torch.device) -> list[dict[str, Any]]:
-    """Test a run that is trained already."""
+def _trained_run(path: Path, settings: Settings) -> tuple[RunSpec, Path]:
+    """Return the spec of a run that is trained already, with the tests asked for, and its weights."""
     _, spec, weights = trained(path, settings.overrides)
     if not isinstance(spec.data, WordProblemSpec):
         raise ValueError(
@@ -91,7 +93,13 @@ def _of_checkpoint(path: Path, settings: Settings, place: torch.device) -> list[
     evaluation = EvaluationSpec.model_validate(
         {**spec.evaluation.model_dump(), "length_multiples": (), **_tests(settings, spec.data.length)}
     )
-    spec = spec.model_copy(update={"evaluation": evaluation})
+    return spec.model_copy(update={"evaluation": evaluation}), weights
+
+
+def _of_checkpoint(
+    spec: RunSpec, weights: Path, settings: Settings, place: torch.device
+) -> list[dict[str, Any]]:
+    """Test a run that is trained already."""
     model = registry.build(spec.phase_specs()[-1].model)
     progress = load_checkpoint(weights, model=model)
     more = {"steps": progress.step, "training_seconds": progress.seconds}
@@ -179,7 +187,7 @@ def draw(written: dict[str, Any], path: Path) -> None:
     for (*against, position, hard), group in zip(panels, groups, strict=True):
         of_group = [row for row in rows if row["group"] == group]
         longest = max(row["length"] for row in of_group)
-        for p, color in zip(settings["test_p"], COLORS, strict=False):
+        for p, color in zip(settings["test_p"], cycle(COLORS), strict=False):
             for mode, style in zip(MODES, ("o-", "x--"), strict=True):
                 here = [
                     row

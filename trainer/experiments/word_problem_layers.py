@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLORS = {"implicit-mamba2": BLUE, "mamba2": ORANGE, "implicit-llama": GREEN, "llama": GREY}
+OTHERS = (DARK, "#63b3ed", "#d68fb8", "#ecc94b")
+"""Of baselines, in the order in which they are asked for."""
+STYLES = (("o-", "full"), ("s--", "none"), ("^:", "none"), ("D-.", "none"))
+"""A multiple of the training length each: line and marker, its filling."""
 
 
 def carry_out(folder: Path, settings: Settings, *, device: str) -> str:
@@ -192,7 +196,7 @@ def _draw_least(written: dict[str, Any], axes: Axes, group: str) -> None:
     settings = written["settings"]
     models, top = settings["models"], max(settings["layers"])
     for index, model in enumerate(models):
-        color = COLORS.get(model, DARK)
+        color = _color(model, models)
         shift = 1 + 0.04 * (index - (len(models) - 1) / 2)  # lines that coincide stay visible
         rows = [row for row in written["least_layers"] if (row["group"], row["model"]) == (group, model)]
         solved = [(row["length"], row["least_layers"]) for row in rows if row["least_layers"] is not None]
@@ -211,9 +215,7 @@ def _draw_least(written: dict[str, Any], axes: Axes, group: str) -> None:
 
 def _draw_accuracy(written: dict[str, Any], axes: Axes, group: str, p: float) -> None:
     settings = written["settings"]
-    styles = list(
-        zip(settings["test_lengths"], (("o-", "full"), ("s--", "none"), ("^:", "none")), strict=False)
-    )
+    styles = list(zip(settings["test_lengths"], cycle(STYLES), strict=False))
     for index, model in enumerate(settings["models"]):
         # The later a model is drawn, the finer: where several are right, all of them stay visible.
         share = 1 - index / len(settings["models"])
@@ -225,7 +227,7 @@ def _draw_accuracy(written: dict[str, Any], axes: Axes, group: str, p: float) ->
                 if test["identity_probability"] == p and test["length"] == times * row["length"]
             ]
             xs, ys = [x for x, _ in points], [100 * y for _, y in points]
-            color, width, marker = COLORS.get(model, DARK), 1.1 + 1.4 * share, 4 + 4 * share
+            color, width, marker = _color(model, settings["models"]), 1.1 + 1.4 * share, 4 + 4 * share
             axes.plot(xs, ys, style, fillstyle=fill, color=color, linewidth=width, markersize=marker)
     for times, (style, fill) in styles:
         axes.plot([], [], style, fillstyle=fill, color=DARK, label=f"at {times}x the training length")
@@ -239,6 +241,11 @@ def _draw_accuracy(written: dict[str, Any], axes: Axes, group: str, p: float) ->
         x="training length",
         y="% of the last tokens, at convergence",
     )
+
+
+def _color(model: str, models: Sequence[str]) -> str:
+    others = [one for one in models if one not in COLORS]
+    return COLORS.get(model) or OTHERS[others.index(model) % len(OTHERS)]
 
 
 def _best(runs: Sequence[dict[str, Any]], group: str, model: str) -> list[dict[str, Any]]:

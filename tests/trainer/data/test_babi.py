@@ -171,6 +171,23 @@ def test_what_is_missing_is_named(folder, tmp_path):
     (tmp_path / "cut.tar.xz").write_bytes(b"\xfd7zXZ\x00broken")
     with pytest.raises(ValueError, match="is no archive that can be read"):
         source(tmp_path / "cut.tar.xz")
+    # Damaged in the middle, of no kind that is known, and a file that is no text: a sentence each.
+    with tarfile.open(tmp_path / "whole.tar.xz", "w:xz") as archive:
+        archive.add(folder, arcname="en-valid-10k")
+    damaged = bytearray((tmp_path / "whole.tar.xz").read_bytes())
+    damaged[200:232] = bytes(32)
+    (tmp_path / "damaged.tar.xz").write_bytes(damaged)
+    (tmp_path / "text.tar.xz").write_text("no archive")
+    for name in ("damaged", "text"):
+        with pytest.raises(ValueError, match="is no archive that can be read") as refused:
+            source(tmp_path / f"{name}.tar.xz")
+        assert "\n" not in str(refused.value)
+    (folder / "qa1_test.txt").write_bytes(b"1 caf\xe9.\n")
+    with pytest.raises(ValueError, match=r"qa1_test\.txt is no text in UTF-8"):
+        source(folder)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ValueError, match=r"lacks 60 of bAbI's 60 files: qa1_train\.txt to qa20_test\.txt;"):
+        source(tmp_path / "none")
     with pytest.raises(ValueError, match="the bAbI archive is not named"):
         build(CatbAbISpec())
 

@@ -41,8 +41,9 @@ def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
     (archive / "en").mkdir()
     (archive / "qa3_train.txt").rename(archive / "en/qa3_three-supporting-facts_train.txt")
     arguments = ["catbabi", "--data", str(archive), "--models", "implicit-1", "explicit-2", "--device", "cpu"]
-    arguments += ["--scoring", "answers", "--output", str(folder), "--set", *NARROW]
-    assert main(arguments) == 0
+    arguments += ["--output", str(folder), "--set", *NARROW]
+    alone = ["--scoring", "answers"]
+    assert main([*arguments, *alone]) == 0
     written = json.loads((folder / "catbabi.json").read_text())
     implicit, explicit = written["models"]
     assert (implicit["model"], explicit["model"]) == ("implicit-1", "explicit-2")
@@ -70,15 +71,15 @@ def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
     assert summary.stat().st_mtime_ns == before
     assert not (folder / "runs/implicit-1-all-0").exists()
 
-    assert main([*arguments, "--only-finished", "--lengths", "16", "64"]) == 0
+    assert main([*arguments, *alone, "--only-finished", "--lengths", "16", "64"]) == 0
     written = json.loads((folder / "catbabi.json").read_text())
     rows = [(row["model"], row["length"], row["answers"]) for row in written["models"]]
     models = ("implicit-1", "explicit-2")
     assert rows == [(model, length, len(TASKS)) for model in models for length in (16, 64)]
-    assert main([*arguments, "--lengths", "0"]) == 2
+    assert main([*arguments, *alone, "--lengths", "0"]) == 2
     assert "length 0: choose at least 1" in capsys.readouterr().err
 
-    assert main([*arguments[:-1], "evaluation.sequences=1"]) == 2
+    assert main([*arguments[:-1], "evaluation.sequences=1", *alone]) == 2
     assert "holds a run of other settings (evaluation.sequences: 2 → 1)" in capsys.readouterr().err
 
 
@@ -143,7 +144,10 @@ def test_what_is_refused(archive, tmp_path, capsys):
     assert main(["catbabi", "--data", str(archive), "--models", "deep-1", *out]) == 2
     assert "'deep-1' is no model; write its kind and layers" in capsys.readouterr().err
     assert main(["catbabi", "--data", str(archive), "--spec", "word_problem_s3", *out]) == 2
-    assert "data.path" in capsys.readouterr().err
+    assert "the data of word_problem_s3 are of kind 'word_problem'" in capsys.readouterr().err
+    for change, option in (("data.scoring=all", "--scoring"), ("model.n_layers=2", "--models")):
+        assert main(["catbabi", "--data", str(archive), "--set", change, *out]) == 2
+        assert f"--set {change} is said by {option} here" in capsys.readouterr().err
     (archive / "qa3_train.txt").unlink()
     assert main(["catbabi", "--data", str(archive), *out]) == 2
     assert "lacks 1 of bAbI's 60 files: qa3_train.txt" in capsys.readouterr().err

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
+import torch
 
+from trainer.errors import FailedSaveError, NonFiniteLossError
 from trainer.experiments import cli
 from trainer.experiments.commands import jacobian
 
@@ -31,3 +34,80 @@ def test_changes_are_asked_for_alike_by_all_that_train() -> None:
     for name, more in needed.items():
         options = cli.parser().parse_args([name, *more, "--set", "a=1", "b=2", "--set", "c=3"])
         assert options.set == ["a=1", "b=2", "c=3"]
+
+
+NOT_FINITE = NonFiniteLossError(step=2, phase="free", quantity="loss", value=float("nan"), samples=(0, 8))
+FULL = FailedSaveError(step=3, reason="No space left on device", kept=None)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (ValueError("width is 0"), 2, "width is 0"),
+        (NOT_FINITE, 3, "lengthen training.schedule.warmup, by --set"),
+        (FULL, 4, "could not be saved (No space left on device)"),
+        (OSError(errno.ENOSPC, "No space left on device", "out/a.json"), 4, "out/a.json: No space left"),
+        (PermissionError(errno.EACCES, "Permission denied", "out"), 2, "out: Permission denied; check"),
+        (torch.OutOfMemoryError("CUDA out of memory. GPU 0 has"), 2, "lower training.micro_batch_size"),
+    ],
+    ids=["asked", "not-finite", "not-saved", "full-disk", "not-permitted", "memory"],
+)
+def test_what_ends_an_experiment_is_said_in_a_sentence(
+    error: Exception,
+    code: int,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def failed(folder: Path, options: object) -> str:
+        raise error
+
+    monkeypatch.setattr(jacobian, "carry_out", failed)
+    assert cli.main(["jacobian", "--output", str(tmp_path / "out")]) == code
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert message in said
+
+
+def test_a_mistake_in_the_program_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failed(folder: Path, options: object) -> str:
+        raise RuntimeError("a mistake")
+
+    monkeypatch.setattr(jacobian, "carry_out", failed)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        cli.main(["jacobian", "--output", str(tmp_path / "out")])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["duality", "--checkpoint", "x", "--tolerances", "0.05", "5e-2"], "--tolerances has 0.05 2 times"),
+        (["word-problem", "--seeds", "0", "1", "0"], "--seeds has 0 2 times; give each value once"),
+        (["word-problem", "--seeds", "0", "--seeds=1"], "--seeds is given 2 times; give it once, with all"),
+    ],
+)
+def test_nothing_is_counted_twice_or_lost(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*options, "--output", str(tmp_path / "out")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_output_that_can_not_be_written_is_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    worked: list[object] = []
+    monkeypatch.setattr(jacobian, "carry_out", lambda *asked: worked.append(asked) or "")
+    file = tmp_path / "file"
+    file.touch()
+    assert cli.main(["jacobian", "--output", str(file)]) == 2
+    assert f"the output {file} is a file, not a folder; give another one" in capsys.readouterr().err
+    assert cli.main(["jacobian", "--output", str(file / "out")]) == 2
+    assert f"would lie in {file}, which is no folder" in capsys.readouterr().err
+    monkeypatch.setattr("os.access", lambda place, mode: False)
+    assert cli.main(["jacobian", "--output", str(tmp_path / "out")]) == 2
+    assert f"can't be written: no permission in {tmp_path}" in capsys.readouterr().err
+    assert not worked

@@ -126,7 +126,9 @@ def test_every_share_is_tried_with_every_seed_on_the_first_spec(tokens):
     ("options", "message"),
     [
         (["--specs", "books_5m_explicit"], "is of kind 'explicit_lm'; give runs of an implicit_lm"),
-        (["--specs", "word_problem_s3", "--set", "training.seed=1"], "data"),
+        (["--specs", "word_problem_s3"], "the data of word_problem_s3 are of kind 'word_problem'; give runs"),
+        (["--set", "training.seed=1"], "--set training.seed=1 is said by --seeds here; give it there"),
+        (["--specs", "books_5m", "./books_5m"], "several of the specs are called books_5m"),
         (["--only-finished"], "holds no finished run of these; leave --only-finished out to train them"),
         (["--bounded", "1.5"], "a first phase of 1.5 of the run leaves no second"),
         (["--self-iterations", "0"], "self-iterations 0: give numbers from 1 up"),
@@ -135,6 +137,23 @@ def test_every_share_is_tried_with_every_seed_on_the_first_spec(tokens):
 def test_what_is_refused(tokens, tmp_path, capsys, options, message):
     assert main(["language", "--data", str(tokens), "--output", str(tmp_path / "out"), *options]) == 2
     assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_spec_by_its_path_is_run_in_the_output(tokens, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("extends: books_5m_mamba2\n")
+    plans = _plans(str(path), tokens, Settings(bounded=(), changes=tuple(NARROW)), True)
+    assert [(label["spec"], label["run"]) for label, _ in plans] == [
+        ("mine", "mine-0"),
+        ("mine", "mine-explicit-0"),
+    ]
+
+
+def test_tokens_without_validation_are_refused_before_training(tokens, tmp_path, capsys):
+    arguments = ["language", "--data", str(tokens), "--specs", "books_5m_mamba2", "--device", "cpu"]
+    assert main([*arguments, "--output", str(tmp_path / "out"), "--set", *NARROW]) == 2
+    assert f"the tokens in {tokens} have no validation split" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -20,7 +20,9 @@ Small = Callable[..., RunSpec]
 CHANGES = {"training.max_steps": 2, "training.batch_size": 2, "evaluation.sequences": 2}
 
 
-def test_a_run_that_another_process_trains_is_waited_for_and_read(tmp_path: Path, small: Small) -> None:
+def test_a_run_that_another_process_trains_is_waited_for_and_read(
+    tmp_path: Path, small: Small, capsys: pytest.CaptureFixture[str]
+) -> None:
     free = {"name": "free", "model": {"stopping": {"max_iterations": 6}}}
     spec = small({**CHANGES, "phases": [{"name": "bounded", "until": 1}, free]})
     folder = tmp_path / "runs" / "one"
@@ -36,6 +38,7 @@ def test_a_run_that_another_process_trains_is_waited_for_and_read(tmp_path: Path
         second.start()
         second.join(0.5)
         assert second.is_alive()
+        assert "one is being trained by" in capsys.readouterr().err
         (tmp_path / "summary.json").rename(folder / "summary.json")
     second.join(60)
     assert [one.summary for one in found] == [finished.summary]

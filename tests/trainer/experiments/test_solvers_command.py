@@ -63,6 +63,18 @@ def test_ways_by_name_are_measured_and_drawn(trained, tmp_path, capsys):
     assert "Picard 0.8, windows of 4" in capsys.readouterr().out
 
 
+def test_runs_of_one_name_have_a_picture_each(trained, tmp_path):
+    """Such as those of two seeds, or two checkpoints of a run."""
+    runs = [str(trained), str(next((trained / "checkpoints").glob("step-*")))]
+    arguments = ["--tolerances", "0.1", "--sequences", "1", "--repeats", "1", "--only", "damping 0.8"]
+    arguments += ["--max-iterations", "4", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(["solvers", "--checkpoint", *runs, *arguments]) == 0
+    found = json.loads((tmp_path / "solvers.json").read_text())["models"]
+    assert [one["run"] for one in found] == ["run", "run-2"]
+    assert (tmp_path / "solvers_run.png").is_file()
+    assert (tmp_path / "solvers_run-2.png").is_file()
+
+
 @pytest.mark.slow
 def test_every_way_is_measured_and_drawn(trained, tmp_path, capsys):
     out = tmp_path / "out"

@@ -60,20 +60,10 @@ def test_least_layers_and_going_on_with_them(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"
-    options = [
-        "--spec",
-        tiny,
-        "--groups",
-        "Z2",
-        "--models",
-        "implicit-mamba2",
-        "mamba2",
-        "--layers",
-        "2",
-        "1",
-    ]
-    options += ["--lengths", "4", "2", "--threshold", "1e-9", "--sequences", "4", "--device", "cpu"]
-    assert main(["word-problem", *options, "--output", str(folder)]) == 0
+    common = ["word-problem", "--spec", tiny, "--groups", "Z2", "--layers", "2", "1", "--sequences", "4"]
+    common += ["--device", "cpu", "--output", str(folder)]
+    asked = ["--models", "implicit-mamba2", "mamba2", "--lengths", "4", "2", "--threshold", "1e-9"]
+    assert main([*common, *asked]) == 0
     written = read(folder)
     assert written["chance"] == {"Z2": 0.5}
     assert [(row["model"], row["length"], row["least_layers"]) for row in written["least_layers"]] == [
@@ -93,8 +83,7 @@ def test_least_layers_and_going_on_with_them(
     metrics = folder / "runs/Z2-mamba2-1-L2-seed0/metrics.jsonl"
     before = metrics.stat().st_mtime_ns
     # One layer is not enough now: two are tried, and the one is not trained again.
-    stricter = ["--threshold", "1", "--models", "mamba2", "--lengths", "2", "4"]
-    assert main(["word-problem", *options, *stricter, "--output", str(folder)]) == 0
+    assert main([*common, "--threshold", "1", "--models", "mamba2", "--lengths", "2", "4"]) == 0
     assert metrics.stat().st_mtime_ns == before
     again = read(folder)
     assert [row["layers"] for row in again["runs"]] == [1, 2]
@@ -105,12 +94,12 @@ def test_rare_hard_tokens_in_both_modes(tiny: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     options = ["--study", "hard-tokens", "--spec", tiny, "--groups", "Z2", "--lengths", "6"]
     options += ["--iterations", "2", "1", "--sequences", "3", "--test-p", "0.5", "--test-lengths", "1", "2"]
-    options += ["--device", "cpu", "--set", "training.max_steps=2", "training.seed=0"]
+    options += ["--device", "cpu", "--set", "training.max_steps=2", "training.threads=1"]
     options += ["--set", "model.dropout=0"]
     assert main(["word-problem", *options, "--output", str(folder)]) == 0
     written = read(folder)
     rows = written["tests"]
-    changes = ["training.max_steps=2", "training.seed=0", "model.dropout=0"]
+    changes = ["training.max_steps=2", "training.threads=1", "model.dropout=0"]
     assert written["settings"]["overrides"][-3:] == changes
     assert [(r["training_iterations"], r["length"], r["mode"]) for r in rows] == [
         (n, length, mode) for n in (1, 2) for length in (6, 12) for mode in ("simultaneous", "sequential")
@@ -228,6 +217,9 @@ def test_a_step_is_wrong_by_itself_not_by_those_before_it() -> None:
         (["--study", "hard-tokens", "--device", "nonsense"], "device 'nonsense' is not a device's name"),
         # A Mamba2 that knows the change is compared first, and not trained in vain.
         (["--models", "mamba2", "llama", "--set", "model.mixer.d_state=4"], "unknown key 'd_state'"),
+        (["--models", "implicit-mamba2", "transformers:mambo2"], "did you mean 'mamba2'?"),
+        (["--set", "data.group=S5"], "--set data.group=S5 is said by --groups here; give it there"),
+        (["--study", "hard-tokens", "--set", "training.seed=1"], "training.seed=1 is said by --seeds here"),
         (["--iterations", "4"], "--iterations would change nothing in the study layers"),
         (["--study", "hard-tokens", "--models", "llama"], "--models would change nothing in the study hard"),
         (
