@@ -205,15 +205,17 @@ def _convert(options: argparse.Namespace) -> None:
 
 def _add_export(commands: Any) -> None:
     command = _add(commands, "export", "a spec's model as a folder of transformers")
-    command.add_argument("spec", help="name in the zoo, or YAML file")
+    command.add_argument(
+        "spec", help="a run's folder; or for fresh weights a name in the zoo, or a YAML file"
+    )
     command.add_argument("destination", type=Path, help="new folder")
     command.add_argument(
-        "--checkpoint",
-        type=Path,
-        help="weights, the trainer's checkpoint, or a run's folder; else fresh ones",
+        "--checkpoint", type=Path, help="other weights, the trainer's checkpoint, or a run's folder"
     )
     command.add_argument(
-        "--tokenizer", type=Path, help="tokenizer.json, or a folder with one, to be in the new folder too"
+        "--tokenizer",
+        type=Path,
+        help="tokenizer.json, or a folder with one, to go along (default: the one beside a run's data)",
     )
     command.add_argument("--seed", type=int, default=0, help="of fresh weights (0)")
     command.add_argument("--max-shard-size", default="5GB", help="size of a file of weights (5GB)")

@@ -24,6 +24,7 @@ from implicit_blocks.saved_files import (
     RECORD,
     SAFETENSORS,
     SPEC,
+    TOKENIZER,
     list_checkpoints,
     newest_sound,
     require_whole,
@@ -101,6 +102,16 @@ def run_of(source: Path) -> Path | None:
         if (run / SPEC).is_file() and (run / CHECKPOINTS).is_dir():
             return run
     return None
+
+
+def tokenizer_of(source: Path) -> Path | None:
+    """Find the tokenizer in an exported folder, or beside the data of a run or a checkpoint of one."""
+    if (source / TOKENIZER).is_file():
+        return source
+    if (run := run_of(source)) is None:
+        return None
+    path = getattr(getattr(load_spec(run / SPEC), "data", None), "path", None)
+    return Path(path) if path is not None and (Path(path) / TOKENIZER).is_file() else None
 
 
 def _spec_of(source: Path) -> ModelSpec:

@@ -11,9 +11,7 @@ from implicit_blocks.decoding.generated import Generated
 from implicit_blocks.decoding.generation import Options, generate
 from implicit_blocks.devices import choose_device
 from implicit_blocks.model import LanguageModel
-from implicit_blocks.saved_files import SPEC
-from implicit_blocks.saved_models import load_model, run_of
-from implicit_blocks.specs import load_spec
+from implicit_blocks.saved_models import load_model, tokenizer_of
 
 
 class Language(NamedTuple):
@@ -49,7 +47,7 @@ def continue_prompts(
         ImportError: there is a tokenizer, and transformers is not installed.
 
     """
-    found = tokenizer if tokenizer is not None else _tokenizer_of(source)
+    found = tokenizer if tokenizer is not None else tokenizer_of(source)
     language = _numbers() if found is None else _words(found)
     place = choose_device(device)
     model: LanguageModel = load_model(source, spec=spec).to(place)
@@ -60,16 +58,6 @@ def continue_prompts(
         print(language.decode([*prompt, *made.tokens[row, : int(made.lengths[row])].tolist()]))
     if (said := _how_it_went(made)) is not None:
         print(said, file=sys.stderr)
-
-
-def _tokenizer_of(source: Path) -> Path | None:
-    """Find the tokenizer in an exported folder, or beside the data of a run or a checkpoint of one."""
-    if (source / "tokenizer.json").is_file():
-        return source
-    if (run := run_of(source)) is None:
-        return None
-    path = getattr(getattr(load_spec(run / SPEC), "data", None), "path", None)
-    return Path(path) if path is not None and (Path(path) / "tokenizer.json").is_file() else None
 
 
 def _words(path: Path) -> Language:

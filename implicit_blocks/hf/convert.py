@@ -22,8 +22,8 @@ from implicit_blocks.hf.folders import (
 )
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer, token_fields
 from implicit_blocks.registry import build
-from implicit_blocks.saved_files import CHECKPOINTS
-from implicit_blocks.saved_models import empty_state, newest_whole, read_weights
+from implicit_blocks.saved_files import CHECKPOINTS, SPEC
+from implicit_blocks.saved_models import empty_state, newest_whole, read_weights, run_of, tokenizer_of
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -92,10 +92,11 @@ def export(
     """Write a spec's model as a folder of transformers.
 
     Args:
-        spec_name: a name of the zoo, or a YAML file.
+        spec_name: a name of the zoo, a YAML file, or a run's folder, whose weights are taken then, and the
+            tokenizer beside its data.
         destination: a new or empty folder.
-        checkpoint: weights: a file, a checkpoint of the trainer, or a run's folder, of which the newest
-            checkpoint is taken that is whole; None: fresh ones.
+        checkpoint: other weights: a file, a checkpoint of the trainer, or a run's folder, of which the newest
+            checkpoint is taken that is whole; None, without a run: fresh ones.
         tokenizer: to be in the folder too, as lm-eval and pipelines expect: a ``tokenizer.json``, or a folder
             with one.
         seed: of fresh weights.
@@ -107,9 +108,13 @@ def export(
 
     """
     _bytes(max_shard_size)
+    source = Path(spec_name)
+    run_folder = run_of(source) if source.is_dir() else None
+    if run_folder is not None and checkpoint is None:
+        checkpoint, tokenizer = source, tokenizer or tokenizer_of(source)
     checkpoint = None if checkpoint is None else _weights_at(checkpoint)
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
-    run = load_spec(spec_name)
+    run = load_spec(spec_name if run_folder is None else run_folder / SPEC)
     spec = getattr(run, "model", None)
     if not isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
         made = _build_other(spec, checkpoint=checkpoint, seed=seed)

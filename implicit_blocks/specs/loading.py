@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from implicit_blocks import registry
+from implicit_blocks.saved_files import SPEC
 from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.merging import merge_runs
 from implicit_blocks.specs.model import ModelSpec
@@ -27,8 +28,9 @@ def load_spec(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = (
     """Load the run spec of a zoo name (``"mamba2_130m"``) or a YAML file.
 
     Args:
-        name_or_path: a name in the zoo, or a path; a path that isn't there is looked for in the zoo. The
-            shipped zoo comes first, then those of plugins: the folders ``zoo`` in their packages.
+        name_or_path: a name in the zoo, or the path of a file or of a run's folder; a path that isn't there
+            is looked for in the zoo. The shipped zoo comes first, then those of plugins: the folders ``zoo``
+            in their packages.
         overrides: changes such as ``"model.solver.kind=anderson"``, the values in YAML.
 
     Raises:
@@ -163,7 +165,9 @@ def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
 
 
 def _file(candidate: Path) -> Path | None:
-    """Find the file of that name, with or without the suffix."""
+    """Find the file of that name, with or without the suffix; of a run's folder, its spec."""
+    if (candidate / SPEC).is_file():
+        return (candidate / SPEC).resolve()
     for suffix in ("", *_SUFFIXES):
         file = candidate.with_name(candidate.name + suffix)
         if file.is_file():

@@ -6,19 +6,26 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from implicit_blocks import load_spec
 from implicit_blocks.__main__ import main
+from implicit_blocks.saved_models import tokenizer_of
 from trainer.checkpoint import read_model_tensors
+from trainer.data.tokens import write_tokens
 from trainer.run import build
 from trainer.spec import RunSpec
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from transformers import AutoModelForCausalLM  # after the skip
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, AutoTokenizer  # after the skip
 
 import implicit_blocks.hf  # noqa: F401  # registers the models
+from trainer.evaluation_tasks.subject import find_subject
 
 Small = Callable[..., RunSpec]
 
@@ -48,6 +55,37 @@ def test_a_run_or_one_of_its_checkpoints_is_exported(
     assert tensors
     for name, tensor in tensors.items():
         assert torch.equal(state[f"model.lm.{name}"], tensor), name
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints/step-00000002"], ids=["run", "checkpoint"])
+def test_a_run_says_itself_what_it_is(run: Path, tmp_path: Path, place: str) -> None:
+    assert main(["export", str(run / place), str(tmp_path / "alone")]) == 0
+    assert exported(run, tmp_path / "named", run / place) == 0
+    alone, named = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("alone", "named")
+    )
+    assert all(torch.equal(alone[name], named[name]) for name in named)
+    assert load_spec(run) == load_spec(run / "spec.yaml")
+
+
+def test_the_tokenizer_beside_a_run_s_data_goes_along(run: Path, tmp_path: Path) -> None:
+    data, own = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(run, own)
+    (data / "train").mkdir(parents=True)
+    write_tokens(data / "train" / "text.bin", np.arange(2000) % 6, vocab_size=6)
+    words = Tokenizer(
+        WordLevel({word: number for number, word in enumerate([*"abcde", "</s>"])}, unk_token="a")
+    )
+    words.save(str(data / "tokenizer.json"))
+    spec = (own / "spec.yaml").read_text()
+    start, end = spec.index("\ndata:"), spec.index("\ntraining:")
+    (own / "spec.yaml").write_text(
+        f"{spec[:start]}\ndata: {{kind: tokens, path: '{data}', length: 16}}{spec[end:]}"
+    )
+    assert tokenizer_of(own) == tokenizer_of(own / "checkpoints" / "step-00000004") == data
+    assert main(["export", str(own), str(tmp_path / "out")]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").tokenize("b") == ["b"]
+    assert find_subject(own).tokenizer == data
 
 
 def _missing(checkpoint: Path) -> None:

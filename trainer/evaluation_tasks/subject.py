@@ -14,6 +14,7 @@ from implicit_blocks.checkpoint_files import check_tensors, read_file
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.saved_files import CONFIG, SAFETENSORS
+from implicit_blocks.saved_models import tokenizer_of
 from implicit_blocks.specs import BaseRunSpec, load_spec, spec_name
 from trainer.checkpoint import STATE_FILE, load_checkpoint, newest_sound_checkpoint
 from trainer.run_folder import RunFolder
@@ -81,6 +82,7 @@ def find_subject(checkpoint: Path, *, spec: str | None = None) -> Subject:
         spec=loaded.model,
         length=length,
         load=lambda: _load(loaded, weights),
+        tokenizer=tokenizer_of(checkpoint),
         notes=tuple(notes),
     )
 
