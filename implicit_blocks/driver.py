@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.handed_back import check_next_point, check_solver_state
+from implicit_blocks.handed_back import check_next_point, check_solver_state, point_and_state
 from implicit_blocks.host_reader import HostReader
 from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solution, Solver
 from implicit_blocks.ops.accelerated import available
@@ -269,7 +269,8 @@ class _Loop:
 
     def next_point(self, z_EF: Tensor, fz: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Return what the solver proposes, and its state."""
-        proposed, after = self.solver.update(z_EF, self.elements(fz), state, self.call_elements)
+        returned = self.solver.update(z_EF, self.elements(fz), state, self.call_elements)
+        proposed, after = point_and_state(self.solver, returned)
         check_next_point(self.solver, proposed, z_EF)
         return proposed, after
 

@@ -35,6 +35,36 @@ def check_solver_state(solver: Solver, state: Any, elements: int) -> None:
             )
 
 
+def point_and_state(solver: Solver, returned: Any) -> tuple[Any, Any]:
+    """Return the two things that an update must give; a tensor alone would be taken apart by its rows.
+
+    Raises:
+        ContractError: it gave something else.
+
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        said = (
+            f"update returned {_shown(returned)}; return two things, the next point and the state: z, state"
+        )
+        require(False, solver, "next point", said)
+    return returned  # type: ignore[no-any-return]  # a pair, of anything
+
+
+def mixed_and_state(mixer: Mixer, returned: Any) -> tuple[Any, Any]:
+    """Return the two things that ``advance`` must give.
+
+    Raises:
+        ContractError: it gave something else.
+
+    """
+    if not isinstance(returned, tuple) or len(returned) != 2:
+        said = (
+            f"advance returned {_shown(returned)}; return two things, the mixed window and the state after it"
+        )
+        require(False, mixer, "mixes a window", said)
+    return returned  # type: ignore[no-any-return]  # a pair, of anything
+
+
 def check_next_point(solver: Solver, proposed: Any, z_EF: Tensor) -> None:
     """Check that the point a solver proposes is like the one before, (E, F) and its type.
 

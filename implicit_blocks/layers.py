@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from torch.nn.utils import parametrize
 
 from implicit_blocks import weight_norm
-from implicit_blocks.handed_back import check_mixed
+from implicit_blocks.handed_back import check_mixed, mixed_and_state
 from implicit_blocks.interfaces import Mixer, State
 from implicit_blocks.specs import SwiGLUSpec
 from implicit_blocks.weight_norm import assign_weight, plain_weight
@@ -202,7 +202,8 @@ class Block(nn.Module):
     ) -> tuple[Stream, State]:
         """Return the residual stream after the layer, and the state after the window."""
         z = stream.joined()
-        mixed, after = self.mixer.advance(self.mixer_norm(z), u_BLU, state, context.mixer)
+        advanced = self.mixer.advance(self.mixer_norm(z), u_BLU, state, context.mixer)
+        mixed, after = mixed_and_state(self.mixer, advanced)
         return self._add(z, mixed, context), after
 
     def _add(self, z: Tensor, mixed: Tensor, context: BlockContext) -> Stream:

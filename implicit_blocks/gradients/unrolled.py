@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from implicit_blocks.driver import still_at_padding
 from implicit_blocks.gradients.sound import sound_rows, with_diverged
+from implicit_blocks.handed_back import point_and_state
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
 from implicit_blocks.ranges import require_count
 
@@ -72,7 +73,7 @@ class Unrolled(GradientEstimator):
 
         def step(z_EF: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
             fz_EF = call(z_EF)
-            return fz_EF, *solver.update(z_EF, fz_EF, state, call)
+            return fz_EF, *point_and_state(solver, solver.update(z_EF, fz_EF, state, call))
 
         z, state = elements(z0), solver.init(elements(z0))
         for _ in range(self.steps):

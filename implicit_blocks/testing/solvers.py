@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.driver import Search
+from implicit_blocks.handed_back import point_and_state
 from implicit_blocks.interfaces import Solver
 from implicit_blocks.registry import build
 from implicit_blocks.specs import SolverSpec, Stopping
@@ -183,7 +184,7 @@ def state_layout(subject: Solver | SolverSpec) -> None:
     for _ in range(3):
         before, fz = pytree.tree_map(lambda leaf: leaf.clone(), state), f(z)
         given = z.clone(), fz.clone()
-        proposed, after = solver.update(z, fz, state, f)
+        proposed, after = point_and_state(solver, solver.update(z, fz, state, f))
         require(
             isinstance(proposed, Tensor) and proposed.shape == z.shape and proposed.dtype == z.dtype,
             solver,
@@ -284,6 +285,46 @@ def low_precision(subject: Solver | SolverSpec) -> None:
     )
 
 
+def differentiable(subject: Solver | SolverSpec) -> None:
+    """Check that its steps carry the gradient that finite differences have, where it says so; in float64."""
+    solver = _built(subject)
+    if isinstance(subject, SolverSpec):
+        require(
+            subject.differentiable == solver.differentiable,
+            solver,
+            "differentiable",
+            f"its spec says differentiable = {subject.differentiable}, the solver {solver.differentiable}",
+        )
+    if not solver.differentiable:
+        return
+    rows = 2
+    f, expected = contraction(0.5, rows=rows, features=4)
+    weights = torch.linspace(1, 2, expected.numel(), dtype=expected.dtype).view_as(expected)
+
+    def unrolled(offset: Tensor) -> Tensor:
+        shifted = AffineMap(f.jacobian, offset)
+        z = torch.zeros_like(expected)
+        state = solver.init(z)
+        for _ in range(3):
+            z, state = solver.update(z, shifted(z), state, shifted)
+        return (z * weights).sum()
+
+    offset = f.offset.clone().requires_grad_()
+    value = unrolled(offset)
+    found = torch.autograd.grad(value, offset)[0] if value.requires_grad else torch.zeros_like(offset)
+    step = 1e-6
+    with torch.no_grad():
+        shifts = step * torch.eye(offset.numel(), dtype=offset.dtype).view(-1, *offset.shape)
+        differences = [(unrolled(offset + s) - unrolled(offset - s)) / (2 * step) for s in shifts]
+    error = relative_error(found.flatten(), torch.stack(differences))
+    require(
+        error < 1e-5,
+        solver,
+        "differentiable",
+        f"the gradient of three steps is off by {error:.1e}; detach nothing, or don't say `differentiable`",
+    )
+
+
 def memory_claim(subject: Solver | SolverSpec) -> None:
     """Check that the state does not grow, and takes the bytes that the spec's ``state_bytes`` claims.
 
@@ -316,15 +357,16 @@ def memory_claim(subject: Solver | SolverSpec) -> None:
 
 SOLVER_CONTRACTS: dict[str, Callable[[Solver | SolverSpec], None]] = named(
     (
+        state_layout,
         contractions,
         one_iteration,
         elements_apart,
         best_survives,
         divergence,
-        state_layout,
         frozen_elements,
         selected_elements,
         low_precision,
+        differentiable,
         memory_claim,
     )
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import pytest
 import torch
@@ -16,6 +16,7 @@ class FaultySpec(ib.SolverSpec):
     """Damped steps that remember the last residual; each fault is a mistake somebody could make."""
 
     kind: Literal["test.faulty"] = "test.faulty"
+    differentiable: ClassVar[bool] = True
     fault: str = ""
 
     def state_bytes(self, features: int, *, itemsize: int) -> int | None:
@@ -25,6 +26,8 @@ class FaultySpec(ib.SolverSpec):
 
 
 class Faulty(ib.Solver):
+    differentiable = True
+
     def __init__(self, *, fault: str = "") -> None:
         self.fault = fault
         self.memory = 0.0
@@ -58,6 +61,10 @@ class Faulty(ib.Solver):
             state[0].copy_(residual)
             return z + 0.8 * residual, state
         after = (residual,)
+        if self.fault == "no state":
+            return z + 0.8 * residual
+        if self.fault == "detaches":
+            return z + 0.8 * residual.detach(), after
         if self.fault == "counter":
             after = (residual, state[1] + 1)
         if self.fault == "grows":
@@ -82,6 +89,8 @@ BREAKS = {
     "writes z": ("state_layout", "state layout", "not write into those given"),
     "own memory": ("selected_elements", "selected elements", "keep all memory in the state"),
     "half": ("low_precision", "next point", "float64 for a point that is a tensor (4, 12) of bfloat16"),
+    "no state": ("contractions", "next point", "return two things, the next point and the state"),
+    "detaches": ("differentiable", "differentiable", "detach nothing"),
     "raises": ("best_survives", "best survives", "it raised FloatingPointError"),
     "raises later": ("divergence", "divergence", "it raised OverflowError"),
     "grows": ("memory_claim", "memory claim", "its state grows"),
@@ -133,6 +142,12 @@ def test_writing_into_what_was_given_is_found():
 def test_no_contract_goes_untested():
     tested = {contract for contract, *_ in BREAKS.values()} | {"frozen_elements"}
     assert tested == set(SOLVER_CONTRACTS)
+
+
+def test_a_spec_and_its_solver_say_the_same_of_gradients(monkeypatch):
+    monkeypatch.setattr(Faulty, "differentiable", False)
+    with pytest.raises(ContractError, match="its spec says differentiable = True, the solver False"):
+        SOLVER_CONTRACTS["differentiable"](FaultySpec())
 
 
 def test_something_else_than_a_solver_is_named():

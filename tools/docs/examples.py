@@ -215,7 +215,8 @@ def _check_command(block: Block, words: list[str], made: frozenset[str]) -> None
         return
     options = _parsed(block, words[1:])
     spec, overrides = getattr(options, "spec", None), list(getattr(options, "overrides", None) or [])
-    if spec is not None and str(spec) not in made:
+    a_run = str(spec).startswith("runs/")  # of the reader's
+    if spec is not None and str(spec) not in made and not a_run:
         load_spec(spec, overrides)
 
 
