@@ -82,6 +82,10 @@ class Recorder:
                 said if len(said) <= 24 else [*said[:12], "…", *said[-12:]]
             )  # long ones begin with the reason
             ran["outcome"] = "failed"
+            told = str(getattr(report, "caplog", "")).splitlines()[
+                -8:
+            ]  # such as why something wasn't recorded
+            said += [line[:300] for line in told]
             ran["why"] = without_places(f"[{report.when}] " + "\n".join(said)[:2000])
             print("\n".join(["", f"FAILED {report.nodeid} [{report.when}]", *said]), flush=True)
         elif report.skipped:

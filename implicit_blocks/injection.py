@@ -8,6 +8,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from implicit_blocks.layers import Linear, RMSNorm
+from implicit_blocks.module_hooks import has_hooks
 from implicit_blocks.specs import ImplicitLMSpec
 from implicit_blocks.weight_norm import add_weight_norm
 
@@ -36,7 +37,7 @@ def pays_by_token(embedding: nn.Module, tokens: int) -> bool:
     The gradient of a table is a product of (tokens × V), which must not cost more than what it spares. Hooks
     and other classes may make something else of a token than its row of the weight.
     """
-    if type(embedding) is not nn.Embedding or embedding._forward_hooks or embedding._forward_pre_hooks:
+    if type(embedding) is not nn.Embedding or has_hooks(embedding):
         return False
     words, width = embedding.weight.shape
     plain = type(embedding.weight) is nn.Parameter  # not a part of one, with others elsewhere

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.graphs import recording
+from implicit_blocks.recording import recording
 
 _LOG = logging.getLogger(__name__)
 

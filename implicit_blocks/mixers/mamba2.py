@@ -19,10 +19,12 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_linear_
 from implicit_blocks.mixers.mamba2_lanes import Mamba2Lanes
+from implicit_blocks.module_hooks import has_hooks
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.backends import AUTO
 from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv, conv_tail
 from implicit_blocks.ops.ssd import SSD, ssd
+from implicit_blocks.ops.transforms import is_differentiated_forward
 from implicit_blocks.real_first import moved
 from implicit_blocks.specs import Mamba2Spec
 
@@ -194,13 +196,17 @@ class Mamba2(Mixer):
         self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
     ) -> tuple[Tensor, Tensor | None, Tensor] | None:
         """Return output, state and projection by the GPU's fused operator; None where it does not serve."""
-        if not self._fusible(z.device, z.shape[1], context.plain):
+        if not self._fusible(z.device, z.shape[1], context.plain) or is_differentiated_forward():
+            return None
+        if has_hooks(self.norm):  # the operator has the norm's weight, and calls no module
             return None
         projected: Tensor = self.in_proj(z)
         if not mamba2_mix.suits(projected):
             return None
-        # With gradients the operator takes the projection behind it along, unless something wraps that.
-        last = self.out_proj if torch.is_grad_enabled() and isinstance(self.out_proj, Linear) else None
+        # With gradients the operator takes the projection behind it along, unless something wraps it or is
+        # to be called with it.
+        plain = isinstance(self.out_proj, Linear) and not has_hooks(self.out_proj)
+        last = self.out_proj if torch.is_grad_enabled() and plain else None
         out_weight, out_bias = (None, None) if last is None else last.current()
         mixed, h = mamba2_mix.mamba2_mix(
             projected,

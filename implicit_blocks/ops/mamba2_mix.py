@@ -44,6 +44,7 @@ class Mamba2Sizes(NamedTuple):
 TAPS = 4  # of the convolution that the kernels are written for; all published models have four
 SHORTEST = 4  # tokens; below, few plain operators do
 ONE_CHUNK = 256  # tokens, at most; with more, states between chunks cost less than products of all pairs
+MOST_ROWS = 65_535  # of a batch: the last number of a grid of the convolution's programs reaches no further
 WALKED_STATE = 64 * 128  # entries of a head's state that a program keeps in registers
 
 
@@ -63,8 +64,8 @@ def eligible(device: torch.device, length: int, plain: bool, taps: int, sizes: M
 
 
 def suits(projected_BLU: Tensor) -> bool:
-    """Whether the operator serves the projection of such a window."""
-    return projected_BLU.dtype in (torch.bfloat16, torch.float16)
+    """Whether the operator serves the projection of such a window: 16-bit, and few enough rows to count."""
+    return projected_BLU.dtype in (torch.bfloat16, torch.float16) and len(projected_BLU) <= MOST_ROWS
 
 
 def mamba2_mix(
@@ -114,12 +115,12 @@ def mamba2_mix(
         projected_BLU.contiguous(),
         u,
         None if rows_BL is None else rows_BL.contiguous(),
-        conv_weight_CW,
-        conv_bias_C,
-        dt_bias_H,
-        A_log_H,
-        D_H,
-        norm_weight_I,
+        conv_weight_CW.contiguous(),  # kernels know no strides; a parameter may have some
+        None if conv_bias_C is None else conv_bias_C.contiguous(),
+        dt_bias_H.contiguous(),
+        A_log_H.contiguous(),
+        D_H.contiguous(),
+        norm_weight_I.contiguous(),
         None if out_weight_DI is None else out_weight_DI.to(projected_BLU.dtype),
         None if out_bias_D is None else out_bias_D.to(projected_BLU.dtype),
         list(sizes[:5]),

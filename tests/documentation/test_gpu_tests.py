@@ -22,8 +22,9 @@ def program(monkeypatch):
     return importlib.import_module("gpu_tests")
 
 
-def report(name, *, when="call", outcome="passed", said="", duration=1.0):
+def report(name, *, when="call", outcome="passed", said="", duration=1.0, caplog=""):
     return SimpleNamespace(
+        caplog=caplog,
         nodeid=f"{FILE}::{name}",
         when=when,
         duration=duration,
@@ -46,7 +47,12 @@ def test_outcomes_failures_and_reasons(program, tmp_path, capsys):
     reports = [
         report("one", when="setup", duration=0.5),
         report("one"),
-        report("two", outcome="failed", said="some line\nE   ValueError: too wide\nE   another"),
+        report(
+            "two",
+            outcome="failed",
+            said="some line\nE   ValueError: too wide\nE   another",
+            caplog="a warning",
+        ),
         report("three", when="setup", outcome="skipped", said=("path", 3, "Skipped: no such card")),
         report("four", when="setup", outcome="skipped", said=("path", 9, "Skipped: no such card")),
         report("five"),
@@ -62,7 +68,7 @@ def test_outcomes_failures_and_reasons(program, tmp_path, capsys):
     assert found["files"][FILE]["seconds"] == 6.5
     assert found["failures"] == {
         f"{FILE}::five": "[teardown] E   left something",
-        f"{FILE}::two": "[call] E   ValueError: too wide\nE   another",
+        f"{FILE}::two": "[call] E   ValueError: too wide\nE   another\na warning",
     }
     assert found["skipped"] == {"no such card": [f"{FILE}::four", f"{FILE}::three"]}
     assert found["slowest"][f"{FILE}::one"] == 1.5

@@ -72,3 +72,100 @@ def test_what_wraps_the_output_projection_is_called(asked):
     asked.mixer.out_proj = Wrapped(asked.mixer.out_proj)
     torch.testing.assert_close(asked.run(), 2 * plain)
     assert asked.given[1] == (None, None)
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward"])
+def test_hooks_of_the_output_projection_are_called(asked, kind):
+    plain, called, projection = asked.run().detach(), [], asked.mixer.out_proj
+    register = {
+        "forward": projection.register_forward_hook,
+        "forward_pre": projection.register_forward_pre_hook,
+        "full_backward": projection.register_full_backward_hook,
+    }[kind]
+    handle = register(lambda *_: called.append(1))
+    found = asked.run()
+    torch.testing.assert_close(found.detach(), plain)
+    found.sum().backward()
+    assert called == [1]
+    assert asked.given[1:] == [(None, None)]
+    handle.remove()
+    asked.run()
+    assert asked.given[2][0] is projection.weight
+
+
+def unfused(mixer):
+    """Have the plain operators run on the fixture's window."""
+    mixer._scan = lambda gate, *_args, **_options: (mixer.out_proj(mixer.norm(gate)), None)
+    mixer._project = lambda projected, *_: (projected[..., : mixer.d_inner], None, None)
+
+
+def test_with_hooks_of_the_norm_the_plain_operators_run(asked):
+    called = []
+    asked.mixer.norm.register_forward_hook(lambda *_: called.append(1))
+    unfused(asked.mixer)
+    context = SimpleNamespace(plain=True, u_rows_BL=None, order_BL=None, places_BL=None)
+    asked.mixer(torch.randn(2, 8, 32), None, None, context)
+    assert called == [1]
+    assert not asked.given
+
+
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script:DeprecationWarning"
+)  # forward mode's own, at its first use
+def test_no_operator_where_no_kernel_can_be_differentiated(asked):
+    """Forward mode and ``torch.func`` go through the plain operators, as they do elsewhere."""
+    unfused(asked.mixer)
+    context = SimpleNamespace(plain=True, u_rows_BL=None, order_BL=None, places_BL=None)
+    z = torch.randn(2, 8, 32)
+    torch.func.jvp(lambda z: asked.mixer(z, None, None, context), (z,), (torch.ones_like(z),))
+    assert not asked.given
+    asked.mixer(z, None, None, context)
+    assert asked.given
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
+def test_a_compiler_asks_for_hooks_without_a_break(asked):
+    torch.compiler.reset()
+    expected, called = asked.run().detach(), []
+    asked.mixer.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(asked.run().detach(), expected)
+    torch.compiler.reset()
+    asked.mixer.out_proj.register_forward_hook(lambda *_: called.append(1))
+    asked.mixer.compile(backend="eager", fullgraph=True)
+    torch.testing.assert_close(asked.run().detach(), expected)
+    assert called
+    torch.compiler.reset()
+
+
+def test_rows_beyond_what_a_grid_counts_are_not_served():
+    few, many = (torch.empty(rows, 4, 8, dtype=torch.bfloat16, device="meta") for rows in (65_535, 65_536))
+    assert mamba2_mix.suits(few)
+    assert not mamba2_mix.suits(many)
+    assert not mamba2_mix.suits(few.float())
+
+
+def test_kernels_are_given_what_lies_as_they_read_it(monkeypatch):
+    """They know no strides: a parameter that was transposed or expanded gave other values, without a word."""
+    given = []
+
+    def mix(*inputs):
+        given.extend(t for t in inputs if isinstance(t, torch.Tensor))
+        return torch.zeros(1), torch.zeros(1), torch.zeros(1)
+
+    monkeypatch.setattr(mamba2_mix, "_mix", mix)
+    heads = torch.zeros(1).expand(2)
+    mamba2_mix.mamba2_mix(
+        torch.zeros(2, 98, 4).mT,
+        torch.zeros(1, 4, 98),
+        rows_BL=None,
+        conv_weight_CW=torch.zeros(4, 64).T,
+        conv_bias_C=torch.zeros(1).expand(64),
+        dt_bias_H=heads,
+        A_log_H=heads,
+        D_H=heads,
+        norm_weight_I=torch.zeros(64)[::2],
+        sizes=mamba2_mix.Mamba2Sizes(2, 16, 1, 16, 1, 1e-5),
+        return_state=False,
+    )
+    assert len(given) == 8
+    assert all(t.is_contiguous() for t in given)
