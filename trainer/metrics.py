@@ -80,9 +80,10 @@ class MetricsFile:
             file.flush()
             os.fsync(file.fileno())
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the objects of all lines."""
-        return list(read_metrics(self.path)) if self.path.exists() else []
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """Yield the objects of all lines."""
+        if self.path.exists():
+            yield from read_metrics(self.path)
 
     def last_row(self) -> dict[str, Any] | None:
         """Return the latest line's object, or None where there is none; reads the file's end alone."""

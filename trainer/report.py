@@ -35,7 +35,8 @@ class RunRecord:
 
     label: str
     summary: dict[str, Any]
-    metrics: list[dict[str, Any]]
+    losses: list[tuple[int, float]]
+    """Step and loss of each step that had one."""
 
     @property
     def evaluation(self) -> list[dict[str, Any]]:
@@ -63,8 +64,9 @@ def read_run(path: Path, *, label: str | None = None) -> RunRecord:
         raise RunFolderError(f"{path} holds no finished run (summary.json is missing); finish it by --resume")
     summary = json.loads(summary_path.read_text(encoding="utf-8"))
     metrics_path = path / "metrics.jsonl"
-    metrics = list(read_metrics(metrics_path)) if metrics_path.is_file() else []
-    return RunRecord(label=label or summary["name"], summary=summary, metrics=metrics)
+    rows = read_metrics(metrics_path) if metrics_path.is_file() else ()
+    losses = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
+    return RunRecord(label=label or summary["name"], summary=summary, losses=losses)
 
 
 def draw(runs: Sequence[RunRecord], output: Path, *, title: str | None = None) -> None:
@@ -219,14 +221,10 @@ def _nothing(axes: Axes, why: str) -> None:
 
 
 def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
-    positive = [row["loss"] for run in runs for row in run.metrics if row["loss"]]
+    positive = [loss for run in runs for _, loss in run.losses if loss]
     logarithmic = bool(positive) and min(positive) < max(positive) / 20
     for run_index, run in enumerate(runs):
-        points = [
-            (row["step"], row["loss"])
-            for row in run.metrics
-            if row["loss"] is not None and (row["loss"] or not logarithmic)
-        ]
+        points = [(step, loss) for step, loss in run.losses if loss or not logarithmic]
         steps, losses = [step for step, _ in points], [loss for _, loss in points]
         color = _COLORS[run_index % len(_COLORS)]
         axes.plot(steps, losses, linewidth=0.8, alpha=0.28, color=color)

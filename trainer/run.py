@@ -75,7 +75,7 @@ class Run:
             last_row=self.loop.last_row,
             results=results,
             manifest=self.manifest,
-            rows=self.folder.metrics.rows(),
+            rows=self.folder.metrics.rows(),  # one after the other: a run of months has millions
             stopped=self.loop.callbacks.stop_reason,
             saves=self.loop.checkpointer.saves,
             stall_seconds=self.loop.stalled_seconds,

@@ -106,39 +106,61 @@ _LARGEST = ("iterations_max", "residual_max", "memory_gb", "memory_allocated_gb"
 
 
 def by_phase(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Sum up a run's rows of metrics for each of its phases, in order.
+    """Sum up a run's rows of metrics for each of its phases, in order; none of them is kept.
 
     Averages are over steps, ``tokens_per_second`` over time; a quantity that no row of a phase has is None.
     """
-    phases: dict[str, list[Mapping[str, Any]]] = {}
+    phases: dict[str, _PhaseSums] = {}
     for row in rows:
-        phases.setdefault(row["phase"], []).append(row)
-    return {name: _summed_up(members) for name, members in phases.items()}
+        phases.setdefault(row["phase"], _PhaseSums()).add(row)
+    return {name: sums.summary() for name, sums in phases.items()}
 
 
-def _summed_up(rows: list[Mapping[str, Any]]) -> dict[str, Any]:
-    seconds = sum(row["step_seconds"] for row in rows)
-    tokens = sum(row["tokens_per_second"] * row["step_seconds"] for row in rows)
-    summary: dict[str, Any] = {
-        "steps": len(rows),
-        "seconds": round(seconds, 2),
-        "tokens": round(tokens),
-        "tokens_per_second": round(tokens / seconds, 1) if seconds > 0 else None,
-        "loss_first": rows[0]["loss"],
-        "loss_last": rows[-1]["loss"],
-        "skipped": sum(row.get("skipped") is not None for row in rows),
-        # Those of older versions don't tell.
-        "save_stall_seconds": round(sum(row.get("save_stall_seconds") or 0.0 for row in rows), 3),
-    }
-    for key in (*_AVERAGED, *_LARGEST):
-        values = [row[key] for row in rows if row.get(key) is not None]
-        if not values:
-            summary[key] = None
-        elif key in _LARGEST:
-            summary[key] = max(values)
-        else:
-            summary[key] = rounded(sum(values) / len(values))
-    return summary
+class _PhaseSums:
+    """What a phase's rows come to, as they go by."""
+
+    def __init__(self) -> None:
+        self._steps = self._skipped = 0
+        self._seconds = self._tokens = self._stalled = 0.0
+        self._losses: tuple[float | None, float | None] = None, None
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self._largest: dict[str, float] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Take a row along."""
+        self._losses = row["loss"] if self._steps == 0 else self._losses[0], row["loss"]
+        self._steps += 1
+        self._skipped += row.get("skipped") is not None
+        self._seconds += row["step_seconds"]
+        self._tokens += row["tokens_per_second"] * row["step_seconds"]
+        self._stalled += row.get("save_stall_seconds") or 0.0  # those of older versions don't tell
+        for key in _AVERAGED:
+            if (value := row.get(key)) is not None:
+                self._sums[key] = self._sums.get(key, 0.0) + value
+                self._counts[key] = self._counts.get(key, 0) + 1
+        for key in _LARGEST:
+            if (value := row.get(key)) is not None:
+                self._largest[key] = max(value, self._largest.get(key, value))
+
+    def summary(self) -> dict[str, Any]:
+        """Return what they come to."""
+        rate = round(self._tokens / self._seconds, 1) if self._seconds > 0 else None
+        return {
+            "steps": self._steps,
+            "seconds": round(self._seconds, 2),
+            "tokens": round(self._tokens),
+            "tokens_per_second": rate,
+            "loss_first": self._losses[0],
+            "loss_last": self._losses[1],
+            "skipped": self._skipped,
+            "save_stall_seconds": round(self._stalled, 3),
+            **{
+                key: rounded(self._sums[key] / self._counts[key]) if key in self._sums else None
+                for key in _AVERAGED
+            },
+            **{key: self._largest.get(key) for key in _LARGEST},
+        }
 
 
 def in_words(name: str, measured: Mapping[str, Any]) -> str:
