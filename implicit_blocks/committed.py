@@ -39,9 +39,15 @@ class Committed:
     last_BD: Tensor | None = None
 
     def window(
-        self, length: int, *, valid_BL: Tensor | None, documents_BL: Tensor | None, dtype: torch.dtype
+        self,
+        length: int,
+        *,
+        valid_BL: Tensor | None,
+        documents_BL: Tensor | None,
+        dtype: torch.dtype,
+        gaps: bool = True,
     ) -> Window:
-        """Return the window of the next ``length`` tokens."""
+        """Return the window of the next ``length`` tokens; ``gaps`` as ``Window`` has it."""
         valid = self._extend("valid", self.valid_BT, valid_BL, length, True)
         documents = self._extend("documents", self.documents_BT, documents_BL, length, 0)
         if valid is None:
@@ -56,6 +62,7 @@ class Committed:
             positions_BL=positions,
             valid_BT=valid,
             documents_BT=documents,
+            gaps=gaps,
             dtype=dtype,
         )
 

@@ -91,7 +91,7 @@ class LanguageModel(nn.Module, ABC):
             input_ids: (B, L) int64, L at least 1.
             labels: (B, L) int64, aligned with the inputs position by position; −100 is ignored. The loss is
                 the mean cross-entropy over the others, in nats.
-            attention_mask: (B, L), 0 or False at padding, left or right of a row's tokens.
+            attention_mask: (B, L), 0 or False at padding, wherever it stands.
             documents: (B, L) int64, non-decreasing: no token sees those of another document.
             state: what the tokens before left, from an earlier output; None: these are the first.
             return_state: commit the tokens and return the state after them.
@@ -186,7 +186,7 @@ class LanguageModel(nn.Module, ABC):
         if state is not None and state.batch_size != batch:
             raise ValueError(f"the state has {state.batch_size} rows, the tokens {batch}")
         state = state if state is not None else self.initial_state(batch)
-        valid = _padding(attention_mask, (batch, length))
+        valid, gaps = _padding(attention_mask, (batch, length))
         step = length if window_length is None else min(window_length, length)
         commit = return_state or step < length
         search = search if search is not None else SearchOptions()
@@ -202,6 +202,7 @@ class LanguageModel(nn.Module, ABC):
                 warm_start=search.warm_start,
                 valid_BL=None if valid is None else valid[:, part],
                 documents_BL=None if documents is None else documents[:, part],
+                gaps=gaps,
             )
             z, solution = self.solve_window(f, start, search=search, trace=trace)
             z, state = self._finish(f, z, state, commit=commit)
@@ -269,10 +270,11 @@ class LanguageModel(nn.Module, ABC):
         warm_start: bool = False,
         valid_BL: Tensor | None = None,
         documents_BL: Tensor | None = None,
+        gaps: bool = True,
     ) -> tuple[BoundMap, Tensor]:
         """Return the map ``z → f(z, u)`` of the next window and where its search begins."""
         length, dtype = x_BLD.shape[1], self.stream_dtype
-        window = state.window(length, valid_BL=valid_BL, documents_BL=documents_BL, dtype=dtype)
+        window = state.window(length, valid_BL=valid_BL, documents_BL=documents_BL, gaps=gaps, dtype=dtype)
         by_token = ids_BL is not None and pays_by_token(self.embedding, ids_BL.numel())
         if ids_BL is not None and by_token and self.backbone.reads_rows(window):
             window = replace(window, u_rows_BL=ids_BL.contiguous())
@@ -389,14 +391,16 @@ class LanguageModel(nn.Module, ABC):
         return decayed, others
 
 
-def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor | None:
-    """Return where tokens are real, (B, L) bool, or None where all are."""
+def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> tuple[Tensor | None, bool]:
+    """Return where tokens are real, (B, L) bool, or None where all are; and whether padding parts any."""
     if attention_mask is None:
-        return None
+        return None, False
     if attention_mask.shape != shape:
         raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, the tokens {shape}")
     valid = attention_mask.bool()
-    return None if bool(valid.all()) else valid
+    begun = (valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0]  # runs of real tokens
+    whole, parted = torch.stack((valid.all(), (begun > 1).any())).cpu()  # at once: a device is waited for
+    return (None, False) if bool(whole) else (valid, bool(parted))
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

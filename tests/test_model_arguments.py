@@ -12,6 +12,21 @@ def model():
     return ib.build(ib.ImplicitLMSpec(vocab_size=19, d_model=16, n_layers=2, mixer=mixer))
 
 
+@pytest.mark.parametrize("row", ["110011", "011110", "101101", "111111"])
+@torch.no_grad()
+def test_padding_counts_for_nothing_wherever_it_stands(row):
+    spec = ib.ExplicitLMSpec(
+        vocab_size=19, d_model=16, n_layers=2, mixer=ib.Mamba2Spec(d_state=4, head_dim=8)
+    )
+    model = ib.build(spec).double().eval()
+    ids = torch.randint(19, (2, 6))
+    mask = torch.tensor([[int(flag) for flag in row], [1, 0, 0, 0, 0, 1]])
+    padded = model(ids, attention_mask=mask).logits
+    for number, real in enumerate(mask.bool()):
+        alone = model(ids[number : number + 1, real]).logits[0]
+        torch.testing.assert_close(padded[number, real], alone, atol=1e-10, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -42,9 +42,9 @@ class Mamba2State(NamedTuple):
 class Mamba2Context(NamedTuple):
     """Whether the window begins a sequence; its padding and documents, None where there are none.
 
-    Padding of a later window must not stand between the convolution's tail and the first real token, and that
-    of any window must not cut documents: the real tokens are then moved to the front (``order_BL``), which
-    the other fields describe, and back (``places_BL``). In a first window of one document padding is like the
+    Padding must not stand between two real tokens, those of the convolution's tail among them, and must not
+    cut documents: the real tokens are then moved to the front (``order_BL``), which the other fields
+    describe, and back (``places_BL``). In a first window of one document padding on either side is like the
     zeros before it.
     """
 
@@ -301,8 +301,9 @@ class Mamba2(Mixer):
 
 def _context(window: Window, taps: int) -> Mamba2Context:
     begins, valid, documents = window.start == 0, window.valid_BL, window.documents_BL
-    # In a first window of one document padding stays where it is, like the zeros before it.
-    real = None if begins and documents is None else window.real_first()
+    # In a first window of one document padding on either side stays where it is, like the zeros before it.
+    stays = begins and documents is None and not window.gaps
+    real = None if stays else window.real_first()
     order = places = last = None
     if real is not None:
         valid, order, places = real.valid_BL, real.order_BL, real.places_BL

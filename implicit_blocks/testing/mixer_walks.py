@@ -1,7 +1,7 @@
 """Every row of a batch is mixed as if it were alone, without padding: a walk over what windows can be.
 
-The contracts of ``check_mixer`` hold every mixer to the padding that models promise. This goes further:
-padding anywhere, packed documents, any cut, and every gradient; for mixers that claim as much.
+The contracts of ``check_mixer`` hold every mixer to padding on either side of a window's tokens. This goes
+further, as the library's own mixers do: padding anywhere, packed documents, any cut, and every gradient.
 
 Shape legend: B batch, L tokens, D model width, U injection width.
 """

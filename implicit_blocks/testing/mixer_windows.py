@@ -144,7 +144,7 @@ PADDED_WINDOWS = """
     111111111
     001101111
     110011110
-"""  # left or right of each window's tokens, as models promise; windows are cut at 4 at least
+"""  # left or right of each window's tokens, windows being cut at 4 at least; ``check_walk`` has gaps too
 
 
 @torch.no_grad()

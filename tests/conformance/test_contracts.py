@@ -6,7 +6,14 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks.testing import GRADIENT_CONTRACTS, MIXER_CONTRACTS, SOLVER_CONTRACTS
+from implicit_blocks.testing import (
+    CUTS,
+    GRADIENT_CONTRACTS,
+    MIXER_CONTRACTS,
+    PADDINGS,
+    SOLVER_CONTRACTS,
+    check_walk,
+)
 
 MIXERS = {
     "mamba2": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4),
@@ -67,6 +74,13 @@ GRADIENTS = {
 @pytest.mark.parametrize("name", MIXERS)
 def test_mixer(name, contract):
     MIXER_CONTRACTS[contract](MIXERS[name])
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["one-document", "documents"])
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("padding", PADDINGS)
+def test_rows_are_mixed_as_if_alone(padding, cuts, documents):
+    check_walk(MIXERS["mamba2"], padding=padding, cuts=cuts, documents=documents)
 
 
 @pytest.mark.parametrize("contract", SOLVER_CONTRACTS)
