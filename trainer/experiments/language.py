@@ -296,18 +296,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return what each run came to as aligned text."""
     multiples = [f"{entry['multiple']}x" for entry in rows[0]["lengths"]]
     lines = [
-        f"{'run':<28} parameters   tokens  PFLOP  "
+        f"{'run':<28} parameters    tokens    FLOPs  "
         + "  ".join(f"ppl {multiple}".rjust(8) for multiple in multiples)
         + "  iterations  converged"
     ]
     for row in rows:
         first, last = row["lengths"][0], row["curve"][-1]
-        spent = last["flops"] / 1e15 if last["flops"] is not None else math.nan
+        spent = last["flops"] if last["flops"] is not None else math.nan
         cells = "  ".join(f"{entry['perplexity']:8.2f}" for entry in row["lengths"])
         search = ""
         if first["iterations"] is not None:
             met = first["token_converged"]
             search = f"  {first['iterations']:10.1f}  {'-' if met is None else format(met, '.2%'):>9}"
-        size = f"{row['parameters'] / 1e6:9.1f}M  {row['tokens'] / 1e6:6.1f}M"
-        lines.append(f"{row['run']:<28} {size}  {spent:5.2f}  {cells}{search}")
+        size = f"{row['parameters'] / 1e6:9.1f}M  {row['tokens'] / 1e6:7.2f}M"
+        lines.append(f"{row['run']:<28} {size}  {spent:7.1e}  {cells}{search}")
     return "\n".join(lines)

@@ -34,8 +34,9 @@ def draw(written: Mapping[str, Any]) -> Figure:
     )
     (tokens, flops, lengths), (compute, shares, positions) = figure.subplots(2, 3)
     colors = dict(zip(written["specs"], _COLORS * len(runs), strict=False))
+    unit, seen = _unit_of_tokens(runs)
     for axes, key, unit, name in (
-        (tokens, "tokens", 1e6, "tokens seen, in millions"),
+        (tokens, "tokens", unit, seen),
         (flops, "flops", 1.0, "FLOPs executed in training"),
     ):
         for run in shown:
@@ -93,18 +94,20 @@ def _draw_shares(axes: Axes, runs: Sequence[Mapping[str, Any]], colors: Mapping[
         points = [(share, one) for share, values in zip(shares, found, strict=True) for one in values]
         axes.plot(*_columns(points), "o", color=colors[spec], fillstyle="none")
         axes.legend(frameon=False, fontsize=8)
+    axes.set_xticks(sorted({run["share"] for run in runs if run["share"] is not None}))
     finish(axes, title="Share of the first phase, every seed", x="share of the run", y="perplexity")
 
 
 def _draw_lead(axes: Axes, twins: Sequence[Mapping[str, Any]], colors: Mapping[str, str]) -> None:
     """Draw by how much the implicit twin's perplexity is below the explicit one's, on the way."""
+    unit, seen = _unit_of_tokens(twins)
     for run in twins:
         pair = {other["kind"]: other for other in twins if (other["spec"], other["seed"]) == _which(run)}
         if run["kind"] != "implicit" or "explicit" not in pair:
             continue
         theirs = {entry["tokens"]: entry["perplexity"] for entry in pair["explicit"]["curve"]}
         points = [
-            (entry["tokens"] / 1e6, 100 * (1 - entry["perplexity"] / theirs[entry["tokens"]]))
+            (entry["tokens"] / unit, 100 * (1 - entry["perplexity"] / theirs[entry["tokens"]]))
             for entry in run["curve"]
             if entry["tokens"] in theirs
         ]
@@ -113,9 +116,15 @@ def _draw_lead(axes: Axes, twins: Sequence[Mapping[str, Any]], colors: Mapping[s
     finish(
         axes,
         title="Lead of the implicit twin, every seed",
-        x="tokens seen, in millions",
+        x=seen,
         y="perplexity below the explicit twin's, %",
     )
+
+
+def _unit_of_tokens(runs: Sequence[Mapping[str, Any]]) -> tuple[float, str]:
+    """Return what to divide tokens by, and the axis' name."""
+    most = max(run["curve"][-1]["tokens"] for run in runs)
+    return (1e6, "tokens seen, in millions") if most >= 1e6 else (1e3, "tokens seen, in thousands")
 
 
 def _which(run: Mapping[str, Any]) -> tuple[str, int]:
