@@ -60,6 +60,7 @@ class Settings:
     sequences: int | None = None
     evaluations: int = 10
     changes: tuple[str, ...] = ()
+    explicit_changes: tuple[str, ...] = ()
     only_finished: bool = False
 
     def __post_init__(self) -> None:
@@ -134,7 +135,7 @@ def _plans(
         label = {"spec": name, "seed": seed, "share": share}
         implicit = _watched(run_spec(source, seeded), settings)
         yield {**label, "kind": "implicit", "run": f"{name}-{seed}"}, implicit
-        explicit = _watched(explicit_twin(source, seeded), settings)
+        explicit = _watched(explicit_twin(source, [*seeded, *settings.explicit_changes]), settings)
         yield {**label, "kind": "explicit", "share": None, "run": f"{name}-explicit-{seed}"}, explicit
     for seed, other in product(settings.seeds, settings.bounded if with_shares and own.phases else ()):
         if other != share:

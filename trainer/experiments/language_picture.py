@@ -34,9 +34,9 @@ def draw(written: Mapping[str, Any]) -> Figure:
     )
     (tokens, flops, lengths), (compute, shares, positions) = figure.subplots(2, 3)
     colors = dict(zip(written["specs"], _COLORS * len(runs), strict=False))
-    unit, seen = _unit_of_tokens(runs)
+    of_tokens, seen = _unit_of_tokens(runs)
     for axes, key, unit, name in (
-        (tokens, "tokens", unit, seen),
+        (tokens, "tokens", of_tokens, seen),
         (flops, "flops", 1.0, "FLOPs executed in training"),
     ):
         for run in shown:

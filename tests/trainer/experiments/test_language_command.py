@@ -107,6 +107,14 @@ def test_skipped_batches_are_left_out_of_the_loss():
     assert found[0]["tokens"] == 30
 
 
+def test_explicit_twins_may_have_a_learning_rate_of_their_own(tokens):
+    rate = "training.optimizer.learning_rate"
+    settings = Settings(bounded=(0.7,), changes=(*NARROW, f"{rate}=8e-3"), explicit_changes=(f"{rate}=4e-3",))
+    plans = _plans("books_5m_mamba2", tokens, settings, True)
+    found = {label["kind"]: spec.training.optimizer.learning_rate for label, spec in plans}
+    assert found == {"implicit": 8e-3, "explicit": 4e-3, "curriculum": 8e-3}
+
+
 def test_every_share_is_tried_with_every_seed_on_the_first_spec(tokens):
     settings = Settings(seeds=(0, 1), bounded=(0.7, 0.8), changes=tuple(NARROW))
     plans = [(label["run"], spec) for label, spec in _plans("books_5m_mamba2", tokens, settings, True)]

@@ -65,6 +65,14 @@ def add_options(made: argparse.ArgumentParser) -> None:
         "--evaluations", type=int, default=10, metavar="N", help="on the way, for the curves (10)"
     )
     add_run_options(made)
+    made.add_argument(
+        "--explicit-set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="path.to.key=value",
+        help="changes to explicit twins alone, after those of --set: a learning rate that suits them better",
+    )
 
 
 def carry_out(folder: Path, options: argparse.Namespace) -> str:
@@ -84,6 +92,7 @@ def carry_out(folder: Path, options: argparse.Namespace) -> str:
             sequences=options.sequences,
             evaluations=options.evaluations,
             changes=tuple(options.set),
+            explicit_changes=tuple(options.explicit_set),
             only_finished=options.only_finished,
         ),
         device=options.device,
