@@ -15,6 +15,7 @@ from implicit_blocks import __version__, registry
 from implicit_blocks.new_plugin import FAMILIES
 from implicit_blocks.specs import load_spec, spec_name
 from implicit_blocks.specs.schema import file_schema, run_schema
+from implicit_blocks.suggestions import without_torch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # its reader has seen enough: `… schema | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+    except ModuleNotFoundError as error:
+        print(f"error: {without_torch(error)}", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -34,7 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = argparse.ArgumentParser(prog="python -m implicit_blocks", description=__doc__)
+    made = argparse.ArgumentParser(
+        prog="python -m implicit_blocks",
+        description=__doc__,
+        epilog="Training is python -m trainer; --help of each command says more.",
+    )
     made.add_argument("--version", action="version", version=f"implicit_blocks {__version__}")
     commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for add in (

@@ -19,3 +19,18 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     by_folded = {candidate.casefold(): candidate for candidate in known}
     matches = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
     return by_folded[matches[0]] if matches else None
+
+
+def without_torch(error: ImportError) -> str:
+    """Say that torch is missing, if that is what an import failed by.
+
+    Raises:
+        ImportError: it failed by something else, which is a mistake in the program.
+
+    """
+    if error.name != "torch":
+        raise error
+    return (
+        "torch is not installed; pip install torch (on Linux that brings CUDA along: for CPUs alone "
+        "take PyTorch's own index of those)"
+    )

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from implicit_blocks.contracts import ContractError
 from implicit_blocks.specs import load_spec, spec_name
+from implicit_blocks.suggestions import without_torch
 from trainer.display import duration
 from trainer.errors import (
     CallbackError,
@@ -47,7 +48,10 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m trainer",
         description="Train a model described by a spec.",
-        epilog="Settings of the spec can be changed on the spot: data.group=A4 training.max_steps=200",
+        epilog="Settings of the spec can be changed on the spot: data.group=A4 training.max_steps=200. "
+        "Beside it: python -m trainer.tokenize (text to train on), trainer.report (pictures of runs), "
+        "trainer.evaluate (benchmarks, perplexity), trainer.experiments (the paper's), implicit_blocks "
+        "(specs, generation, exports, plugins).",
     )
     made.add_argument("--spec", metavar="FILE", help="a YAML file, or the name of one in the zoo")
     made.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the spec")
@@ -97,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             leave()  # when nothing of the run is left: what it made of the process group must go first
         return code
+    except ModuleNotFoundError as error:
+        return _refuse(without_torch(error), REFUSED)
     except KeyboardInterrupt:
         return _refuse("stopped at once; the last checkpoint can be resumed by --resume", INTERRUPTED)
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from implicit_blocks.suggestions import without_torch
 from trainer.errors import DataError
 from trainer.evaluation_tasks.tasks import build_tasks, find_specs, require_packages
 
@@ -103,6 +104,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # in the program, and keeps its traceback.
     try:
         job = _prepare(options)
+    except ModuleNotFoundError as error:
+        return _refuse(without_torch(error), REFUSED)
     except (ValueError, OSError) as error:
         return _refuse(str(error), REFUSED)
     try:

@@ -1,0 +1,39 @@
+"""Where torch is missing: what needs none goes on, and what does says so in a sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+
+def run(module, *arguments):
+    """Run a program where torch can't be imported."""
+    code = (
+        "import sys; sys.modules['torch'] = None; import importlib; "
+        f"sys.exit(importlib.import_module({module!r}).main({[*map(str, arguments)]!r}))"
+    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("module", "arguments"),
+    [
+        ("trainer.cli", ["--spec", "word_problem_s3"]),
+        ("implicit_blocks.__main__", ["generate", "runs/none", "0"]),
+        ("trainer.evaluate", ["--checkpoint", "runs/none", "--tasks", "--tokens", "text.bin"]),
+    ],
+    ids=["trainer", "generate", "evaluate"],
+)
+def test_what_needs_it_says_so(module, arguments):
+    done = run(module, *arguments)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: torch is not installed; pip install torch")
+    assert "Traceback" not in done.stderr
+
+
+def test_a_dry_run_needs_none():
+    done = run("trainer.cli", "--spec", "llama_1.3b", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "phase free" in done.stdout
