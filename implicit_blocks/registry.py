@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points
 from importlib.metadata import version as distribution_version
+from types import ModuleType
 from typing import Any, cast
 
 import pluggy
@@ -283,15 +284,28 @@ def _load_entry_point(point: EntryPoint) -> None:
         _state.failures.append(PluginFailure(point.name, owner, version, reason))
 
 
+def _hidden_by_a_folder(plugin: object) -> str:
+    """Say so where a plain folder was imported: one of the module's name, in the working directory."""
+    if not isinstance(plugin, ModuleType) or getattr(plugin, "__file__", None) is not None:
+        return ""
+    folders = ", ".join(map(str, getattr(plugin, "__path__", ())))
+    return f" (what was imported is the folder {folders}, which hides it: run from elsewhere)"
+
+
 def _register(plugin: object, name: str, owner: str, version: str) -> None:
     """Take all of a plugin's kinds, or none."""
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
-    manager.register(plugin, name)
-    manager.check_pending()  # a hook of an unknown name
+    try:
+        manager.register(plugin, name)
+        manager.check_pending()  # a hook of an unknown name
+    except pluggy.PluginValidationError as error:
+        said = " ".join(str(error).partition(" in plugin ")[0].split())
+        raise ValueError(f"{said}; the hook is `register_components(add)`") from None
     if not manager.hook.register_components.get_hookimpls():
         raise ValueError(
             "it registers nothing; mark a function `register_components(add)` with implicit_blocks.hookimpl"
+            + _hidden_by_a_folder(plugin)
         )
     staged: dict[tuple[str, str], Entry] = {}
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.committed import Committed
+from implicit_blocks.handed_back import mixed_and_state
 from implicit_blocks.interfaces import Mixer, State
 from implicit_blocks.registry import build
 from implicit_blocks.specs import MixerSpec
@@ -89,11 +90,24 @@ def commit(
             dtype=z.dtype,
         )
         context = mixer.prepare(window)
-        y, state = mixer.advance(z[:, part], None if u is None else u[:, part], committed.layers[0], context)
+        given = z[:, part].clone()
+        advanced = mixer.advance(z[:, part], None if u is None else u[:, part], committed.layers[0], context)
+        y, state = mixed_and_state(mixer, advanced)
+        require_untouched(mixer, z[:, part], given)
         committed = committed.after(window, (state,))
         outputs.append(y)
         first = end
     return torch.cat(outputs, dim=1), committed
+
+
+def require_untouched(mixer: Mixer, z: Tensor, before: Tensor) -> None:
+    """Check that a mixer has not written into the window that it was given."""
+    require(
+        torch.equal(z.nan_to_num(), before.nan_to_num()),  # at padding there may be anything
+        mixer,
+        "window untouched",
+        "forward and advance must not write into z; the search goes on from it",
+    )
 
 
 def run(
@@ -115,8 +129,16 @@ def forward(mixer: Mixer, z: Tensor, u: Tensor | None, *, valid: Tensor | None =
     """Mix one window from the start, as an iteration does."""
     committed = begin(mixer, z.shape[0])
     window = committed.window(z.shape[1], valid_BL=valid, documents_BL=None, dtype=z.dtype)
-    y: Tensor = mixer(z, u, committed.layers[0], mixer.prepare(window))
-    return y
+    given = z.clone()
+    y = mixer(z, u, committed.layers[0], mixer.prepare(window))
+    require(
+        isinstance(y, Tensor),
+        mixer,
+        "mixes a window",
+        f"forward returned a {type(y).__name__}; return the mixed window alone, and its state from advance",
+    )
+    require_untouched(mixer, z, given)
+    return y  # type: ignore[no-any-return]  # a tensor, as it has just been seen
 
 
 def state_error(actual: State, expected: State) -> float:

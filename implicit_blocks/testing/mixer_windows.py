@@ -19,6 +19,7 @@ from implicit_blocks.testing.mixer_runs import (
     forward,
     inputs,
     make,
+    require_untouched,
     run,
     state_error,
 )
@@ -85,7 +86,9 @@ def state_untouched(spec: MixerSpec, d_model: int = D_MODEL) -> None:
     before = copy.deepcopy(state)
     window = committed.window(3, valid_BL=None, documents_BL=None, dtype=torch.float64)
     context = mixer.prepare(window)
+    given = z.clone()
     first = mixer(z[:, 4:7], u[:, 4:7], state, context)
+    require_untouched(mixer, z, given)
     mixer(z[:, :3], u[:, :3], state, context)
     mixer.advance(z[:, 1:4], u[:, 1:4], state, context)
     again = mixer(z[:, 4:7], u[:, 4:7], state, context)

@@ -97,11 +97,16 @@ class Faulty(ib.Mixer):
     def forward(self, z, u, state, context):
         if self.fault == "writes":
             state[0].add_(1e-3)
-        return self.advance(z, u, state, context)[0]
+        if self.fault == "forward writes z":
+            z.mul_(0.5)
+        both = self.advance(z, u, state, context)
+        return both if self.fault in ("no state", "two from forward") else both[0]
 
     def advance(self, z, u, state, context):
         if self.fault == "type":
             z = z @ torch.eye(self.d_model, dtype=torch.float64).to(self.a.dtype)
+        if self.fault == "writes z":
+            z.mul_(0.5)
         x = self.in_proj(z)
         if u is not None and self.fault != "no injection":
             x = x + u
@@ -127,6 +132,8 @@ class Faulty(ib.Mixer):
         y: Tensor = self.out_proj(torch.stack(steps, 1).tanh())
         if self.fault == "cut":
             y = y[:, :-1]
+        if self.fault == "no state":
+            return y
         if self.fault == "counts windows":
             return y, (h, state[1] + 1)
         return y, (h.bfloat16() if self.fault == "narrow state" else h,)
@@ -168,6 +175,14 @@ BREAKS = {
     "counts windows": ("window_splits", "window splits", "another final state"),
     "cut": ("window_splits", "shape", "came out of"),
     "writes": ("state_untouched", "state untouched by iteration", "return new tensors"),
+    "writes z": ("causality", "window untouched", "must not write into z"),
+    "forward writes z": ("state_untouched", "window untouched", "must not write into z"),
+    "no state": (
+        "window_splits",
+        "mixes a window",
+        "return two things, the mixed window and the state after it",
+    ),
+    "two from forward": ("causality", "mixes a window", "forward returned a tuple"),
     "batch mean": ("batch_independence", "batch independence", "alone differs"),
     "rows": ("batch_independence", "select_rows", "of the state"),
     "padding": ("padding", "padding", "valid_BL"),

@@ -130,8 +130,15 @@ def test_a_spec_of_a_plugin_that_is_not_in_use_is_explained(install, monkeypatch
             "is a spec of family 'solver', not 'solvr'",
         ),
         (good("bad", "x").replace('"bad_module:build_it"', "3"), "give a callable or 'package.module:Name'"),
-        (good("bad", "x").replace("(add)", "(add, more)"), "more"),
-        (good("bad", "x").replace("def register_components", "def register_component"), "register_component"),
+        (
+            good("bad", "x").replace("(add)", "(add, more)"),
+            "Argument(s) {'more'} are declared in the hookimpl but can not be found in the hookspec; "
+            "the hook is `register_components(add)`",
+        ),
+        (
+            good("bad", "x").replace("def register_components", "def register_component"),
+            "unknown hook 'register_component'; the hook is `register_components(add)`",
+        ),
     ],
     ids=["import", "exit", "syntax", "nothing", "no-kind", "family", "builder", "arguments", "hook-name"],
 )
@@ -143,6 +150,16 @@ def test_a_plugin_that_fails_is_named_and_takes_nothing_else_down(install, sourc
     assert reason in failure.reason
     assert {"picard", "anderson", "fine.half"} <= set(registry.kinds("solver"))
     assert "word_problem" in registry.kinds("data")
+
+
+def test_a_folder_that_hides_a_plugin_is_named(install, tmp_path, monkeypatch) -> None:
+    install("bad", good("bad", "bad.half"))
+    hiding = tmp_path / "elsewhere" / "bad_module"
+    hiding.mkdir(parents=True)
+    (next(tmp_path.rglob("bad_module.py"))).unlink()
+    monkeypatch.syspath_prepend(str(hiding.parent))
+    [failure] = registry.failures()
+    assert f"what was imported is the folder {hiding}, which hides it: run from elsewhere" in failure.reason
 
 
 def test_an_unknown_kind_mentions_the_plugin_that_may_have_had_it(install) -> None:
