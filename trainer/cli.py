@@ -151,6 +151,8 @@ def _train(run: Run, *, stop_at: int | None) -> int:
     others = "" if ranks.alone else f" and {ranks.world_size - 1} more ({run.manifest['layout']})"
     device = f"{run.manifest['device']}{others}"
     run.display.say(f"{run.name}: {parameters:,} parameters on {device}, writing to {run.folder.path}")
+    if not run.loop.evaluation_sets:
+        run.display.say("nothing is evaluated: the data have no validation tokens")
     try:
         summary = run.train(stop_at=stop_at)
     except (NonFiniteLossError, DataError, CallbackError) as error:

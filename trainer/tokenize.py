@@ -16,6 +16,7 @@ from typing import get_args
 from trainer.data.manifest import TRAIN, VALIDATION, read_manifest, verify
 from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize, train_tokenizer
 from trainer.data.tokenizing.documents import Format, find_sources
+from trainer.data.tokenizing.job import Result
 from trainer.data.tokenizing.progress import Progress
 from trainer.data.tokenizing.tokenizers import Tokenizer
 from trainer.files import write_atomically
@@ -101,8 +102,22 @@ def _tokenize(options: argparse.Namespace, progress: Progress) -> None:
     results = tokenize(job, say=progress.say, report=progress.report)
     for result in results:
         shards = f"{result.shards} {'shard' if result.shards == 1 else 'shards'}"
-        progress.say(f"{result.folder}: {result.tokens:,} tokens, {result.documents:,} documents, {shards}")
+        count = f"{result.documents:,} {'document' if result.documents == 1 else 'documents'}"
+        progress.say(f"{result.folder}: {result.tokens:,} tokens, {count}, {shards}")
+    _say_of_separator(job, results, progress)
     progress.say(f"vocabulary {job.tokenizer.vocab_size:,}, {job.dtype}")
+
+
+def _say_of_separator(job: Job, results: Sequence[Result], progress: Progress) -> None:
+    """Say so where a separator was in no text file, such as a line break that stayed two letters."""
+    parts = [part for part in (job.documents, job.validation) if part is not None]
+    sources = [source for part in parts for source in part.sources]
+    separator = job.documents.separator
+    if separator is None or any(source.format != "text" for source in sources):
+        return
+    if sum(result.documents for result in results) <= len(sources):
+        hint = "; in a shell a line break is $'\\n'" if "\\" in separator else ""
+        progress.say(f"the separator {separator!r} divides no file: each is one document{hint}")
 
 
 def _documents(options: argparse.Namespace, inputs: Sequence[str], split: str) -> Documents:

@@ -34,11 +34,18 @@ def describe_tokens(spec: TokensSpec, *, sequences: int, vocab_size: int | None)
     lines = [f"training: {_amount(training)}; {epochs}"]
     held_out = validation_folder(spec.path, spec.validation_path)
     if held_out is None:
-        lines.append("validation: none")
+        lines.append(
+            "validation: none, so nothing is evaluated; tokenize with --validation or --validation-fraction, "
+            "or set data.validation_path"
+        )
     else:
         validation = open_tokens(held_out, dtype=spec.dtype, check_sums=spec.check_sums)
         check_same_tokenizer(training, validation)
         lines.append(f"validation: {_amount(validation)}")
+    if training.vocab_size is not None and vocab_size is not None and 2 * training.vocab_size < vocab_size:
+        lines.append(
+            f"vocabulary {training.vocab_size:,}, of the model {vocab_size:,}: model.vocab_size says so"
+        )
     if spec.documents == "reset":
         lines.append("documents are kept apart: states and attention begin anew with each")
     return lines
@@ -71,7 +78,11 @@ def check_vocabulary(needed: int, vocab_size: int | None, *, what: str) -> None:
 
 
 def _amount(tokens: TokenFolder) -> str:
-    documents = "" if tokens.documents is None else f", {tokens.documents:,} documents"
+    documents = (
+        ""
+        if tokens.documents is None
+        else f", {tokens.documents:,} {'document' if tokens.documents == 1 else 'documents'}"
+    )
     return f"{tokens.tokens:,} tokens{documents} in {_files(tokens.shards)} of {tokens.path}"
 
 

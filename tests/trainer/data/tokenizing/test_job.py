@@ -21,6 +21,7 @@ from trainer.data.manifest import read_manifest, verify
 from trainer.data.tokenizing import Documents, Job, load_tokenizer, shards, tokenize
 from trainer.data.tokenizing.documents import find_sources
 from trainer.data.tokenizing.shards import DiskFullError
+from trainer.specs.data import TokensSpec
 from trainer.tokenize import main
 
 WORDS = ["the", "of", "and", "to", "in", "that", "it", "is", "was", "he", "for", "on", "are", "with"]
@@ -338,3 +339,33 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert main(arguments) == 0  # nothing left to do
     assert main(["--verify", str(tmp_path)]) == 2
     assert "has no manifest.json" in capsys.readouterr().err
+
+
+def test_a_separator_that_divides_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("one\n\ntwo\n\nthree")
+
+    def said(separator: str, name: str) -> str:
+        output = str(tmp_path / name)
+        options = ["--tokenizer", "bytes", "--workers", "1", "--output", output, "--separator", separator]
+        assert main([str(text), *options]) == 0
+        shown = capsys.readouterr()
+        return shown.out + shown.err
+
+    assert "divides no file" not in said("\n\n", "breaks")
+    letters = said("\\n\\n", "letters")
+    assert r"the separator '\\n\\n' divides no file" in letters
+    assert r"in a shell a line break is $'\n'" in letters
+    assert "1 document, 1 shard" in letters
+
+
+def test_data_without_validation_tokens_are_said_to_be(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("one two three " * 10)
+    options = ["--tokenizer", "bytes", "--workers", "1", "--output", str(tmp_path / "tokens")]
+    assert main([str(tmp_path / "a.txt"), *options]) == 0
+    told = "\n".join(
+        TokensSpec(path=str(tmp_path / "tokens"), length=8).describe(sequences=5, vocab_size=8192)
+    )
+    assert "1 document in 1 file" in told
+    assert "validation: none, so nothing is evaluated; tokenize with --validation" in told
+    assert "vocabulary 257, of the model 8,192" in told
