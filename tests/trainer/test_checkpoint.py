@@ -25,6 +25,7 @@ from trainer.checkpoint import (
 from trainer.checkpoint_folder import prune
 from trainer.distributed import Ranks
 from trainer.errors import CheckpointError, FailedSaveError
+from trainer.files import digest
 from trainer.rng import random_state, restore_random_state, seed_everything
 
 
@@ -306,3 +307,8 @@ def test_milestones_stay(tmp_path: Path) -> None:
             keep_every=3,
         )
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [3, 6, 7, 8]
+
+
+def test_a_digest_is_of_the_values_whatever_the_order_of_keys() -> None:
+    assert digest({"a": 1, "b": {"c": 2, "d": 3}}) == digest({"b": {"d": 3, "c": 2}, "a": 1})
+    assert digest({"a": 1}) != digest({"a": 2})

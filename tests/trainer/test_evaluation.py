@@ -42,14 +42,22 @@ class Echo(nn.Module):
         super().__init__()
         self.by_token, self.implicit = by_token, implicit
         self.windows: list[int | None] = []
+        self.asked: list[tuple[tuple[int, ...], Tensor | None]] = []
 
     def forward(
-        self, input_ids: Tensor, *, labels: Tensor, return_logits: bool, window_length: int | None = None
+        self,
+        input_ids: Tensor,
+        *,
+        labels: Tensor,
+        return_logits: bool,
+        window_length: int | None = None,
+        documents: Tensor | None = None,
     ) -> Output:
         assert not return_logits  # of a long set they would fill the memory
         assert not self.training
         assert not torch.is_grad_enabled()
         self.windows.append(window_length)
+        self.asked.append((tuple(input_ids.shape), documents))
         batch, length = input_ids.shape
         logits = 3.0 * F.one_hot(input_ids, VOCABULARY).float()
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
@@ -138,6 +146,35 @@ def test_windows_are_passed_on() -> None:
     model = Echo()
     results(model, window_length=1)
     assert set(model.windows) == {1}
+
+
+def test_longer_sets_go_through_the_model_in_smaller_batches_with_their_documents() -> None:
+    class Packed(Fixed):
+        def __init__(self, length: int) -> None:
+            self.length = length
+
+        def batch(self, position: int, count: int) -> Batch:
+            ids = torch.ones(count, self.length, dtype=torch.int64)
+            return Batch(inputs=ids, labels=ids, documents=ids.cumsum(1) // 3)
+
+    model = Echo().eval()
+    lengths = (12, 4, 40)
+    sets = [EvaluationSet(name=str(n), source=Packed(n), sequences=7) for n in lengths]
+    evaluate(model, sets, device=torch.device("cpu"), precision="float32", batch_size=6, last_tokens=1)
+    assert not model.training  # left as it was
+    assert [shape for shape, _ in model.asked] == [
+        (2, 12), (2, 12), (2, 12), (1, 12), (6, 4), (1, 4), *[(1, 40)] * 7
+    ]  # fmt: skip
+    assert all(documents is not None and documents.shape == shape for shape, documents in model.asked)
+
+
+def test_where_some_rank_has_no_counts_by_token_there_is_no_curve() -> None:
+    class Other(Ranks):
+        def all(self, flag: bool) -> bool:
+            return False
+
+    found = results(Echo(), ranks=Other(torch.device("cpu")))
+    assert (found.iterations_by_position, found.token_converged) == (None, None)
 
 
 def test_the_table_states_convergence_beside_accuracy() -> None:

@@ -110,6 +110,8 @@ def test_a_run_in_two_parts_equals_the_whole_to_the_last_bit(
     for name, value in weights(whole).items():
         assert torch.equal(value, weights(folder)[name]), name
     assert [row["step"] for row in read_metrics(folder / "evaluations.jsonl")] == [4, 4, 8, 8, 12, 12]
+    seconds = [row["seconds"] for row in read_metrics(folder / "metrics.jsonl")]
+    assert seconds == sorted(seconds)  # earlier starts count
 
 
 def test_a_killed_run_goes_on_from_its_last_checkpoint(
@@ -321,7 +323,8 @@ def test_other_settings_may_change_on_resume_and_are_told(
 
 def test_a_finished_run_is_only_evaluated_again(small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    spec = small({"training.evaluate_every": 2})
+    last = {"name": "last", "model": {"at_evaluation": {"stopping": {"max_iterations": 9}}}}
+    spec = small({"training.evaluate_every": 2, "phases": [{"name": "first", "until": 2}, last]})
     first = build(spec, output=folder, device="cpu").train()
     again = build(spec, output=folder, device="cpu", resume=True).train()
     evaluated = [(row["step"], row["length"]) for row in read_metrics(folder / "evaluations.jsonl")]
@@ -332,6 +335,30 @@ def test_a_finished_run_is_only_evaluated_again(small: Small, tmp_path: Path) ->
     assert again["final"] == first["final"]
     for row, other in zip(first["evaluation"], again["evaluation"], strict=True):
         assert {**row, "seconds": 0} == {**other, "seconds": 0}
+
+
+def test_an_evaluation_that_is_owed_is_of_the_phase_that_ended(small: Small, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    last = {"name": "last", "model": {"at_evaluation": {"stopping": {"max_iterations": 9}}}}
+    spec = small({"training.evaluate_every": 2, "phases": [{"name": "first", "until": 2}, last]})
+    build(spec, output=folder, device="cpu").train(stop_at=2)
+    before = list(read_metrics(folder / "evaluations.jsonl"))
+    (folder / "evaluations.jsonl").write_text("")  # as where a signal cut it short
+    build(spec, output=folder, device="cpu", resume=True).train(stop_at=3)
+    again = list(read_metrics(folder / "evaluations.jsonl"))
+    assert [row["iterations_max"] for row in before] == [16, 16]
+    assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in before]
+
+
+def test_activations_are_made_again_as_each_phase_says(
+    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {"name": "first", "until": 1, "training": {"checkpoint_activations": "layers"}}
+    run = build(small({"phases": [first, {"name": "last"}]}), output=tmp_path / "run", device="cpu")
+    asked: list[str] = []
+    monkeypatch.setattr(run.loop, "_checkpoint_activations", asked.append)
+    run.train(stop_at=3)
+    assert asked == ["layers", "none"]
 
 
 def test_nothing_to_resume(small: Small, tmp_path: Path) -> None:

@@ -41,6 +41,13 @@ def test_a_phase_may_change_the_peak_without_moving_the_decay() -> None:
     assert schedule.rate(9, peak=2.0) == schedule.rate(9, peak=1.0) == 0.0
 
 
+def test_parts_that_just_fit_leave_no_constant_rate() -> None:
+    schedule = WarmupConstantSqrt(total_steps=10, warmup_steps=8, decay_steps=2, final_rate=0.0)
+    rates = [schedule.rate(step, peak=1.0) for step in range(10)]
+    assert rates == [pytest.approx((step + 1) / 8) for step in range(8)] + [pytest.approx(1 - 0.5**0.5), 0.0]
+    assert WarmupLinear(total_steps=10, warmup_steps=10, final_rate=0.0).rate(9, peak=1.0) == 1.0
+
+
 def test_parts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="warm-up of 8 steps and a decay of 5 do not fit into 10 steps"):
         WarmupConstantSqrt(total_steps=10, warmup_steps=8, decay_steps=5, final_rate=0.0)

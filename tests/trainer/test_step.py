@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Layout, Ranks
-from trainer.step import StepResult, _objective, training_step
+from trainer.step import StepResult, _objective, _Tally, training_step
 
 
 class Table(nn.Module):
@@ -67,6 +67,41 @@ def test_the_norm_is_clipped_where_that_is_asked_for() -> None:
         clipped, before, after = step(clip_norm=limit)
         assert clipped.gradient_norm == pytest.approx(free.gradient_norm, rel=1e-6)  # told as it was
         assert float((after - before).norm()) == pytest.approx(min(limit, length), rel=1e-3)
+
+
+def test_the_last_tokens_are_so_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = torch.tensor([[True, False, True], [False, True, True], [False] * 3, [True, True, False]])
+    labels = torch.where(right, Table().logits(INPUTS).argmax(-1), IGNORED)
+    labels = torch.where((INPUTS == 0) & (labels == IGNORED), 0, labels)
+    scored, predictions = labels != IGNORED, Table().logits(INPUTS).argmax(-1)
+    model = Table()
+    for last in (1, 2, 3, 9):
+        result = training_step(
+            Layout("none", Ranks(torch.device("cpu")), model, model),
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            Batch(inputs=INPUTS, labels=labels),
+            precision="float32", micro_batch_size=3, clip_norm=None, last_tokens=last,
+        )  # fmt: skip
+        hits = ((predictions == labels) & scored)[:, -last:].sum()
+        assert result.accuracy_last == pytest.approx(float(hits / scored[:, -last:].sum()))
+
+
+def test_backward_solves_of_all_micro_batches_count() -> None:
+    def solved(*iterations: int) -> Any:
+        count = torch.tensor(iterations)
+        yes = torch.ones(len(iterations), dtype=torch.bool)
+        return SimpleNamespace(iterations=count, residual=count / 10, converged=yes, diverged=~yes)
+
+    tally, labels = _Tally(torch.device("cpu")), torch.zeros(2, 3, dtype=torch.int64)
+    for own, adjoint in ((solved(1, 3), solved(5, 7)), (solved(2, 2), solved(9, 11))):
+        own.adjoint = SimpleNamespace(solutions=[adjoint])
+        tally.add(torch.tensor(1.0), SimpleNamespace(predictions=labels, solution=own), labels, 1)
+    result = tally.over(Ranks(torch.device("cpu")), norm=torch.tensor(0.5), at_once=2)
+    assert result.search is not None
+    assert result.adjoint is not None
+    assert (result.search.iterations, result.search.iterations_max) == (2.0, 3)
+    assert (result.adjoint.iterations, result.adjoint.iterations_max) == (8.0, 11)
+    assert result.adjoint.residual_percentiles != result.adjoint.iterations_percentiles
 
 
 def test_a_penalty_counts_by_its_mean_over_the_sequences() -> None:

@@ -155,6 +155,16 @@ def test_sets_are_scored_by_task(folder):
     assert set(counts.values()) == {3}
 
 
+def test_rows_of_a_task_have_answers_to_it_among_their_labels(folder):
+    whole = source(folder, length=6)
+    for task in TASKS:
+        of_task = whole.only(task)
+        labels = of_task.batch(0, of_task.samples).labels
+        assert (
+            (labels != IGNORED).any(1).all()
+        )  # an answer that only begins a row is scored in the one before
+
+
 def test_an_archive_is_read_as_its_folder(folder, tmp_path):
     with tarfile.open(tmp_path / "babi.tar.xz", "w:xz") as archive:
         archive.add(folder, arcname="en-valid-10k")

@@ -120,3 +120,13 @@ def test_ranks_and_workers_change_and_each_remaining_sample_comes_once(tmp_path:
     assert sorted(seen) == list(range(0, 4000, 10))  # one epoch: each sample exactly once
     whole = TokenData(tmp_path / "a.bin", length=10, seed=8).batch(0, 400).inputs[:, 0].tolist()
     assert seen == whole
+
+
+@pytest.mark.parametrize(
+    ("workers", "concurrent", "depth"),
+    [(0, True, 0), (1, True, 2), (3, True, 4), (3, False, 2), (0, False, 0)],
+)
+def test_a_batch_more_than_there_are_workers_is_worth_naming(
+    workers: int, concurrent: bool, depth: int
+) -> None:
+    assert Prefetcher(Slow(concurrent=concurrent), workers=workers).depth == depth
