@@ -208,19 +208,24 @@ def draw(written: dict[str, Any], path: Path) -> None:
                 points = [(b["hard_tokens"], b["iterations"]) for b in most["iterations_by_hard_tokens"]]
                 hard.plot([x for x, _ in points], [y for _, y in points], style[1:], color=color, label=label)
         most_iterations = max(row["training_iterations"] for row in of_group)
-        titles = (f"{group}: accuracy at length {longest}, mean of the seeds", "Sequences that converged")
-        for axes, title in zip(against, titles, strict=False):
+        mean = ", mean of the seeds" if len({row["seed"] for row in of_group}) > 1 else ""
+        titles = (
+            (f"{group}: accuracy at length {longest}{mean}", "% of the last tokens, at convergence"),
+            ("Sequences that converged", "% of the sequences"),
+        )
+        for axes, (title, y) in zip(against, titles, strict=False):
             ticks = sorted({row["training_iterations"] for row in of_group})
             axes.set_xscale("log", base=2)
             axes.set_xticks(ticks, [str(n) for n in ticks])
             axes.minorticks_off()
             axes.set_ylim(-3, 103)
             axes.legend(frameon=False, fontsize=8)
-            finish(axes, title=title, x="iterations of the search in training, at most", y="%")
+            finish(axes, title=title, x="iterations of the search in training, at most", y=y)
         for axes, title, x in (
             (position, "Iterations of a token", "position"),
             (hard, "By hard tokens up to it", "hard tokens"),
         ):
+            axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend(frameon=False, fontsize=8)
             finish(axes, title=f"{title} (trained by {most_iterations})", x=x, y="iterations")
     write_picture(figure, path)
