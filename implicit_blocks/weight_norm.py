@@ -115,10 +115,11 @@ def fused(
     for place, (module, layout) in enumerate(zip(modules, layouts, strict=True)):
         if (parts := normed_parts(module)) is None:
             continue
-        v = parts[1]
+        g, v = parts
         row = v.numel() // max(1, len(v)) + layout[2]
         whole = v.ndim == 2 or not any(layout[1:])  # only matrices are padded
-        if v.is_cuda and v.dtype == torch.float32 and whole and 0 < row <= LARGEST_ROW:
+        plain = g.is_contiguous() and g.dtype == v.dtype == torch.float32
+        if v.is_cuda and plain and whole and 0 < row <= LARGEST_ROW:
             served[place] = (*parts, Layout(*layout))
             devices.add(v.device)
     if len(devices) != 1:  # none, or a model spread over several

@@ -21,7 +21,7 @@ from implicit_blocks.backbone import BoundMap
 from implicit_blocks.committed import Committed
 from implicit_blocks.decoding.fused import FusedMap, fused_map
 from implicit_blocks.decoding.lane_search import LaneSearch
-from implicit_blocks.decoding.recorded import Recorded, put_
+from implicit_blocks.decoding.recorded import Pool, Recorded, put_
 from implicit_blocks.interfaces import Solution, Window
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.module_hooks import any_hooks
@@ -75,7 +75,7 @@ class LaneBatch:
         if graphs and any_hooks(model.modules()):
             _LOG.warning("modules of the model have hooks, so decoding is launched: a CUDA graph calls none")
             graphs = False
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None
+        self._pool = Pool() if graphs else None
         self._recorded: dict[tuple[str, int], Recorded] = {}
         self._places: dict[tuple[str, int], Places] = {}
         dtype = embedding.dtype

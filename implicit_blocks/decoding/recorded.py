@@ -14,6 +14,17 @@ from implicit_blocks.recording import recording
 _LOG = logging.getLogger(__name__)
 
 
+class Pool:
+    """Memory of graphs that leave nothing in it between their replays; of new ones, after a failure in it."""
+
+    def __init__(self) -> None:
+        self.handle: Any = torch.cuda.graph_pool_handle()
+
+    def renew(self) -> None:
+        """Take other memory from now on: what a recording failed in may take no other."""
+        self.handle = torch.cuda.graph_pool_handle()
+
+
 class Recorded:
     """A procedure without arguments that works on tensors which stay where they are, and asks for no value.
 
@@ -28,7 +39,7 @@ class Recorded:
 
     """
 
-    def __init__(self, procedure: Callable[[], None], *, name: str, pool: Any) -> None:
+    def __init__(self, procedure: Callable[[], None], *, name: str, pool: Pool) -> None:
         self.procedure, self.name, self.pool = procedure, name, pool
         self.graph: torch.cuda.CUDAGraph | None = None
         self._calls = 0
@@ -46,10 +57,11 @@ class Recorded:
     def _record(self) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with recording(graph, self.pool):
+            with recording(graph, self.pool.handle):
                 self.procedure()
         except RuntimeError as error:
             _LOG.warning("%s can't be recorded as a CUDA graph, so it is launched: %s", self.name, error)
+            self.pool.renew()
             return
         self.graph = graph
 

@@ -12,6 +12,7 @@ import torch
 from implicit_blocks import recording
 from implicit_blocks.decoding import ContinuousDecoder, Request
 from implicit_blocks.decoding.lane_batch import LaneBatch
+from implicit_blocks.decoding.recorded import Pool, Recorded
 from implicit_blocks.search_options import SearchOptions
 
 
@@ -59,6 +60,33 @@ def test_lanes_go_without_the_collector(recorded, tiny_model, family):
         assert [each() for each in known] == [None, None]
     finally:
         gc.enable()
+
+
+def test_what_a_recording_failed_in_takes_no_other(monkeypatch, caplog):
+    handles, pools, broken = iter(range(1, 9)), [], [True]
+
+    @contextmanager
+    def capture(graph, *, pool, **options):
+        pools.append(pool)
+        yield
+        if broken.pop():
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
+    monkeypatch.setattr(recording, "forget_work_spaces", lambda: None)
+    pool = Pool()
+    first, second, third = (Recorded(lambda: None, name=name, pool=pool) for name in "abc")
+    for each in (first, second, third):  # all begun before one fails
+        each()
+    first()
+    broken += [False, False]
+    second()
+    third()
+    assert pools == [(0, 1), (0, 2), (0, 2)]
+    assert [each.graph is None for each in (first, second, third)] == [True, False, False]
+    assert "a can't be recorded" in caplog.text
 
 
 def test_modules_with_hooks_are_called(recorded, tiny_model, caplog):

@@ -16,7 +16,7 @@ from implicit_blocks.mixers import Mamba2
 from implicit_blocks.ops import cross_entropy, mamba2_mix
 from implicit_blocks.ops.accelerated import load
 from implicit_blocks.ops.ssd import mamba_ssm
-from implicit_blocks.weight_norm import WeightNorm
+from implicit_blocks.weight_norm import WeightNorm, add_weight_norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,6 +65,18 @@ def test_weight_norm(dtype, groups):
         expected_grads = torch.autograd.grad(expected, (wide_g, wide_v), dw[number].double())
         for own, exact in zip(ours, expected_grads, strict=True):
             assert error(own, exact) < 1e-6
+
+
+def test_weight_norm_of_gains_that_lie_apart():
+    """The kernels know no strides: such a gain is left to the plain operators."""
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 32, device="cuda")
+    add_weight_norm(layer)
+    apart = torch.rand(32, 3, device="cuda")[:, 1:2]
+    layer.parametrizations.weight.original0 = nn.Parameter(apart)
+    held = HeldWeights(layer)
+    expected = WeightNorm.compute(apart, layer.parametrizations.weight.original1)
+    torch.testing.assert_close(held.tensors()[0], expected)
 
 
 @pytest.mark.parametrize("vocabulary", [61, 50_277], ids=["V61", "V50277"])
