@@ -44,7 +44,17 @@ def draw(written: Mapping[str, Any]) -> Figure:
             color = colors[index % len(colors)]
             bars.bar(at, mean, 0.8 / len(modes) * 0.94, color=color, alpha=0.85, label=label)
             bars.plot([at] * len(found), found, ".", color="black", markersize=4)
-            bars.annotate(f"{mean:.1f}", (at, mean), ha="center", va="bottom", fontsize=8)
+            bars.annotate(
+                f"{mean:.1f}",
+                (at, max(found)),  # above the dots of the seeds
+                xytext=(0, 3),
+                textcoords="offset points",
+                rotation=0 if len(names) * len(modes) <= 8 else 90,  # many stand too near to lie
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                zorder=5,
+            )
     above = -math.inf
     for name, value in sorted(written["published"].items(), key=lambda one: one[1]):
         bars.axhline(100 * value, color=GREY, linewidth=0.8, linestyle=":")

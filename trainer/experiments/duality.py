@@ -89,6 +89,7 @@ def run(
         raise ValueError(f"damping is {damping}; choose a number in (0, 1]")
     place = choose_device(device)
     name, spec, weights = trained(checkpoint)
+    names = _names(spec, tokenizer)
     batch = evaluation_batch(spec, sequences=sequences, length=length).to(place)
     model: ImplicitLM = build(spec.final_model)
     load_checkpoint(weights, model=model)
@@ -123,7 +124,7 @@ def run(
         "solver": model.spec.at_evaluation.solver.model_dump(mode="json"),
     }
     # In turn, because together a token goes on until all before it have converged too.
-    kinds = by_kind(batch.inputs.cpu(), tightest["sequential"].iterations, _names(spec, tokenizer))
+    kinds = by_kind(batch.inputs.cpu(), tightest["sequential"].iterations, names)
     write_json(
         folder / "duality.json",
         {"experiment": "duality", "run": name, "settings": settings, "tolerances": rows, "by_token": kinds},
@@ -303,9 +304,15 @@ def _names(spec: RunSpec, tokenizer: Path | None) -> dict[int, str]:
         path = beside
     try:
         vocabulary = read_json(path)["model"]["vocab"]
-        return {int(number): _readable(str(text)) for text, number in vocabulary.items()}
+        names = {int(number): _readable(str(text)) for text, number in vocabulary.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no tokenizer.json with a vocabulary ({error!r})") from error
+    size = getattr(spec.model, "vocab_size", None)
+    if size is not None and max(names, default=0) >= size:
+        raise ValueError(
+            f"{path} has a token {max(names)}, the model a vocabulary of {size}; give its data's tokenizer"
+        )
+    return names
 
 
 def _readable(text: str) -> str:

@@ -41,7 +41,9 @@ def said(error: Exception) -> tuple[str, int] | None:
             return str(error), REFUSED
         case OSError():
             return _of_a_file(error)
-    if type(error).__name__ == "OutOfMemoryError":  # torch's, which is not imported for its name
+    # torch's own error is known by its name, so that torch isn't imported for it; its CPU has a plain one.
+    short = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    if short or isinstance(error, MemoryError):
         what = str(error).partition(". GPU")[0]
         return f"out of memory ({what}); lower training.micro_batch_size by --set, or the lengths", REFUSED
     return None
@@ -55,7 +57,7 @@ def _of_a_file(error: OSError) -> tuple[str, int]:
         )
     if error.filename is None:
         return str(error), REFUSED
-    return f"{error.filename}: {error.strerror}; check the path, and that it may be written", REFUSED
+    return f"{error.filename}: {error.strerror}; check the path, and what may be done there", REFUSED
 
 
 def require_writable(folder: Path) -> None:

@@ -153,11 +153,9 @@ def draw(found: list[StateJacobian], path: Path) -> None:
         row[2].set_title(f"{one.kind}: |difference|, {_most(one.formula_against_autograd)}", fontsize=11)
         figure.colorbar(image, ax=row[2], shrink=0.85)
         off = f"{one.off_diagonal_mass:.0e}" if one.off_diagonal_mass > 0 else "none"
-        row[0].set_ylabel(
-            f"rank {one.rank}, off the diagonal {off} of the mass\n\nentry of the state", fontsize=10
-        )
+        row[0].set_ylabel(f"rank {one.rank}, {off} of the mass off the diagonal\n\nentry of the state")
         for axes in row:
-            axes.set_xlabel("entry of the state before", fontsize=10)
+            axes.set_xlabel("entry of the state before")
             axes.set_xticks([])
             axes.set_yticks([])
     write_picture(figure, path)

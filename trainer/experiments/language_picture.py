@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _PERPLEXITIES = [
-    *range(10, 30, 2), *range(30, 100, 5), *range(100, 200, 20), *range(200, 1000, 100), 2000, 5000, 10000
+    *range(10, 30, 2), *range(30, 100, 5), *range(100, 200, 20), *range(200, 300, 25),
+    *range(300, 1000, 100), 2000, 5000, 10000
 ]  # fmt: skip
 _COLORS = (BLUE, ORANGE, GREEN, "#805ad5", "#b83280", GREY)
 

@@ -204,6 +204,9 @@ def test_tokens_are_named_by_a_tokenizer(trained, tmp_path, capsys):
     assert main([*arguments, "--output", str(tmp_path / "out")]) == 0
     written = json.loads((tmp_path / "out/duality.json").read_text())
     assert {one["text"] for one in written["by_token"]} == {"\u2423even", "odd"}
+    vocabulary.write_text(json.dumps({"model": {"vocab": {"even": 0, "another": 2}}}))
+    assert main([*arguments, "--output", str(tmp_path / "other")]) == 2
+    assert "has a token 2, the model a vocabulary of 2; give its data's tokenizer" in capsys.readouterr().err
     vocabulary.write_text("[]")
     assert main([*arguments, "--output", str(tmp_path / "other")]) == 2
     assert "is no tokenizer.json with a vocabulary" in capsys.readouterr().err

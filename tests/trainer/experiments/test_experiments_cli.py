@@ -48,9 +48,10 @@ FULL = FailedSaveError(step=3, reason="No space left on device", kept=None)
         (FULL, 4, "could not be saved (No space left on device)"),
         (OSError(errno.ENOSPC, "No space left on device", "out/a.json"), 4, "out/a.json: No space left"),
         (PermissionError(errno.EACCES, "Permission denied", "out"), 2, "out: Permission denied; check"),
+        (MemoryError("Unable to allocate 23.8 GiB"), 2, "out of memory (Unable to allocate 23.8 GiB); lower"),
         (torch.OutOfMemoryError("CUDA out of memory. GPU 0 has"), 2, "lower training.micro_batch_size"),
     ],
-    ids=["asked", "not-finite", "not-saved", "full-disk", "not-permitted", "memory"],
+    ids=["asked", "not-finite", "not-saved", "full-disk", "not-permitted", "host-memory", "memory"],
 )
 def test_what_ends_an_experiment_is_said_in_a_sentence(
     error: Exception,
