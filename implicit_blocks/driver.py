@@ -18,6 +18,7 @@ from implicit_blocks.handed_back import check_next_point, check_solver_state, po
 from implicit_blocks.host_reader import HostReader
 from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solution, Solver
 from implicit_blocks.ops.accelerated import available
+from implicit_blocks.ranges import require_count, require_share
 from implicit_blocks.specs import Stopping
 from implicit_blocks.stopping import Agreement
 
@@ -58,6 +59,9 @@ class Search:
     not) has *diverged*: it leaves the loop with the best value it had. With prefix scope the tokens behind it
     leave too, since they can no longer converge.
 
+    Raises:
+        ValueError: a number out of its range, or when called, a start or flags that don't fit.
+
     """
 
     solver: Solver
@@ -68,6 +72,12 @@ class Search:
     compact: bool = True
     commit_prefix: int | None = None
     agree: Agreement | None = None
+
+    def __post_init__(self) -> None:
+        if self.moving_average is not None:
+            require_share("moving_average", self.moving_average)
+        if self.commit_prefix is not None:
+            require_count("commit_prefix", self.commit_prefix)
 
     def __call__(self, f: Map, z0: Tensor) -> Solution:
         """Search from ``z0`` (B, …), without gradients; at most ``max_iterations`` calls of ``f``."""
@@ -104,10 +114,11 @@ class Search:
                 f"scope 'prefix' freezes tokens of (batch, tokens, …), but z0 has shape {tuple(z0.shape)}; "
                 "use scope 'sequence'"
             )
-        if self.valid is not None and self.valid.shape != z0.shape[:2]:
+        valid = self.valid
+        if valid is not None and (valid.shape != z0.shape[:2] or valid.dtype != torch.bool):
             raise ValueError(
-                f"valid has shape {tuple(self.valid.shape)}, z0 starts with {tuple(z0.shape[:2])}; "
-                "give one flag a token"
+                f"valid has shape {tuple(valid.shape)} of {valid.dtype}, z0 starts with "
+                f"{tuple(z0.shape[:2])}; give one flag a token, as torch.bool"
             )
 
 

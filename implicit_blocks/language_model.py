@@ -371,7 +371,12 @@ class LanguageModel(nn.Module, ABC):
                 ``layers``: each layer of each such call, so that backward holds one layer's activations at a
                 time. Both cost one more forward pass of what is differentiated.
 
+        Raises:
+            ValueError: for anything else.
+
         """
+        if what not in ("none", "steps", "layers"):
+            raise ValueError(f"what is computed again is {what!r}; choose 'none', 'steps' or 'layers'")
         self.backbone.checkpoint = what
 
     def sharding_units(self) -> list[nn.Module]:

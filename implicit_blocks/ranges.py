@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 
 def require_count(name: str, value: int) -> None:
-    """Refuse a number below 1.
+    """Refuse what is no whole number, or below 1.
 
     Raises:
         ValueError: names the number and its value.
 
     """
+    if not isinstance(value, Integral):
+        raise ValueError(f"{name} is {value!r}; choose a whole number, at least 1")
     if value < 1:
         raise ValueError(f"{name} is {value}; choose at least 1")
 

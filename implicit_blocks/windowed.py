@@ -17,6 +17,7 @@ from torch import Tensor
 
 from implicit_blocks.driver import Search
 from implicit_blocks.interfaces import Map, SequenceMap, Solution, Solver
+from implicit_blocks.ranges import require_count
 from implicit_blocks.specs import Stopping
 
 
@@ -39,12 +40,16 @@ class WindowedSearch:
         search: what runs in each window.
         length: tokens of a window, at least 1; the last may be shorter.
 
+    Raises:
+        ValueError: a length below 1.
+
     """
 
     search: Search
     length: int
 
     def __post_init__(self) -> None:
+        require_count("window_length", self.length)
         self.solver: Solver = self.search.solver
         self.stopping: Stopping = self.search.stopping
         self.valid: Tensor | None = self.search.valid

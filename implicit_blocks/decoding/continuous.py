@@ -23,6 +23,7 @@ from implicit_blocks.decoding.sampling import Sampling, uniforms
 from implicit_blocks.interfaces import Solution
 from implicit_blocks.lanes import LaneStates
 from implicit_blocks.model import LanguageModel
+from implicit_blocks.ranges import require_count
 from implicit_blocks.search_options import SearchOptions
 
 
@@ -119,8 +120,7 @@ class ContinuousDecoder:
     ) -> None:
         check_model(model)
         for name, size in (("lanes", lanes), ("capacity", capacity)):
-            if size < 1:
-                raise ValueError(f"{name} is {size}; choose at least 1")
+            require_count(name, size)
         halves = {-(-lanes // (1 << times)) for times in range(lanes.bit_length() + 1)}
         sizes = halves if buckets is None else {*buckets, lanes}
         if not all(1 <= size <= lanes for size in sizes):
@@ -169,8 +169,7 @@ class ContinuousDecoder:
             ValueError: for a prompt that is empty, too long or has unknown tokens, or no tokens to be made.
 
         """
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens is {request.max_new_tokens}; choose at least 1")
+        require_count("max_new_tokens", request.max_new_tokens)
         ids, _ = lay_out([request.prompt], device=self.device)
         room = self.capacity - request.max_new_tokens
         limit = f"the capacity {self.capacity} without the {request.max_new_tokens} to be made"

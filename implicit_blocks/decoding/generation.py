@@ -17,6 +17,7 @@ from implicit_blocks.decoding.prompts import Prompts, check_model, check_prompts
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
 from implicit_blocks.interfaces import Solution
 from implicit_blocks.model import LanguageModel
+from implicit_blocks.ranges import require_count
 from implicit_blocks.search_options import SearchOptions
 
 
@@ -138,8 +139,7 @@ class _Run:
     def __init__(self, model: LanguageModel, prompts: Prompts, **options: Unpack[Options]) -> None:
         check_model(model)
         self.count = options.get("max_new_tokens", 0)
-        if self.count < 1:
-            raise ValueError(f"max_new_tokens is {self.count}; choose at least 1")
+        require_count("max_new_tokens", self.count)
         self.model, self.device = model, model.embedding.weight.device
         max_length = options.get("max_length")
         self.ids, mask = lay_out(prompts, options.get("attention_mask"), device=self.device)

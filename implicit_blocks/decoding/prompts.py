@@ -100,25 +100,38 @@ def lay_out(
         return prompts.to(device), None if attention_mask is None else attention_mask.to(device)
     if attention_mask is not None:
         raise ValueError("attention_mask was given with lists of tokens, which need none; leave it out")
-    for number, row in enumerate([prompts] if isinstance(prompts, str) else prompts):
-        if isinstance(row, str):
-            raise ValueError(
-                f"prompt {number} is the text {row[:40]!r}; give its tokens, by the model's own tokenizer"
-            )
-    rows = [torch.as_tensor(row, dtype=torch.int64).to(device) for row in prompts]
-    if not rows:
-        raise ValueError("there are no prompts; give at least one")
-    for number, row in enumerate(rows):
-        if row.ndim == 0:
-            raise ValueError(
-                f"prompt {number} is the number {int(row)}; give a list of prompts, each a list of tokens, "
-                "such as [[0, 3, 2]] for a single one"
-            )
-        if row.ndim != 1 or not row.numel():
-            raise ValueError(
-                f"prompt {number} has shape {tuple(row.shape)}; give a list of tokens, at least one"
-            )
+    rows = token_rows(prompts, device=device)
     width = max(len(row) for row in rows)
     ids = torch.stack([torch.cat((row.new_zeros(width - len(row)), row)) for row in rows])
     mask = torch.stack([torch.arange(width, device=device) >= width - len(row) for row in rows])
     return ids, mask
+
+
+def token_rows(
+    texts: Sequence[Sequence[int] | Tensor], *, device: torch.device, name: str = "prompt"
+) -> list[Tensor]:
+    """Return every text's tokens, (L,) int64; ``name`` is what a text is called in errors.
+
+    Raises:
+        ValueError: for no texts, an empty one, or one that is no list of tokens.
+
+    """
+    for number, row in enumerate([texts] if isinstance(texts, str) else texts):
+        if isinstance(row, str):
+            raise ValueError(
+                f"{name} {number} is the text {row[:40]!r}; give its tokens, by the model's own tokenizer"
+            )
+    rows = [torch.as_tensor(row, dtype=torch.int64).to(device) for row in texts]
+    if not rows:
+        raise ValueError(f"there are no {name}s; give at least one")
+    for number, row in enumerate(rows):
+        if row.ndim == 0:
+            raise ValueError(
+                f"{name} {number} is the number {int(row)}; give a list of {name}s, each a list of tokens, "
+                "such as [[0, 3, 2]] for a single one"
+            )
+        if row.ndim != 1 or not row.numel():
+            raise ValueError(
+                f"{name} {number} has shape {tuple(row.shape)}; give a list of tokens, at least one"
+            )
+    return rows

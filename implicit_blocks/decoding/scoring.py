@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from implicit_blocks.decoding.prompts import check_model, check_prompts, lay_out
+from implicit_blocks.decoding.prompts import check_model, check_prompts, lay_out, token_rows
 from implicit_blocks.interfaces import Solution
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.search_options import SearchOptions
@@ -84,15 +84,9 @@ def score(
             f"{len(prompts)} prompts and {len(continuations)} continuations; give as many of each"
         )
     device = model.embedding.weight.device
-    lay_out(prompts, device=device)  # an empty one is an error, here and in the continuations
-    forced = [torch.as_tensor(row, dtype=torch.int64).to(device) for row in continuations]
-    for number, row in enumerate(forced):
-        if row.ndim != 1 or not row.numel():
-            raise ValueError(f"continuation {number} has shape {tuple(row.shape)}; give at least one token")
-    whole = [
-        torch.cat((torch.as_tensor(prompt, dtype=torch.int64).to(device), row))
-        for prompt, row in zip(prompts, forced, strict=True)
-    ]
+    given = token_rows(prompts, device=device)
+    forced = token_rows(continuations, device=device, name="continuation")
+    whole = [torch.cat(parts) for parts in zip(given, forced, strict=True)]
     ids, mask = lay_out(whole, device=device)
     valid = check_prompts(ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
     encoded = model.encode(

@@ -47,6 +47,10 @@ def test_lists_that_do_not_fit_are_refused(tiny_model, prompts):
         ib.score(model, prompts, [[1], [2]])
     with pytest.raises(ValueError, match="continuation 1 has shape"):
         ib.score(model, prompts[:2], [[1], []])
+    with pytest.raises(ValueError, match="continuation 0 is the text 'ab'; give its tokens"):
+        ib.score(model, prompts[:2], ["ab", "c"])
+    with pytest.raises(ValueError, match="there are no prompts"):
+        ib.score(model, [], [])
     with pytest.raises(ValueError, match="prompt 1 has shape"):
         ib.score(model, [[1], []], [[1], [2]])
     with pytest.raises(ValueError, match="prompt 0 has token 40"):
