@@ -59,8 +59,7 @@ class Search:
     not) has *diverged*: it leaves the loop with the best value it had. With prefix scope the tokens behind it
     leave too, since they can no longer converge.
 
-    Raises:
-        ValueError: a number out of its range, or when called, a start or flags that don't fit.
+    Raises ValueError for numbers out of their range and, when called, for a start or flags that don't fit.
 
     """
 
