@@ -9,7 +9,7 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """What usually ends a text, where a file of the vocabulary alone doesn't say."""
 
 
-def load_tokenizer(path: Path, *, end: int | None = None) -> Any:
+def load_tokenizer(path: str | Path, *, end: int | None = None) -> Any:
     """Load a ``tokenizer.json``, or a folder with one and what transformers keeps beside it.
 
     A bare ``tokenizer.json`` doesn't say which token ends a text, which lm-eval and ``generate`` must know:
@@ -22,6 +22,7 @@ def load_tokenizer(path: Path, *, end: int | None = None) -> Any:
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+    path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
     complete = path.is_dir() and (path / "tokenizer_config.json").is_file()
     if not complete and not file.is_file():
