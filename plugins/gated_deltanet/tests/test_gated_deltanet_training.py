@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from trainer.cli import main
 
 SPEC = "word_problem_s3_gated_deltanet"
 SMALL = [
@@ -23,15 +23,13 @@ SMALL = [
 ]
 
 
-def train(output: Path, *changes: str, timeout: int) -> list[dict]:
-    command = [sys.executable, "-m", "trainer", "--spec", SPEC, "--output", str(output), *changes]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
-    assert done.returncode == 0, done.stderr
+def train(output: Path, *changes: str) -> list[dict]:
+    assert main(["--spec", SPEC, "--output", str(output), *changes]) == 0
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_loss_falls(tmp_path):
-    records = train(tmp_path / "run", *SMALL, timeout=120)
+    records = train(tmp_path / "run", *SMALL)
     losses = [record["loss"] for record in records if "loss" in record]
     assert len(losses) == 20
     assert sum(losses[-4:]) < 0.99 * sum(losses[:4])
@@ -39,7 +37,7 @@ def test_the_loss_falls(tmp_path):
 
 @pytest.mark.slow
 def test_it_learns_s3(tmp_path):
-    train(tmp_path / "run", timeout=3000)
+    train(tmp_path / "run")
     sets = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
     reached = {part["set"]: part["accuracy_last"] for part in sets}
     assert reached["p0.5_L32"] >= 0.99

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from implicit_blocks.testing import check_plugin
+from trainer.cli import main
 
 SPEC = "word_problem_s3_muon"
 SMALL = [
@@ -28,10 +27,8 @@ SMALL = [
 ]
 
 
-def train(output: Path, *arguments: str, timeout: int = 120) -> list[dict]:
-    command = [sys.executable, "-m", "trainer", "--output", str(output), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
-    assert done.returncode == 0, done.stderr
+def train(output: Path, *arguments: str) -> list[dict]:
+    assert main(["--output", str(output), *arguments]) == 0
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -48,7 +45,7 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path):
 
 @pytest.mark.slow
 def test_it_learns_s3(tmp_path):
-    train(tmp_path / "run", "--spec", SPEC, timeout=3000)
+    train(tmp_path / "run", "--spec", SPEC)
     sets = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
     reached = {part["set"]: part["accuracy_last"] for part in sets}
     assert reached["p0.5_L32"] >= 0.99

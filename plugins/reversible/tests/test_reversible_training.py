@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from implicit_blocks.testing import check_plugin
+from trainer.cli import main
 
 SPEC = "word_problem_s3_reversible"
 SMALL = [
@@ -28,15 +27,13 @@ SMALL = [
 ]
 
 
-def train(output: Path, *changes: str, timeout: int) -> list[dict]:
-    command = [sys.executable, "-m", "trainer", "--spec", SPEC, "--output", str(output), *changes]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=timeout)
-    assert done.returncode == 0, done.stderr
+def train(output: Path, *changes: str) -> list[dict]:
+    assert main(["--spec", SPEC, "--output", str(output), *changes]) == 0
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_the_loss_falls_and_the_error_is_in_the_metrics(tmp_path):
-    records = [row for row in train(tmp_path / "run", *SMALL, timeout=120) if "gradient_norm" in row]
+    records = [row for row in train(tmp_path / "run", *SMALL) if "gradient_norm" in row]
     assert len(records) == 20
     assert {row["phase"] for row in records} == {"from_start", "free"}
     assert sum(row["loss"] for row in records[-4:]) < 0.995 * sum(row["loss"] for row in records[:4])
@@ -47,7 +44,7 @@ def test_the_loss_falls_and_the_error_is_in_the_metrics(tmp_path):
 
 @pytest.mark.slow
 def test_it_learns_s3(tmp_path):
-    train(tmp_path / "run", timeout=3000)
+    train(tmp_path / "run")
     sets = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
     reached = {part["set"]: part["accuracy_last"] for part in sets}
     assert reached["p0.5_L32"] >= 0.99

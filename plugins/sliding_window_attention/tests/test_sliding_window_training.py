@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
+
+from trainer.cli import main
 
 SPEC = "word_problem_s3_sliding_window"
 SMALL = [
@@ -17,19 +17,7 @@ SMALL = [
 
 
 def train(output: Path, *changes: str) -> list[dict]:
-    command = [
-        sys.executable,
-        "-m",
-        "trainer",
-        "--spec",
-        SPEC,
-        "--output",
-        str(output),
-        *SMALL,
-        *changes,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    assert main(["--spec", SPEC, "--output", str(output), *SMALL, *changes]) == 0
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 

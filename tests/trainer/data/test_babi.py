@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tarfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -156,9 +157,8 @@ def test_sets_are_scored_by_task(folder):
 
 
 def test_rows_of_a_task_have_answers_to_it_among_their_labels(folder):
-    whole = source(folder, length=6)
-    for task in TASKS:
-        of_task = whole.only(task)
+    for length, task in product((3, 4, 5, 6, 7), TASKS):
+        of_task = source(folder, length=length).only(task)
         labels = of_task.batch(0, of_task.samples).labels
         assert (
             (labels != IGNORED).any(1).all()
