@@ -361,6 +361,13 @@ def test_activations_are_made_again_as_each_phase_says(
     assert asked == ["layers", "none"]
 
 
+def test_so_many_checkpoints_stay_as_the_spec_says(small: Small, tmp_path: Path) -> None:
+    keeping = {"training.keep_checkpoints": 1, "training.keep_every": 3, "training.checkpoint_every": 1}
+    build(small(keeping), output=tmp_path / "run", device="cpu").train()
+    kept = [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
+    assert kept == ["step-00000003", "step-00000004"]
+
+
 def test_nothing_to_resume(small: Small, tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match=r"holds no run \(spec.yaml is missing\)"):
         build(small(), output=tmp_path / "nowhere", device="cpu", resume=True)
