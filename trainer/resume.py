@@ -22,6 +22,7 @@ from trainer.display import Display
 from trainer.distributed import Ranks
 from trainer.errors import CheckpointError, RunFolderError
 from trainer.run_folder import RunFolder
+from trainer.spec import RunSpec
 
 
 def go_on(
@@ -88,6 +89,26 @@ def go_on(
     for change in changes:
         display.say(f"  changed since it was started: {change}")
     return progress
+
+
+def other_batches(spec: RunSpec, progress: Progress) -> str | None:
+    """Say what it means that a run has seen more or less than so many steps of its spec come to, or None.
+
+    So it is where the batch or the length was changed on a resume: what is left is counted in steps.
+    """
+    planned = 0
+    for phase in spec.phase_specs():
+        steps = max(0, min(phase.last_step, progress.step) - phase.first_step)
+        planned += steps * phase.training.batch_size * phase.data.length
+    if progress.tokens == planned:
+        return None
+    end = progress.tokens + spec.total_tokens - planned
+    return (
+        f"{progress.step} steps of this spec are {planned:,} tokens, but the run has seen "
+        f"{progress.tokens:,}; its end, phases and schedule stand in this spec's steps, so it ends after "
+        f"{end:,} tokens of {spec.total_tokens:,}; for another batch from here on give back the one it had, "
+        "and a phase the other"
+    )
 
 
 def _choose(folder: RunFolder, name: str | None, display: Display) -> Path | None:

@@ -23,7 +23,7 @@ from trainer.files import digest, write_json
 from trainer.loop import Loop
 from trainer.parts import lay_out_model, make_parts
 from trainer.report import draw, read_run
-from trainer.resume import go_on
+from trainer.resume import go_on, other_batches
 from trainer.rng import seed_everything
 from trainer.run_folder import RunFolder, default_folder, differences, make_manifest, of_values
 from trainer.spec import RunSpec
@@ -203,6 +203,8 @@ def _build(
             display=display,
             ranks=ranks,
         )
+        if (told := other_batches(spec, progress)) is not None:
+            display.say(f"WARNING: {told}")
     else:
         ranks.on_main(lambda: folder.create(spec=dumped, manifest=manifest))
     for complaint in () if origin is None else origin.complaints:

@@ -321,6 +321,26 @@ def test_other_settings_may_change_on_resume_and_are_told(
         build(small(), output=folder, device="cpu", resume=True)
 
 
+def test_another_batch_on_resume_moves_the_end_and_that_is_said(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    tokens = {"training.max_steps": None, "training.max_tokens": 6 * 96}  # 6 steps of 8 x 12
+    build(small(tokens), output=folder, device="cpu").train(stop_at=2)
+    build(small(tokens), output=folder, device="cpu", resume=True).train(stop_at=3)
+    assert "WARNING" not in capsys.readouterr().out
+    run = build(small({**tokens, "training.batch_size": 12}), output=folder, device="cpu", resume=True)
+    said = capsys.readouterr().out
+    assert "WARNING: 3 steps of this spec are 432 tokens, but the run has seen 288; its end" in said
+    assert "so it ends after 432 tokens of 576; for another batch from here on give back" in said
+    run.folder.release()
+    phases = [{"name": "first", "until": 3}, {"name": "rest", "training": {"batch_size": 12}}]
+    run = build(small({**tokens, "phases": phases}), output=folder, device="cpu", resume=True)
+    assert "WARNING" not in capsys.readouterr().out
+    run.train()
+    assert [row["tokens"] for row in read_metrics(folder / "metrics.jsonl")] == [96, 192, 288, 432, 576]
+
+
 def test_a_finished_run_is_only_evaluated_again(small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     last = {"name": "last", "model": {"at_evaluation": {"stopping": {"max_iterations": 9}}}}
