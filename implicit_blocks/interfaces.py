@@ -278,12 +278,12 @@ class GradientEstimator(Component, ABC):
 class Window:
     """A run of tokens that is solved together, after ``start`` committed ones.
 
-    ``positions_BL`` (1 or B, L) int64 count the real tokens of each row (or document) from 0. ``valid_BT``
-    (B, T) bool is False at padding, ``documents_BT`` (B, T) int64 numbers the documents packed into a row;
-    both cover the committed tokens too, T = start + length, and are None where there is no padding and one
-    document. ``gaps`` is False where it is known that no padding stands between two tokens of a row.
-    ``dtype`` is that of the residual stream. ``u_rows_BL`` (B, L) int64 is there where the mixers said that
-    they read the injection from a table (``Mixer.reads_rows``): which row each token takes.
+    ``positions_BL`` (1 or B, L) int64 count the real tokens of each row from 0, whatever its documents.
+    ``valid_BT`` (B, T) bool is False at padding, ``documents_BT`` (B, T) int64 numbers the documents packed
+    into a row; both cover the committed tokens too, T = start + length, and are None where there is no
+    padding and one document. ``gaps`` is False where it is known that no padding stands between two tokens of
+    a row. ``dtype`` is that of the residual stream. ``u_rows_BL`` (B, L) int64 is there where the mixers said
+    that they read the injection from a table (``Mixer.reads_rows``): which row each token takes.
     """
 
     batch_size: int

@@ -118,6 +118,16 @@ def test_every_public_name_is_in_the_reference(pages, site):
         assert targets, name
 
 
+def test_what_examples_and_plugins_import_is_in_the_reference(site):
+    sources = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "plugins").glob("*/src/**/*.py")]
+    pattern = r"^\s*from (implicit_blocks\.[\w.]+) import"
+    used = {m for path in sources for m in re.findall(pattern, path.read_text("utf-8"), flags=re.MULTILINE)}
+    assert len(used) > 10
+    pages = {path.stem for path in (site / "reference").glob("*.html")}
+    homes = {page.rpartition(".")[0] for page in pages}  # packages of which modules are imported
+    assert sorted(used - pages - homes) == []
+
+
 def test_the_index_of_the_reference_says_what_each_name_is(site):
     text = (site / "reference" / "index.html").read_text(encoding="utf-8")
     rows = re.findall(r"<tr>\s*<td>(.*?)</td>\s*<td>(.*?)</td>", text, flags=re.DOTALL)

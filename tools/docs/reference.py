@@ -17,9 +17,14 @@ LIBRARY = {
     "implicit_blocks.model": "Language models",
     "implicit_blocks.driver": "The search",
     "implicit_blocks.windowed": "The search in windows",
+    "implicit_blocks.search_options": "Knobs of a call",
+    "implicit_blocks.stopping": "Processes that stop together",
     "implicit_blocks.solvers": "Solvers",
     "implicit_blocks.gradients": "Gradients",
     "implicit_blocks.mixers": "Mixers",
+    "implicit_blocks.layers": "Layers",
+    "implicit_blocks.lanes": "States in lanes",
+    "implicit_blocks.real_first": "Padding out of the way",
     "implicit_blocks.specs": "Specs",
     "implicit_blocks.saved_models": "Trained models",
     "implicit_blocks.registry": "Registry",
@@ -28,7 +33,16 @@ LIBRARY = {
     "implicit_blocks.contracts": "Contracts",
     "implicit_blocks.testing": "Conformance kit",
     "implicit_blocks.decoding": "Decoding",
+    "implicit_blocks.analysis": "Looking into a model",
+    "implicit_blocks.ops.backends": "Backends",
+    "implicit_blocks.ops.accelerated": "Optional packages",
+    "implicit_blocks.ops.transforms": "Transformations",
+    "implicit_blocks.ops.ssd": "The scan",
+    "implicit_blocks.ops.causal_conv": "The convolution",
+    "implicit_blocks.ops.attention": "Attention",
+    "implicit_blocks.ops.rotary": "Rotary positions",
     "implicit_blocks.hf": "transformers",
+    "implicit_blocks.hf.published": "The published implementation",
 }
 TRAINER = {
     "trainer.spec": "Specs of runs",
@@ -93,7 +107,8 @@ def _defined(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.ClassDef | ast.FunctionDef):
         return [node.name]
     if isinstance(node, ast.Assign):
-        return [ast.unparse(target) for target in node.targets]
+        names = (part for target in node.targets for part in ast.walk(target))
+        return [part.id for part in names if isinstance(part, ast.Name)]
     return [ast.unparse(node.target)] if isinstance(node, ast.AnnAssign) else []
 
 
