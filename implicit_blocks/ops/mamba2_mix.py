@@ -44,7 +44,6 @@ class Mamba2Sizes(NamedTuple):
 TAPS = 4  # of the convolution that the kernels are written for; all published models have four
 SHORTEST = 4  # tokens; below, few plain operators do
 ONE_CHUNK = 256  # tokens, at most; with more, states between chunks cost less than products of all pairs
-MOST_ROWS = 65_535  # of a batch: the last number of a grid of the convolution's programs reaches no further
 WALKED_STATE = 64 * 128  # entries of a head's state that a program keeps in registers
 
 
@@ -65,7 +64,8 @@ def eligible(device: torch.device, length: int, plain: bool, taps: int, sizes: M
 
 def suits(projected_BLU: Tensor) -> bool:
     """Whether the operator serves the projection of such a window: 16-bit, and few enough rows to count."""
-    return projected_BLU.dtype in (torch.bfloat16, torch.float16) and len(projected_BLU) <= MOST_ROWS
+    # The convolution's grid, too, counts rows by a number that reaches no further.
+    return projected_BLU.dtype in (torch.bfloat16, torch.float16) and not mamba_ssm.too_many(projected_BLU)
 
 
 def mamba2_mix(

@@ -12,6 +12,7 @@ import implicit_blocks as ib
 from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.mixers import Mamba2
 from implicit_blocks.ops import mamba2_mix
+from implicit_blocks.ops.ssd import mamba_ssm
 
 
 class Wrapped(nn.Module):
@@ -142,30 +143,21 @@ def test_rows_beyond_what_a_grid_counts_are_not_served():
     assert mamba2_mix.suits(few)
     assert not mamba2_mix.suits(many)
     assert not mamba2_mix.suits(few.float())
+    long = torch.empty(256, 65_536, 1, dtype=torch.bfloat16, device="meta")  # 256 chunks each
+    assert not mamba2_mix.suits(long)
+    assert mamba2_mix.suits(long[:255])
 
 
-def test_kernels_are_given_what_lies_as_they_read_it(monkeypatch):
-    """They know no strides: a parameter that was transposed or expanded gave other values, without a word."""
-    given = []
+def test_scans_beyond_what_a_grid_counts_are_left_to_others():
+    def refused(rows, length, apart=1):
+        stride = (length * apart,)
+        x = SimpleNamespace(
+            is_cuda=True, dtype=torch.bfloat16, shape=(rows, length), stride=stride.__getitem__
+        )
+        return mamba_ssm.BACKEND.refuses(x, None, None)
 
-    def mix(*inputs):
-        given.extend(t for t in inputs if isinstance(t, torch.Tensor))
-        return torch.zeros(1), torch.zeros(1), torch.zeros(1)
-
-    monkeypatch.setattr(mamba2_mix, "_mix", mix)
-    heads = torch.zeros(1).expand(2)
-    mamba2_mix.mamba2_mix(
-        torch.zeros(2, 98, 4).mT,
-        torch.zeros(1, 4, 98),
-        rows_BL=None,
-        conv_weight_CW=torch.zeros(4, 64).T,
-        conv_bias_C=torch.zeros(1).expand(64),
-        dt_bias_H=heads,
-        A_log_H=heads,
-        D_H=heads,
-        norm_weight_I=torch.zeros(64)[::2],
-        sizes=mamba2_mix.Mamba2Sizes(2, 16, 1, 16, 1, 1e-5),
-        return_state=False,
-    )
-    assert len(given) == 8
-    assert all(t.is_contiguous() for t in given)
+    assert not refused(65_535, 256)
+    assert "65535 chunks" in refused(65_536, 1)
+    assert "65535 chunks" in refused(32_768, 257)
+    assert "32 bits" in refused(64, 2048, apart=16_384)
+    assert not refused(64, 2048, apart=16_383)

@@ -20,6 +20,7 @@ from implicit_blocks.ops.transforms import is_differentiated_forward, without_au
 MODULE = "mamba_ssm.ops.triton.ssd_combined"
 STEP_MODULE = "mamba_ssm.ops.triton.selective_state_update"
 CHUNK = 256  # what the kernels are tuned for; the chunk is a matter of speed, not of values
+MOST_CHUNKS = 65_535  # of a batch: the second number of the kernels' grids reaches no further
 SHORTEST = 32  # below, a handful of plain operators beat the kernels' six launches
 
 _told: set[str] = set()
@@ -41,9 +42,16 @@ def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Te
         return "its kernels know no float64"
     if documents_BL is not None and initial_state_BHPN is not None and x_BLHP.shape[1] > 1:
         return "it cuts documents only at the start of a sequence"
+    if too_many(x_BLHP):
+        return f"its kernels count {MOST_CHUNKS} chunks of {CHUNK} tokens at most, and places in 32 bits"
     if is_differentiated_forward():
         return "its kernels have no forward-mode derivatives"
     return ""
+
+
+def too_many(x: Tensor) -> bool:
+    """Whether a batch, (B, L, …), is more than the kernels count: its chunks, or its rows' places."""
+    return x.shape[0] * -(-x.shape[1] // CHUNK) > MOST_CHUNKS or x.shape[0] * x.stride(0) >= 2**31
 
 
 def pays(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tensor | None) -> bool:
