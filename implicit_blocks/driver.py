@@ -21,6 +21,7 @@ from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ranges import require_count, require_share
 from implicit_blocks.specs import Stopping
 from implicit_blocks.stopping import Agreement
+from implicit_blocks.whole_results import WholeResults
 
 RELATIVE_FLOOR = 1e-9  # keeps the relative residual finite at f(z) = 0, as in the published rule
 
@@ -222,7 +223,7 @@ class _Loop:
     # ------------------------------------------------------------------------------------ the loop
 
     def run(self) -> Solution:
-        results: _Results | None = None
+        results: WholeResults | None = None
         z_EF = self.elements(self.z)
         state = self.solver.init(z_EF)
         check_solver_state(self.solver, state, z_EF.shape[0])
@@ -264,11 +265,11 @@ class _Loop:
                 self.z = torch.where(self.active, z, self.best)
                 state = _where(self.active, proposed_state, state)
                 if self.search.compact and self.can_drop(rows):
-                    results = results or _Results(self)
+                    results = results or WholeResults(self)
                     state = self.drop(results, rows, state)
                     self.all_active = remaining == self.active.numel()
                 if done := self.can_commit(remaining):
-                    results = results or _Results(self)
+                    results = results or WholeResults(self)
                     state = self.commit(results, done, state)
                     self.all_active = remaining == self.active.numel()
                 z_EF = self.elements(self.z)
@@ -373,7 +374,7 @@ class _Loop:
         fewest = max(count, self.shape[0] // 8) if self.in_buckets else count
         return count > 0 and 2 * fewest <= self.z.shape[0] and isinstance(self.f, RowMap)
 
-    def drop(self, results: _Results, count: int, state: Any) -> Any:
+    def drop(self, results: WholeResults, count: int, state: Any) -> Any:
         """Let rows that are done leave the working set, where ``count`` go on; return the solver's state."""
         results.write(self)
         rows = self.active.flatten(1).any(1)
@@ -393,7 +394,7 @@ class _Loop:
         if self.averages is not None:
             self.averages = self.averages[0][index], self.averages[1][index]
         self.before = None if self.before is None else self.before[index]
-        for name in _Results.NAMES:
+        for name in WholeResults.NAMES:
             setattr(self, name, getattr(self, name)[index])
         tokens = self.z.shape[1] if self.prefix else 1
         kept = (index[:, None] * tokens + torch.arange(tokens, device=index.device)).reshape(-1)
@@ -413,7 +414,7 @@ class _Loop:
         done: int = (tokens - waiting) // multiple * multiple
         return done if 8 * done >= tokens and isinstance(self.f, SequenceMap) else 0
 
-    def commit(self, results: _Results, done: int, state: Any) -> Any:
+    def commit(self, results: WholeResults, done: int, state: Any) -> Any:
         """Let the first ``done`` tokens leave the working set; return the solver's state of the others."""
         results.write(self)
         results.first += done
@@ -427,7 +428,7 @@ class _Loop:
         self.z, self.active = self.z[:, done:], self.active[:, done:]
         if self.averages is not None:
             self.averages = self.averages[0][:, done:], self.averages[1][:, done:]
-        for name in _Results.NAMES:
+        for name in WholeResults.NAMES:
             setattr(self, name, getattr(self, name)[:, done:])
 
         def keep(leaf: Tensor) -> Tensor:
@@ -461,34 +462,6 @@ class _Loop:
             diverged=~self.seen.isfinite().squeeze(-1),
             trace=torch.stack(self.trace).squeeze(-1) if self.trace else None,
         )
-
-
-class _Results:
-    """What is known of all rows and tokens, once some have left the working set."""
-
-    NAMES = ("best", "seen", "measured", "own_residual", "iterations")
-
-    def __init__(self, loop: _Loop) -> None:
-        self.rows = torch.arange(loop.shape[0], device=loop.z.device)
-        self.first = 0  # the first token that is still in the working set
-        self.values = {name: getattr(loop, name).clone() for name in self.NAMES}
-        self.trace: list[Tensor] = []
-
-    def write(self, loop: _Loop) -> None:
-        """Write the working set into the whole."""
-        place = (self.rows, slice(self.first, None)) if self.first else self.rows
-        for name, whole in self.values.items():
-            whole[place] = getattr(loop, name)
-        for part in loop.newly_traced():
-            whole = part.new_full(self.values["measured"].shape, torch.nan)
-            whole[place] = part
-            self.trace.append(whole)
-
-    def restore(self, loop: _Loop) -> None:
-        """Give the whole back to the loop."""
-        for name, whole in self.values.items():
-            setattr(loop, name, whole)
-        loop.trace = self.trace
 
 
 def _where(active: Tensor, new: Any, old: Any) -> Any:
