@@ -20,12 +20,15 @@ def add_options(made: argparse.ArgumentParser) -> None:
         "(Figure 3): trained where hard tokens are rare, by so many iterations, tested where they are not",
     )
     made.add_argument(
-        "--setting", choices=("laptop", "gpu"), default="laptop", help="sizes of everything (laptop)"
+        "--setting", choices=("laptop", "gpu"), default="laptop", help="says what isn't given here (laptop)"
     )
     made.add_argument("--spec", metavar="FILE", help="the run that is varied (default: the setting's)")
     made.add_argument("--groups", nargs="+", metavar="G", help="S3, A4, A5, S5, Z7, A5xZ2, …")
     made.add_argument(
-        "--models", nargs="+", metavar="NAME", help="layers: see the page; transformers:NAME too"
+        "--models",
+        nargs="+",
+        metavar="NAME",
+        help="layers: implicit-mamba2 mamba2 implicit-llama llama, transformers:NAME",
     )
     made.add_argument("--layers", type=int, nargs="+", metavar="N", help="layers: of explicit models")
     made.add_argument("--lengths", type=int, nargs="+", metavar="N", help="of training")
@@ -44,9 +47,13 @@ def add_options(made: argparse.ArgumentParser) -> None:
         metavar="RUN",
         help="hard-tokens: test these trained runs, or checkpoints of them, and train none",
     )
-    made.add_argument("--train-p", type=float, metavar="P", help="identity probability in training")
+    made.add_argument(
+        "--train-p", type=float, metavar="P", help="identity probability in training, all of it"
+    )
     made.add_argument("--test-p", type=float, nargs="+", metavar="P", help="identity probabilities in tests")
-    made.add_argument("--test-lengths", type=int, nargs="+", metavar="N", help="of the sequences in tests")
+    made.add_argument(
+        "--test-lengths", type=int, nargs="+", metavar="N", help="of the tests, in training lengths: 1 4"
+    )
     made.add_argument("--sequences", type=int, metavar="N", help="in each test")
     made.add_argument("--seeds", type=int, nargs="+", metavar="N", help="of the runs")
     add_device(made)

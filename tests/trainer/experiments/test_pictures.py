@@ -1,0 +1,62 @@
+"""The experiments' pictures: nothing asked for is left out, nothing written across something else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+
+import itertools
+
+from trainer.data.babi import TASKS
+from trainer.experiments import word_problem_hard_tokens, word_problem_layers
+from trainer.experiments.catbabi_picture import draw as draw_catbabi
+
+
+def catbabi(model: str, length: int) -> dict[str, Any]:
+    by_task = dict.fromkeys(map(str, TASKS), 0.5)
+    return {"model": model, "scoring": "answers", "length": length, "accuracy": 0.87, "by_task": by_task}
+
+
+@pytest.mark.parametrize(("models", "turned"), [(3, False), (9, True)])
+def test_numbers_above_many_bars_are_turned_and_published_names_stand_apart(
+    models: int, turned: bool
+) -> None:
+    published = {"Mamba, 1 layer": 0.783, "2 layers": 0.871, "4 layers": 0.865, "FP-Mamba-H": 0.8955}
+    rows = [catbabi(f"explicit-{n}", 200) for n in range(1, models + 1)]
+    bars, _ = draw_catbabi({"models": rows, "split": "test", "published": published}).axes
+    assert {text.get_rotation() for text in bars.texts if text.get_text() == "87.0"} == {90.0 * turned}
+    above = sorted(
+        text.get_position()[1]
+        for text in bars.texts
+        if text.get_text() in published and text.get_va() == "bottom"
+    )
+    assert len(above) == 3
+    assert min(high - low for low, high in itertools.pairwise(above)) >= 3.5
+
+
+def test_every_probability_that_was_tested_is_drawn(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(
+        word_problem_hard_tokens, "write_picture", lambda figure, path: figures.append(figure)
+    )
+    probabilities = (0.9, 0.7, 0.5, 0.3, 0.0)
+    rows = [
+        {
+            "group": "S3", "seed": 0, "training_p": 0.9, "training_iterations": 4, "length": 2, "mode": mode,
+            "identity_probability": p, "iterations_by_position": [1.0, 2.0],
+            "iterations_by_hard_tokens": [{"hard_tokens": 1, "iterations": 2.0}],
+        }
+        for p in probabilities
+        for mode in ("simultaneous", "sequential")
+    ]  # fmt: skip
+    word_problem_hard_tokens.draw({"settings": {"test_p": probabilities}, "tests": rows}, tmp_path / "x.png")
+    (figure,) = figures
+    assert [len(axes.lines) for axes in figure.axes] == [10, 10]
+
+
+def test_baselines_have_colors_of_their_own() -> None:
+    models = ("implicit-mamba2", "transformers:mamba2", "llama", "transformers:rwkv", "transformers:gpt2")
+    assert len({word_problem_layers._color(model, models) for model in models}) == 5
