@@ -57,6 +57,7 @@ class Keeper:
         self.saved_step: int | None = begun_at if begun_at > 0 else None
         """The step of the newest checkpoint that is whole, or None."""
         self._begun_save: int | None = None
+        self._said_unwritten = False
         self._stalled = 0.0
         self.stalled_seconds = 0.0
         """Seconds that saves have held up training since the keeper was made."""
@@ -66,10 +67,11 @@ class Keeper:
     def record(self, row: Mapping[str, Any]) -> None:
         """Write a row of metrics; say once if that fails and the run goes on."""
         if self._ranks.is_main:
-            said = self._unwritten is not None
             self._folder.metrics.write(row)
-            if self._unwritten is not None and not said and not self._stops_at_failures:
-                self._display.say(f"WARNING: the metrics can't be written ({self._unwritten}); they are kept")
+            trouble = self._unwritten  # of the evaluations too, written since the last row
+            if trouble is not None and not self._said_unwritten and not self._stops_at_failures:
+                self._display.say(f"WARNING: the metrics can't be written ({trouble}); they are kept")
+            self._said_unwritten = trouble is not None
 
     def take_stall(self) -> float:
         """Return the seconds that saves have held up training since this was last asked."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from trainer.checkpoint import (
     newest_sound_checkpoint,
     read_model_tensors,
     save_checkpoint,
+    set_aside,
     verify_checkpoint,
 )
 from trainer.checkpoint_folder import prune
@@ -312,3 +315,20 @@ def test_milestones_stay(tmp_path: Path) -> None:
 def test_a_digest_is_of_the_values_whatever_the_order_of_keys() -> None:
     assert digest({"a": 1, "b": {"c": 2, "d": 3}}) == digest({"b": {"d": 3, "c": 2}, "a": 1})
     assert digest({"a": 1}) != digest({"a": 2})
+
+
+def test_a_checkpoint_can_be_set_aside_again(tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        (tmp_path / "step-00000003").mkdir()
+        (tmp_path / "step-00000003" / "attempt").write_text(str(attempt))
+        assert (set_aside(tmp_path / "step-00000003") / "attempt").read_text() == str(attempt)
+    assert [path.name for path in tmp_path.iterdir()] == ["left-step-00000003"]
+
+
+def test_a_seed_is_that_of_every_generator() -> None:
+    seed_everything(2**40)
+    drawn = random.random(), np.random.rand(), float(torch.rand(()))
+    seed_everything(3)
+    assert len({*drawn, random.random(), np.random.rand(), float(torch.rand(()))}) == 6
+    seed_everything(2**40)
+    assert (random.random(), np.random.rand(), float(torch.rand(()))) == drawn

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import implicit_blocks as ib
 from implicit_blocks import registry
+from trainer.optimizers import build_adamw, load_optimizer_state, optimizer_state
 from trainer.spec import AdamWSpec
 
 
@@ -30,3 +32,29 @@ def test_weight_decay_is_of_matrices_alone(mixer: dict[str, object]) -> None:
         assert {"A_log", "D", "dt_bias"} <= {name.rpartition(".")[2] for name in kept}
     assert optimizer.defaults["betas"] == (0.8, 0.9)
     assert isinstance(optimizer, torch.optim.AdamW)
+
+
+def test_adamw_is_as_its_spec_says() -> None:
+    class Model(nn.Linear):
+        def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+            return [self.weight], [self.bias]
+
+    spec = AdamWSpec(learning_rate=0.5, betas=(0.8, 0.7), eps=1e-3, weight_decay=0.2)
+    matrices, others = build_adamw(spec, model=Model(2, 2)).param_groups
+    for group, decay in ((matrices, 0.2), (others, 0.0)):
+        kept = (group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        assert kept == (0.5, (0.8, 0.7), 1e-3, decay)
+
+
+def test_a_state_is_put_back_whole_and_nothing_beside_it() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.weight] = {"momentum_buffer": torch.ones(2, 2), "count": 3}
+    tensors, values = optimizer_state(optimizer, model)
+    assert (list(tensors), values) == (["weight/momentum_buffer"], {"weight/count": 3})
+    optimizer.state.clear()
+    optimizer.state[model.bias] = {"momentum_buffer": torch.ones(2)}  # of steps that are left behind
+    load_optimizer_state(optimizer, model, tensors, values)
+    assert list(optimizer.state) == [model.weight]
+    assert optimizer.state[model.weight]["count"] == 3
+    assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], torch.ones(2, 2))
