@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from implicit_blocks import registry
+from implicit_blocks.contracts import require
 from trainer.callbacks import Callbacks
 from trainer.data.source import DataSource, EvaluationSet
 from trainer.distributed import Layout, Ranks, lay_out
@@ -42,6 +43,12 @@ def make_parts(spec: RunSpec, *, origin: Origin | None, processes: int) -> Parts
     callbacks = Callbacks.build(spec.callbacks)
     own, *sources = _sources(spec)
     sets = own.evaluation_sets(spec.evaluation.at(spec.data.length))
+    require(
+        isinstance(sets, Mapping) and all(isinstance(each, EvaluationSet) for each in sets.values()),
+        own,
+        "evaluation sets",
+        f"evaluation_sets returned a {type(sets).__name__}; return a dict of EvaluationSets by their names",
+    )
     # Built on the CPU and moved, so that the initial weights depend on neither device nor layout.
     seed_everything(spec.training.seed)
     model = _model(spec)

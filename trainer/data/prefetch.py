@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from trainer.data.source import Batch, DataSource
+from trainer.data.source import Batch, DataSource, take
 
 _Range = tuple[int, int]
 
@@ -64,5 +64,5 @@ class Prefetcher:
             self._pool = None
 
     def _load(self, position: int, count: int) -> Batch:
-        batch = self.source.batch(position, count)
+        batch = take(self.source, position, count)
         return batch.pin_memory() if self._pin else batch

@@ -10,6 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from implicit_blocks.contracts import require
+
 IGNORED = -100
 """The label of a position that is not scored."""
 
@@ -140,6 +142,36 @@ class DataSource(ABC):
         """
 
 
+def take(source: DataSource, position: int, count: int) -> Batch:
+    """Return ``source.batch(position, count)``, looked at: shapes and types, as they are known at once.
+
+    Raises:
+        ContractError: it is no batch of so many sequences, by the name of the source and its plugin.
+
+    """
+    batch = source.batch(position, count)
+    fitting = isinstance(batch, Batch) and batch.inputs.shape == batch.labels.shape == (count, source.length)
+    if not fitting or batch.inputs.dtype != torch.int64 or batch.labels.dtype != torch.int64:
+        require(
+            False,
+            source,
+            "batch",
+            f"batch({position}, {count}) returned {_shown(batch)}; return a trainer.data.source.Batch whose "
+            f"inputs and labels are int64 of shape ({count}, {source.length}): sequences asked for, tokens of each",
+        )
+    return batch
+
+
+def _shown(batch: Any) -> str:
+    if not isinstance(batch, Batch):
+        return f"a {type(batch).__name__}"
+    tensors = {"inputs": batch.inputs, "labels": batch.labels}
+    said = (
+        f"{name} {tuple(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()
+    )
+    return f"a Batch with {' and '.join(said)}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSet:
     """The first `sequences` positions of a source, under a name.
@@ -166,7 +198,7 @@ class EvaluationSet:
         """
         first, count = rank_share(self.sequences, rank=rank, world_size=world_size)
         for start in range(first, first + count, batch_size):
-            yield self.source.batch(start, min(batch_size, first + count - start))
+            yield take(self.source, start, min(batch_size, first + count - start))
 
 
 def rank_share(count: int, *, rank: int, world_size: int) -> tuple[int, int]:

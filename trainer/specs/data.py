@@ -18,6 +18,7 @@ class DataSpec(ComponentSpec):
     """Base of all data sources' specs."""
 
     family: ClassVar[str] = "data"
+    builds: ClassVar[str | None] = "trainer.data.source:DataSource"
     changeable: ClassVar[frozenset[str]] = frozenset()
     """Fields that a phase of training may change; any position can then be read with any of their values."""
 

@@ -22,6 +22,7 @@ class OptimizerSpec(ComponentSpec):
     """Base of all optimizers' specs."""
 
     family: ClassVar[str] = "optimizer"
+    builds: ClassVar[str | None] = "torch.optim:Optimizer"
 
     learning_rate: PositiveFloat
     """Peak learning rate."""
@@ -43,6 +44,7 @@ class ScheduleSpec(ComponentSpec):
     """Base of all schedules' specs: the learning rate as a function of the step."""
 
     family: ClassVar[str] = "schedule"
+    builds: ClassVar[str | None] = "trainer.schedule:Schedule"
     from_the_end: ClassVar[frozenset[str]] = frozenset()
     """Fields that are spans at the end of the run; others begin with it. It matters where they are given in
     tokens and the batch changes: builders get steps, or shares."""
