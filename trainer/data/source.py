@@ -157,7 +157,7 @@ def take(source: DataSource, position: int, count: int) -> Batch:
             source,
             "batch",
             f"batch({position}, {count}) returned {_shown(batch)}; return a trainer.data.source.Batch whose "
-            f"inputs and labels are int64 of shape ({count}, {source.length}): sequences asked for, tokens of each",
+            f"inputs and labels are int64 of shape ({count}, {source.length}), sequences by tokens",
         )
     return batch
 

@@ -41,8 +41,9 @@ def job(tmp_path: Path, output: str = "out", **options: Any) -> Job:
 
 
 def contents(folder: Path) -> dict[str, str]:
-    """Give the checksums of what was written, by name."""
-    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != ".verified.json")
+    """Give the checksums of what was written, by name; the lock says when, and is none of it."""
+    mine = {".verified.json", ".lock"}
+    found = sorted(path for path in folder.rglob("*") if path.is_file() and path.name not in mine)
     return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in found}
 
 
