@@ -14,7 +14,6 @@ class CallbackSpec(ComponentSpec):
     """Base of all callbacks' specs."""
 
     family: ClassVar[str] = "callback"
-    builds: ClassVar[str | None] = "trainer.callbacks:Callback"
 
     required: bool = True
     """Whether its failure ends the run, saved; false: it is left out from there on, with a warning."""
