@@ -207,10 +207,11 @@ def test_every_rank_takes_as_many_turns(batch_size: int, world_size: int) -> Non
     """Or, where the model communicates when it is called, one would wait for ever for another's call."""
 
     class Numbers:
-        length = 3
+        length = 1
 
-        def batch(self, position: int, count: int) -> list[int]:
-            return list(range(position, position + count))
+        def batch(self, position: int, count: int) -> Batch:
+            numbers = torch.arange(position, position + count)[:, None]
+            return Batch(inputs=numbers, labels=numbers)
 
     for sequences in range(1, 12):
         shared = EvaluationSet(name="set", source=cast(Any, Numbers()), sequences=sequences)
@@ -220,7 +221,9 @@ def test_every_rank_takes_as_many_turns(batch_size: int, world_size: int) -> Non
         ]
         assert len({len(of_rank) for of_rank in turns}) == 1
         assert all(batch is not None for of_rank in turns for batch, _ in of_rank)
-        counted = [cast(Any, batch) for of_rank in turns for batch, counts in of_rank if counts]
+        counted = [
+            cast(Any, batch).inputs[:, 0].tolist() for of_rank in turns for batch, counts in of_rank if counts
+        ]
         assert list(chain.from_iterable(counted)) == list(range(sequences))
         last = Ranks(torch.device("cpu"), world_size - 1, world_size)
         silent = _share(shared, batch_size, last, equally_often=False)
