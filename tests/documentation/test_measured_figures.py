@@ -54,6 +54,9 @@ def summary(beginning):
     return [cell.strip() for cell in row]
 
 
+RATE = r"training\.optimizer\.learning_rate=\S+"  # and nothing else: seed 0
+
+
 def numbers(cell):
     """Return the numbers with a decimal point in a cell."""
     return [float(number) for number in re.findall(r"\d+\.\d+", cell)]
@@ -184,6 +187,15 @@ def test_what_matters_most_of_the_experiments():
     assert summary("the same, Mamba2 of 10 M and of 5 M")[:2] == [
         f"{found[0]}; {found[1]} (two seeds)",
         f"explicit twins {found[2]}; {found[3]}",
+    ]
+    rates = [row for row in results("books_rates")["runs_compared"] if re.fullmatch(RATE, row["settings"])]
+    least = [
+        min(row["perplexity"] for row in rates if row["spec"].endswith("explicit") is explicit)
+        for explicit in (False, True)
+    ]
+    assert summary("held-out training text, Mamba2 of 5 M")[:2] == [
+        f"{least[0]:.1f} (one seed)",
+        f"explicit twin {least[1]:.1f}",
     ]
     again = results("books_10m_mamba2")["after_60_million_tokens"]["twins"]
     implicit, explicit_twin = (twin["curve"][-1]["perplexity"] for twin in again)
