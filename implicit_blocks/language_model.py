@@ -110,8 +110,8 @@ class LanguageModel(nn.Module, ABC):
                 labels.
 
         Raises:
-            ValueError: where shapes do not fit, the window is shorter than a token, or tokens or labels are
-                none of the model's (on a CPU; a GPU is not waited for).
+            ValueError: where shapes do not fit, the window is shorter than a token, tokens or labels are
+                none of the model's, or documents go back (on a CPU; a GPU is not waited for).
 
         """
         self._check(input_ids, labels)
@@ -181,12 +181,12 @@ class LanguageModel(nn.Module, ABC):
         batch, length = x_BLD.shape[:2]
         if window_length is not None and window_length < 1:
             raise ValueError(f"window_length is {window_length}; choose at least 1, or None for all at once")
-        if documents is not None and documents.shape != (batch, length):
-            raise ValueError(f"documents have shape {tuple(documents.shape)}, the tokens {(batch, length)}")
         if state is not None and state.batch_size != batch:
             raise ValueError(f"the state has {state.batch_size} rows, the tokens {batch}")
         state = state if state is not None else self.initial_state(batch)
         valid, gaps = _padding(attention_mask, (batch, length))
+        if documents is not None:
+            _check_documents(documents, valid, (batch, length))
         step = length if window_length is None else min(window_length, length)
         commit = return_state or step < length
         search = search if search is not None else SearchOptions()
@@ -406,6 +406,25 @@ def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> tuple[Ten
     begun = (valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0]  # runs of real tokens
     whole, parted = torch.stack((valid.all(), (begun > 1).any())).cpu()  # at once: a device is waited for
     return (None, False) if bool(whole) else (valid, bool(parted))
+
+
+def _check_documents(documents: Tensor, valid: Tensor | None, shape: tuple[int, int]) -> None:
+    """Refuse documents of another shape, and numbers that go back, which not every mixer could tell apart."""
+    if documents.shape != shape:
+        raise ValueError(f"documents have shape {tuple(documents.shape)}, the tokens {shape}")
+    if documents.device.type != "cpu" or torch.compiler.is_compiling():  # a GPU would be waited for
+        return
+    if valid is not None:  # padding may be said to be of any: it counts to the one before
+        lowest = torch.iinfo(torch.int64).min
+        documents = documents.long().masked_fill(~valid, lowest)
+        documents = documents.where(valid, documents.cummax(1).values)
+    back = (documents[:, 1:] < documents[:, :-1]).nonzero()
+    if len(back):
+        row, place = back[0].tolist()
+        before, after = documents[row, place : place + 2].tolist()
+        raise ValueError(
+            f"documents of row {row} go back from {before} to {after}; number those of a row in their order"
+        )
 
 
 def _loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -55,6 +55,21 @@ def test_padding_counts_for_nothing_wherever_it_stands(row):
         ),
         (
             {
+                "input_ids": torch.zeros(2, 3, dtype=torch.int64),
+                "documents": torch.tensor([[0, 1, 1], [0, 2, 1]]),
+            },
+            "documents of row 1 go back from 2 to 1",
+        ),
+        (
+            {
+                "input_ids": torch.zeros(1, 4, dtype=torch.int64),
+                "documents": torch.tensor([[1, 9, 2, 1]]),
+                "attention_mask": torch.tensor([[1, 0, 1, 1]]),
+            },
+            "documents of row 0 go back from 2 to 1",
+        ),
+        (
+            {
                 "input_ids": torch.zeros(1, 3, dtype=torch.int64),
                 "documents": torch.zeros(1, 5, dtype=torch.int64),
                 "window_length": 2,
@@ -66,3 +81,13 @@ def test_padding_counts_for_nothing_wherever_it_stands(row):
 def test_bad_arguments_are_refused(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         model(**arguments)
+
+
+def test_padding_may_be_said_to_be_of_any_document(model):
+    ids, mask = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[0, 1, 0, 1, 0]])
+    with torch.no_grad():
+        said = [
+            model(ids, attention_mask=mask, documents=torch.tensor([d]))
+            for d in ([7, 1, 9, 2, 0], [1] * 3 + [2] * 2)
+        ]
+    assert torch.equal(said[0].logits[mask.bool()], said[1].logits[mask.bool()])
