@@ -14,6 +14,7 @@ import lzma
 import re
 import tarfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
@@ -306,7 +307,7 @@ class CatbAbIFields(Protocol):
 
     @property
     def tasks(self) -> Sequence[int] | None:
-        """Whose stories are trained on; None: all."""
+        """Whose stories are trained on, as often as they are named; None: all, once."""
 
 
 def build(spec: CatbAbIFields, *, seed: int = 0, vocab_size: int | None = None) -> CatbAbI:
@@ -332,9 +333,9 @@ def build(spec: CatbAbIFields, *, seed: int = 0, vocab_size: int | None = None) 
         raise ValueError(
             f"bAbI has {words} words but the model's vocab_size is {vocab_size}; set model.vocab_size={words}"
         )
-    wanted = TASKS if spec.tasks is None else spec.tasks
+    times = Counter(TASKS if spec.tasks is None else spec.tasks)
     return CatbAbI(
-        [story for story in stories.by_split["train"] if story.task in wanted],
+        [story for story in stories.by_split["train"] for _ in range(times[story.task])],
         stories.vocabulary,
         length=spec.length,
         seed=seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -125,8 +126,8 @@ class CatbAbISpec(DataSpec):
     held_out: Literal["valid", "test"] = "valid"
     """The split to evaluate on; nothing should be chosen by the test split."""
     tasks: Annotated[tuple[BabiTask, ...], Field(min_length=1)] | None = None
-    """Whose stories are trained on; null: all twenty. For a phase that begins with some of them. What is held
-    out has all."""
+    """Whose stories are trained on, for a phase that begins with some of them; null: all twenty, once. A task
+    that is named several times has its stories that often in an epoch. What is held out has all, once."""
 
     @property
     def task(self) -> str:
@@ -135,16 +136,15 @@ class CatbAbISpec(DataSpec):
 
     @field_validator("tasks")
     @classmethod
-    def _each_once(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """In their order, so that the same tasks are the same spec."""
-        if value is not None and len(set(value)) < len(value):
-            twice = next(task for task in value if value.count(task) > 1)
-            raise ValueError(f"task {twice} is named twice; name each once")
+    def _in_order(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        """So that the same tasks are the same spec."""
         return None if value is None else tuple(sorted(value))
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
         """See `DataSpec.describe`."""
-        tasks = "" if self.tasks is None else f", of tasks {', '.join(map(str, self.tasks))} alone"
+        counts = Counter(self.tasks or ())
+        named = (str(task) if times == 1 else f"{task} ({times} times)" for task, times in counts.items())
+        tasks = "" if self.tasks is None else f", of tasks {', '.join(named)}"
         return [f"{self.kind}, length {self.length:,}{tasks}"]
 
 
