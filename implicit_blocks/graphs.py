@@ -8,9 +8,9 @@ for 19 ms of work).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
-from dataclasses import fields, replace
-from functools import partial
+from collections.abc import Hashable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ReferenceType, ref
 
@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from implicit_blocks.held_weights import HeldWeights, modules_of
 from implicit_blocks.layers import BlockContext
 from implicit_blocks.lent_buffers import LentBuffers
-from implicit_blocks.module_hooks import any_hooks
-from implicit_blocks.recording import forgetting_casts, leaves_of_its_own, recording
 
 if TYPE_CHECKING:
     from implicit_blocks.backbone import BoundMap
@@ -49,11 +47,9 @@ class MapGraphs:
     reads are never copied, and the weights' gradients leave it once.
 
     They serve plain windows: those that begin their sequences, without padding or documents; any other is
-    computed as if there were no graphs, and so is, with a line in the log, a map that can't be recorded, or
-    whose modules have hooks, which nobody would call. Weights, injection and the masks of dropout are copied
-    into buffers of the graphs once a pass, ``z`` where it isn't there.
-
-    Nothing here refers to the backbone, which refers to this: both go with the last reference to the model.
+    computed as if there were no graphs, and so is a map that can't be recorded, with a line in the log.
+    Weights, injection and the masks of dropout are copied into buffers of the graphs once a pass, ``z`` where
+    it isn't there.
     """
 
     def __init__(self) -> None:
@@ -64,7 +60,6 @@ class MapGraphs:
         self._memory: tuple[int, ...] = ()
         self._pool: Any = None  # of all searches, whose graphs leave nothing in it, and of one step
         self._beside: _StepGraph | None = None  # this: no search is replayed while it awaits its backward
-        self._hooks_told = False
         self._last: tuple[ReferenceType[BoundMap], _SearchGraph, torch.dtype | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MapGraphs:
@@ -110,12 +105,9 @@ class MapGraphs:
         buffers = self._loaded(f, key)
         if buffers is None:
             return f.compute(z_BLD, steps)
-        training = f.backbone.training  # in which a mixer of others' may compute otherwise
         if torch.is_grad_enabled():
-            # What a search found carries no gradient, nor what is frozen; it may be thawed later. All of a
-            # pass's steps read the same buffers.
-            given = _inputs(f, z_BLD)
-            kind = (key, training, tuple(t.requires_grad for t in given), steps)
+            # What a search found carries no gradient; all of a pass's steps read the same buffers.
+            kind = (key, z_BLD.requires_grad, steps)
             if kind not in self._steps and len(self._steps) >= MOST:
                 return f.compute(z_BLD, steps)
             ready = self._steps.setdefault(kind, [])
@@ -128,14 +120,12 @@ class MapGraphs:
                 step = _StepGraph(buffers.bind(f, with_gradients=True), z_BLD, steps, pool)
                 self._beside = self._beside or step
                 ready.append(step)
-            return step.call(given)
-        search = self._searches.get((key, training))
+            return step.call(f, z_BLD)
+        search = self._searches.get(key)
         if search is None:
-            if len(self._searches) >= 2 * MOST:
+            if len(self._searches) >= MOST:
                 return f.compute(z_BLD)
-            search = self._searches[key, training] = _SearchGraph(
-                buffers.bind(f, with_gradients=False), z_BLD
-            )
+            search = self._searches[key] = _SearchGraph(buffers.bind(f, with_gradients=False), z_BLD)
         value = search.call(z_BLD, self._shared_pool())
         self._last = ref(f), search, _autocast()
         return value
@@ -154,13 +144,7 @@ class MapGraphs:
             return buffers
         if any(step.in_use for steps in self._steps.values() for step in steps):
             return None
-        parts = modules_of(f.backbone)
-        if any_hooks(parts):
-            if not self._hooks_told:
-                self._hooks_told = True
-                _LOG.warning("modules of the map have hooks, so it is launched: a CUDA graph calls none")
-            return None
-        memory = _memory_of(parts)
+        memory = _memory_of(f.backbone)
         if memory != self._memory:  # the model has moved: nothing recorded is worth anything
             self._searches, self._steps, self._buffers, self._memory = {}, {}, {}, memory
             self._pool = self._beside = buffers = None
@@ -170,8 +154,6 @@ class MapGraphs:
             )
             buffers = self._buffers[key] = _Buffers(f, weights)
         buffers.load(f)
-        for step in (step for steps in self._steps.values() for step in steps):
-            step.outdate()
         self._last = None
         return buffers
 
@@ -180,31 +162,69 @@ class _NotRecordedError(RuntimeError):
     """What a graph cannot hold, such as asking for a value; the cause says what."""
 
 
-def _memory_of(parts: list[nn.Module]) -> tuple[int, ...]:
-    """Return where modules' parameters and buffers lie, asked for while the device waits for a pass."""
-    held = [(part._parameters, part._buffers) for part in parts]
+@contextmanager
+def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Record what is launched within, in the autocast mode of the caller.
+
+    A graph's work spaces of cuBLAS are its own. torch keeps one a thread and stream, which all recordings
+    would share: the first to need one takes it from memory of its own pool, where at another time what its
+    forward pass left for backward may stand, and every later graph writes there.
+    """
+    # Other threads, such as those that load data, may go on.
+    with ExitStack() as stack:
+        forget_work_spaces()
+        stack.callback(forget_work_spaces)
+        stack.enter_context(forgetting_casts())
+        stack.enter_context(torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"))
+        yield
+
+
+@contextmanager
+def forgetting_casts() -> Iterator[None]:
+    """Have autocast remember no weight's cast: it would outlive what a graph recorded of it.
+
+    What is called to be recorded next is called within, too. Compiled code depends on it: that of a call
+    outside would be compiled again in the middle of the recording, which may not survive that.
+    """
+    if not torch.is_autocast_enabled("cuda"):
+        yield
+        return
+    with torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False):
+        yield
+
+
+def forget_work_spaces() -> None:
+    """Give back the memory that torch keeps for cuBLAS, for all threads and streams; it is taken anew."""
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+@contextmanager
+def leaves_of_its_own(module: nn.Module) -> Iterator[None]:
+    """Have a module's parameters stood for by other leaves of autograd, on the same memory.
+
+    A leaf hands its gradient on in the stream of its first use, and remembers that as long as any graph of
+    autograd knows it, such as that of a pass whose backward is to come, or as DDP lives. In a recording that
+    is another stream than the recorded one, and ends it.
+    """
+    others: dict[nn.Parameter, nn.Parameter] = {}
+    places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+    before = [parameters[name] for parameters, name in places]
+    for (parameters, name), parameter in zip(places, before, strict=True):
+        if parameter is not None:
+            if parameter not in others:
+                others[parameter] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+            parameters[name] = others[parameter]
+    try:
+        yield
+    finally:
+        for (parameters, name), parameter in zip(places, before, strict=True):
+            parameters[name] = parameter
+
+
+def _memory_of(module: nn.Module) -> tuple[int, ...]:
+    """Return where a module's parameters and buffers lie, asked for while the device waits for a pass."""
+    held = [(part._parameters, part._buffers) for part in modules_of(module)]
     return tuple(t.data_ptr() for pair in held for own in pair for t in own.values() if t is not None)
-
-
-def _weakly(f: BoundMap) -> Callable[[], BoundMap]:
-    """Return what gives a map as long as its backbone is there, and holds all of it but that."""
-    backbone = ref(f.backbone)
-    others = {field.name: getattr(f, field.name) for field in fields(f) if field.name != "backbone"}
-    make = partial(type(f), **others)
-
-    def again() -> BoundMap:
-        known = backbone()
-        assert known is not None  # who calls this has it
-        return make(backbone=known)
-
-    return again
-
-
-def _inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
-    """Return all that the value may depend on: z, injection, held weights, parameters."""
-    u = [] if f.u_BLU is None else [f.u_BLU]
-    every = [p for part in modules_of(f.backbone) for p in part._parameters.values() if p is not None]
-    return [z_BLD, *u, *f.weights.tensors(), *dict.fromkeys(every)]  # a shared one once
 
 
 def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
@@ -244,11 +264,8 @@ class _Weights:
             (t.shape, t.dtype) for t in held.tensors()
         ]
 
-    def hold(self, held: HeldWeights) -> bool:
-        return self._of is not None and self._of() is held
-
     def load(self, held: HeldWeights) -> None:
-        if not self.hold(held):
+        if self._of is None or self._of() is not held:
             self.copy.load_(held)
             self._of = ref(held)
 
@@ -260,11 +277,12 @@ class _Buffers:
         with torch.inference_mode(False), torch.no_grad():
             self.weights = weights if weights is not None else _Weights(f.weights)
             self._own = {name: t.detach().clone() for name, t in _given(f)}
+        self._held: ReferenceType[HeldWeights] | None = None
         self._of: list[ReferenceType[Tensor]] = []
 
     def hold(self, f: BoundMap) -> bool:
         """Whether the buffers hold what this map reads."""
-        if not self.weights.hold(f.weights):
+        if self._held is None or self._held() is not f.weights:
             return False
         return all(known() is t for known, (_, t) in zip(self._of, _given(f), strict=True))
 
@@ -272,6 +290,7 @@ class _Buffers:
     def load(self, f: BoundMap) -> None:
         """Take what a pass reads."""
         self.weights.load(f.weights)
+        self._held = ref(f.weights)
         given = _given(f)
         for name, t in given:
             self._own[name].copy_(t)
@@ -314,7 +333,7 @@ class _SearchGraph:
             self._z = z_BLD.detach().clone(memory_format=torch.contiguous_format)  # points from elsewhere
         self._values = LentBuffers(self._z, VALUES)
         self._kept: Tensor | None = None
-        self._f = _weakly(f)
+        self._f = f
         self._graphs: dict[tuple[int | None, int | None], torch.cuda.CUDAGraph] = {}
         self._ready = False
 
@@ -342,7 +361,7 @@ class _SearchGraph:
         if not self._ready:
             self._ready = True
             with forgetting_casts():
-                self._f().compute(point, out=value)
+                self._f.compute(point, out=value)
             return
         graph = self._graphs[given, free] = self._recorded(point, value, pool)
         graph.replay()
@@ -358,7 +377,7 @@ class _SearchGraph:
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.inference_mode(False), torch.no_grad(), recording(graph, pool):
-                self._f().compute(point, out=value)
+                self._f.compute(point, out=value)
         except RuntimeError as error:
             raise _NotRecordedError from error
         return graph
@@ -369,17 +388,16 @@ class _StepGraph:
 
     def __init__(self, f: BoundMap, z_BLD: Tensor, steps: Steps, pool: Any) -> None:
         self._z = z_BLD.detach().clone().requires_grad_(z_BLD.requires_grad)
-        self._f, self._steps = _weakly(f), steps
+        self._f, self._steps = f, steps
         self._call: ReferenceType[_Call] | None = None
-        self._latest: ReferenceType[_Call] | None = None
         try:
             with leaves_of_its_own(f.backbone):
-                self._record(f, pool)
+                self._record(pool)
         except RuntimeError as error:
             raise _NotRecordedError from error
 
-    def _record(self, f: BoundMap, pool: Any) -> None:
-        given = _inputs(f, self._z)
+    def _record(self, pool: Any) -> None:
+        f, given = self._f, self.inputs(self._f, self._z)
         leaves = [t for t in given if t.requires_grad]
         with forgetting_casts():
             # Later steps differ from the first by the gradient of their z: there is no third to compile.
@@ -397,22 +415,25 @@ class _StepGraph:
         found = dict(zip(map(id, leaves), grads, strict=True))
         self._grads = [found.get(id(t)) for t in given]
 
+    @staticmethod
+    def inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
+        """Return all that the value may depend on: z, injection, held weights, parameters."""
+        u = [] if f.u_BLU is None else [f.u_BLU]
+        every = [p for part in modules_of(f.backbone) for p in part._parameters.values() if p is not None]
+        return [z_BLD, *u, *f.weights.tensors(), *dict.fromkeys(every)]  # a shared one once
+
     @property
     def in_use(self) -> bool:
         """Whether a call's backward is still to come."""
         return self._call is not None and self._call() is not None
 
-    def call(self, given: list[Tensor]) -> Tensor:
-        """Return where the steps lead, with its gradient, from what ``_inputs`` gives, z first."""
-        value: Tensor = _Step.apply(self, *given)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    def call(self, f: BoundMap, z_BLD: Tensor) -> Tensor:
+        """Return where the steps lead, with its gradient."""
+        value: Tensor = _Step.apply(self, *self.inputs(f, z_BLD))  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return value
 
-    def outdate(self) -> None:
-        """Know that other values than those of the latest call are in the buffers now."""
-        self._latest = None
-
     def replay(self, z_BLD: Tensor, call: _Call) -> Tensor:
-        self._call = self._latest = ref(call)
+        self._call = ref(call)
         with torch.no_grad():
             self._z.copy_(z_BLD)
         self._forward.replay()
@@ -421,7 +442,10 @@ class _StepGraph:
     def replay_backward(self, dout: Tensor, call: _Call, given: list[bool]) -> list[Tensor | None]:
         """Return the gradients of the inputs; ``given`` says which of them keep theirs as it is."""
         if self._call is None or self._call() is not call:
-            self._forward_again(call)
+            raise RuntimeError(
+                "backward a second time through a map recorded as a CUDA graph, whose activations are gone; "
+                "keep the gradients of the first, or model.capture_graphs(False)"
+            )
         self._dout.copy_(dout)
         self._backward.replay()
         self._call = None
@@ -435,15 +459,6 @@ class _StepGraph:
             None if g is None else next(copies) if leaf else g.detach()
             for g, leaf in zip(self._grads, given, strict=True)
         ]
-
-    def _forward_again(self, call: _Call) -> None:
-        """Make the activations again that a call's backward was through with, as a solve backwards needs."""
-        if self._latest is None or self._latest() is not call:
-            raise RuntimeError(
-                "backward a second time through a map recorded as a CUDA graph, which has served another "
-                "pass since; keep the gradients of the first, or model.capture_graphs(False)"
-            )
-        self._forward.replay()
 
 
 class _Call:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
+import torch
 from torch import nn
-from torch.nn.modules import module as _of_all_modules
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks, which only a call of it would call."""
-    return bool(
+    """Whether a module has hooks, which only a call of it would call.
+
+    Not asked while a compiler traces: what it makes is made once, and hooks may come later.
+    """
+    return not torch.compiler.is_compiling() and bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
     )
-
-
-def any_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether one of these modules has hooks, or all modules have, as some tools that count and trace do."""
-    everywhere = bool(_of_all_modules._has_any_global_hook())
-    return everywhere or any(map(has_hooks, modules))

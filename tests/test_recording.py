@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import contextmanager
-from weakref import ref
 
 import pytest
 import torch
 from torch import nn
 
 import implicit_blocks as ib
-from implicit_blocks import graphs, recording
-from implicit_blocks.recording import leaves_of_its_own
+from implicit_blocks import graphs
+from implicit_blocks.graphs import leaves_of_its_own
 
 
 @pytest.fixture
@@ -57,38 +55,14 @@ def test_a_recording_begins_and_ends_without_work_spaces_of_cublas(monkeypatch):
         done.append("end")
 
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(recording, "forget_work_spaces", lambda: done.append("forget"))
-    with recording.recording(None, (0, 1)):
+    monkeypatch.setattr(graphs, "forget_work_spaces", lambda: done.append("forget"))
+    with graphs.recording(None, (0, 1)):
         done.append("launch")
     assert done == ["forget", "begin", "launch", "end", "forget"]
     done.clear()
-    with pytest.raises(ZeroDivisionError), recording.recording(None, (0, 1)):
+    with pytest.raises(ZeroDivisionError), graphs.recording(None, (0, 1)):
         raise ZeroDivisionError
     assert done == ["forget", "begin", "forget"]
-
-
-def test_nothing_is_collected_while_something_is_recorded(monkeypatch):
-    """To destroy graphs that nothing leads to any more is not permitted then, and ends the recording."""
-
-    @contextmanager
-    def capture(graph, **options):
-        seen.append(gc.isenabled())
-        yield
-
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(recording, "forget_work_spaces", lambda: None)
-    seen = []
-    with pytest.raises(ZeroDivisionError), recording.recording(None, (0, 1)):
-        raise ZeroDivisionError
-    assert seen == [False]
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        with recording.recording(None, (0, 1)):
-            pass
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
 
 
 def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_once(monkeypatch):
@@ -98,17 +72,13 @@ def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_onc
         in_use = False
 
         def __init__(self, f, z_BLD, steps, pool):
-            self.f = f
             recorded.append(z_BLD.requires_grad)
             pools.append(pool)
             assert steps == graphs.ONE_CALL
 
-        def call(self, given):
+        def call(self, f, z_BLD):
             self.in_use = True
-            return self.f.compute(given[0])
-
-        def outdate(self):
-            pass
+            return f.compute(z_BLD)
 
     class Search:
         def __init__(self, f, z_BLD):
@@ -173,7 +143,7 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(recording, "forget_work_spaces", lambda: None)
+    monkeypatch.setattr(graphs, "forget_work_spaces", lambda: None)
     return begun
 
 
@@ -221,9 +191,9 @@ def test_a_graph_drops_what_the_pass_drops_that_it_is_replayed_for(without_a_gpu
         (search,) = made._searches.values()
         with torch.no_grad():
             # What a replay computes: the map on the graph's own memory.
-            seen.append(graph._f().compute(z, steps))
+            seen.append(graph._f.compute(z, steps))
             torch.testing.assert_close(seen[-1], f.compute(z, steps), rtol=0, atol=0)
-            torch.testing.assert_close(search._f().compute(z), f.compute(z), rtol=0, atol=0)
+            torch.testing.assert_close(search._f.compute(z), f.compute(z), rtol=0, atol=0)
     assert not torch.allclose(*seen)
     recorded = len(without_a_gpu)
     model.eval()  # without masks: graphs of its own
@@ -305,140 +275,3 @@ def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch, without_a_gp
     assert compiled
     assert len(inside) == 2 + 2 * 3  # two pairs of buffers; both ways of two calls and of four steps
     assert not any(inside)
-
-
-def bound(model):
-    ids = torch.arange(48).view(2, 24)
-    return model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
-
-
-def small(**changes):
-    torch.manual_seed(0)
-    mixer = ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)
-    return ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=1, mixer=mixer, **changes))
-
-
-def test_a_model_and_its_recordings_go_without_the_collector(without_a_gpu):
-    model = small()
-    made = model.backbone.graphs = graphs.MapGraphs()
-    f, z = bound(model)
-    made.call(f, z.detach()).sum().backward()
-    with torch.no_grad():
-        for _ in range(3):
-            made.call(f, z)
-    assert made._searches
-    known = [ref(model.backbone), ref(made), ref(next(iter(made._steps.values()))[0])]
-    gc.collect()
-    gc.disable()
-    try:
-        del model, made, f, z
-        assert [each() for each in known] == [None] * 3
-    finally:
-        gc.enable()
-
-
-def test_what_is_thawed_later_gets_its_gradient(without_a_gpu):
-    model, made = small(), graphs.MapGraphs()
-    frozen = model.backbone.blocks()[0].mixer.out_proj.parametrizations.weight.original1
-    for thawed in (False, True, False):
-        frozen.requires_grad_(thawed)
-        f, z = bound(model)
-        made.call(f, z.detach()).sum().backward()
-        assert (frozen.grad is not None) == thawed
-        model.zero_grad(set_to_none=True)
-    assert len(without_a_gpu) == 4  # one that knows it frozen, one that doesn't
-    assert len(made._steps) == 2
-
-
-def test_a_mixer_may_compute_otherwise_in_training(without_a_gpu):
-    model, made = small(), graphs.MapGraphs()
-    for training in (True, False, True, False):
-        f, z = bound(model.train(training))
-        with torch.no_grad():
-            made.call(f, z)
-            made.call(f, z)
-    assert len(made._searches) == 2
-    assert len(made._buffers) == 1
-
-
-@pytest.mark.parametrize("where", ["layer", "norm", "everywhere"])
-def test_modules_with_hooks_are_called(without_a_gpu, where, caplog):
-    model, made, called = small(), graphs.MapGraphs(), []
-
-    def search():
-        f, z = bound(model)
-        with torch.no_grad():
-            for _ in range(3):
-                made.call(f, z)
-        made.call(f, z.detach()).sum().backward()
-
-    search()
-    recorded = len(without_a_gpu)
-    assert recorded
-    if where == "everywhere":
-        handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
-    else:
-        block = model.backbone.blocks()[0]
-        module = {"layer": block, "norm": block.mixer.norm}[where]
-        handle = module.register_forward_hook(lambda *_: called.append(1))
-    search()
-    search()
-    assert len(called) >= 8
-    assert len(without_a_gpu) == recorded
-    assert caplog.text.count("modules of the map have hooks") == 1
-    handle.remove()
-    called.clear()
-    search()
-    assert not called
-
-
-def test_a_backward_may_come_again_until_another_pass(without_a_gpu, monkeypatch):
-    model, made, replayed = small(), graphs.MapGraphs(), []
-    monkeypatch.setattr(Graph, "replay", lambda self: replayed.append(self))
-    f, z = bound(model)
-    value = made.call(f, z.detach()).sum()
-    (step,) = next(iter(made._steps.values()))
-    value.backward(retain_graph=True)
-    assert replayed == [step._forward, step._backward]
-    value.backward(retain_graph=True)
-    assert replayed[2:] == [step._forward, step._backward]  # activations are made again
-    other, _ = bound(model)
-    with torch.no_grad():
-        made.call(other, z)  # other values in the buffers
-    with pytest.raises(RuntimeError, match="has served another pass"):
-        value.backward(retain_graph=True)
-
-
-def test_gradients_that_are_solved_for_go_through_a_recording(without_a_gpu):
-    """Such a gradient asks for many products with the Jacobian of one call."""
-    model = small(gradient=ib.ImplicitFunctionSpec())
-    f, z = bound(model)
-    made = graphs.MapGraphs()
-
-    class Recorded:
-        def __call__(self, point):
-            return made.call(f, point)
-
-    search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(tolerance=0.0, max_iterations=2))
-    ib.ImplicitFunction(stopping=ib.Stopping(tolerance=0.0, max_iterations=4))(
-        Recorded(), z.detach(), search
-    ).z.sum().backward()
-
-
-def test_buffers_that_share_weights_know_whose_they_are(without_a_gpu):
-    """Two windows of one model, of two lengths: they have one copy of the weights."""
-    model, made = small(), graphs.MapGraphs()
-    first, z = bound(model)
-    with torch.no_grad():
-        made.call(first, z)
-        for p in model.backbone.parameters():
-            p.mul_(1.5)
-        ids = torch.arange(32).view(2, 16)
-        second, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
-        made.call(second, start)
-        assert not made._buffers[graphs._key(first, z)].hold(first)
-        made.call(first, z)
-    for own, given in zip(
-        made._buffers[graphs._key(first, z)].weights.copy.tensors(), first.weights.tensors(), strict=True
-    ):
-        torch.testing.assert_close(own, given)

@@ -25,7 +25,6 @@ from implicit_blocks.mixers.attention_lanes import AttentionLanes
 from implicit_blocks.mixers.mamba2 import Mamba2
 from implicit_blocks.mixers.mamba2_lanes import Mamba2Lanes
 from implicit_blocks.model import LanguageModel
-from implicit_blocks.module_hooks import any_hooks
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.rotary import rotation_tables
@@ -60,13 +59,14 @@ def _obstacle(model: LanguageModel, states: Sequence[LaneStates]) -> str | None:
     """Return what stands in the way of fused kernels, or None."""
     if not available("triton"):
         return "Triton is not installed"
-    if any_hooks(model.modules()):
-        return "modules have hooks"
     if model.spec.mixer != model.spec.mixer.portable():
         return "the spec names a backend, which is taken at its word"
     if model.stream_dtype != torch.float32:
         return f"the residual stream is {model.stream_dtype}"
     for block, state in zip(model.backbone.blocks(), states, strict=True):
+        for part in block.modules():
+            if part._forward_hooks or part._forward_pre_hooks:
+                return f"a hook hangs on a {type(part).__name__}"
         mlp_fits = block.mlp is None or (type(block.mlp) is SwiGLU and _plain_linears(block.mlp))
         if type(block) is not Block or not mlp_fits:
             return f"its layers are not plain: {type(block).__name__} with {type(block.mlp).__name__}"

@@ -8,10 +8,8 @@ Shape legend: S lanes, R of them in a procedure, D model width, U injection widt
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -21,14 +19,11 @@ from implicit_blocks.backbone import BoundMap
 from implicit_blocks.committed import Committed
 from implicit_blocks.decoding.fused import FusedMap, fused_map
 from implicit_blocks.decoding.lane_search import LaneSearch
-from implicit_blocks.decoding.recorded import Pool, Recorded, put_
+from implicit_blocks.decoding.recorded import Recorded, put_
 from implicit_blocks.interfaces import Solution, Window
 from implicit_blocks.model import LanguageModel
-from implicit_blocks.module_hooks import any_hooks
 from implicit_blocks.outputs import Encoded
 from implicit_blocks.search_options import SearchOptions
-
-_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class LaneBatch:
         lanes: S.
         capacity: tokens of a lane.
         options: of the searches.
-        graphs: record the procedures, unless modules have hooks, which nobody would call.
+        graphs: record the procedures.
         state_dtype: of recurrent states; None: as the mixers keep them.
 
     """
@@ -72,10 +67,7 @@ class LaneBatch:
         self._autocast: torch.dtype | None = None
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             self._autocast = torch.get_autocast_dtype(kind)
-        if graphs and any_hooks(model.modules()):
-            _LOG.warning("modules of the model have hooks, so decoding is launched: a CUDA graph calls none")
-            graphs = False
-        self._pool = Pool() if graphs else None
+        self._pool = torch.cuda.graph_pool_handle() if graphs else None
         self._recorded: dict[tuple[str, int], Recorded] = {}
         self._places: dict[tuple[str, int], Places] = {}
         dtype = embedding.dtype
@@ -196,7 +188,7 @@ class LaneBatch:
         """
         places = self.places("step", size)
         name = "step" if commit else "search"
-        self._do(name, size, lambda batch: batch._step(places.rows_R, commit=commit))
+        self._do(name, size, lambda: self._step(places.rows_R, commit=commit))
 
     def _step(self, rows_R: Tensor, *, commit: bool) -> None:
         search = self.search
@@ -258,7 +250,7 @@ class LaneBatch:
     def predict(self, size: int) -> None:
         """Compute the logits of the lanes pointed at, and take the likeliest tokens."""
         places = self.places("choose", size)
-        self._do("predict", size, lambda batch: batch._predict(places))
+        self._do("predict", size, lambda: self._predict(places))
 
     def _predict(self, places: Places) -> None:
         rows = places.rows_R
@@ -273,7 +265,7 @@ class LaneBatch:
     def begin(self, size: int) -> None:
         """Report on the lanes' last tokens; begin to search for the new ones in those that go on."""
         places = self.places("choose", size)
-        self._do("begin", size, lambda batch: batch._begin(places))
+        self._do("begin", size, lambda: self._begin(places))
 
     def _begin(self, places: Places) -> None:
         rows, search = places.rows_R, self.search
@@ -290,27 +282,15 @@ class LaneBatch:
         self.busy_S[rows] &= ~ended
         self.lengths_S[rows] = self.lengths_S[rows].masked_fill(ended, 0)
 
-    def _do(self, name: str, size: int, procedure: Callable[[LaneBatch], None]) -> None:
+    def _do(self, name: str, size: int, procedure: Callable[[], None]) -> None:
         with self.precision():
             if self._pool is None:
-                procedure(self)
+                procedure()
                 return
             key = (name, size)
             if key not in self._recorded:
-                called = f"{name} of {size} lanes"
-                self._recorded[key] = Recorded(self._weakly(procedure), name=called, pool=self._pool)
+                self._recorded[key] = Recorded(procedure, name=f"{name} of {size} lanes", pool=self._pool)
             self._recorded[key]()
-
-    def _weakly(self, procedure: Callable[[LaneBatch], None]) -> Callable[[], None]:
-        # What is recorded must not hold the lanes: gigabytes of keys would wait for Python's collector.
-        lanes = ref(self)
-
-        def do() -> None:
-            known = lanes()
-            assert known is not None  # who calls this has it
-            procedure(known)
-
-        return do
 
 
 def _of_last_token(solution: Solution, row: int) -> dict[str, Tensor]:

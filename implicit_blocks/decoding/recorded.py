@@ -9,20 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.recording import recording
+from implicit_blocks.graphs import recording
 
 _LOG = logging.getLogger(__name__)
-
-
-class Pool:
-    """Memory of graphs that leave nothing in it between their replays; of new ones, after a failure in it."""
-
-    def __init__(self) -> None:
-        self.handle: Any = torch.cuda.graph_pool_handle()
-
-    def renew(self) -> None:
-        """Take other memory from now on: what a recording failed in may take no other."""
-        self.handle = torch.cuda.graph_pool_handle()
 
 
 class Recorded:
@@ -39,7 +28,7 @@ class Recorded:
 
     """
 
-    def __init__(self, procedure: Callable[[], None], *, name: str, pool: Pool) -> None:
+    def __init__(self, procedure: Callable[[], None], *, name: str, pool: Any) -> None:
         self.procedure, self.name, self.pool = procedure, name, pool
         self.graph: torch.cuda.CUDAGraph | None = None
         self._calls = 0
@@ -57,11 +46,10 @@ class Recorded:
     def _record(self) -> None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with recording(graph, self.pool.handle):
+            with recording(graph, self.pool):
                 self.procedure()
         except RuntimeError as error:
             _LOG.warning("%s can't be recorded as a CUDA graph, so it is launched: %s", self.name, error)
-            self.pool.renew()
             return
         self.graph = graph
 

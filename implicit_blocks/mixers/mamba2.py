@@ -198,7 +198,7 @@ class Mamba2(Mixer):
         """Return output, state and projection by the GPU's fused operator; None where it does not serve."""
         if not self._fusible(z.device, z.shape[1], context.plain) or is_differentiated_forward():
             return None
-        if has_hooks(self.norm):  # the operator has the norm's weight, and calls no module
+        if self._is_watched_or_strided():
             return None
         projected: Tensor = self.in_proj(z)
         if not mamba2_mix.suits(projected):
@@ -206,7 +206,7 @@ class Mamba2(Mixer):
         # With gradients the operator takes the projection behind it along, unless something wraps it or is
         # to be called with it.
         plain = isinstance(self.out_proj, Linear) and not has_hooks(self.out_proj)
-        last = self.out_proj if torch.is_grad_enabled() and plain else None
+        last = self.out_proj if plain and torch.is_grad_enabled() else None
         out_weight, out_bias = (None, None) if last is None else last.current()
         mixed, h = mamba2_mix.mamba2_mix(
             projected,
@@ -224,6 +224,13 @@ class Mamba2(Mixer):
             out_bias_D=out_bias,
         )
         return mixed if last is not None else self.out_proj(mixed), h, projected
+
+    def _is_watched_or_strided(self) -> bool:
+        """Whether the operator would pass over hooks of the norm, or strides of parameters."""
+        if torch.compiler.is_compiling():
+            return False
+        small = (self.conv.weight, self.conv.bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
+        return has_hooks(self.norm) or not all(t is None or t.is_contiguous() for t in small)
 
     def _fusible(self, device: torch.device, length: int, plain: bool) -> bool:
         if (self.spec.backend, self.spec.conv_backend) != (AUTO, AUTO):
