@@ -133,8 +133,8 @@ def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
     """Find the file that a name or a path means.
 
     A path is relative to ``folder`` (the extending file's) or the working directory; a bare name means the
-    zoo's, or in `extends` first a neighbour's. What isn't there is looked for in the zoo, at last in the
-    plugins' (which are loaded only then).
+    zoo's, or in `extends` first a neighbour's. What isn't there is looked for in the zoo, then in the
+    plugins' (which are loaded only then), at last in the working directory.
     """
     is_path = name.endswith(_SUFFIXES) or os.sep in name or "/" in name
     zoo = zoo_folder()
@@ -154,6 +154,8 @@ def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
         raise SpecError(f"{where}several plugins bring a spec {stem!r}: {listed}; give the path of one")
     if found:
         return found[0]
+    if file := _file(beside):  # a bare name means the zoo's before it means what lies here
+        return file
     looked = ""
     if is_path:
         looked = f"{_shown(beside)!r} is a folder, " if beside.is_dir() else f"no file {_shown(beside)!r}, "

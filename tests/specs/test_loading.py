@@ -316,6 +316,14 @@ class TestOverrides:
         assert message in error_of(write("x.yaml", SMALL), [change])
 
 
+def test_a_bare_name_means_the_zoo_s_before_what_lies_here(write: Write) -> None:
+    write("mine.yaml", SMALL)
+    write("first/spec.yaml", SMALL)
+    write("word_problem_s3.yaml", SMALL)
+    assert load_spec("mine") == load_spec("mine.yaml") == load_spec("first") == load_spec("./first")
+    assert load_spec("word_problem_s3") != load_spec("./word_problem_s3.yaml") == load_spec("mine")
+
+
 @pytest.mark.parametrize("changes", ["training.max_steps=3", {"training.max_steps": 3}])
 def test_changes_are_a_list(changes: Any) -> None:
     with pytest.raises(ValueError, match="give a list of them"):
