@@ -383,9 +383,10 @@ def test_activations_are_made_again_as_each_phase_says(
 
 def test_so_many_checkpoints_stay_as_the_spec_says(small: Small, tmp_path: Path) -> None:
     keeping = {"training.keep_checkpoints": 1, "training.keep_every": 3, "training.checkpoint_every": 1}
+    keeping["training.max_steps"] = 5
     build(small(keeping), output=tmp_path / "run", device="cpu").train()
     kept = [path.name for path in list_checkpoints(tmp_path / "run" / "checkpoints")]
-    assert kept == ["step-00000003", "step-00000004"]
+    assert kept == ["step-00000003", "step-00000005"]
 
 
 def test_nothing_to_resume(small: Small, tmp_path: Path) -> None:
