@@ -11,7 +11,7 @@ import pytest
 from trainer import metrics
 from trainer.display import PlainDisplay, RichDisplay, duration, magnitude
 from trainer.metrics import MetricsFile, json_value, read_metrics, rounded
-from trainer.report import draw, main, read_run, smoothed
+from trainer.report import RunRecord, _draw_loss, draw, main, read_run, smoothed
 from trainer.run_folder import differences
 
 
@@ -100,6 +100,29 @@ def test_plain_lines_come_every_so_many_steps(capsys: pytest.CaptureFixture[str]
     assert [line.split("/")[0].strip() for line in lines] == ["1", "10", "20", "25"]
     assert lines[1].endswith("left 30s")
     assert "iter 3.0/4  res non-finite  open 25%  diverged 50%" in lines[1]
+
+
+def test_what_diverged_is_shown_where_something_did(capsys: pytest.CaptureFixture[str]) -> None:
+    display = PlainDisplay(log_every=1, accuracy=True)
+    display.start(step=0, total=2)
+    for step, diverged, open_ in ((1, 0.0, 0.25), (2, 0.5, 0.0)):
+        display.step({**step_row(step), "diverged": diverged, "non_converged": open_})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "open 25%" in first
+    assert "diverged" not in first
+    assert "open" not in second
+    assert "diverged 50%" in second
+
+
+@pytest.mark.parametrize(("last", "scale"), [(1.9, "linear"), (0.1, "log")])
+def test_losses_that_fall_far_are_drawn_by_their_logarithm(last: float, scale: str) -> None:
+    from matplotlib.figure import Figure
+
+    losses = [(1, 4.0), (2, 2.0), (3, last)]
+    run = RunRecord(label="run", summary={"phases": []}, losses=losses)
+    axes = Figure().subplots()
+    _draw_loss(axes, [run])
+    assert axes.get_yscale() == scale
 
 
 def test_the_live_display_shows_the_same(capsys: pytest.CaptureFixture[str]) -> None:

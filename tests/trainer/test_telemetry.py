@@ -142,7 +142,7 @@ def test_nothing_measured_is_none() -> None:
 def test_a_phase_is_averaged_over_steps_and_its_rate_over_time() -> None:
     rows = [
         {"phase": "p", "step_seconds": seconds, "tokens_per_second": rate, "loss": loss, "mfu": share,
-         "iterations_max": most, "skipped": skipped}
+         "iterations_max": most, "skipped": skipped, "save_stall_seconds": seconds / 8}
         for seconds, rate, loss, share, most, skipped in (
             (3.0, 10.0, 4.0, 0.1, 9, None), (1.0, 50.0, None, 0.3, 5, "loss")
         )
@@ -150,4 +150,4 @@ def test_a_phase_is_averaged_over_steps_and_its_rate_over_time() -> None:
     (phase,) = by_phase(rows).values()
     assert (phase["tokens"], phase["seconds"], phase["tokens_per_second"]) == (80, 4.0, 20.0)
     assert (phase["mfu"], phase["iterations_max"], phase["skipped"]) == (0.2, 9, 1)
-    assert (phase["loss_first"], phase["loss_last"]) == (4.0, None)
+    assert (phase["loss_first"], phase["loss_last"], phase["save_stall_seconds"]) == (4.0, None, 0.5)

@@ -25,7 +25,7 @@ def test_commands_can_be_parsed():
     lines = [shlex.split(line) for block in blocks("sh") for line in block.splitlines()]
     known = {"trainer.evaluate": parser(), "implicit_blocks": library_parser()}
     asked = [words for words in lines if words[0] == "python"]
-    assert len(asked) == 5
+    assert len(asked) == 6
     for words in asked:
         known[words[2]].parse_args(words[3:])
 
