@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -275,9 +276,11 @@ def compare(
                 calls: list[tuple[int, int]] = []
                 with counted(model, calls):
                     output, _ = search(model, batch, way, scope, tolerance, max_iterations)
-                seconds = [
-                    search(model, batch, way, scope, tolerance, max_iterations)[1] for _ in range(repeats)
-                ]
+                seconds, wall = [], []
+                for _ in range(repeats):
+                    began = time.perf_counter()
+                    seconds.append(search(model, batch, way, scope, tolerance, max_iterations)[1])
+                    wall.append(time.perf_counter() - began)
                 solution = output.solution
                 rows.append(
                     {
@@ -289,6 +292,7 @@ def compare(
                         "calls": len(calls),
                         "work": sum(rows_ * tokens for rows_, tokens in calls) / batch.inputs.numel(),
                         "seconds": statistics.median(seconds),
+                        "wall_seconds": statistics.median(wall),
                         "converged": float(solution.converged.double().mean()),
                         "diverged": float(solution.diverged.double().mean()),
                         "logit_error": float((output.logits - tight.logits).abs().max()),

@@ -59,6 +59,7 @@ def test_ways_by_name_are_measured_and_drawn(trained, tmp_path, capsys):
         "Picard 0.8, windows of 4",
     }
     assert one["penalties"] == []
+    assert all(row["seconds"] > 0 and row["wall_seconds"] > 0 for row in one["rows"])
     assert (out / "solvers_run.png").read_bytes().startswith(b"\x89PNG")
     assert "Picard 0.8, windows of 4" in capsys.readouterr().out
 
