@@ -200,7 +200,7 @@ def test_methods_name_their_source():
             continue  # a spec describes settings; the component that it builds names the source
         if not YEAR.search(text(value)) and not YEAR.search(inspect.getmodule(value).__doc__ or ""):
             missing.append(path)
-    assert not missing
+    assert not missing, "say in the docstring where the method comes from, with the year"
 
 
 def test_the_trainer_says_what_its_packages_are():

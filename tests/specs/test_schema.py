@@ -102,12 +102,10 @@ def test_list_shows_kinds_owners_versions_and_failures(install, capsys: pytest.C
     install("broken", "import no_such_module_anywhere")
     assert main(["list"]) == 0
     out = capsys.readouterr().out
-    assert [line.split()[:4] for line in out.splitlines() if line.startswith("solver")] == [
-        ["solver", "anderson", "implicit_blocks", registry.entry("solver", "anderson").version],
-        ["solver", "broyden", "implicit_blocks", registry.entry("solver", "broyden").version],
-        ["solver", "patient_picard", "implicit_blocks", registry.entry("solver", "patient_picard").version],
-        ["solver", "picard", "implicit_blocks", registry.entry("solver", "picard").version],
-    ]
+    listed = [line.split()[:4] for line in out.splitlines() if line.startswith("solver")]
+    version = registry.entry("solver", "picard").version
+    assert listed == [["solver", kind, "implicit_blocks", version] for kind in registry.kinds("solver")]
+    assert {"anderson", "picard"} <= {kind for _, kind, *_ in listed}
     assert "Not in use:\n  broken  broken  1.2.3  ModuleNotFoundError: No module named" in out
 
 
