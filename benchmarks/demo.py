@@ -172,4 +172,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("\nstopped; what there is of the runs lies in the folder named above")
+        print("\nstopped; the lines above say how each run goes on", file=sys.stderr)
+        sys.exit(130)
