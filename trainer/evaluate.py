@@ -58,10 +58,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--tasks",
         nargs="*",
-        default=list(PAPER_TASKS),
         metavar="TASK",
         help="kinds of evaluation tasks, KIND=FILE for other files, or YAML files of lm-eval's "
-        f"(default: {' '.join(PAPER_TASKS)})",
+        f"(default: {' '.join(PAPER_TASKS)}; none where --tokens are measured)",
     )
     made.add_argument("--limit", type=_positive, metavar="N", help="the first N items of each task only")
     made.add_argument("--batch-size", type=_positive, default=16, metavar="N", help="sequences at once (16)")
@@ -129,7 +128,8 @@ class _Job:
 
 
 def _prepare(options: argparse.Namespace) -> _Job:
-    specs = find_specs(options.tasks, data=options.data)
+    tasks = options.tasks if options.tasks is not None else () if options.tokens else PAPER_TASKS
+    specs = find_specs(tasks, data=options.data)
     if not specs and options.tokens is None:
         raise ValueError("there is nothing to evaluate; name tasks by --tasks, or token files by --tokens")
     # Perplexity of token files alone needs neither lm-eval nor, for a run, transformers.

@@ -135,7 +135,7 @@ def test_a_run_and_its_checkpoint_and_its_weights_give_the_same(
 def test_perplexity_against_length(run_folder, tmp_path):
     output = tmp_path / "lengths"
     code = evaluate(
-        "--checkpoint", run_folder, "--tasks", "--tokens", tmp_path / "text.bin", "--limit", 4,
+        "--checkpoint", run_folder, "--tokens", tmp_path / "text.bin", "--limit", 4,
         "--output", output, "--device", "cpu",
     )  # fmt: skip
     assert code == 0
@@ -168,7 +168,7 @@ def test_perplexity_of_a_run_needs_no_packages_of_the_extra(run_folder, tmp_path
     """In a process of its own, where neither lm-eval nor transformers can be imported."""
     hidden = "import sys; sys.modules.update(lm_eval=None, transformers=None); "
     arguments = [
-        "--checkpoint", run_folder, "--tasks", "--tokens", tmp_path / "text.bin", "--limit", 1,
+        "--checkpoint", run_folder, "--tokens", tmp_path / "text.bin", "--limit", 1,
         "--lengths", 16, "--output", tmp_path / "alone", "--device", "cpu",
     ]  # fmt: skip
     command = f"{hidden}from trainer.evaluate import main; sys.exit(main({[*map(str, arguments)]!r}))"
