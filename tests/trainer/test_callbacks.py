@@ -9,11 +9,14 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from implicit_blocks import registry
-from trainer.callbacks import Callback, CallbackContext
+from trainer.callbacks import Callback, CallbackContext, Callbacks
 from trainer.callbacks.stop_when import StopWhen
+from trainer.callbacks.telling import Teller
+from trainer.distributed import Ranks
 from trainer.errors import CallbackError
 from trainer.metrics import read_metrics
 from trainer.run import build
@@ -100,6 +103,30 @@ def test_a_step_within_the_limit_begins_the_count_anew() -> None:
     assert reasons == []
     watched.on_step(run, row={"loss": 3.0})
     assert reasons == ["loss 3 is above 1, for 2 steps"]
+
+
+def test_the_first_reason_to_stop_and_the_first_failure_count() -> None:
+    callbacks = Callbacks()
+    for reason in ("first", "second"):
+        callbacks.stop(reason)
+    assert callbacks.stop_reason == "first"
+
+    def fail(event: str, run: Any) -> None:
+        raise CallbackError(callback="mine", event=event, error=KeyError("lost"))
+
+    class Pair(Ranks):
+        def together(self, act: Callable[[], Any]) -> Any:
+            return act()
+
+    run: Any = None
+    teller = Teller(callbacks, run, ranks=Pair(torch.device("cpu"), rank=1, world_size=2))
+    teller.raise_failure()
+    callbacks.call = fail  # type: ignore[assignment,method-assign]  # of no callback's own
+    for event in ("on_step", "on_save"):
+        teller.tell(event)
+        assert teller.failed
+    with pytest.raises(CallbackError, match="mine failed in on_step"):
+        teller.raise_failure()
 
 
 def test_a_value_there_is_not_is_named(small: Small, tmp_path: Path) -> None:

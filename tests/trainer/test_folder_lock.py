@@ -77,6 +77,15 @@ def test_it_is_given_back_with_its_block_or_its_last_reference(tmp_path: Path) -
     FolderLock(path).release()
 
 
+def test_who_held_it_before_is_not_named_any_more(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    path.write_text("process 123456789 on a machine with a rather long name, since a moment long ago" * 3)
+    with FolderLock(path), pytest.raises(LockedError) as caught:
+        FolderLock(path)
+    assert caught.value.holder.startswith(f"process {os.getpid()} on ")
+    assert path.read_text().count("process") == path.read_text().count("\n") == 1
+
+
 def test_waiting(tmp_path: Path) -> None:
     first, order = FolderLock(tmp_path / ".lock"), list[str]()
 

@@ -146,5 +146,8 @@ def test_lines_wait_until_there_is_room(tmp_path: Path, monkeypatch: pytest.Monk
     full.room = 10**6
     file.write({"step": 4})
     assert file.trouble is None
-    file.close()
-    assert [row["step"] for row in read_metrics(file.path)] == [1, 2, 3, 4]
+    full.room = 0
+    file.write({"step": 5})
+    full.room = 10**6
+    file.close()  # the last chance
+    assert [row["step"] for row in read_metrics(file.path)] == [1, 2, 3, 4, 5]

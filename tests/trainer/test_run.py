@@ -79,6 +79,9 @@ def test_a_run_leaves_everything_behind(whole: Path, small: Small) -> None:
     summary = json.loads((whole / "summary.json").read_text())
     assert summary["steps"] == 12
     assert summary["chance"] == pytest.approx(1 / 6)
+    assert summary["saving"]["checkpoints"] == len(summary["saving"]["seconds"]) == 4
+    weights_and_moments = 3 * 4 * summary["parameters"]
+    assert summary["saving"]["gb"] * 1e9 == pytest.approx(weights_and_moments, rel=0.1)
     assert summary["phases"][0]["changes"][-1] == "training.optimizer.learning_rate: 0.002 → 0.004"
     longest = summary["evaluation"][1]
     assert len(longest["accuracy_by_position"]) == len(longest["iterations_by_position"]) == 16
