@@ -45,10 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(given)
     folder: Path | None = options.output
     try:
-        from trainer.experiments.failures import require_writable
+        from trainer.experiments.failures import require_drawing, require_writable
         from trainer.run_folder import default_folder
 
         _require_once(given, options)
+        require_drawing()
         folder = folder or default_folder(options.experiment, root=Path("experiments"))
         require_writable(folder)
         text: str = _command(options.experiment).carry_out(folder, options)

@@ -6,6 +6,7 @@ Runs fail here as they do by ``python -m trainer``, and with its exit codes.
 from __future__ import annotations
 
 import errno
+import importlib.util
 import os
 from pathlib import Path
 
@@ -58,6 +59,17 @@ def _of_a_file(error: OSError) -> tuple[str, int]:
     if error.filename is None:
         return str(error), REFUSED
     return f"{error.filename}: {error.strerror}; check the path, and what may be done there", REFUSED
+
+
+def require_drawing() -> None:
+    """Refuse to begin where the picture at the end can't be drawn.
+
+    Raises:
+        ValueError: matplotlib is missing.
+
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the picture needs matplotlib; pip install 'implicit_blocks[train]'")
 
 
 def require_writable(folder: Path) -> None:

@@ -97,7 +97,7 @@ def test_nothing_is_counted_twice_or_lost(
     assert message in capsys.readouterr().err
 
 
-def test_an_output_that_can_not_be_written_is_refused_before_the_work(
+def test_an_output_or_a_picture_that_can_not_be_written_is_refused_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worked: list[object] = []
@@ -108,6 +108,10 @@ def test_an_output_that_can_not_be_written_is_refused_before_the_work(
     assert f"the output {file} is a file, not a folder; give another one" in capsys.readouterr().err
     assert cli.main(["jacobian", "--output", str(file / "out")]) == 2
     assert f"would lie in {file}, which is no folder" in capsys.readouterr().err
+    with monkeypatch.context() as without:
+        without.setattr("importlib.util.find_spec", lambda name: None)
+        assert cli.main(["jacobian", "--output", str(tmp_path / "out")]) == 2
+    assert "the picture needs matplotlib; pip install" in capsys.readouterr().err
     monkeypatch.setattr("os.access", lambda place, mode: False)
     assert cli.main(["jacobian", "--output", str(tmp_path / "out")]) == 2
     assert f"can't be written: no permission in {tmp_path}" in capsys.readouterr().err
