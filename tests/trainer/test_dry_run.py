@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -152,3 +153,13 @@ def test_a_penalty_s_calls_are_kept_for_backward_too() -> None:
         assert memory is not None
         kept.append(memory.activations)
     assert kept[1] == pytest.approx(6 / 4 * kept[0])  # held by that phase on a GPU: 17.6 and 27 GB
+
+
+def test_the_whole_run_takes_what_its_phases_take(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(["training.max_tokens=3600000000"], capsys)
+    assert code == 0
+    scale = {"T": 1e12, "P": 1e15, "E": 1e18, "Z": 1e21}
+    parts = [float(n) * scale[s] for n, s in re.findall(r"([\d.]+) ([TPEZ])FLOP in all", out)]
+    ((number, suffix),) = re.findall(r"whole run +at most ([\d.]+) ([TPEZ])FLOP", out)
+    assert len(parts) == 2
+    assert float(number) * scale[suffix] == pytest.approx(sum(parts), rel=0.01)

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from trainer.callbacks.loggers import TensorBoard
 from trainer.metrics import read_metrics
 from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.spec import RunSpec, TensorBoardSpec
 
 Small = Callable[..., RunSpec]
 
@@ -35,6 +36,17 @@ def test_tensorboard_has_every_step_once_after_a_resume_too(small: Small, tmp_pa
     )
     (perplexity,) = events.Scalars("evaluation/p0.5_L16/perplexity")
     assert perplexity.step == 4
+
+
+def test_tensorboard_writes_every_so_many_steps() -> None:
+    pytest.importorskip("tensorboard", reason="the extra log is not installed")
+    written: list[int] = []
+    callback = TensorBoard(TensorBoardSpec(every=3))
+    callback._writer = SimpleNamespace(add_scalar=lambda name, value, step: written.append(step))
+    run: Any = None
+    for step in range(1, 8):
+        callback.on_step(run, row={"step": step, "loss": 1.0})
+    assert written == [3, 6]
 
 
 class FakeWandb:

@@ -8,7 +8,7 @@ from torch import nn
 
 import implicit_blocks as ib
 from implicit_blocks import registry
-from trainer.optimizers import build_adamw, load_optimizer_state, optimizer_state
+from trainer.optimizers import build_adamw, load_optimizer_state, optimizer_state, set_learning_rate
 from trainer.spec import AdamWSpec
 
 
@@ -58,3 +58,12 @@ def test_a_state_is_put_back_whole_and_nothing_beside_it() -> None:
     assert list(optimizer.state) == [model.weight]
     assert optimizer.state[model.weight]["count"] == 3
     assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], torch.ones(2, 2))
+
+
+def test_the_learning_rate_is_that_of_every_group() -> None:
+    model = nn.Linear(2, 2)
+    groups = [{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "lr": torch.tensor(1.0)}]
+    optimizer = torch.optim.SGD(groups)
+    set_learning_rate(optimizer, 0.25)
+    assert [float(group["lr"]) for group in optimizer.param_groups] == [0.25, 0.25]
+    assert isinstance(optimizer.param_groups[1]["lr"], torch.Tensor)  # in place: graphs may have recorded it
