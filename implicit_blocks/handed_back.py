@@ -42,12 +42,7 @@ def point_and_state(solver: Solver, returned: Any) -> tuple[Any, Any]:
         ContractError: it gave something else.
 
     """
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        said = (
-            f"update returned {_shown(returned)}; return two things, the next point and the state: z, state"
-        )
-        require(False, solver, "next point", said)
-    return returned  # type: ignore[no-any-return]  # a pair, of anything
+    return _pair(solver, returned, "next point", "update", "the next point and the state: z, state")
 
 
 def mixed_and_state(mixer: Mixer, returned: Any) -> tuple[Any, Any]:
@@ -57,12 +52,13 @@ def mixed_and_state(mixer: Mixer, returned: Any) -> tuple[Any, Any]:
         ContractError: it gave something else.
 
     """
+    return _pair(mixer, returned, "mixes a window", "advance", "the mixed window and the state after it")
+
+
+def _pair(part: Solver | Mixer, returned: Any, contract: str, method: str, what: str) -> tuple[Any, Any]:
     if not isinstance(returned, tuple) or len(returned) != 2:
-        said = (
-            f"advance returned {_shown(returned)}; return two things, the mixed window and the state after it"
-        )
-        require(False, mixer, "mixes a window", said)
-    return returned  # type: ignore[no-any-return]  # a pair, of anything
+        require(False, part, contract, f"{method} returned {_shown(returned)}; return two things, {what}")
+    return returned  # type: ignore[no-any-return]  # of anything
 
 
 def check_next_point(solver: Solver, proposed: Any, z_EF: Tensor) -> None:
