@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_blocks.driver import Search
 from implicit_blocks.gradients import Phantom
-from implicit_blocks.handed_back import check_solution
+from implicit_blocks.handed_back import check_solution, shape_and_type
 from implicit_blocks.interfaces import GradientEstimator, Map, Solution, Solver
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
@@ -178,7 +178,7 @@ def _check_start(leaves: list[Any]) -> None:
         raise ValueError(
             f"z0 holds {kinds or 'nothing'}; give a tensor, or a tuple, list or dict of tensors alone"
         )
-    told = [f"{tuple(leaf.shape)} of {str(leaf.dtype).removeprefix('torch.')}" for leaf in leaves]
+    told = [shape_and_type(leaf) for leaf in leaves]
     batches = {leaf.shape[:1] for leaf in leaves}
     if len(batches) > 1 or not all(leaf.numel() for leaf in leaves) or torch.Size() in batches:
         raise ValueError(

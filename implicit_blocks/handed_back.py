@@ -117,7 +117,10 @@ def check_mixed(mixer: Mixer, mixed: Any, z_BLD: Tensor) -> None:
         )
 
 
+def shape_and_type(tensor: Tensor) -> str:
+    """Return what messages say of a tensor: ``(2, 3) of float32``."""
+    return f"{tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')}"
+
+
 def _shown(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor {tuple(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
-    return f"a {type(value).__name__}"
+    return f"a tensor {shape_and_type(value)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

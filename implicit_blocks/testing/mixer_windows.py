@@ -233,7 +233,7 @@ def padded_documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             try:
                 mixed, _ = run(mixer, z, u, cuts, valid=valid, documents=packed)
             except (ValueError, NotImplementedError):
-                return
+                return  # documents, or padding between them, are refused
             for row in range(BATCH):
                 for document in packed[row, valid[row]].unique():
                     pick = slice(row, row + 1), valid[row] & (packed[row] == document)

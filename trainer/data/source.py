@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.contracts import require
+from implicit_blocks.handed_back import shape_and_type
 
 IGNORED = -100
 """The label of a position that is not scored."""
@@ -165,11 +166,8 @@ def take(source: DataSource, position: int, count: int) -> Batch:
 def _shown(batch: Any) -> str:
     if not isinstance(batch, Batch):
         return f"a {type(batch).__name__}"
-    tensors = {"inputs": batch.inputs, "labels": batch.labels}
-    said = (
-        f"{name} {tuple(t.shape)} of {str(t.dtype).removeprefix('torch.')}" for name, t in tensors.items()
-    )
-    return f"a Batch with {' and '.join(said)}"
+    inputs, labels = shape_and_type(batch.inputs), shape_and_type(batch.labels)
+    return f"a Batch with inputs {inputs} and labels {labels}"
 
 
 @dataclass(frozen=True, kw_only=True)

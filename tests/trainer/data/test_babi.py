@@ -122,36 +122,40 @@ def test_tasks_that_bAbI_has_not_are_refused(tasks, said):
         CatbAbISpec(tasks=tasks)
 
 
+def small_run(folder, *, max_steps, **sections):
+    """Return the spec of a run of an explicit layer on the stories, with further sections."""
+    return RunSpec.model_validate(
+        {
+            "model": {
+                "kind": "explicit_lm",
+                "vocab_size": source(folder).vocab_size,
+                "d_model": 16,
+                "n_layers": 1,
+                "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
+            },
+            "data": {"kind": "catbabi", "path": str(folder), "length": 16},
+            "training": {
+                "max_steps": max_steps,
+                "batch_size": 4,
+                "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
+                "schedule": {"kind": "warmup_linear"},
+                "threads": 1,
+            },
+            **sections,
+        }
+    )
+
+
 def test_a_phase_reads_some_tasks_and_shorter_rows_first(folder, tmp_path):
-    fields = {
-        "model": {
-            "kind": "explicit_lm",
-            "vocab_size": source(folder).vocab_size,
-            "d_model": 16,
-            "n_layers": 1,
-            "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
-        },
-        "data": {"kind": "catbabi", "path": str(folder), "length": 16},
-        "training": {
-            "max_steps": 4,
-            "batch_size": 4,
-            "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
-            "schedule": {"kind": "warmup_linear"},
-            "threads": 1,
-        },
-        "phases": [
-            {"name": "first", "until": 2, "data": {"tasks": [16], "length": 8}},
-            {"name": "all"},
-        ],
-    }
-    spec = RunSpec.model_validate(fields)
+    first = {"name": "first", "until": 2, "data": {"tasks": [16], "length": 8}}
+    spec = small_run(folder, max_steps=4, phases=[first, {"name": "all"}])
     assert [phase.data.tasks for phase in spec.phase_specs()] == [(16,), None]
     build_run(spec, output=tmp_path / "run", device="cpu").train()
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["tokens"] for row in rows] == [32, 64, 128, 192]
-    fields["phases"][0]["data"] = {"scoring": "all"}
+    first["data"] = {"scoring": "all"}
     with pytest.raises(ValueError, match="a phase can't change 'scoring' of data of kind 'catbabi'"):
-        RunSpec.model_validate(fields).phase_specs()
+        small_run(folder, max_steps=4, phases=[first, {"name": "all"}]).phase_specs()
 
 
 def test_sets_are_scored_by_task(folder):
@@ -225,26 +229,7 @@ def test_a_stand_in_gives_no_story_of_the_other_splits(folder):
 
 def test_a_run_trains_on_it_and_tells_accuracy_by_task(folder, tmp_path):
     size = source(folder).vocab_size
-    spec = RunSpec.model_validate(
-        {
-            "model": {
-                "kind": "explicit_lm",
-                "vocab_size": size,
-                "d_model": 16,
-                "n_layers": 1,
-                "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
-            },
-            "data": {"kind": "catbabi", "path": str(folder), "length": 16},
-            "training": {
-                "max_steps": 2,
-                "batch_size": 4,
-                "optimizer": {"kind": "adamw", "learning_rate": 1e-3},
-                "schedule": {"kind": "warmup_linear"},
-                "threads": 1,
-            },
-            "evaluation": {"sequences": 4, "batch_size": 4},
-        }
-    )
+    spec = small_run(folder, max_steps=2, evaluation={"sequences": 4, "batch_size": 4})
     run = build_run(spec, output=tmp_path / "run", device="cpu")
     summary = run.train()
     assert [one["set"] for one in summary["evaluation"]] == ["L16", *(f"qa{t}_L16" for t in TASKS)]
