@@ -372,7 +372,8 @@ class Mixer(nn.Module, ABC):
     and prefill, L windows of one token are decoding. ``forward`` may be called any number of times on a
     window, with any ``z``, and never changes the state; ``advance``, called once when the window's fixed
     point is known, also returns the state after it. A mixer is causal: a token's output depends on no later
-    token, nor on padding.
+    token, nor on padding, nor on other documents packed into its row, which ``prepare`` may refuse by a
+    ``ValueError``.
 
     A mixer is built as ``MyMixer(spec, d_model=…)`` and must build on the meta device; parameters of its own
     (beyond those of its submodules) are initialized in ``reset_parameters``.

@@ -6,6 +6,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
+from implicit_blocks.registry import build
 from implicit_blocks.specs.base import ComponentSpec, Spec
 from implicit_blocks.specs.errors import refusal
 
@@ -26,18 +27,22 @@ class SolverSpec(ComponentSpec):
     couples_tokens: ClassVar[bool] = False
     """Whether a step at one token depends on later tokens of the row: refused with scope `prefix`."""
 
-    def state_bytes(self, features: int, *, itemsize: int) -> int | None:
+    def state_bytes(self, features: int, *, itemsize: int) -> int:
         """Bytes that the solver keeps between steps for one element, beside the point itself.
+
+        What its ``init`` returns on the meta device: nothing that large is made, but torch is imported.
 
         Args:
             features: values of an element: tokens times width, or the width with scope `prefix`.
-            itemsize: bytes of a value, 4 for float32.
-
-        Returns:
-            None: not known (the default; override it so that memory can be estimated).
+            itemsize: bytes of a value, 2 (bfloat16), 4 or 8.
 
         """
-        return None
+        import torch
+        from torch.utils import _pytree as pytree
+
+        dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
+        state = build(self).init(torch.empty(1, features, dtype=dtype, device="meta"))
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves(state))
 
 
 class PicardSpec(SolverSpec):
@@ -50,10 +55,6 @@ class PicardSpec(SolverSpec):
     """Share of f(z) in the step; below 1 slows a contraction down and calms an oscillation."""
     undamped_first: bool = False
     """Take the first step in full, as the published unrolled training does."""
-
-    def state_bytes(self, features: int, *, itemsize: int) -> int:
-        """Count nothing, or a flag where the first step differs."""
-        return int(self.undamped_first and self.damping < 1)
 
 
 class PatientPicardSpec(SolverSpec):
@@ -68,10 +69,6 @@ class PatientPicardSpec(SolverSpec):
     """What the share is then multiplied by."""
     least: Damping = 0.25
     """Where it ends."""
-
-    def state_bytes(self, features: int, *, itemsize: int) -> int:
-        """Count the share, the lowest residual, and the iterations since."""
-        return 2 * max(itemsize, 4) + 8
 
     @model_validator(mode="after")
     def _falls(self) -> Self:
@@ -94,10 +91,6 @@ class AndersonSpec(SolverSpec):
     regularization: NonNegativeFloat = 1e-6
     """Added to the Gram matrix's diagonal, relative to its size."""
 
-    def state_bytes(self, features: int, *, itemsize: int) -> int:
-        """Count `memory` past points and their residuals, the last accepted point, and 3 numbers."""
-        return (2 * self.memory + 1) * features * itemsize + 8 + max(itemsize, 4) + 1
-
 
 class BroydenSpec(SolverSpec):
     """Broyden's method: Newton's step with an inverse Jacobian learned from the steps taken."""
@@ -107,10 +100,6 @@ class BroydenSpec(SolverSpec):
     kind: Literal["broyden"] = "broyden"
     memory: PositiveInt = 10
     """Rank-one terms of the inverse Jacobian that are kept; each costs two copies of the state."""
-
-    def state_bytes(self, features: int, *, itemsize: int) -> int:
-        """Count `memory` terms of two vectors, the last point and its value, and 4 numbers."""
-        return (2 * self.memory + 2) * features * itemsize + 8 + max(itemsize, 4) + 2
 
 
 class Stopping(Spec):

@@ -326,9 +326,9 @@ def differentiable(subject: Solver | SolverSpec) -> None:
 
 
 def memory_claim(subject: Solver | SolverSpec) -> None:
-    """Check that the state does not grow, and takes the bytes that the spec's ``state_bytes`` claims.
+    """Check that the state does not grow, and takes the bytes that the spec's ``state_bytes`` says.
 
-    A solver that comes without a spec makes no claim; that of its state's size is checked all the same.
+    That builds it on the meta device, where ``init`` must run, unless the spec overrides it.
     """
     solver = _built(subject)
     for features, dtype in ((FEATURES, torch.float64), (7, torch.float32), (FEATURES, torch.bfloat16)):
@@ -347,7 +347,7 @@ def memory_claim(subject: Solver | SolverSpec) -> None:
         if isinstance(subject, SolverSpec):
             claim = subject.state_bytes(features, itemsize=dtype.itemsize)
             require(
-                claim is not None and claim * ROWS == sizes[-1],
+                claim * ROWS == sizes[-1],
                 subject,
                 "memory claim",
                 f"state_bytes({features}, itemsize={dtype.itemsize}) says {claim}, "

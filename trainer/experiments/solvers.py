@@ -304,11 +304,10 @@ def compare(
     return rows
 
 
-def state_bytes(way: Way, scope: Scope, spec: ImplicitLMSpec, *, length: int) -> int | None:
+def state_bytes(way: Way, scope: Scope, spec: ImplicitLMSpec, *, length: int) -> int:
     """Return what the solver keeps for a token, in bytes, as its spec states it; float32."""
     tokens = 1 if scope == "prefix" else min(length, way.window_length or length)
-    stated = way.solver.state_bytes(tokens * spec.d_model, itemsize=4)
-    return None if stated is None else -(-stated // tokens)
+    return -(-way.solver.state_bytes(tokens * spec.d_model, itemsize=4) // tokens)
 
 
 # ------------------------------------------------------------------------------------------------- tables

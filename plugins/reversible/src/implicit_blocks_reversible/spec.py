@@ -34,10 +34,6 @@ class ReversibleSolverSpec(SolverSpec):
     damping: Damping = 0.5
     """Share of f in a step."""
 
-    def state_bytes(self, features: int, *, itemsize: int) -> int:
-        """Count two points in float64."""
-        return 2 * 8 * features
-
 
 class ReversibleGradientSpec(GradientSpec):
     """Differentiate `steps` reversible steps, undone in backward instead of remembered.
