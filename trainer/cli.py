@@ -9,38 +9,28 @@ be written; 75 stopped by SIGTERM or SIGUSR1, 130 by SIGINT (Ctrl-C): the run is
 from __future__ import annotations
 
 import argparse
-import errno
 import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from implicit_blocks.contracts import ContractError
 from implicit_blocks.specs import load_spec, spec_name
 from implicit_blocks.suggestions import without_torch
 from trainer.display import duration
-from trainer.errors import (
-    CallbackError,
-    DataError,
-    FailedRecordError,
-    FailedSaveError,
-    LostPeerError,
-    NonFiniteLossError,
-    PeerError,
+from trainer.errors import CallbackError, DataError, NonFiniteLossError
+from trainer.exit_codes import (
+    INTERRUPTED,
+    NOT_SAVED,
+    TO_BE_RESUMED,
+    code_of,
+    refuse,
+    short_of_memory,
 )
 from trainer.spec import RunSpec
 
 if TYPE_CHECKING:
     from trainer.run import Run
-
-LOST = 1
-REFUSED = 2
-NOT_FINITE = 3
-NOT_SAVED = 4
-TO_BE_RESUMED = 75
-"""What ``sysexits.h`` calls a temporary failure: ask again later."""
-INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -102,9 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             leave()  # when nothing of the run is left: what it made of the process group must go first
         return code
     except ModuleNotFoundError as error:
-        return _refuse(without_torch(error), REFUSED)
+        return refuse(without_torch(error))
     except KeyboardInterrupt:
-        return _refuse("stopped at once; the last checkpoint can be resumed by --resume", INTERRUPTED)
+        return refuse("stopped at once; the last checkpoint can be resumed by --resume", INTERRUPTED)
 
 
 def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
@@ -138,14 +128,19 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             command=command,
         )
     except (ValueError, OSError) as error:
-        return _refuse(str(error), REFUSED)
+        return refuse(str(error))
+    except Exception as error:
+        if (short := short_of_memory(error)) is None:
+            raise
+        return refuse(
+            f"out of memory before the first step ({short}); choose a smaller model, or divide it among "
+            "processes by training.parallel.kind=fsdp (--dry-run --ranks estimates what each takes)"
+        )
     return _train(run, stop_at=options.stop_at)
 
 
 def _train(run: Run, *, stop_at: int | None) -> int:
     """Train what has been built; say how it ended, and return the exit code for that."""
-    import torch
-
     ranks = run.ranks
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     others = "" if ranks.alone else f" and {ranks.world_size - 1} more ({run.manifest['layout']})"
@@ -155,28 +150,27 @@ def _train(run: Run, *, stop_at: int | None) -> int:
         run.display.say("nothing is evaluated: the data have no validation tokens")
     try:
         summary = run.train(stop_at=stop_at)
-    except (NonFiniteLossError, DataError, CallbackError) as error:
+    except Exception as error:
+        if (code := code_of(error)) is None:
+            raise
+        return refuse(_said(error, run), code)
+    return _ended(run, summary, stop_at=stop_at)
+
+
+def _said(error: Exception, run: Run) -> str:
+    """Say what ended a run, and what is left of it where the error doesn't."""
+    if isinstance(error, NonFiniteLossError | DataError | CallbackError):
         kept = run.loop.last_checkpoint
         where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
-        return _refuse(f"{error}; {where}", NOT_FINITE if isinstance(error, NonFiniteLossError) else REFUSED)
-    except LostPeerError as error:
-        return _refuse(str(error), LOST)
-    except (PeerError, ContractError) as error:
-        return _refuse(str(error), REFUSED)
-    except (FailedSaveError, FailedRecordError) as error:
-        return _refuse(str(error), NOT_SAVED)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise
-        return _refuse(f"{error}; make room and go on by --resume", NOT_SAVED)
-    except torch.OutOfMemoryError as error:
-        step, what = run.loop.progress.step + 1, str(error).partition(". GPU")[0]
-        return _refuse(
-            f"{run.manifest['device']} is out of memory at step {step} ({what}); "
-            "lower training.micro_batch_size or data.length (--dry-run estimates what a step takes)",
-            REFUSED,
+        return f"{error}; {where}"
+    if isinstance(error, OSError):
+        return f"{error}; make room and go on by --resume"
+    if (short := short_of_memory(error)) is not None:
+        return (
+            f"{run.manifest['device']} is out of memory at step {run.loop.progress.step + 1} ({short}); "
+            "lower training.micro_batch_size or data.length (--dry-run estimates what a step takes)"
         )
-    return _ended(run, summary, stop_at=stop_at)
+    return str(error)
 
 
 def _ended(run: Run, summary: dict[str, Any] | None, *, stop_at: int | None) -> int:
@@ -195,7 +189,7 @@ def _ended(run: Run, summary: dict[str, Any] | None, *, stop_at: int | None) -> 
     run.display.say(f"done in {duration(summary['seconds'])}: {', '.join(map(str, written))}")
     if run.loop.unsaved:
         kept = run.loop.last_checkpoint
-        return _refuse(
+        return refuse(
             f"the weights of step {summary['steps']} could not be saved and are lost; make room and go on "
             f"from {'the beginning' if kept is None else kept} by --resume --output {run.folder.path}",
             NOT_SAVED,
@@ -216,8 +210,3 @@ def _spec(options: argparse.Namespace) -> tuple[str, RunSpec]:
     if not isinstance(spec, RunSpec):
         raise ValueError(f"{source} is a spec of kind {spec.kind!r}; the trainer runs specs of kind 'run'")
     return name, spec
-
-
-def _refuse(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return code

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from implicit_blocks.suggestions import without_torch
 from trainer.errors import DataError
 from trainer.evaluation_tasks.tasks import build_tasks, find_specs, require_packages
+from trainer.exit_codes import INTERRUPTED, refuse, short_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from trainer.evaluation_tasks.scores import AskedTask, Scores
     from trainer.evaluation_tasks.subject import Subject
 
-REFUSED = 2
-INTERRUPTED = 130
 PAPER_TASKS = ("lambada", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
 _SETTINGS = ("limit", "batch_size", "tolerance", "max_length", "padding", "precision")
 
@@ -104,15 +103,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         job = _prepare(options)
     except ModuleNotFoundError as error:
-        return _refuse(without_torch(error), REFUSED)
+        return refuse(without_torch(error))
     except (ValueError, OSError) as error:
-        return _refuse(str(error), REFUSED)
+        return refuse(str(error))
     try:
         return _carry_out(job, options)
     except (DataError, OSError) as error:
-        return _refuse(str(error), REFUSED)
+        return refuse(str(error))
     except KeyboardInterrupt:
-        return _refuse("stopped; nothing was written", INTERRUPTED)
+        return refuse("stopped; nothing was written", INTERRUPTED)
+    except Exception as error:
+        if (short := short_of_memory(error)) is None:
+            raise
+        return refuse(
+            f"{job.device} is out of memory ({short}); lower --batch-size or take another --device"
+        )
 
 
 @dataclass(frozen=True)
@@ -162,8 +167,6 @@ def _prepare(options: argparse.Namespace) -> _Job:
 
 
 def _carry_out(job: _Job, options: argparse.Namespace) -> int:
-    import torch
-
     from implicit_blocks.devices import device_name
     from trainer.evaluation import evaluate
     from trainer.evaluation_tasks.record import Record
@@ -176,48 +179,44 @@ def _carry_out(job: _Job, options: argparse.Namespace) -> int:
     try:
         model = job.subject.load().to(job.device).eval()
     except ValueError as error:  # weights that are damaged, or of another model
-        return _refuse(str(error), REFUSED)
+        return refuse(str(error))
     say(f"{job.subject.name}: {job.subject.weights} on {device_name(job.device)}")
     found: list[Scores] = []
     lengths: list[EvaluationResult] = []
     budgets: Sequence[int | None] = options.self_iterations or (None,)
     search = {} if options.tolerance is None else {"tolerance": options.tolerance}
-    try:
-        if job.tasks:
-            from trainer.evaluation_tasks.harness import HarnessLM
-            from trainer.evaluation_tasks.scores import ask
-            from trainer.evaluation_tasks.subject import as_transformers
+    if job.tasks:
+        from trainer.evaluation_tasks.harness import HarnessLM
+        from trainer.evaluation_tasks.scores import ask
+        from trainer.evaluation_tasks.subject import as_transformers
 
-            lm = HarnessLM(
-                as_transformers(model),
-                job.tokenizer,
-                batch_size=options.batch_size,
-                padding=options.padding,
-                max_length=options.max_length or job.subject.length,
-                precision=options.precision,
-            )
-            found = ask(
-                lm,
-                job.tasks,
-                budgets=budgets,
-                search=search,
-                limit=options.limit,
-                announce=say,
-            )
-        for budget in budgets:
-            lengths += evaluate(
-                model,
-                job.sets if budget is None else [_at(given, budget) for given in job.sets],
-                device=job.device,
-                precision=options.precision,
-                batch_size=options.batch_size,
-                last_tokens=1,
-                search=search if budget is None else {**search, "max_iterations": budget},
-                announce=say,
-            )
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". GPU")[0]
-        return _refuse(f"{job.device} is out of memory ({reason}); lower --batch-size", REFUSED)
+        lm = HarnessLM(
+            as_transformers(model),
+            job.tokenizer,
+            batch_size=options.batch_size,
+            padding=options.padding,
+            max_length=options.max_length or job.subject.length,
+            precision=options.precision,
+        )
+        found = ask(
+            lm,
+            job.tasks,
+            budgets=budgets,
+            search=search,
+            limit=options.limit,
+            announce=say,
+        )
+    for budget in budgets:
+        lengths += evaluate(
+            model,
+            job.sets if budget is None else [_at(given, budget) for given in job.sets],
+            device=job.device,
+            precision=options.precision,
+            batch_size=options.batch_size,
+            last_tokens=1,
+            search=search if budget is None else {**search, "max_iterations": budget},
+            announce=say,
+        )
     settings = {name: getattr(options, name) for name in _SETTINGS}
     record = Record(subject=job.subject, settings=settings, tasks=job.tasks, scores=found, lengths=lengths)
     say(f"\n{record.text()}")
@@ -260,11 +259,6 @@ def _at(given: EvaluationSet, budget: int) -> EvaluationSet:
     """Return the set under the name and with the setting of so many self-iterations."""
     name = f"{given.name}, {budget} self-iteration{'s' if budget > 1 else ''}"
     return replace(given, name=name, settings={**given.settings, "self_iterations": budget})
-
-
-def _refuse(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return code
 
 
 def _positive(text: str) -> int:

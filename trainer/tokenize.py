@@ -19,10 +19,8 @@ from trainer.data.tokenizing.documents import Format, find_sources
 from trainer.data.tokenizing.job import Result
 from trainer.data.tokenizing.progress import Progress
 from trainer.data.tokenizing.tokenizers import Tokenizer
+from trainer.exit_codes import INTERRUPTED, refuse
 from trainer.files import write_atomically
-
-REFUSED = 2
-INTERRUPTED = 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -76,9 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             _tokenize(options, progress)
         return 0
     except (ValueError, OSError) as error:
-        return _refuse(str(error), REFUSED)
+        return refuse(str(error))
     except KeyboardInterrupt:
-        return _refuse("stopped; the same command goes on with the finished shards", INTERRUPTED)
+        return refuse("stopped; the same command goes on with the finished shards", INTERRUPTED)
 
 
 def _tokenize(options: argparse.Namespace, progress: Progress) -> None:
@@ -171,11 +169,6 @@ def _verify(folders: Sequence[str]) -> int:
             size = verify(part, again=True)
             print(f"{part}: {manifest['tokens']:,} tokens, {size:,} bytes as they were written")
     return 0
-
-
-def _refuse(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
-    return code
 
 
 if __name__ == "__main__":

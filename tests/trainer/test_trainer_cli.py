@@ -219,6 +219,11 @@ def test_a_device_without_enough_memory_is_named(
     assert code == 2
     assert "out of memory at step 1 (CUDA out of memory. Tried to allocate 86.00 MiB)" in err
     assert "lower training.micro_batch_size" in err
+    monkeypatch.setattr("trainer.run.build", full)
+    code, _, err = run(["--spec", S3, *TINY, "--output", str(tmp_path / "other"), "--device", "cpu"], capsys)
+    assert code == 2
+    assert "out of memory before the first step (CUDA out of memory. Tried to allocate 86.00 MiB)" in err
+    assert "training.parallel.kind=fsdp" in err
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-REFUSED = 2
-INTERRUPTED = 130
+from trainer.exit_codes import INTERRUPTED, refuse
+
 EXPERIMENTS = ("catbabi", "duality", "jacobian", "language", "solvers", "word-problem")
 """Each has a module in ``trainer.experiments.commands``: HELP, ``add_options`` and ``carry_out``."""
 _MAY_REPEAT = ("set", "dt")
@@ -55,15 +55,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text: str = _command(options.experiment).carry_out(folder, options)
     except KeyboardInterrupt:
         kept = f"go on by the same command with --output {folder}" if folder and folder.exists() else ""
-        print(f"error: stopped; {kept or 'nothing was written'}", file=sys.stderr)
-        return INTERRUPTED
+        return refuse(f"stopped; {kept or 'nothing was written'}", INTERRUPTED)
     except Exception as error:
         from trainer.experiments.failures import said
 
         if (found := said(error)) is None:
             raise
-        print(f"error: {found[0]}", file=sys.stderr)
-        return found[1]
+        return refuse(*found)
     print(text)
     return 0
 

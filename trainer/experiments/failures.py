@@ -5,60 +5,37 @@ Runs fail here as they do by ``python -m trainer``, and with its exit codes.
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import os
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from implicit_blocks.contracts import ContractError
 from implicit_blocks.specs.errors import explain
-from trainer.cli import LOST, NOT_FINITE, NOT_SAVED, REFUSED
-from trainer.errors import (
-    CallbackError,
-    FailedRecordError,
-    FailedSaveError,
-    LostPeerError,
-    NonFiniteLossError,
-    PeerError,
-)
-
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+from trainer.errors import NonFiniteLossError
+from trainer.exit_codes import NOT_SAVED, REFUSED, code_of, short_of_memory
 
 
 def said(error: Exception) -> tuple[str, int] | None:
     """Return what to say and the exit code; None for a mistake in the program, which keeps its traceback."""
-    match error:
-        case ValidationError():
-            return str(explain(error, {}, source="")), REFUSED
-        case NonFiniteLossError():
-            return f"{error}, by --set", NOT_FINITE
-        case FailedSaveError() | FailedRecordError():
-            return str(error), NOT_SAVED
-        case LostPeerError():
-            return str(error), LOST
-        case ValueError() | CallbackError() | PeerError() | ContractError():
-            return str(error), REFUSED
-        case OSError():
-            return _of_a_file(error)
-    # torch's own error is known by its name, so that torch isn't imported for it; its CPU has a plain one.
-    short = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
-    if short or isinstance(error, MemoryError):
-        what = str(error).partition(". GPU")[0]
-        return f"out of memory ({what}); lower training.micro_batch_size by --set, or the lengths", REFUSED
-    return None
+    code = code_of(error)
+    if code is None and isinstance(error, ValueError | OSError):  # requests are checked all along
+        code = REFUSED
+    return None if code is None else (_words(error, code), code)
 
 
-def _of_a_file(error: OSError) -> tuple[str, int]:
-    if error.errno in _FULL:
-        return (
-            f"{error.filename or 'the disk'}: {error.strerror}; make room, and give the same command",
-            NOT_SAVED,
-        )
-    if error.filename is None:
-        return str(error), REFUSED
-    return f"{error.filename}: {error.strerror}; check the path, and what may be done there", REFUSED
+def _words(error: Exception, code: int) -> str:
+    if isinstance(error, ValidationError):
+        return str(explain(error, {}, source=""))
+    if isinstance(error, NonFiniteLossError):
+        return f"{error}, by --set"
+    if isinstance(error, OSError) and code == NOT_SAVED:
+        return f"{error.filename or 'the disk'}: {error.strerror}; make room, and give the same command"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; check the path, and what may be done there"
+    if (short := short_of_memory(error)) is not None:
+        return f"out of memory ({short}); lower training.micro_batch_size by --set, or the lengths"
+    return str(error)
 
 
 def require_drawing() -> None:

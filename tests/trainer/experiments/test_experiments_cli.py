@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from trainer.errors import FailedSaveError, NonFiniteLossError
+from trainer.exit_codes import INTERRUPTED
 from trainer.experiments import cli
 from trainer.experiments.commands import jacobian
 
@@ -24,7 +25,7 @@ def test_an_interrupted_command_says_how_to_go_on(
 
     monkeypatch.setattr(jacobian, "carry_out", stopped)
     folder = tmp_path / "out"
-    assert cli.main(["jacobian", "--output", str(folder)]) == cli.INTERRUPTED
+    assert cli.main(["jacobian", "--output", str(folder)]) == INTERRUPTED
     said = f"go on by the same command with --output {folder}" if began else "nothing was written"
     assert capsys.readouterr().err == f"error: stopped; {said}\n"
 
@@ -47,11 +48,21 @@ FULL = FailedSaveError(step=3, reason="No space left on device", kept=None)
         (NOT_FINITE, 3, "lengthen training.schedule.warmup, by --set"),
         (FULL, 4, "could not be saved (No space left on device)"),
         (OSError(errno.ENOSPC, "No space left on device", "out/a.json"), 4, "out/a.json: No space left"),
+        (OSError(errno.EROFS, "Read-only file system", "out/a.json"), 4, "out/a.json: Read-only file system"),
         (PermissionError(errno.EACCES, "Permission denied", "out"), 2, "out: Permission denied; check"),
         (MemoryError("Unable to allocate 23.8 GiB"), 2, "out of memory (Unable to allocate 23.8 GiB); lower"),
         (torch.OutOfMemoryError("CUDA out of memory. GPU 0 has"), 2, "lower training.micro_batch_size"),
     ],
-    ids=["asked", "not-finite", "not-saved", "full-disk", "not-permitted", "host-memory", "memory"],
+    ids=[
+        "asked",
+        "not-finite",
+        "not-saved",
+        "full-disk",
+        "read-only",
+        "not-permitted",
+        "host-memory",
+        "memory",
+    ],
 )
 def test_what_ends_an_experiment_is_said_in_a_sentence(
     error: Exception,
