@@ -37,6 +37,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
 
 
+def counted(number: int, what: str) -> str:
+    """Return a number of things: ``1 document``, ``2,000 documents``."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+
+
 def magnitude(value: float) -> str:
     """Return a count as ``950``, ``12.3k`` or ``4.5M``."""
     for limit, divisor, suffix in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "B")):

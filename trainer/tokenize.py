@@ -19,6 +19,7 @@ from trainer.data.tokenizing.documents import Format, find_sources
 from trainer.data.tokenizing.job import Result
 from trainer.data.tokenizing.progress import Progress
 from trainer.data.tokenizing.tokenizers import Tokenizer
+from trainer.display import counted
 from trainer.exit_codes import INTERRUPTED, refuse
 from trainer.files import write_atomically
 
@@ -99,9 +100,8 @@ def _tokenize(options: argparse.Namespace, progress: Progress) -> None:
     )
     results = tokenize(job, say=progress.say, report=progress.report)
     for result in results:
-        shards = f"{result.shards} {'shard' if result.shards == 1 else 'shards'}"
-        count = f"{result.documents:,} {'document' if result.documents == 1 else 'documents'}"
-        progress.say(f"{result.folder}: {result.tokens:,} tokens, {count}, {shards}")
+        shards = f"{counted(result.documents, 'document')}, {counted(result.shards, 'shard')}"
+        progress.say(f"{result.folder}: {counted(result.tokens, 'token')}, {shards}")
     _say_of_separator(job, results, progress)
     progress.say(f"vocabulary {job.tokenizer.vocab_size:,}, {job.dtype}")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainer import metrics
-from trainer.display import PlainDisplay, RichDisplay, duration, magnitude
+from trainer.display import PlainDisplay, RichDisplay, counted, duration, magnitude
 from trainer.metrics import MetricsFile, json_value, read_metrics, rounded
 from trainer.report import RunRecord, _draw_loss, draw, main, read_run, smoothed
 from trainer.run_folder import differences
@@ -78,6 +78,7 @@ def test_differences_name_paths_and_both_values() -> None:
 
 def test_numbers_are_shown_for_people() -> None:
     assert [duration(s) for s in (5, 65, 7265)] == ["5s", "1m05s", "2h01m"]
+    assert [counted(n, "shard") for n in (0, 1, 2000)] == ["0 shards", "1 shard", "2,000 shards"]
     assert [magnitude(n) for n in (950, 12_345, 4.5e6, 2.07e11)] == ["950", "12.3k", "4.5M", "207.0B"]
     assert smoothed([1.0, 1.0, 1.0]) == [1.0, 1.0, 1.0]
     assert smoothed([0.0, 3.0, 6.0], share=0.7) == [1.5, 3.0, 4.5]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainer.data.token_folder import (
@@ -12,6 +11,7 @@ from trainer.data.token_folder import (
     open_tokens,
     validation_folder,
 )
+from trainer.display import counted
 
 if TYPE_CHECKING:
     from trainer.specs.data import StreamSpec, TokensSpec
@@ -78,13 +78,6 @@ def check_vocabulary(needed: int, vocab_size: int | None, *, what: str) -> None:
 
 
 def _amount(tokens: TokenFolder) -> str:
-    documents = (
-        ""
-        if tokens.documents is None
-        else f", {tokens.documents:,} {'document' if tokens.documents == 1 else 'documents'}"
-    )
-    return f"{tokens.tokens:,} tokens{documents} in {_files(tokens.shards)} of {tokens.path}"
-
-
-def _files(shards: Sequence[object]) -> str:
-    return f"{len(shards)} {'file' if len(shards) == 1 else 'files'}"
+    documents = "" if tokens.documents is None else f", {counted(tokens.documents, 'document')}"
+    files = counted(len(tokens.shards), "file")
+    return f"{counted(tokens.tokens, 'token')}{documents} in {files} of {tokens.path}"

@@ -19,6 +19,7 @@ from trainer.data.tokenizing.pieces import Piece
 from trainer.data.tokenizing.shards import Dtype, ShardWriter
 from trainer.data.tokenizing.tokenizers import FileTokenizer, Tokenizer
 from trainer.data.tokenizing.workers import Encode, Task, encoders
+from trainer.display import counted
 from trainer.files import write_atomically, write_json
 from trainer.folder_lock import LOCK, FolderLock, LockedError
 
@@ -155,7 +156,7 @@ def _convert(
     }
     kept = sum(len(writer.finished) for writer in writers.values())
     if kept:
-        say(f"{kept} finished {'shard' if kept == 1 else 'shards'} in {job.output} kept")
+        say(f"{counted(kept, 'finished shard')} in {job.output} kept")
     share = 0.0
 
     def read(now: float) -> None:
