@@ -27,6 +27,7 @@ from report import machine, write
 from implicit_blocks.devices import choose_device
 from trainer.data.word_problem import build as build_data
 from trainer.evaluation import evaluate
+from trainer.experiments.run_options import require_once
 from trainer.experiments.runs import Finished, load_model, train
 from trainer.experiments.word_problem_specs import IMPLICIT, varied
 from trainer.spec import RunSpec
@@ -91,6 +92,9 @@ def main() -> int:
 
 def carry_out(options: argparse.Namespace) -> None:
     """Do what was asked, all of which is checked first: a recipe begins after minutes of the one before."""
+    for name in ("groups", "models", "layers", "learning_rates", "seeds"):
+        require_once(f"--{name.replace('_', '-')}", getattr(options, name))
+    require_once("--spec with --then", (options.spec, *options.then))
     asked = [
         Asked(group, model, layers, rate, seed)
         for group, model, rate, seed in itertools.product(

@@ -115,9 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if (short := short_of_memory(error)) is None:
             raise
-        return refuse(
-            f"{job.device} is out of memory ({short}); lower --batch-size or take another --device"
-        )
+        return refuse(f"{job.device} is out of memory ({short}); lower --batch-size or take another --device")
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,9 @@ def test_a_run_is_gone_on_with_by_other_recipes(
         ("--models implicit-mamba2 mamba", "model 'mamba' is not known"),
         ("--models mamba2 --learning-rates 1e-3 -1", "should be greater than 0; got -1.0"),
         ("--then word_problem_a5_mixed data.group=S5", "unknown key 'group'"),
+        ("--seeds 0 1 0", "--seeds has 0 2 times; give each value once"),
+        ("--learning-rates 1e-3 0.001", "--learning-rates has 0.001 2 times"),
+        ("--then word_problem_a5", "--spec with --then has word_problem_a5 2 times"),
     ],
 )
 def test_what_comes_last_is_checked_first(

@@ -15,11 +15,12 @@ from pathlib import Path
 from types import ModuleType
 
 from trainer.exit_codes import INTERRUPTED, refuse
+from trainer.experiments.run_options import require_once
 
 EXPERIMENTS = ("catbabi", "duality", "jacobian", "language", "solvers", "word-problem")
 """Each has a module in ``trainer.experiments.commands``: HELP, ``add_options`` and ``carry_out``."""
-_MAY_REPEAT = ("set", "dt")
-"""Lists that add up when given again, or whose values may be equal."""
+_ADD_UP, _MAY_BE_EQUAL = ("set", "explicit_set"), ("dt",)
+"""Lists that add up when given again; whose values may be equal."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -31,7 +32,8 @@ def parser() -> argparse.ArgumentParser:
     for name in EXPERIMENTS:
         module = _command(name)
         description = f"{module.HELP[0].upper()}{module.HELP[1:]}."
-        command = commands.add_parser(name, help=module.HELP, description=description)
+        # Without abbreviations: --seed 0 --seeds 1 would lose the first of them unseen.
+        command = commands.add_parser(name, help=module.HELP, description=description, allow_abbrev=False)
         module.add_options(command)
         command.add_argument(
             "--output", type=Path, metavar="DIR", help="folder to write (experiments/<name>-<time>)"
@@ -76,13 +78,12 @@ def _require_once(given: Sequence[str], options: argparse.Namespace) -> None:
     names = Counter(word.partition("=")[0] for word in given if word.startswith("--"))
     for key, values in vars(options).items():
         name = f"--{key.replace('_', '-')}"
-        if not isinstance(values, list) or key in _MAY_REPEAT:
+        if not isinstance(values, list) or key in _ADD_UP:
             continue
         if names[name] > 1:
             raise ValueError(f"{name} is given {names[name]} times; give it once, with all its values behind")
-        for value, times in Counter(values).items():
-            if times > 1:
-                raise ValueError(f"{name} has {value} {times} times; give each value once")
+        if key not in _MAY_BE_EQUAL:
+            require_once(name, values)
 
 
 def _command(name: str) -> ModuleType:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 
 def add_device(made: argparse.ArgumentParser) -> None:
@@ -39,6 +40,18 @@ def refuse_taken(changes: Iterable[str], taken: Mapping[str, str]) -> None:
         key = change.partition("=")[0].strip()
         if key in taken:
             raise ValueError(f"--set {change} is said by {taken[key]} here; give it there")
+
+
+def require_once(name: str, values: Sequence[Any]) -> None:
+    """Refuse a value that is given again in its list: it would be counted twice.
+
+    Raises:
+        ValueError: names the list and the value.
+
+    """
+    for value in values:
+        if (times := values.count(value)) > 1:
+            raise ValueError(f"{name} has {value} {times} times; give each value once")
 
 
 def add_run_options(made: argparse.ArgumentParser) -> None:

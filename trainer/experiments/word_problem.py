@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data import groups as algebra
-from trainer.experiments.run_options import refuse_taken
+from trainer.experiments.run_options import refuse_taken, require_once
 from trainer.experiments.word_problem_specs import require_model
 
 
@@ -64,9 +64,7 @@ class Settings:
             given = getattr(self, name)
             if not given:
                 raise ValueError(f"{name} are none; give one or more")
-            if len(set(given)) < len(given):
-                twice = next(value for value in given if given.count(value) > 1)
-                raise ValueError(f"{name}: {twice} is given twice; give each once")
+            require_once(name, given)
         for name in ("layers", "lengths", "iterations", "test_lengths"):
             for value in getattr(self, name):
                 if value < 1:

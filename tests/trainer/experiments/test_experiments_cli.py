@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 from trainer.errors import FailedSaveError, NonFiniteLossError
 from trainer.exit_codes import INTERRUPTED
 from trainer.experiments import cli
-from trainer.experiments.commands import jacobian
+from trainer.experiments.commands import jacobian, language
 
 
 @pytest.mark.parametrize("began", [False, True], ids=["nothing-yet", "runs-to-go-on-with"])
@@ -35,6 +36,22 @@ def test_changes_are_asked_for_alike_by_all_that_train() -> None:
     for name, more in needed.items():
         options = cli.parser().parse_args([name, *more, "--set", "a=1", "b=2", "--set", "c=3"])
         assert options.set == ["a=1", "b=2", "c=3"]
+
+
+def test_changes_of_explicit_twins_add_up_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[argparse.Namespace] = []
+    monkeypatch.setattr(language, "carry_out", lambda folder, options: asked.append(options) or "")
+    given = ["language", "--data", "x", "--explicit-set", "a=1", "--explicit-set", "b=2"]
+    assert cli.main([*given, "--output", str(tmp_path / "out")]) == 0
+    assert asked[0].explicit_set == ["a=1", "b=2"]
+
+
+def test_options_are_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["word-problem", "--seed", "0", "--seeds", "1"])
+    assert "unrecognized arguments: --seed 0" in capsys.readouterr().err
 
 
 NOT_FINITE = NonFiniteLossError(step=2, phase="free", quantity="loss", value=float("nan"), samples=(0, 8))
@@ -99,6 +116,10 @@ def test_a_mistake_in_the_program_keeps_its_traceback(
         (["duality", "--checkpoint", "x", "--tolerances", "0.05", "5e-2"], "--tolerances has 0.05 2 times"),
         (["word-problem", "--seeds", "0", "1", "0"], "--seeds has 0 2 times; give each value once"),
         (["word-problem", "--seeds", "0", "--seeds=1"], "--seeds is given 2 times; give it once, with all"),
+        (
+            ["jacobian", "--dt", "0.1", "0.1", "--dt", "1", "1"],
+            "--dt is given 2 times; give it once, with all",
+        ),
     ],
 )
 def test_nothing_is_counted_twice_or_lost(
