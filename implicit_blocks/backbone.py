@@ -196,35 +196,27 @@ class BoundMap:
         return self._cut(taken, self.window.length, states)
 
     def _cut(self, first: int, stop: int, states: tuple[State, ...]) -> BoundMap:
-        window = self.window.cut(first, stop)
-
-        def context(block: Block, whole: BlockContext) -> BlockContext:
-            masks: Any = None if whole.masks is None else tuple(mask[:, first:stop] for mask in whole.masks)
-            return BlockContext(block.mixer.prepare(window), masks)
-
-        return replace(
-            self,
-            window=window,
-            u_BLU=self.u_BLU if self.u_BLU is None or self.by_row else self.u_BLU[:, first:stop],
-            states=states,
-            contexts=tuple(map(context, self.backbone.blocks(), self.contexts)),
-        )
+        return self._part(self.window.cut(first, stop), states, lambda of_all: of_all[:, first:stop])
 
     def select_rows(self, rows: Tensor) -> BoundMap:
         """Return the map of these rows, (R,) int64 indices."""
-        window = self.window.select_rows(rows)
+        of_blocks = zip(self.backbone.blocks(), self.states, strict=True)
+        states = tuple(block.mixer.select_rows(state, rows) for block, state in of_blocks)
+        return self._part(self.window.select_rows(rows), states, lambda of_all: of_all[rows])
+
+    def _part(self, window: Window, states: tuple[State, ...], take: Callable[[Tensor], Tensor]) -> BoundMap:
+        """Return the map of a part of the window, given its states; ``take`` cuts it from (B, L, …)."""
 
         def context(block: Block, whole: BlockContext) -> BlockContext:
-            masks: Any = None if whole.masks is None else tuple(mask[rows] for mask in whole.masks)
+            masks: Any = None if whole.masks is None else tuple(map(take, whole.masks))
             return BlockContext(block.mixer.prepare(window), masks)
 
-        blocks = self.backbone.blocks()
         return replace(
             self,
             window=window,
-            u_BLU=self.u_BLU if self.u_BLU is None or self.by_row else self.u_BLU[rows],
-            states=tuple(b.mixer.select_rows(s, rows) for b, s in zip(blocks, self.states, strict=True)),
-            contexts=tuple(context(b, c) for b, c in zip(blocks, self.contexts, strict=True)),
+            u_BLU=self.u_BLU if self.u_BLU is None or self.by_row else take(self.u_BLU),
+            states=states,
+            contexts=tuple(map(context, self.backbone.blocks(), self.contexts)),
         )
 
 

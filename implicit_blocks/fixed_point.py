@@ -163,7 +163,7 @@ class FixedPoint(nn.Module):
 
         start = torch.cat([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], dim=1)
         solution = self._solve(lambda z: _in_type_of(z, pack(self.f(unpack(z), x))), start, trace)
-        return solution.with_value(unpack(solution.z), adjoint=solution.adjoint)
+        return solution.with_value(unpack(solution.z))
 
 
 def _check_start(leaves: list[Any]) -> None:

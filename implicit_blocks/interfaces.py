@@ -168,8 +168,8 @@ class Solution:
         )
 
     def with_value(self, z: Tensor, *, adjoint: Adjoint | None = None) -> Solution:
-        """Return the same report with another ``z`` (B, …): what a gradient estimator made of it."""
-        return replace(self, z=z, adjoint=adjoint)
+        """Return the same report with another ``z`` (B, …); its adjoint is kept, unless another is given."""
+        return replace(self, z=z, adjoint=adjoint or self.adjoint)
 
     def __repr__(self) -> str:
         """Say in a line how the search went: what a prompt or a notebook shows; the numbers are fields."""

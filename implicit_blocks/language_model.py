@@ -207,12 +207,11 @@ class LanguageModel(nn.Module, ABC):
             z, solution = self.solve_window(f, start, search=search, trace=trace)
             z, state = self._finish(f, z, state, commit=commit)
             outputs.append(z)
-            solutions.append(
-                solution if solution is None else solution.with_value(z, adjoint=solution.adjoint)
-            )
+            if solution is not None:
+                solutions.append(solution.with_value(z))
         return Encoded(
             outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1),
-            Solution.concatenate([s for s in solutions if s is not None]) if solutions[0] else None,
+            Solution.concatenate(solutions) if solutions else None,
             state if return_state else None,
         )
 

@@ -83,9 +83,9 @@ class ImplicitLM(LanguageModel):
     def how_to_search(self, options: SearchOptions) -> tuple[Solver, Stopping] | None:
         """Return those of training, or of evaluation."""
         solver = self.solver if self.training else self.evaluation_solver
-        if options.changes_solver:
-            of_spec = self.spec.solver if self.training else self.spec.at_evaluation.solver
-            solver = build(options.solver(of_spec))
+        of_spec = self.spec.solver if self.training else self.spec.at_evaluation.solver
+        if (changed := options.solver(of_spec)) is not of_spec:
+            solver = build(changed)
         return solver, options.stopping(self.stopping if self.training else self.evaluation_stopping)
 
     def solve_window(

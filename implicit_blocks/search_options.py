@@ -46,11 +46,6 @@ class SearchOptions:
         """Return the knobs' names, those of the parameters of ``forward`` and ``generate``."""
         return tuple(field.name for field in fields(cls))
 
-    @property
-    def changes_solver(self) -> bool:
-        """Whether the solver is another than the spec's."""
-        return self.damping is not None
-
     def solver(self, spec: SolverSpec) -> SolverSpec:
         """Return the solver's spec with these options.
 

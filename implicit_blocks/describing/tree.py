@@ -14,8 +14,6 @@ from typing import Any
 from implicit_blocks import registry
 from implicit_blocks.specs import ImplicitLMSpec, LanguageModelSpec, MixerSpec, MLPSpec, ModelSpec
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Node:

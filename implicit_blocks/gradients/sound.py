@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from implicit_blocks.host_reader import HostReader
 from implicit_blocks.interfaces import Map, RowMap, Solution
 
 
@@ -22,7 +23,7 @@ def sound_rows(f: Map, z0: Tensor, solution: Solution) -> tuple[Map, Tensor | No
     ``with_diverged``. The map itself and None where no row has diverged, or where all have.
     """
     diverged = solution.diverged
-    if not _read(diverged.any() & ~diverged.all()):
+    if not HostReader().read(diverged.any() & ~diverged.all()):
         return f, None
     own = torch.arange(diverged.numel(), device=diverged.device)
     if not isinstance(f, RowMap):
@@ -42,15 +43,3 @@ def _standing_still(f: Map, z0: Tensor, solution: Solution) -> Map:
 def with_diverged(value: Tensor, kept: Tensor, solution: Solution) -> Tensor:
     """Return ``value`` (B, …) with what ``kept`` has in the rows that have diverged."""
     return torch.where(solution.diverged.view(-1, *[1] * (value.ndim - 1)), kept.detach(), value)
-
-
-def _read(flag: Tensor) -> bool:
-    if not flag.is_cuda:
-        return bool(flag)
-    # A copy and an event rather than bool, which would wait for whatever else the device is given.
-    here = torch.empty(flag.shape, dtype=flag.dtype, pin_memory=True)
-    here.copy_(flag, non_blocking=True)
-    arrived = torch.cuda.Event()
-    arrived.record()
-    arrived.synchronize()
-    return bool(here)

@@ -161,8 +161,7 @@ class Mamba2(Mixer):
         """Mix the window."""
         if (fused := self._fused(z_BLD, u_BLU, context, return_state=False)) is not None:
             return fused[0]
-        z_BLD, u_BLU = moved(z_BLD, context.order_BL), moved(u_BLU, context.order_BL)
-        gate, conv_in, dt = self._project(self.in_proj(z_BLD), u_BLU, context)
+        gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
         y, _ = self._scan(gate, conv_in, dt, state, context, return_final_state=False)
         return moved(y, context.places_BL)
 
@@ -180,8 +179,7 @@ class Mamba2(Mixer):
                 rows = context.u_rows_BL
                 last = last + (u_BLU[:, late] if rows is None else u_BLU[rows[:, late]])[..., convolved]
             return out, Mamba2State(last.clone(), h_after)
-        z_BLD, u_BLU = moved(z_BLD, context.order_BL), moved(u_BLU, context.order_BL)
-        gate, conv_in, dt = self._project(self.in_proj(z_BLD), u_BLU, context)
+        gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
         y, h = self._scan(gate, conv_in, dt, state, context, return_final_state=True)
         assert h is not None
         if context.last_taps_BW is None:
@@ -247,10 +245,10 @@ class Mamba2(Mixer):
             self.norm.eps,
         )
 
-    def _project(
-        self, projected: Tensor, u: Tensor | None, context: Mamba2Context
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gate, what goes into the convolution, and dt; padding feeds nothing in."""
+    def _project(self, z: Tensor, u: Tensor | None, context: Mamba2Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gate, input of the convolution and dt, the real tokens first; padding feeds nothing in."""
+        z, u = moved(z, context.order_BL), moved(u, context.order_BL)
+        projected: Tensor = self.in_proj(z)
         if u is not None:
             projected = projected + (u if context.u_rows_BL is None else F.embedding(context.u_rows_BL, u))
         gate, conv_in, dt = projected.split((self.d_inner, self.conv_width, self.n_heads), dim=-1)
