@@ -13,6 +13,7 @@ from typing import Any
 
 from implicit_blocks import registry
 from implicit_blocks.specs import ImplicitLMSpec, LanguageModelSpec, MixerSpec, MLPSpec, ModelSpec
+from implicit_blocks.specs.layers import is_weight_normed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +140,7 @@ def _injection_width(spec: LanguageModelSpec) -> int:
 
 
 def _parameter(name: str, shape: tuple[int, ...], *, normed: bool) -> Node:
-    # As `add_weight_norm` chooses: what is called weight and is no vector.
-    matrix = name.rpartition(".")[2] == "weight" and len(shape) >= 2
-    return Node(name=name, shape=shape, gains=shape[0] if normed and matrix else 0)
+    return Node(name=name, shape=shape, gains=shape[0] if normed and is_weight_normed(name, shape) else 0)
 
 
 # ------------------------------------------------------------------------------------ what must be built

@@ -1,7 +1,7 @@
 """Sizes and costs of a language model, from its spec alone: nothing is built.
 
 A number that some component's spec doesn't tell is None, "not known", and so is every sum that it enters.
-Mixers and MLPs tell theirs by `parameter_count`, `flops_per_token` and `injection_width`, gradients by
+Mixers and MLPs tell theirs by `parameter_shapes`, `flops_per_token` and `injection_width`, gradients by
 `forward_equivalents`.
 """
 

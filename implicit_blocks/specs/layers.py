@@ -6,6 +6,7 @@ answer None, "not known"; a third party that overrides them makes its component 
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
@@ -35,13 +36,17 @@ class _LayerPartSpec(ComponentSpec):
         """
         return None
 
-    def parameter_count(self, d_model: int) -> Parameters | None:
-        """Parameters of one such component, without the norm before it. None: not known."""
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]] | None:
+        """Shapes of the parameters of one such component by their names when built. None: not known."""
         return None
 
-    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]] | None:
-        """Shapes of those parameters, by the names in the built module. None: not known."""
-        return None
+    def parameter_count(self, d_model: int) -> Parameters | None:
+        """Count those parameters; to be overridden where the shapes are not told. None: not known."""
+        shapes = self.parameter_shapes(d_model)
+        if shapes is None:
+            return None
+        rows = sum(shape[0] for name, shape in shapes.items() if is_weight_normed(name, shape))
+        return Parameters(sum(map(math.prod, shapes.values())), rows)
 
     def headline(self, d_model: int) -> str:
         """Say the main sizes in a few words; by default the fields that differ from their defaults."""
@@ -153,18 +158,8 @@ class Mamba2Spec(MixerSpec):
         d_inner = self.expand * d_model
         return 2 * d_inner + 2 * self.n_groups * self.d_state + d_inner // self.head_dim
 
-    def parameter_count(self, d_model: int) -> Parameters:
-        """Count in_proj, convolution, A, D and dt_bias for each head, gated norm, out_proj, biases."""
-        d_inner = self.expand * d_model
-        projected, convolved = self.injection_width(d_model), d_inner + 2 * self.n_groups * self.d_state
-        heads = d_inner // self.head_dim
-        convolution = convolved * (self.d_conv + self.conv_bias)
-        biases = (projected + d_model) * self.bias
-        weights = projected * d_model + convolution + 3 * heads + d_inner + d_model * d_inner + biases
-        return Parameters(weights, projected + convolved + d_model)
-
     def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
-        """List what `parameter_count` counts."""
+        """List A, dt_bias and D of each head, in_proj, convolution, gated norm, out_proj."""
         d_inner = self.expand * d_model
         projected, convolved = self.injection_width(d_model), d_inner + 2 * self.n_groups * self.d_state
         heads = (d_inner // self.head_dim,)
@@ -278,14 +273,8 @@ class AttentionSpec(MixerSpec):
         """Count queries, keys and values."""
         return (self.n_heads + 2 * (self.n_kv_heads or self.n_heads)) * self.head_width(d_model)
 
-    def parameter_count(self, d_model: int) -> Parameters:
-        """Count the projections of q, k and v, and out."""
-        projected, attended = self.injection_width(d_model), self.n_heads * self.head_width(d_model)
-        rows = projected + d_model
-        return Parameters((projected + attended) * d_model + rows * self.bias, rows)
-
     def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
-        """List what `parameter_count` counts."""
+        """List the projections of q, k and v, and out."""
         attended = self.n_heads * self.head_width(d_model)
         projected = _linear("in_proj", self.injection_width(d_model), d_model, bias=self.bias)
         return projected | _linear("out_proj", d_model, attended, bias=self.bias)
@@ -314,11 +303,6 @@ class SwiGLUSpec(MLPSpec):
     bias: bool = False
     """Whether the three layers have biases."""
 
-    def parameter_count(self, d_model: int) -> Parameters:
-        """Count three matrices."""
-        rows = 2 * self.d_hidden + d_model
-        return Parameters(3 * d_model * self.d_hidden + rows * self.bias, rows)
-
     def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
         """List three matrices."""
         shapes = _linear("gate_proj", self.d_hidden, d_model, bias=self.bias)
@@ -332,6 +316,11 @@ class SwiGLUSpec(MLPSpec):
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count three matrix products."""
         return float(6 * d_model * self.d_hidden)
+
+
+def is_weight_normed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether weight norm is put on a parameter: what is called weight and is no vector."""
+    return name.rpartition(".")[2] == "weight" and len(shape) >= 2
 
 
 def _linear(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, tuple[int, ...]]:

@@ -30,7 +30,7 @@ class ParallelSpec(MixerSpec):
         return total(mixer.injection_width(d_model) for mixer in self.mixers)
 
     def parameter_count(self, d_model: int) -> Parameters | None:
-        """Add up the mixers'."""
+        """Add up the mixers', some of which may tell no shapes."""
         counts = [mixer.parameter_count(d_model) for mixer in self.mixers]
         weights = total(count and count.weights for count in counts)
         rows = total(count and count.weight_normed_rows for count in counts)

@@ -150,9 +150,17 @@ def injection_width(spec: MixerSpec, d_model: int = D_MODEL) -> None:
 
 
 def costs(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that the spec counts the parameters as they are built, where it counts them at all."""
+    """Check that the spec lists and counts the parameters as they are built, where it tells them at all."""
     with torch.device("meta"):
         mixer: Mixer = build(spec, d_model=d_model)
+    listed = spec.parameter_shapes(d_model)
+    built = {name: tuple(parameter.shape) for name, parameter in mixer.named_parameters()}
+    require(
+        listed is None or listed == built,
+        mixer,
+        "costs",
+        f"parameter_shapes({d_model}) says {listed}; built are {built}",
+    )
     weights = sum(parameter.numel() for parameter in mixer.parameters())
     add_weight_norm(mixer)
     gains = sum(parameter.numel() for parameter in mixer.parameters()) - weights

@@ -33,6 +33,9 @@ class FaultySpec(ib.MixerSpec):
     def injection_width(self, d_model: int) -> int:
         return d_model + (self.fault == "width")
 
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]] | None:
+        return {"wrong": (d_model,)} if self.fault == "shapes" else None
+
     def parameter_count(self, d_model: int) -> Parameters:
         return Parameters(2 * d_model * d_model + d_model + (self.fault == "count"), 2 * d_model)
 
@@ -206,6 +209,7 @@ BREAKS = {
     "width": ("injection_width", "injection width", "the spec says 17"),
     "biased injection": ("injection_width", "injection width", "zeros differs from none"),
     "no injection": ("injection_width", "injection width", "sees no tokens"),
+    "shapes": ("costs", "costs", "parameter_shapes"),
     "count": ("costs", "costs", "parameter_count"),
     "operations": ("costs", "costs", "flops_per_token"),
 }

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from implicit_blocks.specs import AttentionSpec, MixerSpec, Parameters
+from implicit_blocks.specs import AttentionSpec, MixerSpec
 
 
 class SlidingWindowAttentionSpec(MixerSpec):
@@ -40,9 +40,9 @@ class SlidingWindowAttentionSpec(MixerSpec):
         """Return the width of queries, keys and values."""
         return self.unlimited.injection_width(d_model)
 
-    def parameter_count(self, d_model: int) -> Parameters:
-        """Count as for attention without the limit."""
-        return self.unlimited.parameter_count(d_model)
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """List those of attention without the limit."""
+        return self.unlimited.parameter_shapes(d_model)
 
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count projections, and scores and sums over the keys that a token sees.

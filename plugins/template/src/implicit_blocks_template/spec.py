@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from implicit_blocks.specs import MixerSpec, Parameters
+from implicit_blocks.specs import MixerSpec
 from pydantic import PositiveInt
 
 
@@ -19,10 +19,11 @@ class TemplateSpec(MixerSpec):
         """Count new value, keep gate and output gate."""
         return 3 * self.expand * d_model
 
-    def parameter_count(self, d_model: int) -> Parameters:
-        """Count both projections and the bias of the keep gate."""
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """List the bias of the keep gate and both projections, by their names in the mixer."""
         width = self.expand * d_model
-        return Parameters(4 * width * d_model + width, 3 * width + d_model)
+        projections = {"in_proj.weight": (3 * width, d_model), "out_proj.weight": (d_model, width)}
+        return {"keep_bias": (width,), **projections}
 
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count both projections; the scan is element-wise."""
