@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks.interfaces import Mixer, Window
-from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_linear_
+from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
 from implicit_blocks.mixers.mamba2_lanes import Mamba2Lanes
+from implicit_blocks.mixers.short_conv import DepthwiseConv, DocumentsAround
 from implicit_blocks.module_hooks import has_hooks
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.backends import AUTO
@@ -62,20 +63,6 @@ class Mamba2Context(NamedTuple):
     def plain(self) -> bool:
         """Whether the window begins a sequence, without padding or documents."""
         return self.begins and self.valid_BL is None and self.documents_BL is None
-
-
-class DepthwiseConv(nn.Module):
-    """Weights (C, W), oldest tap first, and bias (C,) or None of a causal convolution, channel by channel."""
-
-    def __init__(self, channels: int, taps: int, *, bias: bool = True) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels, taps))
-        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Initialize as torch does its convolutions."""
-        reset_linear_(self)
 
 
 class Mamba2(Mixer):
@@ -182,12 +169,7 @@ class Mamba2(Mixer):
         gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
         y, h = self._scan(gate, conv_in, dt, state, context, return_final_state=True)
         assert h is not None
-        if context.last_taps_BW is None:
-            tail = conv_tail(conv_in, state.conv_BWC, taps=self.spec.d_conv)
-        else:
-            inputs = torch.cat((state.conv_BWC.to(conv_in.dtype), conv_in), dim=1)
-            index = context.last_taps_BW[:, :, None].expand(-1, -1, inputs.shape[2])
-            tail = inputs.gather(1, index)
+        tail = conv_tail(conv_in, state.conv_BWC, taps=self.spec.d_conv, last_taps_BW=context.last_taps_BW)
         return moved(y, context.places_BL), Mamba2State(tail, h)
 
     def _fused(
@@ -305,9 +287,9 @@ class Mamba2(Mixer):
 
 
 def _context(window: Window, taps: int) -> Mamba2Context:
-    begins, valid, documents = window.start == 0, window.valid_BL, window.documents_BL
+    begins, valid = window.start == 0, window.valid_BL
     # In a first window of one document padding on either side stays where it is, like the zeros before it.
-    stays = begins and documents is None and not window.gaps
+    stays = begins and window.documents_BT is None and not window.gaps
     real = None if stays else window.real_first()
     order = places = last = None
     if real is not None:
@@ -317,18 +299,5 @@ def _context(window: Window, taps: int) -> Mamba2Context:
         index = torch.arange(1, window.length + 1, device=window.device)
         end = (valid * index).amax(1)  # how many tokens up to and with the last real one
         last = end[:, None] + torch.arange(taps - 1, device=window.device)
-    context = Mamba2Context(begins, valid, last, order_BL=order, places_BL=places, u_rows_BL=window.u_rows_BL)
-    if documents is None:
-        return context
-    before, tail = window.documents_before(1), window.documents_before(taps - 1)
-    assert before is not None
-    assert tail is not None
-    initial = None if begins else before[:, 0]
-    if real is not None:
-        documents = real.documents(documents, initial)
-    missing = documents[:, :1].expand(-1, taps - 1 - tail.shape[1])
-    return context._replace(
-        documents_BL=documents,
-        tail_documents_BW=torch.cat((missing, tail), dim=1),
-        initial_document_B=initial,
-    )
+    around = DocumentsAround.of(window, taps=taps, real=real)
+    return Mamba2Context(begins, valid, last, *around, order, places, window.u_rows_BL)

@@ -166,3 +166,12 @@ def test_no_graph_break() -> None:
     inputs = make((1, 9, 3, 4))[:3]
     compiled = torch.compile(lambda *t: causal_conv(*t, activation="silu"), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*inputs), causal_conv(*inputs, activation="silu"))
+
+
+def test_the_tail_is_of_each_rows_last_real_inputs():
+    """Moved to the front: three, one and none of the window's tokens are real; the rest stood before it."""
+    x, tail = torch.randn(3, 5, 4), torch.randn(3, 3, 4)
+    count = torch.tensor([3, 1, 0])
+    found = conv_tail(x, tail, taps=4, last_taps_BW=count[:, None] + torch.arange(3))
+    expected = [x[0, :3], torch.cat((tail[1, 1:], x[1, :1])), tail[2]]
+    assert torch.equal(found, torch.stack(expected))

@@ -101,15 +101,22 @@ _TORCH = Backend("torch", _convolve_plainly)
 CAUSAL_CONV = Operation("causal_conv", cuda.BACKEND, fla.BACKEND, _TORCH)
 
 
-def conv_tail(x_BLC: Tensor, tail_BWC: Tensor | None, *, taps: int) -> Tensor:
+def conv_tail(
+    x_BLC: Tensor, tail_BWC: Tensor | None, *, taps: int, last_taps_BW: Tensor | None = None
+) -> Tensor:
     """Return the last W-1 inputs of tail and window together, a copy: the tail of the next window.
 
     Args:
         x_BLC: the window's inputs, any length.
         tail_BWC: the W-1 inputs before the window, (B, W-1, C); None is zeros.
         taps: W.
+        last_taps_BW: where each row's last W-1 real inputs stand in tail and window together, (B, W-1) int64;
+            None: at the end.
 
     """
+    if last_taps_BW is not None:
+        inputs = torch.cat((_checked_tail(x_BLC, tail_BWC, taps).to(x_BLC.dtype), x_BLC), dim=1)
+        return inputs.gather(1, last_taps_BW[:, :, None].expand(-1, -1, inputs.shape[2]))
     missing = max(taps - 1 - x_BLC.shape[1], 0)
     if not missing:
         return x_BLC[:, x_BLC.shape[1] - (taps - 1) :].clone()

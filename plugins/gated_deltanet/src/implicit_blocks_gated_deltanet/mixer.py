@@ -17,7 +17,7 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from implicit_blocks import Mixer, Window
 from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
-from implicit_blocks.mixers import DepthwiseConv
+from implicit_blocks.mixers import DepthwiseConv, DocumentsAround
 from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
 from implicit_blocks.real_first import RealFirst, moved
 from implicit_blocks_gated_deltanet.delta_rule import gated_delta_rule
@@ -133,12 +133,7 @@ class GatedDeltaNet(Mixer):
     ) -> tuple[Tensor, GatedDeltaNetState]:
         """Mix the window and return the state after it."""
         y, conv_in, S = self._mix(z_BLD, u_BLU, state, context)
-        if context.last_taps_BW is None:
-            tail = conv_tail(conv_in, state.conv_BWC, taps=self.spec.d_conv)
-        else:
-            inputs = torch.cat((state.conv_BWC.to(conv_in.dtype), conv_in), dim=1)
-            index = context.last_taps_BW[:, :, None].expand(-1, -1, inputs.shape[2])
-            tail = inputs.gather(1, index)
+        tail = conv_tail(conv_in, state.conv_BWC, taps=self.spec.d_conv, last_taps_BW=context.last_taps_BW)
         return y, GatedDeltaNetState(tail, S)
 
     def _mix(
@@ -206,15 +201,6 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _context(window: Window, taps: int) -> GatedDeltaNetContext:
-    begins, real, documents = window.start == 0, window.real_first(), window.documents_BL
+    begins, real = window.start == 0, window.real_first()
     last = None if real is None else real.count_B[:, None] + real.count_B.new_tensor(range(taps - 1))
-    if documents is None:
-        return GatedDeltaNetContext(begins, real, last)
-    before, tail = window.documents_before(1), window.documents_before(taps - 1)
-    assert before is not None
-    assert tail is not None
-    initial = None if begins else before[:, 0]
-    if real is not None:
-        documents = real.documents(documents, initial)
-    missing = documents[:, :1].expand(-1, taps - 1 - tail.shape[1])
-    return GatedDeltaNetContext(begins, real, last, documents, torch.cat((missing, tail), dim=1), initial)
+    return GatedDeltaNetContext(begins, real, last, *DocumentsAround.of(window, taps=taps, real=real))

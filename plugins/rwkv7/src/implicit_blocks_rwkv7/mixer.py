@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from implicit_blocks import Mixer, Window
 from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear, at_least_float32
+from implicit_blocks.mixers import DocumentsAround
 from implicit_blocks.real_first import RealFirst, moved
 from implicit_blocks_rwkv7.delta_rule import generalized_delta_rule
 from implicit_blocks_rwkv7.kernels import generalized_delta_rule_fla
@@ -240,14 +241,9 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _context(window: Window) -> RWKV7Context:
-    begins, real, documents = window.start == 0, window.real_first(), window.documents_BL
-    if documents is None:
+    begins, real = window.start == 0, window.real_first()
+    documents, before, initial = DocumentsAround.of(window, taps=2, real=real)
+    if documents is None or before is None:
         return RWKV7Context(begins, real)
-    before = window.documents_before(1)
-    assert before is not None
-    initial = None if begins else before[:, 0]
-    if real is not None:
-        documents = real.documents(documents, initial)
-    first = documents[:, :1] if begins else before
-    same = documents == torch.cat((first, documents[:, :-1]), dim=1)
+    same = documents == torch.cat((before, documents[:, :-1]), dim=1)
     return RWKV7Context(begins, real, documents, same, initial)

@@ -1,0 +1,60 @@
+"""What mixers with a short causal convolution share: its weights, and the documents that its taps see.
+
+A shift by one token is a convolution of two taps here.
+
+Shape legend: B batch, L tokens of the window, W convolution taps, C convolved channels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from implicit_blocks.interfaces import Window
+from implicit_blocks.layers import reset_linear_
+from implicit_blocks.real_first import RealFirst
+
+
+class DepthwiseConv(nn.Module):
+    """Weights (C, W), oldest tap first, and bias (C,) or None of a causal convolution, channel by channel."""
+
+    def __init__(self, channels: int, taps: int, *, bias: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialize as torch does its convolutions."""
+        reset_linear_(self)
+
+
+class DocumentsAround(NamedTuple):
+    """The documents of a window's tokens and of those before it; None where all is one document.
+
+    ``tail_documents_BW`` (B, W − 1) are those of the last real tokens before the window, the latest last, and
+    its first token's where there are fewer; ``initial_document_B`` (B,) is the last of them, None for a
+    window that begins its sequence.
+    """
+
+    documents_BL: Tensor | None = None
+    tail_documents_BW: Tensor | None = None
+    initial_document_B: Tensor | None = None
+
+    @classmethod
+    def of(cls, window: Window, *, taps: int, real: RealFirst | None) -> DocumentsAround:
+        """Return those of a window whose real tokens are moved to the front by ``real``, if it is given."""
+        documents, tail, before = (
+            window.documents_BL,
+            window.documents_before(taps - 1),
+            window.documents_before(1),
+        )
+        if documents is None or tail is None or before is None:
+            return cls()
+        initial = None if window.start == 0 else before[:, 0]
+        if real is not None:
+            documents = real.documents(documents, initial)
+        missing = documents[:, :1].expand(-1, taps - 1 - tail.shape[1])
+        return cls(documents, torch.cat((missing, tail), dim=1), initial)
