@@ -16,9 +16,7 @@ from pathlib import Path
 import torch
 from report import machine, write
 
-import implicit_blocks as ib
-from trainer.checkpoint import load_checkpoint
-from trainer.experiments.duality import evaluation_batch, trained
+from trainer.experiments.runs import evaluation_batch, trained, trained_model
 
 
 def main() -> None:
@@ -40,9 +38,7 @@ def main() -> None:
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, float | int | str]]:
     name, spec, weights = trained(arguments.checkpoint)
-    model = ib.build(spec.final_model)
-    load_checkpoint(weights, model=model)
-    model = model.to(arguments.device).train()
+    model = trained_model(spec, weights)[0].to(arguments.device).train()
     stopping = model.spec.stopping.model_copy(update={"max_iterations": arguments.max_iterations})
     base = model.spec.model_copy(update={"stopping": stopping})
     rows: list[dict[str, float | int | str]] = []

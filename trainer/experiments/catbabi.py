@@ -16,12 +16,21 @@ import torch
 from torch import Tensor, nn
 
 from implicit_blocks.devices import choose_device, device_name
-from implicit_blocks.registry import build
 from trainer.data.babi import TASKS, CatbAbI
 from trainer.experiments.catbabi_picture import MODES, draw
-from trainer.experiments.drawing import write_picture
-from trainer.experiments.run_options import refuse_taken
-from trainer.experiments.runs import Finished, explicit_twin, is_finished, load_model, run_spec, train
+from trainer.experiments.drawing import write_results
+from trainer.experiments.run_options import refuse_taken, require_counts
+from trainer.experiments.runs import (
+    Finished,
+    data_of,
+    evaluation_set,
+    explicit_twin,
+    is_finished,
+    load_model,
+    run_spec,
+    train,
+)
+from trainer.experiments.searching import by_token
 from trainer.files import read_json, write_json
 from trainer.metrics import rounded
 from trainer.spec import RunSpec
@@ -104,11 +113,9 @@ def run(
 
     """
     wanted = [_asked(name) for name in models]
-    if sequences is not None and sequences < 1:
-        raise ValueError(f"sequences is {sequences}; choose at least 1")
+    require_counts(sequences=sequences)
     for length in lengths:
-        if length < 1:
-            raise ValueError(f"length {length}: choose at least 1")
+        require_counts(length=length)
     refuse_taken(changes, TAKEN)
     if (kind := run_spec(spec).data.kind) != "catbabi":
         raise ValueError(f"the data of {spec} are of kind {kind!r}; give a run on catbabi")
@@ -145,13 +152,12 @@ def run(
         "published": PUBLISHED,
         "models": rows,
     }
-    write_json(folder / "catbabi.json", written)
-    write_picture(draw(written), folder / "catbabi.png")
+    where = write_results(folder, "catbabi", written, draw)
     said = [
         f"{name} is missing: {count} stories of the set en stand in for it"
         for name, count in stand_ins.items()
     ]
-    return "\n".join([table(rows), *said, f"written: {folder / 'catbabi.json'}, {folder / 'catbabi.png'}"])
+    return "\n".join([table(rows), *said, where])
 
 
 def _asked(name: str) -> Asked:
@@ -178,12 +184,11 @@ def _sources(
     spec: RunSpec, split: str, lengths: Sequence[int]
 ) -> tuple[dict[int, CatbAbI], Mapping[str, int]]:
     """Return the split's rows by their tokens (lengths, or the spec's), answers scored; and the stand-ins."""
-    fields = spec.data.model_copy(update={"held_out": split})
-    data = build(fields, seed=spec.training.seed, vocab_size=getattr(spec.model, "vocab_size", None))
+    data = data_of(spec.model_copy(update={"data": spec.data.model_copy(update={"held_out": split})}))
+    assert isinstance(data, CatbAbI)
     found = {}
     for length in lengths or (spec.data.length,):
-        asked = spec.evaluation.model_copy(update={"lengths": (length,), "length_multiples": ()})
-        source = next(iter(data.evaluation_sets(asked).values())).source
+        source = evaluation_set(spec, data, length).source
         assert isinstance(source, CatbAbI)
         found[length] = source
     return found, data.stand_ins
@@ -232,12 +237,10 @@ def ask(
         asked += torch.bincount(tasks_BL.flatten(), minlength=len(asked))
         correct += torch.bincount(tasks_BL[right_BL], minlength=len(asked))
         if output.solution is not None:
-            solution = output.solution
-            found = solution.iterations if solution.token_iterations is None else solution.token_iterations
-            met = solution.converged if solution.token_converged is None else solution.token_converged
-            iterations.append(found.double().flatten().cpu())
-            residuals.append(solution.residual.double().cpu())
-            converged.append(met.double().flatten().cpu())
+            found, met = by_token(output.solution, source.length)
+            iterations.append(found.double().flatten())
+            residuals.append(output.solution.residual.double().cpu())
+            converged.append(met.double().flatten())
     search = None
     if iterations:
         search = {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from trainer.files import write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,6 +56,17 @@ def plain_logarithm(
         axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)) if at is None else FixedLocator(at))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(NullLocator())
+
+
+def write_results(
+    folder: Path, name: str, written: dict[str, Any], draw: Callable[[dict[str, Any]], Figure]
+) -> str:
+    """Write an experiment's numbers, then draw and write its picture; return the line that says where."""
+    folder.mkdir(parents=True, exist_ok=True)
+    numbers, picture = folder / f"{name}.json", folder / f"{name}.png"
+    write_json(numbers, written)
+    write_picture(draw(written), picture)
+    return f"written: {numbers}, {picture}"
 
 
 def write_picture(figure: Figure, path: Path) -> None:

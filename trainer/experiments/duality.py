@@ -20,14 +20,15 @@ from torch import Tensor
 
 from implicit_blocks.devices import choose_device
 from implicit_blocks.model import ImplicitLM
-from implicit_blocks.registry import build
-from implicit_blocks.specs import ImplicitLMSpec, load_spec
-from trainer.checkpoint import STATE_FILE, load_checkpoint, newest_sound_checkpoint
-from trainer.data.source import IGNORED, Batch, DataSource
-from trainer.experiments.drawing import write_picture
+from implicit_blocks.ranges import require_share
+from implicit_blocks.specs import ImplicitLMSpec
+from trainer.data.source import IGNORED, Batch
+from trainer.experiments.drawing import write_results
 from trainer.experiments.duality_picture import draw
-from trainer.files import read_json, write_json
-from trainer.run_folder import RunFolder
+from trainer.experiments.run_options import require_counts, require_tolerances
+from trainer.experiments.runs import evaluation_batch, trained, trained_model
+from trainer.experiments.searching import by_token, search_all_at_once
+from trainer.files import read_json
 from trainer.spec import RunSpec
 
 MODES = ("simultaneous", "sequential")
@@ -79,22 +80,17 @@ def run(
         ValueError: no trained implicit model there, or settings out of range.
 
     """
-    for tolerance in tolerances:
-        if not (math.isfinite(tolerance) and tolerance > 0):
-            raise ValueError(f"tolerance {tolerance} is none; choose numbers above 0, such as 0.05 and 1e-5")
-    for name, value in (("sequences", sequences), ("length", length), ("max_iterations", max_iterations)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; choose at least 1")
-    if damping is not None and not 0 < damping <= 1:
-        raise ValueError(f"damping is {damping}; choose a number in (0, 1]")
+    require_tolerances(tolerances)
+    require_counts(sequences=sequences, length=length, max_iterations=max_iterations)
+    if damping is not None:
+        require_share("damping", damping)
     place = choose_device(device)
     name, spec, weights = trained(checkpoint)
     names = _names(spec, tokenizer)
     batch = evaluation_batch(spec, sequences=sequences, length=length).to(place)
-    model: ImplicitLM = build(spec.final_model)
-    load_checkpoint(weights, model=model)
+    model, _ = trained_model(spec, weights)
     search_all_at_once(model)
-    model = model.to(place, torch.float64 if double else torch.float32).eval()
+    model.to(place, torch.float64 if double else torch.float32)
     rows: list[dict[str, Any]] = []
     tightest: dict[str, Mode] = {}
     for tolerance in sorted(tolerances):  # the tightest first: the others are held against it
@@ -112,7 +108,6 @@ def run(
         }
         tightest = tightest or modes
         rows.insert(0, compare(modes, batch.labels, tolerance=tolerance, tightest=tightest["simultaneous"]))
-    folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "checkpoint": str(weights),
         "sequences": len(batch),
@@ -125,52 +120,15 @@ def run(
     }
     # In turn, because together a token goes on until all before it have converged too.
     kinds = by_kind(batch.inputs.cpu(), tightest["sequential"].iterations, names)
-    write_json(
-        folder / "duality.json",
-        {"experiment": "duality", "run": name, "settings": settings, "tolerances": rows, "by_token": kinds},
-    )
-    write_picture(draw(rows, kinds, title=name), folder / "duality.png")
-    return "\n".join([table(rows), f"written: {folder / 'duality.json'}, {folder / 'duality.png'}"])
-
-
-def trained(checkpoint: Path, overrides: Sequence[str] = ()) -> tuple[str, RunSpec, Path]:
-    """Return the name and spec of a run, changed by ``overrides``, and the checkpoint to read.
-
-    Raises:
-        ValueError: it is no run, or its model searches for no fixed point.
-
-    """
-    single = (checkpoint / STATE_FILE).is_file()
-    folder = RunFolder(checkpoint.resolve().parents[1] if single else checkpoint)
-    if not folder.spec_path.is_file():
-        raise ValueError(f"{checkpoint} is no run and no checkpoint of one: {folder.spec_path} is missing")
-    spec = load_spec(folder.spec_path, list(overrides))
-    if not isinstance(spec, RunSpec):
-        raise ValueError(f"{folder.spec_path} is a spec of kind {spec.kind!r}, not of a run")
-    if spec.model.kind != "implicit_lm":
-        raise ValueError(
-            f"the model of {checkpoint} is of kind {spec.model.kind!r}, which solves for nothing; give a run "
-            "of an implicit_lm"
-        )
-    return folder.run_name(), spec, checkpoint if single else newest_sound_checkpoint(folder.checkpoints)[0]
-
-
-def search_all_at_once(model: ImplicitLM) -> None:
-    """Take from a model the windows that its own evaluation searches in: simultaneous mode has none."""
-    own = model.spec.at_evaluation.model_copy(update={"window_length": None, "commit_prefix": None})
-    model.reconfigure(model.spec.model_copy(update={"at_evaluation": own}))
-
-
-def evaluation_batch(spec: RunSpec, *, sequences: int, length: int | None) -> Batch:
-    """Return the first sequences of the run's first evaluation set at this length."""
-    data: DataSource = build(
-        spec.data, seed=spec.training.seed, vocab_size=getattr(spec.model, "vocab_size", None)
-    )
-    asked = spec.evaluation.model_copy(
-        update={"lengths": (length or spec.data.length,), "length_multiples": (), "sequences": sequences}
-    )
-    first = next(iter(data.evaluation_sets(asked).values()))
-    return first.source.batch(0, first.sequences)
+    written = {
+        "experiment": "duality",
+        "run": name,
+        "settings": settings,
+        "tolerances": rows,
+        "by_token": kinds,
+    }
+    said = write_results(folder, "duality", written, lambda _: draw(rows, kinds, title=name))
+    return f"{table(rows)}\n{said}"
 
 
 @torch.no_grad()
@@ -200,17 +158,12 @@ def evaluate(
         **batch.context(),
     )
     model.reconfigure(whole)
-    solution = output.solution
-    assert solution is not None
-    iterations, converged = solution.token_iterations, solution.token_converged
-    if iterations is None or converged is None:  # a token's are its row's
-        iterations, converged = (
-            found[:, None].expand(*batch.inputs.shape) for found in (solution.iterations, solution.converged)
-        )
+    assert output.solution is not None
+    iterations, converged = by_token(output.solution, batch.inputs.shape[1])
     return Mode(
         logits=output.logits.cpu(),
-        iterations=iterations.cpu(),
-        converged=converged.cpu(),
+        iterations=iterations,
+        converged=converged,
         seconds=time.perf_counter() - began,
     )
 

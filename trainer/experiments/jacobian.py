@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,10 @@ from torch import Tensor
 from implicit_blocks.analysis import StateJacobian, state_jacobian
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Mamba2Spec
-from trainer.experiments.drawing import new_figure, write_picture
-from trainer.files import write_json
+from trainer.experiments.drawing import new_figure, write_results
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VOCABULARY = 60
 
@@ -49,7 +51,6 @@ def run(
     found = measure(
         seed=seed, tokens=tokens, width=width, dt=dt, tolerance=tolerance, max_iterations=max_iterations
     )
-    folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "seed": seed,
         "tokens": tokens,
@@ -59,18 +60,15 @@ def run(
         "max_iterations": max_iterations,
         "dtype": "float64",
     }
-    write_json(
-        folder / "jacobian.json",
-        {"experiment": "jacobian", "settings": settings, "models": [numbers(one) for one in found]},
-    )
-    draw(found, folder / "jacobian.png")
+    written = {"experiment": "jacobian", "settings": settings, "models": [numbers(one) for one in found]}
+    said = write_results(folder, "jacobian", written, lambda _: draw(found))
     lines = ["model     formula-autograd  formula-differences  off-diagonal mass  rank  feedback's rank"]
     lines += [
         f"{one.kind:<8}  {one.formula_against_autograd:16.1e}  {one.formula_against_differences:19.1e}  "
         f"{one.off_diagonal_mass:17.1e}  {one.rank:4d}  {one.feedback_rank:15d}"
         for one in found
     ]
-    return "\n".join([*lines, f"written: {folder / 'jacobian.json'}, {folder / 'jacobian.png'}"])
+    return "\n".join([*lines, said])
 
 
 def measure(
@@ -126,7 +124,7 @@ def off_diagonal(matrix: Tensor) -> Tensor:
     return matrix - torch.diag(matrix.diagonal())
 
 
-def draw(found: list[StateJacobian], path: Path) -> None:
+def draw(found: list[StateJacobian]) -> Figure:
     """Draw three heat maps a model: the formula, autograd, and what is between them."""
     from matplotlib.colors import LogNorm, SymLogNorm
 
@@ -158,7 +156,7 @@ def draw(found: list[StateJacobian], path: Path) -> None:
             axes.set_xlabel("entry of the state before")
             axes.set_xticks([])
             axes.set_yticks([])
-    write_picture(figure, path)
+    return figure
 
 
 def _most(largest: float) -> str:

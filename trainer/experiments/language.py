@@ -17,14 +17,22 @@ import torch
 
 from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.model import ImplicitLM
-from implicit_blocks.registry import build
 from implicit_blocks.specs import spec_name
-from trainer.data.source import DataSource, EvaluationSet
+from trainer.data.source import EvaluationSet
 from trainer.evaluation import evaluate
-from trainer.experiments.drawing import write_picture
+from trainer.experiments.drawing import write_results
 from trainer.experiments.language_picture import draw
 from trainer.experiments.run_options import refuse_taken
-from trainer.experiments.runs import Finished, explicit_twin, is_finished, load_model, run_spec, train
+from trainer.experiments.runs import (
+    Finished,
+    data_of,
+    evaluation_set,
+    explicit_twin,
+    is_finished,
+    load_model,
+    run_spec,
+    train,
+)
 from trainer.files import read_json, write_json
 from trainer.metrics import json_value, rounded
 from trainer.spec import RunSpec
@@ -116,9 +124,8 @@ def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, d
             "runs": rows,
         }
     )
-    write_json(folder / "language.json", written)
-    write_picture(draw(written), folder / "language.png")
-    return "\n".join([table(rows), f"written: {folder / 'language.json'}, {folder / 'language.png'}"])
+    said = write_results(folder, "language", written, draw)
+    return f"{table(rows)}\n{said}"
 
 
 def _plans(
@@ -162,9 +169,7 @@ def _check(name: str, spec: RunSpec) -> None:
 
 def _require_validation(spec: RunSpec, path: Path) -> None:
     """Refuse tokens without a validation split, before anything is trained for it."""
-    size = getattr(spec.model, "vocab_size", None)
-    data: DataSource = build(spec.data, seed=spec.training.seed, vocab_size=size)
-    if not data.evaluation_sets(spec.evaluation.at(spec.data.length)):
+    if not data_of(spec).evaluation_sets(spec.evaluation.at(spec.data.length)):
         raise ValueError(f"the tokens in {path} have no validation split; tokenize one with --validation")
 
 
@@ -198,16 +203,10 @@ def _measured(finished: Finished, settings: Settings, device: torch.device) -> d
 def _measure(finished: Finished, settings: Settings, device: torch.device) -> dict[str, Any]:
     """Return what a run's files tell, and what its last checkpoint does with the validation text."""
     spec, summary = finished.spec, finished.summary
-    data: DataSource = build(
-        spec.data, seed=spec.training.seed, vocab_size=getattr(spec.model, "vocab_size", None)
-    )
-    model = load_model(finished, device)
+    data, model = data_of(spec), load_model(finished, device)
 
     def perplexity(length: int, sequences: int | None) -> dict[str, Any]:
-        asked = spec.evaluation.model_copy(
-            update={"lengths": (length,), "length_multiples": (), "sequences": sequences or 10**9}
-        )
-        return _evaluated(model, next(iter(data.evaluation_sets(asked).values())), spec, device)
+        return _evaluated(model, evaluation_set(spec, data, length, sequences or 10**9), spec, device)
 
     length, sequences = spec.data.length, settings.sequences
     lengths = [

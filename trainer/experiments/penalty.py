@@ -13,11 +13,9 @@ import torch
 
 from implicit_blocks.gradients.jacobian_penalty import jacobian_size
 from implicit_blocks.model import ImplicitLM
-from implicit_blocks.registry import build
 from implicit_blocks.specs import ImplicitLMSpec, JacobianPenaltySpec, PicardSpec
-from trainer.checkpoint import load_checkpoint
 from trainer.data.source import IGNORED, Batch
-from trainer.experiments.runs import load_model, train
+from trainer.experiments.runs import load_model, train, trained_model
 from trainer.experiments.searching import Way, accuracy, reference, search, spectrum
 from trainer.spec import RunSpec
 
@@ -38,11 +36,8 @@ def measure(
     device: torch.device,
 ) -> list[dict[str, Any]]:
     """Return a row for the model as it is, then one for each weight; runs are kept in ``folder``."""
-    last = spec.final_model
-    assert isinstance(last, ImplicitLMSpec)
-    before: ImplicitLM = build(last)
-    load_checkpoint(checkpoint, model=before)
-    rows = [_row(None, before.to(device).eval(), batch, tolerances, max_iterations, step_ms=None)]
+    before, _ = trained_model(spec, checkpoint)
+    rows = [_row(None, before.to(device), batch, tolerances, max_iterations, step_ms=None)]
     for weight in weights_of_penalty:
         finished = train(
             continued(spec, checkpoint, weight=weight, steps=steps),

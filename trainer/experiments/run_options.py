@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from implicit_blocks.ranges import require_count
 
 
 def add_device(made: argparse.ArgumentParser) -> None:
@@ -52,6 +55,30 @@ def require_once(name: str, values: Sequence[Any]) -> None:
     for value in values:
         if (times := values.count(value)) > 1:
             raise ValueError(f"{name} has {value} {times} times; give each value once")
+
+
+def require_counts(**values: int | None) -> None:
+    """Refuse numbers below 1; None says nothing.
+
+    Raises:
+        ValueError: names the number.
+
+    """
+    for name, value in values.items():
+        if value is not None:
+            require_count(name, value)
+
+
+def require_tolerances(tolerances: Iterable[float]) -> None:
+    """Refuse what can be no tolerance.
+
+    Raises:
+        ValueError: names it.
+
+    """
+    for tolerance in tolerances:
+        if not (math.isfinite(tolerance) and tolerance > 0):
+            raise ValueError(f"tolerance {tolerance} is none; choose numbers above 0, such as 0.05 and 1e-3")
 
 
 def add_run_options(made: argparse.ArgumentParser) -> None:

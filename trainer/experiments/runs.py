@@ -1,4 +1,7 @@
-"""Runs that an experiment needs: trained here, gone on with, or read where they have been finished before."""
+"""Runs that an experiment needs: trained here, gone on with, or read where they have been finished before.
+
+And of those that are trained already: their model, and sequences to evaluate it on.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
+from implicit_blocks.model import ImplicitLM
 from implicit_blocks.registry import build as build_component
 from implicit_blocks.specs import load_spec
 from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.merging import merge_runs
-from trainer.checkpoint import load_checkpoint, newest_sound_checkpoint
+from trainer.checkpoint import STATE_FILE, Progress, load_checkpoint, newest_sound_checkpoint
+from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.folder_lock import FolderLock, LockedError
 from trainer.metrics import read_metrics
 from trainer.run import build
@@ -162,3 +167,57 @@ def read(folder: Path, *, name: str) -> Finished:
         metrics=list(read_metrics(place.metrics.path)),
         evaluations=list(read_metrics(place.evaluations.path)),
     )
+
+
+# ------------------------------------------------------------------------------------ trained already
+
+
+def trained(checkpoint: Path, overrides: Sequence[str] = ()) -> tuple[str, RunSpec, Path]:
+    """Return the name and spec of a run, changed by ``overrides``, and the checkpoint to read.
+
+    Raises:
+        ValueError: it is no run, or its model searches for no fixed point.
+
+    """
+    single = (checkpoint / STATE_FILE).is_file()
+    folder = RunFolder(checkpoint.resolve().parents[1] if single else checkpoint)
+    if not folder.spec_path.is_file():
+        raise ValueError(f"{checkpoint} is no run and no checkpoint of one: {folder.spec_path} is missing")
+    spec = load_spec(folder.spec_path, list(overrides))
+    if not isinstance(spec, RunSpec):
+        raise ValueError(f"{folder.spec_path} is a spec of kind {spec.kind!r}, not of a run")
+    if spec.model.kind != "implicit_lm":
+        raise ValueError(
+            f"the model of {checkpoint} is of kind {spec.model.kind!r}, which solves for nothing; give a run "
+            "of an implicit_lm"
+        )
+    return folder.run_name(), spec, checkpoint if single else newest_sound_checkpoint(folder.checkpoints)[0]
+
+
+def trained_model(spec: RunSpec, weights: Path) -> tuple[ImplicitLM, Progress]:
+    """Return a run's model as its last phase left it, in evaluation mode, and how far it had come."""
+    model: ImplicitLM = build_component(spec.final_model)
+    progress = load_checkpoint(weights, model=model)
+    return model.eval(), progress
+
+
+def data_of(spec: RunSpec) -> DataSource:
+    """Return a run's data."""
+    size = getattr(spec.model, "vocab_size", None)
+    data: DataSource = build_component(spec.data, seed=spec.training.seed, vocab_size=size)
+    return data
+
+
+def evaluation_set(
+    spec: RunSpec, data: DataSource, length: int, sequences: int | None = None
+) -> EvaluationSet:
+    """Return the first set of a run's data to evaluate on at this length; None: as many as its spec says."""
+    few = {} if sequences is None else {"sequences": sequences}
+    asked = spec.evaluation.model_copy(update={"lengths": (length,), "length_multiples": (), **few})
+    return next(iter(data.evaluation_sets(asked).values()))
+
+
+def evaluation_batch(spec: RunSpec, *, sequences: int, length: int | None) -> Batch:
+    """Return the first sequences of a run's first evaluation set; None: of the training length."""
+    first = evaluation_set(spec, data_of(spec), length or spec.data.length, sequences)
+    return first.source.batch(0, first.sequences)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.analysis import spectral_radius
+from implicit_blocks.interfaces import Solution
 from implicit_blocks.model import ImplicitLM
 from implicit_blocks.specs import AtEvaluation, BroydenSpec, PicardSpec, SolverSpec, StoppingOverrides
 from implicit_blocks.specs.solvers import Scope
@@ -88,6 +89,22 @@ def _now(device: torch.device) -> float:
         torch.cuda.synchronize(device)
         return time.perf_counter()
     return time.process_time()  # what other programs do on the same processor is not counted
+
+
+def search_all_at_once(model: ImplicitLM) -> None:
+    """Take from a model the windows that its own evaluation searches in: simultaneous mode has none."""
+    own = model.spec.at_evaluation.model_copy(update={"window_length": None, "commit_prefix": None})
+    model.reconfigure(model.spec.model_copy(update={"at_evaluation": own}))
+
+
+def by_token(solution: Solution, length: int) -> tuple[Tensor, Tensor]:
+    """Return iterations and convergence of each token, (B, L) on the CPU; its row's where rows stop whole."""
+    iterations, converged = solution.token_iterations, solution.token_converged
+    if iterations is None or converged is None:
+        iterations, converged = (
+            of_row[:, None].expand(-1, length) for of_row in (solution.iterations, solution.converged)
+        )
+    return iterations.cpu(), converged.cpu()
 
 
 @contextmanager

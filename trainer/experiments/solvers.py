@@ -19,7 +19,7 @@ import torch
 
 from implicit_blocks.devices import choose_device
 from implicit_blocks.model import ImplicitLM
-from implicit_blocks.registry import build, kinds
+from implicit_blocks.registry import kinds
 from implicit_blocks.specs import (
     AndersonSpec,
     BroydenSpec,
@@ -29,10 +29,10 @@ from implicit_blocks.specs import (
     SolverSpec,
 )
 from implicit_blocks.specs.solvers import Scope
-from trainer.checkpoint import load_checkpoint
 from trainer.data.source import Batch
-from trainer.experiments.duality import evaluation_batch, trained
 from trainer.experiments.penalty import measure as measure_penalties
+from trainer.experiments.run_options import require_counts, require_tolerances
+from trainer.experiments.runs import evaluation_batch, trained, trained_model
 from trainer.experiments.searching import Reference, Way, accuracy, counted, reference, search, spectrum
 from trainer.experiments.solvers_picture import draw
 from trainer.files import write_json
@@ -107,7 +107,12 @@ def run(
         ValueError: no trained implicit model there, or settings out of range.
 
     """
-    _check(tolerances, penalties, sequences, length, max_iterations, repeats, penalty_steps)
+    require_tolerances(tolerances)
+    for weight in penalties:
+        if not (math.isfinite(weight) and weight >= 0):
+            raise ValueError(f"penalty {weight} is none; choose 0 (to train on without) or a number above it")
+    require_counts(sequences=sequences, length=length, max_iterations=max_iterations)
+    require_counts(repeats=repeats, penalty_steps=penalty_steps)
     place = choose_device(device)
     runs = [trained(checkpoint) for checkpoint in checkpoints]  # all, before hours pass with the first
     found = [
@@ -175,9 +180,7 @@ def _measure(
     batch = evaluation_batch(spec, sequences=sequences, length=length).to(device)
     tokens = batch.inputs.shape[1]
     chosen = _chosen(tokens, only)
-    model: ImplicitLM = build(spec.final_model)
-    load_checkpoint(weights, model=model)
-    model = model.to(device).eval()
+    model = trained_model(spec, weights)[0].to(device)
     tight = reference(model, batch, max_iterations)
     rows = compare(
         model,
@@ -222,33 +225,6 @@ def _chosen(length: int, only: Sequence[str]) -> list[Way]:
             f"{', '.join(way.name for way in known)}"
         )
     return chosen
-
-
-def _check(
-    tolerances: Sequence[float],
-    penalties: Sequence[float],
-    sequences: int,
-    length: int | None,
-    max_iterations: int,
-    repeats: int,
-    penalty_steps: int,
-) -> None:
-    for tolerance in tolerances:
-        if not (math.isfinite(tolerance) and tolerance > 0):
-            raise ValueError(f"tolerance {tolerance} is none; choose numbers above 0, such as 0.05 and 1e-3")
-    for weight in penalties:
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"penalty {weight} is none; choose 0 (to train on without) or a number above it")
-    given = {
-        "sequences": sequences,
-        "length": length,
-        "max_iterations": max_iterations,
-        "repeats": repeats,
-        "penalty_steps": penalty_steps,
-    }
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; choose at least 1")
 
 
 # ----------------------------------------------------------------------------------------------- searches

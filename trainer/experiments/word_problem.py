@@ -44,6 +44,15 @@ class Settings:
     seeds: tuple[int, ...] = (0,)
     overrides: tuple[str, ...] = ()
 
+    def tests(self, length: int) -> dict[str, Any]:
+        """Return what they say of a run's `evaluation` section, for a training length."""
+        return {
+            "lengths": [times * length for times in self.test_lengths],
+            "identity_probabilities": list(self.test_p),
+            "sequences": self.sequences,
+            "last_tokens": min(10, length),
+        }
+
     def require(self) -> None:
         """Refuse what is out of range.
 

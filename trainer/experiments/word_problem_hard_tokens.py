@@ -6,24 +6,23 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import cycle, product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from implicit_blocks import registry
 from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.model import ImplicitLM
-from trainer.checkpoint import load_checkpoint
-from trainer.data.source import DataSource
-from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_picture
-from trainer.experiments.duality import search_all_at_once, trained
-from trainer.experiments.runs import load_model, train
+from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_results
+from trainer.experiments.runs import data_of, load_model, train, trained, trained_model
+from trainer.experiments.searching import search_all_at_once
 from trainer.experiments.word_problem import Settings
 from trainer.experiments.word_problem_measure import MODES, measure
 from trainer.experiments.word_problem_specs import varied
-from trainer.files import write_json
 from trainer.spec import EvaluationSpec, RunSpec, WordProblemSpec
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 COLORS = (BLUE, ORANGE, GREEN, GREY)
 
@@ -52,10 +51,8 @@ def carry_out(
         },
         "tests": rows,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "word_problem.json", written)
-    draw(written, folder / "word_problem.png")
-    return "\n".join([table(rows), f"written: {folder / 'word_problem.json'}, {folder / 'word_problem.png'}"])
+    said = write_results(folder, "word_problem", written, draw)
+    return f"{table(rows)}\n{said}"
 
 
 def _of_runs(folder: Path, settings: Settings, place: torch.device, *, device: str) -> list[dict[str, Any]]:
@@ -70,7 +67,7 @@ def _of_runs(folder: Path, settings: Settings, place: torch.device, *, device: s
             identity_probability=settings.train_p,
             iterations=iterations,
             seed=seed,
-            evaluation=_tests(settings, length),
+            evaluation=settings.tests(length),
             overrides=settings.overrides,
         )
         for group, length, iterations, seed in asked
@@ -91,7 +88,7 @@ def _trained_run(path: Path, settings: Settings) -> tuple[RunSpec, Path]:
             f"{path} is a run on data of kind {spec.data.kind!r}; give one that was trained on a word_problem"
         )
     evaluation = EvaluationSpec.model_validate(
-        {**spec.evaluation.model_dump(), "length_multiples": (), **_tests(settings, spec.data.length)}
+        {**spec.evaluation.model_dump(), "length_multiples": (), **settings.tests(spec.data.length)}
     )
     return spec.model_copy(update={"evaluation": evaluation}), weights
 
@@ -100,20 +97,9 @@ def _of_checkpoint(
     spec: RunSpec, weights: Path, settings: Settings, place: torch.device
 ) -> list[dict[str, Any]]:
     """Test a run that is trained already."""
-    model = registry.build(spec.phase_specs()[-1].model)
-    progress = load_checkpoint(weights, model=model)
+    model, progress = trained_model(spec, weights)
     more = {"steps": progress.step, "training_seconds": progress.seconds}
-    return tests(spec, model.to(place).eval(), settings, place, **more)
-
-
-def _tests(settings: Settings, length: int) -> dict[str, Any]:
-    """Return what of an `evaluation` section the settings say."""
-    return {
-        "lengths": [times * length for times in settings.test_lengths],
-        "identity_probabilities": list(settings.test_p),
-        "sequences": settings.sequences,
-        "last_tokens": min(10, length),
-    }
+    return tests(spec, model.to(place), settings, place, **more)
 
 
 def tests(
@@ -124,8 +110,7 @@ def tests(
     assert isinstance(model, ImplicitLM)
     search_all_at_once(model)
     last = spec.phase_specs()[-1]
-    data: DataSource = registry.build(spec.data, seed=spec.training.seed, vocab_size=spec.model.vocab_size)  # type: ignore[attr-defined]  # of every language model
-    sets = data.evaluation_sets(spec.evaluation.at(spec.data.length))
+    sets = data_of(spec).evaluation_sets(spec.evaluation.at(spec.data.length))
     at_once = spec.evaluation.batch_size * min(one.length for one in sets.values())
     return [
         {
@@ -172,7 +157,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw(written: dict[str, Any], path: Path) -> None:
+def draw(written: dict[str, Any]) -> Figure:
     """Draw accuracy and convergence against training iterations, and the tests' iterations, a row a group."""
     settings, rows = written["settings"], written["tests"]
     groups = list(dict.fromkeys(row["group"] for row in rows))
@@ -228,7 +213,7 @@ def draw(written: dict[str, Any], path: Path) -> None:
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend(frameon=False, fontsize=8)
             finish(axes, title=f"{title} (trained by {most_iterations})", x=x, y="iterations")
-    write_picture(figure, path)
+    return figure
 
 
 def _by_iterations(rows: Sequence[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -8,15 +8,15 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.experiments.drawing import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure, write_picture
+from trainer.experiments.drawing import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure, write_results
 from trainer.experiments.runs import Finished, train
 from trainer.experiments.word_problem import Settings
 from trainer.experiments.word_problem_specs import IMPLICIT, varied
-from trainer.files import write_json
 from trainer.spec import RunSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 COLORS = {"implicit-mamba2": BLUE, "mamba2": ORANGE, "implicit-llama": GREEN, "llama": GREY}
 OTHERS = (DARK, "#63b3ed", "#d68fb8", "#ecc94b")
@@ -64,12 +64,8 @@ def carry_out(folder: Path, settings: Settings, *, device: str) -> str:
         "least_layers": rows,
         "runs": trained,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "word_problem.json", written)
-    draw(written, folder / "word_problem.png")
-    return "\n".join(
-        [table(written), f"written: {folder / 'word_problem.json'}, {folder / 'word_problem.png'}"]
-    )
+    said = write_results(folder, "word_problem", written, draw)
+    return f"{table(written)}\n{said}"
 
 
 def _solve(
@@ -103,12 +99,7 @@ def _spec(settings: Settings, group: str, model: str, layers: int, length: int, 
         length=length,
         identity_probability=settings.train_p,
         seed=seed,
-        evaluation={
-            "lengths": [times * length for times in settings.test_lengths],
-            "identity_probabilities": list(settings.test_p),
-            "sequences": settings.sequences,
-            "last_tokens": min(10, length),
-        },
+        evaluation=settings.tests(length),
         overrides=settings.overrides,
     )
 
@@ -170,7 +161,7 @@ def table(written: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def draw(written: dict[str, Any], path: Path) -> None:
+def draw(written: dict[str, Any]) -> Figure:
     """Draw the least layers against length, and for each p the accuracy there and beyond, a row a group."""
     settings = written["settings"]
     groups, tested = settings["groups"], settings["test_p"]
@@ -189,7 +180,7 @@ def draw(written: dict[str, Any], path: Path) -> None:
             axes.set_xscale("log", base=2)
             axes.set_xticks(lengths, [str(n) for n in lengths])
             axes.minorticks_off()
-    write_picture(figure, path)
+    return figure
 
 
 def _draw_least(written: dict[str, Any], axes: Axes, group: str) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.data.source import EvaluationSet
 from trainer.data.word_problem import WordProblemStream
+from trainer.experiments.searching import by_token
 from trainer.step import autocast
 
 MODES = ("simultaneous", "sequential")
@@ -71,13 +72,9 @@ def measure(
         if solution is None:
             continue
         residuals.append(solution.residual.cpu())
-        if solution.token_iterations is None or solution.token_converged is None:
-            length = here.inputs.shape[1]  # whole rows stop at once
-            iterations.append(solution.iterations.cpu()[:, None].expand(-1, length))
-            converged.append(solution.converged.cpu()[:, None].expand(-1, length))
-        else:
-            iterations.append(solution.token_iterations.cpu())
-            converged.append(solution.token_converged.cpu())
+        of_tokens, met = by_token(solution, tested.length)
+        iterations.append(of_tokens)
+        converged.append(met)
     correct_BL, hard_BL = torch.cat(correct), torch.cat(hard)
     found: dict[str, Any] = {
         "mode": mode,

@@ -77,7 +77,7 @@ def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
     models = ("implicit-1", "explicit-2")
     assert rows == [(model, length, len(TASKS)) for model in models for length in (16, 64)]
     assert main([*arguments, *alone, "--lengths", "0"]) == 2
-    assert "length 0: choose at least 1" in capsys.readouterr().err
+    assert "length is 0; choose at least 1" in capsys.readouterr().err
 
     assert main([*arguments[:-1], "evaluation.sequences=1", *alone]) == 2
     assert "holds a run of other settings (evaluation.sequences: 2 → 1)" in capsys.readouterr().err

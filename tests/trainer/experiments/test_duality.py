@@ -17,8 +17,9 @@ from trainer.checkpoint import load_checkpoint
 from trainer.cli import main as train
 from trainer.experiments import duality
 from trainer.experiments.cli import main
-from trainer.experiments.duality import Mode, _readable, compare, evaluate, evaluation_batch, table
-from trainer.experiments.duality import trained as find_trained
+from trainer.experiments.duality import Mode, _readable, compare, evaluate, table
+from trainer.experiments.runs import evaluation_batch
+from trainer.experiments.runs import trained as find_trained
 from trainer.run import build
 from trainer.spec import RunSpec
 

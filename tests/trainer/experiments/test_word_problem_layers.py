@@ -11,6 +11,7 @@ import pytest
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
 from trainer.experiments import word_problem_layers
+from trainer.experiments.drawing import new_figure
 from trainer.experiments.word_problem import Settings
 from trainer.experiments.word_problem_layers import carry_out, summed_up
 from trainer.files import read_json
@@ -45,7 +46,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
     monkeypatch.setattr(word_problem_layers, "train", train)
     monkeypatch.setattr(word_problem_layers, "varied", varied)
-    monkeypatch.setattr(word_problem_layers, "draw", lambda written, path: None)
+    monkeypatch.setattr(word_problem_layers, "draw", lambda written: new_figure(width=1, height=1, title=""))
     return runs
 
 
