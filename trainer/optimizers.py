@@ -7,24 +7,16 @@ of the order of parameters, and needs no pickle.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-
-class _AdamWFields(Protocol):
-    @property
-    def learning_rate(self) -> float: ...
-    @property
-    def betas(self) -> Any: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def eps(self) -> float: ...
+if TYPE_CHECKING:
+    from trainer.specs.training import AdamWSpec
 
 
-def build_adamw(spec: _AdamWFields, *, model: nn.Module) -> torch.optim.AdamW:
+def build_adamw(spec: AdamWSpec, *, model: nn.Module) -> torch.optim.AdamW:
     """Build AdamW for ``model``, with weight decay on the parameters its ``decay_groups()`` names first.
 
     On CUDA the fused kernel is used; on the CPU the plain one, whose sums have one fixed order.

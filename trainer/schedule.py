@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.specs.training import WarmupConstantSqrtSpec, WarmupLinearSpec
 
 
 class Schedule(ABC):
@@ -17,18 +20,6 @@ class Schedule(ABC):
     @abstractmethod
     def rate(self, step: int, *, peak: float) -> float:
         """Return the learning rate of the update at ``step`` (counted from 0), for a given peak rate."""
-
-
-class _WarmUpFields(Protocol):
-    @property
-    def warmup(self) -> float | int | str: ...
-    @property
-    def final_learning_rate(self) -> float: ...
-
-
-class _SqrtFields(_WarmUpFields, Protocol):
-    @property
-    def decay(self) -> float | int | str: ...
 
 
 def steps_of(amount: float | int | str, total_steps: int) -> int:
@@ -98,7 +89,7 @@ class WarmupLinear(Schedule):
         return peak + (self.final_rate - peak) * progress
 
 
-def build_warmup_constant_sqrt(spec: _SqrtFields, *, total_steps: int) -> WarmupConstantSqrt:
+def build_warmup_constant_sqrt(spec: WarmupConstantSqrtSpec, *, total_steps: int) -> WarmupConstantSqrt:
     """Build the schedule of kind ``warmup_constant_sqrt`` for a run of ``total_steps``."""
     return WarmupConstantSqrt(
         total_steps=total_steps,
@@ -108,7 +99,7 @@ def build_warmup_constant_sqrt(spec: _SqrtFields, *, total_steps: int) -> Warmup
     )
 
 
-def build_warmup_linear(spec: _WarmUpFields, *, total_steps: int) -> WarmupLinear:
+def build_warmup_linear(spec: WarmupLinearSpec, *, total_steps: int) -> WarmupLinear:
     """Build the schedule of kind ``warmup_linear`` for a run of ``total_steps``."""
     return WarmupLinear(
         total_steps=total_steps,

@@ -18,14 +18,18 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from pathlib import Path
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trainer.data.source import IGNORED, Batch, DataSource, EvaluationFields, EvaluationSet, check_range
+from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range
 from trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from trainer.spec import EvaluationSpec
+    from trainer.specs.data import CatbAbISpec
 
 TASKS = tuple(range(1, 21))
 SPLITS = ("train", "valid", "test")
@@ -261,7 +265,7 @@ class CatbAbI(DataSource):
         check_range(position, count)
         return torch.from_numpy(self._taken(position, count)[1][:, 1:].copy())
 
-    def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
+    def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
         """One set of all answers, ``L200``, and one a task, ``qa1_L200``: its answers in the same rows.
 
         Raises:
@@ -286,31 +290,7 @@ class CatbAbI(DataSource):
         return sets
 
 
-class CatbAbIFields(Protocol):
-    """The fields of a run's `data` section of kind ``catbabi``."""
-
-    @property
-    def path(self) -> str | None:
-        """The archive, or its folder."""
-
-    @property
-    def length(self) -> int:
-        """Tokens in a row."""
-
-    @property
-    def scoring(self) -> str:
-        """Which labels count in training."""
-
-    @property
-    def held_out(self) -> str:
-        """The split to evaluate on."""
-
-    @property
-    def tasks(self) -> Sequence[int] | None:
-        """Whose stories are trained on, as often as they are named; None: all, once."""
-
-
-def build(spec: CatbAbIFields, *, seed: int = 0, vocab_size: int | None = None) -> CatbAbI:
+def build(spec: CatbAbISpec, *, seed: int = 0, vocab_size: int | None = None) -> CatbAbI:
     """Make the training source that a `data` section describes.
 
     Args:

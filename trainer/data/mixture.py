@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,11 @@ from torch import Tensor
 from implicit_blocks import registry
 from trainer.data.permutation import permute
 from trainer.data.quotas import BLOCK, quotas
-from trainer.data.source import Batch, DataSource, EvaluationFields, EvaluationSet, check_range
+from trainer.data.source import Batch, DataSource, EvaluationSet, check_range
+
+if TYPE_CHECKING:
+    from trainer.spec import EvaluationSpec
+    from trainer.specs.data import MixtureSpec
 
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -112,7 +116,7 @@ class Mixture(DataSource):
         """See `DataSource.identity`: those of the sources, by name."""
         return {part.name: dict(part.source.identity()) for part in self.parts}
 
-    def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
+    def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
         """Give the sets of every source, its name before theirs: ``web_L2048``."""
         sets = {}
         for part in self.parts:
@@ -138,31 +142,7 @@ def _runs(origins: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[int]]
     return [(source, origins[found[0]][1], found) for source, found in rows.items()]
 
 
-class SourceFields(Protocol):
-    """The fields of one source in a run's `data` section of kind ``mixture``."""
-
-    @property
-    def weight(self) -> float:
-        """Its share."""
-
-    @property
-    def data(self) -> Any:
-        """The spec of what it is."""
-
-
-class MixtureFields(Protocol):
-    """The fields of a run's `data` section of kind ``mixture``."""
-
-    @property
-    def sources(self) -> Sequence[SourceFields]:
-        """What is mixed."""
-
-    @property
-    def names(self) -> Sequence[str]:
-        """What records call the sources."""
-
-
-def build(spec: MixtureFields, *, seed: int = 0, vocab_size: int | None = None) -> Mixture:
+def build(spec: MixtureSpec, *, seed: int = 0, vocab_size: int | None = None) -> Mixture:
     """Build the sources that a `data` section names, and mix them.
 
     Args:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from implicit_blocks.contracts import require
 from implicit_blocks.handed_back import shape_and_type
+
+if TYPE_CHECKING:
+    from trainer.spec import EvaluationSpec
 
 IGNORED = -100
 """The label of a position that is not scored."""
@@ -60,26 +63,6 @@ class Batch:
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
         documents = None if self.documents is None else change(self.documents)
         return Batch(inputs=change(self.inputs), labels=change(self.labels), documents=documents)
-
-
-class EvaluationFields(Protocol):
-    """The fields of a run's `evaluation` section that data read."""
-
-    @property
-    def lengths(self) -> Sequence[int]:
-        """Lengths to evaluate at; empty means the training length."""
-
-    @property
-    def identity_probabilities(self) -> Sequence[float]:
-        """Word problems: identity probabilities to evaluate at; empty means the training one."""
-
-    @property
-    def sequences(self) -> int:
-        """Sequences in a set, at most."""
-
-    @property
-    def seed(self) -> int:
-        """Seed of everything drawn for evaluation."""
 
 
 class DataSource(ABC):
@@ -132,7 +115,7 @@ class DataSource(ABC):
         return {}
 
     @abstractmethod
-    def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
+    def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
         """Give the sets to evaluate on, by name, in the order to report them.
 
         Call it before training starts: it refuses what could not be evaluated later.

@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from trainer.data.describing import check_vocabulary
-from trainer.data.source import IGNORED, Batch, DataSource, EvaluationFields, EvaluationSet, check_range
+from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range
 from trainer.data.tokenizing.documents import load_dataset
 from trainer.data.tokenizing.tokenizers import Tokenizer, load_tokenizer
 from trainer.data.tokens import TokenData
+
+if TYPE_CHECKING:
+    from trainer.spec import EvaluationSpec
+    from trainer.specs.data import StreamSpec
 
 EXACT = 4096
 """Samples that are read and dropped to reach a position; more are skipped by estimate."""
@@ -107,7 +111,7 @@ class StreamData(DataSource):
             inputs=inputs, labels=labels, documents=None if self._documents == "ignore" else documents
         )
 
-    def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
+    def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
         """Those of the validation tokens, if there are any."""
         return {} if self._validation is None else self._validation.evaluation_sets(evaluation)
 
@@ -188,51 +192,7 @@ class StreamData(DataSource):
         self._position, self._begins = position, False
 
 
-class StreamFields(Protocol):
-    """The fields of a run's `data` section of kind ``stream``."""
-
-    @property
-    def dataset(self) -> str:
-        """Name or folder of the dataset."""
-
-    @property
-    def config(self) -> str | None:
-        """Configuration of a dataset of the hub."""
-
-    @property
-    def split(self) -> str:
-        """Which split."""
-
-    @property
-    def text_field(self) -> str:
-        """Where a row's text is."""
-
-    @property
-    def tokenizer(self) -> str:
-        """The tokenizer's file."""
-
-    @property
-    def end_of_document(self) -> str | None:
-        """The token appended to each document."""
-
-    @property
-    def shuffle_buffer(self) -> int:
-        """Documents among which the next one is drawn."""
-
-    @property
-    def length(self) -> int:
-        """Tokens in a training sample."""
-
-    @property
-    def documents(self) -> Documents:
-        """Whether the documents of a row are kept apart."""
-
-    @property
-    def validation_path(self) -> str | None:
-        """Held-out token files."""
-
-
-def build(spec: StreamFields, *, seed: int = 0, vocab_size: int | None = None) -> StreamData:
+def build(spec: StreamSpec, *, seed: int = 0, vocab_size: int | None = None) -> StreamData:
     """Open the dataset that a `data` section names, and warn that a resume will be approximate.
 
     Args:

@@ -14,16 +14,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from trainer.data.permutation import permute
-from trainer.data.source import IGNORED, Batch, DataSource, EvaluationFields, EvaluationSet, check_range
+from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range
 from trainer.data.token_files import TokenDtype, write_tokens
 from trainer.data.token_folder import check_same_tokenizer, check_tokens, open_tokens, validation_folder
+
+if TYPE_CHECKING:
+    from trainer.spec import EvaluationSpec
+    from trainer.specs.data import TokensSpec
 
 __all__ = ["TokenData", "build", "write_tokens"]
 
@@ -138,7 +142,7 @@ class TokenData(DataSource):
         """See `DataSource.identity`: the manifest's, or without one that of the files' names and sizes."""
         return self.files.identity()
 
-    def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
+    def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
         """One set a length, named such as ``L2048``: random samples of the validation tokens, or all of them.
 
         Without validation tokens there is none.
@@ -182,39 +186,7 @@ class TokenData(DataSource):
         return [int(index) for index in indices]
 
 
-class TokenFields(Protocol):
-    """The fields of a run's `data` section of kind ``tokens``."""
-
-    @property
-    def path(self) -> str | None:
-        """File or folder to train on."""
-
-    @property
-    def validation_path(self) -> str | None:
-        """File or folder to evaluate on."""
-
-    @property
-    def length(self) -> int:
-        """Tokens in a training sample."""
-
-    @property
-    def dtype(self) -> TokenDtype | None:
-        """Type of raw files without a sidecar."""
-
-    @property
-    def documents(self) -> Documents:
-        """Whether the documents of a row are kept apart."""
-
-    @property
-    def tokenizer(self) -> str | None:
-        """The tokenizer that must have made the tokens."""
-
-    @property
-    def check_sums(self) -> bool:
-        """Whether files are compared with their checksums."""
-
-
-def build(spec: TokenFields, *, seed: int = 0, vocab_size: int | None = None) -> TokenData:
+def build(spec: TokensSpec, *, seed: int = 0, vocab_size: int | None = None) -> TokenData:
     """Open the training tokens that a `data` section names.
 
     Args:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,11 @@ from trainer.data import groups
 from trainer.data.drawing import Categorical
 from trainer.data.prefix_products import PrefixProducts
 from trainer.data.published_order import PublishedSequence, draw
-from trainer.data.source import Batch, DataSource, EvaluationFields, EvaluationSet, check_range
+from trainer.data.source import Batch, DataSource, EvaluationSet, check_range
+
+if TYPE_CHECKING:
+    from trainer.spec import EvaluationSpec
+    from trainer.specs.data import WordProblemSpec
 
 DrawOrder = Literal["fast", "published"]
 Sequences = tuple[torch.Tensor, torch.Tensor]
@@ -262,7 +266,7 @@ class WordProblemStream(DataSource):
             inputs, labels = self.problem._fast(position, count, self._length, key=self._key)
         return Batch(inputs=inputs, labels=labels)
 
-    def evaluation_sets(self, evaluation: EvaluationFields) -> Mapping[str, EvaluationSet]:
+    def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
         """One set for every identity probability and length, named such as ``p0.5_L64``.
 
         All are drawn with the evaluation seed, so that in the fast order the sets of one p and several
@@ -294,31 +298,7 @@ class WordProblemStream(DataSource):
         return sets
 
 
-class WordProblemFields(Protocol):
-    """The fields of a run's `data` section of kind ``word_problem``."""
-
-    @property
-    def group(self) -> groups.Definition:
-        """Name or table of the group."""
-
-    @property
-    def monoid(self) -> groups.Definition | None:
-        """Name or table of the monoid."""
-
-    @property
-    def identity_probability(self) -> float:
-        """Probability of forcing a token to the identity."""
-
-    @property
-    def length(self) -> int:
-        """Tokens in a training sequence."""
-
-    @property
-    def draw_order(self) -> DrawOrder:
-        """Fast, or the published one."""
-
-
-def build(spec: WordProblemFields, *, seed: int = 0, vocab_size: int | None = None) -> WordProblemStream:
+def build(spec: WordProblemSpec, *, seed: int = 0, vocab_size: int | None = None) -> WordProblemStream:
     """Make the training stream that a `data` section describes.
 
     Args:
