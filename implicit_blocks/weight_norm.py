@@ -140,15 +140,21 @@ def _row_norm(weight: Tensor) -> Tensor:
 def add_weight_norm(module: nn.Module) -> None:
     """Put weight norm on every parameter called ``weight`` of two or more dimensions in ``module``.
 
-    State-dict names become ``….parametrizations.weight.original0`` (g) and ``….original1`` (v).
+    State-dict names become ``….parametrizations.weight.original0`` (g) and ``….original1`` (v). Modules of
+    one type share one class from here on, so that what torch's ``parametrize`` does to a module's class is for
+    none of them alone: its removal fails, and a parametrization of a bias is looked for in all.
     """
     for part in list(module.modules()):
         weight = part._parameters.get("weight")
         if weight is not None and weight.ndim >= 2:
             plain = type(part)
             parametrize.register_parametrization(part, "weight", WeightNorm(), unsafe=weight.is_meta)
-            # torch makes a class for each instance; with one for all, compiled code serves every layer.
-            part.__class__ = _CLASSES.setdefault(plain, type(part))
+            # torch makes a class for each instance; with one for all, compiled code serves every layer. It
+            # inherits the property ``weight``: torch's removal from one layer, which deletes that from the
+            # layer's own class, then fails before anything is changed, instead of taking all layers' weights.
+            if plain not in _CLASSES:
+                _CLASSES[plain] = type(type(part).__name__, (type(part),), {})
+            part.__class__ = _CLASSES[plain]
 
 
 def plain_weight(module: nn.Module) -> Tensor:

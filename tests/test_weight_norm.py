@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from torch.nn.utils import parametrize
 
 from implicit_blocks.layers import Linear
 from implicit_blocks.weight_norm import add_weight_norm, plain_weight
@@ -55,3 +56,15 @@ def test_values_that_are_read_are_ordinary_tensors(layer: Linear) -> None:
     for value in (layer.weight.data, layer.weight * 1, layer.weight.detach(), plain_weight(layer)):
         assert type(value) is torch.Tensor
     assert not layer.weight.data.requires_grad
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
+def test_torchs_removal_from_one_layer_changes_no_layer(layer: Linear, trained: bool) -> None:
+    other, x = Linear(4, 3), torch.randn(5, 4)
+    add_weight_norm(other)
+    before = layer(x), other(x)
+    assert type(layer) is type(other)  # so compiled code serves both
+    layer.requires_grad_(trained)
+    with pytest.raises((RuntimeError, AttributeError)):
+        parametrize.remove_parametrizations(layer, "weight")
+    assert all(torch.equal(one(x), value) for one, value in zip((layer, other), before, strict=True))
