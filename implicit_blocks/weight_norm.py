@@ -141,8 +141,8 @@ def add_weight_norm(module: nn.Module) -> None:
     """Put weight norm on every parameter called ``weight`` of two or more dimensions in ``module``.
 
     State-dict names become ``….parametrizations.weight.original0`` (g) and ``….original1`` (v). Modules of
-    one type share one class from here on, so that what torch's ``parametrize`` does to a module's class is for
-    none of them alone: its removal fails, and a parametrization of a bias is looked for in all.
+    one type share one class from here on, so that what torch's ``parametrize`` does to a module's class is
+    for none of them alone: its removal fails, and a parametrization of a bias is looked for in all.
     """
     for part in list(module.modules()):
         weight = part._parameters.get("weight")
