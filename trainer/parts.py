@@ -86,9 +86,13 @@ def _sources(spec: RunSpec) -> list[DataSource]:
 def _model(spec: RunSpec) -> nn.Module:
     """Build the model, and refuse what it doesn't offer while nothing has been made yet."""
     model: nn.Module = registry.build(spec.model)
-    if getattr(spec.data, "documents", "ignore") != "ignore":
-        # The library's models keep documents apart; others may have to refuse, before anything is made.
+    # The library's models keep documents apart, at any length; others may have to refuse, before anything is
+    # made.
+    data = [spec.data, *(phase.data for phase in spec.phase_specs())]
+    if any(getattr(each, "documents", "ignore") != "ignore" for each in data):
         getattr(model, "require_documents_apart", lambda: None)()
+    lengths = [*(each.length for each in data), *spec.evaluation.at(spec.data.length).lengths]
+    getattr(model, "require_length", lambda length: None)(max(lengths))
     if spec.training.compile_layers:
         _method(model, spec, "compile_layers", "training.compile_layers=false")()
     if any(phase.training.checkpoint_activations != "none" for phase in spec.phase_specs()):

@@ -53,6 +53,7 @@ class TransformersLM(nn.Module):
         if self._rescale_every is not None:
             config.rescale_every = 0
         self._documents_apart: bool | None = None
+        self._longest = _longest(self.model)
         if not next(self.model.parameters()).is_meta:
             _require_causal(self.model, vocabulary=config.vocab_size)
 
@@ -81,12 +82,14 @@ class TransformersLM(nn.Module):
             **ignored: options of a search for fixed points; there is none.
 
         Raises:
-            DataError: several documents in a row, for a model that doesn't keep them apart.
+            DataError: several documents in a row, for a model that doesn't keep them apart; more tokens than
+                it has positions for.
             ValueError: a state, of which these models have none that we know.
 
         """
         if ignored.get("state") is not None or ignored.get("return_state"):
             raise ValueError("a model of transformers has no state to hand on; use its own generate")
+        self.require_length(input_ids.shape[1])
         given: dict[str, Any] = {}
         if attention_mask is not None:
             given["attention_mask"] = attention_mask.long()
@@ -118,6 +121,20 @@ class TransformersLM(nn.Module):
                 f"several documents are packed into a row, and {self.model.config.model_type!r} of "
                 "transformers carries its state from one into the next; choose data that are not packed "
                 "(data.documents=ignore), or a model with attention only"
+            )
+
+    def require_length(self, length: int) -> None:
+        """Refuse sequences of more tokens than the model has positions for, where it has a table of them.
+
+        Raises:
+            DataError: they are longer.
+
+        """
+        if self._longest is not None and length > self._longest:
+            raise DataError(
+                f"{self.model.config.model_type!r} of transformers has positions for {self._longest} tokens "
+                f"as it is configured, and sequences of {length} are asked for; raise "
+                "model.config.max_position_embeddings (of fresh weights), or choose shorter ones"
             )
 
     def reconfigure(self, spec: TransformersSpec) -> None:
@@ -353,6 +370,17 @@ def _positions(documents_BL: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(1).values
 
 
+def _longest(model: Any) -> int | None:
+    """Return for how many tokens a model has a table of positions; None: it works them out."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    tables = [each.weight for each in model.modules() if isinstance(each, nn.Embedding)]
+    tables += [table for name, table in model.named_buffers() if name.endswith("embed_positions")]
+    tokens = model.get_input_embeddings().weight
+    # Some keep a row or two for padding.
+    rows = [len(table) for table in tables if table is not tokens]
+    return most if most is not None and any(most <= count <= most + 2 for count in rows) else None
+
+
 @torch.no_grad()
 def _logits(model: Any, tokens_BL: Tensor, **given: Any) -> Tensor:
     """Return the logits in evaluation mode and full precision, whatever is set."""
@@ -371,11 +399,18 @@ def _same(first: Tensor, second: Tensor, *, tolerance: float) -> bool:
 
 
 def _require_causal(model: Any, *, vocabulary: int) -> None:
-    """Refuse a model whose answers depend on later tokens: it would read off what it should predict."""
+    """Refuse a model that can't be called, or whose answers depend on the later tokens that it predicts."""
     first = torch.arange(_PROBE)[None] % vocabulary
     second = first.clone()
     second[0, -1] = (second[0, -1] + 1) % vocabulary
-    if not _same(_logits(model, first)[:, :-1], _logits(model, second)[:, :-1], tolerance=1e-6):
+    try:
+        found, other = _logits(model, first), _logits(model, second)
+    except Exception as error:  # some architectures notice sizes that don't fit as late as here
+        raise ValueError(
+            f"{model.config.model_type!r} of transformers fails on {_PROBE} tokens as it is configured: "
+            f"{_first_line(error)}; change the sizes in model.config, or choose another architecture"
+        ) from error
+    if not _same(found[:, :-1], other[:, :-1], tolerance=1e-6):
         raise ValueError(
             f"{model.config.model_type!r} of transformers sees later tokens as it is configured; "
             "set model.config.is_decoder=true where it has that, or choose another architecture"

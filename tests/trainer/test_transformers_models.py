@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from implicit_blocks.__main__ import main as library
 from implicit_blocks.specs import load_spec
 from trainer.cli import main
+from trainer.errors import DataError
 from trainer.metrics import read_metrics
 from trainer.spec import TransformersSpec
 from trainer.tokenize import main as tokenize
@@ -240,6 +241,43 @@ def test_documents_are_refused_before_anything_is_written(
     assert "'mamba2' of transformers carries its state from one into the next" in capsys.readouterr().err
 
 
+TABLES = {
+    "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 12},
+    "opt": {
+        "hidden_size": 16, "ffn_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+        "max_position_embeddings": 12, "word_embed_proj_dim": 16,
+    },
+    "codegen": {"n_embd": 16, "n_layer": 1, "n_head": 4, "rotary_dim": 2, "n_positions": 12},
+    "llama": {**CONFIGS["llama"], "max_position_embeddings": 12},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", TABLES)
+def test_a_table_of_positions_has_an_end(architecture: str) -> None:
+    spec = TransformersSpec(architecture=architecture, config=TABLES[architecture], vocab_size=6)
+    model = TransformersLM(spec).eval()
+    assert model(torch.zeros(1, 12, dtype=torch.int64)).logits.shape == (1, 12, 6)
+    longer = torch.zeros(1, 13, dtype=torch.int64)
+    if architecture == "llama":
+        assert model(longer).logits.shape == (1, 13, 6)
+        return
+    with pytest.raises(
+        DataError, match=f"'{architecture}' of transformers has positions for 12 .* of 13 are"
+    ):
+        model(longer)
+
+
+def test_lengths_beyond_a_table_of_positions_are_refused_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = {"kind": "transformers", "architecture": "gpt2", "config": TABLES["gpt2"]}
+    output = tmp_path / "run"
+    spec = run_file(tmp_path, "llama", model=model)
+    assert main(["--spec", spec, "--output", str(output), "--device", "cpu"]) == 2
+    assert "positions for 12 tokens as it is configured, and sequences of 16" in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_layers_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[torch.nn.Module] = []
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compiled.append(self))
@@ -315,6 +353,11 @@ BERT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num
         ("llama", {"hidden_size": 10, "num_attention_heads": 4}, "not a multiple of the number of attention"),
         ("mamba2", {"hidden_size": 24}, "must equal num_heads"),
         ("rwkv", {"num_hidden_layers": 1, "hidden_size": 8}, "division by zero; change the sizes or layers"),
+        (
+            "codegen",  # its rotation is as wide as the default's heads
+            {"n_embd": 16, "n_layer": 1, "n_head": 4},
+            "'codegen' of transformers fails on 8 tokens as it is configured: Runtime.*; change the sizes",
+        ),
         ("bert", BERT, "'bert' of transformers sees later tokens as it is configured; set .*is_decoder"),
     ],
 )
