@@ -15,7 +15,7 @@ from implicit_blocks.model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.saved_files import CONFIG, SAFETENSORS
 from implicit_blocks.saved_models import tokenizer_of
-from implicit_blocks.specs import BaseRunSpec, load_spec, spec_name
+from implicit_blocks.specs import ModelSpec, load_spec, spec_name
 from trainer.checkpoint import STATE_FILE, load_checkpoint, newest_sound_checkpoint
 from trainer.run_folder import RunFolder
 
@@ -79,9 +79,9 @@ def find_subject(checkpoint: Path, *, spec: str | None = None) -> Subject:
     return Subject(
         name=name,
         weights=weights,
-        spec=loaded.model,
+        spec=loaded.final_model,
         length=length,
-        load=lambda: _load(loaded, weights),
+        load=lambda: _load(loaded.final_model, weights),
         tokenizer=tokenizer_of(checkpoint),
         notes=tuple(notes),
     )
@@ -106,8 +106,8 @@ def _weights(checkpoint: Path) -> tuple[Path, RunFolder | None, list[str]]:
     )
 
 
-def _load(spec: BaseRunSpec, weights: Path) -> nn.Module:
-    model: nn.Module = build(spec.model)
+def _load(spec: ModelSpec, weights: Path) -> nn.Module:
+    model: nn.Module = build(spec)
     if weights.is_dir():
         load_checkpoint(weights, model=model)
     else:

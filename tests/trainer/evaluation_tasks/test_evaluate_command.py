@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from implicit_blocks import registry
 from trainer.data.tokens import write_tokens
 from trainer.evaluate import PAPER_TASKS, main
+from trainer.evaluation_tasks.subject import find_subject
 from trainer.run import build
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec
 
@@ -57,6 +58,15 @@ def evaluate(*arguments: Any) -> int:
 
 def results(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
+
+
+def test_a_run_s_model_is_that_of_its_last_phase(small, tmp_path):
+    last = {"name": "last", "model": {"at_evaluation": {"stopping": {"max_iterations": 7}}}}
+    spec = small({"phases": [{"name": "first", "until": 1}, last], "training.max_steps": 2})
+    run = build(spec, output=tmp_path / "run", device="cpu")
+    run.train()
+    model = find_subject(tmp_path / "run").load()
+    assert model.evaluation_stopping.max_iterations == run.model.evaluation_stopping.max_iterations == 7
 
 
 # ------------------------------------------------------------------------------------ what it writes
