@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from implicit_blocks.sharded_files import INDEX, read_whole_tensors, tensor_index
-from trainer.checkpoint import Progress, read_model_tensors, save_checkpoint, verify_checkpoint
+from trainer.checkpoint import Checkpointer, Progress, read_model_tensors, step_name, verify_checkpoint
 from trainer.checkpoint_folder import STATE_FILE
 from trainer.errors import CheckpointError
 from trainer.files import digest, read_json, write_json
@@ -21,10 +21,10 @@ from trainer.files import digest, read_json, write_json
 def saved(tmp_path: Path) -> tuple[Path, nn.Module]:
     model = nn.Sequential(nn.Linear(3, 2), nn.Embedding(4, 3).bfloat16())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    path = save_checkpoint(
-        tmp_path, model=model, optimizer=optimizer, progress=Progress(step=1), spec_digest="d", keep=1
-    )
-    return path, model
+    writer = Checkpointer(tmp_path, model=model, optimizer=optimizer, spec_digest="d", keep=1)
+    writer.save(Progress(step=1))
+    writer.wait()
+    return tmp_path / step_name(1), model
 
 
 def test_tensors_come_back_with_their_types(saved: tuple[Path, nn.Module]) -> None:

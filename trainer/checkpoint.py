@@ -48,37 +48,10 @@ __all__ = [
     "load_checkpoint",
     "newest_sound_checkpoint",
     "read_model_tensors",
-    "save_checkpoint",
     "set_aside",
     "step_name",
     "verify_checkpoint",
 ]
-
-
-def save_checkpoint(
-    folder: Path,
-    *,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    progress: Progress,
-    spec_digest: str,
-    keep: int,
-    keep_every: int | None = None,
-    ranks: Ranks | None = None,
-) -> Path:
-    """Write one checkpoint and wait for it; return its path. See :class:`Checkpointer`."""
-    writer = Checkpointer(
-        folder,
-        model=model,
-        optimizer=optimizer,
-        spec_digest=spec_digest,
-        keep=keep,
-        keep_every=keep_every,
-        ranks=ranks,
-    )
-    writer.save(progress)
-    writer.wait()
-    return folder / step_name(progress.step)
 
 
 def load_checkpoint(

@@ -21,8 +21,8 @@ from trainer.checkpoint import (
     load_checkpoint,
     newest_sound_checkpoint,
     read_model_tensors,
-    save_checkpoint,
     set_aside,
+    step_name,
     verify_checkpoint,
 )
 from trainer.checkpoint_folder import prune
@@ -61,10 +61,20 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
     return losses
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int, keep: int = 2) -> Path:
-    return save_checkpoint(
-        folder, model=model, optimizer=optimizer, progress=Progress(step=step), spec_digest="d", keep=keep
+def save(
+    folder: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    keep: int = 2,
+    keep_every: int | None = None,
+) -> Path:
+    writer = Checkpointer(
+        folder, model=model, optimizer=optimizer, spec_digest="d", keep=keep, keep_every=keep_every
     )
+    writer.save(Progress(step=step))
+    writer.wait()
+    return folder / step_name(step)
 
 
 @pytest.fixture
@@ -300,15 +310,7 @@ def test_milestones_stay(tmp_path: Path) -> None:
     model = Tied()
     optimizer = optimizer_of(model)
     for step in range(1, 9):
-        save_checkpoint(
-            tmp_path,
-            model=model,
-            optimizer=optimizer,
-            progress=Progress(step=step),
-            spec_digest="d",
-            keep=2,
-            keep_every=3,
-        )
+        save(tmp_path, model, optimizer, step, keep_every=3)
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [3, 6, 7, 8]
 
 
