@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from trainer.data.describing import check_vocabulary
 from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check_range
 from trainer.errors import DataError
 
@@ -308,11 +309,7 @@ def build(spec: CatbAbISpec, *, seed: int = 0, vocab_size: int | None = None) ->
         stories = read_stories(Path(spec.path))
     except DataError as error:
         raise ValueError(str(error)) from error
-    words = len(stories.vocabulary)
-    if vocab_size is not None and vocab_size < words:
-        raise ValueError(
-            f"bAbI has {words} words but the model's vocab_size is {vocab_size}; set model.vocab_size={words}"
-        )
+    check_vocabulary(len(stories.vocabulary), vocab_size, what="bAbI")
     times = Counter(TASKS if spec.tasks is None else spec.tasks)
     return CatbAbI(
         [story for story in stories.by_split["train"] for _ in range(times[story.task])],

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from trainer.data import groups
+from trainer.data.describing import check_vocabulary
 from trainer.data.drawing import Categorical
 from trainer.data.prefix_products import PrefixProducts
 from trainer.data.published_order import PublishedSequence, draw
@@ -316,11 +317,7 @@ def build(spec: WordProblemSpec, *, seed: int = 0, vocab_size: int | None = None
         identity_probability=spec.identity_probability,
         draw_order=spec.draw_order,
     )
-    if vocab_size is not None and vocab_size < problem.vocab_size:
-        raise ValueError(
-            f"the word problem has {problem.vocab_size} tokens but the model's vocab_size is {vocab_size}; "
-            f"set model.vocab_size={problem.vocab_size}"
-        )
+    check_vocabulary(problem.vocab_size, vocab_size, what="the word problem")
     return WordProblemStream(problem, length=spec.length, seed=seed)
 
 

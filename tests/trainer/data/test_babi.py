@@ -238,7 +238,7 @@ def test_a_run_trains_on_it_and_tells_accuracy_by_task(folder, tmp_path):
         **spec.model_dump(mode="json"),
         "model": {**spec.model_dump(mode="json")["model"], "vocab_size": 5},
     }
-    with pytest.raises(ValueError, match=f"bAbI has {size} words but the model's vocab_size is 5"):
+    with pytest.raises(ValueError, match=f"bAbI has {size} ids, but the model has vocab_size 5"):
         build_run(RunSpec.model_validate(small), output=tmp_path / "small", device="cpu")
 
 

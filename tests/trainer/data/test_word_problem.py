@@ -282,9 +282,7 @@ def test_build() -> None:
     assert (stream.vocab_size, stream.length, stream.samples) == (12, 32, None)
     direct = WordProblemStream(WordProblem(group="A4", identity_probability=0.5), length=32, seed=5)
     assert torch.equal(stream.batch(9, 3).inputs, direct.batch(9, 3).inputs)
-    with pytest.raises(
-        ValueError, match=r"12 tokens but the model's vocab_size is 6; set model\.vocab_size=12"
-    ):
+    with pytest.raises(ValueError, match=r"12 ids, but the model has vocab_size 6; set model\.vocab_size=12"):
         build(spec, vocab_size=6)
 
 
