@@ -1,0 +1,227 @@
+"""The pages of the experiments: their tables are those of the results, whose commands still work."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from implicit_blocks.specs import load_spec
+from trainer.experiments.word_problem import SETTINGS
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+OURS = ("trainer", "trainer.experiments")
+
+
+def results(name: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(page: str, beginning: str) -> list[list[str]]:
+    """Return the cells of a page's table whose head begins so, without the emphasis."""
+    lines = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(f"| {beginning}"))
+    rows = []
+    for line in lines[first + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip().replace("**", "") for cell in line.strip("|").split("|")])
+    return rows
+
+
+def percent(*shares: float, digits: int = 1) -> str:
+    return ", ".join(f"{100 * share:.{digits}f}" for share in shares) + " %"
+
+
+# -------------------------------------------------------------------------------- commands
+
+
+def texts(found: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Return every text in JSON that is a command, and the key that it stands under."""
+    if isinstance(found, dict):
+        for name, value in found.items():
+            yield from texts(value, name)
+    elif isinstance(found, list):
+        for value in found:
+            yield from texts(value, key)
+    elif isinstance(found, str) and found.startswith("python -m trainer"):
+        yield key, found
+
+
+def commands(path: Path) -> list[list[str]]:
+    """Return the words of a file's commands, without what stands for several values."""
+    found = []
+    for key, text in texts(json.loads(path.read_text(encoding="utf-8"))):
+        for command in re.sub(r", and .*", "", text).split("; "):
+            words = [word for word in shlex.split(command) if word not in {"SETTINGS", "CHANGES", "OPTIONS"}]
+            words = words[:-1] if words[-1] == "--set" else words
+            if key != "note" and words[2] in OURS:
+                found.append([{"NAME": "books_10m", "SPEC": "books_5m_mamba2"}.get(w, w) for w in words])
+    return found
+
+
+@pytest.fixture(scope="module")
+def examples() -> Any:
+    spec = importlib.util.spec_from_file_location("documentation_commands", ROOT / "tools/docs/examples.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def check(examples: Any, words: list[str], place: str) -> None:
+    """Parse a command of ours, and load the specs that it names with its changes."""
+    options = examples._parsed(SimpleNamespace(place=place), words[1:])
+    changes = list(getattr(options, "set", None) or getattr(options, "overrides", None) or [])
+    specs = getattr(options, "specs", None) or [getattr(options, "spec", None)]
+    if getattr(options, "experiment", None) == "word-problem":
+        specs = [SETTINGS[options.study, options.setting].spec]
+    for spec in specs:
+        if spec is not None and not str(spec).endswith(".yaml") and "acme" not in str(spec):
+            load_spec(spec, changes)
+
+
+@pytest.mark.parametrize("path", [path for path in RESULTS if commands(path)], ids=lambda path: path.stem)
+def test_commands_of_results_are_known(path: Path, examples: Any) -> None:
+    """What a figure was measured by can be given today: options, specs and changes exist."""
+    for words in commands(path):
+        check(examples, words, path.name)
+
+
+@pytest.mark.parametrize(
+    "page", ["word-problems", "catbabi", "language", "duality", "solvers", "experiments"]
+)
+def test_changes_of_specs_on_pages_are_known(page: str, examples: Any) -> None:
+    for block in examples.blocks(ROOT / "docs" / f"{page}.md"):
+        if block.language == "sh":
+            for words in examples.commands(block):
+                if words[1:2] == ["-m"] and words[2] in OURS:
+                    check(examples, words, block.place)
+
+
+# -------------------------------------------------------------------------------- tables
+
+
+def test_the_least_layers() -> None:
+    runs = results("word_problem_layers")["runs"]
+    for layers, *cells in table("word-problems", "layers | 2 tokens"):
+        kind = "implicit-mamba2" if layers.startswith("implicit") else "mamba2"
+        count = int(layers.split()[-1])
+        for length, cell in zip((2, 4, 8, 16, 32), cells, strict=True):
+            found = [
+                row[f"p 0, length {length}"]
+                for row in runs
+                if (row["model"], row["layers"], row["length"]) == (kind, count, length)
+            ]
+            assert cell == (percent(*found).replace("100.0 %", "100 %") if found else ""), (layers, length)
+
+
+def test_rare_hard_tokens() -> None:
+    tests = results("word_problem_hard_tokens")["tests"]
+    for p, *cells in table("word-problems", "iterations in training"):
+        asked = [(n, 1200) for n in (1, 2, 4, 8, 16, 32)] + [(8, 4800)]
+        for (iterations, steps), cell in zip(asked, cells, strict=True):
+            found = {
+                row["seed"]: row["accuracy_last"]
+                for row in tests
+                if (row["training_iterations"], row["steps"], row["mode"], row["identity_probability"])
+                == (iterations, steps, "simultaneous", float(p.removeprefix("p = ")))
+            }
+            assert cell == percent(*(found[seed] for seed in sorted(found))), (p, iterations, steps)
+
+
+def test_explicit_models_at_256() -> None:
+    """Each row is one chain of three recipes, finished in one run of the benchmark."""
+    chains: dict[tuple[int, float], dict[str, dict[str, float]]] = {}
+    for run in results("word_problems")["runs"]:
+        if run.get("arguments", {}).get("explicit_steps") != 1.0 or not run["arguments"].get("then"):
+            continue
+        for row in run["rows"]:
+            if row["model"] == "mamba2":
+                found = {
+                    f"p{test['identity_probability']:g} L{test['length']}": test["accuracy_last"]
+                    for test in row["tests"]
+                }
+                chains.setdefault((row["layers"], row["learning_rate"]), {}).setdefault(row["recipe"], found)
+    rows = table("word-problems", "layers | learning rate")
+    assert len(rows) == len(chains)
+    for layers, rate, *cells in rows:
+        chain = chains[int(layers), float(rate)]
+        last = chain["word_problem_a5_256"]
+        assert cells == [
+            percent(found)
+            for found in (
+                chain["word_problem_a5"]["p0.5 L32"],
+                chain["word_problem_a5_mixed"]["p0.9 L128"],
+                *(last[at] for at in ("p0.9 L256", "p0.5 L256", "p0.9 L1024", "p0.5 L1024")),
+            )
+        ]
+
+
+def test_catbabi() -> None:
+    tests = [row for row in results("catbabi")["test"] if row["scoring"] == "answers"]
+    spec = kind = ""
+    for name, _, seeds, short, long, iterations, converged in table("catbabi", "QA mode"):
+        if not seeds:
+            spec = name.strip("`")
+            continue
+        kind = re.sub(r"(\w+), (\d+) layers?", r"\1-\2", name) or kind
+        for seed, position in zip(seeds.split(", "), range(9), strict=False):
+            at = {
+                row["length"]: row
+                for row in tests
+                if (row["spec"], row["model"], row["seed"]) == (spec, kind, int(seed))
+            }
+            for length, cell in ((200, short), (1600, long)):
+                said = cell.removesuffix(" %").split(", ")[position]
+                close = 0.501 * 0.1 ** len(said.partition(".")[2])  # halves are rounded either way
+                found = pytest.approx(100 * at[length]["accuracy"], abs=close)
+                assert float(said) == found, (spec, kind, seed, length)
+            if kind.startswith("implicit"):
+                searches = [at[length]["search"] for length in (200, 1600)]
+                assert iterations == ", ".join(f"{found['iterations']:.1f}" for found in searches)
+                assert converged == ", ".join(percent(found["converged"]) for found in searches)
+
+
+def test_the_jacobian() -> None:
+    rows = results("jacobian")["rows"]
+    for name, *cells in table("jacobian", "model, seed, step sizes"):
+        kind = name.split(",")[0]
+        asked = {
+            "seed 1": "--seed 1",
+            "seed 2": "--seed 2",
+            "0.1 to 0.5": "--dt 0.1 0.5",
+            "0.5 to 2": "--dt 0.5 2",
+        }
+        options = next((option for part, option in asked.items() if part in name), "")
+        of_kind = [
+            row for row in rows if row["model"] == kind and (kind == "explicit" or row["options"] == options)
+        ]
+        columns = (
+            "formula_against_autograd",
+            "formula_against_differences",
+            "largest_entry",
+            "largest_off_diagonal_entry",
+            "off_diagonal_mass",
+            "rank",
+            "feedback_rank",
+        )
+        for column, cell in zip(columns, cells, strict=True):
+            least, most = (f(row[column] for row in of_kind) for f in (min, max))
+            ends = [float(text) for text in re.findall(r"[\d.]+(?:e-?\d+)?", cell)]
+            assert ends[-1] == pytest.approx(most, rel=0.06), (name, column)
+            assert len(ends) == 1 or ends[0] == pytest.approx(least, rel=0.2), (name, column)
+    implicit = [row for row in rows if row["model"] == "implicit"]
+    assert max(row["formula_against_autograd"] for row in implicit) <= 1e-6
+    assert max(row["formula_against_differences"] for row in implicit) <= 1e-5
