@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,10 @@ from implicit_blocks.weight_norm import WeightNorm, fused
 
 WEIGHTS_COME_AND_GO = "weights_come_and_go"
 """Name of the attribute that is true for a module that has its weights only while it runs."""
+
+
+_THREADS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""By the first module whose weight is held, the thread that had it held last."""
 
 
 class HeldWeights:
@@ -98,11 +104,18 @@ class HeldWeights:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Use the held weights within; where they are in use already this costs nothing."""
+        """Use the held weights within; where they are in use already this costs nothing.
+
+        Raises:
+            RuntimeError: another thread is using weights of these modules, perhaps of another precision.
+
+        """
         if self._held and self._held[0][0].held is self._held[0][1]:
             yield
             return
         before = [holder.held for holder, _ in self._held]
+        if self._held and not torch.compiler.is_compiling():
+            _require_one_thread(self._held[0][0])
         for holder, value in self._held:
             holder.held = value
         try:
@@ -110,6 +123,17 @@ class HeldWeights:
         finally:
             for (holder, _), value in zip(self._held, before, strict=True):
                 holder.held = value
+
+
+def _require_one_thread(holder: Any) -> None:
+    """Refuse weights that another thread holds at this moment; note which one does from here on."""
+    thread = get_ident()
+    if holder.held is not None and _THREADS.get(holder, thread) != thread:
+        raise RuntimeError(
+            "the model is in use by another thread; let threads call it in turn, behind a lock, or make each "
+            "a copy of its own beforehand (copy.deepcopy)"
+        )
+    _THREADS[holder] = thread
 
 
 def join(held: list[tuple[Any, Any]], parameters: list[nn.Parameter]) -> list[tuple[Any, Any]]:

@@ -39,7 +39,7 @@ class LanguageModel(nn.Module, ABC):
     """Embedding, layers, head, and the walk over windows; what happens within a window is the subclass's.
 
     One thread at a time may call a model: its weights are made ready on its layers for the length of a call.
-    Other threads take a copy (``copy.deepcopy``).
+    Another one meanwhile is refused; it takes a copy made beforehand (``copy.deepcopy``).
     """
 
     def __init__(self, spec: ImplicitLMSpec | ExplicitLMSpec) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from itertools import groupby
+from threading import Event, Thread
 
 import pytest
 import torch
@@ -121,3 +122,29 @@ def test_weights_laid_together_are_parts_of_one() -> None:
             whole.untyped_storage().data_ptr()
         }
     assert weights.lay_together(mlp.gate_proj, Linear(2, 2)) is None
+
+
+@torch.no_grad()
+def test_a_model_that_another_thread_is_calling_refuses(model: torch.nn.Module) -> None:
+    """In the other's precision its values would be others, and nobody would know."""
+    model.eval()
+    tokens = torch.randint(32, (2, 7))
+    alone, its_own = model(tokens).logits, copy.deepcopy(model)
+    within, go_on = Event(), Event()
+
+    def other() -> None:
+        with torch.autocast("cpu", torch.bfloat16), HeldWeights(model.backbone, model.injection).in_use():
+            within.set()
+            go_on.wait(60)
+
+    thread = Thread(target=other)
+    thread.start()
+    try:
+        assert within.wait(60)
+        with pytest.raises(RuntimeError, match="in use by another thread; let threads call it in turn"):
+            model(tokens)
+        assert torch.equal(its_own(tokens).logits, alone)
+    finally:
+        go_on.set()
+        thread.join(60)
+    assert torch.equal(model(tokens).logits, alone)
