@@ -85,7 +85,7 @@ def draw_implicit(axes: Axes) -> None:
     box(axes, 0.6, 2.05, 1.5, 1.15, "", BLUE)
     axes.text(1.35, 2.83, "$f(z, x)$", ha="center", va="center", color="white", fontsize=16, zorder=4)
     axes.text(1.35, 2.35, "the same layers,\nthe same weights", ha="center", va="center", color="white",
-              fontsize=8.5, zorder=4, linespacing=1.1)  # fmt: skip
+              fontsize=9, zorder=4, linespacing=1.1)  # fmt: skip
     # The loop leaves at the top and comes back at the bottom, around the left of the box.
     axes.plot([1.35, 1.35], [3.2, 3.75], color=BLUE, linewidth=1.8, zorder=2)
     axes.plot([1.35, 0.25, 0.25, 0.95], [3.75, 3.75, 1.5, 1.5], color=BLUE, linewidth=1.8, zorder=2,
@@ -132,7 +132,7 @@ def draw_grid(axes: Axes, title: str, below: str, *, sequential: bool) -> None:
 
 
 def main() -> None:
-    figure = Figure(figsize=(15.4, 4.9), facecolor="white")
+    figure = Figure(figsize=(13.0, 4.7), facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(
         1, 4, width_ratios=(2.2, 2.5, 3.5, 3.5), left=0.01, right=0.99, top=0.83, bottom=0.09, wspace=0.12
@@ -144,12 +144,10 @@ def main() -> None:
     draw_implicit(implicit)
     draw_grid(simultaneous, "Simultaneous", "all tokens side by side: training and reading", sequential=False)
     draw_grid(sequential, "Sequential", "token by token, handing on a state (orange)", sequential=True)
-    caption = "the numbers say when a cell is computed, the bars where a token has converged"
-    figure.text(
-        0.70, 0.025, f"two ways to the same fixed point: {caption}", ha="center", fontsize=10.5, color=GREY
-    )
+    caption = "numbers: when a cell is computed, bars: where a token has converged"
+    figure.text(0.705, 0.025, f"same fixed point; {caption}", ha="center", fontsize=10.5, color=GREY)
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(OUTPUT, dpi=130)
+    figure.savefig(OUTPUT, dpi=150)
     print(OUTPUT)
 
 

@@ -75,7 +75,7 @@ def draw(runs: Sequence[RunRecord], output: Path, *, title: str | None = None) -
     from matplotlib.figure import Figure
 
     # A figure of its own canvas: no global pyplot state, no window system, nothing to close.
-    figure = Figure(figsize=(15.0, 4.9), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(12.6, 4.4), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     answers, search, loss = figure.subplots(1, 3)
     if not any(run.evaluation for run in runs):
@@ -203,9 +203,9 @@ def _draw_iterations(axes: Axes, runs: Sequence[RunRecord]) -> None:
             look.pop("marker")
             axes.plot(range(1, len(values) + 1), values, linewidth=1.9, label=_name(runs, run, p), **look)
             drawn = True
-    axes.set_title("Iterations a token needed, against its position")
+    axes.set_title("Iterations of a token, by position")
     axes.set_xlabel("position (tokens)")
-    axes.set_ylabel("iterations, mean over sequences")
+    axes.set_ylabel("iterations, mean over the sequences")
     if not drawn:
         _nothing(axes, "no iterations to show")
         return

@@ -28,10 +28,12 @@ def draw(written: Mapping[str, Any]) -> Figure:
         if any((row["scoring"], row["length"]) == (mode, length) for row in rows)
     ]
     names = list(dict.fromkeys(row["model"] for row in rows))
+    lines = [(name, mode) for mode in modes for name in names if any(_is(row, name, mode) for row in rows)]
+    below = 1.0 + 0.28 * len(lines)  # inches for the tasks
     figure = new_figure(
-        width=15.0, height=5.4, title=f"CatbAbI, {written['split']} split: accuracy of the answers"
+        width=12.4, height=5.2 + below, title=f"CatbAbI, {written['split']} split: accuracy of the answers"
     )
-    bars, heat = figure.subplots(1, 2, width_ratios=(1, 1.7))
+    bars, heat = figure.subplots(2, 1, height_ratios=(4.8, below))
     colors = (BLUE, ORANGE, GREEN, GREY)
     for index, mode in enumerate(modes):
         known = [name for name in names if any(_is(row, name, mode) for row in rows)]
@@ -58,29 +60,28 @@ def draw(written: Mapping[str, Any]) -> Figure:
     above = -math.inf
     for name, value in sorted(written["published"].items(), key=lambda one: one[1]):
         bars.axhline(100 * value, color=GREY, linewidth=0.8, linestyle=":")
-        below = "4" in name  # two of them nearly coincide
-        place = 100 * value if below else max(100 * value, above + 3.6)
-        above = above if below else place
+        under = "4" in name  # two of them nearly coincide
+        place = 100 * value if under else max(100 * value, above + 4.4)
+        above = above if under else place
         bars.text(
             0.99,
             place,
             name,
             transform=bars.get_yaxis_transform(),
-            fontsize=7,
+            fontsize=7.5,
             color=GREY,
-            va="top" if below else "bottom",
+            va="top" if under else "bottom",
             ha="right",
         )
-    bars.set_xlim(-0.6, 1.3 * len(names) - 0.3)  # room for the names of the lines
+    bars.set_xlim(-0.6, 1.12 * len(names) - 0.4)  # room for the names of the lines
     # Many names side by side run into each other: they are broken where they can be.
     broken = [name.replace("-", "\n").replace(", ", "\n") for name in names]
     bars.set_xticks(range(len(names)), names if len(names) <= 4 else broken)
-    bars.set_ylim(0, 118)
+    bars.set_ylim(0, 126)
     finish(
         bars, title="All answers; dotted: as published elsewhere", x="model and layers", y="right answers, %"
     )
-    bars.legend(frameon=False, fontsize=9, loc="upper center", ncols=2)
-    lines = [(name, mode) for mode in modes for name in names if any(_is(row, name, mode) for row in rows)]
+    bars.legend(frameon=False, fontsize=9, loc="upper center", ncols=4)
     values = torch.full((len(lines), len(TASKS)), torch.nan)
     for row in range(len(lines)):
         for column, task in enumerate(TASKS):
@@ -100,7 +101,7 @@ def draw(written: Mapping[str, Any]) -> Figure:
                 heat.text(column, row, text, ha="center", va="center", fontsize=8, color=color)
     heat.set_xticks(range(len(TASKS)), [str(task) for task in TASKS])
     heat.set_yticks(range(len(lines)), [f"{name}, {_mode(mode, lengths)}" for name, mode in lines])
-    heat.set_title("By task, %", fontsize=11)
+    heat.set_title("By task: right answers, %", fontsize=11)
     heat.set_xlabel("bAbI task")
     return figure
 

@@ -13,14 +13,19 @@ if TYPE_CHECKING:
 
 def draw(rows: Sequence[dict[str, Any]], kinds: Sequence[dict[str, Any]], *, title: str) -> Figure:
     """Draw agreement and distance against the tolerance, and the tightest one's iterations, by token."""
-    figure = new_figure(width=19.0, height=4.3, title=f"{title}: one token after the other, or all at once")
-    agreement, distance, histogram, positions, tokens = figure.subplots(1, 5)
+    figure = new_figure(width=12.8, height=7.4, title=f"{title}: sequential against simultaneous evaluation")
+    panels = figure.subplot_mosaic(
+        [["agreement", "distance", "tokens"], ["histogram", "positions", "tokens"]]
+    )
+    agreement, distance, histogram, positions, tokens = (
+        panels[name] for name in ("agreement", "distance", "histogram", "positions", "tokens")
+    )
     tolerances = [row["tolerance"] for row in rows]
     agreement.plot(tolerances, [100 * row["equal_tokens"] for row in rows], "o-", color=BLUE)
     plain_logarithm(agreement, "x", at=tolerances)
     lowest = min(row["equal_tokens"] for row in rows)
     agreement.set_ylim(min(95.0, 100 * lowest - 1), 100.3)
-    finish(agreement, title="Equal tokens", x="tolerance", y="%")
+    finish(agreement, title="Equal predicted tokens", x="tolerance", y="% of the tokens")
     for key, color, label in (
         ("logit_distance_max", ORANGE, "largest"),
         ("logit_distance_p99", GREEN, "99th percentile"),
@@ -32,7 +37,9 @@ def draw(rows: Sequence[dict[str, Any]], kinds: Sequence[dict[str, Any]], *, tit
     plain_logarithm(distance, "x", at=tolerances)
     distance.set_yscale("log")
     distance.legend(frameon=False, fontsize=9)
-    finish(distance, title="Distance of the logits", x="tolerance", y="largest of a token's logits")
+    finish(
+        distance, title="Distance of the logits", x="tolerance", y="largest difference of a token's logits"
+    )
     tightest = min(rows, key=lambda row: float(row["tolerance"]))
     most = max(tightest[name]["iterations_max"] for name in ("simultaneous", "sequential"))
     edges = [0.5 + most * edge / min(most, 60) for edge in range(min(most, 60) + 1)]
@@ -51,8 +58,8 @@ def draw(rows: Sequence[dict[str, Any]], kinds: Sequence[dict[str, Any]], *, tit
         positions.plot(range(1, len(by_position) + 1), by_position, color=color, label=name)
     histogram.set_yscale("log")
     at = f"at tolerance {min(tolerances):.0e}"
-    finish(histogram, title=f"Iterations of a token, {at}", x="iterations", y="tokens")
-    finish(positions, title=f"Mean iterations, {at}", x="position", y="iterations")
+    finish(histogram, title=f"Iterations of a token, {at}", x="iterations", y="number of tokens")
+    finish(positions, title=f"Mean iterations, {at}", x="position, tokens", y="iterations")
     for axes in (histogram, positions):
         axes.legend(frameon=False, fontsize=9)
     ends = [*kinds[:12], *kinds[-12:]] if len(kinds) > 24 else list(kinds)
@@ -61,6 +68,6 @@ def draw(rows: Sequence[dict[str, Any]], kinds: Sequence[dict[str, Any]], *, tit
     labels = [str(one["token"]) if one["text"] is None else one["text"] for one in ends]
     tokens.set_yticks(range(len(ends)), [label.replace("$", r"\$") for label in labels])
     tokens.invert_yaxis()
-    finish(tokens, title="Tokens that take most and least, in turn", x="mean iterations", y="")
-    tokens.tick_params(axis="y", labelsize=7)
+    tokens.margins(y=0.01)
+    finish(tokens, title="Tokens that take most and least (sequential)", x="mean iterations", y="")
     return figure

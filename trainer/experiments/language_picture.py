@@ -29,8 +29,8 @@ def draw(written: Mapping[str, Any]) -> Figure:
     first_seed = min(run["seed"] for run in runs)
     shown = [run for run in twins if run["seed"] == first_seed]
     figure = new_figure(
-        width=16.0,
-        height=9.0,
+        width=12.8,
+        height=7.8,
         title="Implicit (solid) and explicit (dashed) twins: perplexity on held-out text",
     )
     (tokens, flops, lengths), (compute, shares, positions) = figure.subplots(2, 3)
@@ -75,7 +75,7 @@ def draw(written: Mapping[str, Any]) -> Figure:
     most = [entry["self_iterations"] for run in implicit for entry in run["test_time_compute"]]
     plain_logarithm(compute, "x", at=sorted(set(most)))
     finish(compute, title="Test-time compute, one checkpoint", x="self-iterations at most", y="loss, nats")
-    finish(positions, title="Iterations of a token", x="position", y="iterations")
+    finish(positions, title="Iterations of a token", x="position, tokens", y="iterations")
     if any(run["kind"] == "curriculum" for run in runs):
         _draw_shares(shares, runs, colors)
     else:
@@ -118,7 +118,7 @@ def _draw_lead(axes: Axes, twins: Sequence[Mapping[str, Any]], colors: Mapping[s
         axes,
         title="Lead of the implicit twin, every seed",
         x=seen,
-        y="perplexity below the explicit twin's, %",
+        y="% below the explicit twin's perplexity",
     )
 
 

@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.experiments.drawing import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure, write_picture
+from trainer.experiments.drawing import (
+    BLUE,
+    DARK,
+    GREEN,
+    GREY,
+    ORANGE,
+    finish,
+    new_figure,
+    plain_logarithm,
+    write_picture,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -19,38 +29,45 @@ _MARKERS = "os^Dv"
 
 def draw(one: Mapping[str, Any], settings: Mapping[str, Any], path: Path) -> None:
     """Draw one model's rows: the solvers, what all ways cost at each tolerance, the spectral radii."""
+    from matplotlib.ticker import MaxNLocator
+
     rows = one["rows"]
-    height = max(5.2, 0.19 * len({(row["way"], row["scope"]) for row in rows}) + 1.8)
+    height = max(7.4, 0.21 * len({(row["way"], row["scope"]) for row in rows}) + 2.4)
     text = f"{one['sequences']} sequences of {one['length']} tokens, {settings['device_name']}"
-    figure = new_figure(width=18.0, height=height, title=f"{one['run']}: {text}")
-    widths = [1.0, 1.0, 1.1, 0.8, 0.8]
-    count = 5 if one["penalties"] else 4
-    panels = figure.subplots(1, count, width_ratios=widths[:count])
+    figure = new_figure(width=12.6, height=height, title=f"{one['run']}: {text}")
     together = [row for row in rows if _together(row["way"])]
+    several = len({row["tolerance"] for row in together}) > 1  # else there is nothing to draw against
+    penalties = "penalties" if one["penalties"] else "cost"
+    layout: list[Any] = [["radii", penalties]]
+    if several:
+        layout = [["prefix", "cost"], ["sequence", "cost"], *layout]
+    elif one["penalties"]:
+        layout = [["radii", "cost"], [penalties, "cost"]]
+    panels = figure.subplot_mosaic(layout, width_ratios=(1.0, 1.15))
     styles = {
         name: (_COLORS[index % 7], _LINES[index // 7 % 3], _MARKERS[index % 5])
         for index, name in enumerate(dict.fromkeys(row["way"] for row in together))
     }
-    for axes, scope in zip(panels, ("prefix", "sequence"), strict=False):
+    for scope in ("prefix", "sequence") if several else ():
+        axes = panels[scope]
         _iterations(axes, [row for row in together if row["scope"] == scope], styles, scope)
-        if together:
-            counts = [row["iterations_mean"] for row in together]
-            axes.set_ylim(0.85 * min(counts), 1.18 * max(counts))
-    if styles:
+        counts = [row["iterations_mean"] for row in together]
+        axes.set_ylim(0.85 * min(counts), 1.18 * max(counts))
+    if several:
         figure.legend(
-            *panels[0].get_legend_handles_labels(),
-            loc="outside lower left",
-            ncols=7,
-            frameon=False,
-            fontsize=8.5,
-        )
-    _cost(panels[2], rows)
-    panels[3].hist(one["spectrum"]["radii"], bins=24, color=BLUE)
-    panels[3].axvline(1.0, color=GREY, linewidth=1, linestyle="--")
-    panels[3].yaxis.get_major_locator().set_params(integer=True)
-    finish(panels[3], title="Spectral radius, by token", x="of the map at the fixed point", y="tokens")
+            *panels["prefix"].get_legend_handles_labels(), loc="outside lower left", ncols=5, frameon=False,
+            fontsize=9,
+        )  # fmt: skip
+    _cost(panels["cost"], rows)
+    radii = panels["radii"]
+    radii.hist(one["spectrum"]["radii"], bins=24, color=BLUE)
+    radii.axvline(1.0, color=GREY, linewidth=1, linestyle="--")
+    radii.yaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
+    finish(
+        radii, title="Contraction of the map, by token", x="spectral radius at the fixed point", y="tokens"
+    )
     if one["penalties"]:
-        _penalties(panels[4], one["penalties"])
+        _penalties(panels["penalties"], one["penalties"])
     write_picture(figure, path)
 
 
@@ -67,16 +84,13 @@ def _iterations(
             face = color if row["converged"] == 1 else "white"
             axes.plot([left], [up], marker, color=color, markerfacecolor=face, markersize=5)
     axes.set_xscale("log")
-    axes.set_yscale("log")
+    plain_logarithm(axes, "y")
     axes.invert_xaxis()
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.tick_params(axis="y", which="minor", labelsize=7)
     finish(
         axes,
         title=f"Scope {scope} (hollow: not all converged)",
         x="tolerance, tighter to the right",
-        y="iterations of a sequence, mean",
+        y="iterations, mean",
     )
 
 
@@ -100,12 +114,12 @@ def _cost(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:
             edgecolor="white" if whole else "#9aa5b1",
         )
         axes.text(
-            row["seconds"], place, f" {row['work']:.0f}", va="center", fontsize=7, color=DARK, clip_on=True
+            row["seconds"], place, f" {row['work']:.0f}", va="center", fontsize=8, color=DARK, clip_on=True
         )
     axes.set_yticks(range(len(shown)), [f"{row['way']}, {row['scope']}" for row in reversed(shown)])
-    finish(axes, title=f"Seconds to {min(reached):g}; beside it calls a token", x="seconds", y="")
-    axes.tick_params(axis="y", labelsize=7)
-    axes.margins(x=0.12)
+    finish(axes, title=f"Seconds to {min(reached):g} (number: calls a token)", x="seconds", y="")
+    axes.tick_params(axis="y", labelsize=8)
+    axes.margins(x=0.12, y=0.01)
 
 
 def _penalties(axes: Axes, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -163,12 +163,14 @@ def draw(written: dict[str, Any]) -> Figure:
     groups = list(dict.fromkeys(row["group"] for row in rows))
     compared = len({row["training_iterations"] for row in rows}) > 1  # else there is nothing to draw against
     figure = new_figure(
-        width=17.5 if compared else 10.0,
-        height=4.4 * len(groups),
+        width=11.6 if compared else 10.0,
+        height=(8.0 if compared else 4.4) * len(groups),
         title=f"Trained on p = {rows[0]['training_p']:g}: "
         f"{'accuracy at convergence, and iterations it takes' if compared else 'iterations to convergence'}",
     )
-    panels = figure.subplots(len(groups), 4 if compared else 2, squeeze=False)
+    panels = figure.subplots((2 if compared else 1) * len(groups), 2, squeeze=False)
+    # A group's four stand two by two: side by side they were too small to read.
+    panels = panels.reshape(len(groups), -1)
     for (*against, position, hard), group in zip(panels, groups, strict=True):
         of_group = [row for row in rows if row["group"] == group]
         longest = max(row["length"] for row in of_group)
@@ -181,7 +183,7 @@ def draw(written: dict[str, Any]) -> Figure:
                 ]
                 if not here:
                     continue
-                label = f"p {p:g}, {mode}"
+                label = f"p = {p:g}, {mode}"
                 for axes, key in zip(against, ("accuracy_last", "converged"), strict=False):
                     xs, means = _by_iterations(here, key)
                     axes.plot(xs, [100 * y for y in means], style, color=color, label=label)
@@ -207,12 +209,12 @@ def draw(written: dict[str, Any]) -> Figure:
             axes.legend(frameon=False, fontsize=8)
             finish(axes, title=title, x="iterations of the search in training, at most", y=y)
         for axes, title, x in (
-            (position, "Iterations of a token", "position"),
-            (hard, "By hard tokens up to it", "hard tokens"),
+            (position, "Iterations by position", "position, tokens"),
+            (hard, "Iterations by hard tokens so far", "hard tokens"),
         ):
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.legend(frameon=False, fontsize=8)
-            finish(axes, title=f"{title} (trained by {most_iterations})", x=x, y="iterations")
+            finish(axes, title=f"{title} (trained with {most_iterations})", x=x, y="iterations of a token")
     return figure
 
 

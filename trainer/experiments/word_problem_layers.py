@@ -166,8 +166,8 @@ def draw(written: dict[str, Any]) -> Figure:
     settings = written["settings"]
     groups, tested = settings["groups"], settings["test_p"]
     figure = new_figure(
-        width=5.4 * (1 + len(tested)),
-        height=4.4 * len(groups),
+        width=4.2 * (1 + len(tested)),
+        height=4.2 * len(groups),
         title="Word problems: layers, lengths, and lengths never seen",
     )
     panels = figure.subplots(len(groups), 1 + len(tested), squeeze=False)
@@ -200,7 +200,10 @@ def _draw_least(written: dict[str, Any], axes: Axes, group: str) -> None:
     axes.set_ylim(0.8, 2.4 * top)
     axes.legend(frameon=False, fontsize=9, loc="best")
     finish(
-        axes, title=f"{group}: least layers for {settings['threshold']:.0%}", x="training length", y="layers"
+        axes,
+        title=f"{group}: least layers for {settings['threshold']:.0%}",
+        x="training length, tokens",
+        y="layers",
     )
 
 
@@ -228,8 +231,8 @@ def _draw_accuracy(written: dict[str, Any], axes: Axes, group: str, p: float) ->
     axes.legend(frameon=False, fontsize=9, loc="center right")
     finish(
         axes,
-        title=f"{group}, p {p:g}: accuracy with the best layers",
-        x="training length",
+        title=f"{group}, p = {p:g}: accuracy, best layers",
+        x="training length, tokens",
         y="% of the last tokens, at convergence",
     )
 

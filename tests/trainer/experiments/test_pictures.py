@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 import itertools
 
 from trainer.data.babi import TASKS
-from trainer.experiments import word_problem_hard_tokens, word_problem_layers
+from trainer.experiments import solvers_picture, word_problem_hard_tokens, word_problem_layers
 from trainer.experiments.catbabi_picture import draw as draw_catbabi
 
 
@@ -55,3 +55,29 @@ def test_every_probability_that_was_tested_is_drawn() -> None:
 def test_baselines_have_colors_of_their_own() -> None:
     models = ("implicit-mamba2", "transformers:mamba2", "llama", "transformers:rwkv", "transformers:gpt2")
     assert len({word_problem_layers._color(model, models) for model in models}) == 5
+
+
+@pytest.mark.parametrize("penalties", [0, 2])
+@pytest.mark.parametrize("tolerances", [(1e-3,), (0.05, 1e-3)])
+def test_solvers_are_drawn_against_the_tolerance_where_there_are_several(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, tolerances: tuple[float, ...], penalties: int
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(solvers_picture, "write_picture", lambda figure, path: figures.append(figure))
+    rows = [
+        {
+            "way": "Picard", "scope": scope, "tolerance": tolerance, "iterations_mean": 7.0, "work": 8.0,
+            "seconds": 0.1, "converged": 1.0,
+        }
+        for scope in ("prefix", "sequence")
+        for tolerance in tolerances
+    ]  # fmt: skip
+    weights = [{"weight": weight, "loss": 1.0, "iterations": {"0.05": 3.0}} for weight in (None, 1.0)]
+    one = {
+        "run": "mine", "sequences": 2, "length": 4, "rows": rows, "spectrum": {"radii": [0.5, 0.6]},
+        "penalties": weights[:penalties],
+    }  # fmt: skip
+    solvers_picture.draw(one, {"device_name": "CPU"}, tmp_path / "x.png")
+    (figure,) = figures
+    assert len(figure.axes) == 2 + 2 * (len(tolerances) > 1) + (penalties > 0)
+    assert len(figure.legends) == (len(tolerances) > 1)
