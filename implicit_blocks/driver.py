@@ -172,6 +172,7 @@ class _Loop:
         # The residual of the element that is nearest to its end, call by call; ahead of them, what a search
         # that begins anywhere may expect of its first two: f(z) is as far from z as it is from 0.
         self.lowest = [5.0, 1.0] if self.stopping.norm == "relative" else []
+        self.results: WholeResults | None = None  # of all rows and tokens, once some have left
         self.before: Tensor | None = None  # the largest residual seen of a row's committed tokens, if any
 
     def begin(self) -> None:
@@ -231,7 +232,6 @@ class _Loop:
     # ------------------------------------------------------------------------------------ the loop
 
     def run(self) -> Solution:
-        results: WholeResults | None = None
         z_EF = self.elements(self.z)
         state = self.solver.init(z_EF)
         check_solver_state(self.solver, state, z_EF.shape[0])
@@ -271,19 +271,11 @@ class _Loop:
             else:
                 ahead = None
                 self.z = torch.where(self.active, z, self.best)
-                state = _where(self.active, proposed_state, state)
-                if self.search.compact and self.can_drop(rows):
-                    results = results or WholeResults(self)
-                    state = self.drop(results, rows, state)
-                    self.all_active = remaining == self.active.numel()
-                if done := self.can_commit(remaining):
-                    results = results or WholeResults(self)
-                    state = self.commit(results, done, state)
-                    self.all_active = remaining == self.active.numel()
+                state = self.thinned_out(_where(self.active, proposed_state, state), remaining, rows)
                 z_EF = self.elements(self.z)
-        if results is not None:
-            results.write(self)
-            results.restore(self)
+        if self.results is not None:
+            self.results.write(self)
+            self.results.restore(self)
         return self.solution(self.best.reshape(self.whole))
 
     def next_point(self, z_EF: Tensor, fz: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -377,6 +369,24 @@ class _Loop:
         self.counted = new.counts
         return new.improved
 
+    def thinned_out(self, state: Any, remaining: int, rows: int) -> Any:
+        """Let what is done leave the working set, where that pays; return the solver's state of the rest.
+
+        ``remaining`` elements go on, in so many ``rows``.
+        """
+        if self.search.compact and self.can_drop(rows):
+            state = self.drop(self.results_so_far(), rows, state)
+        if done := self.can_commit(remaining):
+            state = self.commit(self.results_so_far(), done, state)
+        self.all_active = remaining == self.active.numel()
+        return state
+
+    def results_so_far(self) -> WholeResults:
+        """Return what is known of all rows and tokens, also of those that have left."""
+        self.results = self.results or WholeResults(self)
+        self.results.write(self)
+        return self.results
+
     def can_drop(self, count: int) -> bool:
         """Whether it pays to go on with ``count`` of the rows: the half or fewer."""
         fewest = max(count, self.shape[0] // 8) if self.in_buckets else count
@@ -384,7 +394,6 @@ class _Loop:
 
     def drop(self, results: WholeResults, count: int, state: Any) -> Any:
         """Let rows that are done leave the working set, where ``count`` go on; return the solver's state."""
-        results.write(self)
         rows = self.active.flatten(1).any(1)
         if self.in_buckets:
             # Four sizes of batch, for compiled kernels and recorded graphs: rows that are done fill up.
@@ -424,7 +433,6 @@ class _Loop:
 
     def commit(self, results: WholeResults, done: int, state: Any) -> Any:
         """Let the first ``done`` tokens leave the working set; return the solver's state of the others."""
-        results.write(self)
         results.first += done
         assert isinstance(self.f, SequenceMap)
         rows, tokens = self.active.shape[:2]
