@@ -39,32 +39,18 @@ def ssd_chunked(
     Second derivatives, forward mode, ``torch.func`` and ``torch.compile`` go through
     :func:`ssd_chunked_autograd`.
     """
+    tensors = (x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN)
+    options: dict[str, Any] = {
+        "initial_state_BHPN": initial_state_BHPN,
+        "documents_BL": documents_BL,
+        "initial_document_B": initial_document_B,
+        "return_final_state": return_final_state,
+    }
     if x_BLHP.shape[1] == 1:
-        return ssd_step(
-            x_BLHP,
-            dt_BLH,
-            A_H,
-            B_BLGN,
-            C_BLGN,
-            initial_state_BHPN=initial_state_BHPN,
-            documents_BL=documents_BL,
-            initial_document_B=initial_document_B,
-            return_final_state=return_final_state,
-        )
+        return ssd_step(*tensors, **options)
     if is_transformed():
-        return ssd_chunked_autograd(
-            x_BLHP,
-            dt_BLH,
-            A_H,
-            B_BLGN,
-            C_BLGN,
-            initial_state_BHPN=initial_state_BHPN,
-            chunk_size=chunk_size,
-            documents_BL=documents_BL,
-            initial_document_B=initial_document_B,
-            return_final_state=return_final_state,
-        )
-    inputs = Inputs(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, documents_BL, initial_document_B)
+        return ssd_chunked_autograd(*tensors, chunk_size=chunk_size, **options)
+    inputs = Inputs(*tensors, documents_BL, initial_document_B)
     needs_gradient = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in (*inputs[:5], initial_state_BHPN)
     )
