@@ -15,16 +15,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.drawing import BLUE, GREEN, GREY, ORANGE, lengths_axis, new_figure, tidy, write_picture
 from trainer.errors import RunFolderError
 from trainer.metrics import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_COLORS = ("#2b6cb0", "#d9730d", "#2f855a", "#805ad5", "#b83280", "#718096")
+_COLORS = (BLUE, ORANGE, GREEN, "#805ad5", "#b83280", "#718096")
 _STYLES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 _MARKERS = ("o", "s", "D", "^")
-_GREY = "#5a6472"
 _OPEN_BELOW = 0.99
 """A point is drawn hollow where a smaller fraction of its sequences than this had converged."""
 
@@ -71,12 +71,7 @@ def read_run(path: Path, *, label: str | None = None) -> RunRecord:
 
 def draw(runs: Sequence[RunRecord], output: Path, *, title: str | None = None) -> None:
     """Draw the runs into ``output`` (its ending says the format)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # A figure of its own canvas: no global pyplot state, no window system, nothing to close.
-    figure = Figure(figsize=(12.6, 4.4), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width=12.6, height=4.4, title=title or _title(runs))
     answers, search, loss = figure.subplots(1, 3)
     if not any(run.evaluation for run in runs):
         _nothing(answers, "nothing was evaluated: there are no validation data")
@@ -87,9 +82,8 @@ def draw(runs: Sequence[RunRecord], output: Path, *, title: str | None = None) -
     _draw_iterations(search, runs)
     _draw_loss(loss, runs)
     for axes in (answers, search, loss):
-        _tidy(axes)
-    figure.suptitle(title or _title(runs), fontsize=12.5, fontweight="bold", color="#1f2933")
-    figure.savefig(output, dpi=140)
+        tidy(axes)
+    write_picture(figure, output)
 
 
 def _title(runs: Sequence[RunRecord]) -> str:
@@ -150,10 +144,10 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
             axes.plot([], [], marker=marker, label=_name(runs, run, p), linewidth=1.9, **look)
     chance = runs[0].summary.get("chance")
     if chance:
-        axes.axhline(100.0 * chance, color=_GREY, linewidth=1.0, linestyle=(0, (1, 2)))
+        axes.axhline(100.0 * chance, color=GREY, linewidth=1.0, linestyle=(0, (1, 2)))
         axes.annotate(
             "chance", (1.0, 100.0 * chance), xycoords=("axes fraction", "data"), xytext=(-4, -11),
-            textcoords="offset points", ha="right", fontsize=8.5, color=_GREY,
+            textcoords="offset points", ha="right", fontsize=8.5, color=GREY,
         )  # fmt: skip
     lengths_axis(axes, sorted({row["length"] for run in runs for row in run.evaluation}))
     _mark_training_length(axes, runs)
@@ -166,7 +160,7 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
     )
     if hollow:
         axes.plot(
-            [], [], "o", color=_GREY, markerfacecolor="white", label=f"under {_OPEN_BELOW:.0%} converged"
+            [], [], "o", color=GREY, markerfacecolor="white", label=f"under {_OPEN_BELOW:.0%} converged"
         )
     _legend(axes)
 
@@ -217,7 +211,7 @@ def _draw_iterations(axes: Axes, runs: Sequence[RunRecord]) -> None:
 
 def _nothing(axes: Axes, why: str) -> None:
     axes.set_axis_off()
-    axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color=_GREY)
+    axes.text(0.5, 0.5, why, ha="center", va="center", transform=axes.transAxes, color=GREY)
 
 
 def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
@@ -239,10 +233,10 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
     phases = phases if len(phases) > 1 else []
     for phase in phases:
         if phase["first_step"] > 0:
-            axes.axvline(phase["first_step"], color=_GREY, linewidth=0.9, linestyle=(0, (1, 2)))
+            axes.axvline(phase["first_step"], color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))
         axes.annotate(
             phase["name"], (phase["first_step"], 0.0), xycoords=("data", "axes fraction"), xytext=(4, 5),
-            textcoords="offset points", fontsize=8.5, color=_GREY, rotation=90, va="bottom",
+            textcoords="offset points", fontsize=8.5, color=GREY, rotation=90, va="bottom",
         )  # fmt: skip
     axes.set_xlabel("step")
     axes.set_ylabel("training loss (nats a token)")
@@ -262,17 +256,6 @@ def smoothed(values: Sequence[float], *, share: float = 0.03) -> list[float]:
     return result
 
 
-def lengths_axis(axes: Axes, lengths: Sequence[int]) -> None:
-    """Scale the x axis by factors of two and mark exactly the lengths that were measured."""
-    from matplotlib.ticker import FixedLocator, NullLocator
-
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator([float(length) for length in lengths]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.set_xticklabels([str(length) for length in lengths])
-    axes.set_xlim(min(lengths) / 1.15, max(lengths) * 1.15)
-
-
 def _mark_training_length(axes: Axes, runs: Sequence[RunRecord]) -> None:
     lengths = {run.summary["training_length"] for run in runs}
     if len(lengths) != 1:
@@ -281,10 +264,10 @@ def _mark_training_length(axes: Axes, runs: Sequence[RunRecord]) -> None:
     first, last = axes.get_xlim()
     if not first <= length <= last:
         return  # a mark outside would leave the panel no room
-    axes.axvline(length, color=_GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+    axes.axvline(length, color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
     axes.annotate(
         "training length", (length, 0.03), xycoords=("data", "axes fraction"), xytext=(4, 0),
-        textcoords="offset points", fontsize=8.5, color=_GREY, va="bottom",
+        textcoords="offset points", fontsize=8.5, color=GREY, va="bottom",
     )  # fmt: skip
 
 
@@ -296,15 +279,6 @@ def _legend(axes: Axes) -> None:
     handles, _ = axes.get_legend_handles_labels()
     if handles:
         axes.legend(frameon=True, framealpha=0.85, edgecolor="none", fontsize=9, handlelength=2.6)
-
-
-def _tidy(axes: Axes) -> None:
-    axes.title.set_fontsize(11)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color("#9aa5b1")
-    axes.tick_params(colors="#3e4c59", labelsize=9)
-    axes.grid(True, color="#e4e7eb", linewidth=0.8)
-    axes.set_axisbelow(True)
 
 
 def parser() -> argparse.ArgumentParser:

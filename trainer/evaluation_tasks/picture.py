@@ -7,16 +7,15 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.drawing import BLUE, DARK, GREEN, ORANGE, lengths_axis, new_figure, tidy, write_picture
 from trainer.evaluation import EvaluationResult
-from trainer.report import lengths_axis
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from trainer.evaluation_tasks.scores import Scores
 
-_COLORS = ("#2b6cb0", "#d9730d", "#2f855a", "#805ad5", "#b83280", "#718096", "#b7791f", "#2c7a7b", "#c53030")
-_DARK, _GREY = "#1f2933", "#5a6472"
+_COLORS = (BLUE, ORANGE, GREEN, "#805ad5", "#b83280", "#718096", "#b7791f", "#2c7a7b", "#c53030")
 
 Panel = Callable[["Axes"], None]
 
@@ -43,23 +42,11 @@ def panels(found: Sequence[Scores], lengths: Sequence[EvaluationResult]) -> list
 
 def draw(drawn: Sequence[Panel], output: Path, *, title: str) -> None:
     """Draw the panels side by side into ``output``, whole or not at all."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5.4 * len(drawn), 4.7), layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
+    figure = new_figure(width=5.4 * len(drawn), height=4.7, title=title)
     for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
         panel(axes)
-        axes.title.set_fontsize(11)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.spines[["left", "bottom"]].set_color("#9aa5b1")
-        axes.tick_params(colors="#3e4c59", labelsize=9)
-        axes.grid(True, color="#e4e7eb", linewidth=0.8)
-        axes.set_axisbelow(True)
-    figure.suptitle(title, fontsize=12.5, fontweight="bold", color=_DARK)
-    temporary = output.with_name(f".{output.name}")
-    figure.savefig(temporary, dpi=140, format=output.suffix.removeprefix("."))
-    temporary.replace(output)
+        tidy(axes)
+    write_picture(figure, output)
 
 
 def _draw_scores(axes: Axes, budgets: Sequence[Scores], headers: Sequence[str], what: str) -> None:
@@ -67,7 +54,7 @@ def _draw_scores(axes: Axes, budgets: Sequence[Scores], headers: Sequence[str], 
     seen: list[float] = []
     for number, header in enumerate(headers):
         mean = header == "mean"
-        color = _DARK if mean else _COLORS[number % len(_COLORS)]
+        color = DARK if mean else _COLORS[number % len(_COLORS)]
         values = [scores.columns()[header] for scores in budgets]
         axes.plot(steps, values, "o-", color=color, linewidth=2.6 if mean else 1.7, label=header)
         seen += values

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from implicit_blocks.devices import choose_device, device_name
 from trainer.data.babi import TASKS, CatbAbI
+from trainer.drawing import write_results
 from trainer.experiments.catbabi_picture import MODES, draw
-from trainer.experiments.drawing import write_results
 from trainer.experiments.run_options import refuse_taken, require_counts
 from trainer.experiments.runs import (
     Finished,

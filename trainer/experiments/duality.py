@@ -23,7 +23,7 @@ from implicit_blocks.model import ImplicitLM
 from implicit_blocks.ranges import require_share
 from implicit_blocks.specs import ImplicitLMSpec
 from trainer.data.source import IGNORED, Batch
-from trainer.experiments.drawing import write_results
+from trainer.drawing import write_results
 from trainer.experiments.duality_picture import draw
 from trainer.experiments.run_options import require_counts, require_tolerances
 from trainer.experiments.runs import evaluation_batch, trained, trained_model

@@ -19,8 +19,8 @@ from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.model import ImplicitLM
 from implicit_blocks.specs import spec_name
 from trainer.data.source import EvaluationSet
+from trainer.drawing import write_results
 from trainer.evaluation import evaluate
-from trainer.experiments.drawing import write_results
 from trainer.experiments.language_picture import draw
 from trainer.experiments.run_options import refuse_taken
 from trainer.experiments.runs import (

@@ -13,7 +13,7 @@ from torch import nn
 
 from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.model import ImplicitLM
-from trainer.experiments.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_results
+from trainer.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_results
 from trainer.experiments.runs import data_of, load_model, train, trained, trained_model
 from trainer.experiments.searching import search_all_at_once
 from trainer.experiments.word_problem import Settings

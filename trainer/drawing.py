@@ -1,4 +1,4 @@
-"""How the experiments' pictures look, and how they are written: whole or not at all."""
+"""How pictures look, and how they are written: whole or not at all."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def new_figure(*, width: float, height: float, title: str) -> Figure:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # A figure of its own canvas: no global pyplot state, no window system, nothing to close.
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12.5, fontweight="bold", color=DARK)
@@ -29,9 +30,15 @@ def new_figure(*, width: float, height: float, title: str) -> Figure:
 
 def finish(axes: Axes, *, title: str, x: str, y: str) -> None:
     """Label a panel with lines in it."""
-    axes.set_title(title, fontsize=11)
+    axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
+    tidy(axes)
+
+
+def tidy(axes: Axes) -> None:
+    """Give a panel with lines in it its looks."""
+    axes.title.set_fontsize(11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#9aa5b1")
     axes.tick_params(colors="#3e4c59", labelsize=9)
@@ -58,6 +65,17 @@ def plain_logarithm(
     axis.set_minor_locator(NullLocator())
 
 
+def lengths_axis(axes: Axes, lengths: Sequence[int]) -> None:
+    """Scale the x axis by factors of two and mark exactly the lengths that were measured."""
+    from matplotlib.ticker import FixedLocator, NullLocator
+
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator([float(length) for length in lengths]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticklabels([str(length) for length in lengths])
+    axes.set_xlim(min(lengths) / 1.15, max(lengths) * 1.15)
+
+
 def write_results(
     folder: Path, name: str, written: dict[str, Any], draw: Callable[[dict[str, Any]], Figure]
 ) -> str:
@@ -70,8 +88,8 @@ def write_results(
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Write it through a temporary file beside it."""
+    """Write it through a temporary file beside it; the ending says the format."""
     # A name of its own: several processes may draw into one folder.
     temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    figure.savefig(temporary, dpi=140, format=path.suffix.removeprefix("."))
+    figure.savefig(temporary, dpi=140, format=path.suffix.removeprefix(".") or "png")
     temporary.replace(path)
