@@ -124,24 +124,26 @@ def test_what_matters_most_on_four_gpus():
 def test_what_matters_most_of_the_experiments():
     chain = ["word_problem_a5_mixed", "word_problem_a5_256"]
     rows = [
-        row
+        (run["arguments"]["spec"], row)
         for run in results("word_problems")["runs"]
         if run.get("arguments", {}).get("then") == chain
         for row in run["rows"]
         if (row["recipe"], row["group"]) == ("word_problem_a5_256", "A5")
     ]
     at = {"length": 1024, "identity_probability": 0.5}
-    right = {
-        row["seed"]: test["accuracy_last"]
-        for row in rows
-        if row["model"] == "implicit-mamba2"
-        for test in row["tests"]
-        if at.items() <= test.items()
-    }
+    right: dict[str, dict[int, float]] = {"word_problem_a5": {}, "word_problem_a5_damped": {}}
+    for spec, row in rows:
+        for test in row["tests"]:
+            if row["model"] == "implicit-mamba2" and at.items() <= test.items():
+                right[spec][row["seed"]] = test["accuracy_last"]
     here, beside, _ = summary("A5, ")
-    seeds = {4: "four", 5: "five"}[len(right)]
-    assert here == f"{percent(*(right[seed] for seed in sorted(right)))} ({seeds} seeds), 7 minutes each"
-    explicit = [row for row in rows if row["model"] == "mamba2"]
+    plain, damped = ([found[seed] for seed in sorted(found)] for found in right.values())
+    assert (len(plain), len(damped)) == (5, 3)
+    assert here == (
+        f"{percent(*plain)} (five seeds), 7 minutes each; damped further, three side by side: "
+        f"{percent(*damped)}, 12 to 14 minutes"
+    )
+    explicit = [row for _, row in rows if row["model"] == "mamba2"]
     assert sorted({row["layers"] for row in explicit}) == [1, 2, 4]
     assert max(test["accuracy_last"] for row in explicit for test in row["tests"]) < 0.03
     assert beside == "explicit ones of 1, 2, 4 layers: chance, as at 256 itself"
