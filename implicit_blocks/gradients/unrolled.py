@@ -25,6 +25,9 @@ class Unrolled(GradientEstimator):
     not have a fixed point, and iterated further may give something else. Use it to get training going, then
     an estimator that trains the fixed point itself.
 
+    There is no search: windows and a moving average change nothing, and the stopping rule only says whether
+    what is reported counts as converged.
+
     Calls of ``f``: ``steps``. The residual reported is measured at the last of them. Rows that have diverged
     keep their start, without a gradient; the others are then unrolled once more without them, since the
     gradient of weights is a sum over rows.

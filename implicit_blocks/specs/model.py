@@ -117,7 +117,7 @@ class ImplicitLMSpec(LanguageModelSpec):
     window_length: PositiveInt | None = None
     """Tokens searched at a time in training, each window given those before it; null: all together.
 
-    The gradient's own steps are taken over the whole sequence.
+    The gradient's own steps are taken over the whole sequence; `unrolled`, which has no search, ignores it.
     """
     at_evaluation: AtEvaluation = AtEvaluation()
     """What differs in evaluation."""
