@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
+
 import pytest
 import torch
 
 import implicit_blocks as ib
+from implicit_blocks.decoding import generation
 from implicit_blocks.search_options import SearchOptions
 
 MIXERS = {
@@ -184,6 +188,21 @@ def test_impossible_knobs_are_refused(model, ids):
         "warm_start",
         "moving_average",
     )
+
+
+def test_every_public_call_that_searches_spells_out_the_same_knobs():
+    """Named and typed where they are given: transformers reads forward's names, editors complete them."""
+    modeling = pytest.importorskip("implicit_blocks.hf.modeling", reason="transformers is not installed")
+    models = modeling.ImplicitMamba2Model, modeling.ImplicitMamba2ForCausalLM
+    forwards = [kind.forward for kind in (ib.ImplicitLM, *models)]
+    calls = [*forwards, ib.generate, ib.score, ib.decoding.ContinuousDecoder.__init__]
+    fields = {field.name: (field.default, field.type) for field in dataclasses.fields(SearchOptions)}
+    for call in calls:
+        parameters = inspect.signature(call).parameters
+        found = {name: (p.default, p.annotation) for name, p in parameters.items() if name in fields}
+        assert list(found.items()) == list(fields.items()), call.__qualname__
+        assert "window_length" in parameters
+    assert {*fields, "window_length"} < set(generation.Options.__annotations__)  # stream's
 
 
 def test_an_explicit_model_has_no_search_and_no_warm_start(ids):
