@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"error: {without_torch(error)}", file=sys.stderr)
         return 2
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # such as a folder that can't be written
         print(f"error: {error}", file=sys.stderr)
         return 2
     return code

@@ -235,3 +235,11 @@ def test_the_zoo_is_exported_by_name(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "s3")
     assert type(model).__name__ == "ImplicitMamba2ForCausalLM"
     assert model.config.vocab_size == 6
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["export", "word_problem_s3", str(tmp_path / "file" / "out")]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert str(tmp_path / "file") in said
