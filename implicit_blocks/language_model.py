@@ -24,6 +24,7 @@ from implicit_blocks.interfaces import Solution, Solver
 from implicit_blocks.layers import Linear, at_least_float32, reset_parameters_
 from implicit_blocks.ops.cross_entropy import linear_cross_entropy
 from implicit_blocks.outputs import Encoded, LMOutput
+from implicit_blocks.ranges import require_count
 from implicit_blocks.search_options import SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Stopping
 from implicit_blocks.stopping import Agreement
@@ -179,10 +180,13 @@ class LanguageModel(nn.Module, ABC):
 
         """
         batch, length = x_BLD.shape[:2]
-        if window_length is not None and window_length < 1:
-            raise ValueError(f"window_length is {window_length}; choose at least 1, or None for all at once")
+        if window_length is not None:
+            require_count("window_length", window_length)
         if state is not None and state.batch_size != batch:
-            raise ValueError(f"the state has {state.batch_size} rows, the tokens {batch}")
+            raise ValueError(
+                f"the state has {state.batch_size} rows, the tokens {batch}; give what comes next "
+                "in each row of the state"
+            )
         state = state if state is not None else self.initial_state(batch)
         valid, gaps = _padding(attention_mask, (batch, length))
         if documents is not None:
@@ -226,7 +230,10 @@ class LanguageModel(nn.Module, ABC):
         if input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"input_ids are {input_ids.dtype}; give tokens, as int64")
         if labels is not None and labels.shape != input_ids.shape:
-            raise ValueError(f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}")
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}; give one "
+                "label a token, aligned with it"
+            )
         if labels is not None and labels.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"labels are {labels.dtype}; give tokens, as int64")
         if input_ids.device.type != "cpu" or torch.compiler.is_compiling():  # a GPU would be waited for
@@ -400,7 +407,10 @@ def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> tuple[Ten
     if attention_mask is None:
         return None, False
     if attention_mask.shape != shape:
-        raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)}, the tokens {shape}")
+        raise ValueError(
+            f"attention_mask has shape {tuple(attention_mask.shape)}, the tokens {shape}; give one flag "
+            "a token"
+        )
     valid = attention_mask.bool()
     begun = (valid[:, 1:] & ~valid[:, :-1]).sum(1) + valid[:, 0]  # runs of real tokens
     whole, parted = torch.stack((valid.all(), (begun > 1).any())).cpu()  # at once: a device is waited for
@@ -410,7 +420,9 @@ def _padding(attention_mask: Tensor | None, shape: tuple[int, int]) -> tuple[Ten
 def _check_documents(documents: Tensor, valid: Tensor | None, shape: tuple[int, int]) -> None:
     """Refuse documents of another shape, and numbers that go back, which not every mixer could tell apart."""
     if documents.shape != shape:
-        raise ValueError(f"documents have shape {tuple(documents.shape)}, the tokens {shape}")
+        raise ValueError(
+            f"documents have shape {tuple(documents.shape)}, the tokens {shape}; give one number a token"
+        )
     if documents.device.type != "cpu" or torch.compiler.is_compiling():  # a GPU would be waited for
         return
     if valid is not None:  # padding may be said to be of any: it counts to the one before

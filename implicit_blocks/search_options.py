@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
 
 from implicit_blocks.ranges import require_share
 from implicit_blocks.specs import SolverSpec, Stopping
+from implicit_blocks.specs.base import Spec
+from implicit_blocks.specs.errors import explain
+
+_Spec = TypeVar("_Spec", bound=Spec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +65,7 @@ class SearchOptions:
             return spec
         if "damping" not in type(spec).model_fields:
             raise ValueError(f"solver {spec.kind!r} has no damping; leave it out or choose another solver")
-        return type(spec).model_validate({**dict(spec), "damping": self.damping})
+        return _changed(spec, {"damping": self.damping})
 
     def stopping(self, stopping: Stopping) -> Stopping:
         """Return the stopping rule with these options.
@@ -68,4 +76,12 @@ class SearchOptions:
         """
         given = {"tolerance": self.tolerance, "max_iterations": self.max_iterations}
         changes = {name: value for name, value in given.items() if value is not None}
-        return Stopping.model_validate({**dict(stopping), **changes}) if changes else stopping
+        return _changed(stopping, changes) if changes else stopping
+
+
+def _changed(spec: _Spec, changes: Mapping[str, Any]) -> _Spec:
+    """Return the spec with these changes, refused in a line each where they are out of range."""
+    try:
+        return type(spec).model_validate({**dict(spec), **changes})
+    except ValidationError as error:
+        raise explain(error, {}, source="") from None

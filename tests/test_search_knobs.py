@@ -181,6 +181,10 @@ def test_impossible_knobs_are_refused(model, ids):
     for alpha in (0.0, 1.5, -1.0):
         with pytest.raises(ValueError, match=r"moving_average is .*\(0, 1\]"):
             model(ids, moving_average=alpha)
+    refusals = {"tolerance": -1, "max_iterations": 0, "damping": 2.0}
+    for name, value in refusals.items():
+        with pytest.raises(ValueError, match=f"^{name}: should be .*; got {value}$"):
+            model(ids, **{name: value})
     assert SearchOptions.names() == (
         "tolerance",
         "max_iterations",

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.decoding.lane_batch import LaneBatch, Places
-from implicit_blocks.decoding.prompts import check_model, check_prompts, lay_out
+from implicit_blocks.decoding.prompts import check_model, check_prompts, check_stop_tokens, lay_out
 from implicit_blocks.decoding.recorded import Late, put_
-from implicit_blocks.decoding.sampling import Sampling, uniforms
+from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
 from implicit_blocks.interfaces import Solution
 from implicit_blocks.lanes import LaneStates
 from implicit_blocks.model import LanguageModel
@@ -166,14 +166,17 @@ class ContinuousDecoder:
         """Let a prompt wait for a lane; return its number, counted from 0.
 
         Raises:
-            ValueError: for a prompt that is empty, too long or has unknown tokens, or no tokens to be made.
+            ValueError: for a prompt that is empty, too long or has unknown tokens, stop tokens of which the
+                model knows nothing, a seed that is none, or no tokens to be made.
 
         """
         require_count("max_new_tokens", request.max_new_tokens)
         ids, _ = lay_out([request.prompt], device=self.device)
         room = self.capacity - request.max_new_tokens
         limit = f"the capacity {self.capacity} without the {request.max_new_tokens} to be made"
-        check_prompts(ids, vocab_size=self.model.spec.vocab_size, max_length=room, limit=limit)
+        vocab_size = self.model.spec.vocab_size
+        check_prompts(ids, vocab_size=vocab_size, max_length=room, limit=limit)
+        check_stop_tokens(request.stop_tokens, vocab_size=vocab_size)
         self.waiting.append(_Text(self.submitted, request, ids))
         self.submitted += 1
         return self.submitted - 1
@@ -332,7 +335,8 @@ class _Text:
         self.chosen = self.made = self.begun = 0
         self.ended = False
         count, sampling = request.max_new_tokens, request.sampling
-        self.uniform_N = uniforms([request.seed], count, device=ids.device)[0] if sampling.draws else None
+        seeds = seeds_of(request.seed, 1)
+        self.uniform_N = uniforms(seeds, count, device=ids.device)[0] if sampling.draws else None
 
 
 @dataclass(frozen=True)

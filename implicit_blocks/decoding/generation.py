@@ -13,7 +13,13 @@ from torch import Tensor
 
 from implicit_blocks.decoding.generated import Generated, Step
 from implicit_blocks.decoding.lane_generation import LaneGeneration
-from implicit_blocks.decoding.prompts import Prompts, check_model, check_prompts, lay_out
+from implicit_blocks.decoding.prompts import (
+    Prompts,
+    check_model,
+    check_prompts,
+    check_stop_tokens,
+    lay_out,
+)
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
 from implicit_blocks.interfaces import Solution
 from implicit_blocks.model import LanguageModel
@@ -154,7 +160,7 @@ class _Run:
         )
         seeds = seeds_of(options.get("seed", 0), batch)
         self.uniform_BN = uniforms(seeds, self.count, device=self.device) if self.sampling.draws else None
-        stop_tokens = list(options.get("stop_tokens", ()))
+        stop_tokens = check_stop_tokens(options.get("stop_tokens", ()), vocab_size=model.spec.vocab_size)
         self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.int64, device=self.device)
         self.pad_token = options.get("pad_token", 0)
         lengths = self.ids.new_full((batch,), length) if self.valid is None else self.valid.sum(1)

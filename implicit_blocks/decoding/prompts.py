@@ -6,6 +6,7 @@ Shape legend: B batch, L tokens of the longest prompt.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 from torch import Tensor
@@ -87,17 +88,38 @@ def check_prompts(
     return None if valid is None or bool(valid.all()) else valid
 
 
+def check_stop_tokens(stop_tokens: Sequence[int], *, vocab_size: int) -> list[int]:
+    """Return the tokens that end a text.
+
+    Raises:
+        ValueError: for a number alone, or tokens that the model never makes.
+
+    """
+    if isinstance(stop_tokens, Integral):
+        raise ValueError(f"stop_tokens is the number {stop_tokens}; give a list of tokens, [{stop_tokens}]")
+    for token in stop_tokens:
+        if not isinstance(token, Integral) or not 0 <= token < vocab_size:
+            raise ValueError(
+                f"stop_tokens have {token!r}, and the model knows 0 to {vocab_size - 1}; use the model's own "
+                "tokenizer"
+            )
+    return [int(token) for token in stop_tokens]
+
+
 def lay_out(
     prompts: Prompts, attention_mask: Tensor | None = None, *, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Return prompts as (B, L) int64 ids and where they are real; lists of unequal length get padding before.
 
     Raises:
-        ValueError: for no prompts, an empty one, text, or a mask beside lists, which need none.
+        ValueError: for no prompts, an empty one, text, broken numbers, or a mask beside lists, which need
+            none.
 
     """
     if isinstance(prompts, Tensor):
-        return prompts.to(device), None if attention_mask is None else attention_mask.to(device)
+        return _whole(prompts, "the tensor of prompts").to(
+            device
+        ), None if attention_mask is None else attention_mask.to(device)
     if attention_mask is not None:
         raise ValueError("attention_mask was given with lists of tokens, which need none; leave it out")
     rows = token_rows(prompts, device=device)
@@ -113,7 +135,7 @@ def token_rows(
     """Return every text's tokens, (L,) int64; ``name`` is what a text is called in errors.
 
     Raises:
-        ValueError: for no texts, an empty one, or one that is no list of tokens.
+        ValueError: for no texts, an empty one, one that is no list of tokens, or of broken numbers.
 
     """
     for number, row in enumerate([texts] if isinstance(texts, str) else texts):
@@ -121,10 +143,11 @@ def token_rows(
             raise ValueError(
                 f"{name} {number} is the text {row[:40]!r}; give its tokens, by the model's own tokenizer"
             )
-    rows = [torch.as_tensor(row, dtype=torch.int64).to(device) for row in texts]
-    if not rows:
-        raise ValueError(f"there are no {name}s; give at least one")
-    for number, row in enumerate(rows):
+    rows: list[Tensor] = []
+    for number, text in enumerate(texts):
+        row = torch.as_tensor(text)
+        row = (_whole(row, f"{name} {number}") if row.numel() else row).to(device)
+        rows.append(row)
         if row.ndim == 0:
             raise ValueError(
                 f"{name} {number} is the number {int(row)}; give a list of {name}s, each a list of tokens, "
@@ -134,4 +157,18 @@ def token_rows(
             raise ValueError(
                 f"{name} {number} has shape {tuple(row.shape)}; give a list of tokens, at least one"
             )
+    if not rows:
+        raise ValueError(f"there are no {name}s; give at least one")
     return rows
+
+
+def _whole(tokens: Tensor, name: str) -> Tensor:
+    """Return tokens as int64.
+
+    Raises:
+        ValueError: they are of another kind, which would be cut off to whole numbers.
+
+    """
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise ValueError(f"{name} holds {tokens.dtype}; give tokens, whole numbers")
+    return tokens.long()

@@ -5,11 +5,14 @@ Shape legend: B batch, V vocabulary, N new tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 
 import torch
 from torch import Tensor
+
+from implicit_blocks.ranges import require_count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +38,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature is {self.temperature}; choose 0 for the likeliest token, or more")
-        if self.top_k is not None and self.top_k < 1:
-            raise ValueError(f"top_k is {self.top_k}; choose at least 1, or None")
+        if self.top_k is not None:
+            require_count("top_k", self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; choose a number in (0, 1], or None")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
@@ -82,14 +85,19 @@ def seeds_of(seed: int | Sequence[int], rows: int) -> list[int]:
     """Return every row's seed: those given, or ``seed``, ``seed + 1`` and so on.
 
     Raises:
-        ValueError: for another number of them.
+        ValueError: for another number of them, or one that is no seed.
 
     """
-    if isinstance(seed, int):
-        return list(range(seed, seed + rows))
-    if len(seed) != rows:
-        raise ValueError(f"{len(seed)} seeds for {rows} rows; give one a row, or a single one")
-    return list(seed)
+    if isinstance(seed, Integral):
+        seeds = list(range(int(seed), int(seed) + rows))
+    else:
+        seeds = list(seed) if isinstance(seed, Iterable) else [seed] * rows
+    if len(seeds) != rows:
+        raise ValueError(f"there are {len(seeds)} seeds for {rows} rows; give one a row, or a single one")
+    for one in seeds:
+        if not isinstance(one, Integral) or not -(2**63) <= one < 2**63:
+            raise ValueError(f"a seed is {one!r}; choose whole numbers from 0 to 2^63 - 1")
+    return seeds
 
 
 def uniforms(seeds: Sequence[int], count: int, *, device: torch.device) -> Tensor:
@@ -99,7 +107,7 @@ def uniforms(seeds: Sequence[int], count: int, *, device: torch.device) -> Tenso
     CPU, so that every device draws the same.
     """
     drawn = [
-        torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(int(seed)))
         for seed in seeds
     ]
     return torch.stack(drawn).to(device)

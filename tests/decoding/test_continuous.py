@@ -193,6 +193,10 @@ def test_what_makes_no_sense_is_refused(tiny_model, many):
         decoder.submit(Request(prompt=[19], max_new_tokens=3))
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         decoder.submit(Request(prompt=[1], max_new_tokens=0))
+    with pytest.raises(ValueError, match="stop_tokens have -1, and the model knows 0 to 18"):
+        decoder.submit(Request(prompt=[1], max_new_tokens=1, stop_tokens=[-1]))
+    with pytest.raises(ValueError, match="a seed is None; choose whole numbers"):
+        decoder.submit(Request(prompt=[1], max_new_tokens=1, seed=None))
     assert not decoder.busy
     with pytest.raises(ValueError, match="training mode"):
         ContinuousDecoder(model.train(), lanes=2, capacity=8)

@@ -230,8 +230,15 @@ def test_what_makes_no_sense_is_refused(tiny_model, prompts):
     refused("temperature is -1", temperature=-1.0)
     refused("top_k and top_p are for drawing", top_k=3)
     refused("top_k is 0", temperature=1.0, top_k=0)
+    refused("top_k is 1.5; choose a whole number", temperature=1.0, top_k=1.5)
     refused("top_p is 1.5", temperature=1.0, top_p=1.5)
     refused("2 seeds for 4 rows", temperature=1.0, seed=[1, 2])
+    for seed in (0.5, None, 2**63):
+        refused(f"a seed is {seed}; choose whole numbers", temperature=1.0, seed=seed)
+    refused("prompt 0 holds torch.float32; give tokens, whole numbers", given=[[1.5]])
+    refused("prompts holds torch.float32; give tokens", given=torch.ones(2, 2))
+    refused("stop_tokens is the number 3; give a list of tokens, .3.$", stop_tokens=3)
+    refused("stop_tokens have 19, and the model knows 0 to 18", stop_tokens=[1, 19])
     model.train()
     refused("training mode")
     with pytest.raises(ValueError, match="to_library"):
