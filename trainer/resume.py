@@ -27,13 +27,13 @@ from trainer.spec import RunSpec
 
 def go_on(
     folder: RunFolder,
-    beginning: Progress = Progress(),  # noqa: B008  # frozen
+    spec: RunSpec,
+    beginning: Progress,
     *,
     checkpoint: str | None,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    total_steps: int,
-    spec: Mapping[str, Any],
+    data: Mapping[str, Any],
     changes: Sequence[str],
     manifest: Mapping[str, Any],
     display: Display,
@@ -46,12 +46,12 @@ def go_on(
 
     Args:
         folder: of the run.
+        spec: as it is now; written to the folder where there are ``changes``.
         beginning: how far it has come before its first checkpoint.
         checkpoint: the name of the one to go on from; None: the newest that is whole.
         model: as it was built; the inner module, its tensors may be sharded.
         optimizer: of that model.
-        total_steps: where the run ends now.
-        spec: as JSON values, written to the folder where there are ``changes``.
+        data: what its data are (`DataSource.identity`); others are refused unless ``changes`` have them.
         changes: what differs from the spec in the folder.
         manifest: of this start, noted in the folder.
         display: where to say what happens.
@@ -59,15 +59,18 @@ def go_on(
 
     Raises:
         CheckpointError: no such checkpoint, none that is whole, or one of another model.
-        RunFolderError: the checkpoint lies beyond the end of the run.
+        RunFolderError: the checkpoint lies beyond the end of the run, or the data are others.
 
     """
+    if not any(change.startswith("data") for change in changes):
+        ranks.on_main(lambda: folder.require_data(data))
     path = ranks.on_main(lambda: _choose(folder, checkpoint, display))
     progress = beginning
     if path is not None:
         progress = load_checkpoint(
             path, model=model, optimizer=optimizer, restore_random=True, verify=False, ranks=ranks
         )
+    total_steps = spec.total_steps
     if progress.step > total_steps:
         raise RunFolderError(
             f"{path} is {progress.step} steps into the run, but the spec ends at {total_steps}; "
@@ -79,7 +82,9 @@ def go_on(
         folder.metrics.truncate_after(progress.step)
         # At its end a run is evaluated again, for its summary.
         folder.evaluations.truncate_after(progress.step - (progress.step == total_steps))
-        folder.record_resume(spec=spec, manifest=manifest, step=progress.step, changed=bool(changes))
+        folder.record_resume(
+            spec=spec.model_dump(mode="json"), manifest=manifest, step=progress.step, changed=bool(changes)
+        )
 
     ranks.on_main(tidy)
     if path is None:
@@ -88,10 +93,12 @@ def go_on(
         display.say(f"resumed {folder.path} after step {progress.step}")
     for change in changes:
         display.say(f"  changed since it was started: {change}")
+    if (told := _other_batches(spec, progress)) is not None:
+        display.say(f"WARNING: {told}")
     return progress
 
 
-def other_batches(spec: RunSpec, progress: Progress) -> str | None:
+def _other_batches(spec: RunSpec, progress: Progress) -> str | None:
     """Say what it means that a run has seen more or less than so many steps of its spec come to, or None.
 
     So it is where the batch or the length was changed on a resume: what is left is counted in steps.

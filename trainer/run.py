@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from trainer.files import digest, write_json
 from trainer.loop import Loop
 from trainer.parts import lay_out_model, make_parts
 from trainer.report import draw, read_run
-from trainer.resume import go_on, other_batches
+from trainer.resume import go_on
 from trainer.rng import seed_everything
 from trainer.run_folder import RunFolder, default_folder, differences, make_manifest, of_values
 from trainer.spec import RunSpec
@@ -127,25 +128,71 @@ def build(
 
     """
     resume = resume or checkpoint is not None
-    dumped = spec.model_dump(mode="json")
+    training, dumped = spec.training, spec.model_dump(mode="json")
     ranks = Ranks(choose_device(device)) if ranks is None else ranks
     require_same_spec(ranks, dumped, options={"output": str(output), "resume": resume, "from": checkpoint})
     folder = RunFolder(ranks.broadcast(output if output is not None else default_folder(name)))
     ranks.on_main(lambda: _claim(folder, resume=resume))
-    try:
-        return _build(
+    with ExitStack() as refused:
+        refused.callback(folder.release)
+        changes = ranks.on_main(lambda: _changes(folder, spec, resume=resume))
+        origin = ranks.on_main(lambda: _origin(spec, folder, changes, resume=resume))
+        if training.threads is not None:
+            torch.set_num_threads(training.threads)
+
+        parts = ranks.together(lambda: make_parts(spec, origin=origin, processes=ranks.world_size))
+        model, data = parts.model, parts.sources[-1].identity()
+        require_same_data(ranks, [source.identity() for source in parts.sources])
+        layout = lay_out_model(spec, model, ranks)
+        if not ranks.is_main:  # what is drawn while training, such as dropout, must differ between ranks
+            seed_everything(training.seed + ranks.rank)
+        optimizer = registry.build(training.optimizer, model=model)
+        schedule = registry.build(spec.schedule_spec(), total_steps=spec.total_steps)
+        display = _display(spec, display, ranks)
+
+        progress = _beginning(spec, origin, model=model, optimizer=optimizer, ranks=ranks)
+        manifest = _manifest(spec, name=name, command=command, data=data, layout=layout, origin=origin)
+        if resume:
+            progress = go_on(
+                folder,
+                spec,
+                progress,
+                checkpoint=checkpoint,
+                model=model,
+                optimizer=optimizer,
+                data=data,
+                changes=changes,
+                manifest=manifest,
+                display=display,
+                ranks=ranks,
+            )
+        else:
+            ranks.on_main(lambda: folder.create(spec=dumped, manifest=manifest))
+        _warn(display, origin, folder)
+
+        loop = Loop(
             spec,
-            folder,
-            name=name,
-            resume=resume,
-            checkpoint=checkpoint,
-            command=command,
+            layout=layout,
+            optimizer=optimizer,
+            schedule=schedule,
+            sources=parts.sources,
+            evaluation_sets=parts.evaluation_sets,
+            folder=folder,
             display=display,
-            ranks=ranks,
+            checkpointer=Checkpointer(
+                folder.checkpoints,
+                model=model,
+                optimizer=optimizer,
+                spec_digest=digest(dumped),
+                keep=training.keep_checkpoints,
+                keep_every=training.keep_every,
+                ranks=ranks,
+            ),
+            progress=progress,
+            callbacks=parts.callbacks,
         )
-    except BaseException:
-        folder.release()
-        raise
+        refused.pop_all()  # it is not: the folder stays held
+    return Run(name=name, spec=spec, folder=folder, model=model, ranks=ranks, loop=loop, manifest=manifest)
 
 
 def _claim(folder: RunFolder, *, resume: bool) -> None:
@@ -155,89 +202,6 @@ def _claim(folder: RunFolder, *, resume: bool) -> None:
         folder.hold()
     else:
         folder.require_free()
-
-
-def _build(
-    spec: RunSpec,
-    folder: RunFolder,
-    *,
-    name: str,
-    resume: bool,
-    checkpoint: str | None,
-    command: Sequence[str] | None,
-    display: Display | None,
-    ranks: Ranks,
-) -> Run:
-    """Build what ``spec`` describes, in a folder that was found usable; see `build`."""
-    training, dumped = spec.training, spec.model_dump(mode="json")
-    changes = ranks.on_main(lambda: _changes(folder, spec, resume=resume))
-    origin = ranks.on_main(lambda: _origin(spec, folder, changes, resume=resume))
-    if training.threads is not None:
-        torch.set_num_threads(training.threads)
-
-    parts = ranks.together(lambda: make_parts(spec, origin=origin, processes=ranks.world_size))
-    model, data = parts.model, parts.sources[-1].identity()
-    require_same_data(ranks, [source.identity() for source in parts.sources])
-    layout = lay_out_model(spec, model, ranks)
-    if not ranks.is_main:  # what is drawn while training, such as dropout, must differ between ranks
-        seed_everything(training.seed + ranks.rank)
-    optimizer = registry.build(training.optimizer, model=model)
-    schedule = registry.build(spec.schedule_spec(), total_steps=spec.total_steps)
-    display = _display(spec, display, ranks)
-
-    progress = _beginning(spec, origin, model=model, optimizer=optimizer, ranks=ranks)
-    manifest = _manifest(spec, name=name, command=command, data=data, layout=layout, origin=origin)
-    if resume:
-        if not any(change.startswith("data") for change in changes):
-            ranks.on_main(lambda: folder.require_data(data))
-        progress = go_on(
-            folder,
-            progress,
-            checkpoint=checkpoint,
-            model=model,
-            optimizer=optimizer,
-            total_steps=spec.total_steps,
-            spec=dumped,
-            changes=changes,
-            manifest=manifest,
-            display=display,
-            ranks=ranks,
-        )
-        if (told := other_batches(spec, progress)) is not None:
-            display.say(f"WARNING: {told}")
-    else:
-        ranks.on_main(lambda: folder.create(spec=dumped, manifest=manifest))
-    for complaint in () if origin is None else origin.complaints:
-        display.say(f"WARNING: {complaint}")
-    if folder.not_locked is not None:
-        display.say(
-            f"WARNING: {folder.path} can't be locked ({folder.not_locked}); "
-            "see to it that no other process trains in it"
-        )
-
-    checkpointer = Checkpointer(
-        folder.checkpoints,
-        model=model,
-        optimizer=optimizer,
-        spec_digest=digest(dumped),
-        keep=training.keep_checkpoints,
-        keep_every=training.keep_every,
-        ranks=ranks,
-    )
-    loop = Loop(
-        spec,
-        layout=layout,
-        optimizer=optimizer,
-        schedule=schedule,
-        sources=parts.sources,
-        evaluation_sets=parts.evaluation_sets,
-        folder=folder,
-        display=display,
-        checkpointer=checkpointer,
-        progress=progress,
-        callbacks=parts.callbacks,
-    )
-    return Run(name=name, spec=spec, folder=folder, model=model, ranks=ranks, loop=loop, manifest=manifest)
 
 
 def _origin(spec: RunSpec, folder: RunFolder, changes: Sequence[str], *, resume: bool) -> Origin | None:
@@ -257,6 +221,17 @@ def _display(spec: RunSpec, given: Display | None, ranks: Ranks) -> Display:
     if not ranks.is_main:
         return SilentDisplay()
     return given or make_display(log_every=spec.training.log_every, accuracy=spec.data.task is not None)
+
+
+def _warn(display: Display, origin: Origin | None, folder: RunFolder) -> None:
+    """Say what is doubtful about the run's beginning."""
+    for complaint in () if origin is None else origin.complaints:
+        display.say(f"WARNING: {complaint}")
+    if folder.not_locked is not None:
+        display.say(
+            f"WARNING: {folder.path} can't be locked ({folder.not_locked}); "
+            "see to it that no other process trains in it"
+        )
 
 
 def _beginning(
