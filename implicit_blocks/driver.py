@@ -24,7 +24,6 @@ from implicit_blocks.stopping import Agreement
 from implicit_blocks.whole_results import WholeResults
 
 RELATIVE_FLOOR = 1e-9  # keeps the relative residual finite at f(z) = 0, as in the published rule
-WIDE = 4096  # features that one program of the residuals' kernel takes; of wider elements it counts 65 535
 
 
 @dataclass
@@ -133,12 +132,6 @@ def still_at_padding(fz: Tensor, z: Tensor, valid_BL: Tensor | None) -> Tensor:
     return torch.where(valid_BL.view(*valid_BL.shape, *[1] * (z.ndim - 2)), fz, z)
 
 
-def _counted(z: Tensor) -> bool:
-    """Whether a GPU's kernel counts so many elements: wide ones by the second number of its grid."""
-    width = z.shape[-1]
-    return width <= WIDE or z.numel() // width <= 65_535
-
-
 class _Loop:
     """One run of a search: the working set of rows, and what is known of each element.
 
@@ -160,8 +153,7 @@ class _Loop:
         self.z = self.laid_out(z0)
         self.best = self.z
         self.in_buckets = z0.is_cuda  # rows leave so that few sizes of batch are seen
-        kernels = z0.is_cuda and z0.dtype != torch.float64 and self.valid is None and available("triton")
-        self.fused = kernels and _counted(self.z)
+        self.fused = z0.is_cuda and z0.dtype != torch.float64 and self.valid is None and available("triton")
         self.all_active = True
         self.trace: list[Tensor] = []
         self.traced: list[tuple[Tensor, Tensor]] = []  # residuals that are to be traced, and whose they are

@@ -8,11 +8,10 @@ for 19 ms of work).
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, proxy, ref
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +19,8 @@ from torch import Tensor, nn
 from implicit_blocks.held_weights import HeldWeights, modules_of
 from implicit_blocks.layers import BlockContext
 from implicit_blocks.lent_buffers import LentBuffers
+from implicit_blocks.module_hooks import any_hooks
+from implicit_blocks.recording import forgetting_casts, leaves_of_its_own, recording
 
 if TYPE_CHECKING:
     from implicit_blocks.backbone import BoundMap
@@ -47,9 +48,13 @@ class MapGraphs:
     reads are never copied, and the weights' gradients leave it once.
 
     They serve plain windows: those that begin their sequences, without padding or documents; any other is
-    computed as if there were no graphs, and so is a map that can't be recorded, with a line in the log.
-    Weights, injection and the masks of dropout are copied into buffers of the graphs once a pass, ``z`` where
-    it isn't there.
+    computed as if there were no graphs, and so is, with a line in the log, a map that can't be recorded, or
+    whose modules have hooks, which nobody would call. A call whose ``z`` is a leaf that takes a gradient is
+    too: a graph goes backwards once, and gradients that are solved for ask for many products with one
+    Jacobian. Weights, injection and the masks of dropout are copied into buffers of the graphs once a pass,
+    ``z`` where it isn't there.
+
+    Nothing here holds the backbone, which holds this: both go with the last reference to the model.
     """
 
     def __init__(self) -> None:
@@ -60,6 +65,7 @@ class MapGraphs:
         self._memory: tuple[int, ...] = ()
         self._pool: Any = None  # of all searches, whose graphs leave nothing in it, and of one step
         self._beside: _StepGraph | None = None  # this: no search is replayed while it awaits its backward
+        self._hooks_told = False
         self._last: tuple[ReferenceType[BoundMap], _SearchGraph, torch.dtype | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MapGraphs:
@@ -78,6 +84,8 @@ class MapGraphs:
         """
         if self._beside is not None and self._beside.in_use and not torch.is_grad_enabled():
             return f.compute(z_BLD, steps)  # a search's graph would write over what backward reads
+        if torch.is_grad_enabled() and z_BLD.requires_grad and z_BLD.is_leaf:
+            return f.compute(z_BLD, steps)  # of a point of its own the caller asks for many products
         try:
             if (search := self._once_more(f, z_BLD)) is not None:
                 return search.call(z_BLD, self._pool)
@@ -106,8 +114,10 @@ class MapGraphs:
         if buffers is None:
             return f.compute(z_BLD, steps)
         if torch.is_grad_enabled():
-            # What a search found carries no gradient; all of a pass's steps read the same buffers.
-            kind = (key, z_BLD.requires_grad, steps)
+            # What a search found carries no gradient, nor does what is frozen, as long as it is. All of a
+            # pass's steps read the same buffers.
+            given = _inputs(f, z_BLD)
+            kind = (key, f.backbone.training, tuple(t.requires_grad for t in given), steps)
             if kind not in self._steps and len(self._steps) >= MOST:
                 return f.compute(z_BLD, steps)
             ready = self._steps.setdefault(kind, [])
@@ -120,7 +130,7 @@ class MapGraphs:
                 step = _StepGraph(buffers.bind(f, with_gradients=True), z_BLD, steps, pool)
                 self._beside = self._beside or step
                 ready.append(step)
-            return step.call(f, z_BLD)
+            return step.call(given)
         search = self._searches.get(key)
         if search is None:
             if len(self._searches) >= MOST:
@@ -144,7 +154,13 @@ class MapGraphs:
             return buffers
         if any(step.in_use for steps in self._steps.values() for step in steps):
             return None
-        memory = _memory_of(f.backbone)
+        parts = modules_of(f.backbone)
+        if any_hooks(parts):
+            if not self._hooks_told:
+                self._hooks_told = True
+                _LOG.warning("modules of the map have hooks, so it is launched: a CUDA graph calls none")
+            return None
+        memory = _memory_of(parts)
         if memory != self._memory:  # the model has moved: nothing recorded is worth anything
             self._searches, self._steps, self._buffers, self._memory = {}, {}, {}, memory
             self._pool = self._beside = buffers = None
@@ -162,69 +178,17 @@ class _NotRecordedError(RuntimeError):
     """What a graph cannot hold, such as asking for a value; the cause says what."""
 
 
-@contextmanager
-def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Record what is launched within, in the autocast mode of the caller.
-
-    A graph's work spaces of cuBLAS are its own. torch keeps one a thread and stream, which all recordings
-    would share: the first to need one takes it from memory of its own pool, where at another time what its
-    forward pass left for backward may stand, and every later graph writes there.
-    """
-    # Other threads, such as those that load data, may go on.
-    with ExitStack() as stack:
-        forget_work_spaces()
-        stack.callback(forget_work_spaces)
-        stack.enter_context(forgetting_casts())
-        stack.enter_context(torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"))
-        yield
-
-
-@contextmanager
-def forgetting_casts() -> Iterator[None]:
-    """Have autocast remember no weight's cast: it would outlive what a graph recorded of it.
-
-    What is called to be recorded next is called within, too. Compiled code depends on it: that of a call
-    outside would be compiled again in the middle of the recording, which may not survive that.
-    """
-    if not torch.is_autocast_enabled("cuda"):
-        yield
-        return
-    with torch.autocast("cuda", dtype=torch.get_autocast_dtype("cuda"), cache_enabled=False):
-        yield
-
-
-def forget_work_spaces() -> None:
-    """Give back the memory that torch keeps for cuBLAS, for all threads and streams; it is taken anew."""
-    torch._C._cuda_clearCublasWorkspaces()
-
-
-@contextmanager
-def leaves_of_its_own(module: nn.Module) -> Iterator[None]:
-    """Have a module's parameters stood for by other leaves of autograd, on the same memory.
-
-    A leaf hands its gradient on in the stream of its first use, and remembers that as long as any graph of
-    autograd knows it, such as that of a pass whose backward is to come, or as DDP lives. In a recording that
-    is another stream than the recorded one, and ends it.
-    """
-    others: dict[nn.Parameter, nn.Parameter] = {}
-    places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
-    before = [parameters[name] for parameters, name in places]
-    for (parameters, name), parameter in zip(places, before, strict=True):
-        if parameter is not None:
-            if parameter not in others:
-                others[parameter] = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
-            parameters[name] = others[parameter]
-    try:
-        yield
-    finally:
-        for (parameters, name), parameter in zip(places, before, strict=True):
-            parameters[name] = parameter
-
-
-def _memory_of(module: nn.Module) -> tuple[int, ...]:
-    """Return where a module's parameters and buffers lie, asked for while the device waits for a pass."""
-    held = [(part._parameters, part._buffers) for part in modules_of(module)]
+def _memory_of(parts: list[nn.Module]) -> tuple[int, ...]:
+    """Return where modules' parameters and buffers lie, asked for while the device waits for a pass."""
+    held = [(part._parameters, part._buffers) for part in parts]
     return tuple(t.data_ptr() for pair in held for own in pair for t in own.values() if t is not None)
+
+
+def _inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
+    """Return all that the value may depend on: z, injection, held weights, parameters."""
+    u = [] if f.u_BLU is None else [f.u_BLU]
+    every = [p for part in modules_of(f.backbone) for p in part._parameters.values() if p is not None]
+    return [z_BLD, *u, *f.weights.tensors(), *dict.fromkeys(every)]  # a shared one once
 
 
 def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
@@ -264,8 +228,12 @@ class _Weights:
             (t.shape, t.dtype) for t in held.tensors()
         ]
 
+    def hold(self, held: HeldWeights) -> bool:
+        """Whether these are the weights that were copied last."""
+        return self._of is not None and self._of() is held
+
     def load(self, held: HeldWeights) -> None:
-        if self._of is None or self._of() is not held:
+        if not self.hold(held):
             self.copy.load_(held)
             self._of = ref(held)
 
@@ -277,12 +245,11 @@ class _Buffers:
         with torch.inference_mode(False), torch.no_grad():
             self.weights = weights if weights is not None else _Weights(f.weights)
             self._own = {name: t.detach().clone() for name, t in _given(f)}
-        self._held: ReferenceType[HeldWeights] | None = None
         self._of: list[ReferenceType[Tensor]] = []
 
     def hold(self, f: BoundMap) -> bool:
         """Whether the buffers hold what this map reads."""
-        if self._held is None or self._held() is not f.weights:
+        if not self.weights.hold(f.weights):
             return False
         return all(known() is t for known, (_, t) in zip(self._of, _given(f), strict=True))
 
@@ -290,7 +257,6 @@ class _Buffers:
     def load(self, f: BoundMap) -> None:
         """Take what a pass reads."""
         self.weights.load(f.weights)
-        self._held = ref(f.weights)
         given = _given(f)
         for name, t in given:
             self._own[name].copy_(t)
@@ -316,7 +282,8 @@ class _Buffers:
             BlockContext(mixer, None if context.masks is None else (own[layer, 0], own[layer, 1]))
             for layer, (mixer, context) in enumerate(zip(mixers, f.contexts, strict=True))
         )
-        return replace(f, window=window, contexts=contexts, weights=weights, u_BLU=u)
+        backbone: Any = proxy(f.backbone)  # which holds the graphs: only the collector would find the circle
+        return replace(f, backbone=backbone, window=window, contexts=contexts, weights=weights, u_BLU=u)
 
 
 class _SearchGraph:
@@ -325,7 +292,8 @@ class _SearchGraph:
     Compilers and tuners of kernels run at the first call; they could not while a graph is recorded. Values
     lie in buffers that are lent to the caller, and where a call is given the value of another, as an undamped
     iteration gives it, the graph reads it there: at 512 × 256 tokens of width 256, copying points in and out
-    took a twentieth of a step. A graph knows two addresses, so there is one for each two that meet.
+    took a twentieth of a step. A graph knows two addresses, so there is one for each two that meet; and one
+    for each mode, since a mixer of others' may compute otherwise in training.
     """
 
     def __init__(self, f: BoundMap, z_BLD: Tensor) -> None:
@@ -334,8 +302,8 @@ class _SearchGraph:
         self._values = LentBuffers(self._z, VALUES)
         self._kept: Tensor | None = None
         self._f = f
-        self._graphs: dict[tuple[int | None, int | None], torch.cuda.CUDAGraph] = {}
-        self._ready = False
+        self._graphs: dict[tuple[int | None, int | None, bool], torch.cuda.CUDAGraph] = {}
+        self._ready: set[bool] = set()
 
     def takes(self, z_BLD: Tensor) -> bool:
         """Whether the graphs are of such points."""
@@ -347,23 +315,24 @@ class _SearchGraph:
         given, free = self._values.holding(z_BLD), self._values.free()
         if given is None:
             self._z.copy_(z_BLD)
-        graph = self._graphs.get((given, free))
+        training = self._f.backbone.training
+        graph = self._graphs.get((given, free, training))
         if graph is not None:
             graph.replay()
         else:
-            self._first(given, free, pool)
+            self._first(given, free, training, pool)
         return self._values.lend(free) if free is not None else self._spare().clone()
 
-    def _first(self, given: int | None, free: int | None, pool: Any) -> None:
-        """Compute the first call, and record and replay that of each two buffers."""
+    def _first(self, given: int | None, free: int | None, training: bool, pool: Any) -> None:
+        """Compute the first call of a mode, and record and replay that of each two buffers."""
         point = self._z if given is None else self._values.lend(given)
         value = self._spare() if free is None else self._values.lend(free)
-        if not self._ready:
-            self._ready = True
+        if training not in self._ready:
+            self._ready.add(training)
             with forgetting_casts():
                 self._f.compute(point, out=value)
             return
-        graph = self._graphs[given, free] = self._recorded(point, value, pool)
+        graph = self._graphs[given, free, training] = self._recorded(point, value, pool)
         graph.replay()
 
     def _spare(self) -> Tensor:
@@ -397,7 +366,7 @@ class _StepGraph:
             raise _NotRecordedError from error
 
     def _record(self, pool: Any) -> None:
-        f, given = self._f, self.inputs(self._f, self._z)
+        f, given = self._f, _inputs(self._f, self._z)
         leaves = [t for t in given if t.requires_grad]
         with forgetting_casts():
             # Later steps differ from the first by the gradient of their z: there is no third to compile.
@@ -415,21 +384,14 @@ class _StepGraph:
         found = dict(zip(map(id, leaves), grads, strict=True))
         self._grads = [found.get(id(t)) for t in given]
 
-    @staticmethod
-    def inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
-        """Return all that the value may depend on: z, injection, held weights, parameters."""
-        u = [] if f.u_BLU is None else [f.u_BLU]
-        every = [p for part in modules_of(f.backbone) for p in part._parameters.values() if p is not None]
-        return [z_BLD, *u, *f.weights.tensors(), *dict.fromkeys(every)]  # a shared one once
-
     @property
     def in_use(self) -> bool:
         """Whether a call's backward is still to come."""
         return self._call is not None and self._call() is not None
 
-    def call(self, f: BoundMap, z_BLD: Tensor) -> Tensor:
-        """Return where the steps lead, with its gradient."""
-        value: Tensor = _Step.apply(self, *self.inputs(f, z_BLD))  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    def call(self, given: list[Tensor]) -> Tensor:
+        """Return where the steps lead, with its gradient, from what ``_inputs`` gives, z first."""
+        value: Tensor = _Step.apply(self, *given)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return value
 
     def replay(self, z_BLD: Tensor, call: _Call) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
+from torch.nn.modules import module as _of_all_modules
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -11,7 +14,16 @@ def has_hooks(module: nn.Module) -> bool:
 
     Not asked while a compiler traces: what it makes is made once, and hooks may come later.
     """
-    return not torch.compiler.is_compiling() and bool(
+    return not torch.compiler.is_compiling() and _hooked(module)
+
+
+def any_hooks(modules: Iterable[nn.Module]) -> bool:
+    """Whether one of these modules has hooks, or all modules have, as some tools that count and trace do."""
+    return bool(_of_all_modules._has_any_global_hook()) or any(map(_hooked, modules))
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks

@@ -423,14 +423,3 @@ def test_anderson_at_the_fixed_point_stays_finite():
 def test_options_out_of_range_are_refused(make):
     with pytest.raises(ValueError, match=r"choose|give"):
         make()
-
-
-def test_a_gpu_s_kernel_counts_wide_elements_by_sixteen_bits():
-    def counted(*shape):
-        return driver._counted(torch.empty(shape, device="meta"))
-
-    assert counted(70_000, 4096)
-    assert counted(65_535, 4097)
-    assert not counted(65_536, 4097)  # rows of features
-    assert not counted(16, 4096, 5120)  # tokens, with prefix scope
-    assert counted(8, 2048, 2048)

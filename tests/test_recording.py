@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import contextmanager
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
 
 import implicit_blocks as ib
-from implicit_blocks import graphs
-from implicit_blocks.graphs import leaves_of_its_own
+from implicit_blocks import graphs, recording
+from implicit_blocks.recording import leaves_of_its_own
 
 
 @pytest.fixture
@@ -55,14 +57,38 @@ def test_a_recording_begins_and_ends_without_work_spaces_of_cublas(monkeypatch):
         done.append("end")
 
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(graphs, "forget_work_spaces", lambda: done.append("forget"))
-    with graphs.recording(None, (0, 1)):
+    monkeypatch.setattr(recording, "forget_work_spaces", lambda: done.append("forget"))
+    with recording.recording(None, (0, 1)):
         done.append("launch")
     assert done == ["forget", "begin", "launch", "end", "forget"]
     done.clear()
-    with pytest.raises(ZeroDivisionError), graphs.recording(None, (0, 1)):
+    with pytest.raises(ZeroDivisionError), recording.recording(None, (0, 1)):
         raise ZeroDivisionError
     assert done == ["forget", "begin", "forget"]
+
+
+def test_nothing_is_collected_while_something_is_recorded(monkeypatch):
+    """To destroy graphs that nothing leads to any more is not permitted then, and ends the recording."""
+
+    @contextmanager
+    def capture(graph, **options):
+        seen.append(gc.isenabled())
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(recording, "forget_work_spaces", lambda: None)
+    seen = []
+    with pytest.raises(ZeroDivisionError), recording.recording(None, (0, 1)):
+        raise ZeroDivisionError
+    assert seen == [False]
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with recording.recording(None, (0, 1)):
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_once(monkeypatch):
@@ -76,9 +102,9 @@ def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_onc
             pools.append(pool)
             assert steps == graphs.ONE_CALL
 
-        def call(self, f, z_BLD):
+        def call(self, given):
             self.in_use = True
-            return f.compute(z_BLD)
+            return f.compute(given[0])
 
     class Search:
         def __init__(self, f, z_BLD):
@@ -143,7 +169,7 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(graphs, "forget_work_spaces", lambda: None)
+    monkeypatch.setattr(recording, "forget_work_spaces", lambda: None)
     return begun
 
 
@@ -275,3 +301,118 @@ def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch, without_a_gp
     assert compiled
     assert len(inside) == 2 + 2 * 3  # two pairs of buffers; both ways of two calls and of four steps
     assert not any(inside)
+
+
+def bound(model):
+    ids = torch.arange(48).view(2, 24)
+    return model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+
+
+def small(**changes):
+    torch.manual_seed(0)
+    mixer = ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)
+    return ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=1, mixer=mixer, **changes))
+
+
+def test_a_model_and_its_recordings_go_without_the_collector(without_a_gpu):
+    model = small()
+    made = model.backbone.graphs = graphs.MapGraphs()
+    f, z = bound(model)
+    made.call(f, z.detach()).sum().backward()
+    with torch.no_grad():
+        for _ in range(3):
+            made.call(f, z)
+    assert made._searches
+    known = [ref(model.backbone), ref(made), ref(next(iter(made._steps.values()))[0])]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, made, f, z
+        assert [each() for each in known] == [None] * 3
+    finally:
+        gc.enable()
+
+
+def test_what_is_thawed_later_gets_its_gradient(without_a_gpu):
+    model, made = small(), graphs.MapGraphs()
+    frozen = model.backbone.blocks()[0].mixer.out_proj.parametrizations.weight.original1
+    for thawed in (False, True, False):
+        frozen.requires_grad_(thawed)
+        f, z = bound(model)
+        made.call(f, z.detach()).sum().backward()
+        assert (frozen.grad is not None) == thawed
+        model.zero_grad(set_to_none=True)
+    assert len(without_a_gpu) == 4  # one that knows it frozen, one that doesn't
+    assert len(made._steps) == 2
+
+
+def test_a_mixer_may_compute_otherwise_in_training(without_a_gpu):
+    model, made = small(), graphs.MapGraphs()
+    for training in (True, False, True, False):
+        f, z = bound(model.train(training))
+        with torch.no_grad():
+            made.call(f, z)
+            made.call(f, z)
+    assert len(without_a_gpu) == 2
+
+
+@pytest.mark.parametrize("where", ["layer", "norm", "everywhere"])
+def test_modules_with_hooks_are_called(without_a_gpu, where, caplog):
+    model, made, called = small(), graphs.MapGraphs(), []
+
+    def search():
+        f, z = bound(model)
+        with torch.no_grad():
+            for _ in range(3):
+                made.call(f, z)
+        made.call(f, z.detach()).sum().backward()
+
+    search()
+    recorded = len(without_a_gpu)
+    assert recorded
+    if where == "everywhere":
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
+    else:
+        block = model.backbone.blocks()[0]
+        module = {"layer": block, "norm": block.mixer.norm}[where]
+        handle = module.register_forward_hook(lambda *_: called.append(1))
+    search()
+    search()
+    assert len(called) >= 8
+    assert len(without_a_gpu) == recorded
+    assert caplog.text.count("modules of the map have hooks") == 1
+    handle.remove()
+    called.clear()
+    search()
+    assert not called
+
+
+def test_gradients_that_are_solved_for_search_in_a_recording_alone(without_a_gpu):
+    """They ask for many products with the Jacobian of one call, and a graph goes backwards once."""
+    made = graphs.MapGraphs()
+    f, z = bound(small())
+    search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(tolerance=0.0, max_iterations=3))
+    gradient = ib.ImplicitFunction(stopping=ib.Stopping(tolerance=0.0, max_iterations=4))
+    gradient(lambda point: made.call(f, point), z.detach(), search).z.sum().backward()
+    assert without_a_gpu
+    assert made._searches
+    assert not made._steps
+
+
+def test_buffers_that_share_weights_know_whose_they_are(without_a_gpu):
+    """Two windows of one model, of two lengths: they have one copy of the weights."""
+    model, made = small(), graphs.MapGraphs()
+    first, z = bound(model)
+    with torch.no_grad():
+        made.call(first, z)
+        for p in model.backbone.parameters():
+            p.mul_(1.5)
+        ids = torch.arange(32).view(2, 16)
+        second, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+        made.call(second, start)
+        assert not made._buffers[graphs._key(first, z)].hold(first)
+        made.call(first, z)
+    for own, given in zip(
+        made._buffers[graphs._key(first, z)].weights.copy.tensors(), first.weights.tensors(), strict=True
+    ):
+        torch.testing.assert_close(own, given)

@@ -8,6 +8,7 @@ Shape legend: S lanes, R of them in a procedure, D model width, U injection widt
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,11 +20,14 @@ from implicit_blocks.backbone import BoundMap
 from implicit_blocks.committed import Committed
 from implicit_blocks.decoding.fused import FusedMap, fused_map
 from implicit_blocks.decoding.lane_search import LaneSearch
-from implicit_blocks.decoding.recorded import Recorded, put_
+from implicit_blocks.decoding.recorded import Recordings, put_
 from implicit_blocks.interfaces import Solution, Window
 from implicit_blocks.model import LanguageModel
+from implicit_blocks.module_hooks import any_hooks
 from implicit_blocks.outputs import Encoded
 from implicit_blocks.search_options import SearchOptions
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,7 @@ class LaneBatch:
         lanes: S.
         capacity: tokens of a lane.
         options: of the searches.
-        graphs: record the procedures.
+        graphs: record the procedures, unless modules have hooks, which nobody would call.
         state_dtype: of recurrent states; None: as the mixers keep them.
 
     """
@@ -67,8 +71,10 @@ class LaneBatch:
         self._autocast: torch.dtype | None = None
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             self._autocast = torch.get_autocast_dtype(kind)
-        self._pool = torch.cuda.graph_pool_handle() if graphs else None
-        self._recorded: dict[tuple[str, int], Recorded] = {}
+        if graphs and any_hooks(model.modules()):
+            _LOG.warning("modules of the model have hooks, so decoding is launched: a CUDA graph calls none")
+            graphs = False
+        self.recordings = Recordings() if graphs else None
         self._places: dict[tuple[str, int], Places] = {}
         dtype = embedding.dtype
         if self._autocast is not None and dtype != torch.float64:
@@ -284,13 +290,10 @@ class LaneBatch:
 
     def _do(self, name: str, size: int, procedure: Callable[[], None]) -> None:
         with self.precision():
-            if self._pool is None:
+            if self.recordings is None:
                 procedure()
-                return
-            key = (name, size)
-            if key not in self._recorded:
-                self._recorded[key] = Recorded(procedure, name=f"{name} of {size} lanes", pool=self._pool)
-            self._recorded[key]()
+            else:
+                self.recordings.do(name, size, procedure)
 
 
 def _of_last_token(solution: Solution, row: int) -> dict[str, Tensor]:

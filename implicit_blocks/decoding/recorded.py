@@ -9,49 +9,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.graphs import recording
+from implicit_blocks.recording import recording
 
 _LOG = logging.getLogger(__name__)
 
 
-class Recorded:
-    """A procedure without arguments that works on tensors which stay where they are, and asks for no value.
+class Recordings:
+    """Procedures by name, which work on tensors that stay where they are, and ask for no value.
 
-    Its first call runs as it is, so that compilers and tuners of kernels have had their turn; the second one
-    is recorded, and later ones are one launch. What can't be recorded goes on as it is, with a line in the
-    log.
-
-    Args:
-        procedure: what is done.
-        name: of it, for the log.
-        pool: of the graphs' memory; procedures may share one that leave nothing in it between their calls.
-
+    The first call of each runs as it is, so that compilers and tuners of kernels have had their turn; the
+    second one is recorded, and later ones are one launch. What can't be recorded goes on as it is, with a
+    line in the log. Procedures leave nothing in the memory of their graphs between calls, which they share.
+    They are given with each call, and not held.
     """
 
-    def __init__(self, procedure: Callable[[], None], *, name: str, pool: Any) -> None:
-        self.procedure, self.name, self.pool = procedure, name, pool
-        self.graph: torch.cuda.CUDAGraph | None = None
-        self._calls = 0
+    def __init__(self) -> None:
+        self.graphs: dict[tuple[str, int], torch.cuda.CUDAGraph | None] = {}
+        """Of each that was called twice; None where it can't be recorded."""
+        self._called: set[tuple[str, int]] = set()
+        self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def __call__(self) -> None:
-        """Do it."""
-        self._calls += 1
-        if self._calls == 2:
-            self._record()
-        if self.graph is not None:
-            self.graph.replay()
+    def do(self, name: str, lanes: int, procedure: Callable[[], None]) -> None:
+        """Do what goes by this name for so many lanes."""
+        key = (name, lanes)
+        if key not in self.graphs:
+            if key not in self._called:
+                self._called.add(key)
+                procedure()
+                return
+            self.graphs[key] = self._recorded(f"{name} of {lanes} lanes", procedure)
+        graph = self.graphs[key]
+        if graph is not None:
+            graph.replay()
         else:
-            self.procedure()
+            procedure()
 
-    def _record(self) -> None:
+    def _recorded(self, name: str, procedure: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with recording(graph, self.pool):
-                self.procedure()
+            with recording(graph, self._pool):
+                procedure()
         except RuntimeError as error:
-            _LOG.warning("%s can't be recorded as a CUDA graph, so it is launched: %s", self.name, error)
-            return
-        self.graph = graph
+            _LOG.warning("%s can't be recorded as a CUDA graph, so it is launched: %s", name, error)
+            self._pool = torch.cuda.graph_pool_handle()  # a pool that a recording failed in may take no other
+            return None
+        return graph
 
 
 class Late:

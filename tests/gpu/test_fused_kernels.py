@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import implicit_blocks as ib
 from implicit_blocks.committed import Committed
@@ -14,7 +16,7 @@ from implicit_blocks.mixers import Mamba2
 from implicit_blocks.ops import cross_entropy, mamba2_mix
 from implicit_blocks.ops.accelerated import load
 from implicit_blocks.ops.ssd import mamba_ssm
-from implicit_blocks.weight_norm import WeightNorm
+from implicit_blocks.weight_norm import WeightNorm, add_weight_norm
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,6 +65,18 @@ def test_weight_norm(dtype, groups):
         expected_grads = torch.autograd.grad(expected, (wide_g, wide_v), dw[number].double())
         for own, exact in zip(ours, expected_grads, strict=True):
             assert error(own, exact) < 1e-6
+
+
+def test_weight_norm_of_gains_that_lie_apart():
+    """The kernels know no strides: such a gain is left to the plain operators."""
+    torch.manual_seed(0)
+    layer = nn.Linear(48, 32, device="cuda")
+    add_weight_norm(layer)
+    apart = torch.rand(32, 3, device="cuda")[:, 1:2]
+    layer.parametrizations.weight.original0 = nn.Parameter(apart)
+    held = HeldWeights(layer)
+    expected = WeightNorm.compute(apart, layer.parametrizations.weight.original1)
+    torch.testing.assert_close(held.tensors()[0], expected)
 
 
 @pytest.mark.parametrize("vocabulary", [61, 50_277], ids=["V61", "V50277"])
@@ -196,6 +210,34 @@ def test_what_the_output_projection_reads_is_not_kept_for_backward():
     assert [shape for shape in kept.values() if shape[-1:] == (512,) and shape[0] == 3] == [(3, 128, 512)]
 
 
+@pytest.mark.parametrize("change", ["strides", "hook", "many-rows"])
+def test_mamba2_where_the_operator_needs_care(change):
+    """Parameters that lie otherwise, and what it leaves to the plain operators."""
+    rows, length = (65_540, 4) if change == "many-rows" else (3, 40)
+    torch.manual_seed(0)
+    mixer = Mamba2(ib.Mamba2Spec(d_state=16, head_dim=16), d_model=32).cuda()
+    exact = copy.deepcopy(mixer).double()
+    state, wide = (
+        one.initial_state(rows, device=torch.device("cuda"), dtype=one.A_log.dtype) for one in (mixer, exact)
+    )
+    committed = Committed(rows, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
+    window = committed.window(length, valid_BL=None, documents_BL=None, dtype=torch.float32)
+    context, z, called = mixer.prepare(window), torch.randn(rows, length, 32, device="cuda"), []
+    if change == "strides":
+        with torch.no_grad():
+            for name in ("A_log", "D", "dt_bias"):
+                setattr(mixer, name, nn.Parameter(torch.stack([getattr(mixer, name)] * 3, 1)[:, 1]))
+            mixer.conv.weight = nn.Parameter(mixer.conv.weight.mT.contiguous().mT)
+    if change == "hook":
+        mixer.norm.register_forward_hook(lambda *_: called.append(1))
+        mixer.out_proj.register_forward_hook(lambda *_: called.append(1))
+    expected = exact(z.double(), None, wide, context)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        found = mixer(z, None, state, context)
+    assert error(found, expected) < 2e-2
+    assert len(called) == 2 * (change == "hook")
+
+
 @pytest.mark.parametrize("floor", [1e-9, None], ids=["relative", "absolute"])
 @pytest.mark.parametrize("shape", [(5, 10_001), (3, 70, 64), (2, 5_000_000)], ids=str)
 def test_residual(shape, floor):
@@ -207,6 +249,15 @@ def test_residual(shape, floor):
     if floor is not None:
         expected = expected / (fz.double().norm(dim=-1, keepdim=True) + floor)
     found = residuals(z.contiguous(), fz.contiguous(), floor=floor)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+def test_residuals_of_more_wide_elements_than_a_grid_s_second_number_counts():
+    from implicit_blocks.ops.kernels.residual import residuals
+
+    z, fz = torch.randn(2, 65_537, 4097, device="cuda", dtype=torch.bfloat16).unbind(0)
+    found = residuals(z, fz, floor=None)[-3:]
+    expected = (fz[-3:].double() - z[-3:].double()).norm(dim=-1, keepdim=True)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
 
 

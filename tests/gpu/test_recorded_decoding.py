@@ -12,7 +12,6 @@ from torch.cuda import set_sync_debug_mode
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request, Sampling
-from implicit_blocks.decoding.recorded import Recorded
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,7 +92,7 @@ def test_recorded_steps_make_the_tokens_of_launched_ones(mixer, lanes, fused, ca
     decoder, found = decode(model, lanes=lanes, fused=fused)
     assert (decoder.batch.fused is not None) == fused
     assert "can't be recorded" not in caplog.text
-    assert all(recorded.graph is not None for recorded in recorded_often(decoder))
+    assert all_recorded(decoder)
     assert_same(found, launched(mixer))
 
 
@@ -105,19 +104,19 @@ def test_layers_of_two_mixers():
     )
     model = model.cuda().eval()
     decoder, found = decode(model, lanes=4)
-    assert all(recorded.graph is not None for recorded in recorded_often(decoder))
+    assert all_recorded(decoder)
     assert_same(found, decode(model, lanes=4, graphs=False)[1])
+
+
+def all_recorded(decoder) -> bool:
+    """Whether all that was done more than once is recorded, and anything was."""
+    made = decoder.batch.recordings.graphs.values()
+    return bool(made) and None not in made
 
 
 @cache
 def launched(mixer):
     return decode(built(mixer), lanes=4, graphs=False)[1]
-
-
-def recorded_often(decoder) -> list[Recorded]:
-    often = [recorded for recorded in decoder.batch._recorded.values() if recorded._calls > 1]
-    assert often
-    return often
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -267,4 +266,4 @@ def test_steps_wait_for_nothing_and_move_nothing(mixer, lanes):
         set_sync_debug_mode("default")
     assert len(made) >= 5 * lanes
     assert addresses() == before
-    assert all(recorded.graph is not None for recorded in decoder.batch._recorded.values())
+    assert all_recorded(decoder)

@@ -31,7 +31,10 @@ def residuals(z_EF: Tensor, fz_EF: Tensor, *, floor: float | None) -> Tensor:
             )
             return found
         sums = torch.empty(2, elements, parts, dtype=torch.float32, device=z_EF.device)
-        _partial[(parts, elements)](z_EF, fz_EF, sums, features, elements * parts, BLOCK=block, num_warps=4)
+        # One number counts both: in a grid of two the second, of elements, may reach no more than 65 535.
+        _partial[(elements * parts,)](
+            z_EF, fz_EF, sums, features, parts, elements * parts, BLOCK=block, num_warps=4
+        )
         width = min(1024, triton.next_power_of_2(parts))
         _finish[(elements,)](sums, found, parts, elements * parts, floor or 0.0, relative, BLOCK=width)
     return found
@@ -61,11 +64,11 @@ def _whole(z_ptr, fz_ptr, found_ptr, F, floor, RELATIVE: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
-def _partial(z_ptr, fz_ptr, sums_ptr, F, stride, BLOCK: tl.constexpr):
-    part = tl.program_id(0)
-    element = tl.program_id(1).to(tl.int64)
+def _partial(z_ptr, fz_ptr, sums_ptr, F, parts, stride, BLOCK: tl.constexpr):
+    part = tl.program_id(0) % parts
+    element = (tl.program_id(0) // parts).to(tl.int64)
     step, value = _squares(z_ptr, fz_ptr, element, part * BLOCK + tl.arange(0, BLOCK), F)
-    at = sums_ptr + element * tl.num_programs(0) + part
+    at = sums_ptr + element * parts + part
     tl.store(at, step)
     tl.store(at + stride, value)
 

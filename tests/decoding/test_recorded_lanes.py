@@ -1,0 +1,99 @@
+"""Lanes whose procedures are recorded: what that must not hold, and must not leave out."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from weakref import ref
+
+import pytest
+import torch
+
+from implicit_blocks import recording
+from implicit_blocks.decoding import ContinuousDecoder, Request
+from implicit_blocks.decoding.lane_batch import LaneBatch
+from implicit_blocks.decoding.recorded import Recordings
+from implicit_blocks.search_options import SearchOptions
+
+
+class Graph:
+    """Stands for a CUDA graph where there is no GPU: what is recorded is computed, and replays do nothing."""
+
+    def replay(self):
+        pass
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Give lanes whose procedures are recorded as far as a CPU can."""
+
+    @contextmanager
+    def capture(graph, **options):
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(recording, "forget_work_spaces", lambda: None)
+
+    def made(model):
+        decoder = ContinuousDecoder(model, lanes=2, capacity=24)
+        decoder.batch = LaneBatch(model, lanes=2, capacity=24, options=SearchOptions(), graphs=True)
+        decoder.batch.fused = None
+        return decoder
+
+    return made
+
+
+def test_lanes_go_without_the_collector(recorded, tiny_model, family):
+    """Their keys and graphs are gigabytes, of which Python's collector sees a few hundred objects."""
+    decoder = recorded(tiny_model(family, tolerance=1e-2))
+    decoder.submit(Request(prompt=[1, 2, 3], max_new_tokens=4))
+    for _ in range(4):  # a replay does nothing here: the search would never end
+        decoder.step()
+    assert any(decoder.batch.recordings.graphs.values())
+    known = [ref(decoder), ref(decoder.batch)]
+    gc.collect()
+    gc.disable()
+    try:
+        del decoder
+        assert [each() for each in known] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_what_a_recording_failed_in_takes_no_other(monkeypatch, caplog):
+    handles, pools, broken = iter(range(1, 9)), [], [True]
+
+    @contextmanager
+    def capture(graph, *, pool, **options):
+        pools.append(pool)
+        yield
+        if broken.pop():
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(handles)))
+    monkeypatch.setattr(recording, "forget_work_spaces", lambda: None)
+    recordings, done = Recordings(), []
+    for name in "abcabca":
+        if len(pools) == 1 and not broken:
+            broken += [False, False]
+        recordings.do(name, 2, lambda name=name: done.append(name))
+    assert pools == [(0, 1), (0, 2), (0, 2)]
+    assert [graph is None for graph in recordings.graphs.values()] == [True, False, False]
+    assert "".join(done) == "abcaabca"  # the broken one is tried, and then launched; replays do nothing here
+    assert "a of 2 lanes can't be recorded" in caplog.text
+
+
+def test_modules_with_hooks_are_called(recorded, tiny_model, caplog):
+    model, called = tiny_model("mamba2", tolerance=1e-2), []
+    model.backbone.norm.register_forward_hook(lambda *_: called.append(1))
+    decoder = recorded(model)
+    decoder.submit(Request(prompt=[1, 2, 3], max_new_tokens=4))
+    for _ in range(12):
+        decoder.step()
+    assert decoder.batch.recordings is None
+    assert len(called) > 4
+    assert "modules of the model have hooks" in caplog.text
