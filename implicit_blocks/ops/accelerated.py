@@ -13,6 +13,9 @@ import torch
 
 _LOG = logging.getLogger(__name__)
 
+MOST_IN_GRID = 65_535
+"""What the second and the third number of a kernel's grid reach; only the first goes further."""
+
 
 class MissingPackageError(ImportError, ValueError):
     """A package that was asked for by name is not there; says how to get it."""

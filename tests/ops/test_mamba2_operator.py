@@ -12,6 +12,8 @@ import implicit_blocks as ib
 from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.mixers import Mamba2
 from implicit_blocks.ops import mamba2_mix
+from implicit_blocks.ops.causal_conv import fla as conv_fla
+from implicit_blocks.ops.ssd import fla as scan_fla
 from implicit_blocks.ops.ssd import mamba_ssm
 
 
@@ -170,3 +172,20 @@ def test_scans_beyond_what_a_grid_counts_are_left_to_others():
     assert "65535 chunks" in refused(32_768, 257)
     assert "32 bits" in refused(64, 2048, apart=16_384)
     assert not refused(64, 2048, apart=16_383)
+
+
+def test_fla_s_kernels_count_rows_and_heads_to_the_end_of_a_grid():
+    def conv(rows):
+        x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=(rows, 4, 96))
+        return conv_fla.BACKEND.refuses(x, None, None)
+
+    def scan(rows, length, heads):
+        shape = (rows, length, heads, 64)
+        x = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, shape=shape, requires_grad=False)
+        return scan_fla.BACKEND.refuses(x, None, None)
+
+    assert not conv(65_535)
+    assert "65535 rows" in conv(65_536)
+    assert not scan(4095, 256, 16)
+    assert "65535 heads" in scan(4096, 256, 16)
+    assert not scan(4096, 1, 16)  # a single token's kernel counts by one number

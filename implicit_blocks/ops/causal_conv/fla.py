@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from implicit_blocks.ops.accelerated import require
+from implicit_blocks.ops.accelerated import MOST_IN_GRID, require
 from implicit_blocks.ops.backends import Backend
 from implicit_blocks.ops.causal_conv import cuda
 from implicit_blocks.ops.transforms import is_differentiated_forward
@@ -21,6 +21,8 @@ def _refuses(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> s
         return "its kernels know no float64"
     if documents_BL is not None:
         return "it takes one document a row"
+    if x_BLC.shape[0] > MOST_IN_GRID:
+        return f"its kernels count {MOST_IN_GRID} rows at most"
     if is_differentiated_forward():
         return "its kernels have no forward-mode derivatives"
     return ""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import fla_backward_is_wrong, require
+from implicit_blocks.ops.accelerated import MOST_IN_GRID, fla_backward_is_wrong, require
 from implicit_blocks.ops.backends import Backend
 from implicit_blocks.ops.ssd import mamba_ssm
 from implicit_blocks.ops.transforms import is_differentiated_forward, without_autocast
@@ -25,6 +25,9 @@ def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Te
         return "its kernels know no float64"
     if documents_BL is not None:
         return "it takes one document a row"
+    batch, length, heads, _ = x_BLHP.shape
+    if length > 1 and batch * heads > MOST_IN_GRID:
+        return f"its kernels count {MOST_IN_GRID} heads of all rows at most"
     if is_differentiated_forward():
         return "its kernels have no forward-mode derivatives"
     if torch.is_grad_enabled() and x_BLHP.requires_grad and x_BLHP.shape[1] > 1 and fla_backward_is_wrong():

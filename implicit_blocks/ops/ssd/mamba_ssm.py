@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.accelerated import require
+from implicit_blocks.ops.accelerated import MOST_IN_GRID, require
 from implicit_blocks.ops.backends import Backend
 from implicit_blocks.ops.ssd import tuned
 from implicit_blocks.ops.transforms import is_differentiated_forward, without_autocast
@@ -20,7 +20,6 @@ from implicit_blocks.ops.transforms import is_differentiated_forward, without_au
 MODULE = "mamba_ssm.ops.triton.ssd_combined"
 STEP_MODULE = "mamba_ssm.ops.triton.selective_state_update"
 CHUNK = 256  # what the kernels are tuned for; the chunk is a matter of speed, not of values
-MOST_CHUNKS = 65_535  # of a batch: the second number of the kernels' grids reaches no further
 SHORTEST = 32  # below, a handful of plain operators beat the kernels' six launches
 
 _told: set[str] = set()
@@ -43,7 +42,7 @@ def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Te
     if documents_BL is not None and initial_state_BHPN is not None and x_BLHP.shape[1] > 1:
         return "it cuts documents only at the start of a sequence"
     if too_many(x_BLHP):
-        return f"its kernels count {MOST_CHUNKS} chunks of {CHUNK} tokens at most, and places in 32 bits"
+        return f"its kernels count {MOST_IN_GRID} chunks of {CHUNK} tokens at most, and places in 32 bits"
     if is_differentiated_forward():
         return "its kernels have no forward-mode derivatives"
     return ""
@@ -51,7 +50,7 @@ def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Te
 
 def too_many(x: Tensor) -> bool:
     """Whether a batch, (B, L, …), is more than the kernels count: its chunks, or its rows' places."""
-    return x.shape[0] * -(-x.shape[1] // CHUNK) > MOST_CHUNKS or x.shape[0] * x.stride(0) >= 2**31
+    return x.shape[0] * -(-x.shape[1] // CHUNK) > MOST_IN_GRID or x.shape[0] * x.stride(0) >= 2**31
 
 
 def pays(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tensor | None) -> bool:
