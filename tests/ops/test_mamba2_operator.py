@@ -99,7 +99,7 @@ def test_hooks_of_the_output_projection_are_called(asked, kind):
 def unfused(mixer):
     """Have the plain operators run on the fixture's window."""
     mixer._scan = lambda gate, *_args, **_options: (mixer.out_proj(mixer.norm(gate)), None)
-    mixer._project = lambda projected, *_: (projected[..., : mixer.d_inner], None, None)
+    mixer._project = lambda z, *_: (mixer.in_proj(z)[..., : mixer.d_inner], None, None)
 
 
 def test_with_hooks_of_the_norm_the_plain_operators_run(asked):
