@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 Mode = tuple[str, int]
 """Of training, and tokens in the rows that were asked."""
 MODES = {"answers": "QA mode", "all": "LM mode"}
+MOST = 0.9
+"""Share of converged tokens below which a bar is hatched: its accuracy is not that of fixed points."""
 
 
 def draw(written: Mapping[str, Any]) -> Figure:
@@ -50,16 +52,27 @@ def _draw_models(
     axes: Axes, rows: Sequence[Mapping[str, Any]], names: Sequence[str], modes: Sequence[Mode]
 ) -> None:
     """Draw the accuracy of all answers: a bar for each model and mode, a dot for each seed."""
+    from matplotlib.patches import Patch
+
     colors = (BLUE, ORANGE, GREEN, GREY)
     for index, mode in enumerate(modes):
         known = [name for name in names if any(_is(row, name, mode) for row in rows)]
         for name in known:
             found = [100 * row["accuracy"] for row in rows if _is(row, name, mode)]
             at = names.index(name) + (index - (len(modes) - 1) / 2) * 0.8 / len(modes)
-            label = _mode(mode, rows) if name == known[0] else None
             mean = sum(found) / len(found)
             color = colors[index % len(colors)]
-            axes.bar(at, mean, 0.8 / len(modes) * 0.94, color=color, alpha=0.85, label=label)
+            open_ = any(_open(row) for row in rows if _is(row, name, mode))
+            axes.bar(
+                at,
+                mean,
+                0.8 / len(modes) * 0.94,
+                color=color,
+                alpha=0.85,
+                hatch="///" if open_ else None,
+                edgecolor="white",
+                linewidth=0,
+            )
             axes.plot([at] * len(found), found, ".", color="black", markersize=4)
             axes.annotate(
                 f"{mean:.1f}",
@@ -77,7 +90,14 @@ def _draw_models(
     broken = [name.replace("-", "\n").replace(", ", "\n") for name in names]
     axes.set_xticks(range(len(names)), names if len(names) <= 4 else broken)
     axes.set_ylim(0, 126)
-    axes.legend(frameon=False, fontsize=9, loc="upper center", ncols=4)
+    shown = [
+        Patch(color=colors[index % len(colors)], alpha=0.85, label=_mode(mode, rows))
+        for index, mode in enumerate(modes)
+    ]
+    if any(_open(row) for row in rows):
+        hatched = f"with a seed where under {MOST:.0%} of the tokens converged"
+        shown.append(Patch(facecolor=GREY, hatch="///", edgecolor="white", linewidth=0, label=hatched))
+    axes.legend(handles=shown, frameon=False, fontsize=9, loc="upper center", ncols=3)
 
 
 def _draw_published(axes: Axes, published: Mapping[str, float]) -> None:
@@ -122,6 +142,10 @@ def _draw_tasks(axes: Axes, rows: Sequence[Mapping[str, Any]], lines: Sequence[t
 
 def _is(row: Mapping[str, Any], name: str, mode: Mode) -> bool:
     return (row["model"], (row["scoring"], row["length"])) == (name, mode)
+
+
+def _open(row: Mapping[str, Any]) -> bool:
+    return row.get("search") is not None and row["search"]["converged"] < MOST
 
 
 def _mode(mode: Mode, rows: Sequence[Mapping[str, Any]]) -> str:

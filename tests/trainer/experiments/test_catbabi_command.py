@@ -165,6 +165,7 @@ def test_the_laptop_setting(shared_data, tmp_path):
     # A few minutes teach the words that answers are made of: guessing one of all words is right in 1 of 179.
     for row in written["models"]:
         assert row["accuracy"] > (0.2 if row["scoring"] == "answers" else 0.05), row["model"]
+        assert row["search"] is None or row["search"]["converged"] > 0.7, row["model"]
 
 
 @pytest.mark.parametrize(

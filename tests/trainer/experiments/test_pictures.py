@@ -37,6 +37,21 @@ def test_numbers_above_many_bars_are_turned_and_published_names_stand_apart(
     assert min(high - low for low, high in itertools.pairwise(above)) >= 3.5
 
 
+def test_bars_of_searches_that_did_not_converge_are_hatched() -> None:
+    rows = [
+        {**catbabi("implicit-1", 200), "search": {"converged": 0.95}},
+        {**catbabi("implicit-2", 200), "search": {"converged": 0.95}},
+        {**catbabi("implicit-2", 200), "search": {"converged": 0.67}},  # one seed of two
+        {**catbabi("explicit-1", 200), "search": None},
+    ]
+    written = {"models": rows, "split": "test", "published": {}}
+    bars = draw_catbabi(written).axes[0]
+    assert [bool(bar.get_hatch()) for bar in bars.patches] == [False, True, False]
+    assert [bool(shown.get_hatch()) for shown in bars.get_legend().get_patches()] == [False, True]
+    whole = draw_catbabi({**written, "models": [rows[0], rows[3]]}).axes[0]
+    assert not any(bar.get_hatch() for bar in whole.patches)
+
+
 def test_every_probability_that_was_tested_is_drawn() -> None:
     probabilities = (0.9, 0.7, 0.5, 0.3, 0.0)
     rows = [
