@@ -27,11 +27,11 @@ def draw(written: Mapping[str, Any]) -> Figure:
     twins = [run for run in runs if run["kind"] != "curriculum"]
     implicit = [run for run in twins if run["kind"] == "implicit"]
     first_seed = min(run["seed"] for run in runs)
-    shown = [run for run in twins if run["seed"] == first_seed]
+    others = ", further seeds faint" if any(run["seed"] != first_seed for run in twins) else ""
     figure = new_figure(
         width=12.8,
         height=7.8,
-        title="Implicit (solid) and explicit (dashed) twins: perplexity on held-out text",
+        title=f"Implicit (solid) and explicit (dashed) twins: perplexity on held-out text{others}",
     )
     (tokens, flops, lengths), (compute, shares, positions) = figure.subplots(2, 3)
     colors = dict(zip(written["specs"], _COLORS * len(runs), strict=False))
@@ -40,38 +40,37 @@ def draw(written: Mapping[str, Any]) -> Figure:
         (tokens, "tokens", of_tokens, seen),
         (flops, "flops", 1.0, "FLOPs executed in training"),
     ):
-        for run in shown:
+        for run in twins:
             known = [entry for entry in run["curve"] if entry[key] is not None]
             points = [(entry[key] / unit, entry["perplexity"]) for entry in known]
-            axes.plot(*_columns(points), **_look(run, colors))
+            axes.plot(*_columns(points), **_look(run, colors, first_seed))
         plain_logarithm(axes, "y", at=_PERPLEXITIES)
         finish(axes, title=f"Against {name.split()[0]}", x=name, y="perplexity")
     plain_logarithm(flops, "x")
-    for run in shown:
+    for run in twins:
         lengths.plot(
             [entry["multiple"] for entry in run["lengths"]],
             [entry["perplexity"] for entry in run["lengths"]],
-            **_look(run, colors),
+            **_look(run, colors, first_seed),
             marker="o",
         )
-    plain_logarithm(lengths, "x", at=sorted({entry["multiple"] for run in shown for entry in run["lengths"]}))
+    plain_logarithm(lengths, "x", at=sorted({entry["multiple"] for run in twins for entry in run["lengths"]}))
     plain_logarithm(lengths, "y", about=7)
     finish(lengths, title="Length extrapolation", x="length, in training lengths", y="perplexity")
-    for run in [run for run in implicit if run["seed"] == first_seed]:
+    for run in twins:
+        look = _look(run, colors, first_seed)
+        if run["kind"] == "explicit":
+            compute.axhline(run["lengths"][0]["loss"], **look)
+            continue
         compute.plot(
             [entry["self_iterations"] for entry in run["test_time_compute"]],
             [entry["loss"] for entry in run["test_time_compute"]],
-            **_look(run, colors),
+            **look,
             marker="o",
         )
-        explicit = [other for other in shown if other["spec"] == run["spec"] and other["kind"] == "explicit"]
-        for twin in explicit:
-            compute.axhline(
-                twin["lengths"][0]["loss"], color=colors[run["spec"]], linestyle="--", linewidth=1
-            )
         by_position = run["lengths"][0]["iterations_by_position"]
         if by_position is not None:
-            positions.plot(range(1, len(by_position) + 1), by_position, **_look(run, colors))
+            positions.plot(range(1, len(by_position) + 1), by_position, **look)
     most = [entry["self_iterations"] for run in implicit for entry in run["test_time_compute"]]
     plain_logarithm(compute, "x", at=sorted(set(most)))
     finish(compute, title="Test-time compute, one checkpoint", x="self-iterations at most", y="loss, nats")
@@ -136,11 +135,12 @@ def _columns(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return [x for x, _ in points], [y for _, y in points]
 
 
-def _look(run: Mapping[str, Any], colors: Mapping[str, str]) -> dict[str, Any]:
-    explicit = run["kind"] == "explicit"
+def _look(run: Mapping[str, Any], colors: Mapping[str, str], first_seed: int) -> dict[str, Any]:
+    explicit, first = run["kind"] == "explicit", run["seed"] == first_seed
     return {
         "color": colors[run["spec"]],
         "linestyle": "--" if explicit else "-",
-        "linewidth": 1.5,
-        "label": None if explicit else run["spec"],
+        "linewidth": 1.5 if first else 1.0,
+        "alpha": 1.0 if first else 0.4,
+        "label": run["spec"] if first and not explicit else None,
     }

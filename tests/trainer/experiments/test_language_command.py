@@ -79,6 +79,13 @@ def test_without_other_shares_the_picture_shows_the_lead():
     (lead,) = [axes for axes in figure.axes if axes.get_title().startswith("Lead")]
     pairs = [line.get_xydata().tolist() for line in lead.lines if line.get_marker() == "o"]
     assert pairs == [[[0.1, pytest.approx(10.0)], [0.2, pytest.approx(25.0)]]]  # of seed 1 there is one twin
+    tokens = figure.axes[0]
+    assert [(line.get_alpha(), line.get_linestyle()) for line in tokens.lines] == [
+        (1.0, "-"),
+        (1.0, "--"),
+        (0.4, "-"),  # the second seed, behind the first
+    ]
+    assert "further seeds faint" in figure.get_suptitle()
 
 
 def test_what_was_measured_is_kept_until_it_is_to_be_measured_otherwise(tmp_path, monkeypatch):
