@@ -13,6 +13,7 @@ from implicit_blocks.driver import Search
 from implicit_blocks.gradients import Phantom
 from implicit_blocks.handed_back import check_solution, shape_and_type
 from implicit_blocks.interfaces import GradientEstimator, Map, Solution, Solver
+from implicit_blocks.ranges import require_part
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
 from implicit_blocks.windowed import WindowedSearch
@@ -86,14 +87,9 @@ class FixedPoint(nn.Module):
         super().__init__()
         if not callable(f):
             raise ValueError(f"f is {f!r}; give a function f(z, x), or a module")
-        parts: tuple[tuple[str, Any, type, str], ...] = (
-            ("solver", solver, Solver, "Anderson(memory=5)"),
-            ("gradient", gradient, GradientEstimator, "Phantom(steps=4)"),
-            ("stopping", stopping, Stopping, "Stopping(tolerance=1e-3)"),
-        )
-        for name, part, base, example in parts:
-            if part is not None and not isinstance(part, base):
-                raise ValueError(f"{name} is {part!r}; give a {base.__name__} such as {example}")
+        require_part("solver", solver, Solver, such_as="Anderson(memory=5)")
+        require_part("gradient", gradient, GradientEstimator, such_as="Phantom(steps=4)")
+        require_part("stopping", stopping, Stopping, such_as="Stopping(tolerance=1e-3)")
         self.f = f
         self.solver = solver if solver is not None else Picard()
         self.gradient = gradient if gradient is not None else Phantom()

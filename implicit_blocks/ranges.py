@@ -1,8 +1,9 @@
-"""Checks that several components make of their numbers, each said in the same words."""
+"""Checks that several components make of their options, each said in the same words."""
 
 from __future__ import annotations
 
 from numbers import Integral
+from typing import Any
 
 
 def require_count(name: str, value: int) -> None:
@@ -27,3 +28,14 @@ def require_share(name: str, value: float) -> None:
     """
     if not 0 < value <= 1:
         raise ValueError(f"{name} is {value}; choose a number in (0, 1]")
+
+
+def require_part(name: str, part: Any, base: type, *, such_as: str) -> None:
+    """Refuse a part that is none, such as its name or its spec; None passes, for the default.
+
+    Raises:
+        ValueError: names the part, what was given, and an example.
+
+    """
+    if part is not None and not isinstance(part, base):
+        raise ValueError(f"{name} is {part!r}; give a {base.__name__} such as {such_as}")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
+from implicit_blocks import registry
 
 STOPPING = ib.Stopping(tolerance=1e-3, max_iterations=4)
 Z0 = torch.zeros(2, 3, 4)
@@ -28,6 +29,11 @@ def a_model():
     [
         (lambda: ib.Phantom(steps=2.5), "steps is 2.5; choose a whole number, at least 1"),
         (lambda: ib.Anderson(memory="5"), "memory is '5'; choose a whole number"),
+        (lambda: ib.Anderson(regularization=float("nan")), "regularization is nan; choose 0 or more"),
+        (lambda: ib.ImplicitFunction(solver="picard"), "solver is 'picard'; give a Solver such as Anderson"),
+        (lambda: ib.ImplicitFunction(stopping=1e-3), "stopping is 0.001; give a Stopping such as"),
+        (lambda: ib.JacobianPenalty(gradient="phantom"), "gradient is 'phantom'; give a GradientEstimator"),
+        (lambda: ib.JacobianPenalty(gradient=ib.Unrolled()), "ends after a fixed number of steps"),
         (lambda: ib.Broyden(memory=0), "memory is 0; choose at least 1"),
         (lambda: searched(moving_average=2.0), r"moving_average is 2.0; choose a number in \(0, 1\]"),
         (lambda: searched(commit_prefix=0), "commit_prefix is 0; choose at least 1"),
@@ -51,3 +57,11 @@ def a_model():
 def test_an_option_out_of_range_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("family", ["solver", "gradient"])
+def test_a_component_begins_with_the_same_options_as_its_spec(family):
+    """Said twice, for Python and for YAML, and printed alike."""
+    for kind in registry.kinds(family):
+        of_spec = ib.build(registry.entry(family, kind).spec())
+        assert repr(type(of_spec)()) == repr(of_spec)

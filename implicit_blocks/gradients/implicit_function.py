@@ -10,6 +10,7 @@ from torch import Tensor
 from implicit_blocks.driver import Search
 from implicit_blocks.gradients.sound import sound_rows, with_diverged
 from implicit_blocks.interfaces import Adjoint, GradientEstimator, Map, SearchLike, Solution, Solver
+from implicit_blocks.ranges import require_part
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
 
@@ -35,11 +36,13 @@ class ImplicitFunction(GradientEstimator):
         stopping: its stopping rule; scope ``sequence``.
 
     Raises:
-        ValueError: another scope.
+        ValueError: another scope; a solver or stopping that is none, such as its name or its spec.
 
     """
 
     def __init__(self, *, solver: Solver | None = None, stopping: Stopping | None = None) -> None:
+        require_part("solver", solver, Solver, such_as="Anderson(memory=5)")
+        require_part("stopping", stopping, Stopping, such_as="Stopping(tolerance=1e-4)")
         self.solver = solver if solver is not None else Picard()
         self.stopping = stopping if stopping is not None else Stopping(tolerance=1e-4, max_iterations=64)
         if self.stopping.scope != "sequence":

@@ -16,8 +16,9 @@ from torch import Tensor
 from implicit_blocks.driver import still_at_padding
 from implicit_blocks.gradients.phantom import Phantom
 from implicit_blocks.gradients.sound import sound_rows, with_diverged
+from implicit_blocks.gradients.unrolled import Unrolled
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
-from implicit_blocks.ranges import require_count
+from implicit_blocks.ranges import require_count, require_part
 
 
 class JacobianPenalty(GradientEstimator):
@@ -42,7 +43,7 @@ class JacobianPenalty(GradientEstimator):
         step: length of the difference in each feature, relative to the row's root mean square.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number out of its range; another gradient that is none, or that has no fixed point.
 
     """
 
@@ -54,6 +55,12 @@ class JacobianPenalty(GradientEstimator):
         probes: int = 1,
         step: float = 1e-2,
     ) -> None:
+        require_part("gradient", gradient, GradientEstimator, such_as="Phantom(steps=4)")
+        if isinstance(gradient, Unrolled):
+            raise ValueError(
+                f"gradient {gradient!r} ends after a fixed number of steps, and the penalty is on the "
+                "Jacobian at a fixed point; give Phantom or ImplicitFunction"
+            )
         require_count("probes", probes)
         for name, value in (("weight", weight), ("step", step)):
             if not value > 0:

@@ -60,7 +60,7 @@ class Anderson(Solver):
     def __init__(self, *, memory: int = 5, damping: float = 1.0, regularization: float = 1e-6) -> None:
         require_count("memory", memory)
         require_share("damping", damping)
-        if regularization < 0:
+        if not 0 <= regularization < float("inf"):
             raise ValueError(f"regularization is {regularization}; choose 0 or more")
         self.memory, self.damping, self.regularization = memory, damping, regularization
 
