@@ -231,6 +231,8 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
     curricula: list[list[dict[str, Any]]] = [run.summary["phases"] for run in runs]
     phases = max(curricula, key=len)
     phases = phases if len(phases) > 1 else []
+    if phases:  # a name outside, of a run that ended at once, would leave the panel no room
+        axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
     for phase in phases:
         if phase["first_step"] > 0:
             axes.axvline(phase["first_step"], color=GREY, linewidth=0.9, linestyle=(0, (1, 2)))

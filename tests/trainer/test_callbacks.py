@@ -19,6 +19,7 @@ from trainer.callbacks.telling import Teller
 from trainer.distributed import Ranks
 from trainer.errors import CallbackError
 from trainer.metrics import read_metrics
+from trainer.report import main as report
 from trainer.run import build
 from trainer.spec import CallbackSpec, RunSpec, StopWhenSpec
 
@@ -179,3 +180,13 @@ def test_what_is_no_callback_is_refused_before_a_folder_is_made(small: Small, tm
     with pytest.raises(ValueError, match=r"callbacks\.0: callback 'no_callback' of spies 7 is built as list"):
         build(small({"callbacks": [{"kind": "no_callback"}]}), output=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_that_ends_with_its_first_step_is_drawn(small: Small, tmp_path: Path) -> None:
+    """Its phases have no room to be named in; a warning would be an error here."""
+    stop = {"kind": "stop_when", "value": "loss", "above": 0.0}
+    phases = [{"name": "bounded", "until": 1}, {"name": "free"}]
+    summary = build(small({"callbacks": [stop], "phases": phases}), output=tmp_path, device="cpu").train()
+    assert summary is not None
+    assert summary["stopped"].endswith("is above 0, for 1 step")
+    assert report([str(tmp_path), "--output", str(tmp_path / "run.png")]) == 0

@@ -107,6 +107,19 @@ def test_a_trace_of_the_steps_asked_for(
     assert "traced steps 2 to 3" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("start", "found"), [(4, ["steps-4-4.rank-0"]), (5, []), (100, [])])
+def test_a_run_that_ends_before_its_trace_says_what_was_traced(
+    start: int, found: list[str], small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = small({"training.max_steps": 4, "callbacks": [{"kind": "profile", "start": start}]})
+    build(spec, output=tmp_path / "run", device="cpu").train()
+    assert [path.stem for path in (tmp_path / "run").glob("profiles/*.json")] == found
+    expected = (
+        "traced steps 4 to 4" if found else f"no steps were traced: the run ended at 4, before step {start}"
+    )
+    assert expected in capsys.readouterr().out
+
+
 def test_lengths_as_multiples_of_the_training_length(small: Small, tmp_path: Path) -> None:
     spec = small({"evaluation.lengths": [], "evaluation.length_multiples": [1, 2, 4, 8]})
     summary = build(spec, output=tmp_path / "run", device="cpu").train()

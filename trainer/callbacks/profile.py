@@ -32,12 +32,14 @@ class Profile(Callback):
     def on_step(self, run: CallbackContext, *, row: Mapping[str, Any]) -> None:
         """Begin before the first step, end after the last one."""
         if row["step"] == self._last:
-            self._end(run)
+            self._end(run, last=self._last)
         self._begin_before(row["step"] + 1, run)
 
     def on_end(self, run: CallbackContext, *, step: int, finished: bool) -> None:
-        """End, where the run ends before the last step to trace."""
-        self._end(run)
+        """End, where the run ends before the last step to trace; say so, where it ends before the first."""
+        self._end(run, last=step)
+        if finished and step < self._first:
+            run.say(f"no steps were traced: the run ended at {step}, before step {self._first}")
 
     def _begin_before(self, step: int, run: CallbackContext) -> None:
         if step == self._first:
@@ -47,16 +49,18 @@ class Profile(Callback):
             self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
             self._profiler.start()
 
-    def _end(self, run: CallbackContext) -> None:
+    def _end(self, run: CallbackContext, *, last: int) -> None:
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         profiler.stop()
+        if last < self._first:  # it was begun before a step that the run didn't make
+            return
         folder = run.folder / "profiles"
         folder.mkdir(exist_ok=True)
-        stem = f"steps-{self._first}-{self._last}.rank-{run.rank}"
+        stem = f"steps-{self._first}-{last}.rank-{run.rank}"
         profiler.export_chrome_trace(str(folder / f"{stem}.json"))
         order = "self_cuda_time_total" if run.device.type == "cuda" else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=50)
         (folder / f"{stem}.txt").write_text(table, encoding="utf-8")
-        run.say(f"traced steps {self._first} to {self._last}: {folder / stem}.json")
+        run.say(f"traced steps {self._first} to {last}: {folder / stem}.json")

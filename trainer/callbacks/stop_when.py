@@ -7,6 +7,7 @@ from typing import Any
 
 from implicit_blocks.suggestions import did_you_mean
 from trainer.callbacks.base import Callback, CallbackContext
+from trainer.display import counted
 from trainer.specs.callbacks import StopWhenSpec
 
 
@@ -33,4 +34,4 @@ class StopWhen(Callback):
         self._steps = self._steps + 1 if past else 0
         if self._steps >= spec.steps:
             side = f"above {spec.above:g}" if spec.above is not None else f"below {spec.below:g}"
-            run.stop(f"{spec.value} {value:g} is {side}, for {self._steps} steps")
+            run.stop(f"{spec.value} {value:g} is {side}, for {counted(self._steps, 'step')}")
