@@ -10,13 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from implicit_blocks.checkpoint_files import check_tensors, read_file
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.saved_files import CONFIG, SAFETENSORS
-from implicit_blocks.saved_models import tokenizer_of
-from implicit_blocks.specs import ModelSpec, load_spec, spec_name
-from trainer.checkpoint import STATE_FILE, load_checkpoint, newest_sound_checkpoint
+from implicit_blocks.saved_models import load_model, tokenizer_of
+from implicit_blocks.specs import load_spec, spec_name
+from trainer.checkpoint import STATE_FILE, newest_sound_checkpoint
 from trainer.run_folder import RunFolder
 
 DEFAULT_LENGTH = 2048
@@ -81,7 +80,7 @@ def find_subject(checkpoint: Path, *, spec: str | None = None) -> Subject:
         weights=weights,
         spec=loaded.final_model,
         length=length,
-        load=lambda: _load(loaded.final_model, weights),
+        load=lambda: load_model(weights, spec=loaded.final_model),
         tokenizer=tokenizer_of(checkpoint),
         notes=tuple(notes),
     )
@@ -104,17 +103,6 @@ def _weights(checkpoint: Path) -> tuple[Path, RunFolder | None, list[str]]:
         f"{checkpoint} is no run, no checkpoint and no exported folder: it has no spec.yaml, {STATE_FILE}, "
         f"{CONFIG} or {SAFETENSORS}"
     )
-
-
-def _load(spec: ModelSpec, weights: Path) -> nn.Module:
-    model: nn.Module = build(spec)
-    if weights.is_dir():
-        load_checkpoint(weights, model=model)
-    else:
-        tensors = read_file(weights)
-        check_tensors(tensors, model.state_dict(), what=str(weights))
-        model.load_state_dict(tensors)
-    return model
 
 
 def _of_transformers(folder: Path) -> Subject:

@@ -6,8 +6,8 @@ the batch changes. Tokens are counted over the phases, each with its own batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
 
@@ -18,6 +18,7 @@ from trainer.specs.data import DataSpec
 from trainer.specs.spans import Until, tokens_of
 from trainer.specs.training import TrainingSpec
 
+_Section = TypeVar("_Section", bound=Spec)
 _CHANGEABLE = {"batch_size", "micro_batch_size", "clip_norm", "checkpoint_activations", "optimizer"}
 
 
@@ -71,7 +72,11 @@ def plan(
             raise refusal(message, "phases", index, "name", value=phase.name)
         try:
             changed.append(
-                (_changed_model(model, phase), _changed_training(training, phase), _changed_data(data, phase))
+                (
+                    _changed("model", model, phase.model, model.changeable),
+                    _changed_training(training, phase),
+                    _changed("data", data, phase.data, data.changeable),
+                )
             )
         except ValidationError as error:
             raise together([error], under=("phases", index)) from None
@@ -158,37 +163,37 @@ def _ends(phases: Sequence[PhaseSpec], tokens_a_step: Sequence[int], total_steps
     ends: list[int] = []
     start = tokens = 0
     for index, (phase, each) in enumerate(zip(phases, tokens_a_step, strict=True)):
-        left = len(phases) - index - 1
         end = _end(phases, index, start=start, tokens=tokens, each=each, total_steps=total_steps)
-        said = f"{end} ({phase.until})" if isinstance(phase.until, str) else str(end)
-        where = ("phases", index, "until")
-        if left and phase.until is None:
-            raise refusal(
-                "only the last phase may leave out where it ends; give a step, a share or tokens",
-                *where,
-                value=None,
-            )
-        if left and end >= total_steps:
-            message = (
-                f"phase {phase.name!r} ends at step {said} of {total_steps}, so the next one never begins; "
-                "end it earlier, give a share such as 0.5, or lengthen the run"
-            )
-            raise refusal(message, *where, value=phase.until)
-        if not left and end != total_steps:
-            message = f"the last phase ends at step {said} of {total_steps}; leave out where it ends"
-            raise refusal(message, *where, value=phase.until)
-        if index and _goes_back(phase.until, phases[index - 1].until, start, total_steps):
-            message = (
-                f"phase {phase.name!r} ends at {phase.until}, and the one before it at "
-                f"{phases[index - 1].until}; each ends later than the one before"
-            )
-            raise refusal(message, *where, value=phase.until)
-        if end <= start:
-            message = f"phase {phase.name!r} begins at step {start} and ends at {said}; end it later"
-            raise refusal(message, *where, value=phase.until)
+        if complaint := _misplaced(phases, index, start=start, end=end, total_steps=total_steps):
+            raise refusal(complaint, "phases", index, "until", value=phase.until)
         ends.append(end)
         start, tokens = end, tokens + (end - start) * each
     return ends
+
+
+def _misplaced(
+    phases: Sequence[PhaseSpec], index: int, *, start: int, end: int, total_steps: int
+) -> str | None:
+    """Say what is wrong with where a phase ends, if anything is."""
+    phase, last = phases[index], index == len(phases) - 1
+    said = f"{end} ({phase.until})" if isinstance(phase.until, str) else str(end)
+    if not last and phase.until is None:
+        return "only the last phase may leave out where it ends; give a step, a share or tokens"
+    if not last and end >= total_steps:
+        return (
+            f"phase {phase.name!r} ends at step {said} of {total_steps}, so the next one never begins; "
+            "end it earlier, give a share such as 0.5, or lengthen the run"
+        )
+    if last and end != total_steps:
+        return f"the last phase ends at step {said} of {total_steps}; leave out where it ends"
+    if index and _goes_back(phase.until, phases[index - 1].until, start, total_steps):
+        return (
+            f"phase {phase.name!r} ends at {phase.until}, and the one before it at "
+            f"{phases[index - 1].until}; each ends later than the one before"
+        )
+    if end <= start:
+        return f"phase {phase.name!r} begins at step {start} and ends at {said}; end it later"
+    return None
 
 
 def _goes_back(until: Until | None, before: Until | None, start: int, total_steps: int) -> bool:
@@ -198,38 +203,26 @@ def _goes_back(until: Until | None, before: Until | None, start: int, total_step
     return until <= before if isinstance(before, float) else steps_of(until, total_steps) < start
 
 
-def _changed_model(model: ModelSpec, phase: PhaseSpec) -> ModelSpec:
-    _refuse_others(phase.model, model.changeable, "model", what=f"of a model of kind {model.kind!r}")
-    try:
-        changed: ModelSpec = type(model).model_validate(merge(model.model_dump(), phase.model))
-    except ValidationError as error:
-        raise together([error], under=("model",)) from None
-    return changed
-
-
 def _changed_training(training: TrainingSpec, phase: PhaseSpec) -> TrainingSpec:
-    _refuse_others(phase.training, _CHANGEABLE, "training", what="of training")
     optimizer = phase.training.get("optimizer", {})
     if isinstance(optimizer, Mapping):
-        _refuse_others(optimizer, {"learning_rate"}, "training", "optimizer", what="of the optimizer")
+        _refuse_others(optimizer, {"learning_rate"}, "training", "optimizer", what="the optimizer")
+    return _changed("training", training, phase.training, _CHANGEABLE)
+
+
+def _changed(section: str, spec: _Section, changes: Mapping[str, Any], allowed: Collection[str]) -> _Section:
+    """Return a section of the run as a phase has it."""
+    kind = f"of kind {getattr(spec, 'kind', None)!r}"
+    what = {"model": f"a model {kind}", "data": f"data {kind}"}.get(section, section)
+    _refuse_others(changes, allowed, section, what=what)
     try:
-        return TrainingSpec.model_validate(merge(training.model_dump(), phase.training))
+        return type(spec).model_validate(merge(spec.model_dump(), changes)) if changes else spec
     except ValidationError as error:
-        raise together([error], under=("training",)) from None
+        raise together([error], under=(section,)) from None
 
 
-def _changed_data(data: DataSpec, phase: PhaseSpec) -> DataSpec:
-    _refuse_others(phase.data, data.changeable, "data", what=f"of data of kind {data.kind!r}")
-    try:
-        return type(data).model_validate(merge(data.model_dump(), phase.data)) if phase.data else data
-    except ValidationError as error:
-        raise together([error], under=("data",)) from None
-
-
-def _refuse_others(
-    changes: Mapping[str, Any], allowed: frozenset[str] | set[str], *where: str, what: str
-) -> None:
+def _refuse_others(changes: Mapping[str, Any], allowed: Collection[str], *where: str, what: str) -> None:
     for key, value in changes.items():
         if key not in allowed:
-            message = f"a phase can't change {key!r} {what}; {did_you_mean(key, allowed)}"
+            message = f"a phase can't change {key!r} of {what}; {did_you_mean(key, allowed)}"
             raise refusal(message, *where, key, value=value, of_key=True)
