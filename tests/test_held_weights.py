@@ -148,3 +148,18 @@ def test_a_model_that_another_thread_is_calling_refuses(model: torch.nn.Module) 
         go_on.set()
         thread.join(60)
     assert torch.equal(model(tokens).logits, alone)
+
+
+@pytest.mark.parametrize("checkpoint", ["steps", "layers"])
+def test_backward_in_a_thread_of_its_own_as_on_a_gpu(model: torch.nn.Module, checkpoint: str) -> None:
+    """What is computed again there uses the weights; the thread that waits for it is no other user."""
+    model.checkpoint_activations(checkpoint)
+    tokens = torch.randint(32, (2, 7))
+    expected = torch.autograd.grad(model(tokens, labels=tokens).loss, list(model.parameters()))
+    for _ in range(2):
+        loss = model(tokens, labels=tokens).loss
+        thread = Thread(target=loss.backward)
+        thread.start()
+        thread.join(60)
+        torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
+        model.zero_grad()
