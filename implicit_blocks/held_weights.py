@@ -128,6 +128,9 @@ class HeldWeights:
 def _require_one_thread(holder: Any) -> None:
     """Refuse weights that another thread holds at this moment; note which one does from here on."""
     thread = get_ident()
+    # On a GPU a backward pass has a thread of its own, in which steps are computed once more.
+    if torch._C._current_graph_task_id() != -1:
+        return
     if holder.held is not None and _THREADS.get(holder, thread) != thread:
         raise RuntimeError(
             "the model is in use by another thread; let threads call it in turn, behind a lock, or make each "

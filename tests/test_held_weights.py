@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
-from threading import Event, Thread
+from threading import Event, Thread, get_ident
+from typing import Any
 
 import pytest
 import torch
@@ -163,3 +165,29 @@ def test_backward_in_a_thread_of_its_own_as_on_a_gpu(model: torch.nn.Module, che
         thread.join(60)
         torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
         model.zero_grad()
+
+
+def test_a_backward_pass_in_a_thread_of_its_own_uses_the_weights(model: torch.nn.Module) -> None:
+    """As on a GPU, where steps are computed once more while the caller waits within its own use of them."""
+    modules = model.backbone, model.injection
+    uses: list[int] = []
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            with HeldWeights(*modules).in_use():
+                uses.append(get_ident())
+            return gradient
+
+    x = torch.ones(2, requires_grad=True)
+    with torch.no_grad(), HeldWeights(*modules).in_use(), ThreadPoolExecutor(1) as pool:
+        with torch.enable_grad():
+            total = Again.apply(x).sum()
+        pool.submit(total.backward).result(60)
+    assert uses
+    assert uses[0] != get_ident()
+    assert torch.equal(x.grad, torch.ones(2))
