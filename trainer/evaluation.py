@@ -112,6 +112,7 @@ def adjoint_row(adjoint: SearchStatistics | None) -> dict[str, Any]:
     return {f"adjoint_{key}": value for key, value in search_row(adjoint).items() if key in keys}
 
 
+@torch.no_grad()
 def evaluate(
     model: nn.Module,
     sets: Iterable[EvaluationSet],
@@ -148,68 +149,37 @@ def evaluate(
         results = []
         for evaluation_set in sets:
             announce(f"evaluating {evaluation_set.name}")
-            results.append(
-                _evaluate_set(
-                    model,
-                    evaluation_set,
-                    device=device,
-                    precision=precision,
-                    batch_size=max(1, tokens_at_once // evaluation_set.length),
-                    last_tokens=last_tokens,
-                    window_length=window_length,
-                    search=search or {},
-                    ranks=ranks,
-                    equally_often=equally_often,
-                    stop=stop,
-                )
-            )
+            sums = _Sums(evaluation_set.length)
+            at_once = max(1, tokens_at_once // evaluation_set.length)
+            for shared, counts in _share(evaluation_set, at_once, ranks, equally_often=equally_often):
+                if stop is not None and stop():
+                    raise EvaluationStopped
+                if shared is None:
+                    continue
+                batch = shared.to(device)
+                with autocast(device, precision):
+                    # Not the logits: at eight times the training length a GPU has no memory for them.
+                    output = model(
+                        batch.inputs,
+                        labels=batch.labels,
+                        return_logits=False,
+                        window_length=window_length,
+                        **(search or {}),
+                        **batch.context(),
+                    )
+                if counts:
+                    sums.take(output, batch.labels)
+            results.append(sums.result(evaluation_set, ranks, last_tokens=last_tokens))
         return results
     finally:
         model.train(was_training)
-
-
-@torch.no_grad()
-def _evaluate_set(
-    model: nn.Module,
-    evaluation_set: EvaluationSet,
-    *,
-    device: torch.device,
-    precision: str,
-    batch_size: int,
-    last_tokens: int,
-    window_length: int | None,
-    search: Mapping[str, float],
-    ranks: Ranks,
-    equally_often: bool,
-    stop: Callable[[], bool] | None,
-) -> EvaluationResult:
-    began = time.perf_counter()
-    sums = _Sums(evaluation_set.length)
-    for shared, counts in _share(evaluation_set, batch_size, ranks, equally_often=equally_often):
-        if stop is not None and stop():
-            raise EvaluationStopped
-        if shared is None:
-            continue
-        batch = shared.to(device)
-        with autocast(device, precision):
-            # Not the logits: at eight times the training length they would not fit into a GPU's memory.
-            output = model(
-                batch.inputs,
-                labels=batch.labels,
-                return_logits=False,
-                window_length=window_length,
-                **search,
-                **batch.context(),
-            )
-        if counts:
-            sums.take(output, batch.labels)
-    return sums.result(evaluation_set, ranks, last_tokens=last_tokens, began=began)
 
 
 class _Sums:
     """What a rank has seen of a set, and with the others' the result."""
 
     def __init__(self, length: int) -> None:
+        self.began = time.perf_counter()
         self.loss = 0.0
         self.correct_L = torch.zeros(length, dtype=torch.int64)
         self.scored_L = torch.zeros(length, dtype=torch.int64)
@@ -238,9 +208,7 @@ class _Sums:
             self.iterations_L += solution.token_iterations.sum(0).cpu()
             self.tokens_converged += int(solution.token_converged.sum())
 
-    def result(
-        self, evaluation_set: EvaluationSet, ranks: Ranks, *, last_tokens: int, began: float
-    ) -> EvaluationResult:
+    def result(self, evaluation_set: EvaluationSet, ranks: Ranks, *, last_tokens: int) -> EvaluationResult:
         """Put the ranks' sums together; all of them must call this."""
         length, sequences = evaluation_set.length, evaluation_set.sequences
         status = [torch.cat(column).cpu() for column in zip(*self.searches, strict=True)]
@@ -261,7 +229,7 @@ class _Sums:
             token_converged=rounded(converged / (sequences * length)) if by_token else None,
             accuracy_by_position=tuple((correct_L / scored_L.clamp(min=1)).tolist()),
             iterations_by_position=tuple((iterations_L / sequences).tolist()) if by_token else None,
-            seconds=time.perf_counter() - began,
+            seconds=time.perf_counter() - self.began,
         )
 
 

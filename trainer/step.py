@@ -145,15 +145,14 @@ class _Tally:
         self._searches: list[_Status] = []
         self._adjoints: list[_Status] = []
 
-    def add(self, loss: Tensor, output: object, labels_BL: Tensor, last_tokens: int) -> None:
+    def add(self, loss: Tensor, output: Any, labels_BL: Tensor, last_tokens: int) -> None:
         self._loss = self._loss + loss.to(self._loss)
-        predictions = output.predictions  # type: ignore[attr-defined]  # the contract of language models
-        correct_BL, scored_BL = correct_and_scored(predictions, labels_BL)
+        correct_BL, scored_BL = correct_and_scored(output.predictions, labels_BL)
         last_correct, last_scored = correct_BL[:, -last_tokens:], scored_BL[:, -last_tokens:]
         self._correct += torch.stack(
             [part.sum() for part in (correct_BL, scored_BL, last_correct, last_scored)]
         )
-        solution = output.solution  # type: ignore[attr-defined]  # the same
+        solution = output.solution
         if solution is None:
             return
         self._searches.append(_status(solution))

@@ -70,10 +70,12 @@ def find_subject(checkpoint: Path, *, spec: str | None = None) -> Subject:
             raise ValueError(f"{checkpoint} says itself what model it is; leave --spec out")
         return _of_transformers(checkpoint)
     weights, run, notes = _weights(checkpoint)
-    if spec is None and run is None:
+    if spec is not None:
+        name, loaded = spec_name(spec), load_spec(spec)
+    elif run is not None:
+        name, loaded = run.run_name(), load_spec(run.spec_path)
+    else:
         raise ValueError(f"{checkpoint} doesn't say what model it is; name its spec by --spec")
-    loaded = load_spec(spec if spec is not None else run.spec_path)  # type: ignore[union-attr]  # one is there
-    name = spec_name(spec) if spec is not None else run.run_name()  # type: ignore[union-attr]  # the same
     length = getattr(getattr(loaded, "data", None), "length", DEFAULT_LENGTH)
     return Subject(
         name=name,
