@@ -54,8 +54,7 @@ class Backbone(nn.Module):
     @property
     def injection_width(self) -> int:
         """Width of ``u``, the same in every layer."""
-        width: int = self.layers[0].mixer.injection_width  # type: ignore[union-attr,assignment]  # Blocks hold Mixers
-        return width
+        return self.blocks()[0].mixer.injection_width
 
     def blocks(self) -> list[Block]:
         """Return the layers, first to last."""

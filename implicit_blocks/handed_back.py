@@ -58,7 +58,8 @@ def mixed_and_state(mixer: Mixer, returned: Any) -> tuple[Any, Any]:
 def _pair(part: Solver | Mixer, returned: Any, contract: str, method: str, what: str) -> tuple[Any, Any]:
     if not isinstance(returned, tuple) or len(returned) != 2:
         require(False, part, contract, f"{method} returned {_shown(returned)}; return two things, {what}")
-    return returned  # type: ignore[no-any-return]  # of anything
+    first, second = returned
+    return first, second
 
 
 def check_next_point(solver: Solver, proposed: Any, z_EF: Tensor) -> None:

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from implicit_blocks.real_first import RealFirst, of_last_real
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ComponentSpec, Stopping
 
+_Made = TypeVar("_Made")
 State = Any  # a tensor, or nested tuples, lists and dicts of tensors
 
 Map = Callable[[Tensor], Tensor]
@@ -317,7 +318,7 @@ class Window:
         valid = self.valid_BL
         if valid is None:
             return None
-        return self.once("real first", lambda: RealFirst.of(valid))  # type: ignore[no-any-return]  # made here
+        return self.once("real first", lambda: RealFirst.of(valid))
 
     def documents_before(self, count: int) -> Tensor | None:
         """Return the documents of the last real tokens before the window, (B, S) int64, the latest last.
@@ -331,11 +332,12 @@ class Window:
         valid = None if self.valid_BT is None else self.valid_BT[:, :start]
         return of_last_real(self.documents_BT[:, :start], valid, count)
 
-    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+    def once(self, key: Any, make: Callable[[], _Made]) -> _Made:
         """Return ``make()``, made once a window however many layers ask: masks, rotation tables."""
         if key not in self.shared:
             self.shared[key] = make()
-        return self.shared[key]
+        made: _Made = self.shared[key]
+        return made
 
     def cut(self, first: int, stop: int) -> Window:
         """Return the window of its tokens from ``first`` up to ``stop``, those before them committed."""

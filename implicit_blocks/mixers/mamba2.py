@@ -140,7 +140,7 @@ class Mamba2(Mixer):
     def prepare(self, window: Window) -> Mamba2Context:
         """Find where the convolution's next tail comes from, and the documents around the window."""
         taps = self.spec.d_conv
-        return window.once(("mamba2", taps), lambda: _context(window, taps))  # type: ignore[no-any-return]
+        return window.once(("mamba2", taps), lambda: _context(window, taps))
 
     def forward(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
