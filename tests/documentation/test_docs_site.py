@@ -153,17 +153,35 @@ def test_the_page_of_measurements_has_every_result_with_its_date(site):
         assert "Versions: " in section, section[:80]
 
 
-def test_names_of_tests_in_results_are_no_links(tmp_path):
+def page_of(folder: Path, found: object) -> str:
+    """Return the page of measurements of a folder with one result."""
     spec = importlib.util.spec_from_file_location(
         "benchmark_page", ROOT / "tools" / "docs" / "benchmark_page.py"
     )
     page = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(page)
-    (tmp_path / "results").mkdir()
+    (folder / "results").mkdir()
+    (folder / "results" / "a.json").write_text(json.dumps(found), encoding="utf-8")
+    (folder / "a.py").write_text('"""A program."""\n', encoding="utf-8")
+    return page.page(folder)
+
+
+def test_a_long_table_is_cut_and_what_all_rows_share_is_told_once(tmp_path):
+    command = "python -m trainer.experiments word-problem --setting gpu"
+    rows = [{"seed": seed, "group": "A5", "accuracy": seed / 100} for seed in range(40)]
+    inner = {"note": "the same on " + "other " * 10 + "text", "rows": rows, "curves": rows[:3]}
+    made = page_of(tmp_path, {"date": "2026-01-01", "command": command, "runs_of": inner, "few": rows[:2]})
+    assert f"\n- Command: `{command}`\n" in made
+    assert "**runs of · rows**, 24 of 40 rows\n\nIn all rows: group A5\n\n| seed | accuracy |" in made
+    assert "\n- Runs of: note: the same on other" in made
+    assert made.count("the same on other") == 1
+    assert made.count("| 23 | 0.23 |") == 1
+    assert "| 24 |" not in made
+    assert "| 0 | A5 | 0 |" in made  # two rows say what they share
+
+
+def test_names_of_tests_in_results_are_no_links(tmp_path):
     failures = {"tests/test_a.py::test_scan[fla] [call]": "the first line\nand | the second"}
-    found = {"machine": {"torch": "2"}, "date": "2026-01-01", "failures": failures}
-    (tmp_path / "results" / "a.json").write_text(json.dumps(found), encoding="utf-8")
-    (tmp_path / "a.py").write_text('"""A program."""\n', encoding="utf-8")
-    made = page.page(tmp_path)
+    made = page_of(tmp_path, {"machine": {"torch": "2"}, "date": "2026-01-01", "failures": failures})
     assert "\\[fla] \\[call]" in made
     assert "the first line and \\| the second" in made

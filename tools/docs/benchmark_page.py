@@ -17,8 +17,12 @@ Row = dict[str, Any]
 HEAD = """# Measurements
 
 Made from the files in `benchmarks/results`, which the programs in `benchmarks` write. Each says when, on
-what and with which versions it was measured; figures from different machines don't compare.
+what and with which versions it was measured; figures from different machines don't compare. What they came
+to is told on the pages of the [experiments](experiments.md) and in the README. Long tables are cut: the
+files hold all rows.
 """
+MOST = 24
+"""Rows of a table that are shown."""
 LONGEST = 40
 """Characters of a key that heads a column; longer ones, such as tests' names, are the first column's."""
 ABOUT = ("machine", "date", "versions", "arguments", "note", "load_average_at_start", "nccl")
@@ -70,9 +74,19 @@ def _run(run: Row) -> list[str]:
     made: list[tuple[str, list[Row]]] = []
     alone = _collect(rest, name="", before={}, tables=made)
     sections = [_about(about)]
+    said: set[str] = set()
+    if made:  # long texts are no cells where there is another table
+        texts = {k: v for k, v in alone.items() if isinstance(v, str) and len(v) > LONGEST}
+        alone = {key: value for key, value in alone.items() if key not in texts}
+        sections[0] += "".join(
+            f"\n- {_text(k.replace('_', ' ')).capitalize()}: {_text(v)}" for k, v in texts.items()
+        )
+        said |= set(texts.values())
     if alone:
-        sections.append(_table([alone]))
-    sections += [f"**{name.replace('_', ' ')}**\n\n{_table(rows)}" for name, rows in _merged(made)]
+        sections.append(_table([alone], said))
+    for name, rows in _merged(made):
+        cut = f", {MOST} of {len(rows)} rows" if len(rows) > MOST else ""
+        sections.append(f"**{name.replace('_', ' ')}**{cut}\n\n{_table(rows, said)}")
     return sections
 
 
@@ -152,12 +166,21 @@ def _merged(tables: Sequence[tuple[str, list[Row]]]) -> list[tuple[str, list[Row
     return sorted(merged.items(), key=lambda table: table[0].count(" · "))
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _table(rows: Sequence[Row], said: set[str]) -> str:
+    """Return rows as a table; what is the same in all of several is told above it, a long text once."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
+    several = len(rows) > 2
+    same = [c for c in columns if several and all(c in row and row[c] == rows[0][c] for row in rows)]
+    same = [] if len(same) == len(columns) else same
+    told = {c: rows[0][c] for c in same if rows[0][c] not in (None, "", [], {}, *said)}
+    said |= {value for value in told.values() if isinstance(value, str) and len(value) > LONGEST}
+    above = f"In all rows: {_listed(told)}\n\n" if told else ""
+    columns = [column for column in columns if column not in same]
     head = "| " + " | ".join(_text(column.replace("_", " ")) for column in columns) + " |"
     line = "|" + " --- |" * len(columns)
-    body = ["| " + " | ".join(_text(row.get(column, "")) for column in columns) + " |" for row in rows]
-    return "\n".join([head, line, *body])
+    shown = rows[:MOST]
+    body = ["| " + " | ".join(_text(row.get(column, "")) for column in columns) + " |" for row in shown]
+    return above + "\n".join([head, line, *body])
 
 
 def _listed(values: Mapping[str, Any]) -> str:
@@ -177,5 +200,8 @@ def _text(value: Any) -> str:
         return ", ".join(map(_text, value))
     if isinstance(value, dict):
         return _listed(value)
-    # A test's name with its parameters in brackets is no link, and a table's row is one line.
-    return " ".join(str(value).split()).replace("|", "\\|").replace("[", "\\[")
+    line = " ".join(str(value).split())  # a table's row is one line
+    if line.startswith("python ") and not {"|", "`"} & set(line):
+        return f"`{line}`"
+    # A test's name with its parameters in brackets is no link.
+    return line.replace("|", "\\|").replace("[", "\\[")
