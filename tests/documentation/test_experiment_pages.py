@@ -225,3 +225,79 @@ def test_the_jacobian() -> None:
     implicit = [row for row in rows if row["model"] == "implicit"]
     assert max(row["formula_against_autograd"] for row in implicit) <= 1e-6
     assert max(row["formula_against_differences"] for row in implicit) <= 1e-5
+
+
+def numbers(cell: str) -> list[float]:
+    return [float(text) for text in re.findall(r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?", cell)]
+
+
+def near(cell: str, wanted: list[float]) -> bool:
+    """Whether a cell gives these numbers to the digits that it has; one for several that are the same."""
+    said = numbers(cell.split(" %")[0])
+    said *= len(wanted) if len(said) == 1 else 1
+    digits = max(len(text.partition(".")[2]) for text in re.findall(r"\d+\.?\d*", cell))
+    return said == pytest.approx(wanted, abs=0.501 * 0.1**digits)
+
+
+@pytest.mark.parametrize(
+    ("head", "implicit", "name"),
+    [("10 M, implicit", "books_10m_mamba2", "books_own_rates"), ("implicit, 15", "books_5m", "language")],
+)
+def test_language_by_length(head: str, implicit: str, name: str) -> None:
+    """Two tables of one form: a row of an implicit model above that of its explicit twin."""
+    lines = (ROOT / "docs" / "language.md").read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"| {head}"))
+    twins = results(name)["twins"]
+    for offset, kind in enumerate((implicit, f"{implicit}-explicit")):
+        runs = [row for row in twins if re.fullmatch(rf"{kind}-\d", row["run"])]
+        cells = [cell.strip().replace("**", "") for cell in lines[start + offset].strip("|").split("|")]
+        assert cells[1] == f"{runs[0]['parameters'] / 1e6:.1f} M"
+        assert near(cells[2], [row["PFLOP executed"] for row in runs]) or name == "language"
+        for length, cell in zip((512, 1024, 2048, 4096), cells[3:], strict=True):
+            found = [
+                row[f"perplexity at {length}"]
+                if name == "language"
+                else next(one["perplexity"] for one in row["lengths"] if one["length"] == length)
+                for row in runs
+            ]
+            assert near(cell, found), (kind, length)
+
+
+def test_learning_rates() -> None:
+    runs = results("books_rates")["runs_compared"]
+    for rate, implicit, explicit, normed, lead, iterations in table("language", "learning rate | implicit"):
+        value = rate.split(",")[0]
+        found = {}
+        for key, spec, more in (
+            ("implicit", "books_5m_mamba2", ""),
+            ("explicit", "books_5m_mamba2_explicit", ""),
+            ("normed", "books_5m_mamba2_explicit", " model.weight_norm=true"),
+        ):
+            settings = f"training.optimizer.learning_rate={value}{more}"
+            found[key] = [
+                row
+                for row in runs
+                if row["spec"] == spec and row["settings"].removesuffix(" training.seed=1") == settings
+            ]
+        for key, cell in (("implicit", implicit), ("explicit", explicit), ("normed", normed)):
+            assert near(cell, [row["perplexity"] for row in found[key]]) if cell else not found[key], key
+        pairs = zip(found["implicit"], found["explicit"], strict=True)
+        assert near(lead, [100 * (1 - one["perplexity"] / other["perplexity"]) for one, other in pairs])
+        assert near(iterations, [row["iterations"] for row in found["implicit"]])
+
+
+def test_duality() -> None:
+    """Equal tokens at two tolerances, with the perplexities beside those of the explicit twins."""
+    own, once, lower = results("books_own_rates"), results("books_once"), results("duality")
+    for name, loose, tight, perplexity in table("duality", "| tokens on which"):
+        size = name.split(",")[0].replace(" M", "m")
+        penalty = "_penalty" if "penalty" in name else ""
+        kind = f"books_{size}_mamba2{penalty}"
+        rows = lower[kind]["tolerances"] if penalty else own["duality"][kind]
+        for tolerance, cell in ((0.05, loose), (0.01, tight)):
+            found = [row for row in rows if row["tolerance"] == tolerance]
+            assert near(cell, [100 * row["equal_tokens"] for row in found]), (kind, tolerance)
+        twins = (once if penalty else own)["twins"]
+        for part, which in zip(perplexity.split(" / "), (kind, f"{kind}-explicit"), strict=True):
+            runs = [row for row in twins if re.fullmatch(rf"{which}-\d", row["run"])]
+            assert near(part, [row["lengths"][0]["perplexity"] for row in runs]), which
