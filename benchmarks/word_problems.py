@@ -27,6 +27,7 @@ from report import machine, write
 from implicit_blocks.devices import choose_device
 from trainer.data.word_problem import build as build_data
 from trainer.evaluation import evaluate
+from trainer.exit_codes import refuse
 from trainer.experiments.run_options import require_once
 from trainer.experiments.runs import Finished, load_model, train
 from trainer.experiments.word_problem_specs import IMPLICIT, varied
@@ -85,8 +86,7 @@ def main() -> int:
     try:
         carry_out(options)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(str(error))
     return 0
 
 

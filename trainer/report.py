@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.drawing import BLUE, GREEN, GREY, ORANGE, lengths_axis, new_figure, tidy, write_picture
 from trainer.errors import RunFolderError
+from trainer.exit_codes import refuse
 from trainer.metrics import read_metrics
 
 if TYPE_CHECKING:
@@ -307,13 +308,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         draw(records, options.output, title=options.title)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(str(error))
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        print("error: matplotlib is not installed; pip install 'implicit_blocks[train]'", file=sys.stderr)
-        return 2
+        return refuse("matplotlib is not installed; pip install 'implicit_blocks[train]'")
     print(options.output)
     return 0
 

@@ -1,0 +1,38 @@
+"""Tables of fields on the pages: every field of a model, and none that isn't there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import implicit_blocks as ib
+from trainer.spec import CatbAbISpec, TrainingSpec, WordProblemSpec
+from trainer.specs import phases
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def first_cells(page: str, heading: str) -> set[str]:
+    """Return the names in the first column of the table under a heading."""
+    table = (DOCS / page).read_text(encoding="utf-8").partition(heading)[2]
+    rows = re.findall(r"^\| (`[^|]*) \|", table.partition("\n\n")[0], re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`(\w+)", row)}
+
+
+def test_the_table_of_a_models_fields_has_them_all() -> None:
+    assert first_cells("specs.md", "| field | meaning | default |") == set(ib.ImplicitLMSpec.model_fields)
+
+
+def test_fields_of_training_are_there() -> None:
+    named = first_cells("training.md", "| field of `training` |")
+    assert named
+    assert named < set(TrainingSpec.model_fields)
+
+
+def test_what_a_phase_may_change_is_said() -> None:
+    said = (DOCS / "specs.md").read_text(encoding="utf-8").partition("A phase may change")[2]
+    model, training, data = re.split(r"; in `training`|; and in `data`", said.partition("```")[0])
+    assert set(re.findall(r"`(\w+)`", model)) == set(ib.ImplicitLMSpec.changeable)
+    assert set(re.findall(r"`(\w+)[`.]", training)) == phases._CHANGEABLE
+    changeable = WordProblemSpec.changeable | CatbAbISpec.changeable
+    assert set(re.findall(r"`(\w+)`", data)) == changeable
