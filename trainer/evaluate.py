@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from implicit_blocks.suggestions import without_torch
+from trainer.display import counted
 from trainer.errors import DataError
 from trainer.evaluation_tasks.tasks import build_tasks, find_specs, require_packages
 from trainer.exit_codes import INTERRUPTED, refuse, short_of_memory
@@ -78,7 +79,13 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="(float32)")
     made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
-    made.add_argument("--tokens", type=Path, metavar="PATH", help="token files: perplexity against length")
+    made.add_argument(
+        "--tokens",
+        type=Path,
+        metavar="PATH",
+        help="token files, or what python -m trainer.tokenize wrote (its validation split): perplexity "
+        "against length",
+    )
     made.add_argument(
         "--lengths",
         type=_positive,
@@ -127,6 +134,7 @@ class _Job:
     output: Path
     tokenizer: Any
     tasks: Sequence[AskedTask]
+    tokens: Path | None
     sets: Sequence[EvaluationSet]
 
 
@@ -143,6 +151,9 @@ def _prepare(options: argparse.Namespace) -> _Job:
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of being given a model at all
 
     from implicit_blocks.devices import choose_device
+    from implicit_blocks.search_options import SearchOptions
+    from implicit_blocks.specs import Stopping
+    from trainer.data.token_folder import validation_folder
     from trainer.evaluation_tasks.subject import find_subject
     from trainer.run_folder import default_folder
 
@@ -151,16 +162,20 @@ def _prepare(options: argparse.Namespace) -> _Job:
     if not subject.implicit and (options.self_iterations or options.tolerance is not None):
         given = "--self-iterations" if options.self_iterations else "--tolerance"
         raise ValueError(f"{subject.name} doesn't search for fixed points; leave {given} out")
+    if options.tolerance is not None:
+        SearchOptions(tolerance=options.tolerance).stopping(Stopping())
     output: Path = options.output or default_folder(subject.name, root=Path("evaluations"))
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already and is not an empty folder; choose another by --output")
+    tokens = None if options.tokens is None else validation_folder(options.tokens, None) or options.tokens
     return _Job(
         subject=subject,
         device=device,
         output=output,
         tokenizer=_tokenizer(options.tokenizer, subject) if specs else None,
         tasks=build_tasks(specs, data=options.data),
-        sets=_token_sets(options, subject),
+        tokens=tokens,
+        sets=_token_sets(tokens, options, subject),
     )
 
 
@@ -216,6 +231,7 @@ def _carry_out(job: _Job, options: argparse.Namespace) -> int:
             announce=say,
         )
     settings = {name: getattr(options, name) for name in _SETTINGS}
+    settings["tokens"] = None if job.tokens is None else str(job.tokens)
     record = Record(subject=job.subject, settings=settings, tasks=job.tasks, scores=found, lengths=lengths)
     say(f"\n{record.text()}")
     say(f"written: {', '.join(map(str, record.write(job.output, samples=options.log_samples)))}")
@@ -234,8 +250,8 @@ def _tokenizer(path: Path | None, subject: Subject) -> Any:
     return tokenizer
 
 
-def _token_sets(options: argparse.Namespace, subject: Subject) -> list[EvaluationSet]:
-    if options.tokens is None:
+def _token_sets(tokens: Path | None, options: argparse.Namespace, subject: Subject) -> list[EvaluationSet]:
+    if tokens is None:
         if options.lengths:
             raise ValueError("--lengths are of the sequences cut from --tokens; name token files")
         return []
@@ -246,7 +262,7 @@ def _token_sets(options: argparse.Namespace, subject: Subject) -> list[Evaluatio
     vocab_size = getattr(subject.spec, "vocab_size", None)
     sets = []
     for length in lengths:
-        source = TokenData(options.tokens, length=length, vocab_size=vocab_size)
+        source = TokenData(tokens, length=length, vocab_size=vocab_size)
         count = source.samples if options.limit is None else min(options.limit, source.samples)
         name = f"L{length} ({count} sequences)"
         sets.append(EvaluationSet(name=name, source=source, sequences=count))
@@ -255,7 +271,7 @@ def _token_sets(options: argparse.Namespace, subject: Subject) -> list[Evaluatio
 
 def _at(given: EvaluationSet, budget: int) -> EvaluationSet:
     """Return the set under the name and with the setting of so many self-iterations."""
-    name = f"{given.name}, {budget} self-iteration{'s' if budget > 1 else ''}"
+    name = f"{given.name}, {counted(budget, 'self-iteration')}"
     return replace(given, name=name, settings={**given.settings, "self_iterations": budget})
 
 

@@ -155,7 +155,8 @@ def check_tokens(
     if tokens.tokens <= length:
         raise ValueError(
             f"{tokens.path} holds {tokens.tokens} tokens, too few for one sample of length {length} and its "
-            f"labels ({length + 1}); add tokens or shorten the length"
+            f"labels ({length + 1}); add tokens, or shorten the length: data.length of training, "
+            "evaluation.lengths or --lengths of what is evaluated"
         )
     said = tokens.vocab_size
     if vocab_size is not None and said is not None and said > vocab_size:

@@ -19,6 +19,7 @@ from trainer.evaluate import PAPER_TASKS, main
 from trainer.evaluation_tasks.subject import find_subject
 from trainer.run import build
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec
+from trainer.tokenize import main as tokenize
 
 
 @pytest.fixture(autouse=True)
@@ -156,6 +157,23 @@ def test_perplexity_against_length(run_folder, tmp_path):
     assert all(row["non_converged"] is not None for row in record["lengths"])
     assert (output / "evaluation.png").is_file()
     assert "| length |" in " ".join((output / "table.md").read_text().split())
+
+
+def test_perplexity_is_of_held_out_tokens_where_there_are_some(run_folder, tmp_path):
+    tokens = tmp_path / "tokens"
+    for name, text in (("a", "seen in training "), ("b", "held out, and other ")):
+        (tmp_path / f"{name}.txt").write_text(20 * text)
+    made = ["--validation", str(tmp_path / "b.txt"), "--tokenizer", "bytes", "--output", str(tokens)]
+    assert tokenize([str(tmp_path / "a.txt"), *made]) == 0
+    found = {}
+    for name, path in (("whole", tokens), ("held-out", tokens / "validation"), ("train", tokens / "train")):
+        output = tmp_path / name
+        arguments = ["--tokens", path, "--lengths", 16, "--limit", 3, "--output", output, "--device", "cpu"]
+        assert evaluate("--checkpoint", run_folder, *arguments) == 0
+        found[name] = results(output)
+    assert found["whole"]["settings"]["tokens"] == str(tokens / "validation")
+    (whole,), (held_out,), (train,) = (each["lengths"] for each in found.values())
+    assert whole["perplexity"] == held_out["perplexity"] != train["perplexity"]
 
 
 def test_perplexity_against_self_iterations(run_folder, tmp_path):
@@ -329,6 +347,7 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, small_model, tokenizer_file
         ),
         (["--checkpoint", "{exported}", "--tasks"], "there is nothing to evaluate"),
         (["--checkpoint", "{exported}", "--lengths", "8"], "name token files"),
+        (["--checkpoint", "{exported}", "--tolerance", "-1"], "error: tolerance: should be greater than or"),
         (["--checkpoint", "{exported}", "--output", "{data}"], "choose another by --output"),
         (["--checkpoint", "{exported}", "--device", "tpu9"], "is not a device's name"),
     ],
