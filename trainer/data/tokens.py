@@ -82,14 +82,13 @@ class TokenData(DataSource):
             self.files, length=length, vocab_size=vocab_size, documents=documents, tokenizer=tokenizer
         )
         self._samples = (self.tokens - 1) // length
-        said = self.files.vocab_size
-        self._limit = vocab_size
-        self._vocab_size = said if said is not None else vocab_size
+        self._limit = vocab_size if vocab_size is not None else self.files.vocab_size
 
     @property
     def vocab_size(self) -> int | None:
         """The sidecars' vocabulary, else the one given."""
-        return self._vocab_size
+        said = self.files.vocab_size
+        return said if said is not None else self._limit
 
     @property
     def length(self) -> int:
@@ -113,8 +112,7 @@ class TokenData(DataSource):
             ValueError: no such sample, or an id outside the vocabulary.
 
         """
-        limit = self._limit if self._limit is not None else self._vocab_size
-        return self.files.read(*self._range(index), vocab_size=limit)
+        return self.files.read(*self._range(index), vocab_size=self._limit)
 
     def batch(self, position: int, count: int) -> Batch:
         """See `DataSource.batch`; position n is in epoch ``n // samples``.
@@ -157,7 +155,7 @@ class TokenData(DataSource):
                 length=length,
                 dtype=self._dtype,
                 seed=evaluation.seed,
-                vocab_size=self._limit if self._limit is not None else self._vocab_size,
+                vocab_size=self._limit,
                 documents=self._documents,
                 check_sums=self._check_sums,
             )

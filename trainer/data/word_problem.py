@@ -22,9 +22,9 @@ import torch
 
 from trainer.data import groups
 from trainer.data.describing import check_vocabulary
-from trainer.data.drawing import Categorical
 from trainer.data.prefix_products import PrefixProducts
 from trainer.data.published_order import PublishedSequence, draw
+from trainer.data.random_tokens import Categorical
 from trainer.data.source import Batch, DataSource, EvaluationSet, check_range
 
 if TYPE_CHECKING:

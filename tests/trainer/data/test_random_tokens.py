@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data import drawing
-from trainer.data.drawing import Categorical
+from trainer.data import random_tokens
+from trainer.data.random_tokens import Categorical
 
 
 def test_values_left_over_are_drawn_again_from_what_remains(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,5 +22,5 @@ def test_values_left_over_are_drawn_again_from_what_remains(monkeypatch: pytest.
         assert (key, index) == ((7, 0), 3)
         return bits.view("<u8") if stream == 0 else again[:count]
 
-    monkeypatch.setattr(drawing, "random_words", words)
+    monkeypatch.setattr(random_tokens, "random_words", words)
     assert thirds.draw((7, 0), index=3, count=8).tolist() == [0, 0, 1, 2, 2, 0, 1, 2]
