@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +30,10 @@ from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.rotary import rotation_tables
 from implicit_blocks.solvers import Picard
 
+if TYPE_CHECKING:
+    from implicit_blocks.decoding.lane_batch import LaneBatch
+
 _LOG = logging.getLogger(__name__)
-
-
-class Lanes(Protocol):
-    """What a whole step works on; ``LaneBatch`` is it."""
-
-    search: LaneSearch
-    lengths_S: Tensor
-    busy_S: Tensor
-    hidden_SD: Tensor
-    u_SU: Tensor | None
 
 
 def fused_map(
@@ -135,7 +128,7 @@ class FusedMap:
             slots, taps = self.slots
             slots[:, step.rows_R] = (slots[:, step.rows_R] + step.committing_R) % taps
 
-    def step(self, batch: Lanes, rows_R: Tensor) -> None:
+    def step(self, batch: LaneBatch, rows_R: Tensor) -> None:
         """Take a whole step of lanes whose search is plain Picard iteration: see ``searches``."""
         from implicit_blocks.ops.kernels.decoding_search import take_in, take_up
 
