@@ -32,7 +32,7 @@ from report import machine, write
 
 from implicit_blocks import registry
 from implicit_blocks.specs import load_spec
-from trainer.display import SilentDisplay
+from trainer.display import Display
 from trainer.run import build
 from trainer.spec import RunSpec
 
@@ -44,7 +44,7 @@ class EnoughError(BaseException):
     """Ends a run without a checkpoint of 16 GB: no mistake, so that nobody handles it."""
 
 
-class Watch(SilentDisplay):
+class Watch(Display):
     """Collects the rows of a run's metrics, tells of each, and ends the run after so many."""
 
     def __init__(self, steps: int, tell: Callable[[list[Mapping[str, Any]]], Any]) -> None:

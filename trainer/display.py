@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 
-class Display(Protocol):
-    """Shows a run's progress; knows nothing of training."""
+class Display:
+    """Shows a run's progress and knows nothing of training; itself silent, for all processes but one."""
 
     def start(self, *, step: int, total: int) -> None:
         """Begin at ``step`` of ``total``."""
@@ -92,8 +92,8 @@ class _Pace:
         return pace * (self._total - step)
 
 
-class PlainDisplay:
-    """One line every ``log_every`` steps, for logs and pipes."""
+class PlainDisplay(Display):
+    """One line every ``log_every`` steps, for logs and pipes, which need no notes on the moment."""
 
     def __init__(self, *, log_every: int, accuracy: bool, stream: TextIO | None = None) -> None:
         self._log_every = log_every
@@ -125,33 +125,8 @@ class PlainDisplay:
         # Looked up at every call: tests and notebooks exchange sys.stdout.
         print(text, file=self._stream or sys.stdout, flush=True)
 
-    def doing(self, text: str) -> None:
-        """Say nothing: a log needs no notes on the moment."""
 
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class SilentDisplay:
-    """Shows nothing: for all processes of a run but one."""
-
-    def start(self, *, step: int, total: int) -> None:
-        """Do nothing."""
-
-    def step(self, row: Mapping[str, Any]) -> None:
-        """Do nothing."""
-
-    def say(self, text: str) -> None:
-        """Do nothing."""
-
-    def doing(self, text: str) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class RichDisplay:
+class RichDisplay(Display):
     """A live bar on a terminal, the latest metrics in a line below it."""
 
     def __init__(self, *, accuracy: bool) -> None:

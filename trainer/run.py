@@ -16,7 +16,7 @@ from implicit_blocks import registry
 from implicit_blocks.devices import choose_device, device_name
 from implicit_blocks.specs import load_spec
 from trainer.checkpoint import Checkpointer, Progress, list_checkpoints, load_checkpoint
-from trainer.display import Display, SilentDisplay, make_display
+from trainer.display import Display, make_display
 from trainer.distributed import Layout, Ranks, require_same_data, require_same_spec
 from trainer.errors import RunFolderError
 from trainer.evaluation import EvaluationResult
@@ -219,7 +219,7 @@ def _origin(spec: RunSpec, folder: RunFolder, changes: Sequence[str], *, resume:
 def _display(spec: RunSpec, given: Display | None, ranks: Ranks) -> Display:
     """Return where this process speaks: only the main one does."""
     if not ranks.is_main:
-        return SilentDisplay()
+        return Display()
     return given or make_display(log_every=spec.training.log_every, accuracy=spec.data.task is not None)
 
 

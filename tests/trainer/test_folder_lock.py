@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.display import SilentDisplay
+from trainer.display import Display
 from trainer.errors import RunFolderError
 from trainer.folder_lock import FolderLock, LockedError
 from trainer.run import build
@@ -24,7 +24,7 @@ from trainer.spec import RunSpec
 fcntl = pytest.importorskip("fcntl", reason="file locks of POSIX")
 
 
-class Heard(SilentDisplay):
+class Heard(Display):
     def __init__(self) -> None:
         self.words: list[str] = []
 
@@ -120,19 +120,19 @@ def test_a_run_is_gone_on_with_by_one_process_at_a_time(
     tmp_path: Path, small: Callable[..., RunSpec]
 ) -> None:
     folder, spec = tmp_path / "run", small()
-    build(spec, output=folder, display=SilentDisplay()).train(stop_at=2)
+    build(spec, output=folder, display=Display()).train(stop_at=2)
     before = {
         path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
     }
     with held_by_another_process(folder / ".lock") as other:
         with pytest.raises(RunFolderError, match=r"is under way already \(process \d+ on") as refused:
-            build(spec, output=folder, resume=True, display=SilentDisplay())
+            build(spec, output=folder, resume=True, display=Display())
         assert f"process {other.pid} on" in str(refused.value)
         assert f"remove {folder / '.lock'}" in str(refused.value)
         assert all(path.read_bytes() == content for path, content in before.items())
-    run = build(spec, output=folder, resume=True, display=SilentDisplay())
+    run = build(spec, output=folder, resume=True, display=Display())
     with pytest.raises(RunFolderError, match=f"process {os.getpid()} on"):  # from its building on
-        build(spec, output=folder, resume=True, display=SilentDisplay())
+        build(spec, output=folder, resume=True, display=Display())
     assert run.train(stop_at=3) is None
     assert run.train() is not None  # once more: held again
     FolderLock(folder / ".lock").release()
@@ -140,10 +140,10 @@ def test_a_run_is_gone_on_with_by_one_process_at_a_time(
 
 def test_a_run_that_could_not_be_built_holds_nothing(tmp_path: Path, small: Callable[..., RunSpec]) -> None:
     folder = tmp_path / "run"
-    build(small(), output=folder, display=SilentDisplay()).train(stop_at=2)
+    build(small(), output=folder, display=Display()).train(stop_at=2)
     other = small({"model.d_model": 32})
     with pytest.raises(RunFolderError, match="another model") as refused:
-        build(other, output=folder, resume=True, display=SilentDisplay())
+        build(other, output=folder, resume=True, display=Display())
     assert refused.value.__traceback__ is not None  # the frames are alive: nothing was left to the collector
     FolderLock(folder / ".lock").release()
 
@@ -159,12 +159,12 @@ def test_two_new_runs_in_one_folder(
 
     def slow_parts(*args: object, **options: object) -> object:
         monkeypatch.setattr(module, "make_parts", parts)
-        build(spec, output=folder, display=SilentDisplay()).folder.release()
+        build(spec, output=folder, display=Display()).folder.release()
         return parts(*args, **options)  # type: ignore[arg-type]  # handed through
 
     monkeypatch.setattr(module, "make_parts", slow_parts)
     with pytest.raises(RunFolderError, match="already holds a run"):
-        build(spec, output=folder, display=SilentDisplay())
+        build(spec, output=folder, display=Display())
 
 
 def test_a_run_that_another_begins_while_this_one_waits_for_the_folder_is_not_written_over(
