@@ -88,6 +88,7 @@ def _tokenize(options: argparse.Namespace, progress: Progress) -> None:
     if options.validation or options.validation_split:
         inputs, split = options.validation or options.inputs, options.validation_split or options.split
         validation = _documents(options, inputs, split)
+        documents.require_apart(validation)  # before a tokenizer is trained
     job = Job(
         output=options.output,
         documents=documents,

@@ -11,6 +11,7 @@ import hashlib
 import io
 import json
 import lzma
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -71,6 +72,9 @@ class Documents:
         dataset_split: datasets: which split.
         dataset_config: datasets of the hub: which configuration.
 
+    Raises:
+        ValueError: a separator without letters, or an input given twice, whose documents would count twice.
+
     """
 
     sources: Sequence[Source]
@@ -78,6 +82,37 @@ class Documents:
     text_field: str = "text"
     dataset_split: str = "train"
     dataset_config: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.separator == "":
+            raise ValueError("the separator is empty; give what stands between documents, or leave it out")
+        for (name, *_), times in Counter(self._inputs()).items():
+            if times > 1:
+                raise ValueError(f"{name} is among the inputs {times} times; name it once")
+
+    def _inputs(self) -> list[tuple[str, ...]]:
+        """Return what tells the inputs apart."""
+        datasets = (self.dataset_split, self.dataset_config or "")
+        return [
+            (
+                source.name if source.path is None else str(source.path.resolve()),
+                *(datasets if source.format == "dataset" else ()),
+            )
+            for source in self.sources
+        ]
+
+    def require_apart(self, held_out: Documents) -> None:
+        """Refuse inputs that are to be trained on and held out.
+
+        Raises:
+            ValueError: names them.
+
+        """
+        if both := sorted(name for name, *_ in set(self._inputs()) & set(held_out._inputs())):
+            raise ValueError(
+                f"{', '.join(both)}: to be trained on and held out; hold out other inputs, or a share of "
+                "these by --validation-fraction"
+            )
 
     def pieces(self, progress: Callable[[float], None] = lambda share: None) -> Iterator[Piece]:
         """Go through the text of all inputs; `progress` hears how much has been read, from 0 to 1.

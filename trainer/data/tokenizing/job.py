@@ -68,6 +68,8 @@ class Job:
             raise ValueError(f"validation fraction {self.validation_fraction} is no share; give 0 to below 1")
         if self.validation is not None and self.validation_fraction:
             raise ValueError("give validation inputs or a validation fraction, not both")
+        if self.validation is not None:
+            self.documents.require_apart(self.validation)
         for name, value in (("workers", self.workers), ("shard_tokens", self.shard_tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; give 1 or more")

@@ -315,6 +315,16 @@ def test_refuses_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     inputs = [str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "cli")]
     assert main([*inputs, "--tokenizer", "gone.json"]) == 2
     assert "there is no tokenizer gone.json" in capsys.readouterr().err
+    rows, again, empty = inputs[0], f"{tmp_path}/./rows.jsonl", tmp_path / "a.txt"
+    empty.touch()
+    for given, message in (
+        ([rows, "--validation", again], "rows.jsonl: to be trained on and held out; hold out other inputs"),
+        ([rows, again], "rows.jsonl is among the inputs 2 times; name it once"),
+        ([str(empty), "--separator", ""], "the separator is empty; give what stands between documents"),
+    ):
+        assert main([*given, *inputs[1:], "--train-tokenizer", "300"]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "cli").exists()
     with pytest.raises(SystemExit):
         main(inputs)
     assert "give either --tokenizer FILE or --train-tokenizer SIZE" in capsys.readouterr().err
