@@ -301,3 +301,59 @@ def test_duality() -> None:
         for part, which in zip(perplexity.split(" / "), (kind, f"{kind}-explicit"), strict=True):
             runs = [row for row in twins if re.fullmatch(rf"{which}-\d", row["run"])]
             assert near(part, [row["lengths"][0]["perplexity"] for row in runs]), which
+
+
+def way_of(label: str) -> str:
+    """Return how the results call a way of searching that a page's row is about."""
+    label = re.sub(r" \(.*\)$", "", label)
+    label = "damping 0.8, token by token, warm" if label == "token by token, warm start" else label
+    return re.sub(r"^damping (0\.\d), ", r"Picard \1, ", label)
+
+
+@pytest.mark.parametrize(
+    ("head", "columns"),
+    [
+        (
+            "to 1e-3, scope prefix",
+            [
+                ("s3", "prefix", key)
+                for key in ("iterations_mean", "iterations_max", "calls", "work", "logit_error")
+            ],
+        ),
+        (
+            "to 1e-3 | scope prefix",
+            [
+                ("a5", scope, key)
+                for scope in ("prefix", "sequence")
+                for key in ("iterations_mean", "seconds", "converged")
+            ],
+        ),
+        (
+            "to 1e-3 | Mamba2",
+            [
+                *(("mamba2", "prefix", key) for key in ("iterations_mean", "work", "seconds")),
+                *(("mamba2", "sequence", key) for key in ("iterations_mean", "seconds")),
+                *(("attention", "prefix", key) for key in ("iterations_mean", "work", "converged")),
+            ],
+        ),
+    ],
+    ids=["S3", "A5", "language"],
+)
+def test_ways_of_searching(head: str, columns: list[tuple[str, str, str]]) -> None:
+    models = results("solvers")["models"]
+    runs = {
+        "s3": ("word_problem_s3", 64),
+        "a5": ("word_problem_a5_256", 128),
+        "mamba2": ("books_5m_mamba2", 128),
+        "attention": ("books, attention", 64),
+    }
+    for label, *cells in table("solvers", head):
+        for (model, scope, key), cell in zip(columns, cells, strict=True):
+            start, length = runs[model]
+            (of_model,) = [one for one in models if one["run"].startswith(start) and one["length"] == length]
+            rows = [
+                row[key] * (100 if key == "converged" else 1)
+                for row in of_model["rows"]
+                if (row["way"], row["scope"], row["tolerance"]) == (way_of(label), scope, 1e-3)
+            ]
+            assert near(cell, rows) if rows else not cell, (label, model, scope, key)
