@@ -46,16 +46,11 @@ class WarmupConstantSqrt(Schedule):
     "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024).
     """
 
-    def __init__(self, *, total_steps: int, warmup_steps: int, decay_steps: int, final_rate: float) -> None:
-        if warmup_steps + decay_steps > total_steps:
-            raise ValueError(
-                f"training.schedule: a warm-up of {warmup_steps} steps and a decay of {decay_steps} do not "
-                f"fit into {total_steps} steps; shorten one of them or give fractions of the run"
-            )
+    def __init__(self, spec: WarmupConstantSqrtSpec, *, total_steps: int) -> None:
         self.total_steps = total_steps
-        self.warmup_steps = warmup_steps
-        self.decay_steps = decay_steps
-        self.final_rate = final_rate
+        self.warmup_steps = steps_of(spec.warmup, total_steps)
+        self.decay_steps = steps_of(spec.decay, total_steps)
+        self.final_rate = spec.final_learning_rate
 
     def rate(self, step: int, *, peak: float) -> float:
         """Return the learning rate of the update at ``step``."""
@@ -70,15 +65,10 @@ class WarmupConstantSqrt(Schedule):
 class WarmupLinear(Schedule):
     """Linear warm-up, then a straight line down to a final rate, which the step after the last would have."""
 
-    def __init__(self, *, total_steps: int, warmup_steps: int, final_rate: float) -> None:
-        if warmup_steps > total_steps:
-            raise ValueError(
-                f"training.schedule: a warm-up of {warmup_steps} steps does not fit into {total_steps} "
-                "steps; shorten it or give a fraction of the run"
-            )
+    def __init__(self, spec: WarmupLinearSpec, *, total_steps: int) -> None:
         self.total_steps = total_steps
-        self.warmup_steps = warmup_steps
-        self.final_rate = final_rate
+        self.warmup_steps = steps_of(spec.warmup, total_steps)
+        self.final_rate = spec.final_learning_rate
 
     def rate(self, step: int, *, peak: float) -> float:
         """Return the learning rate of the update at ``step``."""
@@ -87,22 +77,3 @@ class WarmupLinear(Schedule):
         falling = self.total_steps - self.warmup_steps
         progress = min(1.0, (step - self.warmup_steps) / max(1, falling))
         return peak + (self.final_rate - peak) * progress
-
-
-def build_warmup_constant_sqrt(spec: WarmupConstantSqrtSpec, *, total_steps: int) -> WarmupConstantSqrt:
-    """Build the schedule of kind ``warmup_constant_sqrt`` for a run of ``total_steps``."""
-    return WarmupConstantSqrt(
-        total_steps=total_steps,
-        warmup_steps=steps_of(spec.warmup, total_steps),
-        decay_steps=steps_of(spec.decay, total_steps),
-        final_rate=spec.final_learning_rate,
-    )
-
-
-def build_warmup_linear(spec: WarmupLinearSpec, *, total_steps: int) -> WarmupLinear:
-    """Build the schedule of kind ``warmup_linear`` for a run of ``total_steps``."""
-    return WarmupLinear(
-        total_steps=total_steps,
-        warmup_steps=steps_of(spec.warmup, total_steps),
-        final_rate=spec.final_learning_rate,
-    )
