@@ -225,7 +225,7 @@ def _add_export(commands: Any) -> None:
         type=Path,
         help="tokenizer.json, or a folder with one, to go along (default: the one beside a run's data)",
     )
-    command.add_argument("--seed", type=int, default=0, help="of fresh weights (0)")
+    command.add_argument("--seed", type=int, help="of fresh weights (0)")
     command.add_argument("--max-shard-size", default="5GB", help="size of a file of weights (5GB)")
     command.set_defaults(command=_export)
 

@@ -86,10 +86,10 @@ def export(
     *,
     checkpoint: Path | None = None,
     tokenizer: Path | None = None,
-    seed: int = 0,
+    seed: int | None = None,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Write a spec's model as a folder of transformers.
+    """Write a spec's model, as the last phase leaves it, as a folder of transformers.
 
     Args:
         spec_name: a name of the zoo, a YAML file, or a run's folder, whose weights are taken then, and the
@@ -99,12 +99,12 @@ def export(
             checkpoint is taken that is whole; None, without a run: fresh ones.
         tokenizer: to be in the folder too, as lm-eval and pipelines expect: a ``tokenizer.json``, or a folder
             with one.
-        seed: of fresh weights.
+        seed: of fresh weights; None: 0.
         max_shard_size: size that a file of weights may have.
 
     Raises:
-        ValueError: for a spec without a model that can be exported, weights or a tokenizer that do not fit,
-            or a destination that is not empty.
+        ValueError: for a spec without a model that can be exported, weights or a tokenizer that do not fit, a
+            seed where there is nothing to draw, or a destination that is not empty.
 
     """
     _bytes(max_shard_size)
@@ -112,10 +112,12 @@ def export(
     run_folder = run_of(source) if source.is_dir() else None
     if run_folder is not None and checkpoint is None:
         checkpoint, tokenizer = source, tokenizer or tokenizer_of(source)
-    checkpoint = None if checkpoint is None else _weights_at(checkpoint)
+    if checkpoint is not None and seed is not None:
+        raise ValueError(f"the seed {seed} is of fresh weights, and {checkpoint} has weights; leave it out")
+    checkpoint, seed = None if checkpoint is None else _weights_at(checkpoint), seed or 0
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     run = load_spec(spec_name if run_folder is None else run_folder / SPEC)
-    spec = getattr(run, "model", None)
+    spec = getattr(run, "final_model", None)
     if not isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
         made = _build_other(spec, checkpoint=checkpoint, seed=seed)
         if loaded is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import AutoModelForCausalLM, AutoTokenizer  # after the skip
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # after the skip
 
 import implicit_blocks.hf  # noqa: F401  # registers the models
 from trainer.evaluation_tasks.subject import find_subject
@@ -193,3 +194,22 @@ def test_other_mistakes_are_said(
     assert main(["export", *(word.format(run=run) for word in arguments)]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_model_is_exported_as_the_last_phase_leaves_it(small: Small, tmp_path: Path) -> None:
+    """As ``load_model`` makes it: a search to another tolerance would be another model."""
+    last = {"name": "tight", "model": {"at_evaluation": {"stopping": {"tolerance": 1e-5}}}}
+    spec = small({"phases": [{"name": "loose", "until": 1}, last]})
+    place = tmp_path / "spec.yaml"
+    place.write_text(json.dumps(spec.model_dump(mode="json")))
+    assert main(["export", str(place), str(tmp_path / "out")]) == 0
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.model_spec == spec.final_model != spec.model
+
+
+def test_a_seed_beside_weights_is_refused(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), str(tmp_path / "out"), "--seed", "3"]) == 2
+    assert "the seed 3 is of fresh weights" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
