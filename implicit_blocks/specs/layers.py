@@ -41,7 +41,7 @@ class _LayerPartSpec(ComponentSpec):
         return None
 
     def parameter_count(self, d_model: int) -> Parameters | None:
-        """Count those parameters; to be overridden where the shapes are not told. None: not known."""
+        """Count those parameters. None: not known."""
         shapes = self.parameter_shapes(d_model)
         if shapes is None:
             return None

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field
 
 from implicit_blocks.specs.counting import total
-from implicit_blocks.specs.layers import MixerSpec, Parameters
+from implicit_blocks.specs.layers import MixerSpec
 
 
 class ParallelSpec(MixerSpec):
@@ -28,13 +28,6 @@ class ParallelSpec(MixerSpec):
     def injection_width(self, d_model: int) -> int | None:
         """Add up the mixers' widths."""
         return total(mixer.injection_width(d_model) for mixer in self.mixers)
-
-    def parameter_count(self, d_model: int) -> Parameters | None:
-        """Add up the mixers', some of which may tell no shapes."""
-        counts = [mixer.parameter_count(d_model) for mixer in self.mixers]
-        weights = total(count and count.weights for count in counts)
-        rows = total(count and count.weight_normed_rows for count in counts)
-        return None if weights is None or rows is None else Parameters(weights, rows)
 
     def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]] | None:
         """List the mixers', by their numbers."""

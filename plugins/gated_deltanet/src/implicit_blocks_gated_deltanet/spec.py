@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from implicit_blocks.specs import MixerSpec, Parameters, refusal
+from implicit_blocks.specs import MixerSpec, refusal
 
 
 class GatedDeltaNetSpec(MixerSpec):
@@ -64,14 +64,19 @@ class GatedDeltaNetSpec(MixerSpec):
         """Count gate, queries, keys, values, and the two gates β and α of each head."""
         return 2 * self.value_width + 2 * self.key_width + 2 * self.n_heads
 
-    def parameter_count(self, d_model: int) -> Parameters:
-        """Count in_proj, convolution, A and dt_bias for each head, the heads' norm, out_proj, biases."""
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """List both projections, the convolution, A and dt_bias for each head, the heads' norm."""
         projected, convolved = self.injection_width(d_model), self.value_width + 2 * self.key_width
-        convolution = convolved * (self.d_conv + self.conv_bias)
-        biases = (projected + d_model) * self.bias
-        norm = self.expand_v * self.head_dim
-        weights = d_model * (projected + self.value_width) + convolution + 2 * self.n_heads + norm + biases
-        return Parameters(weights, projected + convolved + d_model)
+        shapes: dict[str, tuple[int, ...]] = {
+            "in_proj.weight": (projected, d_model),
+            "conv.weight": (convolved, self.d_conv),
+            "A_log": (self.n_heads,),
+            "dt_bias": (self.n_heads,),
+            "norm.weight": (self.expand_v * self.head_dim,),
+            "out_proj.weight": (d_model, self.value_width),
+        }
+        biases = {"in_proj.bias": (projected,), "out_proj.bias": (d_model,)} if self.bias else {}
+        return shapes | biases | ({"conv.bias": (convolved,)} if self.conv_bias else {})
 
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count projections, convolution, and the chunked scan.

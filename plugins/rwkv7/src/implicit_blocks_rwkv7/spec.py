@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from implicit_blocks.specs import MixerSpec, Parameters
+from implicit_blocks.specs import MixerSpec
 
 
 class RWKV7Spec(MixerSpec):
@@ -46,12 +46,19 @@ class RWKV7Spec(MixerSpec):
         """Count receptance, key, value, and what goes into the three low-rank maps."""
         return 3 * self.inner_width + self.ranks
 
-    def parameter_count(self, d_model: int) -> Parameters:
-        """Count projections, low-rank maps, token shift, and seven vectors of the inner width."""
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """List token shift, projections, low-rank maps, and seven vectors of the inner width."""
         inner = self.inner_width
-        projections = d_model * (4 * inner + self.ranks) + self.ranks * inner
-        rows = 6 * inner + self.ranks + d_model
-        return Parameters(projections + 6 * d_model + 7 * inner, rows)
+        ranks = {"decay": self.decay_rank, "rate": self.rate_rank, "gate": self.gate_rank}
+        widths = {"r": inner, "k": inner, "v": inner, **ranks}
+        vectors = ("w_0", "a_0", "xi", "alpha", "rho", "norm_weight", "norm_bias")
+        return {
+            **{f"shift.{name}": (d_model,) for name in widths},
+            **{f"projections.{name}.weight": (width, d_model) for name, width in widths.items()},
+            **{f"{name}_up.weight": (inner, rank) for name, rank in ranks.items()},
+            **dict.fromkeys(vectors, (inner,)),
+            "out_proj.weight": (d_model, inner),
+        }
 
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count projections, low-rank maps, and the chunked scan.
