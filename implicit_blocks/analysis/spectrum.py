@@ -23,7 +23,8 @@ class Spectrum:
 
     ``radius`` is its absolute value, ``eigenvalue`` complex (one of a conjugate pair); ``residual`` says by
     how much the eigenvector misses, relative to ``radius``: ``‖Jᵀ v − λ v‖ / |λ|``. Above a few per cent take
-    more steps. ``eigenvalues`` (B, K) are all that were found, 0 where the space was exhausted.
+    more steps. ``eigenvalues`` (B, K) are all that were found, 0 where the space was exhausted. Rows whose
+    Jacobian is not finite have NaN.
     """
 
     radius: Tensor
@@ -51,13 +52,22 @@ def spectral_radius(
         generator: of the random start; None: torch's own.
 
     Raises:
-        ValueError: fewer steps than one.
+        ValueError: fewer steps than one, a point that is none, or a map that gives another shape.
 
     """
     require_count("steps", steps)
+    if z.ndim < 2 or not z.numel() or not z.is_floating_point():
+        raise ValueError(
+            f"z has shape {tuple(z.shape)} of {z.dtype}; give floating-point numbers, the batch and at least "
+            "one more dimension, none of them 0"
+        )
     point = z.detach().requires_grad_()
     with torch.enable_grad():
         value = f(point)
+    if value.shape != z.shape:
+        raise ValueError(
+            f"f returned shape {tuple(value.shape)} for z of shape {tuple(z.shape)}; they must agree"
+        )
     wide = torch.promote_types(z.dtype, torch.float32)
 
     def transposed(v_BF: Tensor) -> Tensor:
@@ -91,11 +101,14 @@ def _arnoldi(apply: Map, like_BF: Tensor, *, steps: int, generator: torch.Genera
         left = torch.where(left > 100 * torch.finfo(left.dtype).eps * size, left, 0.0)  # the space is whole
         hessenberg[:, step + 1, step] = left.double()
         basis.append(torch.where(left[:, None] > 0, vector / left.clamp(min=1e-300)[:, None], 0.0))
+    finite = hessenberg.isfinite().flatten(1).all(1)
+    hessenberg = torch.where(finite[:, None, None], hessenberg, 0.0)
     values, vectors = torch.linalg.eig(hessenberg[:, :count])
+    values = torch.where(finite[:, None], values, torch.nan)
     largest = values.abs().argmax(1)
     rows = torch.arange(batch, device=values.device)
     eigenvalue = values[rows, largest]
     radius = eigenvalue.abs()
     misses = hessenberg[:, count, count - 1] * vectors[rows, count - 1, largest].abs()
     residual = torch.where(radius > 0, misses / radius.clamp(min=1e-300), misses)
-    return Spectrum(radius, eigenvalue, residual, values)
+    return Spectrum(radius, eigenvalue, torch.where(finite, residual, torch.nan), values)

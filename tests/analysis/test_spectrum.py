@@ -78,3 +78,25 @@ def test_it_tells_how_many_iterations_picard_takes():
     )
     falls = float(solution.trace[-1] / solution.trace[-2])
     assert falls == pytest.approx(float(spectral_radius(f, solution.z).radius), rel=1e-3)
+
+
+def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_alone():
+    z = torch.randn(3, 4)
+    scale = torch.tensor([0.5, torch.nan, 0.25])[:, None]
+    found = spectral_radius(lambda z: scale * z, z)
+    assert found.radius.isnan().tolist() == [False, True, False]
+    assert found.residual.isnan().tolist() == [False, True, False]
+    torch.testing.assert_close(found.radius[[0, 2]], torch.tensor([0.5, 0.25], dtype=torch.float64))
+
+
+@pytest.mark.parametrize(
+    ("f", "z", "message"),
+    [
+        (lambda z: z, torch.ones(2, 3, dtype=torch.int64), "of torch.int64; give floating-point numbers"),
+        (lambda z: z, torch.ones(3), r"z has shape \(3,\)"),
+        (lambda z: z[:1], torch.ones(2, 3), r"f returned shape \(1, 3\) for z of shape \(2, 3\)"),
+    ],
+)
+def test_what_has_no_spectrum_is_refused(f, z, message):
+    with pytest.raises(ValueError, match=message):
+        spectral_radius(f, z)
