@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer.display import duration, magnitude
+from trainer.display import counted, duration, magnitude
 from trainer.flops import TrainingFlops, training_flops
 from trainer.metrics import rounded
 from trainer.peak_flops import peak_flops
@@ -165,7 +165,7 @@ class _PhaseSums:
 
 def in_words(name: str, measured: Mapping[str, Any]) -> str:
     """Return a phase's measurements (of :func:`by_phase`) as a line."""
-    parts = [f"phase {name}: {measured['steps']} steps in {duration(measured['seconds'])}"]
+    parts = [f"phase {name}: {counted(measured['steps'], 'step')} in {duration(measured['seconds'])}"]
     if measured["tokens_per_second"] is not None:
         parts.append(f"{magnitude(measured['tokens_per_second'])} tok/s")
     if measured["mfu"] is not None:
