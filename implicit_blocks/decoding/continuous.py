@@ -119,8 +119,9 @@ class ContinuousDecoder:
         state_dtype: torch.dtype | None = None,
     ) -> None:
         check_model(model)
-        for name, size in (("lanes", lanes), ("capacity", capacity)):
-            require_count(name, size)
+        for name, size in (("lanes", lanes), ("capacity", capacity), ("window_length", window_length)):
+            if size is not None:
+                require_count(name, size)
         halves = {-(-lanes // (1 << times)) for times in range(lanes.bit_length() + 1)}
         sizes = halves if buckets is None else {*buckets, lanes}
         if not all(1 <= size <= lanes for size in sizes):
@@ -173,6 +174,11 @@ class ContinuousDecoder:
         require_count("max_new_tokens", request.max_new_tokens)
         ids, _ = lay_out([request.prompt], device=self.device)
         room = self.capacity - request.max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"max_new_tokens is {request.max_new_tokens}, and the capacity {self.capacity} leaves no "
+                "room for a prompt; ask for fewer, or raise the capacity"
+            )
         limit = f"the capacity {self.capacity} without the {request.max_new_tokens} to be made"
         vocab_size = self.model.spec.vocab_size
         check_prompts(ids, vocab_size=vocab_size, max_length=room, limit=limit)

@@ -180,6 +180,8 @@ def test_a_lane_that_diverges_says_so_and_leaves_the_others_alone():
 
 def test_what_makes_no_sense_is_refused(tiny_model, many):
     model = tiny_model("mamba2")
+    with pytest.raises(ValueError, match="window_length is 0; choose at least 1"):
+        ContinuousDecoder(model, lanes=2, capacity=8, window_length=0)
     with pytest.raises(ValueError, match="lanes is 0"):
         ContinuousDecoder(model, lanes=0, capacity=8)
     with pytest.raises(ValueError, match=r"buckets are \[2, 9\]"):
@@ -193,6 +195,10 @@ def test_what_makes_no_sense_is_refused(tiny_model, many):
         decoder.submit(Request(prompt=[19], max_new_tokens=3))
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         decoder.submit(Request(prompt=[1], max_new_tokens=0))
+    with pytest.raises(
+        ValueError, match="max_new_tokens is 8, and the capacity 8 leaves no room for a prompt"
+    ):
+        decoder.submit(Request(prompt=[1], max_new_tokens=8))
     with pytest.raises(ValueError, match="stop_tokens have -1, and the model knows 0 to 18"):
         decoder.submit(Request(prompt=[1], max_new_tokens=1, stop_tokens=[-1]))
     with pytest.raises(ValueError, match="a seed is None; choose whole numbers"):
