@@ -335,8 +335,9 @@ def _check_keys(config: Mapping[str, Any], config_class: Any) -> None:
         near = {key: nearest(key, known) for key in unknown}
         listed = ", ".join(f"{key!r}" + (f" (did you mean {n!r}?)" if n else "") for key, n in near.items())
         raise ValueError(
-            f"model.config has fields that {config_class.model_type!r} does not know: {listed}; known: "
-            f"{', '.join(sorted(known))}"
+            f"model.config has fields that {config_class.model_type!r} does not know: {listed}; leave them "
+            "out, and if they are another architecture's, from what the spec extends, extend one without, "
+            f"such as an explicit model's; known: {', '.join(sorted(known))}"
         )
 
 

@@ -343,7 +343,7 @@ BERT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num
         (
             "llama",
             {"hiden_size": 3, "zz": 1},
-            r"'hiden_size' \(did you mean 'hidden_size'\?\), 'zz'; known: ",
+            r"'hiden_size' \(did you mean 'hidden_size'\?\), 'zz'; leave them out, .*; known: ",
         ),
         (
             "llama",

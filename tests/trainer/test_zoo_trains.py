@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -105,3 +106,18 @@ def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
     assert all(row["loss"] > 0 for row in summary["evaluation"])
     assert (summary["final"]["iterations"] is None) == name.endswith(("_explicit", "_transformers"))
     assert (folder / "report.png").is_file()
+
+
+def test_another_architecture_begins_with_what_the_baseline_extends(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The baseline's own configuration would stay, and be another architecture's: as the zoo's file says."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    another = ["--spec", "word_problem_s3_transformers", "model.architecture=gpt2", "--dry-run"]
+    assert main(another) == 2
+    assert "extend one without, such as an explicit model's" in capsys.readouterr().err
+    text = Path("zoo/word_problem_s3_transformers.yaml").read_text()
+    (command,) = (line for line in text.splitlines() if "python -m trainer" in line)
+    words = shlex.split(command)
+    assert main([*words[words.index("--spec") :], "--dry-run"]) == 0
+    assert "(transformers)" in capsys.readouterr().out
