@@ -1,0 +1,93 @@
+"""The repository stays within the bars of ``tools/structure.py``, and the program counts correctly."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = ROOT / "tools" / "structure.py"
+
+
+@pytest.fixture
+def structure(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(PROGRAM.parent))
+    return importlib.import_module("structure")
+
+
+def test_source_files_are_within_their_bars(structure: Any) -> None:
+    exceeded = structure.above_bars(structure.measure_source())
+    assert not exceeded, "\n".join(exceeded)
+
+
+def test_every_row_of_the_table_is_within_its_bar() -> None:
+    """In a process of its own: what was imported and cached before changes the files that are entered."""
+    done = subprocess.run([sys.executable, PROGRAM, "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_check_fails_and_names_the_row_above_its_bar(
+    structure: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(structure, "measure_source", lambda: {row.key: row.bar for row in structure.ROWS})
+    monkeypatch.setattr(structure, "measure_actions", lambda: {"token.files": 1_000})
+    assert structure.main([]) == 0
+    assert structure.main(["--check"]) == 1
+    assert capsys.readouterr().err == "error: generated token: files entered: 1,000, at most 39 allowed\n"
+
+
+def test_circles_are_counted_with_and_without_imports_in_functions(structure: Any, tmp_path: Path) -> None:
+    sources = {
+        "__init__": "",
+        "a": "import implicit_blocks.b\n",
+        "b": "from implicit_blocks import c\n",
+        "c": "def f():\n    from . import a\n",
+        "d": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from implicit_blocks import e\n",
+        "e": "from implicit_blocks.d import name\n",
+    }
+    (tmp_path / "implicit_blocks").mkdir()
+    for name, source in sources.items():
+        (tmp_path / "implicit_blocks" / f"{name}.py").write_text(source, encoding="utf-8")
+    modules = structure.find_modules(tmp_path)
+    assert structure.circles(structure.import_graph(modules, functions=False)) == []
+    assert structure.circles(structure.import_graph(modules, functions=True)) == [
+        ["implicit_blocks.a", "implicit_blocks.b", "implicit_blocks.c"]
+    ]
+
+
+def test_two_circles_that_touch_are_one(structure: Any) -> None:
+    graph = {"a": {"b"}, "b": {"a", "c"}, "c": {"b"}, "d": {"a", "e"}, "e": {"d"}, "f": {"f"}}
+    assert structure.circles(graph) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_a_class_is_measured_without_its_docstrings(structure: Any, tmp_path: Path) -> None:
+    source = (
+        'class A:\n    """One.\n\n    Two.\n    """\n\n'
+        '    def f(self):\n        """Three."""\n        return 1\n'
+    )
+    (tmp_path / "module.py").write_text(source, encoding="utf-8")
+    assert list(structure.class_lengths(tmp_path / "module.py")) == [(4, "A")]
+
+
+def test_a_trace_orders_files_and_counts_changes_by_first_calls(
+    structure: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(structure, "ROOT", tmp_path)
+    functions: dict[str, Any] = {}
+    sources = {
+        "implicit_blocks/a.py": "def first(): second(); other(); fourth(); second()\ndef fourth(): other()\n",
+        "trainer/b.py": "def second(): third()\ndef third(): pass\n",
+        "elsewhere/c.py": "def other(): third()\n",
+    }
+    for path, source in sources.items():
+        exec(compile(source, str(tmp_path / path), "exec"), functions)
+    with structure.Trace() as trace:
+        functions["first"]()
+    functions["other"]()
+    assert trace.files == {"implicit_blocks/a.py": "first", "trainer/b.py": "second"}
+    assert trace.changes == 2  # first | second, third | fourth
