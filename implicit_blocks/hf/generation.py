@@ -106,6 +106,12 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
         first = 0
         for place, processor in enumerate(processors):
             if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                beams = (kwargs.get("generation_config") or args[0]).num_beams
+                if beams is not None and beams > 1:
+                    raise ValueError(
+                        f"guidance_scale with num_beams={beams} is not supported: transformers does not "
+                        "reorder the unconditional branch with its beams; leave one of them out"
+                    )
                 processor.model = _Unconditional(self, kwargs.get("model_kwargs") or {})
                 first = place + 1  # guidance multiplies and adds: of -inf a scale of 0 makes NaN
         spec = self.model.lm.spec

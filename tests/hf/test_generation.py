@@ -240,6 +240,12 @@ def test_guidance_mixes_the_logits_with_those_of_the_other_prompt(family, lively
         assert torch.equal(found, prompt)
 
 
+def test_guidance_with_beams_is_refused(family, lively_model, ids):
+    """Transformers leaves the cache of the unconditional branch in the order that the beams had before."""
+    with pytest.raises(ValueError, match="guidance_scale with num_beams=2 is not supported"):
+        lively_model(family).generate(ids, max_new_tokens=2, num_beams=2, guidance_scale=1.5, pad_token_id=18)
+
+
 def test_guidance_searches_as_generate_was_asked_to(family, lively_model, ids):
     model, seen = lively_model(family), []
     model.register_forward_hook(lambda *given: seen.append(int(given[-1].solution.iterations.max())))
