@@ -77,12 +77,13 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         precision: Literal["float32", "bfloat16"] = "float32",
         search: Mapping[str, float] | None = None,
     ) -> None:
+        self._max_length: int = ANY_LENGTH if max_length is None else max_length
         super().__init__(
             pretrained=model,
             backend="causal",
             tokenizer=tokenizer,
             batch_size=batch_size,
-            max_length=ANY_LENGTH if max_length is None else max_length,
+            max_length=self._max_length,
             mixed_precision_dtype="bfloat16" if precision == "bfloat16" else None,
         )
         self.padding = padding

@@ -137,7 +137,8 @@ def longest_request(model: nn.Module) -> int | None:
     if isinstance(model, LanguageModel):
         return None
     if hasattr(model, "longest"):
-        return None if model.longest is None else int(model.longest)
+        known: Any = model.longest
+        return None if known is None else int(known)
     most = getattr(as_transformers(model).config, "max_position_embeddings", None)
     return None if most is None else int(most)
 
