@@ -250,7 +250,7 @@ class LanguageModel(nn.Module, ABC):
         self.check_label_ids(labels)
 
     def check_label_ids(self, labels: Tensor) -> None:
-        """Refuse labels that are neither this model's tokens nor -100; unknown ones on a CPU alone.
+        """Refuse labels, (B, L), that are neither this model's tokens nor -100; unknown ones on a CPU alone.
 
         Raises:
             ValueError: for another dtype, or an unknown token (a GPU is not waited for).

@@ -353,6 +353,21 @@ def test_a_request_that_cannot_be_asked_leaves_nothing(exported, benchmarks, ref
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_on_bytes_is_asked_text(small, benchmarks, tokenizer_file, refused, tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 60)
+    text = [str(tmp_path / "text.txt"), "--workers", "1", "--tokenizer", "bytes"]
+    assert tokenize([*text, "--output", str(tmp_path / "tokens")]) == 0
+    data = {"kind": "tokens", "path": str(tmp_path / "tokens"), "length": 12}
+    spec = small({"model.vocab_size": 257, "data": data, "training.max_steps": 1, "evaluation.lengths": [12]})
+    build(spec, output=tmp_path / "run", device="cpu").train()
+    common = ["--checkpoint", tmp_path / "run", "--data", benchmarks, "--tasks", "lambada", "--device", "cpu"]
+    assert evaluate(*common, "--output", tmp_path / "found", "--log-samples") == 0
+    assert evaluate(*common, "--tokenizer", "bytes", "--output", tmp_path / "named", "--log-samples") == 0
+    found, named = (results(tmp_path / name)["results"][0]["columns"] for name in ("found", "named"))
+    assert found == named
+    assert "has 300 entries and the model 257" in refused(*common, "--tokenizer", tokenizer_file)
+
+
 # ------------------------------------------------------------------------------------ in a run
 
 
