@@ -223,7 +223,7 @@ def _add_export(commands: Any) -> None:
     command.add_argument(
         "--tokenizer",
         type=Path,
-        help="tokenizer.json, or a folder with one, to go along (default: the one beside a run's data)",
+        help="tokenizer.json, a folder with one, or bytes, to go along (default: that of a run's data)",
     )
     command.add_argument("--seed", type=int, help="of fresh weights (0)")
     command.add_argument("--max-shard-size", default="5GB", help="size of a file of weights (5GB)")
@@ -256,7 +256,7 @@ def _add_generate(commands: Any) -> None:
     command.add_argument(
         "--tokenizer",
         type=Path,
-        help="tokenizer.json, or a folder with one (default: the one in the source, or beside a run's data)",
+        help="tokenizer.json, a folder with one, or bytes (default: that in the source, or of a run's data)",
     )
     command.add_argument("--max-new-tokens", type=int, default=50, metavar="N", help="of each prompt (50)")
     command.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (0)")

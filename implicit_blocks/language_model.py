@@ -115,7 +115,9 @@ class LanguageModel(nn.Module, ABC):
                 none of the model's, or documents go back (on a CPU; a GPU is not waited for).
 
         """
-        self._check(input_ids, labels)
+        self.check_tokens(input_ids)
+        if labels is not None:
+            self._check_labels(labels, input_ids)
         labels = None if labels is None else labels.long()
         if labels is None and not return_logits:
             raise ValueError("return_logits=False leaves nothing to return without labels; give labels")
@@ -219,40 +221,56 @@ class LanguageModel(nn.Module, ABC):
             state if return_state else None,
         )
 
-    def _check(self, input_ids: Tensor, labels: Tensor | None) -> None:
-        for name, given in (("input_ids", input_ids), ("labels", labels)):
-            if given is not None and not isinstance(given, Tensor):
-                raise ValueError(f"{name} is a {type(given).__name__}; give a tensor, torch.tensor(…)")
+    def check_tokens(self, input_ids: Tensor) -> None:
+        """Refuse what is no tensor of this model's tokens, (B, L); unknown ones on a CPU alone.
+
+        Raises:
+            ValueError: for another shape or dtype, or an unknown token (a GPU is not waited for).
+
+        """
+        if not isinstance(input_ids, Tensor):
+            raise ValueError(f"input_ids is a {type(input_ids).__name__}; give a tensor, torch.tensor(…)")
         if input_ids.ndim != 2 or 0 in input_ids.shape:
             raise ValueError(
                 f"input_ids has shape {tuple(input_ids.shape)}; give (batch, tokens), neither of them 0"
             )
         if input_ids.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"input_ids are {input_ids.dtype}; give tokens, as int64")
-        if labels is not None and labels.shape != input_ids.shape:
+        if (unknown := self._unknown(input_ids)) is not None:
+            raise ValueError(f"input_ids have token {unknown}; use the model's own tokenizer")
+
+    def _check_labels(self, labels: Tensor, input_ids: Tensor) -> None:
+        if not isinstance(labels, Tensor):
+            raise ValueError(f"labels is a {type(labels).__name__}; give a tensor, torch.tensor(…)")
+        if labels.shape != input_ids.shape:
             raise ValueError(
                 f"labels have shape {tuple(labels.shape)}, input_ids {tuple(input_ids.shape)}; give one "
                 "label a token, aligned with it"
             )
-        if labels is not None and labels.dtype not in (torch.int64, torch.int32):
+        self.check_label_ids(labels)
+
+    def check_label_ids(self, labels: Tensor) -> None:
+        """Refuse labels, (B, L), that are neither this model's tokens nor -100; unknown ones on a CPU alone.
+
+        Raises:
+            ValueError: for another dtype, or an unknown token (a GPU is not waited for).
+
+        """
+        if labels.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"labels are {labels.dtype}; give tokens, as int64")
-        if input_ids.device.type != "cpu" or torch.compiler.is_compiling():  # a GPU would be waited for
-            return
+        if (unknown := self._unknown(labels, but=-100)) is not None:
+            raise ValueError(f"labels have {unknown}; -100 marks a position that doesn't count")
+
+    def _unknown(self, ids: Tensor, *, but: int | None = None) -> str | None:
+        """Name the first id that has no row of the embedding, on a CPU; a GPU would be waited for."""
+        if ids.device.type != "cpu" or torch.compiler.is_compiling():
+            return None
         rows = self.embedding.weight.shape[0]
-        known = (input_ids >= 0) & (input_ids < rows)
-        if not bool(known.all()):
-            raise ValueError(
-                f"input_ids have token {int(input_ids[~known][0])}, and the model knows 0 to {rows - 1}; "
-                "use the model's own tokenizer"
-            )
-        if labels is None:
-            return
-        known = (labels >= 0) & (labels < rows) | (labels == -100)
-        if not bool(known.all()):
-            raise ValueError(
-                f"labels have {int(labels[~known][0])}, and the model knows 0 to {rows - 1}; "
-                "-100 marks a position that doesn't count"
-            )
+        known = (ids >= 0) & (ids < rows)
+        known = known if but is None else known | (ids == but)
+        if bool(known.all()):
+            return None
+        return f"{int(ids[~known][0])}, and the model knows 0 to {rows - 1}"
 
     def _finish(self, f: BoundMap, z: Tensor, state: Committed, *, commit: bool) -> tuple[Tensor, Committed]:
         """Map once more where the value is still owed, and commit where that is asked for."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from trainer.data.source import EvaluationSet
     from trainer.evaluation import EvaluationResult
+    from trainer.evaluation_tasks.harness import HarnessLM
     from trainer.evaluation_tasks.scores import AskedTask, Scores
     from trainer.evaluation_tasks.subject import Subject
 
@@ -51,7 +52,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--spec", metavar="FILE", help="a YAML file or a name in the zoo; default: the run's own"
     )
-    made.add_argument("--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json, or a folder with one")
+    made.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json, a folder with one, or bytes"
+    )
     made.add_argument(
         "--data", type=Path, default=Path("data"), metavar="DIR", help="folder of the tasks' files"
     )
@@ -73,7 +76,13 @@ def parser() -> argparse.ArgumentParser:
         "the output, comes on top",
     )
     made.add_argument("--tolerance", type=float, metavar="X", help="of the search, instead of the spec's")
-    made.add_argument("--max-length", type=_positive, metavar="N", help="tokens of a request at most")
+    made.add_argument(
+        "--max-length",
+        type=_positive,
+        metavar="N",
+        help="tokens of a request at most; longer contexts are cut on the left (default: as many as the "
+        "model has positions for, and nothing is cut)",
+    )
     made.add_argument(
         "--padding", choices=("right", "left"), default="right", help="where; the scores don't depend on it"
     )
@@ -118,7 +127,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DataError, OSError) as error:
         return refuse(str(error))
     except KeyboardInterrupt:
-        return refuse("stopped; nothing was written", INTERRUPTED)
+        written = (job.output / "results.json").is_file()
+        what = f"the results so far are in {job.output}" if written else "nothing was written"
+        return refuse(f"stopped; {what}", INTERRUPTED)
     except Exception as error:
         if (short := short_of_memory(error)) is None:
             raise
@@ -181,46 +192,88 @@ def _prepare(options: argparse.Namespace) -> _Job:
 
 def _carry_out(job: _Job, options: argparse.Namespace) -> int:
     from implicit_blocks.devices import device_name
-    from trainer.evaluation import evaluate
     from trainer.evaluation_tasks.record import Record
-
-    def say(text: str) -> None:
-        print(text, flush=True)
+    from trainer.evaluation_tasks.subject import longest_request
 
     for note in job.subject.notes:
-        say(f"WARNING: {note}")
+        _say(f"WARNING: {note}")
     try:
         model = job.subject.load().to(job.device).eval()
     except ValueError as error:  # weights that are damaged, or of another model
         return refuse(str(error))
-    say(f"{job.subject.name}: {job.subject.weights} on {device_name(job.device)}")
+    _say(f"{job.subject.name}: {job.subject.weights} on {device_name(job.device)}")
+    longest = longest_request(model)
+    job = replace(job, sets=_readable(job.sets, longest, named=options.lengths is not None))
+    lm = _checked_lm(model, job, options, longest) if job.tasks else None
     found: list[Scores] = []
     lengths: list[EvaluationResult] = []
+    settings = {name: getattr(options, name) for name in _SETTINGS}
+    settings["tokens"] = None if job.tokens is None else str(job.tokens)
+
+    def write(incomplete: str | None = None) -> None:
+        record = Record(
+            subject=job.subject,
+            settings=settings,
+            tasks=job.tasks,
+            scores=found,
+            lengths=lengths,
+            incomplete=incomplete,
+        )
+        _say(f"\n{record.text()}")
+        _say(f"written: {', '.join(map(str, record.write(job.output, samples=options.log_samples)))}")
+
+    try:
+        _ask_all(model, lm, job, options, found=found, lengths=lengths)
+    except BaseException as error:  # what is done is kept, whatever ended it
+        if found or lengths:
+            write("stopped by the user" if isinstance(error, KeyboardInterrupt) else str(error))
+        raise
+    write()
+    return 0
+
+
+def _checked_lm(
+    model: torch.nn.Module, job: _Job, options: argparse.Namespace, longest: int | None
+) -> HarnessLM:
+    """Return the model as lm-eval asks it, once the lengths of all requests have been checked."""
+    from trainer.evaluation_tasks.harness import HarnessLM
+    from trainer.evaluation_tasks.scores import check_lengths
+    from trainer.evaluation_tasks.subject import as_transformers
+
+    most = options.max_length
+    lm = HarnessLM(
+        as_transformers(model),
+        job.tokenizer,
+        batch_size=options.batch_size,
+        padding=options.padding,
+        max_length=longest if most is None else most if longest is None else min(most, longest),
+        window=job.subject.length,
+        precision=options.precision,
+    )
+    check_lengths(lm, job.tasks, limit=options.limit, truncate=most is not None)
+    return lm
+
+
+def _ask_all(
+    model: torch.nn.Module,
+    lm: HarnessLM | None,
+    job: _Job,
+    options: argparse.Namespace,
+    *,
+    found: list[Scores],
+    lengths: list[EvaluationResult],
+) -> None:
+    """Ask all tasks and measure all lengths; results go to ``found`` and ``lengths`` once they are known."""
+    from trainer.evaluation import evaluate
+
     budgets: Sequence[int | None] = options.self_iterations or (None,)
     search = {} if options.tolerance is None else {"tolerance": options.tolerance}
-    if job.tasks:
-        from trainer.evaluation_tasks.harness import HarnessLM
+    if lm is not None:
         from trainer.evaluation_tasks.scores import ask
-        from trainer.evaluation_tasks.subject import as_transformers
 
-        lm = HarnessLM(
-            as_transformers(model),
-            job.tokenizer,
-            batch_size=options.batch_size,
-            padding=options.padding,
-            max_length=options.max_length or job.subject.length,
-            precision=options.precision,
-        )
-        found = ask(
-            lm,
-            job.tasks,
-            budgets=budgets,
-            search=search,
-            limit=options.limit,
-            announce=say,
-        )
+        ask(lm, job.tasks, budgets=budgets, search=search, limit=options.limit, announce=_say, found=found)
     for budget in budgets:
-        lengths += evaluate(
+        evaluate(
             model,
             job.sets if budget is None else [_at(given, budget) for given in job.sets],
             device=job.device,
@@ -228,14 +281,29 @@ def _carry_out(job: _Job, options: argparse.Namespace) -> int:
             batch_size=options.batch_size,
             last_tokens=1,
             search=search if budget is None else {**search, "max_iterations": budget},
-            announce=say,
+            announce=_say,
+            on_result=lengths.append,
         )
-    settings = {name: getattr(options, name) for name in _SETTINGS}
-    settings["tokens"] = None if job.tokens is None else str(job.tokens)
-    record = Record(subject=job.subject, settings=settings, tasks=job.tasks, scores=found, lengths=lengths)
-    say(f"\n{record.text()}")
-    say(f"written: {', '.join(map(str, record.write(job.output, samples=options.log_samples)))}")
-    return 0
+
+
+def _readable(sets: Sequence[EvaluationSet], longest: int | None, *, named: bool) -> Sequence[EvaluationSet]:
+    """Return the sets whose sequences the model has positions for: all, where their lengths were named.
+
+    Raises:
+        DataError: a length was named that it has none for, or it has none for the training length.
+
+    """
+    fitting = [given for given in sets if longest is None or given.length <= longest]
+    left = [str(given.length) for given in sets if longest is not None and given.length > longest]
+    if left and (named or not fitting):
+        raise DataError(f"the model has positions for {longest} tokens; leave --lengths {' '.join(left)} out")
+    if left:
+        _say(f"lengths {', '.join(left)} are left out: the model has positions for {longest} tokens")
+    return fitting
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def _tokenizer(path: Path | None, subject: Subject) -> Any:

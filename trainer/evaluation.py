@@ -127,6 +127,7 @@ def evaluate(
     ranks: Ranks | None = None,
     equally_often: bool = False,
     stop: Callable[[], bool] | None = None,
+    on_result: Callable[[EvaluationResult], object] = lambda result: None,
 ) -> list[EvaluationResult]:
     """Evaluate ``model`` on every set, in eval mode (its evaluation solver and stopping).
 
@@ -134,7 +135,8 @@ def evaluate(
     has them call the model equally often, for models that communicate when they are called. ``batch_size``
     sequences of the shortest set go through the model at once, of longer ones as many fewer. ``search`` are
     options of the model's own for its searches, ``max_iterations`` and ``tolerance``. ``stop`` is asked
-    before every batch, equally often on all ranks, which it must give the same answer.
+    before every batch, equally often on all ranks, which it must give the same answer. ``on_result`` is
+    called with each set's result as soon as it is known.
 
     Raises:
         EvaluationStopped: ``stop`` said so.
@@ -170,6 +172,7 @@ def evaluate(
                 if counts:
                     sums.take(output, batch.labels)
             results.append(sums.result(evaluation_set, ranks, last_tokens=last_tokens))
+            on_result(results[-1])
         return results
     finally:
         model.train(was_training)

@@ -137,6 +137,11 @@ class TransformersLM(nn.Module):
                 "model.config.max_position_embeddings (of fresh weights), or choose shorter ones"
             )
 
+    @property
+    def longest(self) -> int | None:
+        """For how many tokens the model has a table of positions; None: for any number."""
+        return self._longest
+
     def reconfigure(self, spec: TransformersSpec) -> None:
         """Refuse: there is nothing that could change with the weights staying as they are.
 

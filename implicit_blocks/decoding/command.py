@@ -11,6 +11,7 @@ from implicit_blocks.decoding.generated import Generated
 from implicit_blocks.decoding.generation import Options, generate
 from implicit_blocks.devices import choose_device
 from implicit_blocks.model import LanguageModel
+from implicit_blocks.saved_files import BYTES
 from implicit_blocks.saved_models import load_model, tokenizer_of
 
 
@@ -37,18 +38,18 @@ def continue_prompts(
         source: see ``load_model``.
         prompts: text, or where there is no tokenizer tokens by number, such as ``"0 3 2"``.
         spec: of the model, where the source doesn't say.
-        tokenizer: a ``tokenizer.json``, or a folder with one. None: the one in the source, or beside a run's
-            data, if there is one.
+        tokenizer: a ``tokenizer.json``, a folder with one, or ``bytes``. None: the one in the source, or of a
+            run's data, if it is known.
         device: to compute on, such as ``cpu`` or ``cuda:1``; ``auto`` is CUDA where there is one.
         **options: as ``generate`` describes them.
 
     Raises:
         ValueError: as ``load_model`` and ``generate``; a tokenizer that is none; prompts that are no numbers.
-        ImportError: there is a tokenizer, and transformers is not installed.
+        ImportError: there is a tokenizer other than ``bytes``, and transformers is not installed.
 
     """
     found = tokenizer if tokenizer is not None else tokenizer_of(source)
-    language = _numbers() if found is None else _words(found)
+    language = _numbers() if found is None else _bytes() if str(found) == BYTES else _words(found)
     place = choose_device(device)
     model: LanguageModel = load_model(source, spec=spec).to(place)
     ids = [language.encode(prompt) for prompt in prompts]
@@ -68,6 +69,15 @@ def _words(path: Path) -> Language:
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
         stop_tokens=() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),),
+    )
+
+
+def _bytes() -> Language:
+    """Take UTF-8 bytes as tokens, and 256 as the end of a text; needs no package."""
+    return Language(
+        encode=lambda text: list(text.encode("utf-8", errors="surrogateescape")),  # as the shell gave it
+        decode=lambda ids: bytes(token for token in ids if token < 256).decode("utf-8", errors="replace"),
+        stop_tokens=(256,),
     )
 
 

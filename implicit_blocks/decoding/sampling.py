@@ -59,26 +59,39 @@ class Sampling:
         if not self.draws:
             return logits_BV.argmax(-1)
         assert uniform_B is not None
-        probabilities = self._kept((logits_BV.double() / self.temperature).softmax(-1))
+        if self.top_k is not None and self.top_k < logits_BV.shape[1]:
+            # Chosen by logits: a large temperature may make different ones equal.
+            best = logits_BV.topk(self.top_k, dim=-1).indices
+            logits_BV = torch.full_like(logits_BV, -torch.inf).scatter(-1, best, logits_BV.gather(-1, best))
+        probabilities = self._nucleus(_tempered(logits_BV.double(), self.temperature).softmax(-1), logits_BV)
         reached = probabilities.cumsum(-1)
         threshold = uniform_B.to(reached) * reached[:, -1]
         chosen = torch.searchsorted(reached, threshold[:, None], right=True).squeeze(1)
         last = logits_BV.shape[1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1)
         return torch.minimum(chosen, last)  # where rounding took the threshold to the very end
 
-    def _kept(self, probabilities_BV: Tensor) -> Tensor:
-        """Return the probabilities of the tokens drawn among; 0 for others."""
-        if self.top_k is not None and self.top_k < probabilities_BV.shape[1]:
-            best = probabilities_BV.topk(self.top_k, dim=-1).indices
-            probabilities_BV = torch.zeros_like(probabilities_BV).scatter(
-                -1, best, probabilities_BV.gather(-1, best)
-            )
-        if self.top_p is not None and self.top_p < 1:
-            ordered, tokens = probabilities_BV.sort(dim=-1, descending=True, stable=True)
-            before = ordered.cumsum(-1) - ordered
-            ordered = ordered.masked_fill(before >= self.top_p * ordered.sum(-1, keepdim=True), 0.0)
-            probabilities_BV = torch.zeros_like(ordered).scatter(-1, tokens, ordered)
-        return probabilities_BV
+    def _nucleus(self, probabilities_BV: Tensor, logits_BV: Tensor) -> Tensor:
+        """Return the probabilities of the tokens that ``top_p`` keeps; 0 for others."""
+        if self.top_p is None or self.top_p == 1:
+            return probabilities_BV
+        tokens = logits_BV.argsort(dim=-1, descending=True, stable=True)
+        ordered = probabilities_BV.gather(-1, tokens)
+        before = ordered.cumsum(-1) - ordered
+        beyond = before >= self.top_p * ordered.sum(-1, keepdim=True)
+        beyond[:, 0] = False  # the product may underflow to 0
+        return torch.zeros_like(ordered).scatter(-1, tokens, ordered.masked_fill(beyond, 0.0))
+
+
+def _tempered(logits_BV: Tensor, temperature: float) -> Tensor:
+    """Return the logits over the temperature, up to a constant per row; the largest become 0 exactly.
+
+    The largest logit is subtracted before the division, which may overflow: a temperature near 0 leaves only
+    the largest logits, and infinite logits exclude all smaller ones. NaN counts as the largest, as in
+    ``argmax``.
+    """
+    largest_B1 = logits_BV.amax(-1, keepdim=True)  # NaN where the row has one
+    scaled = ((logits_BV - largest_B1) / temperature).nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    return scaled.masked_fill((logits_BV == largest_B1) | logits_BV.isnan(), 0.0)
 
 
 def seeds_of(seed: int | Sequence[int], rows: int) -> list[int]:

@@ -44,8 +44,23 @@ __all__ = [
     "ImplicitMamba2Model",
     "from_library",
     "register",
+    "require_transformers",
     "to_library",
 ]
+
+
+def require_transformers(what: str = "implicit_blocks.hf") -> None:
+    """Refuse to go on where transformers is not installed; ``what`` needs it.
+
+    Raises:
+        ImportError: it is not; the message says how to get it.
+
+    """
+    if find_spec("transformers") is None:
+        raise ImportError(
+            f"{what} needs transformers 5.17 or newer; pip install 'implicit_blocks[hf]'",
+            name="transformers",
+        )
 
 
 def register() -> None:
@@ -55,11 +70,7 @@ def register() -> None:
         ImportError: where transformers is not installed; the message says how to get it.
 
     """
-    if find_spec("transformers") is None:
-        raise ImportError(
-            "implicit_blocks.hf needs transformers 5.17 or newer; pip install 'implicit_blocks[hf]'",
-            name="transformers",
-        )
+    require_transformers()
     from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
     from implicit_blocks.hf import modeling

@@ -60,14 +60,42 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
         given |= {name: getattr(self, name) for name in _FOLLOWING}
         kwargs.pop("auto_map", None)
         self.set_model_spec(self._default_spec() if self.spec is None else self._checked(self.spec))
-        for name, value in given.items():
-            if value is not None and value != getattr(self, name):
-                raise ValueError(
-                    f"{name} is {value!r}, and the spec makes it {getattr(self, name)!r}; give a spec "
-                    f"({type(self).__name__}.from_spec) and leave {name} out"
-                )
+        self._refuse_others(given)
         self.auto_map = auto_map(self.class_stem)
         super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Return a configuration as transformers does; what overrides its fields must follow the spec.
+
+        Raises:
+            ValueError: for a field that the spec decides otherwise.
+
+        """
+        found = super().from_dict(config_dict, **kwargs)
+        (found[0] if isinstance(found, tuple) else found).check_follows_spec()
+        return found
+
+    def check_follows_spec(self) -> None:
+        """Compare the fields that follow the spec with it: transformers, and users, can set each of them.
+
+        Raises:
+            ValueError: naming the first that differs.
+
+        """
+        self._refuse_others({name: getattr(self, name) for name in self._following(self.model_spec)})
+
+    def _refuse_others(self, given: Mapping[str, Any]) -> None:
+        decided = self._following(self.model_spec)
+        for name, value in given.items():
+            if value is not None and value != decided[name]:
+                resize = "resize_token_embeddings of the loaded model changes it, or " * (
+                    name == "vocab_size"
+                )
+                raise ValueError(
+                    f"{name} is {value!r}, and the spec makes it {decided[name]!r}; {resize}give a spec "
+                    f"({type(self).__name__}.from_spec) and leave {name} out"
+                )
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, **fields: Any) -> Self:
@@ -82,14 +110,20 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
     def set_model_spec(self, spec: LanguageModelSpec) -> None:
         """Take another spec, and let the other fields follow it."""
         self.spec = spec.model_dump(mode="json")
-        self.vocab_size = spec.padded_vocab_size  # the width of the logits, which is what transformers means
-        self.hidden_size = spec.d_model
-        self.num_hidden_layers = spec.n_layers
-        self.layer_types = [self.layer_type] * spec.n_layers
-        self.tie_word_embeddings = spec.tie_embeddings
-        self.initializer_range = spec.embedding_std
-        for name, value in self._of_layers(spec).items():
+        for name, value in self._following(spec).items():
             setattr(self, name, value)
+
+    def _following(self, spec: LanguageModelSpec) -> dict[str, Any]:
+        """Return the fields that the spec decides."""
+        return {
+            "vocab_size": spec.padded_vocab_size,  # the width of the logits, which is what transformers means
+            "hidden_size": spec.d_model,
+            "num_hidden_layers": spec.n_layers,
+            "layer_types": [self.layer_type] * spec.n_layers,
+            "tie_word_embeddings": spec.tie_embeddings,
+            "initializer_range": spec.embedding_std,
+            **self._of_layers(spec),
+        }
 
     def to_diff_dict(self) -> dict[str, Any]:
         """Return what is saved, the whole spec too where it is the default's, which may change one day.
@@ -97,8 +131,9 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
         Choices of backends stay behind: who loads the folder may have another machine.
         """
         saved: dict[str, Any] = super().to_diff_dict()
-        saved |= {name: getattr(self, name) for name in (*_FOLLOWING, "max_position_embeddings")}
         spec = self.model_spec
+        # Of the spec, not of the fields, which may have been set since: a saved folder can always be read.
+        saved |= {**self._following(spec), "max_position_embeddings": self.max_position_embeddings}
         portable = spec.model_copy(update={"mixer": spec.mixer.portable()})
         return saved | {"spec": portable.model_dump(mode="json")}
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from implicit_blocks.checkpoint_files import whole_folder
+from implicit_blocks.hf import require_transformers
 from implicit_blocks.hf.folders import (
     Checkpoint,
     copy_tokenizer,
@@ -40,6 +41,9 @@ def convert(
 ) -> None:
     """Convert a checkpoint; the destination is written whole, or not at all.
 
+    In a folder for transformers the tokenizer has a padding token and pads on the left, as ``generate``
+    needs.
+
     Args:
         source: a folder of the published implementation, of ours, or of a Llama or Mamba2 of transformers.
         destination: a new or empty folder.
@@ -61,7 +65,7 @@ def convert(
             write_published(checkpoint, folder, max_shard_bytes=size)
             copy_tokenizer(source, folder)
         return
-    loaded = _bare_tokenizer(source, checkpoint)
+    loaded = _tokenizer_in(source, checkpoint)
     if loaded is not None:
         known = {name: value for name, value in checkpoint.fields.items() if value is not None}
         checkpoint = replace(checkpoint, fields=token_fields(loaded) | known)
@@ -72,12 +76,23 @@ def convert(
             loaded.save_pretrained(folder)
 
 
-def _bare_tokenizer(source: Path, checkpoint: Checkpoint) -> Any | None:
-    """Load a ``tokenizer.json`` beside which nothing says which token ends a text, as lm-eval must know."""
-    if not (source / "tokenizer.json").is_file() or (source / "tokenizer_config.json").is_file():
+def _tokenizer_in(source: Path, checkpoint: Checkpoint) -> Any | None:
+    """Load the folder's tokenizer, if it has a ``tokenizer.json``; None leaves its files as they are.
+
+    What files beside a ``tokenizer.json`` say may need a class or a package that is not here: such a
+    tokenizer is copied, with a warning. Without them nothing but the configuration says which token ends a
+    text, as lm-eval must know.
+    """
+    if not (source / "tokenizer.json").is_file():
         return None
     end: Any = checkpoint.fields.get("eos_token_id")
-    return load_tokenizer(source, end=next(iter(end), None) if isinstance(end, list) else end)
+    try:
+        return load_tokenizer(source, end=next(iter(end), None) if isinstance(end, list) else end)
+    except ValueError as error:
+        if not (source / "tokenizer_config.json").is_file():
+            raise
+        print(f"warning: the tokenizer is copied without a check: {error}", file=sys.stderr)
+        return None
 
 
 def export(
@@ -97,16 +112,18 @@ def export(
         destination: a new or empty folder.
         checkpoint: other weights: a file, a checkpoint of the trainer, or a run's folder, of which the newest
             checkpoint is taken that is whole; None, without a run: fresh ones.
-        tokenizer: to be in the folder too, as lm-eval and pipelines expect: a ``tokenizer.json``, or a folder
-            with one.
+        tokenizer: to be in the folder too, as lm-eval and pipelines expect: a ``tokenizer.json``, a folder
+            with one, or ``bytes``.
         seed: of fresh weights; None: 0.
         max_shard_size: size that a file of weights may have.
 
     Raises:
         ValueError: for a spec without a model that can be exported, weights or a tokenizer that do not fit, a
             seed where there is nothing to draw, or a destination that is not empty.
+        ImportError: transformers is not installed.
 
     """
+    require_transformers("export")
     _bytes(max_shard_size)
     source = Path(spec_name)
     run_folder = run_of(source) if source.is_dir() else None

@@ -9,10 +9,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin, LogitsProcessorList, SuppressTokensLogitsProcessor
+from transformers import (
+    GenerationMixin,
+    LogitsProcessorList,
+    SuppressTokensLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from implicit_blocks.decoding.prompts import check_prompts
 from implicit_blocks.hf.cache import ImplicitCache
+from implicit_blocks.search_options import SearchOptions
+
+_FOR_GENERATE = ("tokenizer", "assistant_tokenizer")
+"""Arguments of ``generate`` that transformers hands to the model too."""
 
 
 class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transformers' classes are Any to the checker
@@ -93,10 +103,22 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         """Never choose the rows that only pad the vocabulary to a round size: no tokenizer knows them."""
         processors = super()._get_logits_processor(*args, **kwargs)
+        first = 0
+        for place, processor in enumerate(processors):
+            if isinstance(processor, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                beams = (kwargs.get("generation_config") or args[0]).num_beams
+                if beams is not None and beams > 1:
+                    raise ValueError(
+                        f"guidance_scale with num_beams={beams} is not supported: transformers does not "
+                        "reorder the unconditional branch with its beams; leave one of them out"
+                    )
+                processor.model = _Unconditional(self, kwargs.get("model_kwargs") or {})
+                first = place + 1  # guidance multiplies and adds: of -inf a scale of 0 makes NaN
         spec = self.model.lm.spec
         padding = list(range(spec.vocab_size, spec.padded_vocab_size))
         if padding:
-            processors.insert(0, SuppressTokensLogitsProcessor(padding, device=self.lm_head.weight.device))
+            suppressed = SuppressTokensLogitsProcessor(padding, device=self.lm_head.weight.device)
+            processors.insert(first, suppressed)
         return processors
 
     def _prefill(
@@ -123,7 +145,25 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Leave positions out of ``generate``: they are counted from the mask."""
+        """Leave out positions, which are counted from the mask, and what is for ``generate`` alone."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
-        inputs.pop("position_ids", None)
+        for name in ("position_ids", *_FOR_GENERATE):
+            inputs.pop(name, None)
         return inputs
+
+
+class _Unconditional:
+    """The model as classifier-free guidance calls it: its cache by one name, with the search of ``generate``.
+
+    Transformers hands the unconditional branch its cache as ``past_key_values``, whatever the family's name.
+    """
+
+    def __init__(self, model: Any, model_kwargs: dict[str, Any]) -> None:
+        self.model = model
+        names = (*SearchOptions.names(), "window_length")
+        self.options = {name: model_kwargs[name] for name in names if model_kwargs.get(name) is not None}
+
+    def __call__(self, input_ids: Tensor, *, past_key_values: Any, **kwargs: Any) -> CausalLMOutputWithPast:
+        name = self.model.config.cache_name
+        found = self.model(input_ids, **{name: past_key_values}, **kwargs, **self.options)
+        return CausalLMOutputWithPast(logits=found.logits, past_key_values=getattr(found, name))

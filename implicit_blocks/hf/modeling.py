@@ -113,6 +113,7 @@ class _ImplicitModel(_ImplicitPreTrained):
 
     def __init__(self, config: ImplicitLlamaConfig | ImplicitMamba2Config) -> None:
         super().__init__(config)
+        config.check_follows_spec()  # its fields can be set after it was made
         # The head is the causal model's, so the library's model is built as if it were tied: without one.
         spec = config.model_spec.model_copy(update={"tie_embeddings": True})
         self.lm = cast(LanguageModel, build(spec))
@@ -149,6 +150,8 @@ class _ImplicitModel(_ImplicitPreTrained):
         check_options(type(self).__name__, options)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give input_ids or inputs_embeds, and not both")
+        if input_ids is not None:
+            self.lm.check_tokens(input_ids)
         name = self.config.cache_name
         cache = one_cache(name, {"past_key_values": past_key_values, "cache_params": cache_params})
         x_BLD = self.lm.embedding(input_ids) if inputs_embeds is None else inputs_embeds
@@ -197,6 +200,7 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
 
     def __init__(self, config: ImplicitLlamaConfig | ImplicitMamba2Config) -> None:
         super().__init__(config)
+        config.check_follows_spec()
         self.model = self._model_class(config)
         spec = config.model_spec
         self.lm_head = Linear(spec.d_model, spec.padded_vocab_size, bias=False)
@@ -280,10 +284,13 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
                 the loss over.
 
         Raises:
-            ValueError: where shapes do not fit, or something cannot be done.
+            ValueError: where shapes do not fit, tokens or labels are unknown (on a CPU; a GPU is not waited
+                for), or something cannot be done.
             TypeError: for an unknown argument.
 
         """
+        if labels is not None:
+            self.model.lm.check_label_ids(labels)
         found = self.model(
             input_ids,
             attention_mask=attention_mask,

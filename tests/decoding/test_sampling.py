@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import sys
+
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from implicit_blocks.decoding import Sampling
 from implicit_blocks.decoding.sampling import uniforms
@@ -69,3 +75,78 @@ def test_swapping_nearly_equal_logits_changes_nothing():
     assert torch.equal(
         sampling.choose(a.expand(1000, -1), uniform), sampling.choose(b.expand(1000, -1), uniform)
     )
+
+
+SMALLEST = math.ulp(0.0)  # 5e-324
+
+
+@pytest.mark.parametrize("temperature", [SMALLEST, 1e-310, sys.float_info.min, 1e-30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_temperatures_whose_division_overflows_take_the_most_likely_token(temperature, dtype):
+    logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0)).sort().values.flip(-1)
+    logits = torch.linspace(2.0, -2.0, 30).expand(50, -1) + logits.to(dtype)
+    uniform = uniforms(list(range(50)), 1, device=CPU)[:, 0]
+    for limits in ({}, {"top_k": 3}, {"top_p": 0.5}, {"top_p": SMALLEST}):
+        found = Sampling(temperature=temperature, **limits).choose(logits, uniform)
+        assert torch.equal(found, Sampling().choose(logits))
+
+
+def test_a_vanishing_temperature_draws_among_equal_tokens():
+    found = frequencies(Sampling(temperature=SMALLEST), torch.tensor([1.0, 3.0, -5.0, 3.0]))
+    torch.testing.assert_close(found, torch.tensor([0.0, 0.5, 0.0, 0.5]), atol=0.015, rtol=0)
+
+
+def test_the_largest_temperature_draws_evenly_among_possible_tokens():
+    found = frequencies(
+        Sampling(temperature=sys.float_info.max), torch.tensor([1.0, 300.0, -torch.inf, -3.0])
+    )
+    torch.testing.assert_close(found, torch.tensor([1.0, 1.0, 0.0, 1.0]) / 3, atol=0.015, rtol=0)
+
+
+@pytest.mark.parametrize("temperature", [SMALLEST, 1.0, sys.float_info.max])
+def test_an_infinite_logit_takes_its_token(temperature):
+    logits = torch.tensor([[0.0, torch.inf, -torch.inf, 5.0], [torch.inf, 0.0, 1.0, 2.0]])
+    for uniform in (0.0, 0.5, 1.0 - 2**-53):
+        drawn = torch.full((2,), uniform, dtype=torch.float64)
+        assert Sampling(temperature=temperature).choose(logits, drawn).tolist() == [1, 0]
+
+
+def test_a_nan_logit_is_taken_as_argmax_takes_it():
+    logits = torch.tensor([[0.0, torch.nan, 7.0, torch.inf]])
+    drawn = torch.tensor([0.99], dtype=torch.float64)
+    assert Sampling(temperature=1.0).choose(logits, drawn).equal(Sampling().choose(logits))
+
+
+def test_the_smallest_top_p_keeps_the_most_likely_token():
+    """``top_k`` leaves less than half of the probability, and ``top_p`` times that underflows to 0."""
+    logits = torch.linspace(0.0, 1e-3, 100)
+    for sampling in (
+        Sampling(temperature=1.0, top_k=1, top_p=SMALLEST),
+        Sampling(temperature=1.0, top_k=40, top_p=SMALLEST),
+        Sampling(temperature=1.0, top_p=SMALLEST),
+    ):
+        assert frequencies(sampling, logits, count=100)[99] == 1.0
+    ordered = logits.flip(0)
+    assert frequencies(Sampling(temperature=1.0, top_k=7, top_p=SMALLEST), ordered, count=100)[0] == 1.0
+
+
+_logits = st.one_of(st.floats(width=32, allow_nan=False), st.sampled_from([math.inf, -math.inf, 0.0]))
+
+
+@given(
+    logits=st.lists(_logits, min_size=1, max_size=12),
+    temperature=st.floats(min_value=0, exclude_min=True, allow_infinity=False),
+    top_k=st.none() | st.integers(1, 2**70),
+    top_p=st.none() | st.floats(min_value=0, max_value=1, exclude_min=True),
+    uniform=st.floats(min_value=0, max_value=1, exclude_max=True),
+)
+def test_a_drawn_token_is_possible_and_among_the_kept(logits, temperature, top_k, top_p, uniform):
+    row = torch.tensor([logits])
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+    token = sampling.choose(row, torch.tensor([uniform], dtype=torch.float64)).item()
+    assert 0 <= token < len(logits)
+    assert row[0, token] > -math.inf or not (row > -math.inf).any()
+    if top_k is not None:
+        assert int((row > row[0, token]).sum()) < top_k
+    if top_k == 1:
+        assert row[0, token] == row.max()

@@ -213,6 +213,80 @@ def test_what_cannot_be_cropped_says_so(lively_model, ids):
         ImplicitCache().crop(-1)
 
 
+GUIDED = {
+    "more": {"guidance_scale": 1.7},
+    "none": {"guidance_scale": 0.0},
+    "negative-prompt": {"guidance_scale": 1.7, "negative_prompt_ids": [[3, 1, 4]]},
+}
+
+
+@pytest.mark.parametrize("guided", GUIDED.values(), ids=GUIDED)
+def test_guidance_mixes_the_logits_with_those_of_the_other_prompt(family, lively_model, ids, guided):
+    """As computed by hand, without a cache; a scale of 0 excludes rows that pad the vocabulary too."""
+    model = lively_model(family, pad_vocab_to=32, tie_embeddings=False)
+    scale = guided["guidance_scale"]
+    other = torch.tensor(guided.get("negative_prompt_ids", ids[:1, -1:].tolist()))
+    given = guided | ({"negative_prompt_ids": other} if "negative_prompt_ids" in guided else {})
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 18}
+    prompt, rest = ids[:1], other
+    for _ in range(5):
+        with torch.no_grad():
+            conditional, unconditional = (model(row).logits[:, -1].log_softmax(-1) for row in (prompt, rest))
+        mixed = scale * (conditional - unconditional) + unconditional
+        token = mixed[:, :19].argmax(-1, keepdim=True)
+        prompt, rest = torch.cat((prompt, token), 1), torch.cat((rest, token), 1)
+    for use_cache in (True, False):
+        found = model.generate(ids[:1], use_cache=use_cache, **given, **options)
+        assert torch.equal(found, prompt)
+
+
+def test_guidance_with_beams_is_refused(family, lively_model, ids):
+    """Transformers leaves the cache of the unconditional branch in the order that the beams had before."""
+    with pytest.raises(ValueError, match="guidance_scale with num_beams=2 is not supported"):
+        lively_model(family).generate(ids, max_new_tokens=2, num_beams=2, guidance_scale=1.5, pad_token_id=18)
+
+
+def test_guidance_searches_as_generate_was_asked_to(family, lively_model, ids):
+    model, seen = lively_model(family), []
+    model.register_forward_hook(lambda *given: seen.append(int(given[-1].solution.iterations.max())))
+    model.generate(
+        ids[:1],
+        max_new_tokens=2,
+        do_sample=False,
+        pad_token_id=18,
+        guidance_scale=1.5,
+        max_iterations=2,
+        tolerance=0.0,
+    )
+    assert seen == [2] * 4
+
+
+def test_stop_strings_end_a_text(family, lively_model, ids):
+    """The tokenizer is an argument of ``generate``, which transformers hands to the model as well."""
+    from tokenizers import Tokenizer, decoders, models
+
+    letters = {letter: token for token, letter in enumerate("abcdefghijklmnopqrs")}
+    inner = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    inner.decoder = decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="s")
+    model = lively_model(family)
+    free = model.generate(ids[:1], max_new_tokens=8, do_sample=False, pad_token_id=18)[0]
+    made = tokenizer.decode(free[9:])
+    ended = model.generate(
+        ids[:1],
+        max_new_tokens=8,
+        do_sample=False,
+        pad_token_id=18,
+        stop_strings=[made[2]],
+        tokenizer=tokenizer,
+    )[0]
+    assert torch.equal(ended, free[: 9 + made.index(made[2]) + 1])
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    prompt = "".join("abcdefghijklmnopqrs"[token] for token in ids[0].tolist())
+    (answer,) = pipe(prompt, max_new_tokens=8, do_sample=False, stop_sequence=made[2], return_tensors=True)
+    assert answer["generated_token_ids"] == ended.tolist()
+
+
 def test_prompts_that_cannot_be_are_refused(family, lively_model, ids):
     model = lively_model(family)
     options = {"max_new_tokens": 2, "pad_token_id": 18}

@@ -201,6 +201,55 @@ def test_an_export_carries_its_tokenizer(exported, tokenizer_file):
     assert AutoConfig.from_pretrained(folder).eos_token_id == 0
 
 
+PROMPTS = ["The sun and the wind", "I", "To clean the"]
+
+
+@torch.no_grad()
+def test_an_export_generates_in_batches_as_it_is(family, exported):
+    """Neither the padding token nor its side is set by hand; rows are those of each prompt alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+    folder = exported(family)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    assert (tokenizer.padding_side, tokenizer.pad_token_id) == ("left", 0)
+    assert model.config.pad_token_id == 0
+    options = {"max_new_tokens": 4, "do_sample": False}
+    inputs = tokenizer(PROMPTS, padding=True, return_tensors="pt")
+    assert not bool(inputs["attention_mask"].all())
+    together = model.generate(**inputs, **options)[:, inputs["input_ids"].shape[1] :]
+    alone = []
+    for row, prompt in zip(together, PROMPTS, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+        made = model.generate(ids, **options)[0, ids.shape[1] :]
+        assert row.tolist()[: len(made)] == made.tolist()
+        alone.append(tokenizer.decode(made, skip_special_tokens=True))
+    pipe = pipeline("text-generation", model=str(folder), tokenizer=str(folder), device="cpu")
+    answers = pipe(PROMPTS, batch_size=3, return_full_text=False, **options)
+    assert [answer[0]["generated_text"] for answer in answers] == alone
+
+
+def test_a_vocabulary_s_own_padding_is_taken(tokenizer_file, tmp_path):
+    text = json.dumps(json.loads(tokenizer_file.read_text()))
+    (tmp_path / "tokenizer.json").write_text(text.replace('"~": ', '"<|padding|>": '))
+    loaded = load_tokenizer(tmp_path)
+    assert loaded.pad_token == "<|padding|>"
+    assert loaded.pad_token_id == load_tokenizer(tokenizer_file).convert_tokens_to_ids("~")
+    config = {"eos_token": "a", "pad_token": "b", "padding_side": "right"}
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({**config, "tokenizer_class": "PreTrainedTokenizerFast"})
+    )
+    assert (load_tokenizer(tmp_path).pad_token, load_tokenizer(tmp_path).padding_side) == ("b", "left")
+
+
+def test_the_tokenizer_of_bytes_is_utf_8():
+    loaded = load_tokenizer("bytes")
+    text = bytes(range(128)).decode() + "é€😀\u00ad\u00a0 <x"
+    assert loaded.encode(text) == list(text.encode())
+    assert loaded.decode(list(text.encode())) == text
+    assert (len(loaded), loaded.eos_token_id, loaded.pad_token_id) == (257, 256, 256)
+    assert loaded.encode("a<|endoftext|>") == [97, 256]
+
+
 def test_a_converted_folder_says_which_token_ends_a_text(tokenizer_file, tmp_path, capsys):
     """A bare tokenizer.json doesn't; then it is the configuration's, or one of the usual names."""
     from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
@@ -227,7 +276,15 @@ def test_a_converted_folder_says_which_token_ends_a_text(tokenizer_file, tmp_pat
     assert (loaded.eos_token, loaded.eos_token_id, found.eos_token_id) == ("<|endoftext|>", 0, 0)
     own = {"eos_token": "the", "tokenizer_class": "PreTrainedTokenizerFast"}
     (source / "tokenizer_config.json").write_text(json.dumps(own))
-    assert converted("as-it-was")[0].eos_token == "the"
+    loaded, found = converted("as-it-was")
+    assert (loaded.eos_token, loaded.padding_side, loaded.pad_token) == ("the", "left", "the")
+    assert found.pad_token_id == loaded.pad_token_id
+    own["tokenizer_class"] = "NobodysTokenizer"
+    (source / "tokenizer_config.json").write_text(json.dumps(own | {"backend": "nobodys"}))
+    assert main(["convert", str(source), str(tmp_path / "copied")]) == 0
+    said = capsys.readouterr().err
+    config = (tmp_path / "copied" / "tokenizer_config.json").read_text()
+    assert ("NobodysTokenizer" in config) == ("copied without a check" in said)
 
 
 def test_an_export_refuses_a_tokenizer_larger_than_the_model(exported, tokenizer_file, tmp_path, capsys):

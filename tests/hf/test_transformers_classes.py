@@ -250,6 +250,53 @@ def test_what_cannot_be_done_is_refused(family, tiny_model, tiny_spec, ids):
         config.from_spec(tiny_spec(other))
 
 
+OVERRIDES = {"tie_word_embeddings": False, "vocab_size": 300, "hidden_size": 32, "initializer_range": 0.5}
+
+
+@pytest.mark.parametrize(("name", "value"), OVERRIDES.items(), ids=OVERRIDES)
+def test_overrides_that_contradict_the_spec_are_refused(name, value, family, tiny_model, ids, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "saved")
+    for load in (AutoConfig, AutoModelForCausalLM, AutoModel):
+        with pytest.raises(ValueError, match=f"{name} is {value}, and the spec makes it"):
+            load.from_pretrained(tmp_path / "saved", **{name: value})
+        load.from_pretrained(tmp_path / "saved", **{name: getattr(model.config, name)})
+    setattr(model.config, name, value)
+    for build in (AutoModelForCausalLM, AutoModel):
+        with pytest.raises(ValueError, match=f"{name} is {value}, and the spec makes it"):
+            build.from_config(model.config)
+    model.save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+        assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_a_spec_may_be_overridden_where_the_weights_stay_the_same(family, tiny_model, tmp_path):
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    loose = ib.AtEvaluation(stopping=ib.StoppingOverrides(tolerance=0.5))
+    spec = model.config.model_spec.model_copy(update={"at_evaluation": loose})
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, spec=spec.model_dump(mode="json"))
+    assert loaded.model.lm.spec.at_evaluation == loose
+    wider = model.config.spec | {"vocab_size": 300}
+    with pytest.raises(ValueError, match="vocab_size is 19, and the spec makes it 300"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, spec=wider)
+
+
+@pytest.mark.parametrize("token", [19, -1, 2**40])
+def test_unknown_tokens_and_labels_are_refused(family, token, tiny_model, ids):
+    model = tiny_model(family)
+    unknown = ids.clone()
+    unknown[1, 2] = token
+    for part in (model, model.model):
+        with pytest.raises(ValueError, match=f"input_ids have token {token}, and the model knows 0 to 18"):
+            part(unknown)
+    with pytest.raises(ValueError, match=f"labels have {token}, and the model knows 0 to 18"):
+        model(ids, labels=unknown)
+    unknown[1, 2] = -100
+    assert model(ids, labels=unknown).loss.isfinite()
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_trust_remote_code_finds_the_package_or_says_how_to_get_it(installed, tiny_model, tmp_path):
     """In a process of its own, which has not imported the package."""

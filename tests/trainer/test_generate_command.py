@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
+from implicit_blocks.saved_models import tokenizer_of
 from trainer.run import build
 from trainer.spec import RunSpec
 from trainer.tokenize import main as tokenize
@@ -67,6 +71,96 @@ def test_text_by_the_tokenizer_beside_the_data(
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("the cat")
     assert second.startswith("the dog")
+
+
+@pytest.fixture(scope="module")
+def of_bytes(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run on bytes, which have no file of a tokenizer."""
+    place = tmp_path_factory.mktemp("bytes")
+    (place / "text.txt").write_text("the cat sat on the mat. " * 60)
+    command = [str(place / "text.txt"), "--workers", "1", "--tokenizer", "bytes"]
+    assert tokenize([*command, "--output", str(place / "tokens")]) == 0
+    data = {"kind": "tokens", "path": str(place / "tokens"), "length": 12}
+    evaluation = {"lengths": [12], "sequences": 2, "batch_size": 2}
+    changes = {"model.vocab_size": 257, "training.max_steps": 1, "data": data, "evaluation": evaluation}
+    build(small(changes), output=place / "run", device="cpu").train()
+    return place / "run"
+
+
+WITHOUT_TRANSFORMERS = """
+import sys
+sys.modules["transformers"] = None  # as if it were not installed
+from implicit_blocks.__main__ import main
+from implicit_blocks.saved_models import tokenizer_of
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def without_transformers(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", WITHOUT_TRANSFORMERS, *arguments]
+    return subprocess.run(command, capture_output=True, check=False)
+
+
+def test_a_run_on_bytes_continues_text(of_bytes: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(of_bytes), "the cät", "--max-new-tokens", "3"]) == 0
+    out = capsys.readouterr().out
+    prompt = list("the cät".encode())
+    made = ib.generate(ib.load_model(of_bytes), [prompt], max_new_tokens=3, stop_tokens=[256])
+    ids = made.tokens[0, : int(made.lengths[0])].tolist()
+    text = bytes([*prompt, *(token for token in ids if token < 256)]).decode(errors="replace")
+    assert out == f"{text}\n"
+
+
+def test_bytes_need_no_transformers(of_bytes: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    done = without_transformers("generate", str(of_bytes), "the cat", "--max-new-tokens", "3")
+    assert done.returncode == 0, done.stderr
+    assert main(["generate", str(of_bytes), "the cat", "--max-new-tokens", "3"]) == 0
+    assert done.stdout.decode() == capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["generate", "export"])
+def test_without_transformers_the_commands_say_what_to_install(
+    book: Path, command: str, tmp_path: Path
+) -> None:
+    last = "the cat" if command == "generate" else str(tmp_path / "exported")
+    done = without_transformers(command, str(book), last)
+    assert done.returncode == 2
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("error: ")
+    assert "needs transformers 5.17 or newer; " in line
+    assert "pip install" in line
+    assert not (tmp_path / "exported").exists()
+
+
+def test_a_run_on_bytes_is_exported_with_its_tokenizer(of_bytes: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    assert main(["export", str(of_bytes), str(tmp_path / "exported")]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert tokenizer.encode("the cät") == list("the cät".encode())
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == 256
+    pipe = transformers.pipeline("text-generation", model=str(tmp_path / "exported"), device="cpu")
+    texts = [answer[0]["generated_text"] for answer in pipe(["the cat", "a"], batch_size=2, max_new_tokens=2)]
+    assert [text[0] for text in texts] == ["t", "a"]
+
+
+@pytest.mark.parametrize("kind", ["stream", "mixture", "named", "manifest", "alone"])
+def test_bytes_are_found_wherever_data_name_them(
+    of_bytes: Path, small: Small, kind: str, tmp_path: Path
+) -> None:
+    tokens = of_bytes.parent / "tokens"
+    of_manifest = {"kind": "tokens", "path": str(tokens), "length": 12}
+    data = {
+        "stream": {"kind": "stream", "dataset": "texts", "tokenizer": "bytes"},
+        "mixture": {"kind": "mixture", "sources": [{"weight": 1.0, "data": of_manifest}], "length": 12},
+        "named": {**of_manifest, "path": str(tmp_path), "tokenizer": "bytes"},
+        "manifest": of_manifest,
+        "alone": {**of_manifest, "path": str(tokens / "train")},
+    }[kind]
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    spec = small({"data": data, "model.vocab_size": 257, "evaluation": {"lengths": [12]}})
+    (run / "spec.yaml").write_text(yaml.safe_dump(spec.model_dump(mode="json")))
+    assert tokenizer_of(run) == Path("bytes")
 
 
 def test_text_where_there_is_no_tokenizer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import DTensor
 
@@ -14,6 +14,9 @@ from trainer.evaluation import EvaluationResult
 from trainer.evaluation_tasks.tasks import build_tasks, locate_all, require_packages
 from trainer.metrics import MetricsFile
 from trainer.specs.callbacks import BenchmarksSpec
+
+if TYPE_CHECKING:
+    from trainer.evaluation_tasks.harness import HarnessLM
 
 BENCHMARKS_FILE = "benchmarks.jsonl"
 
@@ -49,26 +52,23 @@ class Benchmarks(Callback):
                 "the model's parameters are spread over processes and can't be asked; leave the callback "
                 "out, and evaluate the checkpoints by python -m trainer.evaluate"
             )
+        from trainer.evaluation_tasks.scores import check_lengths  # needs packages that __init__ asks for
+
+        training = run.model.training
+        check_lengths(
+            self._lm(run), self._tasks, limit=self._spec.limit, truncate=self._spec.max_length is not None
+        )
+        run.model.train(training)
         if run.is_main:
             again = step == run.spec.total_steps  # at its end a resumed run is evaluated anew
             MetricsFile(run.folder / BENCHMARKS_FILE).truncate_after(step - again)
 
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
         """Ask all tasks; note the scores."""
-        # Here, since it needs packages that __init__ may have to ask for.
-        from trainer.evaluation_tasks.harness import HarnessLM
         from trainer.evaluation_tasks.scores import ask
-        from trainer.evaluation_tasks.subject import as_transformers
 
         training = run.model.training
-        lm = HarnessLM(
-            as_transformers(run.model).eval(),
-            self._tokenizer,
-            batch_size=self._spec.batch_size,
-            max_length=self._spec.max_length or run.spec.data.length,
-            precision=run.spec.training.precision,
-        )
-        (scores,) = ask(lm, self._tasks, limit=self._spec.limit)
+        (scores,) = ask(self._lm(run), self._tasks, limit=self._spec.limit)
         run.model.train(training)
         columns = ", ".join(f"{header} {value:.4g}" for header, value in scores.columns().items())
         if run.is_main:
@@ -76,3 +76,17 @@ class Benchmarks(Callback):
             file = MetricsFile(run.folder / BENCHMARKS_FILE)
             file.write({"step": step, **scores.as_row()})
             file.close()
+
+    def _lm(self, run: CallbackContext) -> HarnessLM:
+        """Return the model as lm-eval asks it, in evaluation mode."""
+        from trainer.evaluation_tasks.harness import HarnessLM
+        from trainer.evaluation_tasks.subject import as_transformers, longest_request
+
+        return HarnessLM(
+            as_transformers(run.model).eval(),
+            self._tokenizer,
+            batch_size=self._spec.batch_size,
+            max_length=self._spec.max_length or longest_request(run.model),
+            window=run.spec.data.length,
+            precision=run.spec.training.precision,
+        )

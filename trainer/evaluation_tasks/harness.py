@@ -19,6 +19,7 @@ from torch import Tensor
 from implicit_blocks.interfaces import Solution
 from implicit_blocks.layers import at_least_float32
 from trainer.errors import DataError
+from trainer.evaluation_tasks.subject import ANY_LENGTH, DEFAULT_LENGTH
 
 Padding = Literal["right", "left"]
 Scored = tuple[float, bool]
@@ -48,14 +49,16 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
 
     It differs from lm-eval's own backend in what the answers should not depend on: padding is masked, on
     either side; only the logits that are scored are computed; requests with the same tokens are answered by
-    one pass. Contexts too long are cut on the left, as there, and counted in ``truncated``.
+    one pass. With a ``max_length``, contexts too long are cut on the left, as there, and counted in
+    ``truncated``.
 
     Args:
         model: the model; it stays on its device.
         tokenizer: of transformers.
         batch_size: sequences that go through the model at once, sorted by length.
         padding: the side of it.
-        max_length: tokens of a request at most; None: what the model's configuration says.
+        max_length: tokens of a request at most; None: any number. ``ask`` checks requests before it begins.
+        window: tokens of the windows in which whole documents are scored, at most ``max_length``.
         precision: ``bfloat16`` is autocast.
         search: of the model's forward pass: ``max_iterations``, ``tolerance``, ``damping``. Explicit models
             have no search and ignore them.
@@ -70,21 +73,25 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         batch_size: int = 16,
         padding: Padding = "right",
         max_length: int | None = None,
+        window: int = DEFAULT_LENGTH,
         precision: Literal["float32", "bfloat16"] = "float32",
         search: Mapping[str, float] | None = None,
     ) -> None:
+        self._max_length: int = ANY_LENGTH if max_length is None else max_length
         super().__init__(
             pretrained=model,
             backend="causal",
             tokenizer=tokenizer,
             batch_size=batch_size,
-            max_length=max_length,
+            max_length=self._max_length,
             mixed_precision_dtype="bfloat16" if precision == "bfloat16" else None,
         )
         self.padding = padding
+        self.window = min(window, self.max_length)
         self.search = dict(search or {})
         self.truncated = 0
         self._solutions: list[tuple[Tensor, ...]] = []
+        self._counts: list[tuple[int, int]] | None = None
 
     # ------------------------------------------------------------------------------------ tally
 
@@ -123,7 +130,48 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         row = (solution.iterations, solution.residual.float(), solution.converged, solution.diverged)
         self._solutions.append(tuple(part.cpu() for part in (*row, by_token, tokens)))
 
+    # ------------------------------------------------------------------------------------ lengths
+
+    @property
+    def limited(self) -> bool:
+        """Whether requests may be too long."""
+        return bool(self.max_length < ANY_LENGTH)
+
+    def token_counts(self, requests: Sequence[Any]) -> list[tuple[int, int]]:
+        """Return how many tokens the context and the continuation of each request have; nothing is scored.
+
+        The continuation of a request to generate is what may be generated, and one more, since that is read
+        with the rest. Whole documents are scored in windows, so they have no length here: (0, 0).
+        """
+        counts: list[tuple[int, int]] = []
+        for request in requests:
+            if request.request_type == "loglikelihood":
+                self._counts = counts
+                try:
+                    self.loglikelihood([request], disable_tqdm=True)  # which encodes as lm-eval does
+                finally:
+                    self._counts = None
+            elif request.request_type == "generate_until":
+                context, options = request.args
+                counts.append((len(self.tok_encode(context)), self._new_tokens(options) + 1))
+            else:
+                counts.append((0, 0))
+        return counts
+
+    def _new_tokens(self, options: Mapping[str, Any]) -> int:
+        names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+        return int(next((options[name] for name in names if name in options), self.max_gen_toks))
+
     # ------------------------------------------------------------------------------------ log-likelihoods
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Score whole documents in windows, each token once."""
+        longest, self._max_length = self._max_length, self.window
+        try:
+            found: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+            return found
+        finally:
+            self._max_length = longest
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Scored]:
         """Answer the requests, with a bar on a terminal only."""
@@ -138,6 +186,9 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         override_bs: int | None = None,
     ) -> list[Scored]:
         """Return the log-likelihood of each continuation, and whether it is the likeliest one."""
+        if self._counts is not None:
+            self._counts += [(len(context), len(continuation)) for _, context, continuation in requests]
+            return []
         # A model reads all tokens but the last one; what several requests have in common is read once.
         readers: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (_, context, continuation) in enumerate(requests):

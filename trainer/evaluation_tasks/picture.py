@@ -23,7 +23,8 @@ Panel = Callable[["Axes"], None]
 def panels(found: Sequence[Scores], lengths: Sequence[EvaluationResult]) -> list[Panel]:
     """Return what there is to draw: nothing for a single budget of iterations and at most one length."""
     drawn: list[Panel] = []
-    budgets = [scores for scores in found if scores.self_iterations is not None]
+    whole = [scores for scores in found if len(scores.tasks) == len(found[0].tasks)]  # unless it was stopped
+    budgets = [scores for scores in whole if scores.self_iterations is not None]
     if len(budgets) > 1:
         headers = list(budgets[0].columns())
         perplexities = [header for header in headers if "ppl" in header or "perplexity" in header]

@@ -28,13 +28,15 @@ _PACKAGES = ("lm_eval", "transformers", "tokenizers")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """An evaluation that is done: of what, how, and what came out."""
+    """An evaluation, whole or ended early: of what, how, and what came out."""
 
     subject: Subject
     settings: Mapping[str, Any]
     tasks: Sequence[AskedTask]
     scores: Sequence[Scores]
     lengths: Sequence[EvaluationResult]
+    incomplete: str | None = None
+    """Why the evaluation ended early; None: it did not."""
 
     def text(self) -> str:
         """Return the tables, in Markdown."""
@@ -44,6 +46,8 @@ class Record:
             f"{self.subject.name}: {self.subject.weights}",
             f"{'Zero-shot; ' if self.scores else ''}{settings}",
         ]
+        if self.incomplete is not None:
+            parts.append(f"INCOMPLETE, the evaluation ended early: {self.incomplete}")
         if self.scores:
             parts += [paper_table(self.scores), task_table(self.scores)]
         if self.lengths:
@@ -59,6 +63,7 @@ class Record:
             "checkpoint": str(self.subject.weights),
             "model": self.subject.spec.model_dump(mode="json"),
             "settings": dict(self.settings),
+            "incomplete": self.incomplete,
             "versions": {**versions(), **{p: version(p) for p in _PACKAGES if find_spec(p) is not None}},
             "files": {name: {"path": str(file), "sha256": sha256_of(file)} for name, file in files.items()},
             "results": [scores.as_row() for scores in self.scores],

@@ -13,6 +13,7 @@ import lm_eval
 from lm_eval.api.metrics import mean, mean_stderr, perplexity
 from lm_eval.api.task import Task
 
+from trainer.errors import DataError
 from trainer.evaluation_tasks.harness import HarnessLM, SearchTally
 from trainer.metrics import rounded
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec
@@ -113,6 +114,7 @@ def ask(
     search: Mapping[str, float] | None = None,
     limit: int | None = None,
     announce: Callable[[str], None] = lambda text: None,
+    found: list[Scores] | None = None,
 ) -> list[Scores]:
     """Ask every task at every budget.
 
@@ -123,19 +125,64 @@ def ask(
         search: of every search besides, such as the tolerance.
         limit: the first so many items of each task only.
         announce: is told what begins and what came of it.
+        found: takes the scores as soon as they are known, so that they outlive a failure; None: a new list.
 
     """
-    found = []
+    found = [] if found is None else found
     for budget in budgets:
         given = {**(search or {}), **({} if budget is None else {"max_iterations": budget})}
-        scores = []
+        scores: list[TaskScore] = []
         for task in tasks:
             announce(_name(task.name, budget))
             lm.restart(search=given)
             scores.append(_ask_one(lm, task, limit=limit))
+            if len(scores) == 1:
+                found.append(Scores(self_iterations=budget, tasks=scores))
             announce(f"  {_said(scores[-1])}")
-        found.append(Scores(self_iterations=budget, tasks=scores))
     return found
+
+
+def check_lengths(lm: HarnessLM, tasks: Sequence[AskedTask], *, limit: int | None, truncate: bool) -> None:
+    """Compare the lengths of all requests with what the model can read, before any is asked.
+
+    Args:
+        lm: the model.
+        tasks: what it will be asked.
+        limit: the first so many items of each task only.
+        truncate: whether contexts may be cut to fit; continuations are never cut.
+
+    Raises:
+        DataError: requests that do not fit, of all tasks.
+
+    """
+    if not lm.limited:
+        return
+    most, complaints, longest = lm.max_length, [], 0
+    for asked in tasks:
+        asked.task.build_all_requests(limit=limit, rank=0, world_size=1)
+        counts = lm.token_counts(asked.task.instances)
+        continuation = max((after for _, after in counts), default=0)
+        # A model reads all tokens but the last one.
+        whole = [before + after - 1 for before, after in counts]
+        too_long = sum(length > most for length in whole)
+        longest = max(longest, *whole)
+        if continuation > most:
+            complaints.append(f"{asked.name}: a continuation has {continuation} tokens")
+        elif too_long and not truncate:
+            complaints.append(
+                f"{asked.name}: {too_long} of {len(whole)} requests are longer, up to {max(whole)} tokens"
+            )
+    if complaints:
+        listed = "".join(f"\n  {complaint}" for complaint in complaints)
+        remedy = (
+            f"raise the maximum (--max-length, max_length), to {longest} for all of them whole"
+            if truncate
+            else f"cut their contexts on the left (--max-length {most}, max_length)"
+        )
+        raise DataError(
+            f"requests do not fit into the maximum of {most} tokens:{listed}\n{remedy}, or leave these tasks "
+            "out"
+        )
 
 
 def _ask_one(lm: HarnessLM, asked: AskedTask, *, limit: int | None) -> TaskScore:

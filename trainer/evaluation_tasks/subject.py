@@ -128,8 +128,25 @@ def _of_transformers(folder: Path) -> Subject:
     )
 
 
+ANY_LENGTH = 2**31 - 1
+"""Tokens of a request where nothing limits them: rotary positions and recurrent states go on."""
+
+
+def longest_request(model: nn.Module) -> int | None:
+    """Return how many tokens a model can read at once, for which it has positions; None: any number."""
+    if isinstance(model, LanguageModel):
+        return None
+    if hasattr(model, "longest"):
+        known: Any = model.longest
+        return None if known is None else int(known)
+    most = getattr(as_transformers(model).config, "max_position_embeddings", None)
+    return None if most is None else int(most)
+
+
 def as_transformers(model: nn.Module) -> Any:
     """Return a model as transformers has it, which is what lm-eval asks; its storage is shared.
+
+    One of the library reads requests of any length, whatever it was trained on.
 
     Raises:
         ValueError: it is none of the library's language models, and can't say what it is to transformers.
@@ -138,7 +155,7 @@ def as_transformers(model: nn.Module) -> Any:
     if isinstance(model, LanguageModel):
         from implicit_blocks.hf.folders import from_library
 
-        return from_library(model)
+        return from_library(model, max_position_embeddings=ANY_LENGTH)
     convert: Any = getattr(model, "to_transformers", None)
     if convert is None:
         raise ValueError(

@@ -20,10 +20,10 @@ def paper_table(found: Sequence[Scores]) -> str:
     for scores in found:
         values = scores.columns()
         row = ["as the spec says" if scores.self_iterations is None else str(scores.self_iterations)]
-        row += [_cell(name, values[name]) for name in columns]
+        row += [_cell(name, values[name]) if name in values else "" for name in columns]
         if searched:
             tallies = [task.search for task in scores.tasks if task.search is not None]
-            sequences = sum(tally.sequences for tally in tallies)
+            sequences = max(1, sum(tally.sequences for tally in tallies))
             iterations = sum(tally.iterations * tally.sequences for tally in tallies) / sequences
             open_ = sum(tally.non_converged * tally.sequences for tally in tallies) / sequences
             row += [f"{iterations:.1f}", f"{1.0 - open_:.1%}"]

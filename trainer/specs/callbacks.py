@@ -48,13 +48,13 @@ class BenchmarksSpec(CallbackSpec):
     data: str = "data"
     """Folder of the tasks' files."""
     tokenizer: str
-    """A tokenizer.json, or a folder with one."""
+    """A tokenizer.json, a folder with one, or `bytes`."""
     limit: PositiveInt | None = None
     """The first so many items of each task only; null: all."""
     batch_size: PositiveInt = 16
     """Sequences that go through the model at once."""
     max_length: PositiveInt | None = None
-    """Tokens of a request at most; null: the training length."""
+    """Tokens of a request at most, longer contexts are cut on the left; null: no limit but the model's."""
 
 
 class TensorBoardSpec(CallbackSpec):

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import implicit_blocks as ib
+from trainer.data.tokens import write_tokens
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
@@ -171,3 +173,50 @@ def _quiet() -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+
+@pytest.fixture(autouse=True)
+def _quiet_terminal(monkeypatch):
+    monkeypatch.setenv("TQDM_DISABLE", "1")  # set by the command too, and not to stay set
+
+
+@pytest.fixture
+def exported(tmp_path, small_model, tokenizer) -> Path:
+    from implicit_blocks.hf import from_library
+
+    folder = tmp_path / "exported"
+    from_library(small_model(), max_position_embeddings=64).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_folder(tmp_path, small) -> Path:
+    """Train two steps of a model with 300 tokens."""
+    from trainer.run import build
+
+    write_tokens(tmp_path / "text.bin", np.arange(2000) % 300, vocab_size=300)
+    spec = small(
+        {
+            "model.vocab_size": 300,
+            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 16},
+            "training.max_steps": 2,
+            "evaluation.lengths": [16],
+        }
+    )
+    build(spec, name="mine", output=tmp_path / "run", device="cpu").train()
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def refused(capsys, tmp_path) -> Callable[..., str]:
+    """Return a caller of the command that gives what it said, having written nothing."""
+    from trainer.evaluate import main
+
+    def call(*arguments: Any) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        assert main(["--device", "cpu", *map(str, arguments)]) == 2
+        assert sorted(tmp_path.rglob("*")) == before
+        return capsys.readouterr().err
+
+    return call

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -15,42 +14,12 @@ from safetensors.torch import save_file
 
 from implicit_blocks import registry
 from trainer.data.tokens import write_tokens
+from trainer.errors import CallbackError
 from trainer.evaluate import PAPER_TASKS, main
 from trainer.evaluation_tasks.subject import find_subject
 from trainer.run import build
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec
 from trainer.tokenize import main as tokenize
-
-
-@pytest.fixture(autouse=True)
-def _quiet_terminal(monkeypatch):
-    monkeypatch.setenv("TQDM_DISABLE", "1")  # set by the command too, and not to stay set
-
-
-@pytest.fixture
-def exported(tmp_path, small_model, tokenizer) -> Path:
-    from implicit_blocks.hf import from_library
-
-    folder = tmp_path / "exported"
-    from_library(small_model(), max_position_embeddings=64).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture
-def run_folder(tmp_path, small) -> Path:
-    """Train two steps of a model with 300 tokens."""
-    write_tokens(tmp_path / "text.bin", np.arange(2000) % 300, vocab_size=300)
-    spec = small(
-        {
-            "model.vocab_size": 300,
-            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 16},
-            "training.max_steps": 2,
-            "evaluation.lengths": [16],
-        }
-    )
-    build(spec, name="mine", output=tmp_path / "run", device="cpu").train()
-    return tmp_path / "run"
 
 
 def evaluate(*arguments: Any) -> int:
@@ -100,6 +69,7 @@ def test_the_paper_s_table_over_self_iterations(exported, benchmarks, tmp_path, 
     assert first["columns"]["mean"] == pytest.approx(sum(accuracies) / 7, rel=1e-5)
     assert all(task["search"]["iterations"] == 1.0 for task in tasks.values())
     assert all(task["search"]["non_converged"] == 1.0 for task in tasks.values())
+    assert record["incomplete"] is None
     assert record["files"]["piqa"]["path"].endswith("valid.jsonl")
     assert record["model"]["vocab_size"] == 300
     assert record["versions"]["lm_eval"]
@@ -290,19 +260,6 @@ def build_rhyme(spec: RhymeSpec, *, data: Path) -> Any:
 # ------------------------------------------------------------------------------------ what it refuses
 
 
-@pytest.fixture
-def refused(capsys, tmp_path) -> Callable[..., str]:
-    """Return a caller of the command that gives what it said, having written nothing."""
-
-    def call(*arguments: Any) -> str:
-        before = sorted(tmp_path.rglob("*"))
-        assert evaluate("--device", "cpu", *arguments) == 2
-        assert sorted(tmp_path.rglob("*")) == before
-        return capsys.readouterr().err
-
-    return call
-
-
 def test_missing_files_are_all_named(exported, benchmarks, refused, tmp_path):
     (benchmarks / "piqa" / "valid.jsonl").unlink()
     (benchmarks / "arc" / "arc_easy_test_llmfoundry.jsonl").unlink()
@@ -390,7 +347,25 @@ def test_a_request_that_cannot_be_asked_leaves_nothing(exported, benchmarks, ref
     said = refused(
         "--checkpoint", exported, "--data", benchmarks, "--max-length", 2, "--output", tmp_path / "out"
     )
-    assert "more than the model's maximum of 2" in said
+    assert "maximum of 2 tokens" in said
+    assert "  piqa: a continuation has " in said
+    assert "  hellaswag: a continuation has " in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_on_bytes_is_asked_text(small, benchmarks, tokenizer_file, refused, tmp_path):
+    (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 60)
+    text = [str(tmp_path / "text.txt"), "--workers", "1", "--tokenizer", "bytes"]
+    assert tokenize([*text, "--output", str(tmp_path / "tokens")]) == 0
+    data = {"kind": "tokens", "path": str(tmp_path / "tokens"), "length": 12}
+    spec = small({"model.vocab_size": 257, "data": data, "training.max_steps": 1, "evaluation.lengths": [12]})
+    build(spec, output=tmp_path / "run", device="cpu").train()
+    common = ["--checkpoint", tmp_path / "run", "--data", benchmarks, "--tasks", "lambada", "--device", "cpu"]
+    assert evaluate(*common, "--output", tmp_path / "found", "--log-samples") == 0
+    assert evaluate(*common, "--tokenizer", "bytes", "--output", tmp_path / "named", "--log-samples") == 0
+    found, named = (results(tmp_path / name)["results"][0]["columns"] for name in ("found", "named"))
+    assert found == named
+    assert "has 300 entries and the model 257" in refused(*common, "--tokenizer", tokenizer_file)
 
 
 # ------------------------------------------------------------------------------------ in a run
@@ -452,3 +427,12 @@ def test_a_run_refuses_benchmarks_without_files_before_it_begins(small, tmp_path
     with pytest.raises(ValueError, match="piqa: no file"):
         build(spec, output=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_refuses_benchmarks_that_do_not_fit_before_it_begins(
+    small, tmp_path, benchmarks, tokenizer_file
+):
+    spec = with_benchmarks(small, tmp_path, benchmarks, tokenizer_file, max_length=2)
+    with pytest.raises(CallbackError, match="a continuation has"):
+        build(spec, output=tmp_path / "run", device="cpu").train()
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
