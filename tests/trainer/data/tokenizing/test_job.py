@@ -310,7 +310,7 @@ def test_refuses_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         tokenize(job(tmp_path, validation_fraction=1.0))
     with pytest.raises(ValueError, match="workers is 0; give 1 or more"):
         tokenize(job(tmp_path, workers=0))
-    with pytest.raises(ValueError, match=r"no document went to .*validation"):
+    with pytest.raises(ValueError, match="none of the 5 documents is for validation"):
         tokenize(job(tmp_path, validation_fraction=1e-9), say=lambda text: None)
     inputs = [str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "cli")]
     assert main([*inputs, "--tokenizer", "gone.json"]) == 2
@@ -319,12 +319,25 @@ def test_refuses_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     empty.touch()
     for given, message in (
         ([rows, "--validation", again], "rows.jsonl: to be trained on and held out; hold out other inputs"),
-        ([rows, again], "rows.jsonl is among the inputs 2 times; name it once"),
+        ([rows, again], f"rows.jsonl is among the inputs 2 times (as {again}); name it once"),
+        ([rows, "--validation-fraction", "0.1", "--seed", "-1"], "seed -1 is out of range; give 0 to 2**64"),
+        ([rows, "--validation-fraction", "0.1", "--seed", str(2**64)], "is out of range; give 0 to 2**64"),
+        ([rows, "--seed", "1"], "--seed 1 has no effect here: it chooses what --validation-fraction"),
+        ([rows, "--separator", "x"], "--separator 'x' has no effect here: it divides text files"),
+        ([rows, "--config", "x"], "--config 'x' has no effect here"),
+        ([rows, "--split", "test"], "--split 'test' has no effect here"),
+        ([rows, "--shard-tokens", "inf"], "--shard-tokens is inf; give 1 or more"),
+        ([rows, "--shard-tokens", "nan"], "--shard-tokens is nan; give 1 or more"),
+        ([rows, "--end-of-document", "</s>"], "ends documents with <|endoftext|>, not with '</s>'"),
+        ([str(empty)], "the inputs hold no text: "),
+        ([rows, "--validation", str(empty)], "the held-out inputs hold no text: "),
         ([str(empty), "--separator", ""], "the separator is empty; give what stands between documents"),
     ):
         assert main([*given, *inputs[1:], "--train-tokenizer", "300"]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "cli").exists()
+    assert main([str(empty), *inputs[1:], "--tokenizer", "bytes", "--text-field", "body"]) == 2
+    assert "--text-field 'body' has no effect here" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(inputs)
     assert "give either --tokenizer FILE or --train-tokenizer SIZE" in capsys.readouterr().err
@@ -368,6 +381,45 @@ def test_a_separator_that_divides_nothing_is_said(tmp_path: Path, capsys: pytest
     assert r"the separator '\\n\\n' divides no file" in letters
     assert r"in a shell a line break is $'\n'" in letters
     assert "1 document, 1 shard" in letters
+
+
+def test_a_split_without_validation_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 5)
+    with pytest.raises(ValueError, match="none of the 5 documents is for validation"):
+        tokenize(job(tmp_path, validation_fraction=1e-9), say=lambda text: None)
+    assert not list((tmp_path / "out").rglob("shard_*"))
+    tokenize(job(tmp_path, validation_fraction=0.5), say=lambda text: None)
+
+
+@pytest.mark.parametrize("link", ["hard", "symbolic", "copy"])
+def test_held_out_text_is_not_the_training_text_by_another_name(tmp_path: Path, link: str) -> None:
+    rows, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    write_rows(rows, 20)
+    if link == "hard":
+        other.hardlink_to(rows)
+    elif link == "symbolic":
+        other.symlink_to(rows)
+    else:
+        other.write_bytes(rows.read_bytes())
+    held_out = Documents(sources=find_sources([str(other)]))
+    message = r"rows\.jsonl = .*other\.jsonl: to be trained on and held out"
+    with pytest.raises(ValueError, match=message):
+        tokenize(job(tmp_path, validation=held_out))
+    assert not (tmp_path / "out").exists()
+    if link != "copy":
+        with pytest.raises(
+            ValueError, match=r"rows\.jsonl is among the inputs 2 times \(as .*other\.jsonl\)"
+        ):
+            Documents(sources=find_sources([str(rows), str(other)]))
+
+
+def test_another_tokenizer_in_the_folder_is_not_replaced(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 5)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is another tokenizer than that of these tokens"):
+        tokenize(job(tmp_path))
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
 def test_data_without_validation_tokens_are_said_to_be(tmp_path: Path) -> None:
