@@ -120,11 +120,16 @@ class RunFolder:
         self._write_spec(spec)
         write_json(self.manifest_path, dict(manifest))
 
+    def noted_data(self) -> dict[str, Any]:
+        """Return what the manifest says of the data that the run was trained on last; empty: nothing."""
+        history = self._manifest()
+        noted = [entry["data"] for entry in (history, *history.get("resumed", ())) if entry.get("data")]
+        return dict(noted[-1]) if noted else {}
+
     def require_data(self, identity: Mapping[str, Any]) -> None:
         """Refuse data that are not those the run was trained on last, as far as either says what they are."""
-        history = self._manifest()
-        told = [entry["data"] for entry in (history, *history.get("resumed", ())) if entry.get("data")]
-        if told and identity and (changes := differences(told[-1], dict(identity))):
+        noted = self.noted_data()
+        if noted and identity and (changes := differences(noted, dict(identity))):
             raise RunFolderError(
                 f"the data of {self.path} are not those it was trained on ({'; '.join(changes)}); give those "
                 "back, or name the new ones by data.path=…, and the run goes on with them"
