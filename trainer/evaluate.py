@@ -153,7 +153,8 @@ def _prepare(options: argparse.Namespace) -> _Job:
     from implicit_blocks.devices import choose_device
     from implicit_blocks.search_options import SearchOptions
     from implicit_blocks.specs import Stopping
-    from trainer.data.token_folder import validation_folder
+    from trainer.data.manifest import TRAIN
+    from trainer.data.token_folder import split_folder, validation_folder
     from trainer.evaluation_tasks.subject import find_subject
     from trainer.run_folder import default_folder
 
@@ -168,6 +169,11 @@ def _prepare(options: argparse.Namespace) -> _Job:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already and is not an empty folder; choose another by --output")
     tokens = None if options.tokens is None else validation_folder(options.tokens, None) or options.tokens
+    if tokens is not None and split_folder(tokens, TRAIN) != tokens:
+        raise ValueError(
+            f"{tokens} has no validation split; name held-out tokens, or {tokens / TRAIN} to measure on the "
+            "training text"
+        )
     return _Job(
         subject=subject,
         device=device,
@@ -232,6 +238,7 @@ def _carry_out(job: _Job, options: argparse.Namespace) -> int:
         )
     settings = {name: getattr(options, name) for name in _SETTINGS}
     settings["tokens"] = None if job.tokens is None else str(job.tokens)
+    settings["documents"] = None if job.tokens is None else job.subject.documents
     record = Record(subject=job.subject, settings=settings, tasks=job.tasks, scores=found, lengths=lengths)
     say(f"\n{record.text()}")
     say(f"written: {', '.join(map(str, record.write(job.output, samples=options.log_samples)))}")
@@ -263,6 +270,20 @@ def _token_sets(tokens: Path | None, options: argparse.Namespace, subject: Subje
     sets = []
     for length in lengths:
         source = TokenData(tokens, length=length, vocab_size=vocab_size)
+        if subject.documents == "reset":
+            if source.files.documents is None:
+                raise ValueError(
+                    f"{subject.name} was trained with documents kept apart (data.documents=reset), but the "
+                    f"tokens in {source.path} don't say where documents end; write them by "
+                    "python -m trainer.tokenize"
+                )
+            source = TokenData(tokens, length=length, vocab_size=vocab_size, documents="reset")
+        made_by, known = source.files.tokenizer, subject.token_identity
+        if made_by is not None and known is not None and made_by != known:
+            raise ValueError(
+                f"the tokens in {source.path} were made by another tokenizer than those that {subject.name} "
+                f"was trained on (SHA-256 {made_by[:16]}…, not {known[:16]}…); tokenize the text with its own"
+            )
         count = source.samples if options.limit is None else min(options.limit, source.samples)
         name = f"L{length} ({count} sequences)"
         sets.append(EvaluationSet(name=name, source=source, sequences=count))
