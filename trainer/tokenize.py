@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from trainer.data.manifest import TRAIN, VALIDATION, read_manifest, verify
+from trainer.data.manifest import TRAIN, VALIDATION, read_manifest, require_finished, verify
 from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize, train_tokenizer_for
 from trainer.data.tokenizing.documents import Format, find_sources
 from trainer.data.tokenizing.job import Result
@@ -186,6 +186,7 @@ def _cores() -> set[int]:
 def _verify(folders: Sequence[str]) -> int:
     for name in folders:
         folder = Path(name)
+        require_finished(folder)
         parts = [part for part in (folder / TRAIN, folder / VALIDATION) if part.is_dir()]
         for part in parts or [folder]:
             manifest = read_manifest(part)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.data.manifest import MANIFEST, TRAIN, VALIDATION, read_manifest, verify
+from trainer.data.manifest import JOB, MANIFEST, TRAIN, VALIDATION, read_manifest, verify
 from trainer.data.tokenizing.documents import Documents
 from trainer.data.tokenizing.pieces import Piece
 from trainer.data.tokenizing.shards import Dtype, ShardWriter
@@ -31,7 +31,6 @@ from trainer.files import write_atomically, write_json
 from trainer.folder_lock import LOCK, FolderLock, LockedError
 
 _TASK = 1 << 20  # characters handed to a process at once
-_JOB = "job.json"
 _OURS = (LOCK, "tokenizer.json", "tokenizer_training.json")
 
 Say = Callable[[str], None]
@@ -213,7 +212,7 @@ def _abandon(job: Job, writers: Iterable[ShardWriter]) -> None:
             path.unlink()
         with contextlib.suppress(OSError):  # there are other files
             writer.folder.rmdir()
-    (job.output / _JOB).unlink()
+    (job.output / JOB).unlink()
 
 
 def _counted(pieces: Iterator[tuple[str, Piece]], *, least: int, output: Path) -> Iterator[tuple[str, Piece]]:
@@ -275,7 +274,7 @@ def _kept(folder: Path, say: Say) -> Result:
 
 def _begin(job: Job) -> None:
     """Write down what the folder is for, or check that it is for this."""
-    path, record = job.output / _JOB, job.record()
+    path, record = job.output / JOB, job.record()
     if path.is_file():
         try:
             before = json.loads(path.read_text(encoding="utf-8"))

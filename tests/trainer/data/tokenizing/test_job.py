@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from trainer.data.manifest import read_manifest, verify
+from trainer.data.token_folder import open_tokens
 from trainer.data.tokenizing import Documents, Job, load_tokenizer, shards, tokenize
 from trainer.data.tokenizing.documents import find_sources
 from trainer.data.tokenizing.shards import DiskFullError
@@ -240,6 +241,26 @@ def test_a_changed_folder_of_a_dataset_is_noticed(tmp_path: Path) -> None:
     assert before["bytes"] == 200_002
     (tmp_path / "data" / "one.arrow").write_text("a" * 100_000 + "b" + "a" * 99_999)
     assert source.fingerprint()["glimpse"] != before["glimpse"]
+
+
+def test_tokens_of_a_job_that_was_stopped_are_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", 800)
+    interrupted(tmp_path, monkeypatch, 2)
+    for path in (tmp_path / "out", tmp_path / "out" / "train"):
+        with pytest.raises(ValueError, match=r"was stopped before its end: .*train is not finished; run"):
+            open_tokens(path)
+    tokenize(job(tmp_path), say=lambda text: None)
+    tokens = open_tokens(tmp_path / "out").tokens
+    # The training split is finished, but not what is held out: nothing would be evaluated.
+    tokenize(job(tmp_path, "half", validation_fraction=0.5), say=lambda text: None)
+    (tmp_path / "half" / "validation" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="validation is not finished"):
+        open_tokens(tmp_path / "half")
+    assert main(["--verify", str(tmp_path / "half")]) == 2
+    assert "validation is not finished" in capsys.readouterr().err
+    assert 0 < open_tokens(tmp_path / "half" / "train").tokens < tokens
 
 
 def test_inputs_that_end_before_the_finished_shards_do_are_refused(
