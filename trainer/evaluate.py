@@ -143,6 +143,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
     specs = find_specs(tasks, data=options.data)
     if not specs and options.tokens is None:
         raise ValueError("there is nothing to evaluate; name tasks by --tasks, or token files by --tokens")
+    _require_used(options, tasks=bool(specs))
     # Perplexity of token files alone needs neither lm-eval nor, for a run, transformers.
     if specs:
         require_packages()
@@ -183,6 +184,22 @@ def _prepare(options: argparse.Namespace) -> _Job:
         tokens=tokens,
         sets=_token_sets(tokens, options, subject),
     )
+
+
+def _require_used(options: argparse.Namespace, *, tasks: bool) -> None:
+    """Refuse options without an effect, and values given twice, which would be measured twice."""
+    for option, given in (
+        ("--max-length", options.max_length is not None),
+        ("--padding", options.padding != "right"),
+        ("--log-samples", options.log_samples),
+        ("--tokenizer", options.tokenizer is not None),
+    ):
+        if given and not tasks:
+            raise ValueError(f"{option} is of tasks, and --tokens alone asks none; leave it out")
+    for option, values in (("--lengths", options.lengths), ("--self-iterations", options.self_iterations)):
+        for value in values or ():
+            if (times := values.count(value)) > 1:
+                raise ValueError(f"{option} has {value} {times} times; give each value once")
 
 
 def _carry_out(job: _Job, options: argparse.Namespace) -> int:

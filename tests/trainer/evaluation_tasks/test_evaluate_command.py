@@ -204,6 +204,23 @@ def test_tokens_that_would_give_another_perplexity_are_refused(small, tmp_path, 
     assert results(tmp_path / "out")["settings"]["documents"] == "reset"
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-length", 8], "--max-length is of tasks, and --tokens alone asks none; leave it out"),
+        (["--log-samples"], "--log-samples is of tasks"),
+        (["--lengths", 16, 16], "--lengths has 16 2 times; give each value once"),
+        (["--self-iterations", 3, 3], "--self-iterations has 3 2 times; give each value once"),
+    ],
+)
+def test_options_without_an_effect_are_refused(run_folder, tmp_path, capsys, options, message):
+    output = tmp_path / "out"
+    arguments = ["--checkpoint", run_folder, "--tokens", tmp_path / "text.bin", "--output", output]
+    assert evaluate(*arguments, *options) == 2
+    assert message in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_perplexity_against_self_iterations(run_folder, tmp_path):
     output = tmp_path / "budgets"
     code = evaluate(
