@@ -280,8 +280,9 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
     if logarithmic:
         axes.set_yscale("log")
     curricula: list[list[dict[str, Any]]] = [run.summary["phases"] for run in runs]
-    phases = max(curricula, key=len)
-    phases = phases if len(phases) > 1 else []
+    several = [phases for phases in curricula if len(phases) > 1]
+    alike = {tuple((phase["name"], phase["first_step"]) for phase in phases) for phases in several}
+    phases = several[0] if len(alike) == 1 else []  # which run other phases are of could not be seen
     if phases:  # a name outside, of a run that ended at once, would leave the panel no room
         axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
     for phase in phases:
