@@ -20,6 +20,7 @@ from trainer.data.tokenizing.splits import (
     MAX_SEED,
     AtPosition,
     OneSide,
+    Repeats,
     Split,
     find_split,
     require_both_sides,
@@ -137,8 +138,15 @@ def tokenize(
                 if isinstance(split, AtPosition):
                     say(f"one document: its end is held out, about {split.held_out:,} characters")
                 return _convert(job, job.documents, split, [TRAIN, VALIDATION], encode, say, report)
-            results = _convert(job, job.documents, OneSide(TRAIN), [TRAIN], encode, say, report)
+            repeats = None if job.validation is None else Repeats(job.validation)
+            watch = None if repeats is None else repeats.watch
+            results = _convert(job, job.documents, OneSide(TRAIN), [TRAIN], encode, say, report, watch)
             if job.validation is not None:
+                if repeats is not None and repeats.count:
+                    say(
+                        f"WARNING: {repeats.count:,} of {results[0].documents:,} training documents equal "
+                        "held-out documents, which are therefore not unseen text"
+                    )
                 held_out = OneSide(VALIDATION)
                 results += _convert(job, job.validation, held_out, [VALIDATION], encode, say, report)
             return results
@@ -155,6 +163,7 @@ def _convert(
     encode: Encode,
     say: Say,
     report: Report,
+    watch: Callable[[Iterator[Piece]], Iterator[Piece]] | None = None,
 ) -> list[Result]:
     """Read documents once and write each to its side."""
     folders = {side: job.output / side for side in sides}
@@ -181,7 +190,8 @@ def _convert(
 
     try:
         done = {side: writer.next_piece for side, writer in writers.items()}
-        pieces = split.assign(documents.pieces(read))
+        read_pieces = documents.pieces(read)
+        pieces = split.assign(read_pieces if watch is None else watch(read_pieces))
         pieces = _counted(pieces, least=max(done.values()), output=job.output)
         for task, (ids, lengths) in encode(_tasks(pieces, done)):
             start = 0

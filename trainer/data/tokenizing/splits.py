@@ -127,6 +127,25 @@ def find_split(
     return AtPosition(characters, held_out)
 
 
+class Repeats:
+    """Counts documents that (or whose first piece) are equal to one of those that are held out."""
+
+    def __init__(self, held_out: Documents) -> None:
+        self._known = {_digest(piece) for piece in held_out.pieces() if piece.begins}
+        self.count = 0
+
+    def watch(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Give the pieces as they are."""
+        for piece in pieces:
+            self.count += piece.begins and _digest(piece) in self._known
+            yield piece
+
+
+def _digest(piece: Piece) -> bytes:
+    text = piece.text.strip().encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=8).digest()
+
+
 def require_both_sides(documents: dict[str, int]) -> None:
     """Refuse a split of which a side has no documents.
 

@@ -434,6 +434,22 @@ def test_held_out_text_is_not_the_training_text_by_another_name(tmp_path: Path, 
             Documents(sources=find_sources([str(rows), str(other)]))
 
 
+def test_held_out_documents_that_are_trained_on_are_counted(tmp_path: Path) -> None:
+    texts = write_rows(tmp_path / "rows.jsonl", 200)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"text": f"{text}\n"}) + "\n" for text in ["new", *texts[:3]]))
+    said: list[str] = []
+    validation = Documents(sources=find_sources([str(held_out)]))
+    tokenize(job(tmp_path, validation=validation), say=said.append)
+    assert [text for text in said if "WARNING" in text] == [
+        "WARNING: 3 of 200 training documents equal held-out documents, which are therefore not unseen text"
+    ]
+    held_out.write_text(json.dumps({"text": "new"}))
+    said.clear()
+    tokenize(job(tmp_path, "other", validation=validation), say=said.append)
+    assert not any("WARNING" in text for text in said)
+
+
 def test_another_tokenizer_in_the_folder_is_not_replaced(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 5)
     (tmp_path / "out").mkdir()
