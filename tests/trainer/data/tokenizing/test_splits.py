@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.manifest import TRAIN, VALIDATION, read_manifest
-from trainer.data.tokenizing import Documents, load_tokenizer, train_tokenizer
+from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize, train_tokenizer
 from trainer.data.tokenizing.documents import find_sources
 from trainer.data.tokenizing.pieces import Piece
 from trainer.data.tokenizing.splits import AtPosition, ByDocument, find_split
@@ -61,6 +62,34 @@ def test_one_file_is_divided_and_the_tokenizer_learns_from_the_training_text(
     for changed in (["--validation-fraction", "0.1"], ["--train-tokenizer", "300"]):
         assert main([*trained, *changed]) == 2
         assert "was not trained by this command on these inputs" in capsys.readouterr().err
+
+
+def test_a_divided_document_is_continued_after_the_finished_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.tokenizing.pieces.PIECE", 500)
+    (tmp_path / "input.txt").write_text(PLAY)
+    documents = Documents(sources=find_sources([str(tmp_path / "input.txt")]))
+
+    def split_into(name: str) -> dict[str, bytes]:
+        options: dict[str, Any] = {
+            "tokenizer": load_tokenizer("bytes"),
+            "validation_fraction": 0.3,
+            "shard_tokens": 2000,
+        }
+        tokenize(Job(output=tmp_path / name, documents=documents, **options), say=lambda text: None)
+        found = (tmp_path / name).rglob("shard_*.bin")
+        return {path.relative_to(tmp_path / name).as_posix(): path.read_bytes() for path in found}
+
+    whole = split_into("whole")
+    assert len(whole) > 6
+    assert split_into("again") == whole
+    for side in (TRAIN, VALIDATION):  # as where it was stopped
+        folder = tmp_path / "again" / side
+        (folder / "manifest.json").unlink()
+        for path in sorted(folder.glob("shard_*"))[6:]:
+            path.unlink()
+    assert split_into("again") == whole
 
 
 def test_documents_that_are_held_out_do_not_train_the_tokenizer(tmp_path: Path) -> None:
