@@ -154,6 +154,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
     specs = find_specs(tasks, data=options.data)
     if not specs and options.tokens is None:
         raise ValueError("there is nothing to evaluate; name tasks by --tasks, or token files by --tokens")
+    _require_used(options, tasks=bool(specs))
     # Perplexity of token files alone needs neither lm-eval nor, for a run, transformers.
     if specs:
         require_packages()
@@ -164,7 +165,8 @@ def _prepare(options: argparse.Namespace) -> _Job:
     from implicit_blocks.devices import choose_device
     from implicit_blocks.search_options import SearchOptions
     from implicit_blocks.specs import Stopping
-    from trainer.data.token_folder import validation_folder
+    from trainer.data.manifest import TRAIN
+    from trainer.data.token_folder import split_folder, validation_folder
     from trainer.evaluation_tasks.subject import find_subject
     from trainer.run_folder import default_folder
 
@@ -179,6 +181,11 @@ def _prepare(options: argparse.Namespace) -> _Job:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already and is not an empty folder; choose another by --output")
     tokens = None if options.tokens is None else validation_folder(options.tokens, None) or options.tokens
+    if tokens is not None and split_folder(tokens, TRAIN) != tokens:
+        raise ValueError(
+            f"{tokens} has no validation split; name held-out tokens, or {tokens / TRAIN} to measure on the "
+            "training text"
+        )
     return _Job(
         subject=subject,
         device=device,
@@ -188,6 +195,22 @@ def _prepare(options: argparse.Namespace) -> _Job:
         tokens=tokens,
         sets=_token_sets(tokens, options, subject),
     )
+
+
+def _require_used(options: argparse.Namespace, *, tasks: bool) -> None:
+    """Refuse options without an effect, and values given twice, which would be measured twice."""
+    for option, given in (
+        ("--max-length", options.max_length is not None),
+        ("--padding", options.padding != "right"),
+        ("--log-samples", options.log_samples),
+        ("--tokenizer", options.tokenizer is not None),
+    ):
+        if given and not tasks:
+            raise ValueError(f"{option} is of tasks, and --tokens alone asks none; leave it out")
+    for option, values in (("--lengths", options.lengths), ("--self-iterations", options.self_iterations)):
+        for value in values or ():
+            if (times := values.count(value)) > 1:
+                raise ValueError(f"{option} has {value} {times} times; give each value once")
 
 
 def _carry_out(job: _Job, options: argparse.Namespace) -> int:
@@ -209,6 +232,7 @@ def _carry_out(job: _Job, options: argparse.Namespace) -> int:
     lengths: list[EvaluationResult] = []
     settings = {name: getattr(options, name) for name in _SETTINGS}
     settings["tokens"] = None if job.tokens is None else str(job.tokens)
+    settings["documents"] = None if job.tokens is None else job.subject.documents
 
     def write(incomplete: str | None = None) -> None:
         record = Record(
@@ -331,6 +355,20 @@ def _token_sets(tokens: Path | None, options: argparse.Namespace, subject: Subje
     sets = []
     for length in lengths:
         source = TokenData(tokens, length=length, vocab_size=vocab_size)
+        if subject.documents == "reset":
+            if source.files.documents is None:
+                raise ValueError(
+                    f"{subject.name} was trained with documents kept apart (data.documents=reset), but the "
+                    f"tokens in {source.path} don't say where documents end; write them by "
+                    "python -m trainer.tokenize"
+                )
+            source = TokenData(tokens, length=length, vocab_size=vocab_size, documents="reset")
+        made_by, known = source.files.tokenizer, subject.token_identity
+        if made_by is not None and known is not None and made_by != known:
+            raise ValueError(
+                f"the tokens in {source.path} were made by another tokenizer than those that {subject.name} "
+                f"was trained on (SHA-256 {made_by[:16]}…, not {known[:16]}…); tokenize the text with its own"
+            )
         count = source.samples if options.limit is None else min(options.limit, source.samples)
         name = f"L{length} ({count} sequences)"
         sets.append(EvaluationSet(name=name, source=source, sequences=count))

@@ -40,9 +40,9 @@ class EvaluationResult:
     """A model's answers on one set.
 
     ``loss`` is the mean cross-entropy (nats) of the scored tokens, ``accuracy_last`` the accuracy over the
-    last tokens of each sequence. ``search`` and ``iterations_by_position`` (L,) are None for an explicit
-    model, the latter also where iterations aren't counted by token. ``token_converged`` is the fraction of
-    tokens under the tolerance.
+    last tokens of each sequence; where no token is scored they are NaN. ``search`` and
+    ``iterations_by_position`` (L,) are None for an explicit model, the latter also where iterations aren't
+    counted by token. ``token_converged`` is the fraction of tokens under the tolerance.
     """
 
     name: str
@@ -61,7 +61,7 @@ class EvaluationResult:
     @property
     def perplexity(self) -> float:
         """``exp(loss)``; infinite where that is too large for a float."""
-        return math.exp(self.loss) if self.loss < 700.0 else math.inf
+        return math.inf if self.loss >= 700.0 else math.exp(self.loss)
 
     def as_row(self, *, by_position: bool) -> dict[str, Any]:
         """Return the result as JSON values, with or without the values of every position."""
@@ -225,7 +225,7 @@ class _Sums:
             settings=dict(evaluation_set.settings),
             length=length,
             sequences=sequences,
-            loss=loss / max(1, int(scored_L.sum())),
+            loss=loss / scored if (scored := int(scored_L.sum())) else math.nan,
             accuracy=_ratio(correct_L, scored_L),
             accuracy_last=_ratio(correct_L[-last_tokens:], scored_L[-last_tokens:]),
             search=search_statistics(*map(torch.cat, zip(*every, strict=True))) if every else None,
@@ -253,7 +253,7 @@ def _share(
 
 
 def _ratio(correct: Tensor, scored: Tensor) -> float:
-    return int(correct.sum()) / max(1, int(scored.sum()))
+    return int(correct.sum()) / count if (count := int(scored.sum())) else math.nan
 
 
 def table(results: Iterable[EvaluationResult], *, last_tokens: int, words: bool) -> str:

@@ -10,7 +10,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = (BLUE, ORANGE, GREEN, "#805ad5", "#b83280", "#718096")
+_TITLED = 3  # runs that a title names
 _STYLES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-_MARKERS = ("o", "s", "D", "^")
+_MARKERS = ("o", "s", "D", "^", "v")  # one more than there are styles, so that both together last longer
 _OPEN_BELOW = 0.99
 """A point is drawn hollow where a smaller fraction of its sequences than this had converged."""
 
@@ -88,10 +89,45 @@ def draw(runs: Sequence[RunRecord], output: Path, *, title: str | None = None) -
 
 
 def _title(runs: Sequence[RunRecord]) -> str:
+    if len(runs) > _TITLED:
+        return f"{len(runs)} runs"
     if len(runs) > 1:
         return "  vs  ".join(run.label for run in runs)
     summary = runs[0].summary
     return f"{runs[0].label}: {summary['parameters']:,} parameters, {summary['steps']:,} steps"
+
+
+def distinct_labels(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
+    """Return a label for each run: its name, or as much of its path as distinguishes it from its namesakes.
+
+    Raises:
+        RunFolderError: one folder is given twice.
+
+    """
+    places = [path.resolve() for path in paths]
+    for path, place in zip(paths, places, strict=True):
+        if places.count(place) > 1:
+            raise RunFolderError(f"{path} is given {places.count(place)} times; name each run once")
+    labels = list(names)
+    for name in {name for name in names if names.count(name) > 1}:
+        alike = [index for index, other in enumerate(names) if other == name]
+        for count in range(1, 1 + max(len(places[index].parts) for index in alike)):
+            ends = ["/".join(places[index].parts[-count:]) for index in alike]
+            if len(set(ends)) == len(ends):
+                break
+        for index, end in zip(alike, ends, strict=True):
+            labels[index] = end
+    # A folder may have the name of another run.
+    return labels if len(set(labels)) == len(labels) else [str(place) for place in places]
+
+
+def _color(index: int, *, of: int) -> Any:
+    """Return a color of its own for each of so many lines."""
+    if of <= len(_COLORS):
+        return _COLORS[index]
+    from matplotlib import colormaps
+
+    return colormaps["turbo"]((index + 0.5) / of)
 
 
 def _probabilities(runs: Sequence[RunRecord]) -> list[float | None]:
@@ -102,9 +138,10 @@ def _probabilities(runs: Sequence[RunRecord]) -> list[float | None]:
 def _look(runs: Sequence[RunRecord], run: int, p: int, *, probabilities: int) -> dict[str, Any]:
     """Return color and line style: runs differ by color and p by style, one run's p by color."""
     if len(runs) == 1:
-        return {"color": _COLORS[p % len(_COLORS)], "linestyle": "-", "marker": _MARKERS[p % len(_MARKERS)]}
+        color = _color(p, of=probabilities)
+        return {"color": color, "linestyle": "-", "marker": _MARKERS[p % len(_MARKERS)]}
     style = _STYLES[p % len(_STYLES)] if probabilities > 1 else "-"
-    return {"color": _COLORS[run % len(_COLORS)], "linestyle": style, "marker": _MARKERS[p % len(_MARKERS)]}
+    return {"color": _color(run, of=len(runs)), "linestyle": style, "marker": _MARKERS[p % len(_MARKERS)]}
 
 
 def _name(runs: Sequence[RunRecord], run: RunRecord, p: float | None) -> str:
@@ -143,8 +180,7 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
                     zorder=5,
                 )
             axes.plot([], [], marker=marker, label=_name(runs, run, p), linewidth=1.9, **look)
-    chance = runs[0].summary.get("chance")
-    if chance:
+    for chance in sorted({run.summary.get("chance") or 0.0 for run in runs} - {0.0}):
         axes.axhline(100.0 * chance, color=GREY, linewidth=1.0, linestyle=(0, (1, 2)))
         axes.annotate(
             "chance", (1.0, 100.0 * chance), xycoords=("axes fraction", "data"), xytext=(-4, -11),
@@ -152,7 +188,7 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
         )  # fmt: skip
     lengths_axis(axes, sorted({row["length"] for run in runs for row in run.evaluation}))
     _mark_training_length(axes, runs)
-    last = runs[0].summary["last_tokens"]
+    last = " or ".join(map(str, sorted({run.summary["last_tokens"] for run in runs})))
     axes.set_ylim(0, 103)
     axes.set_ylabel(f"accuracy over the last {last} tokens (%)")
     axes.set_xlabel("sequence length (tokens)")
@@ -166,15 +202,29 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
     _legend(axes)
 
 
+def _series(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
+    """Return the evaluation rows of each line to draw, by length; a line's sets differ in length alone.
+
+    Sets of single tasks are left out where there is one of all tasks together.
+    """
+    rows = run.evaluation
+    rows = [row for row in rows if "task" not in row] or rows
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in sorted(rows, key=lambda row: row["length"]):
+        name = str(row.get("set", "")).removesuffix(f"L{row['length']}").strip("_ ")
+        found.setdefault(name, []).append(row)
+    return found
+
+
 def _draw_perplexity(axes: Axes, runs: Sequence[RunRecord]) -> None:
-    for run_index, run in enumerate(runs):
-        rows = sorted(run.evaluation, key=lambda row: row["length"])
+    lines = [(run, name, rows) for run in runs for name, rows in _series(run).items()]
+    for index, (run, name, rows) in enumerate(lines):
         points = [(row["length"], row["perplexity"]) for row in rows if row["perplexity"] is not None]
         if points:
             lengths, values = zip(*points, strict=True)
-            axes.plot(
-                lengths, values, "o-", linewidth=1.9, color=_COLORS[run_index % len(_COLORS)], label=run.label
-            )
+            color = _color(index, of=len(lines))
+            label = ", ".join(part for part in (run.label, name) if part)
+            axes.plot(lengths, values, "o-", linewidth=1.9, color=color, label=label)
     lengths_axis(axes, sorted({row["length"] for run in runs for row in run.evaluation}))
     axes.set_ylabel("validation perplexity")
     axes.set_xlabel("sequence length (tokens)")
@@ -221,7 +271,7 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
     for run_index, run in enumerate(runs):
         points = [(step, loss) for step, loss in run.losses if loss or not logarithmic]
         steps, losses = [step for step, _ in points], [loss for _, loss in points]
-        color = _COLORS[run_index % len(_COLORS)]
+        color = _color(run_index, of=len(runs))
         axes.plot(steps, losses, linewidth=0.8, alpha=0.28, color=color)
         # A curve runs through the middle of its points only if it is smoothed on the scale it is drawn on.
         middle = smoothed([math.log(loss) for loss in losses] if logarithmic else losses)
@@ -230,8 +280,9 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
     if logarithmic:
         axes.set_yscale("log")
     curricula: list[list[dict[str, Any]]] = [run.summary["phases"] for run in runs]
-    phases = max(curricula, key=len)
-    phases = phases if len(phases) > 1 else []
+    several = [phases for phases in curricula if len(phases) > 1]
+    alike = {tuple((phase["name"], phase["first_step"]) for phase in phases) for phases in several}
+    phases = several[0] if len(alike) == 1 else []  # which run other phases are of could not be seen
     if phases:  # a name outside, of a run that ended at once, would leave the panel no room
         axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
     for phase in phases:
@@ -302,9 +353,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = command.parse_args(arguments)
     if options.label and len(options.label) != len(options.runs):
         command.error(f"{len(options.label)} labels for {len(options.runs)} runs; give one a run, or none")
-    labels: list[str | None] = options.label or [None] * len(options.runs)
+    if len(set(options.label)) < len(options.label):
+        command.error("two runs have the same --label; give each run a label of its own")
     try:
-        records = [read_run(path, label=label) for path, label in zip(options.runs, labels, strict=True)]
+        records = [read_run(path) for path in options.runs]
+        labels = options.label or distinct_labels(options.runs, [record.label for record in records])
+        records = [replace(record, label=label) for record, label in zip(records, labels, strict=True)]
         options.output.parent.mkdir(parents=True, exist_ok=True)
         draw(records, options.output, title=options.title)
     except (ValueError, OSError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from implicit_blocks.specs import load_spec
 from trainer.checkpoint import (
     Progress,
     list_checkpoints,
@@ -21,8 +22,18 @@ from trainer.checkpoint import (
 from trainer.display import Display
 from trainer.distributed import Ranks
 from trainer.errors import CheckpointError, RunFolderError
-from trainer.run_folder import RunFolder
+from trainer.run_folder import RunFolder, of_values
 from trainer.spec import RunSpec
+
+_AFTER_TRAINING = (
+    "evaluation.",
+    "callbacks",
+    "training.parallel",
+    "training.threads",
+    "training.log_every",
+    "training.export_every",
+)
+"""Fields of a spec that have an effect on a run that is finished."""
 
 
 def go_on(
@@ -77,13 +88,31 @@ def go_on(
             "raise training.max_steps, or name an earlier checkpoint by --checkpoint"
         )
 
+    finished = (
+        progress.step == total_steps
+        and bool(changes)
+        and ranks.on_main(lambda: _was_finished(folder, progress))
+    )
+    if finished and (useless := [change for change in changes if not _matters_after_training(change)]):
+        raise RunFolderError(
+            f"the run in {folder.path} is finished, so these changes would train nothing: "
+            f"{'; '.join(useless)}; raise training.max_steps to train on, evaluate it by "
+            "python -m trainer.evaluate, or start anew in another folder"
+        )
+
     def tidy() -> None:
         _leave_later_checkpoints(folder, progress.step, display)
+        if progress.step < total_steps:
+            folder.set_results_aside()
         folder.metrics.truncate_after(progress.step)
         # At its end a run is evaluated again, for its summary.
         folder.evaluations.truncate_after(progress.step - (progress.step == total_steps))
         folder.record_resume(
-            spec=spec.model_dump(mode="json"), manifest=manifest, step=progress.step, changed=bool(changes)
+            spec=spec.model_dump(mode="json"),
+            manifest=manifest,
+            step=progress.step,
+            changes=changes,
+            stored=not finished,
         )
 
     ranks.on_main(tidy)
@@ -93,6 +122,8 @@ def go_on(
         display.say(f"resumed {folder.path} after step {progress.step}")
     for change in changes:
         display.say(f"  changed since it was started: {change}")
+    if finished:
+        display.say(f"the run is finished: {folder.spec_path.name} keeps the spec that it was trained with")
     if (told := _other_batches(spec, progress)) is not None:
         display.say(f"WARNING: {told}")
     return progress
@@ -116,6 +147,18 @@ def _other_batches(spec: RunSpec, progress: Progress) -> str | None:
         f"{end:,} tokens of {spec.total_tokens:,}; for another batch from here on give back the one it had, "
         "and a phase the other"
     )
+
+
+def _was_finished(folder: RunFolder, progress: Progress) -> bool:
+    """Whether the run has come to the end that the spec in its folder gives it."""
+    old = load_spec(str(folder.spec_path))
+    assert isinstance(old, RunSpec)
+    return progress.step >= old.total_steps
+
+
+def _matters_after_training(change: str) -> bool:
+    """Whether a change of the spec has an effect on a run that is finished: it is evaluated and exported."""
+    return change.startswith(_AFTER_TRAINING) or not of_values(change)
 
 
 def _choose(folder: RunFolder, name: str | None, display: Display) -> Path | None:

@@ -120,28 +120,57 @@ class RunFolder:
         self._write_spec(spec)
         write_json(self.manifest_path, dict(manifest))
 
+    def noted_data(self) -> dict[str, Any]:
+        """Return what the manifest says of the data that the run was trained on last; empty: nothing."""
+        history = self._manifest()
+        noted = [entry["data"] for entry in (history, *history.get("resumed", ())) if entry.get("data")]
+        return dict(noted[-1]) if noted else {}
+
     def require_data(self, identity: Mapping[str, Any]) -> None:
         """Refuse data that are not those the run was trained on last, as far as either says what they are."""
-        history = self._manifest()
-        told = [entry["data"] for entry in (history, *history.get("resumed", ())) if entry.get("data")]
-        if told and identity and (changes := differences(told[-1], dict(identity))):
+        noted = self.noted_data()
+        if noted and identity and (changes := differences(noted, dict(identity))):
             raise RunFolderError(
                 f"the data of {self.path} are not those it was trained on ({'; '.join(changes)}); give those "
                 "back, or name the new ones by data.path=…, and the run goes on with them"
             )
 
     def record_resume(
-        self, *, spec: Mapping[str, Any], manifest: Mapping[str, Any], step: int, changed: bool
+        self,
+        *,
+        spec: Mapping[str, Any],
+        manifest: Mapping[str, Any],
+        step: int,
+        changes: Sequence[str],
+        stored: bool = True,
     ) -> None:
-        """Note in the manifest that the run goes on from ``step``; store a changed spec."""
+        """Note in the manifest that the run goes on from ``step``, and what is changed from there on.
+
+        A changed spec is stored, unless ``stored`` is False: nothing is trained with it.
+        """
         history = self._manifest()
-        resumes = [*history.get("resumed", []), {"step": step, **manifest}]
+        resumes = [*history.get("resumed", []), {"step": step, "changes": list(changes), **manifest}]
         write_json(self.manifest_path, {**history, "resumed": resumes})
-        if changed:
+        if changes and stored:
             # A copy: killed between the two, the folder must not be without its spec.
             before = self.spec_path.read_text(encoding="utf-8")
             write_atomically(self.path / f"spec.until-step-{step:08d}.yaml", before)
             self._write_spec(spec)
+
+    def set_results_aside(self) -> None:
+        """Rename the summary and the report of an earlier end, after which training continues.
+
+        They would present the run as finished, with metrics of a later state.
+        """
+        if not self.summary_path.is_file():
+            return
+        try:
+            steps = int(json.loads(self.summary_path.read_text(encoding="utf-8"))["steps"])
+        except (ValueError, TypeError, KeyError):
+            steps = 0
+        for path in (self.report_path, self.summary_path):
+            if path.is_file():
+                path.replace(path.with_name(f"{path.stem}.until-step-{steps:08d}{path.suffix}"))
 
     def record_backends(self, report: Mapping[str, Mapping[str, str]]) -> None:
         """Note in the manifest which backends ran, for the part of the run that is under way."""

@@ -10,18 +10,18 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
-from trainer.data.manifest import TRAIN, VALIDATION, read_manifest, verify
-from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize, train_tokenizer
+from trainer.data.manifest import TRAIN, VALIDATION, read_manifest, require_finished, verify
+from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize, train_tokenizer_for
 from trainer.data.tokenizing.documents import Format, find_sources
 from trainer.data.tokenizing.job import Result
 from trainer.data.tokenizing.progress import Progress
-from trainer.data.tokenizing.tokenizers import Tokenizer
+from trainer.data.tokenizing.tokenizers import END_OF_DOCUMENT, BytesTokenizer, Tokenizer
 from trainer.display import counted
 from trainer.exit_codes import INTERRUPTED, refuse
-from trainer.files import write_atomically
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,18 +40,18 @@ def parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="DIR", help="folder to write train/ and validation/ into")
     add("--tokenizer", metavar="FILE", help="a tokenizer.json, a folder that holds one, or 'bytes'")
     add("--train-tokenizer", type=int, metavar="SIZE", help="train a byte-level BPE tokenizer of so many ids "
-        "on the inputs first, and keep it as DIR/tokenizer.json")
+        "on the inputs first, without what is held out, and keep it as DIR/tokenizer.json")
     add("--end-of-document", metavar="TOKEN", help="appended to each document (default: the usual token)")
     add("--format", choices=get_args(Format), default="auto", help="of the inputs (default: by their names)")
     add("--separator", metavar="TEXT", help="text files: what stands between documents")
-    add("--text-field", default="text", metavar="NAME", help="jsonl, parquet, datasets: where the text is")
-    add("--split", default="train", metavar="NAME", help="datasets: which split")
+    add("--text-field", metavar="NAME", help="jsonl, parquet, datasets: where the text is (text)")
+    add("--split", metavar="NAME", help="datasets: which split (train)")
     add("--config", metavar="NAME", help="datasets of the hub: which configuration")
     add("--validation", nargs="+", default=[], metavar="INPUT", help="held-out inputs")
     add("--validation-split", metavar="NAME", help="datasets: a held-out split of the same inputs")
     add("--validation-fraction", type=float, default=0.0, metavar="SHARE", help="or the share of the "
-        "documents to hold out, chosen by their text and --seed")
-    add("--seed", type=int, default=0, help="of that choice")
+        "documents to hold out, chosen by their text and --seed; of a single document its end")
+    add("--seed", type=int, metavar="N", help="of that choice (0)")
     add("--workers", type=int, metavar="N", help="processes (default: one a core)")
     add("--shard-tokens", type=float, default=float(1 << 27), metavar="N", help="tokens in a shard, about")
     add("--verify", action="store_true", help="only check the checksums of the token folders given as INPUT")
@@ -81,30 +81,61 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _tokenize(options: argparse.Namespace, progress: Progress) -> None:
-    documents = _documents(options, options.inputs, options.split)
+    split = options.split or "train"
+    documents = _documents(options, options.inputs, split)
     validation = None
     if options.validation and options.validation_split:
         raise ValueError("give --validation or --validation-split, not both")
     if options.validation or options.validation_split:
-        inputs, split = options.validation or options.inputs, options.validation_split or options.split
-        validation = _documents(options, inputs, split)
-        documents.require_apart(validation)  # before a tokenizer is trained
+        inputs = options.validation or options.inputs
+        validation = _documents(options, inputs, options.validation_split or split)
+    _require_used(options, documents, validation)
     job = Job(
         output=options.output,
         documents=documents,
-        tokenizer=_tokenizer(options, documents, progress),
+        tokenizer=BytesTokenizer(),
         validation=validation,
         validation_fraction=options.validation_fraction,
-        seed=options.seed,
+        seed=options.seed or 0,
         shard_tokens=int(options.shard_tokens),
         workers=options.workers if options.workers is not None else len(_cores()),
     )
+    job.check()  # before a tokenizer is trained
+    job = replace(job, tokenizer=_tokenizer(options, documents, progress))
     results = tokenize(job, say=progress.say, report=progress.report)
     for result in results:
         shards = f"{counted(result.documents, 'document')}, {counted(result.shards, 'shard')}"
         progress.say(f"{result.folder}: {counted(result.tokens, 'token')}, {shards}")
     _say_of_separator(job, results, progress)
     progress.say(f"vocabulary {job.tokenizer.vocab_size:,}, {job.dtype}")
+
+
+def _require_used(options: argparse.Namespace, documents: Documents, validation: Documents | None) -> None:
+    """Refuse options without an effect on these inputs, and numbers that are none."""
+    formats = {
+        source.format for part in (documents, validation) if part is not None for source in part.sources
+    }
+    for option, value, unused, applies in (
+        ("--separator", options.separator, "text" not in formats, "divides text files"),
+        (
+            "--text-field",
+            options.text_field,
+            formats == {"text"},
+            "names a field of jsonl, parquet, datasets",
+        ),
+        ("--split", options.split, "dataset" not in formats, "names a split of a dataset"),
+        ("--config", options.config, "dataset" not in formats, "names a configuration of a dataset"),
+        (
+            "--seed",
+            options.seed,
+            not options.validation_fraction,
+            "chooses what --validation-fraction holds out",
+        ),
+    ):
+        if value is not None and unused:
+            raise ValueError(f"{option} {value!r} has no effect here: it {applies}; leave it out")
+    if not 1 <= options.shard_tokens < float("inf"):
+        raise ValueError(f"--shard-tokens is {options.shard_tokens:g}; give 1 or more")
 
 
 def _say_of_separator(job: Job, results: Sequence[Result], progress: Progress) -> None:
@@ -123,7 +154,7 @@ def _documents(options: argparse.Namespace, inputs: Sequence[str], split: str) -
     return Documents(
         sources=find_sources(inputs, format=options.format),
         separator=options.separator,
-        text_field=options.text_field,
+        text_field=options.text_field or "text",
         dataset_split=split,
         dataset_config=options.config,
     )
@@ -132,27 +163,20 @@ def _documents(options: argparse.Namespace, inputs: Sequence[str], split: str) -
 def _tokenizer(options: argparse.Namespace, documents: Documents, progress: Progress) -> Tokenizer:
     if options.tokenizer is not None:
         return load_tokenizer(options.tokenizer, end_of_document=options.end_of_document)
-    file = options.output / "tokenizer.json"
-    if file.is_file():  # of a run that was stopped
-        tokenizer = load_tokenizer(file, end_of_document=options.end_of_document)
-        if tokenizer.vocab_size > options.train_tokenizer:
-            raise ValueError(
-                f"{file} has {tokenizer.vocab_size} ids, more than the {options.train_tokenizer} asked for; "
-                "remove it, or name another --output"
-            )
-        progress.say(f"{file} is there already: {tokenizer.vocab_size:,} ids")
-        return tokenizer
-    if options.validation_fraction:
+    if options.end_of_document not in (None, END_OF_DOCUMENT):
         raise ValueError(
-            "a tokenizer trained here would see the documents that --validation-fraction holds out; give "
-            "held-out inputs by --validation, or a tokenizer by --tokenizer"
+            f"a tokenizer trained here ends documents with {END_OF_DOCUMENT}, not with "
+            f"{options.end_of_document!r}; leave --end-of-document out"
         )
-    progress.say(f"training a tokenizer of {options.train_tokenizer:,} ids")
-    texts = (piece.text for piece in documents.pieces(lambda share: progress.report(share, 0, 0)))
-    content = train_tokenizer(texts, vocab_size=options.train_tokenizer)
-    options.output.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, content)
-    return load_tokenizer(file, end_of_document=options.end_of_document)
+    return train_tokenizer_for(
+        options.output,
+        documents,
+        vocab_size=options.train_tokenizer,
+        validation_fraction=options.validation_fraction,
+        seed=options.seed or 0,
+        say=progress.say,
+        report=progress.report,
+    )
 
 
 def _cores() -> set[int]:
@@ -162,6 +186,7 @@ def _cores() -> set[int]:
 def _verify(folders: Sequence[str]) -> int:
     for name in folders:
         folder = Path(name)
+        require_finished(folder)
         parts = [part for part in (folder / TRAIN, folder / VALIDATION) if part.is_dir()]
         for part in parts or [folder]:
             manifest = read_manifest(part)

@@ -14,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.distributed import Ranks
 from trainer.evaluation import _share, evaluate, table
+from trainer.metrics import json_value
 
 LENGTH, VOCABULARY = 6, 5
 
@@ -133,6 +134,26 @@ def test_without_counts_by_token_there_is_no_curve() -> None:
     assert found.iterations_by_position is None
     assert found.token_converged is None
     assert found.search.iterations == LENGTH
+
+
+def test_where_nothing_is_scored_there_is_no_perfect_score() -> None:
+    """The loss was 0 and the perplexity 1."""
+
+    class Unscored(Fixed):
+        def batch(self, position: int, count: int) -> Batch:
+            batch = super().batch(position, count)
+            return Batch(inputs=batch.inputs, labels=torch.full_like(batch.labels, -100))
+
+    (found,) = evaluate(
+        Echo(),
+        [EvaluationSet(name="unscored", source=Unscored(), sequences=2)],
+        device=torch.device("cpu"),
+        precision="float32",
+        batch_size=2,
+        last_tokens=2,
+    )
+    row = json_value(found.as_row(by_position=True))
+    assert [row[key] for key in ("loss", "perplexity", "accuracy", "accuracy_last")] == [None] * 4
 
 
 def test_an_explicit_model_has_no_search() -> None:

@@ -139,7 +139,7 @@ def test_the_live_display_shows_the_same(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def fake_run(folder: Path, *, name: str, implicit: bool, task: str = "word_problem") -> Path:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     rows: list[dict[str, Any]] = []
     for p in (0.5, 0.0):
         for length in (32, 64):
@@ -173,6 +173,69 @@ def test_runs_are_drawn_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     draw(
         [read_run(fake_run(tmp_path / "t", name="text", implicit=True, task="tokens"))], tmp_path / "text.png"
     )
+
+
+def legends(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[list[str]]:
+    """Return the texts of the panels' legends that the command draws."""
+    figures: list[Any] = []
+    monkeypatch.setattr("trainer.report.write_picture", lambda figure, path: figures.append(figure))
+    assert main(arguments) == 0
+    found = [axes.get_legend() for axes in figures[0].axes]
+    return [[text.get_text() for text in legend.get_texts()] for legend in found if legend is not None]
+
+
+def test_runs_with_one_name_have_different_legends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two runs of one spec, in folders whose last parts may be equal too."""
+    for names in (("one", "two"), ("a/run", "b/run")):
+        runs = [fake_run(tmp_path / name, name="digits", implicit=True) for name in names]
+        accuracy, iterations, loss = legends(monkeypatch, list(map(str, runs)))
+        assert loss == list(names)
+        assert len(set(accuracy)) == len(accuracy)
+        assert len(set(iterations)) == len(iterations)
+    third = fake_run(tmp_path / "c", name="one", implicit=True)
+    runs = [tmp_path / "one", tmp_path / "two", third]
+    assert len(set(legends(monkeypatch, list(map(str, runs)))[-1])) == 3
+
+
+def test_a_run_given_twice_and_a_label_given_twice_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = fake_run(tmp_path / "run", name="run", implicit=True)
+    assert main([str(run), f"{tmp_path}/./run", "--output", str(tmp_path / "a.png")]) == 2
+    assert "is given 2 times; name each run once" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([str(run), str(run), "--label", "same", "--label", "same"])
+    assert "two runs have the same --label" in capsys.readouterr().err
+
+
+def test_every_run_has_a_color_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr("trainer.report.write_picture", lambda figure, path: figures.append(figure))
+    runs = [fake_run(tmp_path / f"{n}", name="text", implicit=True, task="tokens") for n in range(8)]
+    assert main(list(map(str, runs))) == 0
+    for axes in figures[0].axes[0], figures[0].axes[2]:
+        handles, _ = axes.get_legend_handles_labels()
+        assert len({str(handle.get_color()) for handle in handles}) == len(handles) >= 8
+
+
+def test_each_line_of_perplexities_is_of_one_kind_of_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mixture's sources are lines of their own; of tasks, the set of all together is drawn."""
+    summary = json.loads(
+        (fake_run(tmp_path / "run", name="run", implicit=True, task="mixture") / "summary.json").read_text()
+    )
+    rows = [
+        {"set": f"{name}_L{length}", "length": length, "perplexity": value, "iterations": None}
+        for length in (32, 64)
+        for name, value in (("web", 9.0), ("books", 3.0))
+    ]
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({**summary, "evaluation": rows}))
+    assert legends(monkeypatch, [str(tmp_path / "run")])[0] == ["run, web", "run, books"]
+    rows = [{"set": "L32", "length": 32, "perplexity": 2.0, "iterations": None}]
+    rows += [{**rows[0], "set": f"qa{task}_L32", "task": task} for task in (1, 2)]
+    (tmp_path / "run" / "summary.json").write_text(json.dumps({**summary, "evaluation": rows}))
+    assert legends(monkeypatch, [str(tmp_path / "run")])[0] == ["run"]
 
 
 def test_a_training_length_that_was_not_measured_is_no_mark(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from trainer.checkpoint import list_checkpoints, read_model_tensors
 from trainer.errors import CheckpointError, NonFiniteLossError, RunFolderError
 from trainer.metrics import read_metrics
+from trainer.report import read_run
 from trainer.run import build
 from trainer.run_folder import RunFolder
 from trainer.spec import RunSpec
@@ -360,6 +361,48 @@ def test_a_finished_run_is_only_evaluated_again(small: Small, tmp_path: Path) ->
         assert {**row, "seconds": 0} == {**other, "seconds": 0}
 
 
+def test_a_change_that_trains_nothing_is_refused_or_leaves_the_spec_as_it_was(
+    small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    build(small(), output=folder, device="cpu").train()
+    kept = ("spec.yaml", "summary.json", "manifest.json", "evaluations.jsonl")
+    before = {name: (folder / name).read_bytes() for name in kept}
+    for change in ({"training.optimizer.learning_rate": 1.0}, {"training.seed": 3}):
+        with pytest.raises(RunFolderError, match=r"is finished, so these changes would train nothing: trai"):
+            build(small(change), output=folder, device="cpu", resume=True)
+    assert {name: (folder / name).read_bytes() for name in kept} == before
+    again = build(small({"evaluation.lengths": [20]}), output=folder, device="cpu", resume=True).train()
+    assert again is not None
+    assert [row["length"] for row in again["evaluation"]] == [20]
+    assert "spec.yaml keeps the spec that it was trained with" in capsys.readouterr().out
+    assert (folder / "spec.yaml").read_bytes() == before["spec.yaml"]
+    assert not list(folder.glob("spec.until-*"))
+    (resumed,) = json.loads((folder / "manifest.json").read_text())["resumed"]
+    assert resumed["changes"] == ["evaluation.lengths: [12, 16] → [20]"]
+
+
+def test_a_run_may_be_ended_where_it_stopped(small: Small, tmp_path: Path) -> None:
+    """Its end is changed, so its spec is, though nothing is left to train."""
+    folder = tmp_path / "run"
+    assert build(small({"training.max_steps": 9}), output=folder, device="cpu").train(stop_at=4) is None
+    assert build(small(), output=folder, device="cpu", resume=True).train() is not None
+    assert "max_steps: 4" in (folder / "spec.yaml").read_text()
+    assert (folder / "spec.until-step-00000004.yaml").is_file()
+
+
+def test_a_run_that_continues_after_its_end_is_not_finished_meanwhile(small: Small, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    build(small(), output=folder, device="cpu").train()
+    longer = small({"training.max_steps": 6})
+    assert build(longer, output=folder, device="cpu", resume=True).train(stop_at=5) is None
+    with pytest.raises(RunFolderError, match=r"holds no finished run \(summary\.json is missing\)"):
+        read_run(folder)
+    assert json.loads((folder / "summary.until-step-00000004.json").read_text())["steps"] == 4
+    assert build(longer, output=folder, device="cpu", resume=True).train() is not None
+    assert read_run(folder).summary["steps"] == 6
+
+
 def test_an_evaluation_that_is_owed_is_of_the_phase_that_ended(small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     last = {"name": "last", "model": {"at_evaluation": {"stopping": {"max_iterations": 9}}}}
@@ -443,8 +486,8 @@ def test_a_kill_while_a_changed_spec_is_noted_leaves_one_spec_or_the_other(
     with monkeypatch.context() as patched:
         patched.setattr(folder, "_write_spec", killed)
         with pytest.raises(KeyboardInterrupt):
-            folder.record_resume(spec={"seed": 2}, manifest={}, step=4, changed=True)
+            folder.record_resume(spec={"seed": 2}, manifest={}, step=4, changes=["seed: 1 → 2"])
     assert "seed: 1" in folder.spec_path.read_text()
-    folder.record_resume(spec={"seed": 2}, manifest={}, step=4, changed=True)
+    folder.record_resume(spec={"seed": 2}, manifest={}, step=4, changes=["seed: 1 → 2"])
     assert "seed: 2" in folder.spec_path.read_text()
     assert "seed: 1" in (folder.path / "spec.until-step-00000004.yaml").read_text()

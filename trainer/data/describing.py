@@ -41,7 +41,8 @@ def describe_tokens(spec: TokensSpec, *, sequences: int, vocab_size: int | None)
     else:
         validation = open_tokens(held_out, dtype=spec.dtype, check_sums=spec.check_sums)
         check_same_tokenizer(training, validation)
-        lines.append(f"validation: {_amount(validation)}")
+        same = ": the training tokens themselves" if held_out.resolve() == training.path.resolve() else ""
+        lines.append(f"validation: {_amount(validation)}{same}")
     if training.vocab_size is not None and vocab_size is not None and 2 * training.vocab_size < vocab_size:
         lines.append(
             f"vocabulary {training.vocab_size:,}, of the model {vocab_size:,}: model.vocab_size says so"

@@ -22,6 +22,8 @@ from typing import Any
 from trainer.files import sha256_of, write_json
 
 MANIFEST = "manifest.json"
+JOB = "job.json"
+"""What a folder of tokens is made of, beside its splits; written first."""
 DOCUMENTS_SUFFIX = ".documents"
 FORMAT = 1
 TRAIN, VALIDATION = "train", "validation"
@@ -73,6 +75,29 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         )
     result: dict[str, Any] = manifest
     return result
+
+
+def require_finished(path: Path) -> None:
+    """Refuse the output of `python -m trainer.tokenize`, or a split of it, that was stopped before its end.
+
+    Raises:
+        ValueError: a split that the job writes has no manifest.
+
+    """
+    output = path.parent if path.name in (TRAIN, VALIDATION) else path
+    try:
+        job = json.loads((output / JOB).read_text(encoding="utf-8"))
+        sides = [TRAIN, *([VALIDATION] if job.get("validation_fraction") or VALIDATION in job else [])]
+        ours = "tokenizer" in job and "shard_tokens" in job
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return  # it is no such folder
+    sides = [path.name] if path.name in sides and output != path else sides
+    missing = [side for side in sides if not (output / side / MANIFEST).is_file()]
+    if ours and missing:
+        raise ValueError(
+            f"tokenizing into {output} was stopped before its end: {output / missing[0]} is not finished; "
+            "run the same command of python -m trainer.tokenize again"
+        )
 
 
 def verify(folder: Path, *, again: bool = False) -> int:

@@ -173,3 +173,10 @@ def _check_tokenizers(parts: Sequence[Part]) -> None:
     texts = [part.source for part in parts if isinstance(part.source, TokenData)]
     for text in texts[1:]:
         check_same_tokenizer(texts[0].files, text.files)
+    known = [(part.name, identity) for part in parts if (identity := part.source.identity().get("tokenizer"))]
+    for name, identity in known[1:]:
+        if identity != known[0][1]:
+            raise ValueError(
+                f"the sources {known[0][0]!r} and {name!r} of the mixture have different tokenizers (SHA-256 "
+                f"{known[0][1][:16]}… and {identity[:16]}…); give both the same"
+            )

@@ -61,7 +61,9 @@ class PublishedSplit:
                 f"{self.path} holds {len(self)} samples; {position} to {position + count - 1} go beyond them"
             )
         rows = slice(position, position + count)
-        inputs, labels = self.inputs[rows].to(torch.int64), self.targets[rows].to(torch.int64)
+        # Copies: rows that need no conversion would be views of the file.
+        inputs = self.inputs[rows].to(torch.int64, copy=True)
+        labels = self.targets[rows].to(torch.int64, copy=True)
         for name, ids in (("inputs", inputs), ("targets", labels)):
             if ids.min() < 0 or ids.max() >= self.vocab_size:
                 raise ValueError(
@@ -69,9 +71,6 @@ class PublishedSplit:
                     f"{position} to {position + count - 1}, outside its vocabulary of {self.vocab_size}; "
                     "generate the file again"
                 )
-        # Rows that need no conversion would be views of the file.
-        if self.inputs.dtype == torch.int64:
-            inputs, labels = inputs.clone(), labels.clone()
         return Batch(inputs=inputs, labels=labels)
 
 
@@ -155,6 +154,8 @@ def read_published(path: str | Path, *, mmap: bool = True) -> PublishedSplit:
     if targets.ndim == 3:
         targets = targets.flatten(0, 1)
     _check_shapes(path, inputs, targets)
+    if tensors["vocab_size"].numel() != 1:
+        raise ValueError(f"vocab_size of {path} has {tensors['vocab_size'].numel()} values; it has one")
     return PublishedSplit(path, inputs, targets, int(tensors["vocab_size"]))
 
 

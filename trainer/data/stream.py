@@ -111,6 +111,10 @@ class StreamData(DataSource):
             inputs=inputs, labels=labels, documents=None if self._documents == "ignore" else documents
         )
 
+    def identity(self) -> Mapping[str, Any]:
+        """See `DataSource.identity`: the tokenizer's content, which the spec names by its path alone."""
+        return {"tokenizer": self._tokenizer.identity["sha256"]}
+
     def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
         """Those of the validation tokens, if there are any."""
         return {} if self._validation is None else self._validation.evaluation_sets(evaluation)

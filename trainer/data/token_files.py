@@ -62,7 +62,8 @@ def open_shards(path: str | Path, *, dtype: TokenDtype | None = None) -> list[Sh
         dtype: of ``.bin`` files without a sidecar that says.
 
     Raises:
-        ValueError: nothing there; an empty file, or one cut short; a type that is unknown or contradicts the
+        ValueError: nothing there; a file that is neither ``.bin`` nor ``.npy``, such as text; an empty file,
+            or one cut short; a type that is unknown or contradicts the
             sidecar or the header; shards with different vocabularies; an unreadable sidecar.
 
     """
@@ -72,8 +73,16 @@ def open_shards(path: str | Path, *, dtype: TokenDtype | None = None) -> list[Sh
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in (".bin", ".npy"))
         if not files:
-            raise ValueError(f"folder {path} holds no .bin or .npy file; write tokens there first")
+            raise ValueError(
+                f"folder {path} holds no .bin or .npy file; write tokens there by python -m trainer.tokenize"
+            )
     elif path.is_file():
+        if path.suffix not in (".bin", ".npy"):
+            raise ValueError(
+                f"{path} is not a token file (these end in .bin or .npy); turn text into tokens by "
+                f"python -m trainer.tokenize {path} --output DIR --tokenizer FILE, with the tokenizer of the "
+                "model, and give DIR"
+            )
         files = [path]
     else:
         raise ValueError(f"there is no token file or folder {path}; check the path")

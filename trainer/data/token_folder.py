@@ -10,7 +10,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.manifest import MANIFEST, TRAIN, VALIDATION, read_manifest, tokenizer_identity, verify
+from trainer.data.manifest import (
+    MANIFEST,
+    TRAIN,
+    VALIDATION,
+    read_manifest,
+    require_finished,
+    tokenizer_identity,
+    verify,
+)
 from trainer.data.token_files import Shard, TokenDtype, open_shards
 from trainer.files import digest
 
@@ -112,9 +120,10 @@ def open_tokens(
             since that was last done.
 
     Raises:
-        ValueError: as `open_shards`, `read_manifest` and `verify`.
+        ValueError: as `open_shards`, `require_finished`, `read_manifest` and `verify`.
 
     """
+    require_finished(Path(path))
     path = split_folder(Path(path), TRAIN)
     manifest = read_manifest(path) if path.is_dir() else None
     if manifest is not None and check_sums:

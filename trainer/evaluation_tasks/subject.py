@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -37,6 +37,10 @@ class Subject:
     load: Callable[[], nn.Module] = field(repr=False)
     tokenizer: Path | None = None
     notes: tuple[str, ...] = ()
+    documents: Literal["ignore", "reset"] = "ignore"
+    """Whether it was trained with the documents of a row kept apart: ``data.documents`` of its run."""
+    token_identity: str | None = None
+    """The SHA-256 that identifies the tokenizer of the tokens it was trained on, where that is known."""
 
     @property
     def implicit(self) -> bool:
@@ -85,6 +89,8 @@ def find_subject(checkpoint: Path, *, spec: str | None = None) -> Subject:
         load=lambda: load_model(weights, spec=loaded.final_model),
         tokenizer=tokenizer_of(checkpoint),
         notes=tuple(notes),
+        documents=getattr(getattr(loaded, "data", None), "documents", "ignore"),
+        token_identity=None if run is None else _text(run.noted_data().get("tokenizer")),
     )
 
 
@@ -105,6 +111,10 @@ def _weights(checkpoint: Path) -> tuple[Path, RunFolder | None, list[str]]:
         f"{checkpoint} is no run, no checkpoint and no exported folder: it has no spec.yaml, {STATE_FILE}, "
         f"{CONFIG} or {SAFETENSORS}"
     )
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _of_transformers(folder: Path) -> Subject:

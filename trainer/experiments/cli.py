@@ -19,6 +19,8 @@ from trainer.experiments.run_options import require_once
 
 EXPERIMENTS = ("catbabi", "duality", "jacobian", "language", "solvers", "word-problem")
 """Each has a module in ``trainer.experiments.commands``: HELP, ``add_options`` and ``carry_out``."""
+_MEASURED_ONCE = ("duality", "jacobian", "solvers")
+"""The others train runs, which the same command continues, and puts together again."""
 _ADD_UP, _MAY_BE_EQUAL = ("set", "explicit_set"), ("dt",)
 """Lists that add up when given again; whose values may be equal."""
 
@@ -54,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         require_drawing()
         folder = folder or default_folder(options.experiment, root=Path("experiments"))
         require_writable(folder)
+        _require_no_results(options.experiment, folder)
         text: str = _command(options.experiment).carry_out(folder, options)
     except KeyboardInterrupt:
         kept = f"go on by the same command with --output {folder}" if folder and folder.exists() else ""
@@ -84,6 +87,20 @@ def _require_once(given: Sequence[str], options: argparse.Namespace) -> None:
             raise ValueError(f"{name} is given {names[name]} times; give it once, with all its values behind")
         if key not in _MAY_BE_EQUAL:
             require_once(name, values)
+
+
+def _require_no_results(experiment: str, folder: Path) -> None:
+    """Refuse to replace the results of an experiment that continues no earlier one.
+
+    Raises:
+        ValueError: they are in the folder.
+
+    """
+    if experiment in _MEASURED_ONCE and (folder / f"{experiment}.json").exists():
+        raise ValueError(
+            f"{folder} holds the results of an earlier call ({experiment}.json); name another folder by "
+            "--output"
+        )
 
 
 def _command(name: str) -> ModuleType:

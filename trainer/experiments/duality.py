@@ -299,4 +299,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"{'-' if clear is None else format(clear, '.0%'):>5}  {together:20.1f}  {in_turn:7.1f}"
             f"  {near[0]:>25}  {near[1]:>7}"
         )
+    for row in rows:
+        together, in_turn = (row[mode]["converged"] for mode in MODES)
+        if min(together, in_turn) < 1.0:
+            lines.append(
+                f"WARNING: at tolerance {row['tolerance']:.0e} {together:.2%} of the tokens converged "
+                f"together, {in_turn:.2%} in turn; raise --max-iterations to compare fixed points"
+            )
     return "\n".join(lines)

@@ -191,6 +191,7 @@ def _measured(finished: Finished, settings: Settings, device: torch.device) -> d
         "self_iterations": list(settings.self_iterations),
         "multiples": list(settings.multiples),
         "sequences": settings.sequences,
+        "steps": finished.summary["steps"],
     }
     if path.is_file() and (kept := read_json(path))["how"] == how:
         found: dict[str, Any] = kept["measured"]

@@ -26,6 +26,7 @@ from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.merging import merge_runs
 from trainer.checkpoint import STATE_FILE, Progress, load_checkpoint, newest_sound_checkpoint
 from trainer.data.source import Batch, DataSource, EvaluationSet
+from trainer.errors import CheckpointError
 from trainer.folder_lock import FolderLock, LockedError
 from trainer.metrics import read_metrics
 from trainer.run import build
@@ -92,7 +93,9 @@ def train(spec: RunSpec, folder: Path, *, name: str, device: str, command: Seque
             if changes := differences(old, spec.model_dump(mode="json")):
                 few = "; ".join(changes[:3])
                 raise ValueError(f"{folder} holds a run of other settings ({few}); give another --output")
-        if not place.summary_path.is_file():
+        if place.summary_path.is_file():
+            require_same_data(place, spec)
+        else:
             run = build(
                 spec,
                 name=name,
@@ -147,10 +150,39 @@ def is_finished(folder: Path) -> bool:
     return RunFolder(folder).summary_path.is_file()
 
 
+def require_same_data(place: RunFolder, spec: RunSpec) -> None:
+    """Refuse a finished run on data that have changed since: it would be compared with runs on others.
+
+    Raises:
+        RunFolderError: the data, by what the run has noted of them, are others.
+
+    """
+    if not place.noted_data():
+        return
+    try:
+        data = data_of(spec)
+    except (ValueError, OSError):
+        return  # they are not here; what has been measured before can be read without them
+    place.require_data(data.identity())
+
+
 def load_model(finished: Finished, device: torch.device) -> nn.Module:
-    """Return the model with its last weights, as its last phase left it, in evaluation mode."""
+    """Return the model with its last weights, as its last phase left it, in evaluation mode.
+
+    Raises:
+        CheckpointError: the last checkpoint is damaged or missing; an earlier one is not what was trained.
+
+    """
     model: nn.Module = build_component(finished.spec.final_model)
-    load_checkpoint(newest_sound_checkpoint(RunFolder(finished.folder).checkpoints)[0], model=model)
+    path, complaints = newest_sound_checkpoint(RunFolder(finished.folder).checkpoints)
+    steps = load_checkpoint(path, model=model).step
+    if steps != finished.summary["steps"]:
+        why = f" ({'; '.join(complaints)})" if complaints else ""
+        raise CheckpointError(
+            f"{finished.folder} was trained for {finished.summary['steps']} steps, but its newest sound "
+            f"checkpoint is {path.name}{why}; train the rest again by python -m trainer --resume --output "
+            f"{finished.folder}"
+        )
     return model.to(device).eval()
 
 
@@ -191,7 +223,12 @@ def trained(checkpoint: Path, overrides: Sequence[str] = ()) -> tuple[str, RunSp
             f"the model of {checkpoint} is of kind {spec.model.kind!r}, which solves for nothing; give a run "
             "of an implicit_lm"
         )
-    return folder.run_name(), spec, checkpoint if single else newest_sound_checkpoint(folder.checkpoints)[0]
+    if single:
+        return folder.run_name(), spec, checkpoint
+    newest, complaints = newest_sound_checkpoint(folder.checkpoints)
+    for complaint in complaints:
+        print(f"WARNING: {complaint}; {newest.name} is taken instead", file=sys.stderr)
+    return folder.run_name(), spec, newest
 
 
 def trained_model(spec: RunSpec, weights: Path) -> tuple[ImplicitLM, Progress]:

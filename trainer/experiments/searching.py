@@ -5,6 +5,7 @@ Shape legend: B sequences, L tokens.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,7 +77,11 @@ def reference(model: ImplicitLM, batch: Batch, max_iterations: int) -> Reference
     if bool(first.solution.converged.all()):
         return Reference(first.logits, first.solution.z, first.solution.converged)
     second = solved(BroydenSpec(memory=20))
-    better = (second.solution.residual < first.solution.residual).view(-1, 1, 1)
+    # A residual that is no number is larger than any other, and what has converged is better in any case.
+    residuals = [found.solution.residual.nan_to_num(nan=math.inf) for found in (first, second)]
+    better = second.solution.converged & ~first.solution.converged
+    better |= (second.solution.converged == first.solution.converged) & (residuals[1] < residuals[0])
+    better = better.view(-1, 1, 1)
     return Reference(
         torch.where(better, second.logits, first.logits),
         torch.where(better, second.solution.z, first.solution.z),

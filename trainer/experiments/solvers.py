@@ -309,12 +309,16 @@ def table(one: dict[str, Any], *, tolerance: float) -> str:
 
 def contraction(found: dict[str, Any]) -> str:
     """Return the spectrum in a sentence."""
+    doubt = (
+        f"\nWARNING: only {found['converged']:.0%} of the reference solutions converged; errors and radii of "
+        "the others are not those of a fixed point"
+    )
     return (
         f"spectral radius of single tokens' maps: median {found['median']:.3f}, "
         f"largest {found['largest']:.3f}, above one {found['above_one']:.0%} of {len(found['radii'])} "
         f"(eigenvectors off by at most "
         f"{found['residual_largest']:.0e})"
-    )
+    ) + (doubt if found["converged"] < 1.0 else "")
 
 
 def penalty_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -37,6 +37,21 @@ def test_a_batch_is_the_callers_own(tmp_path: Path) -> None:
     assert torch.equal(read.batch(0, 2).inputs, inputs[:2])
 
 
+def test_labels_are_copies_whatever_type_the_inputs_have(tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    torch.save(
+        {
+            "inputs": torch.zeros(2, 3, dtype=torch.uint8),
+            "targets": torch.ones(2, 3, dtype=torch.int64),
+            "vocab_size": torch.tensor([6]),
+        },
+        path,
+    )
+    split = read_published(path, mmap=False)
+    split.batch(0, 2).labels.zero_()
+    assert bool((split.batch(0, 2).labels == 1).all())
+
+
 def test_what_is_written_is_what_the_published_loader_takes(tmp_path: Path) -> None:
     inputs, labels = split()
     write_published(tmp_path / "a.bin", inputs[3:9], labels[3:9], vocab_size=240)

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from trainer.cli import main
-from trainer.data import stream
+from trainer.data import mixture, stream
 from trainer.data.stream import ApproximateResumeWarning, StreamData, build
-from trainer.data.tokenizing.tokenizers import load_tokenizer
-from trainer.spec import StreamSpec
+from trainer.data.tokenizing.tokenizers import load_tokenizer, train_tokenizer
+from trainer.spec import MixtureSpec, StreamSpec
 
 datasets = pytest.importorskip("datasets", reason="streams are read by the package datasets")
 pytestmark = pytest.mark.filterwarnings(
@@ -49,6 +49,20 @@ def test_samples_are_the_documents_in_a_row(folder: Path) -> None:
     assert torch.equal(batch.labels == -100, batch.inputs == 256)
     with pytest.raises(StopIteration):
         next(iter(data.evaluation_sets(None)))  # type: ignore[arg-type]  # there is none
+
+
+def test_a_stream_is_identified_by_its_tokenizer(folder: Path, tmp_path: Path) -> None:
+    """The spec has its path alone; a run is not resumed, and sources are not mixed, with another one."""
+    pytest.importorskip("tokenizers", reason="another tokenizer than bytes")
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer(["a text"], vocab_size=257))
+    own, other = open_stream(folder), open_stream(folder, tokenizer=str(tmp_path / "tokenizer.json"))
+    assert own.identity() == open_stream(folder).identity() != other.identity()
+    source = {"kind": "stream", "dataset": str(folder), "shuffle_buffer": 20}
+    names = ("bytes", str(tmp_path / "tokenizer.json"))
+    sources = [{"weight": 1, "data": {**source, "tokenizer": name}} for name in names]
+    mixed = MixtureSpec.model_validate({"kind": "mixture", "length": 16, "sources": sources})
+    with pytest.raises(ValueError, match="'source0' and 'source1' of the mixture have different tokenizers"):
+        mixture.build(mixed, vocab_size=257)
 
 
 def test_batches_cut_one_stream_and_epochs_follow_on(folder: Path) -> None:

@@ -125,6 +125,18 @@ def test_ids_are_checked_as_they_are_read(tmp_path: Path) -> None:
         TokenData(tmp_path / "a.bin", length=7, vocab_size=10)
 
 
+def test_text_is_not_read_as_tokens(tmp_path: Path) -> None:
+    """A dtype would make two letters of it one token."""
+    path = tmp_path / "input.txt"
+    path.write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")
+    for options in ({}, {"dtype": "uint16"}):
+        with pytest.raises(
+            ValueError, match=r"input\.txt is not a token file .*-m trainer\.tokenize"
+        ) as error:
+            TokenData(path, length=3, **options)
+        assert "dtype" not in str(error.value)
+
+
 def test_refuses_files(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
     with pytest.raises(ValueError, match="there is no token file or folder"):

@@ -146,6 +146,51 @@ def test_perplexity_is_of_held_out_tokens_where_there_are_some(run_folder, tmp_p
     assert whole["perplexity"] == held_out["perplexity"] != train["perplexity"]
 
 
+def test_tokens_that_would_give_another_perplexity_are_refused(small, tmp_path, capsys):
+    """Training text in place of held-out text, another tokenizer, documents whose ends nothing says."""
+    tokenizers = pytest.importorskip("tokenizers", reason="another tokenizer than bytes")
+    (tmp_path / "a.txt").write_text(50 * "seen in training ")
+    alone = [str(tmp_path / "a.txt"), "--workers", "1", "--output"]
+    assert tokenize([*alone, str(tmp_path / "own"), "--tokenizer", "bytes"]) == 0
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "seen": 1}, unk_token="<eos>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(tmp_path / "tokenizer.json"))
+    other = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--end-of-document", "<eos>"]
+    assert tokenize([*alone, str(tmp_path / "other"), *other, "--validation-fraction", "0.5"]) == 0
+    write_tokens(tmp_path / "plain.bin", np.arange(500) % 257, vocab_size=257)
+    data = {"kind": "tokens", "path": str(tmp_path / "own"), "length": 16, "documents": "reset"}
+    spec = small({"model.vocab_size": 257, "data": data, "training.max_steps": 1, "evaluation.lengths": [16]})
+    build(spec, name="mine", output=tmp_path / "run", device="cpu").train()
+    arguments = ["--checkpoint", tmp_path / "run", "--lengths", 16, "--limit", 2, "--device", "cpu"]
+    for tokens, message in (
+        ("own", "own has no validation split; name held-out tokens, or "),
+        ("other", "were made by another tokenizer than those that mine was trained on"),
+        ("plain.bin", "mine was trained with documents kept apart"),
+    ):
+        assert evaluate(*arguments, "--tokens", tmp_path / tokens, "--output", tmp_path / "out") == 2
+        assert message in capsys.readouterr().err
+    arguments += ["--tokens", tmp_path / "own" / "train", "--output", tmp_path / "out"]
+    assert evaluate(*arguments) == 0
+    assert results(tmp_path / "out")["settings"]["documents"] == "reset"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--max-length", 8], "--max-length is of tasks, and --tokens alone asks none; leave it out"),
+        (["--log-samples"], "--log-samples is of tasks"),
+        (["--lengths", 16, 16], "--lengths has 16 2 times; give each value once"),
+        (["--self-iterations", 3, 3], "--self-iterations has 3 2 times; give each value once"),
+    ],
+)
+def test_options_without_an_effect_are_refused(run_folder, tmp_path, capsys, options, message):
+    output = tmp_path / "out"
+    arguments = ["--checkpoint", run_folder, "--tokens", tmp_path / "text.bin", "--output", output]
+    assert evaluate(*arguments, *options) == 2
+    assert message in capsys.readouterr().err
+    assert not output.exists()
+
+
 def test_perplexity_against_self_iterations(run_folder, tmp_path):
     output = tmp_path / "budgets"
     code = evaluate(

@@ -109,6 +109,11 @@ def test_the_error_of_equal_tokens_is_over_sequences():
     assert row["equal_tokens_error"] == pytest.approx(0.5 / 2)  # the shares 0, 1, 1, 1
     assert (row["simultaneous"]["equal_to_tightest"], row["sequential"]["equal_to_tightest"]) == (1.0, 0.75)
     assert "75.00% ±25.00" in table([row])
+    assert "WARNING" not in table([row])
+    open_ = {name: replace(mode, converged=torch.tensor([[True, False]] * 4)) for name, mode in modes.items()}
+    row = compare({**open_, "sequential": modes["sequential"]}, torch.zeros(4, 2).long(), tolerance=0.1)
+    warning = "WARNING: at tolerance 1e-01 50.00% of the tokens converged together, 100.00% in turn"
+    assert warning in table([row])
     one = {name: replace(mode, logits=mode.logits[:1]) for name, mode in modes.items()}
     assert compare(one, torch.zeros(1, 2).long(), tolerance=0.1)["equal_tokens_error"] is None
 

@@ -129,6 +129,17 @@ def test_nothing_is_counted_twice_or_lost(
     assert message in capsys.readouterr().err
 
 
+def test_results_of_an_earlier_call_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(jacobian, "carry_out", lambda folder, options: "")
+    (tmp_path / "duality.json").touch()
+    assert cli.main(["jacobian", "--output", str(tmp_path)]) == 0  # of another experiment
+    (tmp_path / "jacobian.json").touch()
+    assert cli.main(["jacobian", "--output", str(tmp_path)]) == 2
+    assert "holds the results of an earlier call (jacobian.json); name another" in capsys.readouterr().err
+
+
 def test_an_output_or_a_picture_that_can_not_be_written_is_refused_before_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -93,10 +93,13 @@ def test_what_was_measured_is_kept_until_it_is_to_be_measured_otherwise(tmp_path
     monkeypatch.setattr(
         language, "_measure", lambda run, settings, device: asked.append(settings) or {"x": 1}
     )
-    finished = SimpleNamespace(folder=tmp_path)
+    finished = SimpleNamespace(folder=tmp_path, summary={"steps": 5})
     for settings in (Settings(), Settings(seeds=(1,)), Settings(sequences=3), Settings(multiples=(1,))):
         assert language._measured(finished, settings, None) == {"x": 1}
     assert [settings.sequences for settings in asked] == [None, 3, None]  # another seed is another run's
+    finished.summary["steps"] = 6  # the run was trained on
+    language._measured(finished, Settings(multiples=(1,)), None)
+    assert len(asked) == 4
 
 
 def test_runs_are_evaluated_so_often_on_the_way_at_their_own_length(tokens):

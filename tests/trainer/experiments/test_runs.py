@@ -10,9 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from trainer.data.tokens import write_tokens
+from trainer.errors import CheckpointError, RunFolderError
 from trainer.experiments import runs
 from trainer.spec import RunSpec
 
@@ -44,6 +47,33 @@ def test_a_run_that_another_process_trains_is_waited_for_and_read(
     assert [one.summary for one in found] == [finished.summary]
     assert (folder / "metrics.jsonl").read_bytes() == before
     assert sorted(path.name for path in folder.parent.iterdir() if not path.name.startswith(".")) == ["one"]
+
+
+def test_a_finished_run_without_its_last_checkpoint_is_not_measured(
+    tmp_path: Path, small: Small, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The weights of an earlier step were taken for those of the whole run."""
+    spec = small({**CHANGES, "training.checkpoint_every": 1, "training.keep_checkpoints": 2})
+    finished = runs.train(spec, tmp_path / "one", name="one", device="cpu")
+    last = tmp_path / "one" / "checkpoints" / "step-00000002" / "__0_0.distcp"
+    last.write_bytes(last.read_bytes()[:-10])
+    with pytest.raises(CheckpointError, match=r"trained for 2 steps, but .* is step-00000001 \(.*cut short"):
+        runs.load_model(finished, torch.device("cpu"))
+    assert runs.trained(tmp_path / "one")[2].name == "step-00000001"
+    assert "step-00000001 is taken instead" in capsys.readouterr().err
+
+
+def test_a_finished_run_on_other_data_is_not_read(tmp_path: Path, small: Small) -> None:
+    tokens = np.arange(400) % 6
+    write_tokens(tmp_path / "text.bin", tokens, vocab_size=6)
+    data = {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 12}
+    model = {"model.vocab_size": 6, "evaluation.lengths": [12], "evaluation.identity_probabilities": []}
+    spec = small({**CHANGES, **model, "data": data})
+    finished = runs.train(spec, tmp_path / "one", name="one", device="cpu")
+    assert runs.train(spec, tmp_path / "one", name="one", device="cpu").summary == finished.summary
+    write_tokens(tmp_path / "text.bin", tokens[:300], vocab_size=6)
+    with pytest.raises(RunFolderError, match="are not those it was trained on"):
+        runs.train(spec, tmp_path / "one", name="one", device="cpu")
 
 
 def test_one_of_several_ranks_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,6 +51,20 @@ def test_what_picard_leaves_open_is_searched_by_broyden_and_the_better_row_taken
     assert tight.converged.tolist() == [True, True, False]
 
 
+def test_a_reference_that_is_no_number_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is a smaller residual taken of a row that has not converged, where the other has."""
+    found = {
+        PicardSpec: found_by(None, residuals=[float("nan"), 0.3, float("nan")], mark=1.0),
+        BroydenSpec: found_by(None, residuals=[1e-6, float("nan"), float("nan")], mark=2.0),
+    }
+    found[BroydenSpec].solution.converged[1] = False
+    monkeypatch.setattr(searching, "search", lambda model, batch, way, *rest: (found[type(way.solver)], 0.0))
+    model: Any = None
+    tight = reference(model, Batch(inputs=IDS, labels=IDS), 50)
+    assert tight.logits[:, 0, 0].tolist() == [2.0, 1.0, 1.0]
+    assert tight.converged.tolist() == [True, False, False]
+
+
 def test_a_spectrum_says_where_the_map_does_not_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     radii = iter(([0.5, 1.5, 0.9], [2.0, 0.1, 0.2]))
     monkeypatch.setattr(

@@ -7,6 +7,7 @@ from trainer.data.tokenizing.documents import Documents
 from trainer.data.tokenizing.job import Job, Result, tokenize
 from trainer.data.tokenizing.pieces import Piece
 from trainer.data.tokenizing.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from trainer.data.tokenizing.training import train_tokenizer_for
 
 __all__ = [
     "Documents",
@@ -17,4 +18,5 @@ __all__ = [
     "load_tokenizer",
     "tokenize",
     "train_tokenizer",
+    "train_tokenizer_for",
 ]

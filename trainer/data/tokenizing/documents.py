@@ -11,7 +11,6 @@ import hashlib
 import io
 import json
 import lzma
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
 from trainer.data.tokenizing.pieces import Piece, cut, whole, with_text
+from trainer.files import sha256_of
 
 _BLOCK = 1 << 18  # characters read at once
 _GLIMPSE = 1 << 16  # bytes
@@ -86,29 +86,37 @@ class Documents:
     def __post_init__(self) -> None:
         if self.separator == "":
             raise ValueError("the separator is empty; give what stands between documents, or leave it out")
-        for (name, *_), times in Counter(self._inputs()).items():
-            if times > 1:
-                raise ValueError(f"{name} is among the inputs {times} times; name it once")
+        for names in self._inputs().values():
+            if len(names) > 1:
+                others = ", ".join(dict.fromkeys(names[1:]))
+                also = "" if others == names[0] else f" (as {others})"
+                raise ValueError(f"{names[0]} is among the inputs {len(names)} times{also}; name it once")
 
-    def _inputs(self) -> list[tuple[str, ...]]:
-        """Return what tells the inputs apart."""
-        datasets = (self.dataset_split, self.dataset_config or "")
-        return [
-            (
-                source.name if source.path is None else str(source.path.resolve()),
-                *(datasets if source.format == "dataset" else ()),
-            )
-            for source in self.sources
-        ]
+    def _inputs(self) -> dict[tuple[Any, ...], list[str]]:
+        """Return the names of each input, by what identifies it: links to a file are that file."""
+        found: dict[tuple[Any, ...], list[str]] = {}
+        for source in self.sources:
+            key: tuple[Any, ...] = (source.name,)
+            if source.path is not None:
+                status = source.path.stat()
+                key = (status.st_dev, status.st_ino) if status.st_ino else (str(source.path.resolve()),)
+            if source.format == "dataset":
+                key += (self.dataset_split, self.dataset_config or "")
+            found.setdefault(key, []).append(source.name)
+        return found
 
     def require_apart(self, held_out: Documents) -> None:
-        """Refuse inputs that are to be trained on and held out.
+        """Refuse inputs that are to be trained on and held out: the same, links to them, or copies.
 
         Raises:
             ValueError: names them.
 
         """
-        if both := sorted(name for name, *_ in set(self._inputs()) & set(held_out._inputs())):
+        ours, theirs = self._inputs(), held_out._inputs()
+        both = sorted({" = ".join(dict.fromkeys(ours[key] + theirs[key])) for key in ours.keys() & theirs})
+        if not both:
+            both = sorted(_copies(self.sources, held_out.sources))
+        if both:
             raise ValueError(
                 f"{', '.join(both)}: to be trained on and held out; hold out other inputs, or a share of "
                 "these by --validation-fraction"
@@ -255,6 +263,24 @@ def _glimpses(path: Path) -> Iterator[bytes]:
             yield file.read(_GLIMPSE)
 
 
+def _copies(sources: Sequence[Source], others: Sequence[Source]) -> Iterator[str]:
+    """Name the files among some inputs whose whole content is that of a file among the others."""
+
+    def by_size(given: Sequence[Source]) -> dict[int, list[Path]]:
+        found: dict[int, list[Path]] = {}
+        for source in given:
+            if source.path is not None and source.path.is_file() and source.path.stat().st_size:
+                found.setdefault(source.path.stat().st_size, []).append(source.path)
+        return found
+
+    ours, theirs = by_size(sources), by_size(others)
+    for size in ours.keys() & theirs:
+        for path in ours[size]:
+            for other in theirs[size]:
+                if list(_glimpses(path)) == list(_glimpses(other)) and sha256_of(path) == sha256_of(other):
+                    yield f"{path} = {other}"
+
+
 def _size(source: Source) -> int:
     return source.path.stat().st_size if source.path is not None and source.path.is_file() else 1
 
@@ -274,7 +300,7 @@ def _blocks(path: Path, report: Callable[[float], None]) -> Iterator[str]:
 
 @contextmanager
 def _opened(path: Path, report: Callable[[float], None]) -> Iterator[IO[str]]:
-    """Open text, decompressed, every line end made a line feed."""
+    """Open text, decompressed, every line end made a line feed, a byte-order mark left out."""
     with ExitStack() as stack:
         raw = stack.enter_context(io.BufferedReader(_Reported(path, report), 1 << 20))
         opened: Any = raw
@@ -290,7 +316,7 @@ def _opened(path: Path, report: Callable[[float], None]) -> Iterator[IO[str]]:
             except ImportError as error:
                 raise _needs_pyarrow(path) from error
             opened = stack.enter_context(pyarrow.CompressedInputStream(raw, "zstd"))
-        yield stack.enter_context(io.TextIOWrapper(opened, encoding="utf-8", newline=None))
+        yield stack.enter_context(io.TextIOWrapper(opened, encoding="utf-8-sig", newline=None))
 
 
 class _Reported(io.FileIO):
@@ -318,9 +344,10 @@ def _rows_of_jsonl(path: Path, field: str, report: Callable[[float], None]) -> I
                     continue
                 try:
                     row = json.loads(line)
-                except ValueError as error:
+                except (ValueError, RecursionError) as error:
+                    why = "nested too deeply" if isinstance(error, RecursionError) else f"not JSON ({error})"
                     raise ValueError(
-                        f"line {number} of {path} is not JSON ({error}); jsonl has one object a line"
+                        f"line {number} of {path} is {why}; jsonl has one object a line"
                     ) from error
                 if not isinstance(row, dict) or field not in row:
                     has = ", ".join(row) if isinstance(row, dict) else type(row).__name__

@@ -6,17 +6,25 @@ This process reads and writes; others tokenize (``workers``).
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.data.manifest import MANIFEST, TRAIN, VALIDATION, read_manifest, verify
+from trainer.data.manifest import JOB, MANIFEST, TRAIN, VALIDATION, read_manifest, verify
 from trainer.data.tokenizing.documents import Documents
 from trainer.data.tokenizing.pieces import Piece
 from trainer.data.tokenizing.shards import Dtype, ShardWriter
+from trainer.data.tokenizing.splits import (
+    MAX_SEED,
+    AtPosition,
+    OneSide,
+    Repeats,
+    Split,
+    find_split,
+    require_both_sides,
+)
 from trainer.data.tokenizing.tokenizers import FileTokenizer, Tokenizer
 from trainer.data.tokenizing.workers import Encode, Task, encoders
 from trainer.display import counted
@@ -24,7 +32,7 @@ from trainer.files import write_atomically, write_json
 from trainer.folder_lock import LOCK, FolderLock, LockedError
 
 _TASK = 1 << 20  # characters handed to a process at once
-_JOB = "job.json"
+_OURS = (LOCK, "tokenizer.json", "tokenizer_training.json")
 
 Say = Callable[[str], None]
 Report = Callable[[float, int, int], None]
@@ -41,8 +49,8 @@ class Job:
         tokenizer: makes the ids.
         validation: held-out documents, from inputs of their own.
         validation_fraction: or the share of `documents` to hold out, by document: which side a document is on
-            depends on its text and `seed` alone, so exact copies stay together.
-        seed: of the choice.
+            depends on its text and `seed` alone, so exact copies stay together. The end of a single document.
+        seed: of the choice; 0 to 2^64 - 1.
         shard_tokens: tokens from which on a shard is closed.
         workers: processes; the shards don't depend on it.
 
@@ -66,10 +74,15 @@ class Job:
         """
         if not 0 <= self.validation_fraction < 1:
             raise ValueError(f"validation fraction {self.validation_fraction} is no share; give 0 to below 1")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"seed {self.seed} is out of range; give 0 to 2**64 - 1")
         if self.validation is not None and self.validation_fraction:
             raise ValueError("give validation inputs or a validation fraction, not both")
         if self.validation is not None:
             self.documents.require_apart(self.validation)
+        for what, documents in (("inputs", self.documents), ("held-out inputs", self.validation)):
+            if documents is not None and next(documents.pieces(), None) is None:
+                raise ValueError(f"the {what} hold no text: {_names(documents)}")
         for name, value in (("workers", self.workers), ("shard_tokens", self.shard_tokens)):
             if value < 1:
                 raise ValueError(f"{name} is {value}; give 1 or more")
@@ -88,7 +101,7 @@ class Job:
             "shard_tokens": self.shard_tokens,
             "validation_fraction": self.validation_fraction,
             "seed": self.seed if self.validation_fraction else None,
-            **{side: _described(documents) for side, documents in sides.items() if documents is not None},
+            **{side: described(documents) for side, documents in sides.items() if documents is not None},
         }
 
 
@@ -117,16 +130,25 @@ def tokenize(
     """
     job.check()
     job.output.mkdir(parents=True, exist_ok=True)
-    with _alone(job.output):
+    with locked(job.output):
         _begin(job)
         with encoders(job.tokenizer, dtype=job.dtype, workers=job.workers) as encode:
             if job.validation_fraction:
-                return _convert(job, job.documents, _by_text(job), [TRAIN, VALIDATION], encode, say, report)
-            results = _convert(job, job.documents, lambda piece: TRAIN, [TRAIN], encode, say, report)
+                split = find_split(job.documents, fraction=job.validation_fraction, seed=job.seed)
+                if isinstance(split, AtPosition):
+                    say(f"one document: its end is held out, about {split.held_out:,} characters")
+                return _convert(job, job.documents, split, [TRAIN, VALIDATION], encode, say, report)
+            repeats = None if job.validation is None else Repeats(job.validation)
+            watch = None if repeats is None else repeats.watch
+            results = _convert(job, job.documents, OneSide(TRAIN), [TRAIN], encode, say, report, watch)
             if job.validation is not None:
-                results += _convert(
-                    job, job.validation, lambda piece: VALIDATION, [VALIDATION], encode, say, report
-                )
+                if repeats is not None and repeats.count:
+                    say(
+                        f"WARNING: {repeats.count:,} of {results[0].documents:,} training documents equal "
+                        "held-out documents, which are therefore not unseen text"
+                    )
+                held_out = OneSide(VALIDATION)
+                results += _convert(job, job.validation, held_out, [VALIDATION], encode, say, report)
             return results
 
 
@@ -136,11 +158,12 @@ def tokenize(
 def _convert(
     job: Job,
     documents: Documents,
-    choose: Callable[[Piece], str],
+    split: Split,
     sides: Sequence[str],
     encode: Encode,
     say: Say,
     report: Report,
+    watch: Callable[[Iterator[Piece]], Iterator[Piece]] | None = None,
 ) -> list[Result]:
     """Read documents once and write each to its side."""
     folders = {side: job.output / side for side in sides}
@@ -167,8 +190,10 @@ def _convert(
 
     try:
         done = {side: writer.next_piece for side, writer in writers.items()}
-        pieces = _counted(documents.pieces(read), least=max(done.values()), output=job.output)
-        for task, (ids, lengths) in encode(_tasks(pieces, choose, done)):
+        read_pieces = documents.pieces(read)
+        pieces = split.assign(read_pieces if watch is None else watch(read_pieces))
+        pieces = _counted(pieces, least=max(done.values()), output=job.output)
+        for task, (ids, lengths) in encode(_tasks(pieces, done)):
             start = 0
             for side, number, ends, length in zip(task.sides, task.numbers, task.ends, lengths, strict=True):
                 writers[side].add(ids[start : start + length], ends=ends, piece=number)
@@ -178,20 +203,34 @@ def _convert(
                 sum(writer.documents for writer in writers.values()),
                 sum(writer.tokens for writer in writers.values()),
             )
+        if not all(writer.tokens for writer in writers.values()):
+            _abandon(job, writers.values())
+            require_both_sides({side: writer.documents for side, writer in writers.items()})
         for side, writer in writers.items():
-            writer.close({"split": side, "tokenizer": job.tokenizer.identity, "from": _described(documents)})
+            writer.close({"split": side, "tokenizer": job.tokenizer.identity, "from": described(documents)})
     finally:
         for writer in writers.values():
             writer.discard()
     return [_result(folder) for folder in folders.values()]
 
 
-def _counted(pieces: Iterator[Piece], *, least: int, output: Path) -> Iterator[Piece]:
+def _abandon(job: Job, writers: Iterable[ShardWriter]) -> None:
+    """Remove what has been written: no other options could continue with it."""
+    for writer in writers:
+        writer.discard()
+        for path in writer.folder.glob("shard_*"):
+            path.unlink()
+        with contextlib.suppress(OSError):  # there are other files
+            writer.folder.rmdir()
+    (job.output / JOB).unlink()
+
+
+def _counted(pieces: Iterator[tuple[str, Piece]], *, least: int, output: Path) -> Iterator[tuple[str, Piece]]:
     """Refuse inputs that end before what the finished shards hold: they are not what they were."""
     count = 0
-    for piece in pieces:
+    for assigned in pieces:
         count += 1
-        yield piece
+        yield assigned
     if count < least:
         raise ValueError(
             f"the inputs have {count} pieces of text, but the finished shards in {output} were made of "
@@ -199,11 +238,10 @@ def _counted(pieces: Iterator[Piece], *, least: int, output: Path) -> Iterator[P
         )
 
 
-def _tasks(pieces: Iterator[Piece], choose: Callable[[Piece], str], done: dict[str, int]) -> Iterator[Task]:
+def _tasks(pieces: Iterator[tuple[str, Piece]], done: dict[str, int]) -> Iterator[Task]:
     """Put pieces together to tasks, leaving out those whose shards are finished."""
-    task, size, side = Task([], [], [], []), 0, ""
-    for number, piece in enumerate(pieces):
-        side = choose(piece) if piece.begins else side
+    task, size = Task([], [], [], []), 0
+    for number, (side, piece) in enumerate(pieces):
         if number < done[side]:
             continue
         task.sides.append(side)
@@ -218,19 +256,8 @@ def _tasks(pieces: Iterator[Piece], choose: Callable[[Piece], str], done: dict[s
         yield task
 
 
-def _by_text(job: Job) -> Callable[[Piece], str]:
-    """Choose by a keyed hash of (the first piece of) a document's text."""
-    key = job.seed.to_bytes(8, "little", signed=False)
-    limit = int(job.validation_fraction * 2**64)
-
-    def choose(piece: Piece) -> str:
-        digest = hashlib.blake2b(piece.text.encode("utf-8", "surrogatepass"), digest_size=8, key=key).digest()
-        return VALIDATION if int.from_bytes(digest, "little") < limit else TRAIN
-
-    return choose
-
-
-def _described(documents: Documents) -> dict[str, Any]:
+def described(documents: Documents) -> dict[str, Any]:
+    """Say what documents are, to notice that they have changed."""
     return {
         "inputs": [source.fingerprint() for source in documents.sources],
         "separator": documents.separator,
@@ -257,11 +284,13 @@ def _kept(folder: Path, say: Say) -> Result:
 
 def _begin(job: Job) -> None:
     """Write down what the folder is for, or check that it is for this."""
-    path, record = job.output / _JOB, job.record()
+    path, record = job.output / JOB, job.record()
     if path.is_file():
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            if not isinstance(before, dict):
+                raise ValueError(f"it holds {type(before).__name__}, not an object")
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} can't be read ({error}); remove the folder and begin anew") from error
         changed = sorted(key for key in before.keys() | record.keys() if before.get(key) != record.get(key))
         if changed:
@@ -272,14 +301,36 @@ def _begin(job: Job) -> None:
                 "again, or another folder by --output"
             )
     else:
-        others = sorted(p.name for p in job.output.iterdir() if p.name not in (LOCK, "tokenizer.json"))
+        others = sorted(p.name for p in job.output.iterdir() if p.name not in _OURS)
         if others:
             raise ValueError(
                 f"{job.output} holds other files ({others[0]}); name an empty folder by --output"
             )
+        _require_tokenizer(job)
         write_json(path, record)
     if isinstance(job.tokenizer, FileTokenizer):
         write_atomically(job.output / "tokenizer.json", job.tokenizer.content)
+
+
+def _require_tokenizer(job: Job) -> None:
+    """Refuse a folder with another tokenizer: whatever reads its tokens would take that for theirs."""
+    file = job.output / "tokenizer.json"
+    if not file.is_file():
+        return
+    try:
+        there: Any = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        there = None
+    if not isinstance(job.tokenizer, FileTokenizer) or there != json.loads(job.tokenizer.content):
+        raise ValueError(
+            f"{file} is another tokenizer than that of these tokens; remove it, or name another folder by "
+            "--output"
+        )
+
+
+def _names(documents: Documents) -> str:
+    names = [source.name for source in documents.sources]
+    return ", ".join(names if len(names) <= 3 else [*names[:3], f"and {len(names) - 3} more"])
 
 
 def _short(value: Any) -> str:
@@ -288,7 +339,7 @@ def _short(value: Any) -> str:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Refuse to write into a folder that another process is writing into."""
     try:
         lock = FolderLock(folder / LOCK)

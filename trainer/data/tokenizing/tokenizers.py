@@ -106,12 +106,24 @@ def load_tokenizer(source: str | Path, *, end_of_document: str | None = None) ->
         )
     config = file.with_name("tokenizer_config.json")
     if end_of_document is None and config.is_file():
-        said = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        end_of_document = said.get("content") if isinstance(said, dict) else said
+        end_of_document = _end_of(config)
     try:
         return from_content(file.read_text(encoding="utf-8"), end_of_document=end_of_document)
     except ValueError as error:
         raise ValueError(f"tokenizer {file}: {error}") from error
+
+
+def _end_of(config: Path) -> str | None:
+    """Return the `eos_token` of a `tokenizer_config.json`."""
+    try:
+        fields = json.loads(config.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{config} can't be read as JSON ({error}); name --end-of-document") from error
+    token = fields.get("eos_token") if isinstance(fields, dict) else None
+    token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str | None):
+        raise ValueError(f"{config} has eos_token {token!r}, not text; name --end-of-document")
+    return token
 
 
 def from_content(content: str, *, end_of_document: str | int | None = None) -> FileTokenizer:

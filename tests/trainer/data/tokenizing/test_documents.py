@@ -124,6 +124,22 @@ def test_parquet(tmp_path: Path) -> None:
         documents_of([path])
 
 
+def test_jsonl_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}\n' + "[" * 100_000 + "]" * 100_000)
+    with pytest.raises(ValueError, match=r"line 2 of .*a\.jsonl is nested too deeply"):
+        documents_of([path])
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gz"])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
+    suffix = "" if compress is bytes else ".gz"
+    for name, content, found in (("a.txt", "one", "one"), ("a.jsonl", '{"text": "two"}\n', "two")):
+        path = tmp_path / f"{name}{suffix}"
+        path.write_bytes(compress(b"\xef\xbb\xbf" + content.encode()))
+        assert documents_of([path]) == [found]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the package's own making
 def test_datasets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets are read by the package of that name")

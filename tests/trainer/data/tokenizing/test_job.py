@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from trainer.data.manifest import read_manifest, verify
+from trainer.data.token_folder import open_tokens
 from trainer.data.tokenizing import Documents, Job, load_tokenizer, shards, tokenize
 from trainer.data.tokenizing.documents import find_sources
 from trainer.data.tokenizing.shards import DiskFullError
@@ -242,6 +243,26 @@ def test_a_changed_folder_of_a_dataset_is_noticed(tmp_path: Path) -> None:
     assert source.fingerprint()["glimpse"] != before["glimpse"]
 
 
+def test_tokens_of_a_job_that_was_stopped_are_not_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows(tmp_path / "rows.jsonl", 800)
+    interrupted(tmp_path, monkeypatch, 2)
+    for path in (tmp_path / "out", tmp_path / "out" / "train"):
+        with pytest.raises(ValueError, match=r"was stopped before its end: .*train is not finished; run"):
+            open_tokens(path)
+    tokenize(job(tmp_path), say=lambda text: None)
+    tokens = open_tokens(tmp_path / "out").tokens
+    # The training split is finished, but not what is held out: nothing would be evaluated.
+    tokenize(job(tmp_path, "half", validation_fraction=0.5), say=lambda text: None)
+    (tmp_path / "half" / "validation" / "manifest.json").unlink()
+    with pytest.raises(ValueError, match="validation is not finished"):
+        open_tokens(tmp_path / "half")
+    assert main(["--verify", str(tmp_path / "half")]) == 2
+    assert "validation is not finished" in capsys.readouterr().err
+    assert 0 < open_tokens(tmp_path / "half" / "train").tokens < tokens
+
+
 def test_inputs_that_end_before_the_finished_shards_do_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,7 +331,7 @@ def test_refuses_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         tokenize(job(tmp_path, validation_fraction=1.0))
     with pytest.raises(ValueError, match="workers is 0; give 1 or more"):
         tokenize(job(tmp_path, workers=0))
-    with pytest.raises(ValueError, match=r"no document went to .*validation"):
+    with pytest.raises(ValueError, match="none of the 5 documents is for validation"):
         tokenize(job(tmp_path, validation_fraction=1e-9), say=lambda text: None)
     inputs = [str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "cli")]
     assert main([*inputs, "--tokenizer", "gone.json"]) == 2
@@ -319,12 +340,25 @@ def test_refuses_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     empty.touch()
     for given, message in (
         ([rows, "--validation", again], "rows.jsonl: to be trained on and held out; hold out other inputs"),
-        ([rows, again], "rows.jsonl is among the inputs 2 times; name it once"),
+        ([rows, again], f"rows.jsonl is among the inputs 2 times (as {again}); name it once"),
+        ([rows, "--validation-fraction", "0.1", "--seed", "-1"], "seed -1 is out of range; give 0 to 2**64"),
+        ([rows, "--validation-fraction", "0.1", "--seed", str(2**64)], "is out of range; give 0 to 2**64"),
+        ([rows, "--seed", "1"], "--seed 1 has no effect here: it chooses what --validation-fraction"),
+        ([rows, "--separator", "x"], "--separator 'x' has no effect here: it divides text files"),
+        ([rows, "--config", "x"], "--config 'x' has no effect here"),
+        ([rows, "--split", "test"], "--split 'test' has no effect here"),
+        ([rows, "--shard-tokens", "inf"], "--shard-tokens is inf; give 1 or more"),
+        ([rows, "--shard-tokens", "nan"], "--shard-tokens is nan; give 1 or more"),
+        ([rows, "--end-of-document", "</s>"], "ends documents with <|endoftext|>, not with '</s>'"),
+        ([str(empty)], "the inputs hold no text: "),
+        ([rows, "--validation", str(empty)], "the held-out inputs hold no text: "),
         ([str(empty), "--separator", ""], "the separator is empty; give what stands between documents"),
     ):
         assert main([*given, *inputs[1:], "--train-tokenizer", "300"]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "cli").exists()
+    assert main([str(empty), *inputs[1:], "--tokenizer", "bytes", "--text-field", "body"]) == 2
+    assert "--text-field 'body' has no effect here" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(inputs)
     assert "give either --tokenizer FILE or --train-tokenizer SIZE" in capsys.readouterr().err
@@ -368,6 +402,61 @@ def test_a_separator_that_divides_nothing_is_said(tmp_path: Path, capsys: pytest
     assert r"the separator '\\n\\n' divides no file" in letters
     assert r"in a shell a line break is $'\n'" in letters
     assert "1 document, 1 shard" in letters
+
+
+def test_a_split_without_validation_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 5)
+    with pytest.raises(ValueError, match="none of the 5 documents is for validation"):
+        tokenize(job(tmp_path, validation_fraction=1e-9), say=lambda text: None)
+    assert not list((tmp_path / "out").rglob("shard_*"))
+    tokenize(job(tmp_path, validation_fraction=0.5), say=lambda text: None)
+
+
+@pytest.mark.parametrize("link", ["hard", "symbolic", "copy"])
+def test_held_out_text_is_not_the_training_text_by_another_name(tmp_path: Path, link: str) -> None:
+    rows, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
+    write_rows(rows, 20)
+    if link == "hard":
+        other.hardlink_to(rows)
+    elif link == "symbolic":
+        other.symlink_to(rows)
+    else:
+        other.write_bytes(rows.read_bytes())
+    held_out = Documents(sources=find_sources([str(other)]))
+    message = r"rows\.jsonl = .*other\.jsonl: to be trained on and held out"
+    with pytest.raises(ValueError, match=message):
+        tokenize(job(tmp_path, validation=held_out))
+    assert not (tmp_path / "out").exists()
+    if link != "copy":
+        with pytest.raises(
+            ValueError, match=r"rows\.jsonl is among the inputs 2 times \(as .*other\.jsonl\)"
+        ):
+            Documents(sources=find_sources([str(rows), str(other)]))
+
+
+def test_held_out_documents_that_are_trained_on_are_counted(tmp_path: Path) -> None:
+    texts = write_rows(tmp_path / "rows.jsonl", 200)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(json.dumps({"text": f"{text}\n"}) + "\n" for text in ["new", *texts[:3]]))
+    said: list[str] = []
+    validation = Documents(sources=find_sources([str(held_out)]))
+    tokenize(job(tmp_path, validation=validation), say=said.append)
+    assert [text for text in said if "WARNING" in text] == [
+        "WARNING: 3 of 200 training documents equal held-out documents, which are therefore not unseen text"
+    ]
+    held_out.write_text(json.dumps({"text": "new"}))
+    said.clear()
+    tokenize(job(tmp_path, "other", validation=validation), say=said.append)
+    assert not any("WARNING" in text for text in said)
+
+
+def test_another_tokenizer_in_the_folder_is_not_replaced(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", 5)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"tokenizer\.json is another tokenizer than that of these tokens"):
+        tokenize(job(tmp_path))
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
 def test_data_without_validation_tokens_are_said_to_be(tmp_path: Path) -> None:

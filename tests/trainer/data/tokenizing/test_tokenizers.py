@@ -81,6 +81,14 @@ def test_the_end_of_a_document(tmp_path: Path) -> None:
         load_tokenizer(tmp_path / "without.json")
 
 
+@pytest.mark.parametrize("config", ["{", "[" * 100_000, '{"eos_token": 3}'])
+def test_a_tokenizer_config_that_is_damaged_is_named(tmp_path: Path, config: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(train_tokenizer(TEXTS, vocab_size=280))
+    (tmp_path / "tokenizer_config.json").write_text(config)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json .*; name --end-of-document"):
+        load_tokenizer(tmp_path)
+
+
 def test_refuses_what_is_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"there is no tokenizer .*tokenizer\.json; give a tokenizer\.json"):
         load_tokenizer(tmp_path)

@@ -1,0 +1,148 @@
+"""Splits into training and validation: where one document is cut, and tokenizers that don't see the rest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.manifest import TRAIN, VALIDATION, read_manifest
+from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize, train_tokenizer
+from trainer.data.tokenizing.documents import find_sources
+from trainer.data.tokenizing.pieces import Piece
+from trainer.data.tokenizing.splits import AtPosition, ByDocument, find_split
+from trainer.tokenize import main
+
+PLAY = "".join(
+    f"SPEAKER {number}:\nWhat says the {number}. line?\nIt says nothing.\n\n" for number in range(400)
+)
+
+
+def decoded(folder: Path, tokenizer: Path) -> str:
+    """Give the text of a folder's only document."""
+    from tokenizers import Tokenizer
+
+    manifest = read_manifest(folder)
+    assert manifest is not None
+    assert manifest["documents"] == 1
+    ids = np.concatenate([np.fromfile(folder / shard["file"], "<u2") for shard in manifest["shards"]])
+    end = load_tokenizer(tokenizer).end_of_document
+    assert ids[-1] == end
+    assert end not in ids[:-1]
+    text: str = Tokenizer.from_file(str(tokenizer)).decode(ids[:-1].tolist(), skip_special_tokens=False)
+    return text
+
+
+def test_one_file_is_divided_and_the_tokenizer_learns_from_the_training_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("tokenizers", reason="a tokenizer is trained")
+    rare = "zyxwvut" * 3  # would be merged if it were seen
+    text = PLAY + "".join(f"{rare}\n" for _ in range(300))
+    (tmp_path / "input.txt").write_text(text)
+    output = tmp_path / "out"
+    arguments = [str(tmp_path / "input.txt"), "--validation-fraction", "0.25", "--workers", "1"]
+    trained = [*arguments, "--output", str(output), "--train-tokenizer", "400"]
+    assert main(trained) == 0
+    assert "one document: its end is held out" in capsys.readouterr().err
+    tokenizer = output / "tokenizer.json"
+    train, validation = (decoded(output / side, tokenizer) for side in (TRAIN, VALIDATION))
+    assert train + validation == text
+    assert train.endswith("\n\n")
+    assert validation.startswith("SPEAKER")
+    assert len(validation) / len(text) == pytest.approx(0.25, abs=0.01)
+    assert "zy" not in json.loads(tokenizer.read_text())["model"]["vocab"]
+    assert tokenizer.read_text() == train_tokenizer([train], vocab_size=400)
+    assert main(trained) == 0  # nothing is left to do
+    for changed in (["--validation-fraction", "0.1"], ["--train-tokenizer", "300"]):
+        assert main([*trained, *changed]) == 2
+        assert "was not trained by this command on these inputs" in capsys.readouterr().err
+
+
+def test_a_divided_document_is_continued_after_the_finished_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.tokenizing.pieces.PIECE", 500)
+    (tmp_path / "input.txt").write_text(PLAY)
+    documents = Documents(sources=find_sources([str(tmp_path / "input.txt")]))
+
+    def split_into(name: str) -> dict[str, bytes]:
+        options: dict[str, Any] = {
+            "tokenizer": load_tokenizer("bytes"),
+            "validation_fraction": 0.3,
+            "shard_tokens": 2000,
+        }
+        tokenize(Job(output=tmp_path / name, documents=documents, **options), say=lambda text: None)
+        found = (tmp_path / name).rglob("shard_*.bin")
+        return {path.relative_to(tmp_path / name).as_posix(): path.read_bytes() for path in found}
+
+    whole = split_into("whole")
+    assert len(whole) > 6
+    assert split_into("again") == whole
+    for side in (TRAIN, VALIDATION):  # as where it was stopped
+        folder = tmp_path / "again" / side
+        (folder / "manifest.json").unlink()
+        for path in sorted(folder.glob("shard_*"))[6:]:
+            path.unlink()
+    assert split_into("again") == whole
+
+
+def test_documents_that_are_held_out_do_not_train_the_tokenizer(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers", reason="a tokenizer is trained")
+    texts = [f"{number} " + "the quick brown fox " * (number % 7) for number in range(200)]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = ["--validation-fraction", "0.3", "--seed", "5", "--workers", "1"]
+    output = tmp_path / "out"
+    assert main([str(rows), *options, "--output", str(output), "--train-tokenizer", "300"]) == 0
+    kept = [
+        piece.text
+        for side, piece in ByDocument(0.3, 5).assign(iter(Piece(t, begins=True, ends=True) for t in texts))
+        if side == TRAIN
+    ]
+    assert 100 < len(kept) < 180
+    assert (output / "tokenizer.json").read_text() == train_tokenizer(kept, vocab_size=300)
+    manifest = read_manifest(output / "validation")
+    assert manifest is not None
+    assert manifest["documents"] == 200 - len(kept)
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    text=st.text(alphabet="ab \n", min_size=2, max_size=80).filter(lambda text: len(text.strip()) > 1),
+    fraction=st.floats(0.01, 0.99),
+    piece=st.integers(1, 40),
+)
+def test_a_cut_document_is_whole_and_no_character_is_on_both_sides(
+    text: str, fraction: float, piece: int
+) -> None:
+    parts = [text[start : start + piece] for start in range(0, len(text), piece)]
+    pieces = [
+        Piece(part, begins=not number, ends=number == len(parts) - 1) for number, part in enumerate(parts)
+    ]
+    held_out = min(len(text) - 1, max(1, round(len(text) * fraction)))
+    found = list(AtPosition(len(text), held_out).assign(iter(pieces)))
+    sides = [side for side, _ in found]
+    assert sides == sorted(sides)  # training text first
+    assert "".join(piece.text for _, piece in found) == text
+    for side in set(sides):
+        own = [piece for of, piece in found if of == side]
+        assert [piece.begins for piece in own] == [True] + [False] * (len(own) - 1)
+        assert [piece.ends for piece in own] == [False] * (len(own) - 1) + [True]
+
+
+def test_a_text_too_short_to_divide_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("two")
+    documents = Documents(sources=find_sources([str(tmp_path / "a.txt")]))
+    with pytest.raises(
+        ValueError, match=r"one document of 3 characters, too short to hold out a share of 0\.1"
+    ):
+        find_split(documents, fraction=0.1, seed=0)
+    (tmp_path / "a.txt").write_text("one two three four")
+    split = find_split(documents, fraction=0.3, seed=0)
+    assert [piece.text for _, piece in split.assign(documents.pieces())] == ["one two three ", "four"]

@@ -1,0 +1,166 @@
+"""Splits of text into training and validation: by document, or at a position where there is only one."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainer.data.manifest import TRAIN, VALIDATION
+from trainer.data.tokenizing.documents import Documents
+from trainer.data.tokenizing.pieces import Piece
+
+MAX_SEED = 2**64 - 1
+
+_BOUNDARIES = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s+"))
+"""Ends of paragraphs, lines and words: a text is cut at the first of these kinds that is near."""
+
+
+class Split(Protocol):
+    """Assigns every piece of text to one side."""
+
+    def assign(self, pieces: Iterator[Piece]) -> Iterator[tuple[str, Piece]]:
+        """Give the side of each piece, `TRAIN` or `VALIDATION`, and the piece; one may come in two parts."""
+
+
+@dataclass(frozen=True)
+class OneSide:
+    """All text belongs to one side."""
+
+    side: str
+
+    def assign(self, pieces: Iterator[Piece]) -> Iterator[tuple[str, Piece]]:
+        """See `Split.assign`."""
+        return ((self.side, piece) for piece in pieces)
+
+
+@dataclass(frozen=True)
+class ByDocument:
+    """Whole documents are held out, chosen by a keyed hash of (the first piece of) their text.
+
+    So exact copies of a document are on one side.
+    """
+
+    fraction: float
+    seed: int
+
+    def assign(self, pieces: Iterator[Piece]) -> Iterator[tuple[str, Piece]]:
+        """See `Split.assign`."""
+        key, limit, side = self.seed.to_bytes(8, "little"), int(self.fraction * 2**64), TRAIN
+        for piece in pieces:
+            if piece.begins:
+                text = piece.text.encode("utf-8", "surrogatepass")
+                chosen = hashlib.blake2b(text, digest_size=8, key=key).digest()
+                side = VALIDATION if int.from_bytes(chosen, "little") < limit else TRAIN
+            yield side, piece
+
+
+@dataclass(frozen=True)
+class AtPosition:
+    """The end of a single document is held out.
+
+    The document is cut after a paragraph, else after a line or a word, near the position `characters -
+    held_out`. Each part ends as a document does, and no character is in both.
+    """
+
+    characters: int
+    held_out: int
+
+    def assign(self, pieces: Iterator[Piece]) -> Iterator[tuple[str, Piece]]:
+        """See `Split.assign`."""
+        target, start, side, begins = self.characters - self.held_out, 0, TRAIN, True
+        for piece in pieces:
+            text, end = piece.text, start + len(piece.text)
+            if side == TRAIN and end >= target:
+                cut = _boundary(text, target - start, reach=self.held_out // 4, is_last=piece.ends)
+                if cut:
+                    yield TRAIN, Piece(text[:cut], begins, ends=True)
+                text, side, begins = text[cut:], VALIDATION, True
+            if text:
+                yield side, Piece(text, begins, piece.ends)
+                begins = False
+            start = end
+
+
+def _boundary(text: str, near: int, *, reach: int, is_last: bool) -> int:
+    """Find where to cut a text: the boundary that is nearest to a position, at most `reach` away."""
+    first, last = max(0, near - reach), min(len(text), near + reach)
+    # What follows the cut must be more than white space.
+    last = min(last, len(text.rstrip()) - 1) if is_last else last
+    for boundary in _BOUNDARIES:
+        found = [match.end() for match in boundary.finditer(text, first) if match.end() <= last]
+        if found:
+            return min(found, key=lambda position: abs(position - near))
+    return near
+
+
+def find_split(
+    documents: Documents,
+    *,
+    fraction: float,
+    seed: int,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Split:
+    """Choose how to hold out a share of some documents: by document, or at a position if there is only one.
+
+    Reads the first document.
+
+    Raises:
+        ValueError: there is no text, or too little to hold out such a share.
+
+    """
+    if not fraction:
+        return OneSide(TRAIN)
+    characters = 0
+    for number, piece in enumerate(documents.pieces(progress)):
+        if piece.begins and number:
+            return ByDocument(fraction, seed)
+        characters += len(piece.text)
+    held_out = round(characters * fraction)
+    if not 0 < held_out < characters:
+        raise ValueError(
+            f"the inputs are one document of {characters} characters, too short to hold out a share of "
+            f"{fraction:g}; give more text, or a larger --validation-fraction"
+        )
+    return AtPosition(characters, held_out)
+
+
+class Repeats:
+    """Counts documents that (or whose first piece) are equal to one of those that are held out."""
+
+    def __init__(self, held_out: Documents) -> None:
+        self._known = {_digest(piece) for piece in held_out.pieces() if piece.begins}
+        self.count = 0
+
+    def watch(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
+        """Give the pieces as they are."""
+        for piece in pieces:
+            self.count += piece.begins and _digest(piece) in self._known
+            yield piece
+
+
+def _digest(piece: Piece) -> bytes:
+    text = piece.text.strip().encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(text, digest_size=8).digest()
+
+
+def require_both_sides(documents: dict[str, int]) -> None:
+    """Refuse a split of which a side has no documents.
+
+    Args:
+        documents: how many went to each side.
+
+    Raises:
+        ValueError: says how many there are, and what to do.
+
+    """
+    for side, count in documents.items():
+        if not count:
+            total = sum(documents.values())
+            share = "a larger" if side == VALIDATION else "a smaller"
+            raise ValueError(
+                f"none of the {total} documents is for {side}: which are held out is drawn by document; hold "
+                f"out inputs by --validation, or give {share} --validation-fraction or another --seed"
+            )

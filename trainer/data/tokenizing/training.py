@@ -1,0 +1,94 @@
+"""A tokenizer that is trained on the text that is then tokenized, without what the split holds out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.data.manifest import TRAIN
+from trainer.data.tokenizing.documents import Documents
+from trainer.data.tokenizing.job import Report, Say, described, locked
+from trainer.data.tokenizing.splits import find_split, require_both_sides
+from trainer.data.tokenizing.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from trainer.files import write_atomically, write_json
+
+_RECORD = "tokenizer_training.json"
+
+
+def train_tokenizer_for(
+    output: Path,
+    documents: Documents,
+    *,
+    vocab_size: int,
+    validation_fraction: float,
+    seed: int,
+    say: Say,
+    report: Report,
+) -> Tokenizer:
+    """Train the tokenizer of a job and keep it as ``tokenizer.json`` in its folder.
+
+    One that is there is taken if ``tokenizer_training.json`` shows that it was trained in the same way.
+
+    Args:
+        output: the folder of the job.
+        documents: of the job; those that are held out of them are not trained on.
+        vocab_size: see `train_tokenizer`.
+        validation_fraction: see `trainer.data.tokenizing.Job`.
+        seed: the same.
+        say: is given messages.
+        report: is given the share of the inputs that has been read.
+
+    Raises:
+        ValueError: the folder has a tokenizer of other text or another size, or is in use; nothing or
+            everything is held out; as `train_tokenizer`.
+
+    """
+    file = output / "tokenizer.json"
+    record = {
+        "vocab_size": vocab_size,
+        "validation_fraction": validation_fraction,
+        "seed": seed if validation_fraction else None,
+        "documents": described(documents),
+    }
+    if file.is_file():
+        _require_same(file, record)
+        tokenizer = load_tokenizer(file)
+        say(f"{file} was trained before: {tokenizer.vocab_size:,} ids")
+        return tokenizer
+    split = find_split(documents, fraction=validation_fraction, seed=seed)
+    counts = dict.fromkeys(("train", "validation") if validation_fraction else ("train",), 0)
+
+    def texts() -> Iterator[str]:
+        for side, piece in split.assign(documents.pieces(lambda share: report(share, 0, 0))):
+            counts[side] += piece.begins
+            if side == TRAIN:
+                yield piece.text
+
+    say(f"training a tokenizer of {vocab_size:,} ids")
+    content = train_tokenizer(texts(), vocab_size=vocab_size)
+    require_both_sides(counts)
+    output.mkdir(parents=True, exist_ok=True)
+    with locked(output):
+        if file.is_file():  # of another process meanwhile
+            _require_same(file, record)
+        # First: a tokenizer without a record that fits is refused.
+        write_json(output / _RECORD, record)
+        write_atomically(file, content)
+    return load_tokenizer(file)
+
+
+def _require_same(file: Path, record: dict[str, Any]) -> None:
+    try:
+        before = json.loads((file.parent / _RECORD).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        before = None
+    if before != record:
+        changed = sorted(
+            key for key in record if not isinstance(before, dict) or before.get(key) != record[key]
+        )
+        raise ValueError(
+            f"{file} was not trained by this command on these inputs (other {', '.join(changed)}); remove "
+            "the folder, or name another one by --output; to use that tokenizer, name it by --tokenizer"
+        )
