@@ -131,7 +131,7 @@ class _Job:
 
     subject: Subject
     device: torch.device
-    output: Path
+    output: Path | None
     tokenizer: Any
     tasks: Sequence[AskedTask]
     tokens: Path | None
@@ -155,7 +155,6 @@ def _prepare(options: argparse.Namespace) -> _Job:
     from implicit_blocks.specs import Stopping
     from trainer.data.token_folder import validation_folder
     from trainer.evaluation_tasks.subject import find_subject
-    from trainer.run_folder import default_folder
 
     device = choose_device(options.device)
     subject = find_subject(options.checkpoint, spec=options.spec)
@@ -164,8 +163,8 @@ def _prepare(options: argparse.Namespace) -> _Job:
         raise ValueError(f"{subject.name} doesn't search for fixed points; leave {given} out")
     if options.tolerance is not None:
         SearchOptions(tolerance=options.tolerance).stopping(Stopping())
-    output: Path = options.output or default_folder(subject.name, root=Path("evaluations"))
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    output: Path | None = options.output
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already and is not an empty folder; choose another by --output")
     tokens = None if options.tokens is None else validation_folder(options.tokens, None) or options.tokens
     return _Job(
@@ -183,6 +182,7 @@ def _carry_out(job: _Job, options: argparse.Namespace) -> int:
     from implicit_blocks.devices import device_name
     from trainer.evaluation import evaluate
     from trainer.evaluation_tasks.record import Record
+    from trainer.run_folder import claim_folder
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -234,7 +234,8 @@ def _carry_out(job: _Job, options: argparse.Namespace) -> int:
     settings["tokens"] = None if job.tokens is None else str(job.tokens)
     record = Record(subject=job.subject, settings=settings, tasks=job.tasks, scores=found, lengths=lengths)
     say(f"\n{record.text()}")
-    say(f"written: {', '.join(map(str, record.write(job.output, samples=options.log_samples)))}")
+    output = job.output or claim_folder(job.subject.name, root=Path("evaluations"))
+    say(f"written: {', '.join(map(str, record.write(output, samples=options.log_samples)))}")
     return 0
 
 
