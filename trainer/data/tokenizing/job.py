@@ -261,7 +261,9 @@ def _begin(job: Job) -> None:
     if path.is_file():
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            if not isinstance(before, dict):
+                raise ValueError(f"it holds a {type(before).__name__}, not an object")
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} can't be read ({error}); remove the folder and begin anew") from error
         changed = sorted(key for key in before.keys() | record.keys() if before.get(key) != record.get(key))
         if changed:
