@@ -189,12 +189,15 @@ _CLASSES = frozenset(
 """What an index of format 2 names, beside ``torch.Size`` and the types of tensors."""
 
 
-class _IndexUnpickler(pickle._Unpickler):  # type: ignore[name-defined,misc] # in Python: the one in C trusts sizes and numbers of the file, and takes gigabytes for a few bytes
+# The unpickler in Python: that in C trusts sizes in the file, and takes gigabytes of memory for a few bytes.
+class _IndexUnpickler(pickle._Unpickler):
     """Reads a pickle with a stand-in for each class of the list, made anew; every other name is refused."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.stand_ins = {name: type(name[1], (_StandIn,), {}) for name in _CLASSES}
+        self.stand_ins: dict[tuple[str, str], type[_StandIn]] = {
+            name: type(name[1], (_StandIn,), {}) for name in _CLASSES
+        }
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in self.stand_ins:
@@ -215,7 +218,7 @@ def _unpickled(content: bytes) -> dict[str, Any]:
         raise _InvalidIndexError(f"{error}" or type(error).__name__) from None
 
     def of(name: str, value: Any, module: str = _METADATA) -> Any:
-        if type(value) is not unpickler.stand_ins[module, name]:
+        if not isinstance(value, unpickler.stand_ins[module, name]):
             raise _InvalidIndexError(f"it holds a {type(value).__name__} where a {name} is expected")
         return value.state
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,16 +146,12 @@ def _state_fault(state: Mapping[str, Any]) -> str | None:
     for name, kind in kinds.items():
         if not isinstance(state.get(name), kind):
             return f"its {name} is a {type(state.get(name)).__name__}"
-    expected = {field.name: field.default for field in fields(Progress)}
-    if state["progress"].keys() != expected.keys():
+    defaults = vars(Progress())
+    if state["progress"].keys() != defaults.keys():
         return f"its progress has {', '.join(sorted(state['progress']))}"
     for name, value in state["progress"].items():
-        kind = (int, float) if isinstance(expected[name], float) else type(expected[name])
-        if (
-            not isinstance(value, kind)
-            or isinstance(value, bool)
-            or (not isinstance(value, str) and value < 0)
-        ):
+        allowed = (int, float) if isinstance(defaults[name], float) else (type(defaults[name]),)
+        if type(value) not in allowed or (not isinstance(value, str) and value < 0):
             return f"its progress has {value!r} as {name}"
     if not all(isinstance(name, str) for name in state["aliases"].values()):
         return "its aliases are not names of tensors"

@@ -150,7 +150,9 @@ class RunFolder:
         """Return which packages that matter have another version than when the run was trained last."""
         history = self._manifest()
         starts = (history, *history.get("resumed", ()))
-        before = next((start["versions"] for start in reversed(starts) if start.get("versions")), {})
+        before: dict[str, Any] = next(
+            (start["versions"] for start in reversed(starts) if start.get("versions")), {}
+        )
         return [
             f"{name} {before[name]} → {now[name]}"
             for name in _SHAPE_VALUES

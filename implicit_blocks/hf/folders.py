@@ -119,8 +119,9 @@ def _spec_from(folder: Path, read: Callable[[Mapping[str, Any]], T], config: Map
 def _tie(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     names = ("word_emb.emb.weight", "criterion.decoder.weight")
     first, second = (tensors.get(name) for name in names)
-    differ = first is not None and second is not None
-    if differ and not (first.dtype == second.dtype and torch.equal(first, second)):
+    if (first is not None and second is not None) and not (
+        first.dtype == second.dtype and torch.equal(first, second)
+    ):
         raise ValueError(
             "the configuration ties the head to the embedding, but word_emb.emb.weight and "
             "criterion.decoder.weight differ; set tie_embeddings to false in it"

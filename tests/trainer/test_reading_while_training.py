@@ -1,4 +1,4 @@
-"""Reading a run that is training, and runs that begin together: each finds what is whole, or a name of its own."""
+"""Reading a run that is training, and runs that begin together, each under a name of its own."""
 
 from __future__ import annotations
 
