@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from implicit_blocks.saved_files import CONFIG, SAFETENSORS
+from implicit_blocks.saved_files import CONFIG, SAFETENSORS, plain_name, read_json
 
 PICKLE = "pytorch_model.bin"
 
@@ -41,7 +41,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is no checkpoint: it has no {CONFIG}")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} holds a {type(config).__name__}, not a mapping; it is no configuration")
@@ -84,11 +84,22 @@ def read_file(path: Path) -> dict[str, Tensor]:
             f"{path} holds more than weights and is not read, because unpickling it could run anything: "
             f"{reason}"
         ) from None
-    except (RuntimeError, OSError, EOFError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
+    except Exception as error:  # a crafted file can make its reader raise anything
+        reason = str(error).partition("\n")[0] or type(error).__name__
         raise ValueError(f"{path} cannot be read; it is cut short or no file of torch: {reason}") from None
-    if not isinstance(found, Mapping) or not all(isinstance(value, Tensor) for value in found.values()):
+    if not isinstance(found, Mapping) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
+    ):
         raise ValueError(f"{path} is no state dict: a mapping of names to tensors is expected")
+    for name, tensor in found.items():
+        if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+            raise ValueError(
+                f"{path}: {name} is sparse, quantized or without values; save it as a plain tensor"
+            )
+        if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            raise ValueError(
+                f"{path}: {name} has the shape {tuple(tensor.shape)}, for which it has too few bytes"
+            )
     return dict(found)
 
 
@@ -97,36 +108,62 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         tensors = load_file(path)
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
+    except Exception as error:  # a crafted header can make its reader raise anything
         raise ValueError(f"{path} cannot be read; it is cut short or no safetensors file: {error}") from None
-    for alias, name in json.loads(metadata.get("aliases", "{}")).items():  # of tensors that were shared
-        tensors[alias] = tensors[name]
-    return tensors
+    try:
+        aliases = json.loads(metadata.get("aliases", "{}"))
+    except (ValueError, RecursionError):
+        aliases = None
+    if not isinstance(aliases, dict) or not all(
+        isinstance(name, str) and name in tensors and alias not in tensors for alias, name in aliases.items()
+    ):
+        raise ValueError(
+            f"{path}: the header's aliases are not a JSON object of new names for its tensors; "
+            "save the file again, or remove them"
+        )
+    return tensors | {alias: tensors[name] for alias, name in aliases.items()}  # tensors that were shared
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
     try:
-        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
+        weight_map: dict[str, str] = read_json(index)["weight_map"]
+        names = list(weight_map.values())
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{index} is no index: a JSON mapping with a weight_map is expected") from None
-    files = sorted(set(weight_map.values()))
+    for name in names:
+        if not isinstance(name, str) or not plain_name(name):
+            raise ValueError(
+                f"{index}: the weight_map names {name!r}, which is not a file of {index.parent}; "
+                "put all shards into one folder"
+            )
+    files = sorted(set(names))
     missing = [file for file in files if not (index.parent / file).is_file()]
     if missing:
         raise ValueError(f"{index.parent} lacks {len(missing)} of {len(files)} shards: {', '.join(missing)}")
     found: dict[str, Tensor] = {}
     for file in files:
-        found |= read_file(index.parent / file)
+        shard = read_file(index.parent / file)
+        if twice := sorted(found.keys() & shard.keys()):
+            raise ValueError(f"{index.parent} has {twice[0]} in several shards, {file} among them")
+        found |= shard
     lost = sorted(weight_map.keys() - found.keys())
     if lost:
         raise ValueError(f"the shards of {index.parent} lack tensors that the index names: {', '.join(lost)}")
     return found
 
 
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def _type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, what: str) -> None:
-    """Compare names and shapes.
+    """Compare names, shapes and types: weights have any of the types that a model is trained or stored in.
 
     Raises:
-        ValueError: lists all that is missing, unknown, or of another shape.
+        ValueError: lists all that is missing, unknown, or of another shape or kind of type.
 
     """
     complaints = [
@@ -140,6 +177,17 @@ def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], *
         for name in given.keys() & expected.keys()
         if given[name].shape != expected[name].shape
     ]
+    complaints += [
+        f"{name} has type {_type(given[name].dtype)} and should have "
+        + (
+            " or ".join(map(_type, _WEIGHTS))
+            if expected[name].dtype in _WEIGHTS
+            else _type(expected[name].dtype)
+        )
+        for name in given.keys() & expected.keys()
+        if given[name].dtype != expected[name].dtype
+        and not (given[name].dtype in _WEIGHTS and expected[name].dtype in _WEIGHTS)
+    ]
     if complaints:
         listed = "".join(f"\n  {complaint}" for complaint in sorted(complaints))
         raise ValueError(f"the tensors of {what} do not fit its configuration:{listed}")
@@ -151,6 +199,7 @@ def whole_folder(destination: Path) -> Iterator[Path]:
 
     Raises:
         ValueError: where the destination exists and is not an empty folder.
+        OSError: it can't be written, such as to a full disk.
 
     """
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
@@ -163,8 +212,22 @@ def whole_folder(destination: Path) -> Iterator[Path]:
         if destination.is_dir():
             destination.rmdir()
         os.replace(temporary, destination)
+    except Exception as error:
+        if not _of_the_disk(error):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise OSError(
+            f"{destination} can't be written ({reason}); make room, or choose another place; "
+            "what had been written is removed"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _of_the_disk(error: Exception) -> bool:
+    """Return whether writing failed: the writers in Rust and C++ raise errors of their own kinds."""
+    signs = ("No space left", "os error", "PytorchStreamWriter", "inline_container")
+    return isinstance(error, OSError | SafetensorError) or any(sign in str(error) for sign in signs)
 
 
 def _umask() -> int:

@@ -28,13 +28,13 @@ from implicit_blocks.saved_files import (
     SAFETENSORS,
     SPEC,
     TOKENIZER,
-    list_checkpoints,
-    newest_sound,
+    read_newest,
     require_whole,
 )
-from implicit_blocks.sharded_files import INDEX, read_whole_tensors
+from implicit_blocks.sharded_files import read_whole_tensors
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, load_spec
 from implicit_blocks.specs.loading import read_model_spec
+from implicit_blocks.tensor_index import has_index
 
 
 def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None) -> Any:
@@ -76,15 +76,19 @@ def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None
         found = read_checkpoint(source)
         return _with_weights(found.spec, found.state)
     known = _spec_of(source) if spec is None else _model_spec(spec)
-    weights = source
-    if (source / CHECKPOINTS).is_dir():
-        weights, complaints = newest_whole(source)
-        for complaint in complaints:
-            warnings.warn(f"{complaint}; {weights.name} is read instead", stacklevel=2)
+    model: nn.Module | None = None
     if isinstance(known, ImplicitLMSpec | ExplicitLMSpec):
-        return _with_weights(known, read_weights(weights, expected=empty_state(known)))
-    model: nn.Module = build(known)
-    model.load_state_dict(read_weights(weights, expected=model.state_dict()))
+        expected = empty_state(known)
+    else:
+        model = build(known)
+        expected = model.state_dict()
+    path, state, complaints = read_newest_weights(source, expected=expected)
+    for complaint in complaints:
+        warnings.warn(f"{complaint}; {path.name} is read instead", stacklevel=2)
+    if isinstance(known, ImplicitLMSpec | ExplicitLMSpec):
+        return _with_weights(known, state)
+    assert model is not None
+    model.load_state_dict(state)
     return model.eval()
 
 
@@ -172,20 +176,30 @@ def empty_state(spec: ImplicitLMSpec | ExplicitLMSpec) -> dict[str, Tensor]:
     return model.state_dict()
 
 
-def newest_whole(run: Path) -> tuple[Path, list[str]]:
-    """Return the newest checkpoint of a run that is whole, and what is wrong with each newer one.
+def read_newest_weights(
+    source: Path, *, expected: Mapping[str, Tensor]
+) -> tuple[Path, dict[str, Tensor], list[str]]:
+    """Read weights as :func:`read_weights` does; of a run's folder those of the newest whole checkpoint.
+
+    The run may be training meanwhile, and remove a checkpoint while it is read: the next one is read then.
+
+    Returns:
+        Where they were, the weights, and what is wrong with each newer checkpoint.
 
     Raises:
-        ValueError: there is none, or none is whole.
+        ValueError: as :func:`read_weights`; or the run has no checkpoint, or none is whole.
 
     """
-    checkpoints = list_checkpoints(run / CHECKPOINTS)
-    if not checkpoints:
-        raise ValueError(f"the run in {run} has no checkpoint yet; train it, or give a file of weights")
-    path, complaints = newest_sound(checkpoints, require_whole)
-    if path is None:
-        raise ValueError(f"the run in {run} has no checkpoint that is whole: {'; '.join(complaints)}")
-    return path, complaints
+    if not (source / CHECKPOINTS).is_dir():
+        return source, read_weights(source, expected=expected), []
+    path, state, complaints = read_newest(
+        source / CHECKPOINTS, require_whole, lambda path: read_weights(path, expected=expected)
+    )
+    if path is not None and state is not None:
+        return path, state, complaints
+    if not complaints:
+        raise ValueError(f"the run in {source} has no checkpoint yet; train it, or give a file of weights")
+    raise ValueError(f"the run in {source} has no checkpoint that is whole: {'; '.join(complaints)}")
 
 
 def read_weights(path: Path, *, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -218,7 +232,7 @@ def _read(path: Path) -> dict[str, Tensor]:
             require_whole(path)
         except ValueError as error:
             raise ValueError(f"{error}; take another checkpoint") from None
-    if (path / INDEX).is_file():
+    if has_index(path):
         tensors = read_whole_tensors(path, prefix=MODEL_PREFIX)
         if not tensors:
             raise ValueError(f"{path} has no tensors of a model; give a checkpoint of the trainer")

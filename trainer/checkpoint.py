@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
 
 from implicit_blocks.saved_files import MODEL_PREFIX, list_checkpoints
-from implicit_blocks.sharded_files import ShardReader, expect_one_process, read_whole_tensors, tensor_index
+from implicit_blocks.sharded_files import load_tensors, read_whole_tensors, tensor_index
 from trainer.checkpoint_folder import (
     FORMAT,
     OPTIMIZER_PREFIX,
@@ -79,8 +78,7 @@ def load_checkpoint(
     if optimizer is not None:
         of_optimizer = _room_for_optimizer(path, model)
         found |= {OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()}
-    expect_one_process()
-    load(found, storage_reader=ShardReader(path), no_dist=ranks.alone)
+    load_tensors(path, found, one_process=ranks.alone)
     if optimizer is not None:
         load_optimizer_state(optimizer, model, of_optimizer, state["optimizer_values"])
     if restore_random:
@@ -145,7 +143,14 @@ def _room(parameter: nn.Parameter, entry: TensorStorageMetadata) -> Tensor:
 
 def _restore_random(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
     if state["ranks"] == ranks.world_size:
-        restore_random_state(read_json(path / rank_file(ranks.rank))["random_state"])
+        file = path / rank_file(ranks.rank)
+        try:
+            restore_random_state(read_json(file)["random_state"])
+        except Exception as error:  # each generator refuses in its own way what is not a state of its own
+            raise CheckpointError(
+                f"checkpoint {path}: {file.name} holds no states of the random number generators "
+                f"({type(error).__name__}: {error}); resume from another checkpoint by --checkpoint"
+            ) from error
         return
     # Other processes than those that saved: each draws anew, but the same at every attempt.
     text = f"{state['spec_digest']}/{state['progress']['step']}/{ranks.rank}"

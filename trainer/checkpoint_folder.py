@@ -2,8 +2,10 @@
 
 A checkpoint is a folder ``step-00000120``:
 
-- ``__RANK_0.distcp`` and ``.metadata``: weights and optimizer state, as ``torch.distributed.checkpoint``
-  writes them, each process its share; they can be read by any number of processes.
+- ``__RANK_0.distcp``: weights and optimizer state, as ``torch.distributed.checkpoint`` writes them, each
+  process its share; they can be read by any number of processes.
+- ``tensors.json``: where in those files each tensor is. Checkpoints of format 2 have it as a pickle,
+  ``.metadata``, of which no code is run.
 - ``rank-00000.json``: what only that process knows, its random number generators.
 - ``state.json``: how far the run had come, and size and checksum of every other file.
 
@@ -13,17 +15,19 @@ whole, unless the disk or someone altered it since: sizes and checksums tell.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from implicit_blocks.saved_files import RECORD, first_fault, list_checkpoints, newest_sound
+from implicit_blocks.saved_files import RECORD, first_fault, list_checkpoints, newest_sound, read_json
 from trainer.errors import CheckpointError
 from trainer.files import digest
 
-FORMAT = 2
+FORMAT = 3
+_READABLE = (2, FORMAT)
 STATE_FILE = RECORD
 OPTIMIZER_PREFIX = "optimizer/"
 TEMPORARY = ".tmp-"
@@ -60,7 +64,16 @@ def rank_file(rank: int) -> str:
 def remove_unfinished(folder: Path) -> None:
     """Remove what an earlier process left half written: it is of no use to anybody."""
     for stale in folder.glob(f"*{TEMPORARY}*"):
-        shutil.rmtree(stale, ignore_errors=True)
+        remove_tree(stale)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder, as far as that can be done; of a link to one the link alone."""
+    if path.is_symlink() or not path.is_dir():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def prune(folder: Path, *, newest: Path, keep: int, keep_every: int | None = None) -> None:
@@ -72,14 +85,15 @@ def prune(folder: Path, *, newest: Path, keep: int, keep_every: int | None = Non
     own = [path for path in list_checkpoints(folder) if path.name <= newest.name]
     for path in own[: max(0, len(own) - max(1, keep))]:
         if keep_every is None or int(path.name[5:]) % keep_every:
-            shutil.rmtree(path)
+            # Renamed first, so that nobody who reads it finds half of it under its name.
+            remove_tree(path.rename(path.with_name(f"{path.name}{TEMPORARY}removed")))
 
 
 def set_aside(path: Path) -> Path:
     """Rename a checkpoint so that it is neither resumed from nor counted, but still there to look at."""
     target = path.with_name(f"left-{path.name}")
-    if target.exists():
-        shutil.rmtree(target)
+    if target.exists() or target.is_symlink():
+        remove_tree(target)
     return path.rename(target)
 
 
@@ -94,21 +108,57 @@ def read_state(path: Path) -> dict[str, Any]:
     if not state_path.is_file():
         raise CheckpointError(f"checkpoint {path}: {STATE_FILE} is missing")
     try:
-        state = json.loads(state_path.read_text(encoding="utf-8"))
-        recorded = state.pop("digest")
-    except (ValueError, KeyError, AttributeError) as error:
+        state = read_json(state_path)
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {path}: {STATE_FILE} {_after(state_path, error)}") from error
+    if not isinstance(state, dict) or "digest" not in state:
         raise CheckpointError(
-            f"checkpoint {path}: {STATE_FILE} is cut short or not JSON ({error})"
-        ) from error
+            f"checkpoint {path}: {STATE_FILE} is not the state of a checkpoint: it holds "
+            + ("no digest" if isinstance(state, dict) else f"a {type(state).__name__}")
+        )
+    recorded = state.pop("digest")
     if digest(state) != recorded:
         raise CheckpointError(f"checkpoint {path}: {STATE_FILE} was altered since it was written (digest)")
-    if state["format"] != FORMAT:
+    if state.get("format") not in _READABLE:
         raise CheckpointError(
-            f"checkpoint {path} has format {state['format']}, this version reads format {FORMAT}; "
-            "resume with the version that wrote it (see manifest.json)"
+            f"checkpoint {path} has format {state.get('format')}, this version reads format "
+            f"{' and '.join(map(str, _READABLE))}; resume with the version that wrote it (see manifest.json)"
         )
-    assert isinstance(state, dict)
+    if (fault := _state_fault(state)) is not None:
+        raise CheckpointError(f"checkpoint {path}: {STATE_FILE} is not the state of a checkpoint: {fault}")
     return state
+
+
+def _after(path: Path, error: ValueError) -> str:
+    return str(error).removeprefix(f"{path} ")
+
+
+def _state_fault(state: Mapping[str, Any]) -> str | None:
+    """Say what of a state is missing or of another kind; None: all is as `load_checkpoint` relies on it."""
+    kinds = {
+        "progress": dict,
+        "spec_digest": str,
+        "ranks": int,
+        "aliases": dict,
+        "optimizer_values": dict,
+        "files": dict,
+    }
+    for name, kind in kinds.items():
+        if not isinstance(state.get(name), kind):
+            return f"its {name} is a {type(state.get(name)).__name__}"
+    defaults = vars(Progress())
+    if state["progress"].keys() != defaults.keys():
+        return f"its progress has {', '.join(sorted(state['progress']))}"
+    for name, value in state["progress"].items():
+        allowed = (int, float) if isinstance(defaults[name], float) else (type(defaults[name]),)
+        if type(value) not in allowed or (not isinstance(value, str) and value < 0):
+            return f"its progress has {value!r} as {name}"
+    if not all(isinstance(name, str) for name in state["aliases"].values()):
+        return "its aliases are not names of tensors"
+    for name, entry in state["files"].items():
+        if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or "sha256" not in entry:
+            return f"it has no size and checksum of {name}"
+    return None
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
@@ -133,12 +183,11 @@ def newest_sound_checkpoint(folder: Path) -> tuple[Path, list[str]]:
         CheckpointError: there is none, or none is whole.
 
     """
-    checkpoints = list_checkpoints(folder)
-    if not checkpoints:
+    path, complaints = newest_sound(folder, verify_checkpoint)
+    if path is None and not complaints:
         raise CheckpointError(
             f"{folder} holds no checkpoint to resume from; start the run again in another folder"
         )
-    path, complaints = newest_sound(checkpoints, verify_checkpoint)
     if path is None:
         raise CheckpointError(
             f"no checkpoint is whole, start the run again in another folder: {'; '.join(complaints)}"

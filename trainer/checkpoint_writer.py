@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from implicit_blocks.saved_files import MODEL_PREFIX, list_checkpoints
-from implicit_blocks.sharded_files import INDEX, expect_one_process
+from implicit_blocks.sharded_files import expect_one_process
+from implicit_blocks.tensor_index import INDEX, index_text
 from trainer.checkpoint_folder import (
     FORMAT,
     OPTIMIZER_PREFIX,
@@ -27,13 +28,14 @@ from trainer.checkpoint_folder import (
     Progress,
     prune,
     rank_file,
+    remove_tree,
     remove_unfinished,
     step_name,
 )
 from trainer.checkpoint_staging import Staging, own_share
 from trainer.distributed import Ranks
 from trainer.errors import FailedSaveError, LostPeerError, PeerError
-from trainer.files import digest, fsync_path, read_json, sha256_of, write_json
+from trainer.files import digest, fsync_path, read_json, sha256_of, write_atomically, write_json
 from trainer.optimizers import optimizer_state
 from trainer.rng import random_state
 
@@ -188,7 +190,7 @@ class Checkpointer:
         except (CheckpointException, Exception) as error:  # the former is no Exception
             room = self._room()
             if self._ranks.is_main:
-                shutil.rmtree(self._temporary, ignore_errors=True)
+                remove_tree(self._temporary)
             raise self._failure(error, room) from error
         assert self._times is not None
         self.saves.append(self._times())
@@ -242,6 +244,7 @@ class Checkpointer:
     def _make_room(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(self.folder)
+        self._temporary.mkdir()
 
     def _publish(self) -> None:
         """Give the finished folder its name; on rank 0, after all processes have written."""
@@ -250,7 +253,7 @@ class Checkpointer:
             replaced = self.folder / f"{final.name}{TEMPORARY}replaced"
             final.rename(replaced)
             self._temporary.rename(final)
-            shutil.rmtree(replaced)
+            remove_tree(replaced)
         else:
             self._temporary.rename(final)
         fsync_path(self.folder)
@@ -298,8 +301,9 @@ class _Writer(FileSystemWriter):
         return written
 
     def finish(self, metadata: Any, results: Any) -> None:
-        super().finish(metadata, results)
+        # Not the base class's, which writes the index as a pickle.
         folder = Path(self.path)
+        write_atomically(folder / INDEX, index_text(metadata, results))
         files = {INDEX: _measured(folder / INDEX)}
         for rank in range(self._state["ranks"]):
             name = rank_file(rank)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.files import write_json
+from trainer.files import replacing, write_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -89,7 +88,5 @@ def write_results(
 
 def write_picture(figure: Figure, path: Path) -> None:
     """Write it through a temporary file beside it; the ending says the format."""
-    # A name of its own: several processes may draw into one folder.
-    temporary = path.with_name(f".{os.getpid()}.{path.name}")
-    figure.savefig(temporary, dpi=140, format=path.suffix.removeprefix(".") or "png")
-    temporary.replace(path)
+    with replacing(path) as file:
+        figure.savefig(file, dpi=140, format=path.suffix.removeprefix(".") or "png")

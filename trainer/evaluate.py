@@ -122,13 +122,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(without_torch(error))
     except (ValueError, OSError) as error:
         return refuse(str(error))
+    written: list[Path] = []
     try:
-        return _carry_out(job, options)
+        return _carry_out(job, options, written)
     except (DataError, OSError) as error:
         return refuse(str(error))
     except KeyboardInterrupt:
-        written = (job.output / "results.json").is_file()
-        what = f"the results so far are in {job.output}" if written else "nothing was written"
+        what = f"the results so far are in {written[0]}" if written else "nothing was written"
         return refuse(f"stopped; {what}", INTERRUPTED)
     except Exception as error:
         if (short := short_of_memory(error)) is None:
@@ -142,7 +142,7 @@ class _Job:
 
     subject: Subject
     device: torch.device
-    output: Path
+    output: Path | None
     tokenizer: Any
     tasks: Sequence[AskedTask]
     tokens: Path | None
@@ -168,7 +168,6 @@ def _prepare(options: argparse.Namespace) -> _Job:
     from trainer.data.manifest import TRAIN
     from trainer.data.token_folder import split_folder, validation_folder
     from trainer.evaluation_tasks.subject import find_subject
-    from trainer.run_folder import default_folder
 
     device = choose_device(options.device)
     subject = find_subject(options.checkpoint, spec=options.spec)
@@ -177,8 +176,8 @@ def _prepare(options: argparse.Namespace) -> _Job:
         raise ValueError(f"{subject.name} doesn't search for fixed points; leave {given} out")
     if options.tolerance is not None:
         SearchOptions(tolerance=options.tolerance).stopping(Stopping())
-    output: Path = options.output or default_folder(subject.name, root=Path("evaluations"))
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    output: Path | None = options.output
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists already and is not an empty folder; choose another by --output")
     tokens = None if options.tokens is None else validation_folder(options.tokens, None) or options.tokens
     if tokens is not None and split_folder(tokens, TRAIN) != tokens:
@@ -213,10 +212,12 @@ def _require_used(options: argparse.Namespace, *, tasks: bool) -> None:
                 raise ValueError(f"{option} has {value} {times} times; give each value once")
 
 
-def _carry_out(job: _Job, options: argparse.Namespace) -> int:
+def _carry_out(job: _Job, options: argparse.Namespace, written: list[Path]) -> int:
+    """Evaluate, write the results, and append their folder to ``written``."""
     from implicit_blocks.devices import device_name
     from trainer.evaluation_tasks.record import Record
     from trainer.evaluation_tasks.subject import longest_request
+    from trainer.run_folder import claim_folder
 
     for note in job.subject.notes:
         _say(f"WARNING: {note}")
@@ -244,7 +245,9 @@ def _carry_out(job: _Job, options: argparse.Namespace) -> int:
             incomplete=incomplete,
         )
         _say(f"\n{record.text()}")
-        _say(f"written: {', '.join(map(str, record.write(job.output, samples=options.log_samples)))}")
+        output = job.output or claim_folder(job.subject.name, root=Path("evaluations"))
+        _say(f"written: {', '.join(map(str, record.write(output, samples=options.log_samples)))}")
+        written.append(output)
 
     try:
         _ask_all(model, lm, job, options, found=found, lengths=lengths)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -16,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from implicit_blocks.saved_files import MODEL, SAFETENSORS
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec
-from trainer.checkpoint_folder import TEMPORARY
+from trainer.checkpoint_folder import TEMPORARY, remove_tree
 from trainer.checkpoint_writer import named_tensors
 from trainer.distributed import Ranks
 from trainer.files import fsync_path
@@ -56,7 +55,7 @@ def _under(aliases: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Ten
 
 def _write(model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: Path, length: int) -> None:
     temporary = folder.with_name(f"{folder.name}{TEMPORARY}save")
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove_tree(temporary)
     before = random_state()  # what is built for writing draws initial weights
     try:
         temporary.mkdir(parents=True)
@@ -65,13 +64,13 @@ def _write(model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: 
         for file in temporary.iterdir():
             fsync_path(file)
         fsync_path(temporary)
-        if folder.exists():
-            shutil.rmtree(folder)
+        if folder.exists() or folder.is_symlink():
+            remove_tree(folder)
         temporary.rename(folder)
         fsync_path(folder.parent)
     finally:
         restore_random_state(before)
-        shutil.rmtree(temporary, ignore_errors=True)
+        remove_tree(temporary)
 
 
 def _write_for_transformers(

@@ -5,8 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+from implicit_blocks.saved_files import read_json as read_json  # beside `write_json`
 
 
 def fsync_path(path: Path) -> None:
@@ -18,25 +24,72 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
+class LinkError(OSError):
+    """A file that is to be written is a link or something else than a file."""
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file for writing and return its descriptor; a link is not followed.
+
+    A run's folder may come from elsewhere, and a link in it must not make the trainer write into other files.
+
+    Raises:
+        LinkError: the path is a symbolic link, a folder, a pipe or a device.
+        OSError: the file can't be opened.
+
+    """
+    # Without O_NONBLOCK opening a pipe that nobody reads would wait for a reader.
+    extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        descriptor = os.open(path, flags | extra, 0o666)
+    except OSError as error:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            raise _link_error(path) from None
+        raise error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _link_error(path)
+    return descriptor
+
+
+def _link_error(path: Path) -> LinkError:
+    kind = "a symbolic link" if path.is_symlink() else "not a regular file"
+    return LinkError(
+        f"{path} is {kind}, and is not written to; remove it, or put the file itself in its place"
+    )
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Write a new file beside ``path``, which takes its place at the end, on the disk, or is removed.
+
+    The temporary file has a random name and is created exclusively. Where ``path`` is a link the link is
+    replaced, and the file that it names stays as it is.
+    """
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.tmp")
+    descriptor = open_own(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+    try:
+        with os.fdopen(descriptor, "w+b") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_path(path.parent)
+
+
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` to ``path`` through a temporary file beside it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync_path(path.parent)
+    content = text.encode()
+    with replacing(path) as file:
+        file.write(content)
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write ``value`` as indented JSON, atomically; NaN and infinity, which JSON lacks, are refused."""
     write_atomically(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
-
-
-def read_json(path: Path) -> Any:
-    """Return the JSON value in ``path``; ValueError where it is none."""
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def sha256_of(path: Path) -> str:

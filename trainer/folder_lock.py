@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
+from trainer.files import open_own
+
 LOCK = ".lock"
 """The usual name of the file, in the folder."""
 
@@ -40,7 +42,7 @@ class FolderLock:
 
     Raises:
         LockedError: it is held, by another process or by this one, and was not to be waited for.
-        OSError: the file can't be written.
+        OSError: the file can't be written, or is a link, which is not followed.
 
     """
 
@@ -54,7 +56,7 @@ class FolderLock:
         except ImportError:
             self.trouble = "this system has no flock"
             return
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        file = open_own(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             _sign(file)
@@ -90,6 +92,8 @@ class FolderLock:
 
 def _sign(file: int) -> None:
     """Say in the file who holds it, for those who are refused; on a full disk they are not told."""
+    if os.fstat(file).st_nlink > 1:  # the file is elsewhere too, and may hold something else there
+        return
     now = datetime.now(UTC).isoformat(timespec="seconds")
     with contextlib.suppress(OSError):
         os.ftruncate(file, 0)

@@ -5,9 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from trainer.files import open_own, replacing
+
+_AT_ONCE = 1 << 14
+"""Bytes that are read from a file's end at a time."""
 
 
 def json_value(value: Any) -> Any:
@@ -54,7 +59,8 @@ class MetricsFile:
         try:
             if self._file is None:
                 # Without a buffer of its own: nothing is lost or doubled where a write fails half way.
-                self._file = self.path.open("ab", buffering=0)
+                descriptor = open_own(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                self._file = os.fdopen(descriptor, "ab", buffering=0)
             while self._pending:
                 self._pending = self._pending[self._file.write(self._pending) :]
         except OSError as error:
@@ -67,12 +73,19 @@ class MetricsFile:
         self.close()
         if not self.path.exists():
             return
-        with self.path.open("r+b") as file:
+        with os.fdopen(open_own(self.path, os.O_RDWR), "r+b") as file:
             kept, last = 0, b"\n"
             for line, end in _lines_from_the_end(file):
                 if (row := _object_of(line)) is not None and row["step"] <= step:
                     kept, last = end, line
                     break
+            if os.fstat(file.fileno()).st_nlink > 1:  # the file is elsewhere too, where it stays as it is
+                file.seek(0)
+                with replacing(self.path) as own:
+                    for begin in range(0, kept, _AT_ONCE):
+                        own.write(file.read(min(_AT_ONCE, kept - begin)))
+                    own.write(b"" if last.endswith(b"\n") else b"\n")
+                return
             file.truncate(kept)
             if not last.endswith(b"\n"):
                 file.seek(kept)
@@ -80,10 +93,16 @@ class MetricsFile:
             file.flush()
             os.fsync(file.fileno())
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield the objects of all lines."""
+    def rows(
+        self,
+        *,
+        required: Collection[str] = (),
+        numbers: Collection[str] = (),
+        damaged: Callable[[str], None] | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the objects of all lines; see :func:`read_metrics`."""
         if self.path.exists():
-            yield from read_metrics(self.path)
+            yield from read_metrics(self.path, required=required, numbers=numbers, damaged=damaged)
 
     def last_row(self) -> dict[str, Any] | None:
         """Return the latest line's object, or None where there is none; reads the file's end alone."""
@@ -101,20 +120,68 @@ class MetricsFile:
             self._file = None
 
 
-def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics file, as they are read; a last line that a crash cut short is left out."""
-    broken: ValueError | None = None
-    with path.open(encoding="utf-8", newline="\n") as file:
+def read_metrics(
+    path: Path,
+    *,
+    required: Collection[str] = (),
+    numbers: Collection[str] = (),
+    damaged: Callable[[str], None] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics file, as they are read; a last line that a crash cut short is left out.
+
+    Args:
+        path: the file.
+        required: keys that every row must have, beside ``step``.
+        numbers: keys whose values are numbers or null, in rows that have them.
+        damaged: called with a sentence for each line that is not such a row, and the line is left out; None:
+            such a line is an error.
+
+    Raises:
+        ValueError: naming the first line that is not such a row.
+
+    """
+    broken: str | None = None
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if broken is not None:
-                raise ValueError(f"{path}, line {number - 1}: not JSON ({broken})") from broken
+                _complain(broken, damaged)
+                broken = None
             try:
-                yield json.loads(line)
-            except ValueError as error:
-                broken = error
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                broken = f"{path}, line {number}: not JSON ({error})"
+                continue
+            if (fault := _row_fault(row, required, numbers)) is None:
+                yield row
+            else:
+                _complain(f"{path}, line {number}: {fault}", damaged)
 
 
-def _lines_from_the_end(file: BinaryIO, *, at_once: int = 1 << 14) -> Iterator[tuple[bytes, int]]:
+def _complain(complaint: str, damaged: Callable[[str], None] | None) -> None:
+    if damaged is None:
+        raise ValueError(f"{complaint}; the file was altered or damaged: repair the line, or remove it")
+    damaged(complaint)
+
+
+def _row_fault(row: Any, required: Collection[str] = (), numbers: Collection[str] = ()) -> str | None:
+    """Say why a JSON value is not a row of metrics; None: it is one."""
+    if not isinstance(row, dict):
+        return f"a row is an object, this is a {type(row).__name__}"
+    if type(row.get("step")) is not int:
+        return f"a row has the number of a step, this has {row.get('step')!r}"
+    if missing := [name for name in required if name not in row]:
+        return f"it lacks {', '.join(missing)}"
+    if not isinstance(row.get("phase", ""), str):
+        return f"phase is {row['phase']!r}, which is not a name"
+    for name in numbers:
+        value = row.get(name)
+        sound = value is None or isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
+        if not sound:
+            return f"{name} is {str(value)[:50]}, which is not a number"
+    return None
+
+
+def _lines_from_the_end(file: BinaryIO, *, at_once: int = _AT_ONCE) -> Iterator[tuple[bytes, int]]:
     """Yield a file's lines and where they end, the last one first: a run of months has gigabytes of them."""
     end = position = file.seek(0, os.SEEK_END)
     rest = b""
@@ -132,9 +199,9 @@ def _lines_from_the_end(file: BinaryIO, *, at_once: int = 1 << 14) -> Iterator[t
 
 
 def _object_of(line: bytes) -> dict[str, Any] | None:
-    """Return what a line says; None where a crash cut it short."""
+    """Return what a line says; None where a crash cut it short, or it is no row of metrics."""
     try:
         row: dict[str, Any] = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return row
+    return None if _row_fault(row) is not None else row

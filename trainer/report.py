@@ -6,15 +6,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from implicit_blocks.saved_files import read_json
 from trainer.drawing import BLUE, GREEN, GREY, ORANGE, lengths_axis, new_figure, tidy, write_picture
 from trainer.errors import RunFolderError
 from trainer.exit_codes import refuse
@@ -52,11 +52,32 @@ class RunRecord:
         return bool(self.summary["task"] == "word_problem")
 
 
-def read_run(path: Path, *, label: str | None = None) -> RunRecord:
+_SUMMARY = {
+    "name": str,
+    "task": str,
+    "parameters": int,
+    "steps": int,
+    "training_length": int,
+    "last_tokens": int,
+    "phases": list,
+    "evaluation": list,
+}
+"""What the pictures need of a summary."""
+
+
+def read_run(
+    path: Path, *, label: str | None = None, damaged: Callable[[str], None] | None = None
+) -> RunRecord:
     """Read the folder of a finished run.
+
+    Args:
+        path: the folder.
+        label: what the picture calls the run; None: its name.
+        damaged: called with a sentence for each line of the metrics that can't be read; None: it is an error.
 
     Raises:
         RunFolderError: the folder is missing, or its run did not finish.
+        ValueError: its summary or metrics are cut short or altered.
 
     """
     summary_path = path / "summary.json"
@@ -64,9 +85,17 @@ def read_run(path: Path, *, label: str | None = None) -> RunRecord:
         if not path.is_dir():
             raise RunFolderError(f"there is no folder {path}; give those of finished runs")
         raise RunFolderError(f"{path} holds no finished run (summary.json is missing); finish it by --resume")
-    summary = json.loads(summary_path.read_text(encoding="utf-8"))
+    summary = read_json(summary_path)
+    for key, kind in _SUMMARY.items():
+        if not isinstance(summary, dict) or not isinstance(summary.get(key), kind):
+            raise RunFolderError(
+                f"{summary_path} is not the summary of a run ({key} is missing or of another kind); "
+                "remove it and write it anew by --resume"
+            )
     metrics_path = path / "metrics.jsonl"
-    rows = read_metrics(metrics_path) if metrics_path.is_file() else ()
+    rows: Iterable[dict[str, Any]] = ()
+    if metrics_path.is_file():
+        rows = read_metrics(metrics_path, required=("loss",), numbers=("loss",), damaged=damaged)
     losses = [(row["step"], row["loss"]) for row in rows if row["loss"] is not None]
     return RunRecord(label=label or summary["name"], summary=summary, losses=losses)
 

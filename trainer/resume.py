@@ -105,6 +105,7 @@ def go_on(
         if progress.step < total_steps:
             folder.set_results_aside()
         folder.metrics.truncate_after(progress.step)
+        _warn_of_differences(folder, progress.step, manifest["versions"], display)
         # At its end a run is evaluated again, for its summary.
         folder.evaluations.truncate_after(progress.step - (progress.step == total_steps))
         folder.record_resume(
@@ -127,6 +128,21 @@ def go_on(
     if (told := _other_batches(spec, progress)) is not None:
         display.say(f"WARNING: {told}")
     return progress
+
+
+def _warn_of_differences(folder: RunFolder, step: int, versions: Mapping[str, Any], display: Display) -> None:
+    """Say which metrics are missing, and which packages have changed since the run was trained last."""
+    recorded = (folder.metrics.last_row() or {"step": 0})["step"]
+    if recorded < step:
+        display.say(
+            f"WARNING: {folder.metrics.path} ends at step {recorded}, but the checkpoint is of step {step}: "
+            f"the metrics of {step - recorded} steps are missing, in summaries and pictures too"
+        )
+    if changed := folder.version_changes(versions):
+        display.say(
+            f"WARNING: versions have changed since the run was trained last: {', '.join(changed)}; the run "
+            "goes on, but its values may differ from those of an uninterrupted run"
+        )
 
 
 def _other_batches(spec: RunSpec, progress: Progress) -> str | None:

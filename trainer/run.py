@@ -26,11 +26,21 @@ from trainer.parts import lay_out_model, make_parts
 from trainer.report import draw, read_run
 from trainer.resume import go_on
 from trainer.rng import seed_everything
-from trainer.run_folder import RunFolder, default_folder, differences, make_manifest, of_values
+from trainer.run_folder import (
+    RunFolder,
+    claim_folder,
+    default_folder,
+    differences,
+    make_manifest,
+    of_values,
+)
 from trainer.spec import RunSpec
 from trainer.start import Origin, find_start
 from trainer.summary import summarize
-from trainer.telemetry import in_words
+from trainer.telemetry import NUMBERS, REQUIRED, in_words
+
+_SHOWN = 3
+"""Damaged lines of metrics that are named one by one."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +78,7 @@ class Run:
             self.folder.release()
 
     def _finish(self, results: Sequence[EvaluationResult]) -> dict[str, Any]:
+        damaged: list[str] = []
         summary = summarize(
             name=self.name,
             spec=self.spec,
@@ -76,17 +87,22 @@ class Run:
             last_row=self.loop.last_row,
             results=results,
             manifest=self.manifest,
-            rows=self.folder.metrics.rows(),  # one after the other: a run of months has millions
+            # One after the other: a run of months has millions.
+            rows=self.folder.metrics.rows(required=REQUIRED, numbers=NUMBERS, damaged=damaged.append),
             stopped=self.loop.callbacks.stop_reason,
             saves=self.loop.checkpointer.saves,
             stall_seconds=self.loop.stalled_seconds,
         )
         write_json(self.folder.summary_path, summary)
+        for complaint in damaged[:_SHOWN]:
+            self.display.say(f"WARNING: {complaint}; the summary leaves it out")
+        if len(damaged) > _SHOWN:
+            self.display.say(f"WARNING: and {len(damaged) - _SHOWN} more lines of that kind")
         for phase in summary["phases"]:
             if phase["measured"] is not None:
                 self.display.say(in_words(phase["name"], phase["measured"]))
         try:
-            draw([read_run(self.folder.path)], self.folder.report_path)
+            draw([read_run(self.folder.path, damaged=lambda _: None)], self.folder.report_path)
         except ImportError:
             self.display.say("no picture: matplotlib is not installed (pip install 'implicit_blocks[train]')")
         return summary
@@ -132,7 +148,8 @@ def build(
     ranks = Ranks(choose_device(device)) if ranks is None else ranks
     require_same_spec(ranks, dumped, options={"output": str(output), "resume": resume, "from": checkpoint})
     folder = RunFolder(ranks.broadcast(output if output is not None else default_folder(name)))
-    ranks.on_main(lambda: _claim(folder, resume=resume))
+    if output is not None:
+        ranks.on_main(lambda: _claim(folder, resume=resume))
     with ExitStack() as refused:
         refused.callback(folder.release)
         changes = ranks.on_main(lambda: _changes(folder, spec, resume=resume))
@@ -167,6 +184,9 @@ def build(
                 ranks=ranks,
             )
         else:
+            if output is None:  # another run may have been given the same name in the same second
+                folder = RunFolder(ranks.on_main(lambda: claim_folder(name)))
+                refused.callback(folder.release)
             ranks.on_main(lambda: folder.create(spec=dumped, manifest=manifest))
         _warn(display, origin, folder)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -13,13 +13,17 @@ from typing import Any
 
 import yaml
 
-from implicit_blocks.saved_files import CHECKPOINTS, SPEC
+from implicit_blocks.saved_files import CHECKPOINTS, SPEC, read_json
 from trainer.errors import RunFolderError
 from trainer.files import write_atomically, write_json
 from trainer.folder_lock import LOCK, FolderLock, LockedError
 from trainer.metrics import MetricsFile
 
 _MARKS = (SPEC, "manifest.json", "metrics.jsonl", CHECKPOINTS)
+_FOLDERS = ("exports", "profiles", "tensorboard", "wandb")
+"""Folders in a run's folder in which it writes, beside that of its checkpoints."""
+_SHAPE_VALUES = ("implicit_blocks", "torch", "numpy")
+"""Packages whose version can change what a run computes."""
 
 
 class RunFolder:
@@ -51,11 +55,18 @@ class RunFolder:
         Nothing happens where it is held already. Of a run's processes the main one holds it.
 
         Raises:
-            RunFolderError: another process, or another run of this one, trains here.
+            RunFolderError: another process, or another run of this one, trains here; or a folder in which
+                the run writes is a link to elsewhere.
 
         """
         if self._lock is not None:
             return
+        for name in (CHECKPOINTS, *_FOLDERS):
+            if (self.path / name).is_symlink():
+                raise RunFolderError(
+                    f"{self.path / name} is a symbolic link, and a run writes into its own folder only; "
+                    "put the folder itself in its place"
+                )
         try:
             self._lock = FolderLock(self.path / LOCK)
         except LockedError as error:
@@ -105,11 +116,16 @@ class RunFolder:
         if not self.manifest_path.is_file():
             return {}
         try:
-            return dict(json.loads(self.manifest_path.read_text(encoding="utf-8")))
-        except (ValueError, TypeError) as error:
+            found = read_json(self.manifest_path)
+        except ValueError as error:
+            raise RunFolderError(f"{error}; move it away to go on") from error
+        if not _is_manifest(found):
             raise RunFolderError(
-                f"{self.manifest_path} is cut short or not a JSON object ({error}); move it away to go on"
-            ) from error
+                f"{self.manifest_path} is cut short or not a JSON object as the trainer writes it; "
+                "move it away to go on"
+            )
+        manifest: dict[str, Any] = found
+        return manifest
 
     def create(self, *, spec: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
         """Make the folder, hold it, and write the resolved spec and the manifest."""
@@ -134,6 +150,19 @@ class RunFolder:
                 f"the data of {self.path} are not those it was trained on ({'; '.join(changes)}); give those "
                 "back, or name the new ones by data.path=…, and the run goes on with them"
             )
+
+    def version_changes(self, now: Mapping[str, Any]) -> list[str]:
+        """Return which packages that matter have another version than when the run was trained last."""
+        history = self._manifest()
+        starts = (history, *history.get("resumed", ()))
+        before: dict[str, Any] = next(
+            (start["versions"] for start in reversed(starts) if start.get("versions")), {}
+        )
+        return [
+            f"{name} {before[name]} → {now[name]}"
+            for name in _SHAPE_VALUES
+            if name in before and name in now and before[name] != now[name]
+        ]
 
     def record_resume(
         self,
@@ -165,7 +194,7 @@ class RunFolder:
         if not self.summary_path.is_file():
             return
         try:
-            steps = int(json.loads(self.summary_path.read_text(encoding="utf-8"))["steps"])
+            steps = int(read_json(self.summary_path)["steps"])
         except (ValueError, TypeError, KeyError):
             steps = 0
         for path in (self.report_path, self.summary_path):
@@ -186,13 +215,43 @@ class RunFolder:
         write_atomically(self.spec_path, text)
 
 
+def _is_manifest(value: Any) -> bool:
+    """Return whether a JSON value has what is read of a manifest in the kinds that are relied on."""
+    if not isinstance(value, dict) or not isinstance(value.get("resumed", []), list):
+        return False
+    starts = [value, *value.get("resumed", [])]
+    return all(
+        isinstance(start, dict) and isinstance(start.get(key) or {}, dict)
+        for start in starts
+        for key in ("data", "versions")
+    )
+
+
 def default_folder(name: str, *, root: Path = Path("runs")) -> Path:
     """Return ``runs/<name>-<UTC time>``, with a number behind it where that folder exists."""
+    return next(path for path in _candidates(name, root) if not path.exists())
+
+
+def claim_folder(name: str, *, root: Path = Path("runs")) -> Path:
+    """Make the folder that :func:`default_folder` names, for this process alone, and return it.
+
+    Of several processes that start in the same second each gets a folder of its own.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    for path in _candidates(name, root):
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    raise AssertionError("the candidates have no end")
+
+
+def _candidates(name: str, root: Path) -> Iterator[Path]:
     stem = f"{name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}"
-    candidate, number = root / stem, 2
-    while candidate.exists():
-        candidate, number = root / f"{stem}-{number}", number + 1
-    return candidate
+    yield root / stem
+    for number in itertools.count(2):
+        yield root / f"{stem}-{number}"
 
 
 def folder_to_resume(name: str, *, root: Path = Path("runs")) -> Path:

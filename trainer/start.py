@@ -174,6 +174,7 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
     from implicit_blocks.checkpoint_files import check_tensors, read_file
     from implicit_blocks.hf.folders import read_checkpoint
     from implicit_blocks.hf.ordinary import as_start
+    from implicit_blocks.saved_models import empty_state
     from trainer.checkpoint import read_model_tensors
 
     theirs = origin.model
@@ -191,6 +192,7 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
     else:
         tensors = read_file(origin.path)
     if isinstance(theirs, ExplicitLMSpec) and isinstance(ours, ImplicitLMSpec):
+        check_tensors(tensors, empty_state(theirs), what=str(origin.path))
         _, tensors = as_start(theirs, tensors, weight_norm=ours.weight_norm)
     try:
         check_tensors(tensors, like, what=str(origin.path))

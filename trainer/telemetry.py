@@ -104,6 +104,11 @@ _AVERAGED = (
 )
 _LARGEST = ("iterations_max", "residual_max", "memory_gb", "memory_allocated_gb")
 
+REQUIRED = ("phase", "loss", "step_seconds", "tokens_per_second")
+"""What :func:`by_phase` needs of every row."""
+NUMBERS = (*_AVERAGED, *_LARGEST, *REQUIRED[1:], "save_stall_seconds")
+"""What of a row :func:`by_phase` computes with."""
+
 
 def by_phase(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Sum up a run's rows of metrics for each of its phases, in order; none of them is kept.
@@ -132,8 +137,9 @@ class _PhaseSums:
         self._losses = row["loss"] if self._steps == 0 else self._losses[0], row["loss"]
         self._steps += 1
         self._skipped += row.get("skipped") is not None
-        self._seconds += row["step_seconds"]
-        self._tokens += row["tokens_per_second"] * row["step_seconds"]
+        seconds = row["step_seconds"] or 0.0
+        self._seconds += seconds
+        self._tokens += (row["tokens_per_second"] or 0.0) * seconds
         self._stalled += row.get("save_stall_seconds") or 0.0  # those of older versions don't tell
         for key in _AVERAGED:
             if (value := row.get(key)) is not None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from implicit_blocks.checkpoint_files import whole_folder
 from implicit_blocks.hf import require_transformers
@@ -23,8 +25,8 @@ from implicit_blocks.hf.folders import (
 )
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer, token_fields
 from implicit_blocks.registry import build
-from implicit_blocks.saved_files import CHECKPOINTS, SPEC
-from implicit_blocks.saved_models import empty_state, newest_whole, read_weights, run_of, tokenizer_of
+from implicit_blocks.saved_files import SPEC
+from implicit_blocks.saved_models import empty_state, read_newest_weights, run_of, tokenizer_of
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -131,7 +133,7 @@ def export(
         checkpoint, tokenizer = source, tokenizer or tokenizer_of(source)
     if checkpoint is not None and seed is not None:
         raise ValueError(f"the seed {seed} is of fresh weights, and {checkpoint} has weights; leave it out")
-    checkpoint, seed = None if checkpoint is None else _weights_at(checkpoint), seed or 0
+    seed = seed or 0
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     run = load_spec(spec_name if run_folder is None else run_folder / SPEC)
     spec = getattr(run, "final_model", None)
@@ -150,7 +152,7 @@ def export(
         torch.manual_seed(seed)
         state = build(spec).state_dict()
     else:
-        state = read_weights(checkpoint, expected=empty_state(spec))
+        state = _weights_at(checkpoint, empty_state(spec))
     length = getattr(getattr(run, "data", None), "length", None)
     fields = special_tokens(spec) | ({} if length is None else {"max_position_embeddings": length})
     if loaded is not None:
@@ -171,18 +173,16 @@ def _build_other(spec: Any, *, checkpoint: Path | None, seed: int) -> Any:
             "and transformers can, and kinds whose models have a method to_transformers()"
         )
     if checkpoint is not None:
-        model.load_state_dict(read_weights(checkpoint, expected=model.state_dict()))
+        model.load_state_dict(_weights_at(checkpoint, model.state_dict()))
     return model.to_transformers()
 
 
-def _weights_at(checkpoint: Path) -> Path:
-    """Find a run's newest checkpoint that is whole, and say what is wrong with newer ones."""
-    if not (checkpoint / CHECKPOINTS).is_dir():
-        return checkpoint
-    path, complaints = newest_whole(checkpoint)
+def _weights_at(checkpoint: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read weights, of a run those of its newest whole checkpoint, and say what is wrong with newer ones."""
+    path, state, complaints = read_newest_weights(checkpoint, expected=expected)
     for complaint in complaints:
         print(f"warning: {complaint}; {path.name} is exported instead", file=sys.stderr)
-    return path
+    return state
 
 
 def _bytes(size: str) -> int:

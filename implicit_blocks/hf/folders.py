@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from implicit_blocks.checkpoint_files import check_tensors, read_config, read_te
 from implicit_blocks.hf import ordinary, published
 from implicit_blocks.model import LanguageModel
 from implicit_blocks.registry import build
-from implicit_blocks.saved_files import CONFIG
+from implicit_blocks.saved_files import CONFIG, read_json
 from implicit_blocks.saved_models import empty_state
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weight_norm import WeightNorm
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from implicit_blocks.hf.modeling import ImplicitLlamaForCausalLM, ImplicitMamba2ForCausalLM
 
 LMSpec = ImplicitLMSpec | ExplicitLMSpec
+T = TypeVar("T")
 
 OURS = ("implicit_blocks_llama", "implicit_blocks_mamba2")
 _CORE, _HEAD = "model.lm.", "lm_head.weight"
@@ -93,7 +94,7 @@ def read_checkpoint(folder: Path, *, as_start: bool = False) -> Checkpoint:
 
 
 def _of_published(folder: Path, config: dict[str, Any]) -> Checkpoint:
-    spec = published.import_spec(config)
+    spec = _spec_from(folder, published.import_spec, config)
     tensors = read_tensors(folder)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     expected = published.export_tensors(empty_state(spec), spec)
@@ -104,10 +105,23 @@ def _of_published(folder: Path, config: dict[str, Any]) -> Checkpoint:
     return Checkpoint(spec, state, special_tokens(spec), config)
 
 
+def _spec_from(folder: Path, read: Callable[[Mapping[str, Any]], T], config: Mapping[str, Any]) -> T:
+    """Return what ``read`` makes of a configuration, whose values may be of other kinds than expected."""
+    try:
+        return read(config)
+    except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError, RecursionError) as error:
+        raise ValueError(
+            f"{folder / CONFIG} is not the configuration of such a model ({type(error).__name__}: {error}); "
+            "take that which came with the weights"
+        ) from None
+
+
 def _tie(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     names = ("word_emb.emb.weight", "criterion.decoder.weight")
     first, second = (tensors.get(name) for name in names)
-    if first is not None and second is not None and not torch.equal(first, second):
+    if (first is not None and second is not None) and not (
+        first.dtype == second.dtype and torch.equal(first, second)
+    ):
         raise ValueError(
             "the configuration ties the head to the embedding, but word_emb.emb.weight and "
             "criterion.decoder.weight differ; set tie_embeddings to false in it"
@@ -117,7 +131,7 @@ def _tie(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_ordinary(folder: Path, config: dict[str, Any]) -> Checkpoint:
-    spec = ordinary.import_spec(config)
+    spec = _spec_from(folder, ordinary.import_spec, config)
     state = ordinary.import_tensors(read_tensors(folder), spec)
     check_tensors(state, empty_state(spec), what=str(folder))
     return Checkpoint(spec, state, {name: config[name] for name in _TOKEN_FIELDS if name in config})
@@ -127,7 +141,13 @@ def _of_ours(folder: Path, config: dict[str, Any]) -> Checkpoint:
     fields = config.get("spec")
     if not isinstance(fields, Mapping):
         raise ValueError(f"{folder / CONFIG} has no spec of a model")
-    spec = registry.entry("model", str(fields.get("kind"))).spec.model_validate(fields)
+    spec = _spec_from(
+        folder,
+        lambda fields: registry.entry("model", str(fields.get("kind"))).spec.model_validate(fields),
+        fields,
+    )
+    if not isinstance(spec, LMSpec):
+        raise ValueError(f"{folder / CONFIG} has the spec of a {spec.kind!r}, which is not a language model")
     state = library_state(read_tensors(folder))
     if spec.tie_embeddings:
         state.pop("head.weight", None)
@@ -152,11 +172,13 @@ def check_tokenizer(folder: Path, spec: LMSpec) -> None:
     if not path.is_file():
         return
     try:
-        tokenizer = json.loads(path.read_text(encoding="utf-8"))
+        tokenizer = read_json(path)
         vocabulary = tokenizer["model"]["vocab"]
         ids = list(vocabulary.values()) if isinstance(vocabulary, Mapping) else range(len(vocabulary))
-        added = [token["id"] for token in tokenizer.get("added_tokens", [])]
-    except (json.JSONDecodeError, KeyError, TypeError, UnicodeDecodeError):
+        added = [token["id"] for token in tokenizer.get("added_tokens") or []]
+        if not all(type(token) is int and token >= 0 for token in [*ids, *added]):
+            raise TypeError("an ID is not a whole number from 0 up")
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise ValueError(f"{path} is no tokenizer that can be read; repair it or take it away") from None
     entries = max([*ids, *added], default=-1) + 1
     if entries > spec.padded_vocab_size:

@@ -8,7 +8,7 @@ same.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -186,9 +186,15 @@ def import_tensors(given: Mapping[str, Tensor], spec: ExplicitLMSpec) -> dict[st
         renamed.pop("head.weight", None)
     for name in [name for name in renamed if ".mixer.q_proj." in name]:
         parts = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
-        if all(part in renamed for part in parts):
+        if all(part in renamed for part in parts) and _stack(renamed[part] for part in parts):
             renamed[name.replace(".q_proj.", ".in_proj.")] = torch.cat([renamed.pop(part) for part in parts])
     return renamed
+
+
+def _stack(tensors: Iterable[Tensor]) -> bool:
+    """Return whether tensors can be put together along their first dimension."""
+    shapes = [tensor.shape for tensor in tensors]
+    return all(len(shape) > 0 and shape[1:] == shapes[0][1:] for shape in shapes)
 
 
 def as_start(

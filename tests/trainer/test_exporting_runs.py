@@ -115,7 +115,7 @@ def _record_damaged(checkpoint: Path) -> None:
 
 
 def _no_index(checkpoint: Path) -> None:
-    (checkpoint / ".metadata").unlink()
+    (checkpoint / "tensors.json").unlink()
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def _no_index(checkpoint: Path) -> None:
         (_altered, "__0_0.distcp was altered since it was written"),
         (_cut_short_unrecorded, "cannot be read; a file is missing or cut short"),
         (_record_damaged, "state.json is cut short or no record of files"),
-        (_no_index, "is not whole: .metadata is missing"),
+        (_no_index, "is not whole: tensors.json is missing"),
     ],
 )
 def test_a_damaged_checkpoint_is_not_exported(

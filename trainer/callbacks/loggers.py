@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.callbacks.base import Callback, CallbackContext
 from trainer.evaluation import EvaluationResult
+from trainer.files import write_atomically
 from trainer.specs.callbacks import TensorBoardSpec, WandbSpec
 
 _NOT_METRICS = ("step", "set", "length", "sequences")
@@ -89,7 +90,7 @@ class Wandb(Callback):
             resume="allow",
             config=run.spec.model_dump(mode="json"),
         )
-        known.write_text(f"{self._run.id}\n")
+        write_atomically(known, f"{self._run.id}\n")
 
     def on_step(self, run: CallbackContext, *, row: Mapping[str, Any]) -> None:
         """Send a step's numbers."""

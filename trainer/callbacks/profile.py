@@ -10,6 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from trainer.callbacks.base import Callback, CallbackContext
+from trainer.files import write_atomically
 from trainer.specs.callbacks import ProfileSpec
 
 
@@ -59,8 +60,10 @@ class Profile(Callback):
         folder = run.folder / "profiles"
         folder.mkdir(exist_ok=True)
         stem = f"steps-{self._first}-{last}.rank-{run.rank}"
-        profiler.export_chrome_trace(str(folder / f"{stem}.json"))
+        trace = folder / f"{stem}.json"
+        trace.unlink(missing_ok=True)  # torch would write through a link
+        profiler.export_chrome_trace(str(trace))
         order = "self_cuda_time_total" if run.device.type == "cuda" else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=50)
-        (folder / f"{stem}.txt").write_text(table, encoding="utf-8")
+        write_atomically(folder / f"{stem}.txt", table)
         run.say(f"traced steps {self._first} to {last}: {folder / stem}.json")

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from implicit_blocks.saved_files import plain_name
 from trainer.files import sha256_of, write_json
 
 MANIFEST = "manifest.json"
@@ -47,7 +48,18 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         width = {"uint16": 2, "uint32": 4}[manifest["dtype"]]
         sizes = {name: (width * shard["tokens"], 8 * shard["documents"]) for name, shard in listed.items()}
         identity = manifest["tokenizer"]["sha256"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(identity, str | None):
+            raise TypeError(f"the tokenizer's sha256 is {identity!r}")
+        for name, shard in listed.items():
+            if not plain_name(name):
+                raise ValueError(f"{name!r} is not the name of a file in this folder")
+            for key in ("tokens", "documents"):
+                if type(shard[key]) is not int:
+                    raise TypeError(f"{key} of {name} is {shard[key]!r}")
+            for key in ("sha256", "documents_sha256"):
+                if not isinstance(shard[key], str):
+                    raise TypeError(f"{key} of {name} is {shard[key]!r}")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
             f"{path} is no manifest of tokens ({type(error).__name__}: {error}): cut short, altered, or of "
             f"something else, such as a run; {remedy}"
@@ -56,7 +68,6 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         raise ValueError(
             f"{path} has format {manifest.get('format')!r}, but this version reads {FORMAT}; {remedy}"
         )
-    assert isinstance(identity, str) or identity is None
     for name, expected in sizes.items():
         for file, size in zip(
             (folder / name, (folder / name).with_suffix(DOCUMENTS_SUFFIX)), expected, strict=True
@@ -151,6 +162,6 @@ def _mark(path: Path, sha256: str) -> list[Any]:
 def _verified_before(folder: Path) -> dict[str, Any]:
     try:
         known = json.loads((folder / _VERIFIED).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return known if isinstance(known, dict) else {}

@@ -185,7 +185,7 @@ def _map_raw(path: Path, dtype: str | None) -> npt.NDArray[np.integer[Any]]:
 def _map_npy(path: Path, dtype: str | None) -> npt.NDArray[np.integer[Any]]:
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
+    except Exception as error:  # a crafted header can make its reader raise anything
         raise ValueError(
             f"{path} can't be read as .npy ({error}): cut short or of another format; write it again"
         ) from error
@@ -206,7 +206,7 @@ def _read_sidecar(path: Path) -> dict[str, Any]:
     remedy = 'write {"dtype": "uint16", "count": N, "vocab_size": V}, or remove the file'
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not readable as JSON ({error}); {remedy}") from error
     if not isinstance(sidecar, dict):
         raise ValueError(f"{path} holds {type(sidecar).__name__}, not an object; {remedy}")

@@ -7,6 +7,7 @@ carried out (said in a sentence), 130 interrupted; where a run fails, those of `
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import sys
 from collections import Counter
@@ -43,6 +44,13 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
+def _remove_empty(folder: Path | None) -> None:
+    """Remove the folder that was made for an experiment, where nothing has been written into it."""
+    with contextlib.suppress(OSError):
+        if folder is not None:
+            folder.rmdir()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
@@ -50,20 +58,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder: Path | None = options.output
     try:
         from trainer.experiments.failures import require_drawing, require_writable
-        from trainer.run_folder import default_folder
+        from trainer.run_folder import claim_folder
 
         _require_once(given, options)
         require_drawing()
-        folder = folder or default_folder(options.experiment, root=Path("experiments"))
-        require_writable(folder)
-        _require_no_results(options.experiment, folder)
+        require_writable(folder or Path("experiments"))
+        if folder is not None:
+            _require_no_results(options.experiment, folder)
+        folder = folder or claim_folder(options.experiment, root=Path("experiments"))
         text: str = _command(options.experiment).carry_out(folder, options)
     except KeyboardInterrupt:
+        _remove_empty(folder)
         kept = f"go on by the same command with --output {folder}" if folder and folder.exists() else ""
         return refuse(f"stopped; {kept or 'nothing was written'}", INTERRUPTED)
     except Exception as error:
         from trainer.experiments.failures import said
 
+        _remove_empty(folder)
         if (found := said(error)) is None:
             raise
         return refuse(*found)

@@ -38,7 +38,7 @@ class TransformersSpec(ModelSpec):
         try:
             config = json.loads((Path(str(value["folder"])) / "config.json").read_text(encoding="utf-8"))
             return {**value, "vocab_size": config["vocab_size"]}
-        except (KeyError, TypeError, ValueError, OSError):
+        except (KeyError, TypeError, ValueError, OSError, RecursionError):
             return value
 
     @model_validator(mode="after")

@@ -289,7 +289,7 @@ def _begin(job: Job) -> None:
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(before, dict):
-                raise ValueError(f"it holds {type(before).__name__}, not an object")
+                raise ValueError(f"it holds a {type(before).__name__}, not an object")
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} can't be read ({error}); remove the folder and begin anew") from error
         changed = sorted(key for key in before.keys() | record.keys() if before.get(key) != record.get(key))

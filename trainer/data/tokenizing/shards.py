@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.manifest import DOCUMENTS_SUFFIX, FORMAT, MANIFEST
-from trainer.files import fsync_path, sha256_of, write_json
+from trainer.files import fsync_path, open_own, sha256_of, write_json
 
 Dtype = Literal["uint16", "uint32"]
 
@@ -96,7 +96,7 @@ class ShardWriter:
         data = ids.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
         with self._room():
             if self._file is None:
-                self._file = self._temporary(".bin").open("wb")
+                self._file = _create(self._temporary(".bin"))
             self._file.write(data)
         self._hash.update(data)
         self._tokens += len(ids)
@@ -138,7 +138,7 @@ class ShardWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
-            with self._temporary(DOCUMENTS_SUFFIX).open("wb") as file:
+            with _create(self._temporary(DOCUMENTS_SUFFIX)) as file:
                 file.write(ends)
                 file.flush()
                 os.fsync(file.fileno())
@@ -188,6 +188,12 @@ class ShardWriter:
             raise DiskFullError(message) from error
 
 
+def _create(path: Path) -> IO[bytes]:
+    """Create a file; what an earlier process left under its name, a link included, goes."""
+    path.unlink(missing_ok=True)
+    return os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
+
+
 def _finished(
     folder: Path, *, dtype: str, vocab_size: int, say: Callable[[str], None]
 ) -> list[FinishedShard]:
@@ -217,7 +223,7 @@ def _checked(sidecar: Path, *, dtype: str, vocab_size: int) -> tuple[FinishedSha
         if said.pop("vocab_size") != vocab_size:
             return None, "it has another vocabulary"
         shard = FinishedShard(**said)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return None, f"its sidecar can't be read ({error})"
     for file, sha256 in (
         (sidecar.with_suffix(".bin"), shard.sha256),

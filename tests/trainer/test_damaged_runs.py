@@ -1,0 +1,195 @@
+"""Damaged runs: the older checkpoint, or an error with the place and the remedy; never a traceback."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import implicit_blocks as ib
+from trainer.cli import main
+from trainer.files import digest, read_json, sha256_of, write_json
+from trainer.metrics import read_metrics
+from trainer.report import main as report
+from trainer.run import build
+from trainer.spec import RunSpec
+
+Small = Callable[..., RunSpec]
+
+
+@pytest.fixture(scope="module")
+def stopped(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a run that was stopped at step 3 of 4, with checkpoints of steps 2 and 3."""
+    folder: Path = tmp_path_factory.mktemp("stopped") / "run"
+    spec = small({"training.checkpoint_every": 1, "training.keep_checkpoints": 2})
+    build(spec, output=folder, device="cpu").train(stop_at=3)
+    return folder
+
+
+@pytest.fixture
+def damaged(stopped: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+def resume(folder: Path) -> int:
+    return main(["--resume", "--output", str(folder), "--device", "cpu"])
+
+
+def seal(path: Path, state: dict[str, Any]) -> None:
+    state.pop("digest", None)
+    write_json(path / "state.json", {**state, "digest": digest(state)})
+
+
+STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda state: [],
+    "null": lambda state: None,
+    "a number": lambda state: 3,
+    "empty": lambda state: {},
+    "nested": lambda state: json.loads("[" * 500 + "]" * 500),
+    "no format": lambda state: {key: value for key, value in state.items() if key != "format"},
+    "no progress": lambda state: {**state, "progress": []},
+    "another progress": lambda state: {**state, "progress": {"step": 3}},
+    "a step in words": lambda state: {**state, "progress": {**state["progress"], "step": "three"}},
+    "a negative step": lambda state: {**state, "progress": {**state["progress"], "step": -3}},
+    "no files": lambda state: {**state, "files": None},
+    "files of another kind": lambda state: {**state, "files": {"__0_0.distcp": 7}},
+    "aliases of another kind": lambda state: {**state, "aliases": {"a": 1}},
+    "ranks of another kind": lambda state: {**state, "ranks": "1"},
+}
+
+
+@pytest.mark.parametrize("change", STATES.values(), ids=STATES.keys())
+def test_a_state_of_another_kind_leads_to_the_older_checkpoint(
+    damaged: Path, change: Callable[[dict[str, Any]], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = damaged / "checkpoints" / "step-00000003"
+    made = change(read_json(newest / "state.json"))
+    if isinstance(made, dict) and made:
+        seal(newest, made)
+    else:
+        (newest / "state.json").write_text(json.dumps(made))
+    assert resume(damaged) == 0
+    said = capsys.readouterr().out
+    assert f"WARNING: checkpoint {newest}" in said
+    assert "going back to step-00000002" in said
+
+
+@pytest.mark.parametrize("content", ["[" * 200_000, '{"a": ' * 100_000, "\ufeff{}", "NaN"])
+def test_a_state_that_no_parser_likes(damaged: Path, content: str) -> None:
+    (damaged / "checkpoints" / "step-00000003" / "state.json").write_text(content)
+    with pytest.warns(UserWarning, match="step-00000002 is read instead"):
+        ib.load_model(damaged)
+    assert resume(damaged) == 0
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "{}", '{"random_state": {"python": [3, [1], null]}}', '{"random_state": 7}', "x"],
+)
+def test_generators_of_another_kind(damaged: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = damaged / "checkpoints" / "step-00000003"
+    (path / "rank-00000.json").write_text(content)
+    state = read_json(path / "state.json")
+    file = path / "rank-00000.json"
+    state["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
+    seal(path, state)
+    assert resume(damaged) == 2
+    said = capsys.readouterr().err
+    assert "rank-00000.json holds no states of the random number generators" in said
+    assert "resume from another checkpoint by --checkpoint" in said
+
+
+LINES = {
+    "torn": b'{"step": 2, "lo',
+    "no object": b"[1, 2]",
+    "a number": b"7",
+    "no step": b'{"loss": 1.0}',
+    "a step in words": b'{"step": "two", "loss": 1.0}',
+    "no phase": b'{"step": 2, "loss": 1.0}',
+    "a phase of another kind": b'{"step": 2, "loss": 1.0, "phase": []}',
+    "a loss in words": b'{"step": 2, "phase": "", "loss": "low", "step_seconds": 1, "tokens_per_second": 1}',
+    "a huge number": b'{"step": 2, "phase": "train", "loss": 1' + b"0" * 500 + b"}",
+    "no text": b"\xff\xfe\x00",
+    "nested": b"[" * 100_000,
+    "empty": b"",
+}
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
+@pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl"])
+def test_damaged_lines_in_the_middle(
+    damaged: Path, name: str, line: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = damaged / name
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    path.write_bytes(b"\n".join([*lines[:1], line, *lines[1:]]) + b"\n")
+    assert resume(damaged) == 0
+    said = capsys.readouterr().out
+    if name == "metrics.jsonl":
+        assert f"WARNING: {path}, line 2: " in said
+        assert "; the summary leaves it out" in said
+        assert sum(phase["measured"]["steps"] for phase in read_json(damaged / "summary.json")["phases"]) == 4
+        if line == LINES["no phase"]:
+            return  # the picture needs no phase
+        assert report([str(damaged), "--output", str(damaged / "out.png")]) == 2
+        error = capsys.readouterr().err
+        assert f"{path}, line 2: " in error
+        assert "repair the line, or remove it" in error
+
+
+@pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
+def test_damaged_lines_at_the_end(damaged: Path, line: bytes) -> None:
+    for name in ("metrics.jsonl", "evaluations.jsonl"):
+        with (damaged / name).open("ab") as file:
+            file.write(line)
+    assert resume(damaged) == 0
+    assert {row["step"] for row in read_metrics(damaged / "metrics.jsonl")} == {1, 2, 3, 4}
+
+
+def test_metrics_that_end_before_the_checkpoint(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = damaged / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().splitlines(keepends=True)[0])
+    assert resume(damaged) == 0
+    assert (
+        f"WARNING: {path} ends at step 1, but the checkpoint is of step 3: the metrics of 2 steps are missing"
+    ) in capsys.readouterr().out
+
+
+def test_an_unharmed_run_is_resumed_without_a_warning(
+    damaged: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert resume(damaged) == 0
+    assert "WARNING" not in capsys.readouterr().out
+
+
+def test_other_versions_are_said(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = read_json(damaged / "manifest.json")
+    now = manifest["versions"]["torch"]
+    manifest["versions"] |= {"torch": "1.0.0", "matplotlib": "0.1"}
+    write_json(damaged / "manifest.json", manifest)
+    assert resume(damaged) == 0
+    said = capsys.readouterr().out
+    assert f"versions have changed since the run was trained last: torch 1.0.0 → {now};" in said
+    assert "matplotlib" not in said
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "7", '{"resumed": 3}', '{"resumed": [3]}', '{"data": 3}', '{"versions": []', "[" * 100_000],
+)
+def test_a_manifest_of_another_kind(damaged: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (damaged / "manifest.json").write_text(content)
+    assert resume(damaged) == 2
+    assert "manifest.json" in (said := capsys.readouterr().err)
+    assert "move it away to go on" in said
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", "7", '{"name": "x"', '{"name": 3}', "[" * 100_000])
+def test_a_summary_of_another_kind(damaged: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (damaged / "summary.json").write_text(content)
+    assert report([str(damaged), "--output", str(damaged / "out.png")]) == 2
+    assert f"error: {damaged / 'summary.json'} is " in capsys.readouterr().err
