@@ -73,6 +73,8 @@ class Spec(BaseModel):
 
     @classmethod
     def _remedy(cls, key: str, value: Mapping[str, Any]) -> str:
+        if key in cls.read_before:
+            return f"{key!r} is read from spec files alone; write it into one"
         known = [*cls.model_fields, *cls.read_before]
         places = places_of(key, cls, value) if nearest(key, known) is None else []
         if places:

@@ -48,7 +48,9 @@ def load_spec(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = (
         spec = registry.entry("run", str(kind)).spec
     except registry.UnknownKindError as error:
         remedy = (
-            "" if registry.kinds("run") or registry.failures() else "; install the distribution, which brings the trainer's sections"
+            ""
+            if registry.kinds("run") or registry.failures()
+            else "; install the distribution, which brings the trainer's sections"
         )
         raise SpecError(f"{tree.value_places.get('kind', name_or_path)}: kind: {error}{remedy}") from None
     try:
@@ -138,9 +140,7 @@ def _read(path: Path, reading: _Reading, *, chain: tuple[Path, ...] = ()) -> Sec
         if reading.merged > MAX_EXTENDED:
             raise SpecError(f"{place}: extends: more than {MAX_EXTENDED} files in all; extend fewer")
         if len(chain) >= MAX_DEPTH:
-            raise SpecError(
-                f"{place}: extends: more than {MAX_DEPTH} files deep; shorten the chain"
-            )
+            raise SpecError(f"{place}: extends: more than {MAX_DEPTH} files deep; shorten the chain")
         merged = merge_runs(merged, _read(found, reading, chain=chain))
     reading.read[path] = merged = merge_runs(merged, tree)
     return merged

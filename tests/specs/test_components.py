@@ -270,3 +270,30 @@ class TestWhatDoesNotCombine:
 )
 def test_gradients_tell_their_cost(gradient: GradientSpec, iterations: int, passes: int) -> None:
     assert gradient.forward_equivalents(iterations) == passes
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PicardSpec(damping=2), "PicardSpec: damping: should be less than or equal to 1; got 2"),
+        (
+            lambda: PicardSpec.model_validate({"damping": "x"}),
+            "PicardSpec: damping: should be a valid number, ",
+        ),
+        (lambda: PicardSpec().model_copy(update={"damping": 2}), "PicardSpec: damping: should be less than"),
+        (
+            lambda: Mamba2Spec(chunk_size=10**5000),
+            "Mamba2Spec: chunk_size: outside the range of 64-bit integers; choose a smaller",
+        ),
+        (
+            lambda: ImplicitFunctionSpec(stopping={"max_iterations": 2**64}),
+            "ImplicitFunctionSpec: stopping.max_iterations: outside the range of 64-bit integers",
+        ),
+    ],
+)
+def test_mistakes_in_python_read_like_those_in_files(make: Any, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+    assert "pydantic" not in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from implicit_blocks.describing import changes
 from implicit_blocks.specs import (
     AndersonSpec,
     Mamba2Spec,
@@ -17,6 +20,7 @@ from implicit_blocks.specs import (
     resolve,
     spec_name,
 )
+from trainer.run_folder import RunFolder, differences
 
 Write = Callable[[str, str], str]
 
@@ -379,3 +383,25 @@ def test_long_paths_values_and_lists_of_errors_stay_short(write: Write) -> None:
     lengths = ", ".join(["-1"] * 500)
     message = error_of(name, [f"evaluation.lengths=[{lengths}]"])
     assert message.splitlines()[-1] == "and 480 more errors"
+
+
+def test_extends_is_no_change_of_the_command_line(write: Write) -> None:
+    message = error_of(write("x.yaml", SMALL), ["extends=word_problem_s3"])
+    assert "'extends' is read from spec files alone; write it into one" in message
+
+
+def test_infinities_and_strings_like_numbers_survive_in_the_folder_of_a_run(write: Write) -> None:
+    config = "{time_step_limit: [0.001, .inf], x: .nan, y: '1e3'}"
+    model = f"{{kind: transformers, architecture: mamba2, config: {config}}}"
+    text = SMALL.partition("data:")[2].partition("phases:")[0]
+    spec = load_spec(write("x.yaml", f"model: {model}\ndata:{text}"))
+    dumped = spec.model_dump(mode="json")
+    folder = RunFolder(Path("run"))
+    folder.create(spec=dumped, manifest={})
+    folder.release()
+    again = load_spec("run")
+    assert again.model.config["time_step_limit"] == [0.001, math.inf]
+    assert again.model.config["y"] == "1e3"
+    assert differences(dumped, again.model_dump(mode="json")) == []  # so it can be resumed
+    assert differences({"a": math.nan}, {"a": math.inf}) != []
+    assert changes(spec, again) == []
