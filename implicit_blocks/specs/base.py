@@ -137,7 +137,8 @@ def validate(spec_class: type[_AnySpec], value: Any) -> _AnySpec:
         ValidationError: located from the spec.
 
     """
-    return spec_class.__pydantic_validator__.validate_python(value)
+    validated: _AnySpec = spec_class.__pydantic_validator__.validate_python(value)
+    return validated
 
 
 def _out_of_range(value: Any) -> list[int]:

@@ -72,7 +72,7 @@ def _details_of(error: ValidationError) -> Iterator[Mapping[str, Any]]:
         cause = details.get("ctx", {}).get("error")
         inner = cause.errors() if isinstance(cause, SpecError) else []
         if not inner:
-            yield details  # type: ignore[misc]  # a TypedDict is a mapping
+            yield details
         for each in inner:
             yield {**each, "loc": (*details["loc"], *each["loc"])}
 

@@ -186,7 +186,8 @@ def parse_yaml(text: str, *, source: str, at: Place | None = None, budget: Value
 
 def dump_yaml(tree: Mapping[str, Any], **layout: Any) -> str:
     """Write a mapping so that `parse_yaml` reads the same values: strings such as ``1e-3`` are quoted."""
-    return yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, **layout)
+    text: str = yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, **layout)
+    return text
 
 
 def _at_mark(mark: Any, source: str, at: Place | None) -> Place:
@@ -209,7 +210,8 @@ class _Loader(yaml.SafeLoader):
         elif self._nodes > 2 * MAX_VALUES:  # keys and values
             message = f"more than {MAX_VALUES:,} values"
         if message is not None:
-            raise yaml.composer.ComposerError(None, None, message, self.peek_event().start_mark)
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs leave it out
+            raise yaml.composer.ComposerError(None, None, message, event.start_mark)
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node

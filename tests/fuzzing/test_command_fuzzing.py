@@ -410,9 +410,9 @@ def _clear(place: Path) -> None:
 @pytest.mark.usefixtures("_nothing_trains")
 def test_some_command_lines(place: Path, time_limit: Any) -> None:
     first = int(os.environ.get("FUZZ_CASE", "0"))
-    cases = range(first, first + 1) if "FUZZ_CASE" in os.environ else range(200)
+    cases = range(first, first + 1) if "FUZZ_CASE" in os.environ else range(60)
     codes = _run(cases, place, time_limit)
-    assert codes[0] > 5 or "FUZZ_CASE" in os.environ  # not all of them are refused
+    assert codes[0] > 2 or "FUZZ_CASE" in os.environ  # not all of them are refused
 
 
 @pytest.mark.slow
