@@ -26,6 +26,7 @@ import pluggy
 from implicit_blocks import hookspecs
 from implicit_blocks.api_version import check_api_version, stated_api_version
 from implicit_blocks.hookspecs import GROUP, Builder
+from implicit_blocks.own_parts import load_own
 from implicit_blocks.suggestions import did_you_mean
 
 PLUGINS_VARIABLE = "IMPLICIT_BLOCKS_PLUGINS"
@@ -164,7 +165,11 @@ def plugin_modules() -> dict[str, str]:
 def absent_plugins() -> str:
     """Name, in brackets, what may explain that something is unknown: plugins installed but not in use."""
     _load()
-    notes = [f"plugin {failure.name!r} could not be used: {failure.reason}" for failure in _state.failures]
+    notes = [
+        f"{'package' if failure.owner == OWN_DISTRIBUTION else 'plugin'} {failure.name!r} could not be used: "
+        f"{failure.reason}"
+        for failure in _state.failures
+    ]
     if _state.switched_off:
         notes.append(f"{PLUGINS_VARIABLE} switches off: {', '.join(_state.switched_off)}")
     return f" ({'; '.join(notes)})" if notes else ""
@@ -266,6 +271,8 @@ def _allowed_names() -> set[str] | None:
 def _load_entry_point(point: EntryPoint) -> None:
     owner, version = (point.dist.name, point.dist.version) if point.dist else ("unknown", "unknown")
     try:
+        if _is_own(point):
+            load_own(point.module.partition(".")[0])
         stated = stated_api_version(point.module)
         if stated is not None:
             check_api_version(stated, point.name)  # first: for another interface it may not even import

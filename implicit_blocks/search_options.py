@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from implicit_blocks.ranges import require_share
 from implicit_blocks.specs import SolverSpec, Stopping
-from implicit_blocks.specs.base import Spec
+from implicit_blocks.specs.base import Spec, validate
 from implicit_blocks.specs.errors import explain
 
 _Spec = TypeVar("_Spec", bound=Spec)
@@ -82,6 +82,6 @@ class SearchOptions:
 def _changed(spec: _Spec, changes: Mapping[str, Any]) -> _Spec:
     """Return the spec with these changes, refused in a line each where they are out of range."""
     try:
-        return type(spec).model_validate({**dict(spec), **changes})
+        return validate(type(spec), {**dict(spec), **changes})
     except ValidationError as error:
         raise explain(error, {}, source="") from None

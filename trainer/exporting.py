@@ -8,13 +8,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from implicit_blocks.saved_files import MODEL, SAFETENSORS
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec
+from implicit_blocks.specs.tree import dump_yaml
 from trainer.checkpoint_folder import TEMPORARY, remove_tree
 from trainer.checkpoint_writer import named_tensors
 from trainer.distributed import Ranks
@@ -112,5 +112,5 @@ def _write_plainly(spec: ModelSpec, state: dict[str, Tensor], folder: Path) -> N
     # safetensors refuses tensors that share storage, such as tied weights under two names.
     own = {name: tensor.clone().contiguous() for name, tensor in state.items()}
     save_file(own, folder / SAFETENSORS, metadata={"format": "pt"})
-    text = yaml.safe_dump(spec.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    text = dump_yaml(spec.model_dump(mode="json"))
     (folder / MODEL).write_text(text, encoding="utf-8")

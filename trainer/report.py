@@ -14,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from implicit_blocks.own_parts import install_extra
 from implicit_blocks.saved_files import read_json
 from trainer.drawing import BLUE, GREEN, GREY, ORANGE, lengths_axis, new_figure, tidy, write_picture
 from trainer.errors import RunFolderError
@@ -395,7 +396,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        return refuse("matplotlib is not installed; pip install 'implicit_blocks[train]'")
+        return refuse(f"matplotlib is not installed; {install_extra('train')}")
     print(options.output)
     return 0
 

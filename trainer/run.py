@@ -14,6 +14,7 @@ from torch import nn
 
 from implicit_blocks import registry
 from implicit_blocks.devices import choose_device, device_name
+from implicit_blocks.own_parts import install_extra
 from implicit_blocks.specs import load_spec
 from trainer.checkpoint import Checkpointer, Progress, list_checkpoints, load_checkpoint
 from trainer.display import Display, make_display
@@ -104,7 +105,7 @@ class Run:
         try:
             draw([read_run(self.folder.path, damaged=lambda _: None)], self.folder.report_path)
         except ImportError:
-            self.display.say("no picture: matplotlib is not installed (pip install 'implicit_blocks[train]')")
+            self.display.say(f"no picture: matplotlib is not installed ({install_extra('train')})")
         return summary
 
 

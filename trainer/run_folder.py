@@ -11,9 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from implicit_blocks.saved_files import CHECKPOINTS, SPEC, read_json
+from implicit_blocks.specs.tree import dump_yaml
 from trainer.errors import RunFolderError
 from trainer.files import write_atomically, write_json
 from trainer.folder_lock import LOCK, FolderLock, LockedError
@@ -209,9 +208,7 @@ class RunFolder:
         write_json(self.manifest_path, history)
 
     def _write_spec(self, spec: Mapping[str, Any]) -> None:
-        text = yaml.safe_dump(
-            dict(spec), sort_keys=False, default_flow_style=None, width=110, allow_unicode=True
-        )
+        text = dump_yaml(spec, default_flow_style=None, width=110)
         write_atomically(self.spec_path, text)
 
 
@@ -333,4 +330,5 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
             else:
                 found += differences(old[key], new[key], inner)
         return found
-    return [] if old == new else [f"{path}: {old!r} → {new!r}"]
+    same = old == new or repr(old) == repr(new)  # a NaN equals none
+    return [] if same else [f"{path}: {old!r} → {new!r}"]

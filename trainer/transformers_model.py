@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 from implicit_blocks.checkpoint_files import read_config
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.model import LMOutput
+from implicit_blocks.own_parts import install_extra
 from implicit_blocks.suggestions import nearest
 from trainer.errors import DataError
 from trainer.specs.transformers_model import TransformersSpec
@@ -321,8 +322,7 @@ def _config_class(architecture: str, *, where: str) -> Any:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     except ImportError as error:
         raise ValueError(
-            f"model kind 'transformers' needs the package transformers ({error}); "
-            "pip install 'implicit_blocks[hf]'"
+            f"model kind 'transformers' needs the package transformers ({error}); {install_extra('hf')}"
         ) from error
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         what = "is no causal language model of" if architecture in CONFIG_MAPPING else "is unknown to"

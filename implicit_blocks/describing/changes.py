@@ -44,7 +44,8 @@ def _compare(old: Any, new: Any, path: tuple[str, ...]) -> list[Change]:
         for key in sorted(keys, key=lambda key: key != "kind"):  # sorting keeps the order of the others
             found += _compare(left.get(key, _MISSING), right.get(key, _MISSING), (*path, str(key)))
         return found
-    return [] if old == new else [Change(path, _shown(old), _shown(new))]
+    same = old == new or repr(old) == repr(new)  # a NaN equals none
+    return [] if same else [Change(path, _shown(old), _shown(new))]
 
 
 def _named(value: Any) -> Any:

@@ -11,6 +11,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from implicit_blocks.own_parts import install_extra
+
 if TYPE_CHECKING:
     from implicit_blocks.hf.cache import ImplicitCache
     from implicit_blocks.hf.configuration import ImplicitLlamaConfig, ImplicitMamba2Config
@@ -58,7 +60,7 @@ def require_transformers(what: str = "implicit_blocks.hf") -> None:
     """
     if find_spec("transformers") is None:
         raise ImportError(
-            f"{what} needs transformers 5.17 or newer; pip install 'implicit_blocks[hf]'",
+            f"{what} needs transformers 5.17 or newer; {install_extra('hf')}",
             name="transformers",
         )
 

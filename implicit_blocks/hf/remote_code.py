@@ -14,7 +14,7 @@ try:
 except ImportError as error:
     raise ImportError(
         "this model needs the package implicit_blocks with transformers 5.17 or newer: "
-        "pip install 'implicit_blocks[hf]'"
+        "pip install -c constraints.txt -e '.[hf]' in a clone of its repository"
     ) from error
 
 __all__ = ["{stem}Config", "{stem}ForCausalLM", "{stem}Model"]

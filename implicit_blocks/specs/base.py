@@ -12,15 +12,23 @@ the same way::
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic.json_schema import CoreRef, GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from implicit_blocks import registry
-from implicit_blocks.specs.errors import refusal, together
+from implicit_blocks.specs.errors import MOST_ERRORS, explain, refusal, together
 from implicit_blocks.specs.misplaced import places_of
+from implicit_blocks.specs.tree import OUT_OF_RANGE, SpecError, in_range, shown
 from implicit_blocks.suggestions import did_you_mean, nearest
 
 
@@ -32,7 +40,13 @@ class Spec(BaseModel):
     out means the default's value.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        ser_json_inf_nan="constants",  # of fields of any type: null would be another value
+        use_attribute_docstrings=True,
+    )
 
     read_before: ClassVar[tuple[str, ...]] = ()
     """Keys that a file may have here and that are gone before its values are validated."""
@@ -43,22 +57,58 @@ class Spec(BaseModel):
         if not isinstance(value, Mapping):
             return value
         known = cls.model_fields
-        unknown = [
+        unknown = [key for key in value if key not in known]
+        refused = [
             refusal(cls._remedy(str(key), value), str(key), value=value[key], of_key=True)
-            for key in value
-            if key not in known
+            for key in unknown[:MOST_ERRORS]
         ]
-        if unknown:
-            raise together(unknown)
+        refused += [
+            refusal(f"{OUT_OF_RANGE}; got {shown(found, limit=40)}", str(key), value=None)
+            for key, entry in value.items()
+            for found in _out_of_range(entry)
+        ]
+        if refused:
+            raise together(refused)
         return {key: _over_default(known[key].default, entry) for key, entry in value.items()}
 
     @classmethod
     def _remedy(cls, key: str, value: Mapping[str, Any]) -> str:
+        if key in cls.read_before:
+            return f"{key!r} is read from spec files alone; write it into one"
         known = [*cls.model_fields, *cls.read_before]
         places = places_of(key, cls, value) if nearest(key, known) is None else []
         if places:
-            return f"unknown key {key!r}; did you mean {' or '.join(map(repr, places))}?"
-        return f"unknown key {key!r}; {did_you_mean(key, known)}"
+            return f"unknown key {shown(key)}; did you mean {' or '.join(map(repr, places))}?"
+        return f"unknown key {shown(key)}; {did_you_mean(key, known)}"
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            self.__pydantic_validator__.validate_python(fields, self_instance=self)
+        except ValidationError as error:
+            raise explain(error, fields, source=type(self).__name__) from None
+
+    # What pydantic's own constructor says of itself: validation need not call it for nested specs.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a mark that pydantic looks for
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        """Validate a mapping, or another spec.
+
+        Raises:
+            SpecError: a ValueError that names key, value and remedy, a line for each thing that is wrong.
+
+        """
+        try:
+            return super().model_validate(obj, **options)
+        except ValidationError as error:
+            raise explain(error, obj, source=cls.__name__) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            message = f"{type(self).__name__}: {name}: specs are frozen; use model_copy(update={{...}})"
+            raise SpecError(message) from None
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Return a copy in which some fields have other values, validated as those of a new spec are.
@@ -66,7 +116,7 @@ class Spec(BaseModel):
         pydantic's own takes whatever it is given: a key that there isn't would change nothing, unsaid.
 
         Raises:
-            ValidationError: a key that there isn't, or a value that doesn't fit.
+            SpecError: a key that there isn't, or a value that doesn't fit.
 
         """
         copied = super().model_copy(deep=deep)
@@ -75,6 +125,29 @@ class Spec(BaseModel):
         made = type(self).model_validate({**copied.__dict__, **update})
         made.__pydantic_fields_set__ = self.model_fields_set | update.keys()
         return made
+
+
+_AnySpec = TypeVar("_AnySpec", bound=Spec)
+
+
+def validate(spec_class: type[_AnySpec], value: Any) -> _AnySpec:
+    """Validate as `Spec.model_validate` does, but let pydantic's error through, for `together` or `explain`.
+
+    Raises:
+        ValidationError: located from the spec.
+
+    """
+    validated: _AnySpec = spec_class.__pydantic_validator__.validate_python(value)
+    return validated
+
+
+def _out_of_range(value: Any) -> list[int]:
+    """Return the integers in a value, or in its lists, that have more than 64 bits."""
+    if isinstance(value, int):
+        return [] if in_range(value) else [value]
+    if isinstance(value, list | tuple):
+        return [found for entry in value for found in _out_of_range(entry)][:1]
+    return []
 
 
 class ComponentSpec(Spec):
@@ -140,4 +213,4 @@ def _member(base: type[ComponentSpec], value: Any) -> Any:
         entry = registry.entry(family, value["kind"])
     except registry.UnknownKindError as error:
         raise refusal(str(error), "kind", value=value["kind"]) from None
-    return entry.spec.model_validate(value)
+    return validate(entry.spec, value)

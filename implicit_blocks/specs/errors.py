@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from implicit_blocks.specs.tree import SpecError, place_of
+from implicit_blocks.specs.tree import SpecError, place_of, shown
+
+MOST_ERRORS = 20
+"""Most errors that one message lists."""
 
 _OF_VALUE, _OF_KEY = "refused_value", "refused_key"
 
@@ -35,7 +38,7 @@ def together(errors: Iterable[ValidationError], *, under: Sequence[str | int] = 
 
     """
     lines = []
-    for details in (details for error in errors for details in error.errors(include_url=False)):
+    for details in (details for error in errors for details in _details_of(error)):
         kind = details["type"] if details["type"] == _OF_KEY else _OF_VALUE
         lines.append(_details(_message(details), (*under, *details["loc"]), details["input"], kind=kind))
     return _error(lines)
@@ -51,12 +54,27 @@ def explain(error: ValidationError, tree: Any, *, source: str) -> SpecError:
 
     """
     lines = []
-    for details in error.errors(include_url=False):
+    found = list(_details_of(error))
+    for details in found[:MOST_ERRORS]:
         location = details["loc"]
         place = place_of(tree, location, key=details["type"] == _OF_KEY) or source
-        path = ".".join(str(step) for step in location)  # as one writes it on the command line
+        path = ".".join(str(step)[:200] for step in location)  # as one writes it on the command line
         lines.append(": ".join(part for part in (str(place), path, _message(details)) if part))
-    return SpecError("\n".join(dict.fromkeys(lines)))  # a union's alternatives may say the same
+    lines = list(dict.fromkeys(lines))  # a union's alternatives may say the same
+    if len(found) > MOST_ERRORS:
+        lines.append(f"and {len(found) - MOST_ERRORS:,} more errors")
+    return SpecError("\n".join(lines), found)
+
+
+def _details_of(error: ValidationError) -> Iterator[Mapping[str, Any]]:
+    """Yield the details of each error, those of a spec that a validator made included."""
+    for details in error.errors(include_url=False):
+        cause = details.get("ctx", {}).get("error")
+        inner = cause.errors() if isinstance(cause, SpecError) else []
+        if not inner:
+            yield details
+        for each in inner:
+            yield {**each, "loc": (*details["loc"], *each["loc"])}
 
 
 def _message(details: Mapping[str, Any]) -> str:
@@ -67,14 +85,14 @@ def _message(details: Mapping[str, Any]) -> str:
         case "missing":
             return "is missing; add it"
         case "tuple_type" | "list_type":  # in the words of YAML, not of Python
-            return f"should be a list such as [32, 64]; got {details['input']!r}"
+            return f"should be a list such as [32, 64]; got {shown(details['input'])}"
         case "dict_type" | "model_type" | "model_attributes_type":
-            return f"should be a mapping such as {{key: value}}; got {details['input']!r}"
+            return f"should be a mapping such as {{key: value}}; got {shown(details['input'])}"
         case "value_error":
             message = message.removeprefix("Value error, ")
     if isinstance(details["input"], Mapping) and details["type"] == "value_error":
         return message  # a rule of a whole section: quoting all of it says nothing
-    return f"{message.replace('Input should be', 'should be')}; got {details['input']!r}"
+    return f"{message.replace('Input should be', 'should be')}; got {shown(details['input'])}"
 
 
 def _details(message: str, location: Sequence[str | int], value: Any, *, kind: str) -> InitErrorDetails:

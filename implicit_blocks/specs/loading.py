@@ -5,23 +5,28 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from implicit_blocks import registry
+from implicit_blocks.own_parts import zoo_folder
 from implicit_blocks.saved_files import SPEC
+from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.merging import merge_runs
 from implicit_blocks.specs.model import ModelSpec
 from implicit_blocks.specs.overrides import apply_overrides
 from implicit_blocks.specs.run import BaseRunSpec
-from implicit_blocks.specs.tree import Place, Section, SpecError, read_yaml
+from implicit_blocks.specs.tree import MAX_DEPTH, Place, Section, SpecError, ValueBudget, read_yaml, shown
 from implicit_blocks.suggestions import did_you_mean
 
 _SUFFIXES = (".yaml", ".yml")
 DEFAULT_KIND = "run"
 """Kind of run spec of a file that names none."""
+MAX_EXTENDED = 256
+"""Most entries of `extends` that one spec may have, in all files together."""
 
 
 def load_spec(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> BaseRunSpec:
@@ -43,11 +48,13 @@ def load_spec(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = (
         spec = registry.entry("run", str(kind)).spec
     except registry.UnknownKindError as error:
         remedy = (
-            "" if registry.kinds("run") else "; install the distribution, which brings the trainer's sections"
+            ""
+            if registry.kinds("run") or registry.failures()
+            else "; install the distribution, which brings the trainer's sections"
         )
         raise SpecError(f"{tree.value_places.get('kind', name_or_path)}: kind: {error}{remedy}") from None
     try:
-        loaded: BaseRunSpec = spec.model_validate(tree)
+        loaded: BaseRunSpec = validate(spec, tree)
     except ValidationError as error:
         raise explain(error, tree, source=str(name_or_path)) from None
     return loaded
@@ -61,7 +68,7 @@ def resolve(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = ())
 
     """
     path = _find(os.fspath(name_or_path), folder=None, place=None)
-    return apply_overrides(_read(path, chain=()), overrides)
+    return apply_overrides(_read(path, _Reading()), overrides)
 
 
 def read_model_spec(path: Path) -> ModelSpec:
@@ -73,7 +80,7 @@ def read_model_spec(path: Path) -> ModelSpec:
     """
     tree = read_yaml(path, name=_shown(path))
     try:
-        model: ModelSpec = registry.entry("model", str(tree.get("kind"))).spec.model_validate(tree)
+        model: ModelSpec = validate(registry.entry("model", str(tree.get("kind"))).spec, tree)
     except registry.UnknownKindError as error:
         raise SpecError(f"{_shown(path)} is no spec of a model: {error}") from None
     except ValidationError as error:
@@ -85,13 +92,6 @@ def spec_name(name_or_path: str | os.PathLike[str]) -> str:
     """Name a spec by its file: ``llama_1.3b`` for ``zoo/llama_1.3b.yaml``, and for the bare name too."""
     path = Path(name_or_path)
     return path.stem if path.suffix in _SUFFIXES else path.name
-
-
-def zoo_folder() -> Path | None:
-    """Locate the shipped specs, if they are installed."""
-    found = importlib.util.find_spec("zoo")  # located, not imported: the library stands without it
-    locations = found.submodule_search_locations if found else None
-    return Path(next(iter(locations))) if locations else None
 
 
 def zoo_names() -> list[str]:
@@ -110,9 +110,20 @@ def _plugin_zoos() -> list[Path]:
     return [folder for folder in folders if folder.is_dir()]
 
 
-def _read(path: Path, *, chain: tuple[Path, ...]) -> Section:
+@dataclass
+class _Reading:
+    """What one call of `resolve` has read: each file once, however often it is extended."""
+
+    read: dict[Path, Section] = field(default_factory=dict)
+    budget: ValueBudget = field(default_factory=ValueBudget)
+    merged: int = 0
+
+
+def _read(path: Path, reading: _Reading, *, chain: tuple[Path, ...] = ()) -> Section:
     """Read a file and lay it over what it extends."""
-    tree = read_yaml(path, name=_shown(path))
+    if path in reading.read:
+        return reading.read[path]
+    tree = read_yaml(path, name=_shown(path), budget=reading.budget)
     place = tree.value_places.get("extends")
     named = tree.pop("extends", None)
     parents = named if isinstance(named, list) else [] if named is None else [named]
@@ -120,13 +131,19 @@ def _read(path: Path, *, chain: tuple[Path, ...]) -> Section:
     merged = Section()
     for parent in parents:
         if not isinstance(parent, str):
-            raise SpecError(f"{place}: extends: a name, a path or a list of them, not {parent!r}")
+            raise SpecError(f"{place}: extends: a name, a path or a list of them, not {shown(parent)}")
         found = _find(parent, folder=path.parent, place=place)
         if found in chain:
             circle = " extends ".join(_shown(link) for link in (*chain[chain.index(found) :], found))
             raise SpecError(f"{place}: extends: in a circle: {circle}; remove one of them")
-        merged = merge_runs(merged, _read(found, chain=chain))
-    return merge_runs(merged, tree)
+        reading.merged += 1
+        if reading.merged > MAX_EXTENDED:
+            raise SpecError(f"{place}: extends: more than {MAX_EXTENDED} files in all; extend fewer")
+        if len(chain) >= MAX_DEPTH:
+            raise SpecError(f"{place}: extends: more than {MAX_DEPTH} files deep; shorten the chain")
+        merged = merge_runs(merged, _read(found, reading, chain=chain))
+    reading.read[path] = merged = merge_runs(merged, tree)
+    return merged
 
 
 def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
@@ -136,6 +153,9 @@ def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
     zoo's, or in `extends` first a neighbour's. What isn't there is looked for in the zoo, then in the
     plugins' (which are loaded only then), at last in the working directory.
     """
+    where = f"{place}: extends: " if place else ""
+    if not name.strip("/"):
+        raise SpecError(f"{where}{name!r} names no spec; give a name in the zoo, or the path of a file")
     is_path = name.endswith(_SUFFIXES) or os.sep in name or "/" in name
     zoo = zoo_folder()
     beside = (folder or Path()) / name
@@ -143,37 +163,42 @@ def _find(name: str, *, folder: Path | None, place: Place | None) -> Path:
     if zoo is not None:
         candidates += [zoo / name, zoo / name.removeprefix("zoo/")]
     for candidate in candidates:
-        if file := _file(candidate):
+        if file := _file(candidate, where):
             return file
     stem = spec_name(name)
-    where = f"{place}: extends: " if place else ""
     plugin_zoos = _plugin_zoos()
-    found = [file for folder in plugin_zoos if (file := _file(folder / name.removeprefix("zoo/")))]
+    found = [file for folder in plugin_zoos if (file := _file(folder / name.removeprefix("zoo/"), where))]
     if len(found) > 1:
         listed = ", ".join(map(_shown, found))
         raise SpecError(f"{where}several plugins bring a spec {stem!r}: {listed}; give the path of one")
     if found:
         return found[0]
-    if file := _file(beside):  # a bare name means the zoo's before it means what lies here
+    if file := _file(beside, where):  # a bare name means the zoo's before it means what lies here
         return file
     looked = ""
     if is_path:
-        looked = f"{_shown(beside)!r} is a folder, " if beside.is_dir() else f"no file {_shown(beside)!r}, "
+        beside_shown = shown(_shown(beside))
+        looked = f"{beside_shown} is a folder, " if beside.is_dir() else f"no file {beside_shown}, "
     known = sorted({*zoo_names(), *(path.stem for folder in plugin_zoos for path in folder.glob("*.yaml"))})
+    the_zoo = f" The zoo is the folder {zoo}" if zoo is not None and known else ""
     raise SpecError(
-        f"{where}{looked}{'and ' if looked else ''}no spec {stem!r} in the zoo; "
-        f"{did_you_mean(stem, known)}{registry.absent_plugins()}"
+        f"{where}{looked}{'and ' if looked else ''}no spec {shown(stem)} in the zoo; "
+        f"{did_you_mean(stem, known)}{the_zoo}{registry.absent_plugins()}"
     )
 
 
-def _file(candidate: Path) -> Path | None:
+def _file(candidate: Path, where: str) -> Path | None:
     """Find the file of that name, with or without the suffix; of a run's folder, its spec."""
-    if (candidate / SPEC).is_file():
-        return (candidate / SPEC).resolve()
-    for suffix in ("", *_SUFFIXES):
-        file = candidate.with_name(candidate.name + suffix)
-        if file.is_file():
-            return file.resolve()
+    try:
+        if (candidate / SPEC).is_file():
+            return (candidate / SPEC).resolve()
+        for suffix in ("", *_SUFFIXES) if candidate.name else ():  # ``.`` has none
+            file = candidate.with_name(candidate.name + suffix)
+            if file.is_file():
+                return file.resolve()
+    except OSError as error:  # such as a name too long for the file system
+        reason = error.strerror or error
+        raise SpecError(f"{where}{shown(str(candidate))} can't be read: {reason}") from None
     return None
 
 

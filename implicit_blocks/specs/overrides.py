@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from implicit_blocks.specs.merging import merge_runs
-from implicit_blocks.specs.tree import Place, Section, SpecError, parse_yaml
+from implicit_blocks.specs.tree import MAX_DEPTH, Place, Section, SpecError, parse_yaml, shown
 
 
 def apply_overrides(tree: Section, overrides: Sequence[str]) -> Section:
@@ -34,8 +34,12 @@ def _parse(text: str) -> tuple[list[str], Any, Place]:
     name, equals, value = text.partition("=")
     keys = name.strip().split(".")
     if not equals or not all(keys):
-        raise SpecError(f"{text!r} changes nothing; write path.to.key=value, such as training.max_steps=200")
-    place = Place(f"command line, {text!r}")
+        raise SpecError(
+            f"{shown(text)} changes nothing; write path.to.key=value, such as training.max_steps=200"
+        )
+    place = Place(f"command line, {shown(text)}")
+    if len(keys) > MAX_DEPTH:
+        raise SpecError(f"{place}: a path has at most {MAX_DEPTH} keys, this one has {len(keys):,}")
     return keys, parse_yaml(value, source=place.source, at=place), place
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +11,62 @@ from typing import Any
 
 import yaml
 
+MAX_BYTES = 1 << 20
+"""Largest spec file that is read, in bytes."""
+MAX_DEPTH = 64
+"""Deepest nesting of mappings and lists; of keys in a change; of files that extend each other."""
+MAX_VALUES = 100_000
+"""Largest number of values that one spec may have, with its aliases expanded and all that it extends."""
+
 
 class SpecError(ValueError):
     """Something is wrong with a spec; the message names the place, the value and the remedy."""
+
+    def __init__(self, message: str, errors: Sequence[Any] = ()) -> None:
+        super().__init__(message)
+        self._errors = tuple(errors)
+
+    def errors(self) -> list[Any]:
+        """Return the details of each error as pydantic reports them, where validation found them."""
+        return list(self._errors)
+
+
+def shown(value: Any, *, limit: int = 200) -> str:
+    """Return the ``repr`` of a value for a message, shortened where it is long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of more digits than Python prints; deep nesting
+        return f"a value of type {type(value).__name__} that is too large to print"
+    return text if len(text) <= limit else f"{text[:limit]}… ({len(text):,} characters)"
+
+
+OUT_OF_RANGE = "outside the range of 64-bit integers; choose a smaller number"
+
+
+def in_range(value: int) -> bool:
+    """Whether an integer fits into 64 bits, signed or unsigned: what torch and NumPy can hold."""
+    return -(1 << 63) <= value < 1 << 64
+
+
+class ValueBudget:
+    """Counts the values of a spec as they are read, so that a small file can't expand without bound."""
+
+    def __init__(self, limit: int = MAX_VALUES) -> None:
+        self._limit = self._left = limit
+
+    def spend(self, place: Place) -> None:
+        """Count one value.
+
+        Raises:
+            SpecError: it is one too many.
+
+        """
+        self._left -= 1
+        if self._left < 0:
+            raise SpecError(
+                f"{place}: the spec has more than {self._limit:,} values once its aliases and `extends` are "
+                "expanded; remove aliases of aliases, or extend fewer files"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,61 +123,118 @@ def place_of(tree: Any, location: Sequence[str | int], *, key: bool = False) -> 
     return place
 
 
-def read_yaml(path: Path, *, name: str) -> Section:
+def read_yaml(path: Path, *, name: str, budget: ValueBudget | None = None) -> Section:
     """Read the mapping that a file holds.
 
     Args:
         path: the file.
         name: what to call it in places.
+        budget: counts the values of several files together.
 
     Raises:
-        SpecError: not UTF-8, not YAML, not a mapping, or a key given twice.
+        SpecError: not UTF-8, not YAML, not a mapping, a key given twice, or too large.
 
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise SpecError(f"{name}: a spec has at most {MAX_BYTES:,} bytes, and this file has more")
+        text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise SpecError(f"{name}: byte {error.start} is not UTF-8; save the file as UTF-8") from None
     except OSError as error:
         raise SpecError(f"{name}: can't be read: {error.strerror or error}") from None
-    tree = parse_yaml(text, source=name)
+    tree = parse_yaml(text, source=name, budget=budget)
     if not isinstance(tree, Section):
-        raise SpecError(f"{name}:1:1: a spec is a mapping with sections such as `model:`, not {tree!r}")
+        raise SpecError(f"{name}:1:1: a spec is a mapping with sections such as `model:`, not {shown(tree)}")
     return tree
 
 
-def parse_yaml(text: str, *, source: str, at: Place | None = None) -> Any:
+def parse_yaml(text: str, *, source: str, at: Place | None = None, budget: ValueBudget | None = None) -> Any:
     """Read a YAML text, mappings as `Section`.
 
     Args:
         text: one document, by the YAML 1.2 rules for plain scalars: ``1e-3`` is a number, ``no`` is a word.
         source: what to call the text in places.
         at: the place of everything in it, instead of lines and columns.
+        budget: counts the values of several texts together.
 
     Raises:
-        SpecError: it isn't YAML, or gives a key twice.
+        SpecError: it isn't YAML, gives a key twice, or is too large or too deeply nested.
 
     """
+    loader: _Loader | None = None
     try:
-        node = yaml.compose(text, Loader=_Loader)
-        return None if node is None else _Reader(source, at).value(node)
+        loader = _Loader(text)
+        node = loader.get_single_node()
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        place = at or (Place(source, mark.line + 1, mark.column + 1) if mark else Place(source))
+        place = _at_mark(error.problem_mark or error.context_mark, source, at)
         context = f" {error.context}" if error.context else ""
         raise SpecError(f"{place}: not valid YAML: {error.problem or 'error'}{context}") from None
     except yaml.reader.ReaderError as error:
         raise SpecError(
             f"{at or source}: not valid YAML: {error.reason} at character {error.position}"
         ) from None
+    except (ValueError, OverflowError):  # of PyYAML's chr() for "\\UFFFFFFFF", of its int() for %YAML
+        place = _at_mark(loader and loader.get_mark(), source, at)
+        raise SpecError(
+            f"{place}: not valid YAML: an escape or directive whose number is out of range"
+        ) from None
+    return None if node is None else _Reader(source, at, budget or ValueBudget()).value(node)
+
+
+def dump_yaml(tree: Mapping[str, Any], **layout: Any) -> str:
+    """Write a mapping so that `parse_yaml` reads the same values: strings such as ``1e-3`` are quoted."""
+    text: str = yaml.dump(dict(tree), Dumper=_Dumper, sort_keys=False, allow_unicode=True, **layout)
+    return text
+
+
+def _at_mark(mark: Any, source: str, at: Place | None) -> Place:
+    return at or (Place(source, mark.line + 1, mark.column + 1) if mark else Place(source))
 
 
 class _Loader(yaml.SafeLoader):
     """PyYAML with the scalars of YAML 1.2: it reads 1e-3 as a word and `no` as false by itself."""
 
     yaml_implicit_resolvers: Any = {}  # noqa: RUF012 - replaces the parent's table
+    _depth = _nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Compose a node; nesting is bounded, since PyYAML recurses, and so is the number of nodes."""
+        self._depth += 1
+        self._nodes += 1
+        message = None
+        if self._depth > MAX_DEPTH:
+            message = f"nested more than {MAX_DEPTH} levels deep"
+        elif self._nodes > 2 * MAX_VALUES:  # keys and values
+            message = f"more than {MAX_VALUES:,} values"
+        if message is not None:
+            event: Any = self.peek_event()  # type: ignore[no-untyped-call]  # PyYAML's stubs leave it out
+            raise yaml.composer.ComposerError(None, None, message, event.start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what either YAML 1.1 or 1.2 reads as something else than a string."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write values out instead of anchors."""
+        return True
+
+    def represent_str(self, data: str) -> yaml.ScalarNode:
+        """Escape line breaks of Unicode, which PyYAML would write as they are and read as spaces."""
+        style = '"' if _BREAKS.intersection(data) else None
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_BREAKS = frozenset("\x85\u2028\u2029\ufeff")
+_Dumper.add_representer(str, _Dumper.represent_str)
+
+
+_PLAIN: dict[str, re.Pattern[str]] = {}
 for _tag, _pattern, _first in (
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -134,9 +245,18 @@ for _tag, _pattern, _first in (
         list("-+.0123456789"),
     ),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})\\Z"), _first)
+    _PLAIN[_tag] = re.compile(f"(?:{_pattern})\\Z")
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _PLAIN[_tag], _first)
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", _PLAIN[_tag], _first)
 
+_WORDS = {
+    "null": "null or ~",
+    "bool": "true or false",
+    "int": "a number such as 3",
+    "float": "one such as 0.5",
+}
 _CONVERT: dict[str, Callable[[str], Any]] = {
+    "null": lambda text: None,
     "bool": lambda text: text.lower() == "true",
     "int": lambda text: int(text.replace("_", ""), 0 if text[:2] in ("0o", "0x") else 10),
     "float": lambda text: float(text.replace("_", "").replace(".inf", "inf").replace(".nan", "nan")),
@@ -147,6 +267,7 @@ _CONVERT: dict[str, Callable[[str], Any]] = {
 class _Reader:
     source: str
     at: Place | None
+    budget: ValueBudget
 
     def place(self, node: yaml.Node) -> Place:
         return self.at or Place(self.source, node.start_mark.line + 1, node.start_mark.column + 1)
@@ -154,32 +275,49 @@ class _Reader:
     def value(self, node: yaml.Node, above: tuple[yaml.Node, ...] = ()) -> Any:
         if node in above:
             raise SpecError(f"{self.place(node)}: an anchor that holds itself; write the values out")
+        if len(above) >= MAX_DEPTH:  # aliases nest what they name
+            raise SpecError(f"{self.place(node)}: nested more than {MAX_DEPTH} levels deep")
+        self.budget.spend(self.place(node))
         tag = node.tag.removeprefix("tag:yaml.org,2002:")
         match node, tag:
             case yaml.MappingNode(), "map":
                 return self.section(node, (*above, node))
             case yaml.SequenceNode(), "seq":
                 return [self.value(item, (*above, node)) for item in node.value]
-            case yaml.ScalarNode(), "null":
-                return None
             case yaml.ScalarNode(), "str":
-                return node.value
-            case yaml.ScalarNode(), ("bool" | "int" | "float"):
-                try:
-                    return _CONVERT[tag](node.value)
-                except ValueError:
-                    raise SpecError(f"{self.place(node)}: {node.value!r} is no {tag}") from None
-        raise SpecError(f"{self.place(node)}: tag {node.tag!r} has no meaning here; remove it")
+                return self.text(node)
+            case yaml.ScalarNode(), ("null" | "bool" | "int" | "float"):
+                return self.converted(node, tag)
+        raise SpecError(f"{self.place(node)}: tag {shown(node.tag)} has no meaning here; remove it")
+
+    def text(self, node: yaml.ScalarNode) -> str:
+        text: str = node.value
+        if "\0" in text or any("\ud800" <= character <= "\udfff" for character in text):
+            raise SpecError(f"{self.place(node)}: {shown(text)} has a character that no text has; remove it")
+        return text
+
+    def converted(self, node: yaml.ScalarNode, tag: str) -> Any:
+        """Convert a scalar by its tag, which may be an explicit one, such as ``!!bool yes``."""
+        text: str = node.value
+        value = None
+        if _PLAIN[tag].match(text):
+            with contextlib.suppress(ValueError):  # more digits than Python converts
+                value = _CONVERT[tag](text)
+        elif tag != "null" or text:
+            raise SpecError(f"{self.place(node)}: {shown(text)} is no {tag}; write {_WORDS[tag]}")
+        if tag == "int" and (value is None or not in_range(value)):
+            raise SpecError(f"{self.place(node)}: {shown(text, limit=40)} is {OUT_OF_RANGE}")
+        return value
 
     def section(self, node: yaml.Node, above: tuple[yaml.Node, ...]) -> Section:
         section = Section()
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise SpecError(f"{self.place(key_node)}: a key is a word, not a list or a mapping")
-            key, place = key_node.value, self.place(key_node)
+            key, place = self.text(key_node), self.place(key_node)
             if key in section:
                 raise SpecError(
-                    f"{place}: key {key!r} is given twice, first at {section.key_places[key]}; keep one"
+                    f"{place}: key {shown(key)} is given twice, first at {section.key_places[key]}; keep one"
                 )
             section[key] = self.value(value_node, above)
             section.key_places[key], section.value_places[key] = place, self.place(value_node)

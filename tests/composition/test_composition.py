@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 import implicit_blocks as ib
 from implicit_blocks import registry
 from implicit_blocks.decoding import ContinuousDecoder, Request, generate
+from implicit_blocks.specs import SpecError
 from trainer.metrics import read_metrics
 from trainer.run import build
 from trainer.spec import RunSpec
@@ -203,7 +203,7 @@ def test_every_kind_has_its_turn_in_the_fast_suite():
 def test_what_is_not_declared_compatible_is_refused():
     for solver, gradient in itertools.product(SOLVERS, GRADIENTS):
         if not may_be_combined(solver, gradient):
-            with pytest.raises(ValidationError, match="is not differentiable"):
+            with pytest.raises(SpecError, match="is not differentiable"):
                 ib.ImplicitLMSpec(
                     vocab_size=6, d_model=16, n_layers=1, mixer=MIXERS[0], solver=solver, gradient=gradient
                 )

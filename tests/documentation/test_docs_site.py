@@ -185,3 +185,10 @@ def test_names_of_tests_in_results_are_no_links(tmp_path):
     made = page_of(tmp_path, {"machine": {"torch": "2"}, "date": "2026-01-01", "failures": failures})
     assert "\\[fla] \\[call]" in made
     assert "the first line and \\| the second" in made
+
+
+def test_the_zoo_s_table_knows_the_steps_of_gradients_within_others(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tools" / "docs"))
+    text = importlib.import_module("zoo_table").page(ROOT / "zoo")
+    assert "free 24 + 4 with jacobian_penalty to step" in text
+    assert "?" not in text

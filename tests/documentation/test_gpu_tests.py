@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,35 @@ def test_it_runs(processes, tmp_path):
     assert found["complete"]
     assert found["tests"][chosen]["outcome"] in {"passed", "skipped"}
     assert found["unseen"] == []
+
+
+def test_a_benchmark_plugin_that_warns_of_several_processes_is_left_out(tmp_path):
+    (tmp_path / "fake_benchmark.py").write_text(
+        "import warnings\ndef pytest_configure(config):\n    warnings.warn('xdist is active')\n"
+    )
+    info = tmp_path / "fake_benchmark-5.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: fake-benchmark\nVersion: 5.1.0\n")
+    (info / "entry_points.txt").write_text("[pytest11]\nbenchmark = fake_benchmark\n")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "--collect-only",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            "tests/test_sdist.py",
+        ],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode in (0, 5), done.stdout + done.stderr  # 5: none but slow ones
+    assert "INTERNALERROR" not in done.stdout + done.stderr
 
 
 def test_only_files_with_such_tests_are_read(program):

@@ -14,6 +14,7 @@ import implicit_blocks as ib
 from implicit_blocks.__main__ import main
 from implicit_blocks.checkpoint_files import whole_folder
 from implicit_blocks.hf import published
+from implicit_blocks.own_parts import install_extra
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -202,7 +203,7 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
 def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert main(["export", "word_problem_s3", str(tmp_path / "out")]) == 2
-    assert "needs transformers 5.17 or newer; pip install 'implicit_blocks[hf]'" in capsys.readouterr().err
+    assert f"needs transformers 5.17 or newer; {install_extra('hf')}" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

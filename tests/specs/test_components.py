@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from implicit_blocks import registry
 from implicit_blocks.specs import (
@@ -26,6 +25,7 @@ from implicit_blocks.specs import (
     PhantomSpec,
     PicardSpec,
     SolverSpec,
+    SpecError,
     Stopping,
     StoppingOverrides,
     SwiGLUSpec,
@@ -136,7 +136,7 @@ def test_evaluation_keeps_what_it_does_not_override(training: Stopping, evaluati
 def test_what_is_out_of_range_is_refused(
     spec: type[ComponentSpec], fields: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(SpecError, match=message):
         spec(**fields)
 
 
@@ -181,7 +181,7 @@ def model(**fields: Any) -> ImplicitLMSpec:
     ],
 )
 def test_errors_name_the_entry(fields: dict[str, Any], place: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(SpecError) as caught:
         model(**fields)
     [error] = caught.value.errors()
     assert error["loc"] == place
@@ -189,7 +189,7 @@ def test_errors_name_the_entry(fields: dict[str, Any], place: tuple[str, ...], m
 
 
 def test_all_unknown_keys_are_named_at_once() -> None:
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(SpecError) as caught:
         model(solvr={}, gradeint={})
     assert [error["loc"] for error in caught.value.errors()] == [("solvr",), ("gradeint",)]
 
@@ -207,7 +207,7 @@ def test_a_mapping_without_kind_lies_over_the_default() -> None:
 
 
 def test_specs_are_frozen() -> None:
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(SpecError, match="frozen"):
         model().d_model = 3
 
 
@@ -217,9 +217,9 @@ def test_a_copy_is_as_strict_as_a_new_spec() -> None:
     assert copied == ImplicitLMSpec(vocab_size=10, d_model=64, n_layers=1, mixer=AttentionSpec(n_heads=4))
     assert copied.model_fields_set == spec.model_fields_set
     assert spec.model_copy() == spec
-    with pytest.raises(ValidationError, match="unknown key 'solvr'; did you mean 'solver'"):
+    with pytest.raises(SpecError, match="unknown key 'solvr'; did you mean 'solver'"):
         spec.model_copy(update={"solvr": PicardSpec()})
-    with pytest.raises(ValidationError, match="d_model 30 is not divisible by n_heads 4"):
+    with pytest.raises(SpecError, match="d_model 30 is not divisible by n_heads 4"):
         spec.model_copy(update={"d_model": 30})
 
 
@@ -244,7 +244,7 @@ class TestWhatDoesNotCombine:
         registry.add("solver", RowwiseSpec, "m:f", owner="test")
         registry.add("gradient", ThirdPartyGradientSpec, "m:f", owner="test")
         for gradient in ("unrolled", "test.through"):
-            with pytest.raises(ValidationError, match=r"solver 'test.rowwise' is not differentiable; choose"):
+            with pytest.raises(SpecError, match=r"solver 'test.rowwise' is not differentiable; choose"):
                 model(solver={"kind": "test.rowwise"}, gradient={"kind": gradient})
             model(solver={"kind": "anderson"}, gradient={"kind": gradient})
 
@@ -252,9 +252,9 @@ class TestWhatDoesNotCombine:
         registry.add("solver", RowwiseSpec, "m:f", owner="test")
         rowwise = {"kind": "test.rowwise"}
         model(solver=rowwise)
-        with pytest.raises(ValidationError, match=r"set stopping.scope to 'sequence'"):
+        with pytest.raises(SpecError, match=r"set stopping.scope to 'sequence'"):
             model(solver=rowwise, stopping={"scope": "prefix"})
-        with pytest.raises(ValidationError, match=r"set at_evaluation.stopping.scope to 'sequence'"):
+        with pytest.raises(SpecError, match=r"set at_evaluation.stopping.scope to 'sequence'"):
             model(at_evaluation={"solver": rowwise})
         model(at_evaluation={"solver": rowwise, "stopping": {"scope": "sequence"}})
 
@@ -270,3 +270,30 @@ class TestWhatDoesNotCombine:
 )
 def test_gradients_tell_their_cost(gradient: GradientSpec, iterations: int, passes: int) -> None:
     assert gradient.forward_equivalents(iterations) == passes
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PicardSpec(damping=2), "PicardSpec: damping: should be less than or equal to 1; got 2"),
+        (
+            lambda: PicardSpec.model_validate({"damping": "x"}),
+            "PicardSpec: damping: should be a valid number, ",
+        ),
+        (lambda: PicardSpec().model_copy(update={"damping": 2}), "PicardSpec: damping: should be less than"),
+        (
+            lambda: Mamba2Spec(chunk_size=10**5000),
+            "Mamba2Spec: chunk_size: outside the range of 64-bit integers; choose a smaller",
+        ),
+        (
+            lambda: ImplicitFunctionSpec(stopping={"max_iterations": 2**64}),
+            "ImplicitFunctionSpec: stopping.max_iterations: outside the range of 64-bit integers",
+        ),
+    ],
+)
+def test_mistakes_in_python_read_like_those_in_files(make: Any, message: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+    assert "pydantic" not in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from implicit_blocks.describing import changes
 from implicit_blocks.specs import (
     AndersonSpec,
     Mamba2Spec,
@@ -17,6 +20,7 @@ from implicit_blocks.specs import (
     resolve,
     spec_name,
 )
+from trainer.run_folder import RunFolder, differences
 
 Write = Callable[[str, str], str]
 
@@ -67,7 +71,8 @@ def test_a_file_here_comes_before_the_zoo(write: Write) -> None:
 @pytest.mark.parametrize("name", ["mamba_130m", "zoo/mamba_130m.yaml", "./mamba_130m.yaml"])
 def test_what_is_not_there_names_the_nearest(write: Write, name: str) -> None:
     message = error_of(name)
-    assert "no spec 'mamba_130m' in the zoo; did you mean 'mamba2_130m'? Known: " in message
+    assert "no spec 'mamba_130m' in the zoo; did you mean 'mamba2_130m'? The zoo is the folder " in message
+    assert "llama" not in message  # the other names say nothing
     assert ("no file" in message) == (name != "mamba_130m")
 
 
@@ -104,6 +109,37 @@ class TestExtends:
         assert error_of("self.yaml").startswith(
             "self.yaml:1:10: extends: in a circle: self.yaml extends self.yaml"
         )
+
+    def test_a_file_that_is_extended_often_is_read_once(self, write: Write) -> None:
+        write("f0.yaml", SMALL)
+        for number in range(1, 40):
+            write(f"f{number}.yaml", f"extends: [f{number - 1}, f{number - 1}]\n")
+        assert load_spec("f39.yaml").model.d_model == 64
+
+    def test_chains_and_numbers_of_files_are_bounded(self, write: Write) -> None:
+        write("f0.yaml", SMALL)
+        for number in range(1, 1200):
+            write(f"f{number}.yaml", f"extends: f{number - 1}\n")
+        assert error_of("f1199.yaml") == (
+            "f1136.yaml:1:10: extends: more than 64 files deep; shorten the chain"
+        )
+        wide = write("wide.yaml", f"extends: [{', '.join(['f0'] * 257)}]\n")
+        assert error_of(wide) == "wide.yaml:1:10: extends: more than 256 files in all; extend fewer"
+        for number in range(3):
+            write(f"b{number}.yaml", f"k{number}: &a [{'x, ' * 1000}]\nl{number}: [{'*a, ' * 40}]\n")
+        message = error_of(write("bombs.yaml", "extends: [b0, b1, b2]"))
+        assert message.startswith("b2.yaml:1:")
+        assert "the spec has more than 100,000 values" in message
+
+    @pytest.mark.parametrize(
+        "name", ["x" * 300, f"{'x' * 300}.yaml", f"a/{'x' * 5000}", "", "/", "a\0b", "a\0b.yaml", ".", ".."]
+    )
+    def test_names_of_no_file(self, write: Write, name: str) -> None:
+        assert len(error_of(name)) < 1500
+        escaped = name.replace("\0", "")
+        message = error_of(write("a.yaml", f'extends: "{escaped}"'))
+        assert message.startswith("a.yaml:1:10: extends: ")
+        assert len(message) < 1500
 
     @pytest.mark.parametrize("value", ["3", "[word_problem_s3, 3]", "{a: b}"])
     def test_what_names_nothing(self, write: Write, value: str) -> None:
@@ -334,3 +370,38 @@ def test_an_error_is_a_value_error_without_more_than_the_message(write: Write) -
     with pytest.raises(ValueError, match=re.escape("x.yaml:1:1: nonsense: unknown")) as caught:
         load_spec(write("x.yaml", "nonsense: 1\n" + SMALL))
     assert caught.value.__suppress_context__
+
+
+def test_long_paths_values_and_lists_of_errors_stay_short(write: Write) -> None:
+    name = write("x.yaml", SMALL)
+    deep = ".".join(["a"] * 2000)
+    assert error_of(name, [f"{deep}=1"]).endswith("a path has at most 64 keys, this one has 2,000")
+    assert len(error_of(name, [f"data.group=[{'x,' * 5000}]"])) < 2000
+    assert len(error_of(name, [f"{'x' * 100_000}=1"])) < 2000
+    message = error_of(write("y.yaml", SMALL + "".join(f"key{number}: 1\n" for number in range(500))))
+    assert len(message.splitlines()) <= 21
+    lengths = ", ".join(["-1"] * 500)
+    message = error_of(name, [f"evaluation.lengths=[{lengths}]"])
+    assert message.splitlines()[-1] == "and 480 more errors"
+
+
+def test_extends_is_no_change_of_the_command_line(write: Write) -> None:
+    message = error_of(write("x.yaml", SMALL), ["extends=word_problem_s3"])
+    assert "'extends' is read from spec files alone; write it into one" in message
+
+
+def test_infinities_and_strings_like_numbers_survive_in_the_folder_of_a_run(write: Write) -> None:
+    config = "{time_step_limit: [0.001, .inf], x: .nan, y: '1e3'}"
+    model = f"{{kind: transformers, architecture: mamba2, config: {config}}}"
+    text = SMALL.partition("data:")[2].partition("phases:")[0]
+    spec = load_spec(write("x.yaml", f"model: {model}\ndata:{text}"))
+    dumped = spec.model_dump(mode="json")
+    folder = RunFolder(Path("run"))
+    folder.create(spec=dumped, manifest={})
+    folder.release()
+    again = load_spec("run")
+    assert again.model.config["time_step_limit"] == [0.001, math.inf]
+    assert again.model.config["y"] == "1e3"
+    assert differences(dumped, again.model_dump(mode="json")) == []  # so it can be resumed
+    assert differences({"a": math.nan}, {"a": math.inf}) != []
+    assert changes(spec, again) == []

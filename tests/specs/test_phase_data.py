@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
-from implicit_blocks.specs import merge
+from implicit_blocks.specs import SpecError, merge
 from trainer.dry_run import describe
 from trainer.spec import RunSpec
 
@@ -57,14 +56,14 @@ def test_tokens_are_counted_with_each_phases_length() -> None:
     ],
 )
 def test_what_a_phase_cannot_do_to_the_data_is_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message) as caught:
+    with pytest.raises(SpecError, match=message) as caught:
         RunSpec.model_validate(merge(BASE, {"phases": [{"name": "a", "data": changes}]}))
     assert caught.value.errors()[0]["loc"][:3] == ("phases", 0, "data")
 
 
 def test_other_data_do_not_change() -> None:
     text = {"kind": "tokens", "length": 16}
-    with pytest.raises(ValidationError, match="can't change 'length' of data of kind 'tokens'"):
+    with pytest.raises(SpecError, match="can't change 'length' of data of kind 'tokens'"):
         RunSpec.model_validate(
             merge(
                 {**BASE, "data": text, "model": {**BASE["model"], "vocab_size": 8}},

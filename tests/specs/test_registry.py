@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import pytest
-from pydantic import ValidationError
 
 from implicit_blocks import registry
 from implicit_blocks.solvers import Picard
-from implicit_blocks.specs import ComponentSpec, PicardSpec, SolverSpec, Spec
+from implicit_blocks.specs import ComponentSpec, PicardSpec, SolverSpec, Spec, SpecError
 
 
 class HalfSpec(SolverSpec):
@@ -78,7 +77,7 @@ class TestAdd:
             registry.add("solver", dict, "m:f", owner="me")
 
     def test_a_third_party_opens_a_family(self) -> None:
-        with pytest.raises(ValidationError, match=r"unknown acme.sampler 'greedy'; known: none"):
+        with pytest.raises(SpecError, match=r"unknown acme.sampler 'greedy'; known: none"):
             DecodingSpec(sampler={"kind": "greedy"})
         for spec in (GreedySpec, BeamSpec):
             registry.add("acme.sampler", spec, "m:f", owner="acme")
@@ -107,7 +106,7 @@ def test_an_unknown_kind_names_the_nearest_and_all(fresh_registry) -> None:
 
 
 def test_a_spec_of_an_unregistered_class_is_refused_where_it_is_used() -> None:
-    with pytest.raises(ValidationError, match="unknown solver 'half'"):
+    with pytest.raises(SpecError, match="unknown solver 'half'"):
         SolverSpec.model_validate(HalfSpec())
 
 

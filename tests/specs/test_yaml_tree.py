@@ -10,17 +10,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from implicit_blocks.specs.merging import merge
-from implicit_blocks.specs.tree import Place, SpecError, parse_yaml, place_of, read_yaml
+from implicit_blocks.specs.tree import Place, SpecError, dump_yaml, parse_yaml, place_of, read_yaml
 
-scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+integers = st.integers(-(1 << 63), (1 << 64) - 1)
+texts = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]))
+scalars = st.none() | st.booleans() | integers | st.floats(allow_nan=False) | texts
 trees = st.recursive(
-    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3)
+    scalars, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3)
 )
 
 
 @given(trees)
 def test_reads_back_what_yaml_writes(tree: object) -> None:
     assert parse_yaml(yaml.safe_dump(tree), source="x") == tree
+
+
+@given(st.dictionaries(texts, trees, max_size=3))
+def test_reads_back_what_we_write(tree: dict[str, object]) -> None:
+    assert parse_yaml(dump_yaml(tree), source="x") == tree
+
+
+def test_strings_that_look_like_numbers_and_infinities_are_written_as_they_are() -> None:
+    tree = {"a": "1e-3", "b": "0o17", "c": [0.001, math.inf, -math.inf], "d": "yes", "e": 1e-5}
+    assert parse_yaml(dump_yaml(tree), source="x") == tree
+    assert math.isnan(parse_yaml(dump_yaml({"a": math.nan}), source="x")["a"])
 
 
 @pytest.mark.parametrize(
@@ -75,6 +88,18 @@ def test_places_of_keys_values_and_what_lies_in_lists() -> None:
         ("a: !!python/object:os.system {}", "has no meaning here"),
         ("a: !tuple [1]", "f:1:4: tag '!tuple' has no meaning here"),
         ("a: !!int x", "f:1:4: 'x' is no int"),
+        ("a: !!int ٣", "f:1:4: '٣' is no int"),
+        ("a: !!bool yes", "f:1:4: 'yes' is no bool; write true or false"),
+        ("a: !!null x", "f:1:4: 'x' is no null; write null"),
+        ("a: 1\nb: 18446744073709551616", "f:2:4: '18446744073709551616' is outside the range of 64-bit"),
+        (f"a: {'9' * 5000}", "(5,002 characters) is outside the range of 64-bit integers"),
+        ('a: 1\nb: "\\UFFFFFFFF"', "f:2:7: not valid YAML: an escape or directive whose number is out of"),
+        ("%YAML " + "9" * 5000 + ".1\n---\na: 1", "not valid YAML: an escape or directive whose number"),
+        ('a: "\\uD800"', "f:1:4: '\\ud800' has a character that no text has; remove it"),
+        ('a: "\\0"', "f:1:4: '\\x00' has a character that no text has; remove it"),
+        ("a: " + "[" * 2000, "f:1:67: not valid YAML: nested more than 64 levels deep"),
+        ("- " * 2000, "not valid YAML: nested more than 64 levels deep"),
+        ("[" + "a," * 200_001 + "]", "not valid YAML: more than 100,000 values"),
         ("a: !!map x", "f:1:4: tag 'tag:yaml.org,2002:map' has no meaning here"),
         ("{a: 1}: 2", "f:1:1: a key is a word"),
         ("a: 1\n---\nb: 2", "f:2:1: not valid YAML"),
@@ -85,6 +110,24 @@ def test_what_is_not_a_spec_is_refused_with_its_place(text: str, message: str) -
     with pytest.raises(SpecError) as caught:
         parse_yaml(text, source="f")
     assert message in str(caught.value)
+
+
+def test_aliases_of_aliases_are_counted() -> None:
+    levels = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    levels += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 8)]
+    with pytest.raises(SpecError, match=r"f:1:\d+: the spec has more than 100,000 values once its aliases"):
+        parse_yaml("\n".join(levels), source="f")
+    nested = "a0: &a0 {a: {a: {a: {a: 1}}}}\n" + "\n".join(
+        f"a{n}: &a{n} {{a: *a{n - 1}}}" for n in range(1, 100)
+    )
+    with pytest.raises(SpecError, match="nested more than 64 levels deep"):
+        parse_yaml(nested, source="f")
+
+
+def test_explicit_tags_that_fit_are_read() -> None:
+    tags = {"!!null ~": None, "!!null ''": None, "!!bool True": True, "!!int 0x10": 16, "!!float 5": 5.0}
+    for text, value in tags.items():
+        assert parse_yaml(text, source="f") == value
 
 
 def test_anchors_are_read() -> None:
@@ -103,6 +146,13 @@ def test_files_that_hold_no_mapping(tmp_path, content: bytes, message: str) -> N
     path = tmp_path / "f"
     path.write_bytes(content)
     with pytest.raises(SpecError, match=message):
+        read_yaml(path, name="f")
+
+
+def test_a_file_that_is_too_large(tmp_path) -> None:
+    path = tmp_path / "f"
+    path.write_text("# \n" * (1 << 20))
+    with pytest.raises(SpecError, match="f: a spec has at most 1,048,576 bytes, and this file has more"):
         read_yaml(path, name="f")
 
 

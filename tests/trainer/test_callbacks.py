@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from implicit_blocks import registry
+from implicit_blocks.specs import SpecError
 from trainer.callbacks import Callback, CallbackContext, Callbacks
 from trainer.callbacks.stop_when import StopWhen
 from trainer.callbacks.telling import Teller
@@ -140,7 +140,7 @@ def test_a_value_there_is_not_is_named(small: Small, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("limits", [{}, {"above": 1.0, "below": 0.0}], ids=["none", "both"])
 def test_stop_when_takes_one_limit(small: Small, limits: dict[str, float]) -> None:
-    with pytest.raises(ValidationError, match="give either above or below"):
+    with pytest.raises(SpecError, match="give either above or below"):
         small({"callbacks": [{"kind": "stop_when", "value": "loss", **limits}]})
 
 

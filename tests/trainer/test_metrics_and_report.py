@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from implicit_blocks.own_parts import install_extra
 from trainer import metrics
 from trainer.display import PlainDisplay, RichDisplay, counted, duration, magnitude
 from trainer.metrics import MetricsFile, json_value, read_metrics, rounded
@@ -269,7 +270,7 @@ def test_what_keeps_a_picture_from_being_drawn_is_said(
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # as where it is not installed
     assert main([run, "--output", str(tmp_path / "report.png")]) == 2
-    assert "pip install 'implicit_blocks[train]'" in capsys.readouterr().err
+    assert install_extra("train") in capsys.readouterr().err
 
 
 def test_the_time_left_follows_the_pace_of_the_latest_steps() -> None:

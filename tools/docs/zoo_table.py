@@ -47,10 +47,22 @@ def _phases(spec: Any) -> str:
     if not isinstance(spec.model, ImplicitLMSpec):
         return "none"
     return ", then ".join(
-        f"{phase.name} {phase.model.stopping.max_iterations} + {getattr(phase.model.gradient, 'steps', '?')} "
-        f"to step {phase.last_step:,}".replace(",", "\u202f")
+        f"{phase.name} {_search(phase.model)} to step {phase.last_step:,}".replace(",", "\u202f")
         for phase in spec.phase_specs()
     )
+
+
+def _search(model: ImplicitLMSpec) -> str:
+    """Write iterations + steps; of a gradient that wraps another one, those of the inner one."""
+    gradient: Any = model.gradient
+    added = ""
+    while getattr(gradient, "steps", None) is None and hasattr(gradient, "gradient"):
+        added += f" with {gradient.kind}"
+        gradient = gradient.gradient
+    steps = getattr(gradient, "steps", None)
+    if steps is None:  # such as the implicit function theorem's, which solves another equation
+        return f"{model.stopping.max_iterations} + {gradient.kind}{added}"
+    return f"{model.stopping.max_iterations} + {steps}{added}"
 
 
 def _data(data: Any) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from implicit_blocks.own_parts import install_extra
 from trainer.callbacks.base import Callback, CallbackContext
 from trainer.evaluation import EvaluationResult
 from trainer.files import write_atomically
@@ -27,7 +28,7 @@ class TensorBoard(Callback):
             from torch.utils import tensorboard
         except ImportError as error:
             raise ValueError(
-                "tensorboard is not installed; pip install 'implicit_blocks[log]', or leave the callback out"
+                f"tensorboard is not installed; {install_extra('log')}, or leave the callback out"
             ) from error
         self._make = tensorboard.SummaryWriter
         self._every = spec.every

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from implicit_blocks import registry
+from implicit_blocks.own_parts import install_extra
 from implicit_blocks.suggestions import did_you_mean
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec, HarnessTaskSpec
 
@@ -56,7 +57,7 @@ def require_packages(*needed: str) -> None:
     """
     missing = [package for package in needed or ("transformers", "lm_eval") if find_spec(package) is None]
     if missing:
-        raise ValueError(f"{' and '.join(missing)}: not installed; pip install 'implicit_blocks[eval]'")
+        raise ValueError(f"{' and '.join(missing)}: not installed; {install_extra('eval')}")
 
 
 def build_tasks(specs: Sequence[NamedSpec], *, data: Path) -> list[AskedTask]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from implicit_blocks.own_parts import install_extra
 from implicit_blocks.specs.errors import explain
 from trainer.errors import NonFiniteLossError
 from trainer.exit_codes import NOT_SAVED, REFUSED, code_of, short_of_memory
@@ -46,7 +47,7 @@ def require_drawing() -> None:
 
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the picture needs matplotlib; pip install 'implicit_blocks[train]'")
+        raise ValueError(f"the picture needs matplotlib; {install_extra('train')}")
 
 
 def require_writable(folder: Path) -> None:

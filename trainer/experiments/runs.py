@@ -21,6 +21,7 @@ from torch import nn
 from implicit_blocks.model import ImplicitLM
 from implicit_blocks.registry import build as build_component
 from implicit_blocks.specs import load_spec
+from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.merging import merge_runs
@@ -70,7 +71,7 @@ def explicit_twin(name: str, overrides: Iterable[str] = (), *, n_layers: int | N
         model["n_layers"] = n_layers
     tree = merge_runs(resolve(name, list(overrides)), {"model": model})
     try:
-        return RunSpec.model_validate(tree)
+        return validate(RunSpec, tree)
     except ValidationError as error:
         raise explain(error, tree, source=name) from None
 

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, merge
+from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.overrides import apply_overrides
@@ -76,7 +77,7 @@ def varied(
     require_model(model)
     tree = resolve(base)
     try:
-        given = RunSpec.model_validate(tree)
+        given = validate(RunSpec, tree)
     except ValidationError as error:
         raise explain(error, tree, source=base) from None
     if not _is_word_problem(given.data):
@@ -103,7 +104,7 @@ def varied(
         del tree["phases"]
     tree = apply_overrides(Section(tree), [text for text in overrides if _concerns(model, text)])
     try:
-        return RunSpec.model_validate(tree)
+        return validate(RunSpec, tree)
     except ValidationError as error:
         raise explain(error, tree, source=base) from None
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import Field, ValidationError
 
 from implicit_blocks.specs import ModelSpec, Spec, merge, refusal, together
+from implicit_blocks.specs.base import validate
 from implicit_blocks.suggestions import did_you_mean
 from trainer.schedule import steps_of
 from trainer.specs.data import DataSpec
@@ -216,7 +217,7 @@ def _changed(section: str, spec: _Section, changes: Mapping[str, Any], allowed: 
     what = {"model": f"a model {kind}", "data": f"data {kind}"}.get(section, section)
     _refuse_others(changes, allowed, section, what=what)
     try:
-        return type(spec).model_validate(merge(spec.model_dump(), changes)) if changes else spec
+        return validate(type(spec), merge(spec.model_dump(), changes)) if changes else spec
     except ValidationError as error:
         raise together([error], under=(section,)) from None
 

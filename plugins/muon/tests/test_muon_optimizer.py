@@ -8,10 +8,10 @@ import pytest
 import torch
 from implicit_blocks_muon import MuonSpec
 from implicit_blocks_muon.optimizer import MuonAndAdamW, matrices_of
-from pydantic import ValidationError
 from torch import nn
 
 import implicit_blocks as ib
+from implicit_blocks.specs import SpecError
 
 MIXERS = {
     "mamba2": ib.Mamba2Spec(d_state=8, head_dim=8),
@@ -177,7 +177,7 @@ def test_sharded_matrices_are_refused():
     ],
 )
 def test_what_does_not_fit_is_refused_in_its_place(fields, place, message):
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(SpecError) as caught:
         MuonSpec.model_validate({"learning_rate": 1e-3, **fields})
     (error,) = caught.value.errors()
     assert error["loc"] == (place,)

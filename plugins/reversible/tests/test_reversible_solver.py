@@ -7,10 +7,10 @@ import torch
 from implicit_blocks_reversible import ReversibleGradientSpec, ReversibleSolverSpec
 from implicit_blocks_reversible.solver import undo
 from implicit_blocks_reversible.spec import most_steps
-from pydantic import ValidationError
 
 import implicit_blocks as ib
 from implicit_blocks.driver import Search
+from implicit_blocks.specs import SpecError
 from implicit_blocks.testing import SOLVER_CONTRACTS
 
 
@@ -70,7 +70,7 @@ def test_it_converges_where_its_roots_are_small(eigenvalue, converges):
     ],
 )
 def test_what_cannot_be_undone_is_refused_in_its_place(fields, place, message):
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(SpecError) as caught:
         ReversibleGradientSpec.model_validate(fields)
     (error,) = caught.value.errors()
     assert error["loc"] == (place,)

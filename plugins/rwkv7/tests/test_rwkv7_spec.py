@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from implicit_blocks_rwkv7 import RWKV7Spec
-from pydantic import ValidationError
 
 import implicit_blocks as ib
+from implicit_blocks.specs import SpecError
 from implicit_blocks.testing import check_plugin
 
 
@@ -40,7 +40,7 @@ def test_operations_grow_with_the_state_and_not_with_the_length():
     ],
 )
 def test_what_does_not_fit_is_refused_in_its_place(fields, place, message):
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(SpecError) as caught:
         RWKV7Spec.model_validate({"n_heads": 2, "head_dim": 4, **fields})
     (error,) = caught.value.errors()
     assert error["loc"] == (place,)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from implicit_blocks_sliding_window import SlidingWindowAttentionSpec
-from pydantic import ValidationError
 
 import implicit_blocks as ib
+from implicit_blocks.specs import SpecError
 from implicit_blocks.testing import check_plugin
 
 
@@ -42,7 +42,7 @@ def test_operations_stop_growing_with_the_length():
     ],
 )
 def test_what_does_not_fit_is_refused_in_its_place(fields, place, message):
-    with pytest.raises(ValidationError) as caught:
+    with pytest.raises(SpecError) as caught:
         SlidingWindowAttentionSpec.model_validate({"window": 8, "n_heads": 4, **fields})
     (error,) = caught.value.errors()
     assert error["loc"] == (place,)
@@ -53,7 +53,7 @@ def test_heads_must_divide_the_width():
     spec = SlidingWindowAttentionSpec(window=8, n_heads=4)
     with pytest.raises(ValueError, match="d_model 30 is not divisible by n_heads 4"):
         ib.build(spec, d_model=30)
-    with pytest.raises(ValidationError, match="d_model 30 is not divisible by n_heads 4"):
+    with pytest.raises(SpecError, match="d_model 30 is not divisible by n_heads 4"):
         ib.ExplicitLMSpec(vocab_size=6, d_model=30, n_layers=1, mixer=spec)
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
+from implicit_blocks.specs import SpecError
 from trainer.cli import main
 from trainer.data.mixture import Mixture, Part, build
 from trainer.data.quotas import BLOCK, quotas
@@ -129,7 +129,7 @@ def test_specs(tmp_path: Path) -> None:
 def test_refuses_a_weight(tmp_path: Path, weight: float, capsys: pytest.CaptureFixture[str]) -> None:
     value = section(tmp_path)
     value["sources"][0]["weight"] = weight
-    with pytest.raises(ValidationError, match="a source's weight is above 0; leave a source out"):
+    with pytest.raises(SpecError, match="a source's weight is above 0; leave a source out"):
         MixtureSpec.model_validate(value)
     file = tmp_path / "run.yaml"
     file.write_text(f"extends: books_10m\ndata: {value!r}\n")
@@ -141,13 +141,13 @@ def test_refuses_a_weight(tmp_path: Path, weight: float, capsys: pytest.CaptureF
 def test_refuses_sources_that_do_not_fit(tmp_path: Path) -> None:
     value = section(tmp_path)
     value["sources"][1]["data"]["length"] = 20
-    with pytest.raises(ValidationError, match="the mixture's length is 10; give this source the same"):
+    with pytest.raises(SpecError, match="the mixture's length is 10; give this source the same"):
         MixtureSpec.model_validate(value)
     value = section(tmp_path)
     value["sources"][1]["name"] = "small"
-    with pytest.raises(ValidationError, match="another source has this name"):
+    with pytest.raises(SpecError, match="another source has this name"):
         MixtureSpec.model_validate(value)
-    with pytest.raises(ValidationError, match="sources"):
+    with pytest.raises(SpecError, match="sources"):
         MixtureSpec.model_validate(section(tmp_path, sources=[]))
     value = section(tmp_path)
     value["sources"][0]["data"]["path"] = str(tmp_path / "gone")

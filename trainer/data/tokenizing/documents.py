@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
+from implicit_blocks.own_parts import install_extra
 from trainer.data.tokenizing.pieces import Piece, cut, whole, with_text
 from trainer.files import sha256_of
 
@@ -215,8 +216,7 @@ def load_dataset(name: str, *, split: str, config: str | None, streaming: bool) 
         import datasets
     except ImportError as error:
         raise ValueError(
-            f"reading dataset {name} needs the package datasets; install it by "
-            "pip install 'implicit_blocks[data]'"
+            f"reading dataset {name} needs the package datasets; install it by {install_extra('data')}"
         ) from error
     try:
         if _is_dataset(Path(name)):
@@ -404,6 +404,4 @@ def _unreadable(path: Path, error: BaseException, where: str = "") -> ValueError
 
 
 def _needs_pyarrow(path: Path) -> ValueError:
-    return ValueError(
-        f"reading {path.name} needs the package pyarrow; install it by pip install 'implicit_blocks[data]'"
-    )
+    return ValueError(f"reading {path.name} needs the package pyarrow; install it by {install_extra('data')}")

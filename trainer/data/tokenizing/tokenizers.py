@@ -12,6 +12,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from implicit_blocks.own_parts import install_extra
+
 END_OF_DOCUMENT = "<|endoftext|>"
 """The token that a tokenizer trained here ends documents with, its id 0."""
 _USUAL_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
@@ -193,7 +195,7 @@ def _package() -> Any:
         import tokenizers.trainers
     except ImportError as error:
         raise ValueError(
-            "a tokenizer.json needs the package tokenizers; install it by pip install "
-            "'implicit_blocks[data]', or use the tokenizer 'bytes'"
+            f"a tokenizer.json needs the package tokenizers; install it by {install_extra('data')}, "
+            "or use the tokenizer 'bytes'"
         ) from error
     return tokenizers

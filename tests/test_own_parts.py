@@ -1,0 +1,66 @@
+"""Files of the user's that have the names of our packages: ours are found beside `implicit_blocks`."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from implicit_blocks import own_parts
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@pytest.mark.parametrize("name", ["trainer.py", "trainer/__init__.py", "trainer/notes.txt", "zoo/notes.txt"])
+def test_a_file_or_folder_of_the_same_name_hides_nothing(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("print('mine')\n")
+    done = run(tmp_path, "-m", "implicit_blocks", "describe", "word_problem_s3")
+    assert done.returncode == 0, done.stderr
+    assert "word_problem_s3 · implicit_lm" in done.stdout
+    assert "mine" not in done.stdout
+    if name.startswith("trainer"):  # `python -m trainer` is Python's to decide
+        hides = path if path.suffix == ".py" else path.parent
+        assert f"{hides} has the name of the package 'trainer' of implicit_blocks" in done.stderr
+        assert "python -P -m trainer" in done.stderr
+        done = run(tmp_path, "-P", "-m", "trainer", "--spec", "word_problem_s3", "--dry-run")
+        assert done.returncode == 0, done.stderr
+        assert "word_problem_s3 (implicit_lm)" in done.stdout
+    else:
+        assert done.stderr == ""
+
+
+def test_a_module_that_has_been_imported_already_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text("")
+    program = "import trainer, implicit_blocks as ib\nib.load_spec('word_problem_s3')"
+    done = run(tmp_path, "-c", program)
+    assert f"the name 'trainer' is taken by {tmp_path / 'trainer.py'}, which has been imported" in done.stderr
+    assert "package 'trainer' could not be used" in done.stderr
+    assert "install the distribution" not in done.stderr  # it is installed
+
+
+def test_extras_are_installed_from_the_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(own_parts.install_extra("hf"))
+    assert words == ["pip", "install", "-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}[hf]"]
+    assert Path(words[3]).is_file()
+    assert (Path(words[5].removesuffix("[hf]")) / "pyproject.toml").is_file()
+    monkeypatch.setattr(own_parts, "ROOT", tmp_path)  # of a wheel
+    assert own_parts.install_extra("hf") == (
+        "pip install -c constraints.txt -e '.[hf]' in a clone of the repository"
+    )
+
+
+def test_no_message_names_a_distribution_that_no_index_has() -> None:
+    files = [*(ROOT / "implicit_blocks").rglob("*.py"), *(ROOT / "trainer").rglob("*.py"), ROOT / "README.md"]
+    files += (ROOT / "docs").glob("*.md")
+    assert [path for path in files if "implicit_blocks[" in path.read_text(encoding="utf-8")] == []
