@@ -18,12 +18,11 @@ from implicit_blocks.handed_back import check_next_point, check_solver_state, po
 from implicit_blocks.host_reader import HostReader
 from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solution, Solver
 from implicit_blocks.ops.accelerated import available
+from implicit_blocks.ops.residual import difference, initial_scale, narrow, norm, relative_residual
 from implicit_blocks.ranges import require_count, require_share
 from implicit_blocks.specs import Stopping
 from implicit_blocks.stopping import Agreement
 from implicit_blocks.whole_results import WholeResults
-
-RELATIVE_FLOOR = 1e-9  # keeps the relative residual finite at f(z) = 0, as in the published rule
 
 
 @dataclass
@@ -53,12 +52,13 @@ class Search:
             tokens converge one after the other, over many iterations; None: they stay.
 
     An *iteration* is one call of ``f``. The residual is that of the undamped map, ``‖f(z) − z‖`` in the norm
-    of the element, divided by ``‖f(z)‖ + 1e-9`` with a relative norm, in float32 or better; padding is left
-    out. The returned value of an element is the ``f(z)`` whose residual was lowest; with prefix scope
-    "residual" means there the largest among the token and those before it, so that an element that converged
-    returns the value it converged with. An element whose ``f(z)`` is not finite (or so large that its norm is
-    not) has *diverged*: it leaves the loop with the best value it had. With prefix scope the tokens behind it
-    leave too, since they can no longer converge.
+    of the element, divided by ``‖f(z)‖ + 1e-9 · scale`` with a relative norm, without overflow
+    (``implicit_blocks.ops.residual``); padding is left out. The scale is the largest ``‖f(z)‖`` of the
+    element so far, at most 1. The returned value of an element is the ``f(z)`` whose residual was lowest;
+    with prefix scope "residual" means there the largest among the token and those before it, so that an
+    element that converged returns the value it converged with. An element whose ``f(z)`` or residual is not
+    finite has *diverged*: it leaves the loop with the best value it had. With prefix scope the tokens behind
+    it leave too, since they can no longer converge.
 
     Raises ValueError for numbers out of their range and, when called, for a start or flags that don't fit.
 
@@ -152,6 +152,7 @@ class _Loop:
         self.valid = search.valid
         self.z = self.laid_out(z0)
         self.best = self.z
+        self.precision = torch.promote_types(z0.dtype, torch.float32)  # of the residuals that are reported
         self.in_buckets = z0.is_cuda  # rows leave so that few sizes of batch are seen
         self.fused = z0.is_cuda and z0.dtype != torch.float64 and self.valid is None and available("triton")
         self.all_active = True
@@ -170,7 +171,8 @@ class _Loop:
     def begin(self) -> None:
         """Make what is known of the elements: nothing yet."""
         count, device = (*self.z.shape[:-1], 1), self.z.device
-        precision = torch.promote_types(self.z.dtype, torch.float32)
+        self.scale, self.scale_limit = initial_scale(self.z, count)
+        precision = torch.float32 if self.fused else self.scale.dtype
         self.seen = self.z.new_zeros(count, dtype=precision)
         self.measured = self.z.new_full(count, torch.inf, dtype=precision)
         self.own_residual = self.measured  # that of the best point: with prefix scope, of the token alone
@@ -199,27 +201,26 @@ class _Loop:
         return self.elements(self.call(z_EF.reshape(self.z.shape)))
 
     def residuals(self, z: Tensor, fz: Tensor) -> Tensor:
-        """Return each element's residual, in float32 or better."""
+        """Return each element's residual, and take note of its scale."""
         relative = self.stopping.norm == "relative"
         if self.fused and z.is_contiguous() and fz.is_contiguous():
             from implicit_blocks.ops.kernels.residual import residuals
 
-            return residuals(z, fz, floor=RELATIVE_FLOOR if relative else None)
-        difference, value = fz - z, fz
+            residual, self.scale = residuals(z, fz, scale=self.scale, relative=relative)
+            return residual
+        step, value = difference(z, fz), fz
         if self.valid is not None:
             if self.prefix:
-                difference = difference.masked_fill(~self.valid[..., None], 0.0)
+                step = step.masked_fill(~self.valid[..., None], 0.0)
             else:
                 padding = ~self.valid.view(*self.valid.shape, *[1] * (len(self.shape) - 2))
                 shape = (-1, *self.shape[1:])
-                difference = difference.view(shape).masked_fill(padding, 0.0).flatten(1)
+                step = step.view(shape).masked_fill(padding, 0.0).flatten(1)
                 value = fz.view(shape).masked_fill(padding, 0.0).flatten(1)
-        precision = self.measured.dtype
-        norm: Tensor = torch.linalg.vector_norm(difference, dim=-1, keepdim=True, dtype=precision)
         if not relative:
-            return norm
-        whole: Tensor = torch.linalg.vector_norm(value, dim=-1, keepdim=True, dtype=precision)
-        return norm / (whole + RELATIVE_FLOOR)
+            return narrow(norm(step), self.measured.dtype)
+        residual, self.scale = relative_residual(step, value, self.scale, self.scale_limit)
+        return narrow(residual, self.measured.dtype)
 
     # ------------------------------------------------------------------------------------ the loop
 
@@ -338,7 +339,8 @@ class _Loop:
             self.own_residual = torch.where(improved, self.seen, self.own_residual)
         else:
             self.own_residual = self.measured
-        self.active = (largest > self.stopping.tolerance) & (largest < torch.inf)
+        # Neither converged nor diverged, in two operators: inf mod inf is NaN, which is above nothing.
+        self.active = largest.fmod(torch.inf) > self.stopping.tolerance
         if self.prefix and self.valid is not None:
             self.active = self.active & self.valid[..., None]
         return improved
@@ -399,7 +401,7 @@ class _Loop:
         assert isinstance(self.f, RowMap)
         self.f = self.f.select_rows(index)
         self.valid = None if self.valid is None else self.valid[index]
-        self.z, self.active = self.z[index], self.active[index]
+        self.z, self.active, self.scale = self.z[index], self.active[index], self.scale[index]
         if self.averages is not None:
             self.averages = self.averages[0][index], self.averages[1][index]
         self.before = None if self.before is None else self.before[index]
@@ -434,6 +436,7 @@ class _Loop:
         self.shape = torch.Size((self.shape[0], tokens - done, *self.shape[2:]))
         self.valid = None if self.valid is None else self.valid[:, done:]
         self.z, self.active = self.z[:, done:], self.active[:, done:]
+        self.scale = self.scale[:, done:].contiguous()
         if self.averages is not None:
             self.averages = self.averages[0][:, done:], self.averages[1][:, done:]
         for name in WholeResults.NAMES:
@@ -451,7 +454,7 @@ class _Loop:
         if not traced:
             return []
         residuals, active = (torch.stack(kept) for kept in zip(*traced, strict=True))  # at once
-        return list(residuals.masked_fill_(~active, torch.nan))
+        return list(narrow(residuals, self.precision).masked_fill_(~active, torch.nan))
 
     def solution(self, z: Tensor) -> Solution:
         """Return the report with the value ``z``."""
@@ -465,7 +468,7 @@ class _Loop:
         return make(
             z,
             iterations=self.iterations.squeeze(-1),
-            residual=self.own_residual.squeeze(-1),
+            residual=narrow(self.own_residual, self.precision).squeeze(-1),
             converged=converged.squeeze(-1),
             diverged=~self.seen.isfinite().squeeze(-1),
             trace=torch.stack(self.trace).squeeze(-1) if self.trace else None,

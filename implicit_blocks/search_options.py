@@ -24,10 +24,11 @@ class SearchOptions:
     ``damping`` the solver's, for solvers that have one.
 
     ``warm_start`` begins the search of a token at the solution of the one committed before it, instead of the
-    spec's start; all tokens of a window begin at that of the last token before the window. What is found is
-    the same point, to the tolerance; it pays where consecutive solutions lie close to each other, and costs
-    iterations where they don't: 1 to 3 % more in a model trained on products of permutations half of which
-    are the identity, 10 to 30 % more where none is favored, from zeros being as good a start as any.
+    spec's start; all tokens of a window begin at that of the last token before the window. The result is the
+    same, to the tolerance, where the map has one fixed point; it pays where consecutive solutions lie close
+    to each other, and costs iterations where they don't: 1 to 3 % more in a model trained on products of
+    permutations half of which are the identity, 10 to 30 % more where none is favored, from zeros being as
+    good a start as any.
 
     ``moving_average`` is α in ``m ← (1 − α) m + α f(z)``, begun with the first ``f(z)``: the search answers
     with the average m of its iterates instead of the last, and measures the residual ``m − z̄``, z̄ being the

@@ -28,7 +28,8 @@ class WindowedSearch:
     Worth it where a token's solution hangs on that of the token before it, so that searches over L tokens
     take a number of iterations that grows with L: each iteration then moves a few tokens, not those that wait
     for them. Where the number does not grow, as in language models, windows save nothing, and small ones
-    leave a GPU idle. The point that is found is the same, to the tolerance.
+    leave a GPU idle. Where each token's equation has one fixed point, the result is the same, to the
+    tolerance; where it has several, windows may find another one.
 
     The window is what an element's stopping rule covers: with scope ``sequence`` a row stops window by
     window. ``max_iterations`` holds for each. What is reported of a row is its slowest window's iterations,

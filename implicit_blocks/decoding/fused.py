@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from implicit_blocks.decoding.fused_layers import FusedAttention, FusedLayer, FusedMamba2, FusedStep
 from implicit_blocks.decoding.lane_search import LaneSearch
-from implicit_blocks.driver import RELATIVE_FLOOR
 from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.lanes import LaneStates
 from implicit_blocks.layers import Block, Linear, SwiGLU
@@ -148,6 +147,7 @@ class FusedMap:
             best_SD=search.best,
             hidden_SD=batch.hidden_SD,
             residual_S=search.residual,
+            scale_S=search.scale,
             iterations_S=search.iterations,
             converged_S=search.converged,
             done_S=search.done,
@@ -157,7 +157,7 @@ class FusedMap:
             damping=solver.damping,
             tolerance=stopping.tolerance,
             max_iterations=stopping.max_iterations,
-            floor=None if stopping.norm == "absolute" else RELATIVE_FLOOR,
+            relative=stopping.norm == "relative",
         )
 
     @staticmethod

@@ -14,8 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.driver import RELATIVE_FLOOR
 from implicit_blocks.interfaces import Map, Solver
+from implicit_blocks.ops.residual import (
+    SMALLEST_SCALE,
+    difference,
+    initial_scale,
+    narrow,
+    norm,
+    relative_residual,
+)
 from implicit_blocks.specs import Stopping
 
 
@@ -50,6 +57,7 @@ class LaneSearch:
         self.best = torch.zeros_like(self.z)
         precision = torch.promote_types(dtype, torch.float32)
         self.residual = torch.zeros(lanes, device=device, dtype=precision)
+        self.scale, self.scale_limit = initial_scale(self.z, (lanes,))
         self.iterations = torch.zeros(lanes, device=device, dtype=torch.int64)
         self.converged = torch.zeros(lanes, device=device, dtype=torch.bool)
         self.done = torch.zeros_like(self.converged)
@@ -63,6 +71,7 @@ class LaneSearch:
         self._put(self.z, lanes_R, start, where)
         self._put(self.best, lanes_R, start, where)
         self._put(self.residual, lanes_R, torch.inf, where)
+        self._put(self.scale, lanes_R, SMALLEST_SCALE, where)
         self._put(self.iterations, lanes_R, 0, where)
         self._put(self.converged, lanes_R, False, where)
         self._put(self.done, lanes_R, self.solver is None, where)
@@ -78,7 +87,7 @@ class LaneSearch:
         assert self.stopping is not None
         z = self.z[rows_R]
         point, value = self._averaged(rows_R, z, fz_RD)
-        residual = self._residual(point, value)
+        residual = self._residual(rows_R, point, value)
         finite = residual.isfinite()
         before = self.residual[rows_R]
         improved = active_R & finite & (residual < before)
@@ -109,13 +118,14 @@ class LaneSearch:
             found.append(average)
         return found[0], found[1]
 
-    def _residual(self, z: Tensor, fz: Tensor) -> Tensor:
+    def _residual(self, rows: Tensor, z: Tensor, fz: Tensor) -> Tensor:
         assert self.stopping is not None
-        norm: Tensor = torch.linalg.vector_norm(fz - z, dim=1, dtype=self.residual.dtype)
+        step = difference(z, fz)
         if self.stopping.norm == "absolute":
-            return norm
-        size: Tensor = torch.linalg.vector_norm(fz, dim=1, dtype=self.residual.dtype)
-        return norm / (size + RELATIVE_FLOOR)
+            return narrow(norm(step), self.residual.dtype).squeeze(1)
+        residual, scale = relative_residual(step, fz, self.scale[rows, None], self.scale_limit)
+        self.scale[rows] = scale.squeeze(1)
+        return narrow(residual, self.residual.dtype).squeeze(1)
 
     @staticmethod
     def _put(whole: Tensor, rows_R: Tensor, values: Tensor | float, where_R: Tensor) -> None:

@@ -18,6 +18,7 @@ from implicit_blocks.gradients.phantom import Phantom
 from implicit_blocks.gradients.sound import sound_rows, with_diverged
 from implicit_blocks.gradients.unrolled import Unrolled
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
+from implicit_blocks.ops.residual import narrow, norm
 from implicit_blocks.ranges import require_count, require_part
 
 
@@ -103,7 +104,7 @@ def jacobian_size(
         real = real & valid.view(*valid.shape, *[1] * (z.ndim - 2))
     features = real.flatten(1).sum(1).clamp(min=1)
     precision = torch.promote_types(z.dtype, torch.float32)
-    scale = torch.linalg.vector_norm((z * real).flatten(1), dim=1, dtype=precision) / features.sqrt()
+    scale = narrow(norm((z * real).flatten(1)).squeeze(1) / features.sqrt(), precision)
     length = step * torch.where(scale > 0, scale, 1.0).to(precision)
     total = z.new_zeros(z.shape[0], dtype=precision)
     for _ in range(probes):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.interfaces import Map, Solver
+from implicit_blocks.ops.residual import narrow, norm
 from implicit_blocks.ranges import require_count, require_share
 
 
@@ -84,11 +85,13 @@ class Anderson(Solver):
     ) -> tuple[Tensor, AndersonState]:
         """Extrapolate, or fall back to the last accepted value."""
         residual = fz_EF - z_EF
-        norm = torch.linalg.vector_norm(residual, dim=1, dtype=state.accepted_norm_E.dtype)
-        rejected = state.accelerated_E & ~(norm <= state.accepted_norm_E)
+        norm_E = narrow(norm(residual.detach()), state.accepted_norm_E.dtype).squeeze(1)
+        rejected = state.accelerated_E & ~(norm_E <= state.accepted_norm_E)
 
         filled = torch.arange(self.memory, device=z_EF.device) < state.slots_E[:, None]
         mixed = self._mix(z_EF, fz_EF, residual, state, filled)
+        # An extrapolation beyond the type's range: the plain step remains.
+        mixed = torch.where(mixed.detach().isfinite().all(1)[:, None], mixed, fz_EF)
 
         newest = torch.arange(self.memory, device=z_EF.device) == (state.slots_E % self.memory)[:, None]
         write = (newest & ~rejected[:, None])[:, :, None]
@@ -98,7 +101,7 @@ class Anderson(Solver):
             residuals_EMF=torch.where(write, residual[:, None], state.residuals_EMF),
             slots_E=state.slots_E + ~rejected,
             accepted_EF=torch.where(keep, state.accepted_EF, fz_EF),
-            accepted_norm_E=torch.where(rejected, state.accepted_norm_E, norm.detach()),
+            accepted_norm_E=torch.where(rejected, state.accepted_norm_E, norm_E),
             accelerated_E=~rejected & (state.slots_E > 0),
         )
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.interfaces import Map, Solver
+from implicit_blocks.ops.residual import narrow, norm
 from implicit_blocks.ranges import require_count
 
 GROWTH = 100.0
@@ -94,8 +95,8 @@ class Broyden(Solver):
         precision = state.lowest_E.dtype
         z, fz = z_EF.to(precision), fz_EF.to(precision)
         residual = fz - z
-        norm = torch.linalg.vector_norm(residual.detach(), dim=1)
-        rejected = state.bold_E & ~(norm <= GROWTH * state.lowest_E)
+        norm_E = narrow(norm(residual.detach()), precision).squeeze(1)
+        rejected = state.bold_E & ~(norm_E <= GROWTH * state.lowest_E)
 
         full = state.terms_E >= self.memory
         terms = torch.where(full, 0, state.terms_E)
@@ -125,7 +126,7 @@ class Broyden(Solver):
 
         keep = rejected[:, None]
         terms = torch.where(rejected, 0, terms + usable)
-        lowest = torch.where(state.bold_E, torch.minimum(norm, state.lowest_E), norm)
+        lowest = torch.where(state.bold_E, torch.minimum(norm_E, state.lowest_E), norm_E)
         return torch.where(keep, state.value_EF, proposed), BroydenState(
             left_EMF=left.to(z_EF.dtype),
             right_EMF=right.to(z_EF.dtype),

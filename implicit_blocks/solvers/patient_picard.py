@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.interfaces import Map, Solver
+from implicit_blocks.ops.residual import difference, narrow, norm
 from implicit_blocks.ranges import require_count, require_share
 
 
@@ -67,7 +68,7 @@ class PatientPicard(Solver):
 
     def update(self, z_EF: Tensor, fz_EF: Tensor, state: Patience, f: Map) -> tuple[Tensor, Patience]:
         """Step towards ``f(z)``, as far as the element's λ says."""
-        residual = torch.linalg.vector_norm(fz_EF - z_EF, dim=1, dtype=state.lowest_E.dtype)
+        residual = narrow(norm(difference(z_EF, fz_EF)), state.lowest_E.dtype).squeeze(1)
         lower = residual < state.lowest_E
         waited = torch.where(lower, 0, state.waited_E + 1)
         tired = waited >= self.patience

@@ -13,7 +13,7 @@ import implicit_blocks as ib
 from implicit_blocks.committed import Committed
 from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.mixers import Mamba2
-from implicit_blocks.ops import cross_entropy, mamba2_mix
+from implicit_blocks.ops import cross_entropy, mamba2_mix, residual
 from implicit_blocks.ops.accelerated import load
 from implicit_blocks.ops.ssd import mamba_ssm
 from implicit_blocks.weight_norm import WeightNorm, add_weight_norm
@@ -238,27 +238,64 @@ def test_mamba2_where_the_operator_needs_care(change):
     assert len(called) == 2 * (change == "hook")
 
 
-@pytest.mark.parametrize("floor", [1e-9, None], ids=["relative", "absolute"])
+@pytest.mark.parametrize("relative", [True, False], ids=["relative", "absolute"])
+@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30], ids=str)
 @pytest.mark.parametrize("shape", [(5, 10_001), (3, 70, 64), (2, 5_000_000)], ids=str)
-def test_residual(shape, floor):
+def test_residual(shape, size, relative):
+    """By the kernel and by the operators, also where float32 holds no square of the numbers."""
     from implicit_blocks.ops.kernels.residual import residuals
 
     torch.manual_seed(0)
-    z, fz = torch.randn(2, *shape, device="cuda").unbind(0)
-    expected = (fz - z).double().norm(dim=-1, keepdim=True)
-    if floor is not None:
-        expected = expected / (fz.double().norm(dim=-1, keepdim=True) + floor)
-    found = residuals(z.contiguous(), fz.contiguous(), floor=floor)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+    z, fz = (torch.randn(2, *shape, device="cuda") * size).unbind(0)
+    scale, limit = residual.initial_scale(z, (*shape[:-1], 1))
+    expected, grown = residual.norm(residual.difference(z, fz)), scale
+    if relative:
+        expected, grown = residual.relative_residual(residual.difference(z, fz), fz, scale, limit)
+    found, found_scale = residuals(z.contiguous(), fz.contiguous(), scale=scale, relative=relative)
+    torch.testing.assert_close(found, residual.narrow(expected, torch.float32), rtol=1e-5, atol=0)
+    torch.testing.assert_close(found_scale, grown, rtol=1e-5, atol=0)
+
+
+def test_residuals_that_are_not_finite_or_at_zero():
+    from implicit_blocks.ops.kernels.residual import residuals
+
+    fz = torch.zeros(4, 3, device="cuda")
+    fz[1, 2], fz[2, 0] = torch.nan, torch.inf
+    z = torch.zeros_like(fz)
+    z[3] = 1.0
+    scale, _ = residual.initial_scale(z, (4, 1))
+    found, _ = residuals(z, fz, scale=scale, relative=True)
+    assert found.flatten()[0] == 0
+    assert not found[1:3].isfinite().any()
+    assert found[3].isfinite()  # far from f(z) = 0, but not diverged
 
 
 def test_residuals_of_more_wide_elements_than_a_grid_s_second_number_counts():
     from implicit_blocks.ops.kernels.residual import residuals
 
     z, fz = torch.randn(2, 65_537, 4097, device="cuda", dtype=torch.bfloat16).unbind(0)
-    found = residuals(z, fz, floor=None)[-3:]
+    scale, _ = residual.initial_scale(z, (65_537, 1))
+    found = residuals(z, fz, scale=scale, relative=False)[0][-3:]
     expected = (fz[-3:].double() - z[-3:].double()).norm(dim=-1, keepdim=True)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("scope", ["sequence", "prefix"])
+@pytest.mark.parametrize("norm", ["relative", "absolute"])
+def test_status_is_the_cpu_s_from_tiny_to_huge(norm, scope):
+    """Contracting and expanding maps of sizes whose squares float32 cannot hold."""
+    rate = torch.tensor([0.5, 2.0, 0.5, 2.0, 0.5, 9.0]).view(6, 1, 1)
+    offset = torch.tensor([1e30, 1e30, 1e-30, 1e-30, 1.0, 1.0]).view(6, 1, 1)
+    stopping = ib.Stopping(tolerance=1e-3, max_iterations=100, norm=norm, scope=scope)
+
+    def found(device):
+        a, b = rate.to(device), offset.to(device)
+        search = ib.Search(solver=ib.Picard(), stopping=stopping)
+        return search(lambda z: a * z + b, torch.zeros(6, 3, 8, device=device))
+
+    fused, plain = found("cuda"), found("cpu")
+    for name in ("converged", "diverged", "iterations"):
+        assert torch.equal(getattr(fused, name).cpu(), getattr(plain, name)), name
 
 
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])

@@ -14,6 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from implicit_blocks.ops.kernels.decoding import on_device
+from implicit_blocks.ops.kernels.residual import narrow, relative_residual
+from implicit_blocks.ops.residual import RELATIVE_FLOOR
 
 
 def take_up(
@@ -51,6 +53,7 @@ def take_in(
     best_SD: Tensor,
     hidden_SD: Tensor,
     residual_S: Tensor,
+    scale_S: Tensor,
     iterations_S: Tensor,
     converged_S: Tensor,
     done_S: Tensor,
@@ -60,13 +63,13 @@ def take_in(
     damping: float,
     tolerance: float,
     max_iterations: int,
-    floor: float | None,
+    relative: bool,
 ) -> None:
     """Take a Picard step in the lanes that search; count the token, and keep ``f(z)``, in those that commit.
 
     The rule is that of ``LaneSearch.take``; all but the first four arguments are written to, in the rows'
-    lanes. ``slots_YS`` move on by one, modulo ``taps``, where a token is committed. With ``floor`` None the
-    residual is absolute.
+    lanes. ``slots_YS`` move on by one, modulo ``taps``, where a token is committed. ``scale_S`` is that of
+    the relative residual, float64.
     """
     width = fz_RD.shape[1]
     layers = 1 if slots_YS is None else slots_YS.shape[0]
@@ -80,6 +83,7 @@ def take_in(
             best_SD,
             hidden_SD,
             residual_S,
+            scale_S,
             iterations_S,
             converged_S.view(torch.int8),
             done_S.view(torch.int8),
@@ -92,8 +96,8 @@ def take_in(
             damping,
             tolerance,
             max_iterations,
-            floor or 0.0,
-            RELATIVE=floor is not None,
+            RELATIVE_FLOOR,
+            RELATIVE=relative,
             HAS_SLOTS=slots_YS is not None,
             BLOCK=triton.next_power_of_2(width),
             BLOCK_Y=triton.next_power_of_2(layers),
@@ -133,6 +137,7 @@ def _take_in(
     best_ptr,
     hidden_ptr,
     residual_ptr,
+    scale_ptr,
     iterations_ptr,
     converged_ptr,
     done_ptr,
@@ -160,9 +165,14 @@ def _take_in(
     fz = tl.load(fz_ptr + row * D + column, mask=real, other=0.0)
     z = tl.load(z_ptr + lane * D + column, mask=real, other=0.0)
     step = fz - z
-    residual = tl.sqrt(tl.sum(step * step))
+    squares = step.to(tl.float64) * step.to(tl.float64)  # float32 holds no squares of numbers above 2e19
+    residual = tl.sqrt(tl.sum(squares))
     if RELATIVE:
-        residual = residual / (tl.sqrt(tl.sum(fz * fz)) + floor)
+        size = tl.sqrt(tl.sum(fz.to(tl.float64) * fz.to(tl.float64)))
+        scale = tl.load(scale_ptr + lane)
+        residual, scale = relative_residual(residual, size, scale, floor)
+        tl.store(scale_ptr + lane, scale, mask=active)
+    residual = narrow(residual)
     finite = residual < float("inf")  # which NaN isn't either
     before = tl.load(residual_ptr + lane)
     improved = active & (residual < before)

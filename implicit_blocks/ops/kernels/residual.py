@@ -1,4 +1,6 @@
-"""The residual of each element, from one pass over a point and its value.
+"""The residual of each element, from one pass over a point and its value: ``implicit_blocks.ops.residual``.
+
+Squares are taken in float64, as they are there: float32 holds none of numbers above 2e19 or below 1e-23.
 
 Shapes: E elements, F features.
 """
@@ -10,57 +12,82 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from implicit_blocks.ops.residual import RELATIVE_FLOOR
+
 BLOCK = 4096
 
 
-def residuals(z_EF: Tensor, fz_EF: Tensor, *, floor: float | None) -> Tensor:
-    """Return ``‖f(z) − z‖ / (‖f(z)‖ + floor)``, or with None the numerator, float32, with 1 in F's place.
+def residuals(z_EF: Tensor, fz_EF: Tensor, *, scale: Tensor, relative: bool) -> tuple[Tensor, Tensor]:
+    """Return the residuals, float32, and the scale of the elements now; both with 1 in the place of F.
 
-    Inputs are (…, F), contiguous, on a GPU. Sums are added up in float32 in an order of their own.
+    Inputs are (…, F), contiguous, on a GPU; ``scale`` (…, 1) is contiguous and float64. An absolute residual
+    has no scale, and returns the one that was given.
     """
     features = z_EF.shape[-1]
     elements = z_EF.numel() // features
     block = min(BLOCK, triton.next_power_of_2(features))
     parts = triton.cdiv(features, block)
     found = torch.empty(*z_EF.shape[:-1], 1, dtype=torch.float32, device=z_EF.device)
-    relative = floor is not None
+    grown = torch.empty_like(scale) if relative else scale
+    result = (found, scale, grown)
     with torch.cuda.device(z_EF.device):
         if parts == 1:
             _whole[(elements,)](
-                z_EF, fz_EF, found, features, floor or 0.0, relative, BLOCK=block, num_warps=4
+                z_EF, fz_EF, *result, features, RELATIVE_FLOOR, relative, BLOCK=block, num_warps=4
             )
-            return found
-        sums = torch.empty(2, elements, parts, dtype=torch.float32, device=z_EF.device)
+            return found, grown
+        sums = torch.empty(2, elements, parts, dtype=torch.float64, device=z_EF.device)
         # One number counts both: in a grid of two the second, of elements, may reach no more than 65 535.
         _partial[(elements * parts,)](
             z_EF, fz_EF, sums, features, parts, elements * parts, BLOCK=block, num_warps=4
         )
         width = min(1024, triton.next_power_of_2(parts))
-        _finish[(elements,)](sums, found, parts, elements * parts, floor or 0.0, relative, BLOCK=width)
-    return found
+        _finish[(elements,)](sums, *result, parts, elements * parts, RELATIVE_FLOOR, relative, BLOCK=width)
+    return found, grown
+
+
+@triton.jit
+def relative_residual(step, size, scale, floor):
+    """Return the quotient of these norms, float64, and the scale now; as the function of that name in torch.
+
+    A NaN among the norms makes the quotient NaN, whatever the scale.
+    """
+    scale = tl.minimum(tl.maximum(size, scale), 1.0)
+    return step / (size + floor * scale), scale
+
+
+@triton.jit
+def narrow(residual):
+    """Return a residual in float32; one beyond its range remains finite."""
+    large = (residual > 3.4028234663852886e38) & (residual < float("inf"))
+    return tl.where(large, 3.4028234663852886e38, residual).to(tl.float32)
 
 
 @triton.jit
 def _squares(z_ptr, fz_ptr, element, feature, F):
     z = tl.load(z_ptr + element * F + feature, mask=feature < F, other=0.0).to(tl.float32)
     fz = tl.load(fz_ptr + element * F + feature, mask=feature < F, other=0.0).to(tl.float32)
-    step = fz - z
-    return tl.sum(step * step), tl.sum(fz * fz)
+    step = (fz - z).to(tl.float64)
+    value = fz.to(tl.float64)
+    return tl.sum(step * step), tl.sum(value * value)
 
 
 @triton.jit
-def _residual(step, value, floor, RELATIVE: tl.constexpr):
+def _store(found_ptr, scale_ptr, grown_ptr, element, step, value, floor, RELATIVE: tl.constexpr):
     residual = tl.sqrt(step)
     if RELATIVE:
-        residual = residual / (tl.sqrt(value) + floor)
-    return residual
+        residual, scale = relative_residual(residual, tl.sqrt(value), tl.load(scale_ptr + element), floor)
+        tl.store(grown_ptr + element, scale)
+    tl.store(found_ptr + element, narrow(residual))
 
 
 @triton.jit
-def _whole(z_ptr, fz_ptr, found_ptr, F, floor, RELATIVE: tl.constexpr, BLOCK: tl.constexpr):
+def _whole(
+    z_ptr, fz_ptr, found_ptr, scale_ptr, grown_ptr, F, floor, RELATIVE: tl.constexpr, BLOCK: tl.constexpr
+):
     element = tl.program_id(0).to(tl.int64)
     step, value = _squares(z_ptr, fz_ptr, element, tl.arange(0, BLOCK), F)
-    tl.store(found_ptr + element, _residual(step, value, floor, RELATIVE))
+    _store(found_ptr, scale_ptr, grown_ptr, element, step, value, floor, RELATIVE)
 
 
 @triton.jit
@@ -74,13 +101,23 @@ def _partial(z_ptr, fz_ptr, sums_ptr, F, parts, stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _finish(sums_ptr, found_ptr, parts, stride, floor, RELATIVE: tl.constexpr, BLOCK: tl.constexpr):
+def _finish(
+    sums_ptr,
+    found_ptr,
+    scale_ptr,
+    grown_ptr,
+    parts,
+    stride,
+    floor,
+    RELATIVE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     element = tl.program_id(0).to(tl.int64)
-    step = tl.zeros((BLOCK,), tl.float32)
-    value = tl.zeros((BLOCK,), tl.float32)
+    step = tl.zeros((BLOCK,), tl.float64)
+    value = tl.zeros((BLOCK,), tl.float64)
     for first in range(0, parts, BLOCK):
         part = first + tl.arange(0, BLOCK)
         at = sums_ptr + element * parts + part
         step += tl.load(at, mask=part < parts, other=0.0)
         value += tl.load(at + stride, mask=part < parts, other=0.0)
-    tl.store(found_ptr + element, _residual(tl.sum(step), tl.sum(value), floor, RELATIVE))
+    _store(found_ptr, scale_ptr, grown_ptr, element, tl.sum(step), tl.sum(value), floor, RELATIVE)
