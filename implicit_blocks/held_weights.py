@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.layers import Linear, SwiGLU
+from implicit_blocks.ops.transforms import first_derivatives_only
 from implicit_blocks.weight_norm import WeightNorm, fused
 
 WEIGHTS_COME_AND_GO = "weights_come_and_go"
@@ -169,7 +170,10 @@ class _Join(torch.autograd.Function):
         return tuple(tensor.detach() for tensor in made)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only(
+        "a model whose layers' gradients are divided among processes",
+        "use the model without DDP or FSDP",
+    )
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         reached = [(tensor, grad) for tensor, grad in zip(ctx.made, given, strict=True) if grad is not None]
         if not reached:

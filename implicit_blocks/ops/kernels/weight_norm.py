@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from implicit_blocks.ops.transforms import first_derivatives_only
+
 LARGEST_ROW = 1 << 15  # entries of a row that a program holds at once
 UNIT = 16  # entries; where all widths are multiples the compiler knows it and loads 16 bytes at once
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -89,7 +91,10 @@ class _Normed(torch.autograd.Function):
         return tuple(normed)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only(
+        "the fused kernel of weight norm",
+        "select the plain backend, or run on the CPU",
+    )
     def backward(ctx: Any, *dw: Tensor | None) -> tuple[Tensor | None, ...]:
         inverses, given = ctx.inverses, ctx.saved_tensors
         gains, weights = given[: len(dw)], [v.contiguous() for v in given[len(dw) :]]

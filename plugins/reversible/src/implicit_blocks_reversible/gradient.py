@@ -40,7 +40,7 @@ class ReversibleGradient(GradientEstimator):
     ``search`` the steps begin at what the search found, as phantom steps do, for any number of them.
 
     Not for maps that are far from contracting, whose steps backwards lose digits faster (it is said, not
-    hidden); nor for second derivatives.
+    hidden); nor for second derivatives, which backward refuses by a ``RuntimeError``.
 
     Calls of ``f``: the search's, if any, and ``steps``; in backward ``steps`` more.
 
@@ -84,10 +84,21 @@ class ReversibleGradient(GradientEstimator):
             previous, current = current, step(previous, fz, self.damping)
         path.arrive(previous, current)
         value = current.to(start.dtype)
+        if value.requires_grad:
+            value.register_hook(_refuse_graph)
         if found is not None:
             return found.with_value(value, adjoint=path.adjoint)
         report = search.report(previous.detach().to(start.dtype), fz.detach(), iterations=self.steps)
         return report.with_value(value, adjoint=path.adjoint)
+
+
+def _refuse_graph(gradient: Tensor) -> None:
+    """Raise where backward records a graph: points that are undone are constants in it."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the reversible gradient has no second derivatives, and backward was called with "
+            "create_graph=True; use the gradient Unrolled with checkpointing"
+        )
 
 
 class _Path:
