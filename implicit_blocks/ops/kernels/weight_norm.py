@@ -204,7 +204,7 @@ def _forward(
     v = tl.load(_matrix(line, 0, tl.float32, UNIT) + row * C + column, mask=real, other=0.0)
     norm = tl.sqrt(tl.sum(v * v))
     g = tl.load(tl.load(line + 5).to(tl.pointer_type(tl.float32)) + row, mask=row < R, other=0.0)
-    inverse = tl.where(row < R, 1.0 / norm, 0.0)
+    inverse = tl.where(row < R, 1.0 / tl.where(norm == 0.0, 1.0, norm), 0.0)  # a row of zeros stays one
     tl.store(tl.load(line + 6).to(tl.pointer_type(tl.float32)) + row, inverse, mask=row < R)
     w = tl.where(real, g * (v * inverse), 0.0)
     tl.store(_matrix(line, 3, DTYPE, UNIT) + row * width + column, w.to(DTYPE), mask=column < width)
