@@ -95,5 +95,5 @@ class _Implicit(torch.autograd.Function):
             return target if product is None else target + product.to(target.dtype)
 
         solution = ctx.search(transposed, target)
-        ctx.adjoint.solutions.append(solution)
+        ctx.adjoint.add(solution)
         return solution.z.to(fz.dtype), None, None, None

@@ -42,6 +42,8 @@ class Unrolled(GradientEstimator):
 
     """
 
+    searches = False
+
     def __init__(self, *, steps: int = 4, checkpointing: bool = False) -> None:
         require_count("steps", steps)
         self.steps, self.checkpointing = steps, checkpointing

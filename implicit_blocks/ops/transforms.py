@@ -27,6 +27,19 @@ def is_differentiated_forward() -> bool:
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
+def is_forward_mode() -> bool:
+    """Whether forward-mode differentiation is under way, by ``torch.func.jvp`` or dual tensors."""
+    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
+
+
+def is_vmapped() -> bool:
+    """Whether ``torch.func.vmap`` is under way."""
+    if torch.compiler.is_compiling():
+        return False
+    stack = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+
+
 def without_autocast(device_type: str) -> AbstractContextManager[None]:
     """Switch autocast off: operators choose the types of their accumulations themselves."""
     # The meta device has none; asking torch whether a device has is more than its compiler can trace.

@@ -68,6 +68,7 @@ class ReversibleGradient(GradientEstimator):
                 f"steps is {steps}; with damping {damping} and max_error {max_error} choose from 1 to {most}"
             )
         self.steps, self.damping, self.search, self.max_error = steps, damping, search, max_error
+        self.searches = search
 
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search if asked to, then take the steps."""
@@ -168,7 +169,7 @@ class _Path:
         size = torch.maximum(norm_B(self.ends[1]), norm_B(start)).clamp(min=torch.finfo(torch.float32).tiny)
         error = torch.maximum(norm_B(first - start), norm_B(before - start)) / size
         finite = error.isfinite()
-        self.adjoint.solutions.append(
+        self.adjoint.add(
             Solution(
                 z=first,
                 iterations=torch.full_like(error, self.rule.steps, dtype=torch.int64),
