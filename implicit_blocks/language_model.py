@@ -23,6 +23,7 @@ from implicit_blocks.injection import pays_by_token
 from implicit_blocks.interfaces import Solution, Solver
 from implicit_blocks.layers import Linear, at_least_float32, reset_parameters_
 from implicit_blocks.ops.cross_entropy import linear_cross_entropy
+from implicit_blocks.ops.transforms import is_vmapped
 from implicit_blocks.outputs import Encoded, LMOutput
 from implicit_blocks.ranges import require_count
 from implicit_blocks.search_options import SearchOptions
@@ -237,6 +238,8 @@ class LanguageModel(nn.Module, ABC):
         if labels is not None and labels.dtype not in (torch.int64, torch.int32):
             raise ValueError(f"labels are {labels.dtype}; give tokens, as int64")
         if input_ids.device.type != "cpu" or torch.compiler.is_compiling():  # a GPU would be waited for
+            return
+        if is_vmapped():  # there are no values to look at
             return
         rows = self.embedding.weight.shape[0]
         known = (input_ids >= 0) & (input_ids < rows)
