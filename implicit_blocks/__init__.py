@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
+    from implicit_blocks.convergence_watch import ConvergenceWarning
     from implicit_blocks.decoding import Generated, Scored, generate, score, stream
     from implicit_blocks.driver import Search
     from implicit_blocks.fixed_point import FixedPoint, solve_fixed_point
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
+    "convergence_watch": ["ConvergenceWarning"],
     "decoding": ["Generated", "Scored", "generate", "score", "stream"],
     "driver": ["Search"],
     "fixed_point": ["FixedPoint", "solve_fixed_point"],
@@ -124,6 +126,7 @@ __all__ = [
     "Broyden",
     "BroydenSpec",
     "ComponentSpec",
+    "ConvergenceWarning",
     "ExplicitLM",
     "ExplicitLMSpec",
     "FixedPoint",

@@ -14,7 +14,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.handed_back import check_next_point, check_solver_state, point_and_state
+from implicit_blocks.handed_back import (
+    check_next_point,
+    check_solver_state,
+    check_updated_state,
+    point_and_state,
+)
 from implicit_blocks.host_reader import HostReader
 from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solution, Solver
 from implicit_blocks.ops.accelerated import available
@@ -256,7 +261,7 @@ class _Loop:
             if not early:
                 proposed, proposed_state = self.next_point(z_EF, fz, state)
             if iteration == 1:
-                check_solver_state(self.solver, proposed_state, z_EF.shape[0])
+                check_updated_state(self.solver, proposed_state, state, z_EF.shape[0])
             z = proposed.reshape(self.z.shape) if self.prefix else proposed
             self.all_active = remaining == self.active.numel()
             if self.all_active:
@@ -264,7 +269,12 @@ class _Loop:
             else:
                 ahead = None
                 self.z = torch.where(self.active, z, self.best)
-                state = self.thinned_out(_where(self.active, proposed_state, state), remaining, rows)
+                try:
+                    chosen = _where(self.active, proposed_state, state)
+                except (ValueError, RuntimeError):  # its layout may have changed after the first update
+                    check_updated_state(self.solver, proposed_state, state, z_EF.shape[0])
+                    raise
+                state = self.thinned_out(chosen, remaining, rows)
                 z_EF = self.elements(self.z)
         if self.results is not None:
             self.results.write(self)

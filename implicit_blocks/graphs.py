@@ -20,6 +20,7 @@ from implicit_blocks.held_weights import HeldWeights, modules_of
 from implicit_blocks.layers import BlockContext
 from implicit_blocks.lent_buffers import LentBuffers
 from implicit_blocks.module_hooks import any_hooks
+from implicit_blocks.ops.transforms import first_derivatives_only
 from implicit_blocks.recording import forgetting_casts, leaves_of_its_own, recording
 
 if TYPE_CHECKING:
@@ -435,6 +436,9 @@ class _Step(torch.autograd.Function):
         return graph.replay(z, ctx.call)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only(
+        "a map captured as a CUDA graph",
+        "switch captured graphs off by model.capture_graphs(False)",
+    )
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.graph.replay_backward(dout, ctx.call, ctx.leaves))

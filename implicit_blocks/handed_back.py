@@ -35,6 +35,28 @@ def check_solver_state(solver: Solver, state: Any, elements: int) -> None:
             )
 
 
+def check_updated_state(solver: Solver, state: Any, before: Any, elements: int) -> None:
+    """Check that an update returns a state of the same structure, shapes and types as the one before.
+
+    Raises:
+        ContractError: it grew, shrank, or changed otherwise.
+
+    """
+    check_solver_state(solver, state, elements)
+    (old, old_form), (new, new_form) = pytree.tree_flatten(before), pytree.tree_flatten(state)
+    same = old_form == new_form
+    if not same or any((a.shape, a.dtype) != (b.shape, b.dtype) for a, b in zip(old, new, strict=True)):
+        was, now = (", ".join(map(_shown, leaves)) or "nothing" for leaves in (old, new))
+        require(
+            False,
+            solver,
+            "state layout",
+            f"update was given a state that holds {was}, and returned one that holds {now}; structure, "
+            "shapes and types must stay the same, so keep past points in tensors "
+            "of fixed size that init makes",
+        )
+
+
 def point_and_state(solver: Solver, returned: Any) -> tuple[Any, Any]:
     """Return the two things that an update must give; a tensor alone would be taken apart by its rows.
 

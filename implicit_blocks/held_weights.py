@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.layers import Linear, SwiGLU
-from implicit_blocks.weight_norm import WeightNorm, fused
+from implicit_blocks.ops.transforms import first_derivatives_only
+from implicit_blocks.weight_norm import WeightNorm, fused, normed_weight
 
 WEIGHTS_COME_AND_GO = "weights_come_and_go"
 """Name of the attribute that is true for a module that has its weights only while it runs."""
@@ -169,7 +170,10 @@ class _Join(torch.autograd.Function):
         return tuple(tensor.detach() for tensor in made)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only(
+        "a model whose layers' gradients are divided among processes",
+        "use the model without DDP or FSDP",
+    )
     def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
         reached = [(tensor, grad) for tensor, grad in zip(ctx.made, given, strict=True) if grad is not None]
         if not reached:
@@ -215,7 +219,7 @@ def _ready(parts: list[nn.Module], layers: dict[int, int]) -> list[tuple[Any, An
             continue
         chain, weight = _chain(part), normed.get(place)
         if weight is None:
-            weight = WeightNorm.compute(chain.original0, chain.original1)
+            weight = normed_weight(chain)
         held.append((chain[0], weight))
     return held
 

@@ -81,6 +81,14 @@ class Adjoint:
     """How the backward solve of an implicit-function gradient went; ``solution`` is None before it ran."""
 
     solutions: list[Solution] = field(default_factory=list)
+    listeners: list[Callable[[Solution], None]] = field(default_factory=list, repr=False, compare=False)
+    """Called with each solve's solution, within backward."""
+
+    def add(self, solution: Solution) -> None:
+        """Take in a backward solve."""
+        self.solutions.append(solution)
+        for listener in self.listeners:
+            listener(solution)
 
     @property
     def solution(self) -> Solution | None:
@@ -263,6 +271,9 @@ class GradientEstimator(Component, ABC):
     formula, and ``implicit_blocks.testing.check_gradient`` holds it to that.
     """
 
+    searches: bool = True
+    """Whether its value comes from a search that is supposed to reach the tolerance."""
+
     @abstractmethod
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Find the fixed point of ``f`` from ``z0`` (B, …); the solution's ``z`` carries the gradient.
@@ -374,8 +385,8 @@ class Mixer(nn.Module, ABC):
     and prefill, L windows of one token are decoding. ``forward`` may be called any number of times on a
     window, with any ``z``, and never changes the state; ``advance``, called once when the window's fixed
     point is known, also returns the state after it. A mixer is causal: a token's output depends on no later
-    token, nor on padding, nor on other documents packed into its row, which ``prepare`` may refuse by a
-    ``ValueError``.
+    token, nor on padding, nor on other documents packed into its row. ``prepare`` may refuse packed documents
+    by a ``ValueError``. It must accept padding, which every batch of unequal rows has.
 
     A mixer is built as ``MyMixer(spec, d_model=…)`` and must build on the meta device; parameters of its own
     (beyond those of its submodules) are initialized in ``reset_parameters``.

@@ -23,6 +23,7 @@ from implicit_blocks.injection import pays_by_token
 from implicit_blocks.interfaces import Solution, Solver
 from implicit_blocks.layers import Linear, at_least_float32, reset_parameters_
 from implicit_blocks.ops.cross_entropy import linear_cross_entropy
+from implicit_blocks.ops.transforms import is_vmapped
 from implicit_blocks.outputs import Encoded, LMOutput
 from implicit_blocks.ranges import require_count
 from implicit_blocks.search_options import SearchOptions
@@ -262,8 +263,8 @@ class LanguageModel(nn.Module, ABC):
             raise ValueError(f"labels have {unknown}; -100 marks a position that doesn't count")
 
     def _unknown(self, ids: Tensor, *, but: int | None = None) -> str | None:
-        """Name the first id that has no row of the embedding, on a CPU; a GPU would be waited for."""
-        if ids.device.type != "cpu" or torch.compiler.is_compiling():
+        """Name the first id that has no row of the embedding, where the values can be read without waiting."""
+        if ids.device.type != "cpu" or torch.compiler.is_compiling() or is_vmapped():
             return None
         rows = self.embedding.weight.shape[0]
         known = (ids >= 0) & (ids < rows)

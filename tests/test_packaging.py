@@ -39,6 +39,7 @@ PUBLIC_NAMES = [
     "Broyden",
     "BroydenSpec",
     "ComponentSpec",
+    "ConvergenceWarning",
     "ExplicitLM",
     "ExplicitLMSpec",
     "FixedPoint",

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch.nn.utils import parametrize
+from torch import nn
+from torch.nn.utils import parametrize, prune
 
+import implicit_blocks as ib
+from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.layers import Linear
 from implicit_blocks.weight_norm import add_weight_norm, plain_weight
 
@@ -52,10 +59,126 @@ def test_a_copy_is_written_to_by_itself(layer: Linear) -> None:
     torch.testing.assert_close(plain_weight(layer).detach(), before)
 
 
-def test_values_that_are_read_are_ordinary_tensors(layer: Linear) -> None:
-    for value in (layer.weight.data, layer.weight * 1, layer.weight.detach(), plain_weight(layer)):
+def test_what_is_computed_from_it_is_an_ordinary_tensor(layer: Linear) -> None:
+    for value in (layer.weight * 1, layer.weight.sum(), layer.weight.clone(), plain_weight(layer)):
         assert type(value) is torch.Tensor
     assert not layer.weight.data.requires_grad
+    assert type(pickle.loads(pickle.dumps(layer.weight.data))) is torch.Tensor
+
+
+def test_a_row_of_zeros_is_a_row_of_zeros_and_can_be_trained(layer: Linear) -> None:
+    values = torch.randn(3, 4)
+    values[1] = 0.0
+    layer.weight = values
+    torch.testing.assert_close(plain_weight(layer).detach(), values)
+    layer.weight.data = torch.zeros(3, 4)
+    assert not plain_weight(layer).any()
+    layer(torch.ones(2, 4)).sum().backward()
+    g, v = layer.parametrizations.weight.original0, layer.parametrizations.weight.original1
+    assert g.grad is not None
+    assert bool(g.grad.isfinite().all() and (g.grad != 0).all() and v.grad.isfinite().all())
+    torch.testing.assert_close(v[0].detach(), values[0])  # the direction is kept
+
+
+def test_a_direction_of_zeros_is_a_row_of_zeros(layer: Linear) -> None:
+    v = layer.parametrizations.weight.original1
+    with torch.no_grad():
+        v[0] = 0.0
+    layer(torch.ones(2, 4)).sum().backward()
+    assert not plain_weight(layer)[0].any()
+    assert v.grad.isfinite().all()
+    for weight in HeldWeights(layer).tensors():
+        assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "init",
+    [nn.init.zeros_, nn.init.orthogonal_, nn.init.trunc_normal_, nn.init.xavier_normal_, nn.init.eye_],
+)
+def test_it_can_be_initialized_as_a_parameter_can(layer: Linear, init: Callable[..., object]) -> None:
+    plain = nn.Linear(4, 3)
+    torch.manual_seed(1)
+    init(plain.weight)
+    torch.manual_seed(1)
+    layer.apply(lambda part: init(part.weight) if isinstance(part, nn.Linear) else None)
+    torch.testing.assert_close(plain_weight(layer).detach(), plain.weight.detach())
+
+
+def test_it_and_its_views_can_be_written_to(layer: Linear) -> None:
+    expected = plain_weight(layer).detach().clone()
+    with torch.no_grad():
+        for weight in (expected, layer.weight):
+            weight[0] = 2.0
+        for weight in (expected, layer.weight):
+            weight.mT[1].fill_(3.0)
+        for weight in (expected, layer.weight.data):
+            weight.mul_(0.5)
+        for weight in (expected, layer.weight.detach()):
+            weight.chunk(2, dim=1)[1].neg_()
+        torch.testing.assert_close(plain_weight(layer), expected)
+        layer.weight.data[1].zero_()
+        assert not plain_weight(layer)[1].any()
+    with torch.inference_mode():
+        layer.weight.zero_()
+    assert not plain_weight(layer).any()
+
+
+def test_writing_while_gradients_are_recorded_is_refused(layer: Linear) -> None:
+    before = plain_weight(layer).detach().clone()
+    for change in (lambda: layer.weight.mul_(2), lambda: layer.weight[0].zero_()):
+        with pytest.raises(RuntimeError, match=r"changed in place while gradients are recorded.*no_grad"):
+            change()
+    torch.testing.assert_close(plain_weight(layer).detach(), before)
+    layer.requires_grad_(False)
+    layer.weight.mul_(2)  # as a frozen parameter
+    torch.testing.assert_close(plain_weight(layer), 2 * before)
+
+
+def test_pruning_v_is_honored_wherever_the_weight_is_made(layer: Linear) -> None:
+    with pytest.raises(ValueError, match=r"cannot be pruned itself.*original1"):
+        prune.l1_unstructured(layer, "weight", amount=2)
+    assert not hasattr(layer, "weight_orig")
+    convolution = nn.Conv1d(4, 3, 2)
+    add_weight_norm(convolution)
+    x = torch.randn(5, 4)
+    for part, given in ((layer, x), (convolution, torch.randn(1, 4, 6))):
+        chain = part.parametrizations.weight
+        prune.l1_unstructured(chain, "original1", amount=0.5)
+        for _ in range(2):
+            part(given).square().sum().backward()
+            with torch.no_grad():
+                chain.original1_orig -= 0.1 * chain.original1_orig.grad  # the value made before is old now
+            expected = part(given)
+            assert (plain_weight(part) == 0).sum() >= chain.original1_mask.numel() // 2
+            with HeldWeights(part).in_use():
+                torch.testing.assert_close(part(given), expected)
+
+
+def forward_in_another_process(model: nn.Module, tokens: torch.Tensor, queue: Any) -> None:
+    queue.put(model(tokens).logits.detach().numpy())
+
+
+def test_a_model_is_pickled_saved_and_spawned(tmp_path: Path) -> None:
+    spec = ib.ImplicitLMSpec(
+        vocab_size=7, d_model=16, n_layers=1, mixer=ib.Mamba2Spec(d_state=8, head_dim=8), weight_norm=True
+    )
+    model, tokens = ib.build(spec).eval(), torch.randint(0, 7, (2, 5))
+    expected = model(tokens).logits.detach()
+    again = pickle.loads(pickle.dumps(model))
+    assert [type(part) for part in again.modules()] == [type(part) for part in model.modules()]
+    torch.save(model, tmp_path / "model.pt")
+    for other in (again, copy.copy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
+        assert torch.equal(other(tokens).logits, expected)
+        assert other.state_dict().keys() == model.state_dict().keys()
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=forward_in_another_process, args=(model, tokens, queue))
+    process.start()
+    try:
+        found = queue.get(timeout=300)
+    finally:
+        process.join(timeout=60)
+    torch.testing.assert_close(torch.from_numpy(found), expected)
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from trainer.display import duration
 from trainer.errors import CallbackError, DataError, NonFiniteLossError
 from trainer.exit_codes import (
     INTERRUPTED,
+    LOST,
     NOT_SAVED,
     TO_BE_RESUMED,
     code_of,
@@ -93,6 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except ModuleNotFoundError as error:
         return refuse(without_torch(error))
+    except SystemExit as error:  # nothing of ours exits below this point: a component of the run did
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return refuse(
+            f"{place.filename}:{place.lineno} ended the program by sys.exit({error.code!r}) in the middle of "
+            "the run, which a component must not do: raise an exception there; the last checkpoint can be "
+            "resumed by --resume",
+            LOST,
+        )
     except KeyboardInterrupt:
         return refuse("stopped at once; the last checkpoint can be resumed by --resume", INTERRUPTED)
 

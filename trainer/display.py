@@ -63,6 +63,8 @@ def describe(row: Mapping[str, Any], *, accuracy: bool) -> str:
             parts.append(f"open {row['non_converged']:.0%}")
         if row["diverged"]:
             parts.append(f"diverged {row['diverged']:.0%}")
+    if row.get("adjoint_non_converged"):
+        parts.append(f"adjoint unconverged {row['adjoint_non_converged']:.0%}")
     parts += [f"|g| {row['gradient_norm']:.2f}", f"lr {row['learning_rate']:.1e}"]
     parts.append(f"{magnitude(row['tokens_per_second'])} tok/s")
     if row.get("mfu") is not None:

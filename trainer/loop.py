@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from implicit_blocks.convergence_watch import adjoint_watch, expects_convergence, search_watch
 from implicit_blocks.specs import ModelSpec
 from trainer.backend_record import BackendRecord
 from trainer.callbacks import CallbackContext, Callbacks
@@ -73,6 +74,7 @@ class Loop:
         self.folder = folder
         self.device = self.ranks.device
         self.display = display
+        self._search_watch, self._adjoint_watch = search_watch(), adjoint_watch()
         self.progress = progress
         self.phases = spec.phase_specs()
         self.loader = self._loader_of(sources[0])
@@ -330,7 +332,22 @@ class Loop:
         }
         self._keeper.record(self.last_row)
         self.display.step(self.last_row)
+        self._watch(result)
         self._teller.tell("on_step", row=self.last_row)
+
+    def _watch(self, result: StepResult) -> None:
+        """Say once where the searches or the adjoints of the run don't converge."""
+        rule: Any = getattr(self.model, "stopping", None)
+        gradient: Any = getattr(self.model, "gradient", None)
+        supposed = rule is not None and expects_convergence(
+            searches=gradient.searches, tolerance=rule.tolerance, max_iterations=rule.max_iterations
+        )
+        for watch, solves in (
+            (self._search_watch, result.search if supposed else None),
+            (self._adjoint_watch, result.adjoint),
+        ):
+            if solves is not None and (message := watch.add(solves.non_converged)) is not None:
+                self.display.say(f"WARNING: {message}")
 
     def _save(self) -> None:
         self._keeper.save(self.progress, seconds=self._seconds)

@@ -10,6 +10,7 @@ from torch import Tensor
 from implicit_blocks.driver import Search
 from implicit_blocks.gradients.sound import sound_rows, with_diverged
 from implicit_blocks.interfaces import Adjoint, GradientEstimator, Map, SearchLike, Solution, Solver
+from implicit_blocks.ops.transforms import first_derivatives_only
 from implicit_blocks.ranges import require_part
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
@@ -26,8 +27,10 @@ class ImplicitFunction(GradientEstimator):
 
     The solution's ``adjoint.solution`` reports the backward solve once it has run: iterations, residual,
     status. The adjoint is solved in the precision of ``z``, also under autocast. Rows are solved side by
-    side; the scope is the whole row, since a token's gradient depends on those after it. Second derivatives
-    are not offered. Rows whose search has diverged keep what it had, without a gradient, as `Phantom` says.
+    side; the scope is the whole row, since a token's gradient depends on those after it. Backward raises
+    ``RuntimeError`` where second derivatives are requested (``create_graph=True``): the point enters as a
+    constant, so that they would lack its derivative. Use ``Unrolled`` for them. Rows whose search has
+    diverged keep what it had, without a gradient, as `Phantom` says.
 
     Calls of ``f``: the search's and one more; in backward one vector-Jacobian product an iteration.
 
@@ -78,7 +81,10 @@ class _Implicit(torch.autograd.Function):
         return fz.detach()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only(
+        "the gradient of ImplicitFunction",
+        "use the gradient Unrolled, which can be differentiated any number of times",
+    )
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None, None, None]:
         fz, z = ctx.fz, ctx.z
         target = g.to(z.dtype)
@@ -89,5 +95,5 @@ class _Implicit(torch.autograd.Function):
             return target if product is None else target + product.to(target.dtype)
 
         solution = ctx.search(transposed, target)
-        ctx.adjoint.solutions.append(solution)
+        ctx.adjoint.add(solution)
         return solution.z.to(fz.dtype), None, None, None

@@ -15,7 +15,8 @@ class Phantom(GradientEstimator):
 
     The gradient is ``λ ∂f/∂θ · Σ_{i<steps} (λ ∂f/∂z + (1 − λ) I)^i``: the Neumann series of the implicit
     function theorem's ``(I − ∂f/∂z)^{-1}``, damped and cut off (Geng et al., "On Training Implicit Models",
-    NeurIPS 2021). Biased, robust, and as cheap as a network of ``steps`` layers; memory holds the activations
+    NeurIPS 2021). The point is a constant in it, also in second derivatives, which are those of the
+    steps alone. Biased, robust, and as cheap as a network of ``steps`` layers; memory holds the activations
     of the ``steps`` steps. Where the gradient must be exact, use ``ImplicitFunction``.
 
     Calls of ``f``: the search's and ``steps`` more, which a ``SteppingMap``, as that of a language model is,

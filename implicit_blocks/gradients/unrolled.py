@@ -21,9 +21,9 @@ from implicit_blocks.ranges import require_count
 class Unrolled(GradientEstimator):
     """Take ``steps`` updates of the solver from the start, never stopping, and differentiate them all.
 
-    Exact for the finite computation. A model trained by this alone learns a network of fixed depth: it need
-    not have a fixed point, and iterated further may give something else. Use it to get training going, then
-    an estimator that trains the fixed point itself.
+    Exact for the finite computation, second derivatives included. A model trained by this alone learns a
+    network of fixed depth: it need not have a fixed point, and iterated further may give something else. Use
+    it to get training going, then an estimator that trains the fixed point itself.
 
     There is no search: windows and a moving average change nothing, and the stopping rule only says whether
     what is reported counts as converged.
@@ -41,6 +41,8 @@ class Unrolled(GradientEstimator):
         ValueError: fewer steps than one.
 
     """
+
+    searches = False
 
     def __init__(self, *, steps: int = 4, checkpointing: bool = False) -> None:
         require_count("steps", steps)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks.ops.accelerated import available
+from implicit_blocks.ops.transforms import first_derivatives_only
 
 __all__ = ["linear_cross_entropy"]
 
@@ -27,7 +28,8 @@ def linear_cross_entropy(
 
     Gradients are computed with the loss, chunk by chunk, and only scaled in backward: the memory is one
     chunk's logits, and the head is multiplied three times, never again. The products run in the head's type,
-    or autocast's; softmax and loss in float32 or better. Second derivatives are not offered.
+    or autocast's; softmax and loss in float32 or better. Backward raises where second
+    derivatives are requested (``create_graph=True``).
 
     Args:
         z_TD: what the head reads.
@@ -86,7 +88,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             return loss, predictions
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only(
+        "the fused cross entropy",
+        "compute torch.nn.functional.cross_entropy of the logits instead",
+    )
     def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         grad_z, grad_weight = ctx.saved_tensors
         return (

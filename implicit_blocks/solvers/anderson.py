@@ -41,6 +41,12 @@ class Anderson(Solver):
     last accepted point, that point is dropped and the search goes on from the last accepted ``f(z)``, as
     Picard would.
 
+    Its steps can be differentiated (``Unrolled``). The mixing weights have a derivative where the differences
+    determine them, and none where rounding does: an element whose residual, or one of whose differences, is
+    below the precision of ``f`` (that of autocast, where it is on) keeps them as constants, and one whose
+    residual is below the precision of ``z`` is at rest, its derivative that of ``z``. The values are the same
+    without gradients.
+
     Costs 2 · memory extra copies of ``z`` and about as many passes over them an iteration: for maps that are
     cheap beside their state, or that Picard solves in a handful of iterations, it does not pay. With scope
     ``sequence`` the mixing weights couple the tokens of a row, so that a token depends on later ones; with
@@ -109,11 +115,22 @@ class Anderson(Solver):
         self, z_EF: Tensor, fz_EF: Tensor, residual_EF: Tensor, state: AndersonState, filled_EM: Tensor
     ) -> Tensor:
         precision = state.accepted_norm_E.dtype
+        rounding = rounding_of_f = torch.finfo(z_EF.dtype).eps
+        if torch.is_autocast_enabled(device := z_EF.device.type):
+            rounding_of_f = max(rounding, torch.finfo(torch.get_autocast_dtype(device)).eps)
         with torch.autocast(z_EF.device.type, enabled=False):
             g = residual_EF.to(precision)
             differences = (state.residuals_EMF.to(precision) - g[:, None]) * filled_EM[:, :, None]
-            gram = (differences @ differences.mT).double()
-            rhs = -(differences @ g[:, :, None]).double()
+            basis, target = differences, g
+            if differentiated := torch.is_grad_enabled() and differences.requires_grad:
+                # The derivative of weights that are rounding errors is a quotient of rounding errors.
+                size, residual = _norm(fz_EF.to(precision)), _norm(g)
+                smallest = _norm(differences).squeeze(2).where(filled_EM, torch.inf).amin(1, keepdim=True)
+                undetermined = torch.minimum(residual, smallest) <= rounding_of_f * size
+                basis = torch.where(undetermined[:, :, None], basis.detach(), basis)
+                target = torch.where(undetermined, target.detach(), target)
+            gram = (basis @ basis.mT).double()
+            rhs = -(basis @ target[:, :, None]).double()
             diagonal = gram.diagonal(dim1=1, dim2=2)
             mean = diagonal.sum(1, keepdim=True) / filled_EM.sum(1, keepdim=True).clamp(min=1)
             tiny = torch.finfo(precision).tiny  # an element at rest has differences of 0: γ = 0 then
@@ -127,4 +144,13 @@ class Anderson(Solver):
             if self.damping < 1:
                 mixed = g + torch.bmm(weights[:, None], differences).squeeze(1)
                 value = value - (1 - self.damping) * mixed
+            if differentiated:
+                at_rest = residual <= rounding * size
+                value = torch.where(at_rest, value.detach() + (z_EF - z_EF.detach()), value)
         return value.to(z_EF.dtype)
+
+
+def _norm(values: Tensor) -> Tensor:
+    """Return the norm of the last dimension, kept as 1, as a constant."""
+    norm: Tensor = torch.linalg.vector_norm(values.detach(), dim=-1, keepdim=True)
+    return norm

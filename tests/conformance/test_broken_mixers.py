@@ -94,6 +94,8 @@ class Faulty(ib.Mixer):
     def prepare(self, window: ib.Window):
         if window.documents_BT is not None and not self.fault.endswith("documents"):
             raise ValueError("one document a row, please")
+        if self.fault == "refuses padding" and window.valid_BT is not None:
+            raise ValueError("no padding, please")
         first_only = self.fault == "padding later" and window.start
         return None if self.fault == "padding" or first_only else window.valid_BL
 
@@ -189,6 +191,7 @@ BREAKS = {
     "batch mean": ("batch_independence", "batch independence", "alone differs"),
     "rows": ("batch_independence", "select_rows", "of the state"),
     "padding": ("padding", "padding", "valid_BL"),
+    "refuses padding": ("padding", "padding", "may refuse packed documents only"),
     "padding later": ("padded_windows", "padded windows", "real tokens only"),
     "documents": ("documents", "documents", "documents_BT"),
     "padded documents": ("padded_documents", "padded documents", "documents_before"),

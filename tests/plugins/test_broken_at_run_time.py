@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Literal
 
 import pytest
@@ -38,6 +39,12 @@ class BadSolver(ib.Solver):
             return None, state
         if self.fault == "transposed":
             return fz, (fz.T,)
+        if self.fault == "grows":
+            return fz, (*state, fz)
+        if self.fault == "grows wider":
+            return fz, (torch.cat([state[0], fz], 1),)
+        if self.fault == "exits":
+            sys.exit(0)
         if self.fault == "NaN":
             return torch.full_like(fz, torch.nan), state
         return fz, state
@@ -115,6 +122,8 @@ BREAKS = [
     ({"solver": BadSolverSpec(fault="number")}, "state layout", ["a int", "counters included"]),
     ({"solver": BadSolverSpec(fault="scalar")}, "state layout", ["a tensor ()", "2 elements"]),
     ({"solver": BadSolverSpec(fault="transposed")}, "state layout", ["a tensor (48, 2)"]),
+    ({"solver": BadSolverSpec(fault="grows")}, "state layout", ["structure, shapes and types must stay"]),
+    ({"solver": BadSolverSpec(fault="grows wider")}, "state layout", ["(2, 48)", "(2, 96)", "fixed size"]),
     ({"mixer": BadMixerSpec(fault="row")}, "mixes a window", ["(1, 6, 8)", "(2, 6, 8)"]),
     ({"mixer": BadMixerSpec(fault="integers")}, "mixes a window", ["of int64", "floating-point"]),
     ({"mixer": BadMixerSpec(fault="pair")}, "mixes a window", ["a tuple"]),
@@ -125,7 +134,7 @@ BREAKS = [
 
 @pytest.mark.parametrize(("parts", "contract", "words"), BREAKS)
 def test_the_plugin_the_contract_and_the_remedy_are_named(parts, contract, words):
-    broken = model(**parts)
+    broken = model(**parts, stopping=ib.Stopping(tolerance=0.0, max_iterations=3))
     with pytest.raises(ContractError) as caught:
         broken(TOKENS, labels=TOKENS)
     said = str(caught.value)
@@ -159,6 +168,33 @@ def test_the_trainer_says_it_in_a_sentence(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "BadSolver (of plugin acme-blocks 2.5.0) breaks the contract 'next point'" in said
     assert "Traceback" not in said
+
+
+def test_a_state_that_grows_after_the_first_update_is_named_too():
+    class Late(ib.Picard):
+        def init(self, z0):
+            return (torch.zeros_like(z0),)
+
+        def update(self, z, fz, state, f):
+            state = (state[0] + 1,)
+            return fz, (*state, fz) if (state[0] > 1).any() else state
+
+    f = 0.5 * torch.ones(3, 1)
+    f[0] = 0.0  # a row that is done sooner, so that states are chosen element by element
+    search = ib.Search(solver=Late(), stopping=ib.Stopping(tolerance=1e-3, max_iterations=9))
+    with pytest.raises(ContractError, match=r"Late.*'state layout'.*must stay the same"):
+        search(lambda z: f * z + 1, torch.zeros(3, 4))
+
+
+def test_a_component_that_ends_the_program_is_an_error(tmp_path, capsys):
+    from trainer.cli import main
+
+    arguments = ["--spec", "word_problem_s3", "--output", str(tmp_path / "run"), "training.max_steps=1"]
+    changes = ["model.solver={kind: acme.bad, fault: exits}", "training.batch_size=2", "phases=[]"]
+    assert main([*arguments, *changes]) == 1
+    said = capsys.readouterr().err
+    assert "test_broken_at_run_time.py" in said
+    assert "ended the program by sys.exit(0) in the middle of the run" in said
 
 
 # -------------------------------------------------------------------------------------- builders

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from implicit_blocks.ops.attention.flex import Blocks
 from implicit_blocks.ops.backends import Backend
+from implicit_blocks.ops.transforms import is_forward_mode, is_vmapped
 
 
 def _sdpa(
     q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
 ) -> Tensor:
-    return scaled_dot_product_attention(
-        q_BHLP,
-        k_BKTP,
-        v_BKTP,
-        attn_mask=mask,
-        is_causal=causal and mask is None,
-        enable_gqa=q_BHLP.shape[1] != k_BKTP.shape[1],
-    )
+    causal, grouped = causal and mask is None, q_BHLP.shape[1] != k_BKTP.shape[1]
+    # torch's fused kernels have neither forward mode nor vmap; its formula has both.
+    with sdpa_kernel(SDPBackend.MATH) if is_forward_mode() or is_vmapped() else nullcontext():
+        return scaled_dot_product_attention(
+            q_BHLP, k_BKTP, v_BKTP, attn_mask=mask, is_causal=causal, enable_gqa=grouped
+        )
 
 
 def _written_out(

@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from implicit_blocks.ops.transforms import first_derivatives_only
+
 LARGEST_ROW = 1 << 15  # entries of a row that a program holds at once
 UNIT = 16  # entries; where all widths are multiples the compiler knows it and loads 16 bytes at once
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -89,7 +91,10 @@ class _Normed(torch.autograd.Function):
         return tuple(normed)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @first_derivatives_only(
+        "the fused kernel of weight norm",
+        "select the plain backend, or run on the CPU",
+    )
     def backward(ctx: Any, *dw: Tensor | None) -> tuple[Tensor | None, ...]:
         inverses, given = ctx.inverses, ctx.saved_tensors
         gains, weights = given[: len(dw)], [v.contiguous() for v in given[len(dw) :]]
@@ -199,7 +204,7 @@ def _forward(
     v = tl.load(_matrix(line, 0, tl.float32, UNIT) + row * C + column, mask=real, other=0.0)
     norm = tl.sqrt(tl.sum(v * v))
     g = tl.load(tl.load(line + 5).to(tl.pointer_type(tl.float32)) + row, mask=row < R, other=0.0)
-    inverse = tl.where(row < R, 1.0 / norm, 0.0)
+    inverse = tl.where(row < R, 1.0 / tl.where(norm == 0.0, 1.0, norm), 0.0)  # a row of zeros stays one
     tl.store(tl.load(line + 6).to(tl.pointer_type(tl.float32)) + row, inverse, mask=row < R)
     w = tl.where(real, g * (v * inverse), 0.0)
     tl.store(_matrix(line, 3, DTYPE, UNIT) + row * width + column, w.to(DTYPE), mask=column < width)

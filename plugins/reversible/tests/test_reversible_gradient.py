@@ -296,3 +296,10 @@ def test_a_module_with_parameters_trains():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_second_derivatives_are_refused():
+    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    layer = ib.FixedPoint(lambda z, x: 0.3 * torch.tanh(z) + x, gradient=ReversibleGradient(steps=3))
+    with pytest.raises(RuntimeError, match=r"reversible gradient has no second derivatives.*create_graph"):
+        torch.autograd.grad(layer(x).z.square().sum(), x, create_graph=True)

@@ -40,7 +40,7 @@ class ReversibleGradient(GradientEstimator):
     ``search`` the steps begin at what the search found, as phantom steps do, for any number of them.
 
     Not for maps that are far from contracting, whose steps backwards lose digits faster (it is said, not
-    hidden); nor for second derivatives.
+    hidden); nor for second derivatives, which backward refuses by a ``RuntimeError``.
 
     Calls of ``f``: the search's, if any, and ``steps``; in backward ``steps`` more.
 
@@ -68,6 +68,7 @@ class ReversibleGradient(GradientEstimator):
                 f"steps is {steps}; with damping {damping} and max_error {max_error} choose from 1 to {most}"
             )
         self.steps, self.damping, self.search, self.max_error = steps, damping, search, max_error
+        self.searches = search
 
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search if asked to, then take the steps."""
@@ -84,10 +85,21 @@ class ReversibleGradient(GradientEstimator):
             previous, current = current, step(previous, fz, self.damping)
         path.arrive(previous, current)
         value = current.to(start.dtype)
+        if value.requires_grad:
+            value.register_hook(_refuse_graph)
         if found is not None:
             return found.with_value(value, adjoint=path.adjoint)
         report = search.report(previous.detach().to(start.dtype), fz.detach(), iterations=self.steps)
         return report.with_value(value, adjoint=path.adjoint)
+
+
+def _refuse_graph(gradient: Tensor) -> None:
+    """Raise where backward records a graph: points that are undone are constants in it."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "the reversible gradient has no second derivatives, and backward was called with "
+            "create_graph=True; use the gradient Unrolled with checkpointing"
+        )
 
 
 class _Path:
@@ -157,7 +169,7 @@ class _Path:
         size = torch.maximum(norm_B(self.ends[1]), norm_B(start)).clamp(min=torch.finfo(torch.float32).tiny)
         error = torch.maximum(norm_B(first - start), norm_B(before - start)) / size
         finite = error.isfinite()
-        self.adjoint.solutions.append(
+        self.adjoint.add(
             Solution(
                 z=first,
                 iterations=torch.full_like(error, self.rule.steps, dtype=torch.int64),

@@ -1,0 +1,49 @@
+"""What a run says of searches and adjoints that don't converge: once, with the share, and in its lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.run import build
+from trainer.spec import RunSpec
+
+Small = Callable[..., RunSpec]
+ADJOINT = {"kind": "implicit_function", "stopping": {"tolerance": 1e-6, "max_iterations": 1}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "warned", "shown"),
+    [
+        (
+            {"model.gradient": ADJOINT},
+            "WARNING: 100% of the adjoint solves of the last 20 training steps did not converge; the",
+            "adjoint unconverged 100%",
+        ),
+        (
+            {"model.stopping": {"tolerance": 1e-6, "max_iterations": 8}},
+            "WARNING: 100% of the searches of the last 20 training steps did not converge",
+            "open 100%",
+        ),
+        ({"model.stopping": {"tolerance": 1e-6, "max_iterations": 4}}, None, "open 100%"),
+        ({"model.gradient": {"kind": "unrolled", "steps": 1}}, None, None),
+    ],
+    ids=["adjoint", "search", "bounded", "unrolled"],
+)
+def test_a_run_warns_once(
+    changes: dict[str, Any],
+    warned: str | None,
+    shown: str | None,
+    small: Small,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    steps = {"training.max_steps": 45, "training.log_every": 1, "training.batch_size": 2}
+    build(small({**steps, **changes}), name="run", output=tmp_path / "run", device="cpu").train()
+    said = capsys.readouterr().out
+    assert said.count("WARNING") == (warned is not None)
+    assert warned is None or warned in said
+    assert shown is None or said.count(shown) >= 40
