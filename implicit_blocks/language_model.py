@@ -263,7 +263,7 @@ class LanguageModel(nn.Module, ABC):
             raise ValueError(f"labels have {unknown}; -100 marks a position that doesn't count")
 
     def _unknown(self, ids: Tensor, *, but: int | None = None) -> str | None:
-        """Name the first id that has no row of the embedding, where the values can be read without waiting."""
+        """Name the first id without a row of the embedding, where reading the values costs no waiting."""
         if ids.device.type != "cpu" or torch.compiler.is_compiling() or is_vmapped():
             return None
         rows = self.embedding.weight.shape[0]
