@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import implicit_blocks as ib
 from implicit_blocks import registry
-from trainer.checkpoint import Checkpointer, Progress, load_checkpoint
-from trainer.checkpoint_staging import Staging, own_share
-from trainer.checkpoint_writer import named_tensors
+from trainer.checkpoint.load import Checkpointer, Progress, load_checkpoint
+from trainer.checkpoint.staging import Staging, own_share
+from trainer.checkpoint.writer import named_tensors
 from trainer.distributed import join, lay_out, leave
-from trainer.optimizers import optimizer_state
-from trainer.specs.parallel import ParallelSpec
+from trainer.optim.optimizers import optimizer_state
+from trainer.specs.distributed import ParallelSpec
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from report import machine, write
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request
-from implicit_blocks.search_options import SearchOptions
+from implicit_blocks.search.options import SearchOptions
 
 PUBLISHED = {"mamba2_130m": 41.8, "llama_130m": 20.6, "mamba2_1.3b": 86.7, "llama_1.3b": 52.2}
 MODES = ("fused", "graphs", "launched")

@@ -16,7 +16,7 @@ import torch
 from report import machine, write
 
 import implicit_blocks as ib
-from implicit_blocks.held_weights import HeldWeights
+from implicit_blocks.weights.cache import HeldWeights
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import implicit_blocks as ib
-from implicit_blocks.backbone import BoundMap
+from implicit_blocks.models.backbone import BoundMap
 
 MODES = {"launched": {}, "graphs": {"graphs": True}, "compiled+graphs": {"compiled": True, "graphs": True}}
 

@@ -88,11 +88,11 @@ def import_first(program: str) -> None:
     import torch._dynamo
     import torch._inductor.compile_fx
 
-    import implicit_blocks.model  # noqa: F401  # for its own sake, as the next one
+    import implicit_blocks.models.implicit  # noqa: F401  # for its own sake, as the next one
     from implicit_blocks.ops import accelerated
 
     if Path(program).stem == "gpu_zoo":
-        import trainer.run  # noqa: F401
+        import trainer.run.build  # noqa: F401
 
         accelerated.report()  # a run notes the versions of all packages, and loads them for it
     elif torch.cuda.is_available():

@@ -32,9 +32,9 @@ from report import machine, write
 
 from implicit_blocks import registry
 from implicit_blocks.specs import load_spec
-from trainer.display import Display
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.reporting.display import Display
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
 
 PHASES = ("bounded", "free")
 SPECS = ("llama_1.3b", "mamba2_1.3b", "llama_130m", "mamba2_130m")

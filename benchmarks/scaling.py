@@ -3,11 +3,11 @@
     python benchmarks/scaling.py [--gpus 1 2 4 8] [--specs llama_1.3b_bounded …] [--layouts ddp fsdp]
 
 Each number of GPUs is a run of its own under torchrun, of this same file. A step is the trainer's own
-(``trainer.step``): forward, backward, exchange of gradients, clipping over all ranks, fused AdamW; synthetic
-tokens, ``--rows`` sequences of 2048 a GPU (4: 8192 tokens), bfloat16 autocast, float32 masters. Every search
-takes the iterations that the spec allows, (4+1), so that the work of a step is the same for all. The time is
-the median of ``--steps``, after warming up, between barriers. The efficiency is the tokens a second a GPU,
-divided by those of one GPU in the same table, which may be of another run on the same machine
+(``trainer.run.step``): forward, backward, exchange of gradients, clipping over all ranks, fused AdamW;
+synthetic tokens, ``--rows`` sequences of 2048 a GPU (4: 8192 tokens), bfloat16 autocast, float32 masters.
+Every search takes the iterations that the spec allows, (4+1), so that the work of a step is the same for all.
+The time is the median of ``--steps``, after warming up, between barriers. The efficiency is the tokens a
+second a GPU, divided by those of one GPU in the same table, which may be of another run on the same machine
 (``--beside``). The environment (``NCCL_…``) is handed on as it is. ``--profile`` adds where the time of two
 more steps went on rank 0, milliseconds a step: exchanging (``exchange_ms``), of it while nothing else ran
 (``exposed_ms``), and doing nothing (``idle_ms``).
@@ -35,8 +35,8 @@ import implicit_blocks as ib
 from implicit_blocks import registry
 from trainer.data.source import Batch
 from trainer.distributed import join, lay_out, leave
-from trainer.specs.parallel import ParallelSpec
-from trainer.step import training_step
+from trainer.run.step import training_step
+from trainer.specs.distributed import ParallelSpec
 
 LENGTH = 2048
 WARM_UP = 4

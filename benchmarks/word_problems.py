@@ -24,14 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from report import machine, write
 
-from implicit_blocks.devices import choose_device
+from implicit_blocks._utils.devices import choose_device
+from trainer.cli.exit_codes import refuse
 from trainer.data.word_problem import build as build_data
-from trainer.evaluation import evaluate
-from trainer.exit_codes import refuse
+from trainer.evaluation.measure import evaluate
 from trainer.experiments.run_options import require_once
 from trainer.experiments.runs import Finished, load_model, train
 from trainer.experiments.word_problem_specs import IMPLICIT, varied
-from trainer.spec import RunSpec
+from trainer.specs.run import RunSpec
 
 KEPT = ("identity_probability", "length", "sequences", "accuracy_last", "accuracy", "iterations",
         "iterations_max", "residual", "residual_max", "non_converged", "token_converged",

@@ -11,29 +11,28 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     __version__: str
-    from implicit_blocks.convergence_watch import ConvergenceWarning
+    from implicit_blocks.checkpoints.load_model import load_model
     from implicit_blocks.decoding import Generated, Scored, generate, score, stream
-    from implicit_blocks.driver import Search
     from implicit_blocks.fixed_point import FixedPoint, solve_fixed_point
     from implicit_blocks.gradients import ImplicitFunction, JacobianPenalty, Phantom, Unrolled, jacobian_free
-    from implicit_blocks.hookspecs import hookimpl
     from implicit_blocks.interfaces import (
-        Adjoint,
         GradientEstimator,
         Map,
         Mixer,
         RowMap,
         SearchLike,
         SequenceMap,
-        Solution,
         Solver,
         SteppingMap,
         Window,
     )
     from implicit_blocks.mixers import Attention, Mamba2, Parallel
-    from implicit_blocks.model import ExplicitLM, ImplicitLM, LMOutput
+    from implicit_blocks.models.implicit import ExplicitLM, ImplicitLM, LMOutput
     from implicit_blocks.registry import build
-    from implicit_blocks.saved_models import load_model
+    from implicit_blocks.registry.hooks import hookimpl
+    from implicit_blocks.search.convergence_watch import ConvergenceWarning
+    from implicit_blocks.search.search import Search
+    from implicit_blocks.solution import Adjoint, Solution
     from implicit_blocks.solvers import Anderson, Broyden, PatientPicard, Picard
     from implicit_blocks.specs import (
         AndersonSpec,
@@ -63,29 +62,28 @@ if TYPE_CHECKING:
     )
 
 _HOMES = {
-    "convergence_watch": ["ConvergenceWarning"],
+    "search.convergence_watch": ["ConvergenceWarning"],
     "decoding": ["Generated", "Scored", "generate", "score", "stream"],
-    "driver": ["Search"],
+    "search.search": ["Search"],
     "fixed_point": ["FixedPoint", "solve_fixed_point"],
     "gradients": ["ImplicitFunction", "JacobianPenalty", "Phantom", "Unrolled", "jacobian_free"],
-    "hookspecs": ["hookimpl"],
+    "registry.hooks": ["hookimpl"],
     "interfaces": [
-        "Adjoint",
         "GradientEstimator",
         "Map",
         "Mixer",
         "RowMap",
         "SearchLike",
         "SequenceMap",
-        "Solution",
         "Solver",
         "SteppingMap",
         "Window",
     ],
     "mixers": ["Attention", "Mamba2", "Parallel"],
-    "model": ["ExplicitLM", "ImplicitLM", "LMOutput"],
+    "models.implicit": ["ExplicitLM", "ImplicitLM", "LMOutput"],
     "registry": ["build"],
-    "saved_models": ["load_model"],
+    "checkpoints.load_model": ["load_model"],
+    "solution": ["Adjoint", "Solution"],
     "solvers": ["Anderson", "Broyden", "PatientPicard", "Picard"],
     "specs": [
         "AndersonSpec",

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from implicit_blocks import __version__, registry
-from implicit_blocks.new_plugin import FAMILIES
+from implicit_blocks._utils.hints import without_torch
+from implicit_blocks.registry.scaffold import FAMILIES
 from implicit_blocks.specs import load_spec, spec_name
 from implicit_blocks.specs.schema import file_schema, run_schema
-from implicit_blocks.suggestions import without_torch
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -115,7 +115,7 @@ def _add_new_plugin(commands: Any) -> None:
 
 
 def _new_plugin(options: argparse.Namespace) -> None:
-    from implicit_blocks.new_plugin import create_plugin
+    from implicit_blocks.registry.scaffold import create_plugin
 
     folder = create_plugin(options.name, family=options.family, directory=options.directory)
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder

@@ -11,22 +11,23 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.convergence_watch import (
+from implicit_blocks._utils.validation import require_part
+from implicit_blocks.contract_checks import check_solution, shape_and_type
+from implicit_blocks.gradients import Phantom
+from implicit_blocks.interfaces import GradientEstimator, Map, Solver
+from implicit_blocks.ops.transforms import is_forward_mode, is_transformed, is_vmapped
+from implicit_blocks.search.convergence_watch import (
     ConvergenceWarning,
     ConvergenceWatch,
     adjoint_watch,
     expects_convergence,
     search_watch,
 )
-from implicit_blocks.driver import Search
-from implicit_blocks.gradients import Phantom
-from implicit_blocks.handed_back import check_solution, shape_and_type
-from implicit_blocks.interfaces import GradientEstimator, Map, Solution, Solver
-from implicit_blocks.ops.transforms import is_forward_mode, is_transformed, is_vmapped
-from implicit_blocks.ranges import require_part
+from implicit_blocks.search.search import Search
+from implicit_blocks.search.windowed import WindowedSearch
+from implicit_blocks.solution import Solution
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
-from implicit_blocks.windowed import WindowedSearch
 
 
 def solve_fixed_point(

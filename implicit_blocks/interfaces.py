@@ -1,8 +1,9 @@
 """The three abstractions that everything else combines: ``Solver``, ``GradientEstimator``, ``Mixer``.
 
-An implicit layer is a map ``f`` and a point where ``z = f(z)``. The driver (``implicit_blocks.driver``) owns
-the loop that finds the point; a *solver* is the rule for its next step, a *gradient estimator* says what of
-the search is differentiated, and a *mixer* is the part of ``f`` that mixes the tokens of a sequence.
+An implicit layer is a map ``f`` and a point where ``z = f(z)``. The driver
+(``implicit_blocks.search.search``) owns the loop that finds the point; a *solver* is the rule for its next
+step, a *gradient estimator* says what of the search is differentiated, and a *mixer* is the part of ``f``
+that mixes the tokens of a sequence.
 
 Shape legend: B batch, L tokens of a window, T tokens so far (committed and window), D model width,
 E elements of a search (rows, or tokens with prefix scope), F features of an element.
@@ -19,9 +20,9 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks.lanes import LaneStates
-from implicit_blocks.real_first import RealFirst, of_last_real
+from implicit_blocks._utils.padding import RealFirst, of_last_real
 from implicit_blocks.registry import build
+from implicit_blocks.solution import Solution
 from implicit_blocks.specs import ComponentSpec, Stopping
 
 _Made = TypeVar("_Made")
@@ -73,138 +74,6 @@ class SequenceMap(Protocol):
         """
 
 
-# --------------------------------------------------------------------------------------------- solution
-
-
-@dataclass(frozen=True)
-class Adjoint:
-    """How the backward solve of an implicit-function gradient went; ``solution`` is None before it ran."""
-
-    solutions: list[Solution] = field(default_factory=list)
-    listeners: list[Callable[[Solution], None]] = field(default_factory=list, repr=False, compare=False)
-    """Called with each solve's solution, within backward."""
-
-    def add(self, solution: Solution) -> None:
-        """Take in a backward solve."""
-        self.solutions.append(solution)
-        for listener in self.listeners:
-            listener(solution)
-
-    @property
-    def solution(self) -> Solution | None:
-        """The latest backward solve: its iterations, residual and status, one entry a row."""
-        return self.solutions[-1] if self.solutions else None
-
-
-@dataclass(frozen=True)
-class Solution:
-    """What a search found and how it went, for each sequence, and with prefix scope for each token.
-
-    ``z`` (B, …) is, for every element, the ``f(z)`` whose residual was lowest. ``iterations`` (B,) int64
-    counts the calls of ``f`` an element took part in; ``residual`` (B,) float32 or better is that of the
-    returned value; ``converged`` and ``diverged`` (B,) bool: neither is set where the iterations ran out.
-    With prefix scope the ``token_…`` fields (B, L) say the same of each token, and the row's entry is its
-    worst token's; elsewhere they are None. ``trace`` (iterations, B) or (iterations, B, L), on request, has
-    the residual of every call, NaN once an element had left the loop. ``penalty`` (B,), where the gradient
-    estimator has one, is what its mean adds to the loss; it carries gradients.
-    """
-
-    z: Tensor
-    iterations: Tensor
-    residual: Tensor
-    converged: Tensor
-    diverged: Tensor
-    token_iterations: Tensor | None = None
-    token_residual: Tensor | None = None
-    token_converged: Tensor | None = None
-    token_diverged: Tensor | None = None
-    trace: Tensor | None = None
-    adjoint: Adjoint | None = None
-    penalty: Tensor | None = None
-
-    @classmethod
-    def of_tokens(
-        cls,
-        z: Tensor,
-        *,
-        iterations: Tensor,
-        residual: Tensor,
-        converged: Tensor,
-        diverged: Tensor,
-        trace: Tensor | None = None,
-    ) -> Self:
-        """Return the solution whose tokens fared so; all but ``z`` are (B, L)."""
-        return cls(
-            z=z,
-            iterations=iterations.amax(1),
-            residual=residual.amax(1),
-            converged=converged.all(1),
-            diverged=diverged.any(1),
-            token_iterations=iterations,
-            token_residual=residual,
-            token_converged=converged,
-            token_diverged=diverged,
-            trace=trace,
-        )
-
-    @classmethod
-    def concatenate(cls, windows: Sequence[Solution]) -> Solution:
-        """Join the solutions of consecutive windows: values along the tokens, status from the worst window.
-
-        Traces and adjoints are per window and are not joined.
-        """
-        if len(windows) == 1:
-            return windows[0]
-
-        def join(name: str) -> Tensor | None:
-            parts = [getattr(window, name) for window in windows]
-            return None if any(part is None for part in parts) else torch.cat(parts, dim=1)
-
-        def stack(name: str) -> Tensor:
-            return torch.stack([getattr(window, name) for window in windows])
-
-        return cls(
-            z=torch.cat([window.z for window in windows], dim=1),
-            iterations=stack("iterations").amax(0),
-            residual=stack("residual").amax(0),
-            converged=stack("converged").all(0),
-            diverged=stack("diverged").any(0),
-            token_iterations=join("token_iterations"),
-            token_residual=join("token_residual"),
-            token_converged=join("token_converged"),
-            token_diverged=join("token_diverged"),
-            penalty=None if windows[0].penalty is None else stack("penalty").mean(0),
-        )
-
-    def with_value(self, z: Tensor, *, adjoint: Adjoint | None = None) -> Solution:
-        """Return the same report with another ``z`` (B, …); its adjoint is kept, unless another is given."""
-        return replace(self, z=z, adjoint=adjoint or self.adjoint)
-
-    def __repr__(self) -> str:
-        """Say in a line how the search went: what a prompt or a notebook shows; the numbers are fields."""
-        iterations, residual = self.iterations, self.residual
-        if iterations.is_meta or not iterations.numel():
-            return f"Solution(rows={iterations.numel()})"
-        told = [
-            f"converged={int(self.converged.sum())} of {self.converged.numel()}",
-            f"iterations={_span(iterations, 'd')}",
-            f"residual={_span(residual, '.2g')}",
-        ]
-        if self.diverged.any():
-            told.insert(1, f"diverged={int(self.diverged.sum())}")
-        if (tokens := self.token_converged) is not None:
-            told.append(f"token_converged={int(tokens.sum())} of {tokens.numel()}")
-        if isinstance(self.z, Tensor):
-            told.insert(0, f"z={tuple(self.z.shape)}")
-        return f"Solution({', '.join(told)})"
-
-
-def _span(values: Tensor, form: str) -> str:
-    """Return the least and the largest value, or the one that all are."""
-    least, largest = (format(value.item(), form) for value in values.detach().aminmax())
-    return least if least == largest else f"{least}…{largest}"
-
-
 # --------------------------------------------------------------------------------------------- components
 
 
@@ -250,7 +119,7 @@ class Solver(Component, ABC):
 
 
 class SearchLike(Protocol):
-    """What a gradient estimator is given to search with; ``implicit_blocks.driver.Search`` is one."""
+    """What a gradient estimator is given to search with; ``implicit_blocks.search.search.Search`` is one."""
 
     solver: Solver
     stopping: Stopping
@@ -378,6 +247,46 @@ class Window:
         )
 
 
+class LaneStates(ABC):
+    """What a mixer has committed in each of S lanes."""
+
+    @abstractmethod
+    def enter(self, lane: int) -> State:
+        """Return the state of a lane before its first token, of one row, to commit a prompt to."""
+
+    @abstractmethod
+    def settle(self, lane: int, state: State) -> None:
+        """Keep the state, of one row, that committing a prompt to ``enter``'s or to a new one has left."""
+
+    @abstractmethod
+    def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
+        """Return the state for a window of one token in each of these lanes, behind so many tokens.
+
+        ``rows_R`` int64 are different lanes, None all of them in order. The mixer's ``forward`` and
+        ``advance`` take it, with a window whose positions are ``lengths_R`` and whose ``start`` is not 0.
+        """
+
+    @abstractmethod
+    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
+        """Commit, where ``committed_R`` (R,) bool says so, what ``advance`` left of ``at``'s state.
+
+        In the memory that is there, and without asking the device for a value: a step is recorded as a graph.
+        """
+
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Keep in this type what is kept in a wider one, where that is foreseen; before the first text.
+
+        Raises:
+            ValueError: for integers, where they are not foreseen.
+
+        """
+        if not dtype.is_floating_point:
+            kind = type(self).__name__
+            raise ValueError(
+                f"{kind} can't keep states in {dtype}; choose a floating type, as torch.bfloat16"
+            )
+
+
 class Mixer(nn.Module, ABC):
     """Mixes a window of tokens, given the state left by the tokens before it.
 
@@ -425,7 +334,8 @@ class Mixer(nn.Module, ABC):
     def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> LaneStates:
         """Return the states of ``count`` rows that are each at a length of their own, up to ``capacity``.
 
-        A mixer whose state has one size returns ``RecurrentLanes(self, …)`` of ``implicit_blocks.lanes``.
+        A mixer whose state has one size returns ``RecurrentLanes(self, …)`` of
+        ``implicit_blocks.mixers.slots``.
 
         Raises:
             ValueError: where the mixer has no such states.

@@ -26,7 +26,7 @@ def _no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
 
     Those say ``WITH_PICTURES = True``.
     """
-    run = sys.modules.get("trainer.run")
+    run = sys.modules.get("trainer.run.build")
     if run is None or getattr(request.module, "WITH_PICTURES", False):
         yield
         return

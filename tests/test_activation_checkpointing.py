@@ -119,7 +119,7 @@ def test_a_search_that_ends_by_agreement_goes_on_without_moving():
 
 
 def test_a_fixed_budget_uses_all_iterations():
-    from implicit_blocks.stopping import fixed_budget
+    from implicit_blocks.search.agreement import fixed_budget
 
     model = model_of(
         ATTENTION, {"kind": "phantom", "steps": 1}, stopping={"tolerance": 0.9, "max_iterations": 9}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks import driver
+from implicit_blocks.search import search as driver
 
 SOLVERS = {"picard": ib.Picard(), "damped": ib.Picard(damping=0.7), "anderson": ib.Anderson(memory=3)}
 

@@ -8,19 +8,19 @@ from collections.abc import Iterator
 import pytest
 
 import implicit_blocks.__main__
-import trainer.cli
-import trainer.evaluate
+import trainer.cli.train
+import trainer.data.tokenizing.command
+import trainer.evaluation.command
 import trainer.experiments.cli
-import trainer.report
-import trainer.tokenize
+import trainer.reporting.report
 
 PROGRAMS = (
     implicit_blocks.__main__,
-    trainer.cli,
-    trainer.evaluate,
+    trainer.cli.train,
+    trainer.evaluation.command,
     trainer.experiments.cli,
-    trainer.report,
-    trainer.tokenize,
+    trainer.reporting.report,
+    trainer.data.tokenizing.command,
 )
 
 

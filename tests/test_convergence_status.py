@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks.decoding.lane_search import LaneSearch
+from implicit_blocks.decoding.slots.search import LaneSearch
 from implicit_blocks.fixed_point import solve_fixed_point
 from implicit_blocks.ops import residual
 
@@ -187,7 +187,7 @@ class Growing:
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_windows_that_grow_do_not_converge(scope):
-    from implicit_blocks.windowed import WindowedSearch
+    from implicit_blocks.search.windowed import WindowedSearch
 
     for rate, converges in ((2.0, False), (0.5, True)):
         search = ib.Search(

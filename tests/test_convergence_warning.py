@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks.convergence_watch import SOLVES, ConvergenceWatch
+from implicit_blocks.search.convergence_watch import SOLVES, ConvergenceWatch
 
 SLOW = 0.98
 """A factor by which a map contracts so slowly that 10 iterations don't do."""

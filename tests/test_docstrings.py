@@ -48,7 +48,7 @@ def modules() -> Iterator[ModuleType]:
             )
         yield importlib.import_module(found.name)
     yield importlib.import_module("trainer.callbacks")
-    yield importlib.import_module("trainer.spec")
+    yield importlib.import_module("trainer.specs.run")
 
 
 @cache

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.layers import Linear
+from implicit_blocks.weights.cache import HeldWeights
 
 SPECS = {
     "mamba2": {"mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8}},

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import implicit_blocks as ib
-from implicit_blocks.injection import pays_by_token
-from implicit_blocks.mixers.mamba2 import Mamba2
+from implicit_blocks.mixers.mamba2.mixer import Mamba2
+from implicit_blocks.models.injection import pays_by_token
 
 
 def built(**changes):

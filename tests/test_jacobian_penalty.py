@@ -79,8 +79,8 @@ def test_training_with_it_makes_the_jacobian_smaller(mixer):
 
 def test_the_trainer_adds_it_to_what_it_differentiates(tmp_path):
     """The loss that is reported stays the data's; the weights go another way."""
-    from trainer.run import build
-    from trainer.spec import RunSpec
+    from trainer.run.build import build
+    from trainer.specs.run import RunSpec
 
     weights = {}
     for name, gradient in (

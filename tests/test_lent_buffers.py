@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from implicit_blocks.lent_buffers import LentBuffers
+from implicit_blocks.cuda.buffer_pool import LentBuffers
 
 
 def test_a_loan_or_a_view_of_it_keeps_a_buffer():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks.mixers import attention
+from implicit_blocks.mixers.attention import mixer as attention
 
 MIXERS = {
     "mamba2": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4),

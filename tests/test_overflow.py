@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks.decoding import ContinuousDecoder, Request, lane_batch
-from implicit_blocks.ops.attention import lanes
+from implicit_blocks.decoding import ContinuousDecoder, Request
+from implicit_blocks.decoding.slots import batch as lane_batch
+from implicit_blocks.ops.attention import slots as lanes
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},

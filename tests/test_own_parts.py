@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from implicit_blocks import own_parts
+from implicit_blocks._utils import own_parts
 
 ROOT = Path(__file__).resolve().parents[1]
 

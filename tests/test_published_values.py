@@ -44,7 +44,7 @@ def close(actual, expected, tolerance):
 
 def bound_map(model, input_ids):
     """Return the map of one window, and where it starts."""
-    from implicit_blocks.held_weights import HeldWeights
+    from implicit_blocks.weights.cache import HeldWeights
 
     x = model.embedding(input_ids)
     return model.bind(

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 USE = """
 import sys
 import implicit_blocks, trainer, zoo
-from implicit_blocks.new_plugin import create_plugin
+from implicit_blocks.registry.scaffold import create_plugin
 from implicit_blocks.specs import load_spec
 
 site = sys.argv[1]

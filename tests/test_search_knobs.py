@@ -10,7 +10,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import generation
-from implicit_blocks.search_options import SearchOptions
+from implicit_blocks.search.options import SearchOptions
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
@@ -153,7 +153,7 @@ def test_an_average_settles_below_the_noise_of_a_map():
 
 @torch.no_grad()
 def test_rows_that_leave_the_batch_change_nothing_with_an_average(model, ids):
-    from implicit_blocks.driver import Search
+    from implicit_blocks.search.search import Search
 
     state = model.initial_state(3)
     f, start = model.bind(

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import implicit_blocks as ib
-from implicit_blocks.held_weights import join
 from implicit_blocks.ops.cross_entropy import linear_cross_entropy
 from implicit_blocks.ops.transforms import first_derivatives_only
+from implicit_blocks.weights.cache import join
 
 ROWS, WIDTH = 2, 3
 TIGHT = ib.Stopping(tolerance=1e-13, max_iterations=500)

@@ -17,9 +17,10 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import metadata as torch_metadata
 from torch.distributed.checkpoint import save as save_with_torch
 
-from implicit_blocks.sharded_files import expect_one_process, read_whole_tensors, tensor_index
-from implicit_blocks.tensor_index import INDEX, PICKLED_INDEX
-from trainer.checkpoint import (
+from implicit_blocks.checkpoints.sharded import expect_one_process, read_whole_tensors, tensor_index
+from implicit_blocks.checkpoints.tensor_index import INDEX, PICKLED_INDEX
+from trainer.checkpoint.folder import STATE_FILE
+from trainer.checkpoint.load import (
     Checkpointer,
     Progress,
     load_checkpoint,
@@ -27,9 +28,8 @@ from trainer.checkpoint import (
     step_name,
     verify_checkpoint,
 )
-from trainer.checkpoint_folder import STATE_FILE
 from trainer.errors import CheckpointError
-from trainer.files import digest, read_json, sha256_of, write_json
+from trainer.storage.files import digest, read_json, sha256_of, write_json
 
 
 def small_model() -> nn.Module:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.utils import parametrize, prune
 
 import implicit_blocks as ib
-from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.layers import Linear
-from implicit_blocks.weight_norm import add_weight_norm, plain_weight
+from implicit_blocks.weights.cache import HeldWeights
+from implicit_blocks.weights.weight_norm import add_weight_norm, plain_weight
 
 
 @pytest.fixture

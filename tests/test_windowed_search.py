@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks.windowed import WindowedSearch
+from implicit_blocks.search.windowed import WindowedSearch
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
@@ -359,8 +359,8 @@ def test_the_spec_says_which_and_refuses_what_does_not_go_together():
 
 
 def test_a_phase_may_switch_windows_on(tmp_path):
-    from trainer.run import build
-    from trainer.spec import RunSpec
+    from trainer.run.build import build
+    from trainer.specs.run import RunSpec
 
     spec = RunSpec.model_validate(
         {

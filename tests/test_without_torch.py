@@ -20,7 +20,7 @@ def run(module, *arguments):
 @pytest.mark.parametrize(
     ("module", "arguments"),
     [
-        ("trainer.cli", ["--spec", "word_problem_s3"]),
+        ("trainer.cli.train", ["--spec", "word_problem_s3"]),
         ("implicit_blocks.__main__", ["generate", "runs/none", "0"]),
         ("trainer.evaluate", ["--checkpoint", "runs/none", "--tasks", "--tokens", "text.bin"]),
     ],
@@ -34,6 +34,6 @@ def test_what_needs_it_says_so(module, arguments):
 
 
 def test_a_dry_run_needs_none():
-    done = run("trainer.cli", "--spec", "llama_1.3b", "--dry-run")
+    done = run("trainer.cli.train", "--spec", "llama_1.3b", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "phase free" in done.stdout

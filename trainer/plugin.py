@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from implicit_blocks.hookspecs import Add, hookimpl
-from trainer import spec
+from implicit_blocks.registry.hooks import Add, hookimpl
 from trainer.specs import evaluation_tasks as tasks
+from trainer.specs import run as spec
 
-_STANDARD = "trainer.evaluation_tasks.standard:build_standard"
+_STANDARD = "trainer.evaluation.standard:build_standard"
 
 
 @hookimpl
 def register_components(add: Add) -> None:
     """Register the run spec and whatever kinds its sections may have."""
-    add("run", spec.RunSpec, "trainer.run:build")
-    add("model", spec.TransformersSpec, "trainer.transformers_model:TransformersLM")
+    add("run", spec.RunSpec, "trainer.run.build:build")
+    add("model", spec.TransformersSpec, "trainer.baselines.transformers_model:TransformersLM")
     add("data", spec.WordProblemSpec, "trainer.data.word_problem:build")
     add("data", spec.TokensSpec, "trainer.data.tokens:build")
     add("data", spec.CatbAbISpec, "trainer.data.babi:build")
     add("data", spec.MixtureSpec, "trainer.data.mixture:build")
     add("data", spec.StreamSpec, "trainer.data.stream:build")
-    add("optimizer", spec.AdamWSpec, "trainer.optimizers:build_adamw")
-    add("schedule", spec.WarmupConstantSqrtSpec, "trainer.schedule:WarmupConstantSqrt")
-    add("schedule", spec.WarmupLinearSpec, "trainer.schedule:WarmupLinear")
+    add("optimizer", spec.AdamWSpec, "trainer.optim.optimizers:build_adamw")
+    add("schedule", spec.WarmupConstantSqrtSpec, "trainer.optim.schedules:WarmupConstantSqrt")
+    add("schedule", spec.WarmupLinearSpec, "trainer.optim.schedules:WarmupLinear")
     add("callback", spec.StopWhenSpec, "trainer.callbacks.stop_when:StopWhen")
     add("callback", spec.TensorBoardSpec, "trainer.callbacks.loggers:TensorBoard")
     add("callback", spec.WandbSpec, "trainer.callbacks.loggers:Wandb")
@@ -35,4 +35,4 @@ def register_components(add: Add) -> None:
     add("evaluation_task", tasks.WinoGrandeSpec, _STANDARD)
     add("evaluation_task", tasks.OpenBookQASpec, _STANDARD)
     add("evaluation_task", tasks.BoolQSpec, _STANDARD)
-    add("evaluation_task", tasks.HarnessTaskSpec, "trainer.evaluation_tasks.standard:build_harness_task")
+    add("evaluation_task", tasks.HarnessTaskSpec, "trainer.evaluation.standard:build_harness_task")

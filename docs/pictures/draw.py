@@ -164,7 +164,7 @@ def draw_curriculum() -> None:
 
 def draw_modes(run: Path) -> None:
     """Draw the residuals of a trained model's tokens, and how far its two modes are apart."""
-    from trainer.checkpoint import read_model_tensors
+    from trainer.checkpoint.load import read_model_tensors
 
     spec = ib.load_spec("word_problem_s3")
     model = ib.build(spec.model)

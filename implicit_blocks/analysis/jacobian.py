@@ -14,12 +14,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_blocks.backbone import BoundMap
-from implicit_blocks.driver import Search
 from implicit_blocks.gradients import ImplicitFunction
 from implicit_blocks.interfaces import Map
-from implicit_blocks.mixers.mamba2 import Mamba2, Mamba2State
-from implicit_blocks.model import ExplicitLM, ImplicitLM, LanguageModel
+from implicit_blocks.mixers.mamba2.mixer import Mamba2, Mamba2State
+from implicit_blocks.models.backbone import BoundMap
+from implicit_blocks.models.implicit import ExplicitLM, ImplicitLM, LanguageModel
+from implicit_blocks.search.search import Search
 from implicit_blocks.solvers import Broyden
 from implicit_blocks.specs import Stopping
 

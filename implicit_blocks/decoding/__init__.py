@@ -1,10 +1,10 @@
 """Generation: prompts solved in one window, then token by token, each row as it would be alone."""
 
-from implicit_blocks.decoding.continuous import ContinuousDecoder, NewToken, Request
 from implicit_blocks.decoding.generated import Generated, Step
 from implicit_blocks.decoding.generation import generate, stream
 from implicit_blocks.decoding.sampling import Sampling
 from implicit_blocks.decoding.scoring import Scored, score
+from implicit_blocks.decoding.slots.continuous import ContinuousDecoder, NewToken, Request
 
 __all__ = [
     "ContinuousDecoder",

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
+from implicit_blocks._utils.devices import choose_device
+from implicit_blocks.checkpoints.find import BYTES
+from implicit_blocks.checkpoints.load_model import load_model, tokenizer_of
 from implicit_blocks.decoding.generated import Generated
 from implicit_blocks.decoding.generation import Options, generate
-from implicit_blocks.devices import choose_device
-from implicit_blocks.model import LanguageModel
-from implicit_blocks.saved_files import BYTES
-from implicit_blocks.saved_models import load_model, tokenizer_of
+from implicit_blocks.models.implicit import LanguageModel
 
 
 class Language(NamedTuple):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from implicit_blocks.interfaces import Solution
+from implicit_blocks.solution import Solution
 
 
 @dataclass(frozen=True)

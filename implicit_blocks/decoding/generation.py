@@ -11,8 +11,8 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
+from implicit_blocks._utils.validation import require_count
 from implicit_blocks.decoding.generated import Generated, Step
-from implicit_blocks.decoding.lane_generation import LaneGeneration
 from implicit_blocks.decoding.prompts import (
     Prompts,
     check_model,
@@ -21,10 +21,10 @@ from implicit_blocks.decoding.prompts import (
     lay_out,
 )
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
-from implicit_blocks.interfaces import Solution
-from implicit_blocks.model import LanguageModel
-from implicit_blocks.ranges import require_count
-from implicit_blocks.search_options import SearchOptions
+from implicit_blocks.decoding.slots.generation import LaneGeneration
+from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.solution import Solution
 
 
 class Options(TypedDict, total=False):

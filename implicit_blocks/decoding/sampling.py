@@ -12,7 +12,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from implicit_blocks.ranges import require_count
+from implicit_blocks._utils.validation import require_count
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.decoding.prompts import check_model, check_prompts, lay_out, token_rows
-from implicit_blocks.interfaces import Solution
-from implicit_blocks.model import LanguageModel
-from implicit_blocks.search_options import SearchOptions
+from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.solution import Solution
 
 
 @dataclass(frozen=True)

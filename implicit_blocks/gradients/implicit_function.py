@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.driver import Search
-from implicit_blocks.gradients.sound import sound_rows, with_diverged
-from implicit_blocks.interfaces import Adjoint, GradientEstimator, Map, SearchLike, Solution, Solver
+from implicit_blocks._utils.validation import require_part
+from implicit_blocks.gradients.diverged import sound_rows, with_diverged
+from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solver
 from implicit_blocks.ops.transforms import first_derivatives_only
-from implicit_blocks.ranges import require_part
+from implicit_blocks.search.search import Search
+from implicit_blocks.solution import Adjoint, Solution
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
 

@@ -13,13 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from implicit_blocks.driver import still_at_padding
+from implicit_blocks._utils.validation import require_count, require_part
+from implicit_blocks.gradients.diverged import sound_rows, with_diverged
 from implicit_blocks.gradients.phantom import Phantom
-from implicit_blocks.gradients.sound import sound_rows, with_diverged
 from implicit_blocks.gradients.unrolled import Unrolled
-from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
+from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
 from implicit_blocks.ops.residual import narrow, norm
-from implicit_blocks.ranges import require_count, require_part
+from implicit_blocks.search.search import still_at_padding
+from implicit_blocks.solution import Solution
 
 
 class JacobianPenalty(GradientEstimator):

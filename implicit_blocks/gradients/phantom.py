@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks.gradients.sound import sound_rows, with_diverged
-from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution, SteppingMap
-from implicit_blocks.ranges import require_count, require_share
+from implicit_blocks._utils.validation import require_count, require_share
+from implicit_blocks.gradients.diverged import sound_rows, with_diverged
+from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, SteppingMap
+from implicit_blocks.solution import Solution
 
 
 class Phantom(GradientEstimator):

@@ -11,11 +11,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from implicit_blocks.driver import still_at_padding
-from implicit_blocks.gradients.sound import sound_rows, with_diverged
-from implicit_blocks.handed_back import point_and_state
-from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solution
-from implicit_blocks.ranges import require_count
+from implicit_blocks._utils.validation import require_count
+from implicit_blocks.contract_checks import point_and_state
+from implicit_blocks.gradients.diverged import sound_rows, with_diverged
+from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
+from implicit_blocks.search.search import still_at_padding
+from implicit_blocks.solution import Solution
 
 
 class Unrolled(GradientEstimator):

@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from implicit_blocks.own_parts import install_extra
+from implicit_blocks._utils.own_parts import install_extra
 
 if TYPE_CHECKING:
     from implicit_blocks.hf.cache import ImplicitCache

@@ -12,7 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from implicit_blocks.checkpoint_files import whole_folder
+from implicit_blocks.checkpoints.find import SPEC
+from implicit_blocks.checkpoints.folder import whole_folder
+from implicit_blocks.checkpoints.load_model import empty_state, read_newest_weights, run_of, tokenizer_of
 from implicit_blocks.hf import require_transformers
 from implicit_blocks.hf.folders import (
     Checkpoint,
@@ -25,8 +27,6 @@ from implicit_blocks.hf.folders import (
 )
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer, token_fields
 from implicit_blocks.registry import build
-from implicit_blocks.saved_files import SPEC
-from implicit_blocks.saved_models import empty_state, read_newest_weights, run_of, tokenizer_of
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec
 
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}

@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from implicit_blocks import registry
-from implicit_blocks.checkpoint_files import check_tensors, read_config, read_tensors, write_pickle
-from implicit_blocks.hf import ordinary, published
-from implicit_blocks.model import LanguageModel
+from implicit_blocks.checkpoints.find import CONFIG, read_json
+from implicit_blocks.checkpoints.folder import check_tensors, read_config, read_tensors, write_pickle
+from implicit_blocks.checkpoints.load_model import empty_state
+from implicit_blocks.hf import pretrained as ordinary
+from implicit_blocks.hf import published
+from implicit_blocks.models.implicit import LanguageModel
 from implicit_blocks.registry import build
-from implicit_blocks.saved_files import CONFIG, read_json
-from implicit_blocks.saved_models import empty_state
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
-from implicit_blocks.weight_norm import WeightNorm
+from implicit_blocks.weights.weight_norm import WeightNorm
 
 if TYPE_CHECKING:
     from implicit_blocks.hf.modeling import ImplicitLlamaForCausalLM, ImplicitMamba2ForCausalLM

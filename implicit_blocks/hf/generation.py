@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from implicit_blocks.decoding.prompts import check_prompts
 from implicit_blocks.hf.cache import ImplicitCache
-from implicit_blocks.search_options import SearchOptions
+from implicit_blocks.search.options import SearchOptions
 
 _FOR_GENERATE = ("tokenizer", "assistant_tokenizer")
 """Arguments of ``generate`` that transformers hands to the model too."""

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from implicit_blocks.committed import Committed
+from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.hf.cache import ImplicitCache
-from implicit_blocks.search_options import SearchOptions
-from implicit_blocks.suggestions import did_you_mean
+from implicit_blocks.models.sequence_state import Committed
+from implicit_blocks.search.options import SearchOptions
 
 _KNOBS = (*SearchOptions.names(), "window_length")
 _WITHOUT_EFFECT = frozenset(

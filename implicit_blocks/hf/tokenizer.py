@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from implicit_blocks.checkpoints.find import BYTES
 from implicit_blocks.hf import require_transformers
-from implicit_blocks.saved_files import BYTES
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
 """What usually ends a text, where a file of the vocabulary alone doesn't say."""

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from implicit_blocks._utils.padding import RealFirst
 from implicit_blocks.interfaces import Window
 from implicit_blocks.layers import reset_linear_
-from implicit_blocks.real_first import RealFirst
 
 
 class DepthwiseConv(nn.Module):

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from implicit_blocks._utils.validation import require_count
 from implicit_blocks.interfaces import Map, Solver
 from implicit_blocks.ops.residual import narrow, norm
-from implicit_blocks.ranges import require_count
 
 GROWTH = 100.0
 """A residual so many times the lowest ends the memory. Broyden's residuals climb on the way: with 2 in

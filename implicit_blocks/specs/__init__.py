@@ -9,6 +9,7 @@ from implicit_blocks.specs.gradients import (
     PhantomSpec,
     UnrolledSpec,
 )
+from implicit_blocks.specs.hybrid import ParallelSpec
 from implicit_blocks.specs.layers import (
     AttentionSpec,
     Mamba2Spec,
@@ -27,7 +28,6 @@ from implicit_blocks.specs.model import (
     LanguageModelSpec,
     ModelSpec,
 )
-from implicit_blocks.specs.parallel import ParallelSpec
 from implicit_blocks.specs.run import BaseRunSpec
 from implicit_blocks.specs.solvers import (
     AndersonSpec,

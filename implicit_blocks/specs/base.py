@@ -26,10 +26,10 @@ from pydantic.json_schema import CoreRef, GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from implicit_blocks import registry
+from implicit_blocks._utils.hints import did_you_mean, nearest
 from implicit_blocks.specs.errors import MOST_ERRORS, explain, refusal, together
-from implicit_blocks.specs.misplaced import places_of
+from implicit_blocks.specs.key_hints import places_of
 from implicit_blocks.specs.tree import OUT_OF_RANGE, SpecError, in_range, shown
-from implicit_blocks.suggestions import did_you_mean, nearest
 
 
 class Spec(BaseModel):

@@ -11,8 +11,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from implicit_blocks import registry
-from implicit_blocks.own_parts import zoo_folder
-from implicit_blocks.saved_files import SPEC
+from implicit_blocks._utils.hints import did_you_mean
+from implicit_blocks._utils.own_parts import zoo_folder
+from implicit_blocks.checkpoints.find import SPEC
 from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.merging import merge_runs
@@ -20,7 +21,6 @@ from implicit_blocks.specs.model import ModelSpec
 from implicit_blocks.specs.overrides import apply_overrides
 from implicit_blocks.specs.run import BaseRunSpec
 from implicit_blocks.specs.tree import MAX_DEPTH, Place, Section, SpecError, ValueBudget, read_yaml, shown
-from implicit_blocks.suggestions import did_you_mean
 
 _SUFFIXES = (".yaml", ".yml")
 DEFAULT_KIND = "run"

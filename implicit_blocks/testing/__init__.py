@@ -5,7 +5,7 @@ them, for a test each. ``check_backend`` holds a mixer's kernels to its plain op
 mixer that says so to padding and documents anywhere, ``check_plugin`` a distribution to what it registers.
 """
 
-from implicit_blocks.contracts import ContractError
+from implicit_blocks.registry.contracts import ContractError
 from implicit_blocks.testing.backends import check_backend
 from implicit_blocks.testing.gradients import GRADIENT_CONTRACTS, check_gradient
 from implicit_blocks.testing.mixer_walks import CUTS, PADDINGS, check_walk

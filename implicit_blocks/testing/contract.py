@@ -8,7 +8,7 @@ from typing import Any, ParamSpec
 
 from torch import Tensor
 
-from implicit_blocks.contracts import ContractError, describe, require
+from implicit_blocks.registry.contracts import ContractError, describe, require
 
 __all__ = ["ContractError", "named", "relative_error", "require"]
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from implicit_blocks.fixed_point import FixedPoint
-from implicit_blocks.interfaces import GradientEstimator, Solution, Solver
+from implicit_blocks.interfaces import GradientEstimator, Solver
 from implicit_blocks.registry import build
+from implicit_blocks.solution import Solution
 from implicit_blocks.specs import GradientSpec, SolverSpec, Stopping
 from implicit_blocks.testing.contract import named, relative_error, require
 from implicit_blocks.testing.ranks import gradients_of_two_ranks

@@ -10,9 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks.committed import Committed
-from implicit_blocks.interfaces import Mixer, Window
-from implicit_blocks.lanes import LaneStates
+from implicit_blocks.interfaces import LaneStates, Mixer, Window
+from implicit_blocks.models.sequence_state import Committed
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require
 from implicit_blocks.testing.mixer_runs import (

@@ -12,7 +12,7 @@ from implicit_blocks.registry import build
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require
 from implicit_blocks.testing.mixer_runs import D_MODEL, LENGTH, TOLERANCE, begin, forward, inputs, make, run
-from implicit_blocks.weight_norm import add_weight_norm
+from implicit_blocks.weights.weight_norm import add_weight_norm
 
 
 def gradients(spec: MixerSpec, d_model: int = D_MODEL) -> None:

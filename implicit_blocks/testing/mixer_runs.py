@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.committed import Committed
-from implicit_blocks.handed_back import mixed_and_state
+from implicit_blocks.contract_checks import mixed_and_state
 from implicit_blocks.interfaces import Mixer, State
+from implicit_blocks.models.sequence_state import Committed
 from implicit_blocks.registry import build
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require

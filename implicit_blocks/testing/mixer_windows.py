@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from implicit_blocks.committed import Committed
 from implicit_blocks.interfaces import Mixer
+from implicit_blocks.models.sequence_state import Committed
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require
 from implicit_blocks.testing.mixer_runs import (

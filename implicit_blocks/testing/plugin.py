@@ -10,8 +10,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from implicit_blocks import registry
-from implicit_blocks.contracts import require
-from implicit_blocks.hookspecs import GROUP
+from implicit_blocks.registry.contracts import require
+from implicit_blocks.registry.hooks import GROUP
 
 _ASK = """
 import json, sys

@@ -18,9 +18,9 @@ import implicit_blocks as ib
 from implicit_blocks import registry
 from implicit_blocks.decoding import ContinuousDecoder, Request, generate
 from implicit_blocks.specs import SpecError
-from trainer.metrics import read_metrics
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 D_MODEL, STEPS = 16, 20

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import implicit_blocks as ib
 from implicit_blocks import registry
-from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear
+from implicit_blocks.mixers.slots import RecurrentLanes
 from implicit_blocks.specs import Parameters
 from implicit_blocks.testing import (
     CUTS,

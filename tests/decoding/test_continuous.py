@@ -10,8 +10,8 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request, Sampling
-from implicit_blocks.decoding.lane_search import LaneSearch
-from implicit_blocks.ops.attention.lanes import attend_lanes
+from implicit_blocks.decoding.slots.search import LaneSearch
+from implicit_blocks.ops.attention.slots import attend_lanes
 
 
 @pytest.fixture

@@ -162,7 +162,7 @@ def test_streaming_yields_the_same_tokens_one_by_one(family, tiny_model, prompts
 def test_no_token_is_computed_twice_and_weights_are_made_ready_once(tiny_model, prompts):
     from unittest import mock
 
-    from implicit_blocks.weight_norm import WeightNorm
+    from implicit_blocks.weights.weight_norm import WeightNorm
 
     model = tiny_model("attention")
     lengths = []

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from implicit_blocks.decoding import ContinuousDecoder, Request
-from implicit_blocks.ops.attention.lanes import attend_lanes
-from implicit_blocks.ops.eight_bits import eight_bits
+from implicit_blocks.ops.attention.slots import attend_lanes
+from implicit_blocks.ops.quantization import eight_bits
 
 
 def committed(decoder, lane):

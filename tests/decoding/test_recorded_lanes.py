@@ -9,11 +9,11 @@ from weakref import ref
 import pytest
 import torch
 
-from implicit_blocks import recording
+from implicit_blocks.cuda import capture as recording
+from implicit_blocks.cuda.procedures import Recordings
 from implicit_blocks.decoding import ContinuousDecoder, Request
-from implicit_blocks.decoding.lane_batch import LaneBatch
-from implicit_blocks.decoding.recorded import Recordings
-from implicit_blocks.search_options import SearchOptions
+from implicit_blocks.decoding.slots.batch import LaneBatch
+from implicit_blocks.search.options import SearchOptions
 
 
 class Graph:

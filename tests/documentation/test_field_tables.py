@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import implicit_blocks as ib
-from trainer.spec import CatbAbISpec, TrainingSpec, WordProblemSpec
 from trainer.specs import phases
+from trainer.specs.run import CatbAbISpec, TrainingSpec, WordProblemSpec
 
 DOCS = Path(__file__).parents[2] / "docs"
 

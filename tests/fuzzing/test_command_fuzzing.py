@@ -22,18 +22,18 @@ from typing import Any
 import pytest
 
 import implicit_blocks.__main__
-import trainer.cli
-import trainer.evaluate
+import trainer.cli.train
+import trainer.data.tokenizing.command
+import trainer.evaluation.command
 import trainer.experiments.cli
-import trainer.report
-import trainer.tokenize
+import trainer.reporting.report
 from implicit_blocks.specs import zoo_names
 from trainer.errors import RunFolderError
 
 CASES = int(os.environ.get("FUZZ_CASES", "10000"))
 PROGRAMS: dict[str, Any] = {
     "implicit_blocks": implicit_blocks.__main__,
-    "trainer": trainer.cli,
+    "trainer": trainer.cli.train,
     "trainer.tokenize": trainer.tokenize,
     "trainer.evaluate": trainer.evaluate,
     "trainer.report": trainer.report,
@@ -234,7 +234,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     quiet = io.StringIO()
     with contextlib.redirect_stdout(quiet), contextlib.redirect_stderr(quiet):
         words = ["--spec", "word_problem_s3", *TINY, "--device", "cpu", "--output", "run"]
-        assert trainer.cli.main(words) == 0, quiet.getvalue()
+        assert trainer.cli.train.main(words) == 0, quiet.getvalue()
         words = [
             "text.txt",
             "--output",
@@ -246,7 +246,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             "--workers",
             "1",
         ]
-        assert trainer.tokenize.main([*words, "--validation-fraction", "0.2"]) == 0, quiet.getvalue()
+        assert trainer.data.tokenizing.command.main([*words, "--validation-fraction", "0.2"]) == 0, (
+            quiet.getvalue()
+        )
         assert implicit_blocks.__main__.main(["export", "run", "exported"]) in (0, 2), quiet.getvalue()
     shutil.copytree(folder / "run", folder / "damaged")
     (folder / "damaged" / "manifest.json").write_text("[1")
@@ -267,9 +269,9 @@ def _nothing_trains(monkeypatch: pytest.MonkeyPatch) -> None:
             draw(runs, path, **options)
 
     drawn: list[Path] = []
-    draw = trainer.report.draw
+    draw = trainer.reporting.report.draw
     monkeypatch.setattr(trainer.report, "draw", draw_some)
-    for name in ("trainer.run.build", "trainer.experiments.runs.build"):
+    for name in ("trainer.run.build.build", "trainer.experiments.runs.build"):
         monkeypatch.setattr(name, refuse)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

@@ -23,7 +23,7 @@ from implicit_blocks.specs import SpecError, load_spec, resolve, zoo_names
 from implicit_blocks.specs.counting import count_parameters
 from implicit_blocks.specs.loading import zoo_folder
 from implicit_blocks.specs.tree import dump_yaml
-from trainer.dry_run import describe
+from trainer.estimate.dry_run import describe
 
 CASES = int(os.environ.get("FUZZ_CASES", "10000"))
 SCALARS: list[Any] = [

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 import implicit_blocks as ib
-from implicit_blocks.committed import Committed
-from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.mixers import Mamba2
+from implicit_blocks.models.sequence_state import Committed
 from implicit_blocks.ops import cross_entropy, mamba2_mix, residual
 from implicit_blocks.ops.accelerated import load
 from implicit_blocks.ops.ssd import mamba_ssm
-from implicit_blocks.weight_norm import WeightNorm, add_weight_norm
+from implicit_blocks.weights.cache import HeldWeights
+from implicit_blocks.weights.weight_norm import WeightNorm, add_weight_norm
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,8 @@ import torch
 from torch.cuda import set_sync_debug_mode
 
 import implicit_blocks as ib
+from implicit_blocks.cuda.capture import forget_work_spaces, recording
 from implicit_blocks.layers import RMSNorm
-from implicit_blocks.recording import forget_work_spaces, recording
 
 pytestmark = [
     pytest.mark.gpu,

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
-from implicit_blocks.checkpoint_files import check_tensors, read_file, read_tensors, whole_folder
+from implicit_blocks.checkpoints.folder import check_tensors, read_file, read_tensors, whole_folder
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 

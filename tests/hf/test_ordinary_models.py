@@ -7,7 +7,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
-from implicit_blocks.hf import ordinary
+from implicit_blocks.hf import pretrained as ordinary
 from implicit_blocks.hf.folders import read_checkpoint, to_library
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from implicit_blocks.new_plugin import FAMILIES
+from implicit_blocks.registry.scaffold import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 MINUTES = 5

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from implicit_blocks.__main__ import main
-from implicit_blocks.new_plugin import FAMILIES, PluginNames, choose_names, create_plugin, writing
-from implicit_blocks.new_plugin.writing import render
+from implicit_blocks.registry.scaffold import FAMILIES, PluginNames, choose_names, create_plugin, writing
+from implicit_blocks.registry.scaffold.writing import render
 
 ROOT = Path(__file__).resolve().parents[2]
 LONGEST = "abcdefghij_klmnopqrst_uvwxyz12"

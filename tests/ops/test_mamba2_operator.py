@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import implicit_blocks as ib
-from implicit_blocks.held_weights import HeldWeights
 from implicit_blocks.mixers import Mamba2
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.causal_conv import fla as conv_fla
 from implicit_blocks.ops.ssd import fla as scan_fla
 from implicit_blocks.ops.ssd import mamba_ssm
+from implicit_blocks.weights.cache import HeldWeights
 
 
 class Wrapped(nn.Module):

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from implicit_blocks import api_version, registry
-from implicit_blocks.api_version import PluginDeprecationWarning, check_api_version, deprecated
-from implicit_blocks.hookspecs import API_VERSION
+from implicit_blocks import registry
+from implicit_blocks.registry import api_version
+from implicit_blocks.registry.api_version import PluginDeprecationWarning, check_api_version, deprecated
+from implicit_blocks.registry.hooks import API_VERSION
 from implicit_blocks.specs.loading import load_spec
 
 ROOT = Path(__file__).resolve().parents[2]

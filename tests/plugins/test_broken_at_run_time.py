@@ -10,7 +10,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks import registry
-from implicit_blocks.contracts import ContractError, describe
+from implicit_blocks.registry.contracts import ContractError, describe
 from implicit_blocks.testing import check_solver
 
 TOKENS = torch.arange(12).view(2, 6) % 5
@@ -160,7 +160,7 @@ def test_a_solver_that_proposes_nan_has_diverged_and_costs_nothing_else():
 
 
 def test_the_trainer_says_it_in_a_sentence(tmp_path, capsys):
-    from trainer.cli import main
+    from trainer.cli.train import main
 
     arguments = ["--spec", "word_problem_s3", "--output", str(tmp_path / "run"), "training.max_steps=1"]
     changes = ["model.solver={kind: acme.bad, fault: short}", "training.batch_size=2", "phases=[]"]
@@ -187,7 +187,7 @@ def test_a_state_that_grows_after_the_first_update_is_named_too():
 
 
 def test_a_component_that_ends_the_program_is_an_error(tmp_path, capsys):
-    from trainer.cli import main
+    from trainer.cli.train import main
 
     arguments = ["--spec", "word_problem_s3", "--output", str(tmp_path / "run"), "training.max_steps=1"]
     changes = ["model.solver={kind: acme.bad, fault: exits}", "training.batch_size=2", "phases=[]"]

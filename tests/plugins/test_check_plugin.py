@@ -11,7 +11,7 @@ from implicit_blocks.testing import ContractError, check_plugin
 
 LIGHT = """
 from typing import Literal
-from implicit_blocks.hookspecs import hookimpl
+from implicit_blocks.registry.hooks import hookimpl
 from implicit_blocks.specs import SolverSpec
 
 class SlowSpec(SolverSpec):

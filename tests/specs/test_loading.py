@@ -20,7 +20,7 @@ from implicit_blocks.specs import (
     resolve,
     spec_name,
 )
-from trainer.run_folder import RunFolder, differences
+from trainer.storage.run_folder import RunFolder, differences
 
 Write = Callable[[str, str], str]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from implicit_blocks.specs import SpecError, merge
-from trainer.spec import RunSpec
+from trainer.specs.run import RunSpec
 
 LENGTH = 32
 BASE: dict[str, Any] = {

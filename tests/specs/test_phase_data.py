@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from implicit_blocks.specs import SpecError, merge
-from trainer.dry_run import describe
-from trainer.spec import RunSpec
+from trainer.estimate.dry_run import describe
+from trainer.specs.run import RunSpec
 
 BASE: dict[str, Any] = {
     "model": {"kind": "implicit_lm", "d_model": 64, "n_layers": 1, "mixer": {"kind": "mamba2"}},

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from trainer.spec import RunSpec
+from trainer.specs.run import RunSpec
 
 SMALL: dict[str, Any] = {
     "model": {

@@ -74,12 +74,13 @@ def run(order: dict[str, Any]) -> int:
     import torch
     from torch.distributed.checkpoint import filesystem
 
-    import trainer.run
-    from trainer import cli, loop
-    from trainer.metrics import MetricsFile
+    import trainer.run.build
+    from trainer.cli import train as cli
+    from trainer.reporting.metrics import MetricsFile
+    from trainer.run import loop
 
     torch.set_num_threads(1)
-    trainer.run.draw = lambda runs, path: None  # type: ignore[assignment]  # a picture takes longer than a run
+    trainer.run.build.draw = lambda runs, path: None  # type: ignore[assignment]  # a picture takes longer than a run
     events = Events(order)
     events.around(loop, "training_step", writes=False, after=True, step=True)
     events.around(MetricsFile, "write", writes=False)
@@ -131,9 +132,9 @@ def import_everything() -> None:
     import torch
     import torch.distributed.checkpoint  # the same
 
-    import trainer.cli
+    import trainer.cli.train
     import trainer.data.word_problem
-    import trainer.run  # noqa: F401  # the same
+    import trainer.run.build  # noqa: F401  # the same
     from implicit_blocks import registry
     from implicit_blocks.specs import load_spec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from implicit_blocks.ops import backends
-from trainer.backend_record import BackendRecord
+from trainer.reporting.backends import BackendRecord
 
 
 class Folder:

@@ -14,14 +14,14 @@ import torch
 from implicit_blocks import registry
 from implicit_blocks.specs import SpecError
 from trainer.callbacks import Callback, CallbackContext, Callbacks
+from trainer.callbacks.dispatch import Teller
 from trainer.callbacks.stop_when import StopWhen
-from trainer.callbacks.telling import Teller
 from trainer.distributed import Ranks
 from trainer.errors import CallbackError
-from trainer.metrics import read_metrics
-from trainer.report import main as report
-from trainer.run import build
-from trainer.spec import CallbackSpec, RunSpec, StopWhenSpec
+from trainer.reporting.metrics import read_metrics
+from trainer.reporting.report import main as report
+from trainer.run.build import build
+from trainer.specs.run import CallbackSpec, RunSpec, StopWhenSpec
 
 Small = Callable[..., RunSpec]
 

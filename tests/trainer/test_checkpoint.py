@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.checkpoint import (
+from trainer.checkpoint.folder import prune
+from trainer.checkpoint.load import (
     Checkpointer,
     Progress,
     _restore_random,
@@ -25,11 +26,10 @@ from trainer.checkpoint import (
     step_name,
     verify_checkpoint,
 )
-from trainer.checkpoint_folder import prune
+from trainer.checkpoint.rng import random_state, restore_random_state, seed_everything
 from trainer.distributed import Ranks
 from trainer.errors import CheckpointError, FailedSaveError
-from trainer.files import digest
-from trainer.rng import random_state, restore_random_state, seed_everything
+from trainer.storage.files import digest
 
 
 class Tied(nn.Module):
@@ -163,7 +163,7 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_previous_one(
     # At each of the moments in turn: before the tensors, before the state, before the rename.
     for target in (
         "torch.distributed.checkpoint.filesystem._write_item",
-        "trainer.checkpoint_writer.write_json",
+        "trainer.checkpoint.writer.write_json",
         "pathlib.Path.rename",
     ):
         with monkeypatch.context() as patch:

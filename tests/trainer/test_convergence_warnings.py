@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
 ADJOINT = {"kind": "implicit_function", "stopping": {"tolerance": 1e-6, "max_iterations": 1}}

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint import list_checkpoints, read_model_tensors
-from trainer.checkpoint_folder import read_state
+from trainer.checkpoint.folder import read_state
+from trainer.checkpoint.load import list_checkpoints, read_model_tensors
 from trainer.data.source import Batch
 from trainer.distributed import Ranks
-from trainer.dry_run import describe
 from trainer.errors import NonFiniteLossError
-from trainer.metrics import read_metrics
-from trainer.run import build
-from trainer.spec import RunSpec
-from trainer.step import training_step
+from trainer.estimate.dry_run import describe
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import build
+from trainer.run.step import training_step
+from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
 
@@ -81,7 +81,7 @@ def test_what_a_phase_changes_holds_in_its_steps(
         seen.append((*how, len(batch), options["clip_norm"], pytest.approx(rate, rel=1e-6)))
         return training_step(layout, optimizer, batch, **options)
 
-    monkeypatch.setattr("trainer.loop.training_step", step)
+    monkeypatch.setattr("trainer.run.loop.training_step", step)
     run.train()
     rates = [2e-3, 1.5e-3, 0.5e-4, 0.25e-4]  # falling to 0 at the end of the run, from each phase's own
     assert [row[-1] for row in seen] == rates

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import implicit_blocks as ib
-from trainer.cli import main
-from trainer.files import digest, read_json, sha256_of, write_json
-from trainer.metrics import read_metrics
-from trainer.report import main as report
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.cli.train import main
+from trainer.reporting.metrics import read_metrics
+from trainer.reporting.report import main as report
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
+from trainer.storage.files import digest, read_json, sha256_of, write_json
 
 Small = Callable[..., RunSpec]
 

@@ -9,8 +9,8 @@ import pytest
 
 from implicit_blocks.specs import load_spec
 from trainer.__main__ import main
-from trainer.memory import Memory, estimate_memory, work_out
-from trainer.specs.parallel import ParallelSpec
+from trainer.estimate.memory import Memory, estimate_memory, work_out
+from trainer.specs.distributed import ParallelSpec
 
 PARAMETERS = 1_324_083_184
 """Of llama_1.3b."""

@@ -13,8 +13,8 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.distributed import Ranks
-from trainer.evaluation import _share, evaluate, table
-from trainer.metrics import json_value
+from trainer.evaluation.measure import _share, evaluate, table
+from trainer.reporting.metrics import json_value
 
 LENGTH, VOCABULARY = 6, 5
 

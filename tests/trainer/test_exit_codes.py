@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from implicit_blocks.contracts import ContractError
-from trainer import exit_codes
+from implicit_blocks.registry.contracts import ContractError
+from trainer.cli import exit_codes
+from trainer.cli.exit_codes import code_of, refuse, short_of_memory
 from trainer.errors import DataError, LostPeerError, PeerError
-from trainer.exit_codes import code_of, refuse, short_of_memory
 
 TOO_MUCH = 2**60
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer import exporting
+from trainer.checkpoint import export as exporting
 from trainer.errors import FailedSaveError
-from trainer.metrics import read_metrics
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
 

@@ -13,11 +13,11 @@ import torch
 
 from implicit_blocks import load_spec
 from implicit_blocks.__main__ import main
-from implicit_blocks.saved_models import tokenizer_of
-from trainer.checkpoint import read_model_tensors
+from implicit_blocks.checkpoints.load_model import tokenizer_of
+from trainer.checkpoint.load import read_model_tensors
 from trainer.data.tokens import write_tokens
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -26,7 +26,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # after the skip
 
 import implicit_blocks.hf  # noqa: F401  # registers the models
-from trainer.evaluation_tasks.subject import find_subject
+from trainer.evaluation.eval_model import find_subject
 
 Small = Callable[..., RunSpec]
 

@@ -8,7 +8,7 @@ import pytest
 
 from implicit_blocks.specs import load_spec
 from implicit_blocks.specs.counting import count_flops
-from trainer.flops import differentiated_passes, training_flops
+from trainer.estimate.flops import differentiated_passes, training_flops
 
 LENGTH = 128
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from trainer.display import Display
 from trainer.errors import RunFolderError
-from trainer.folder_lock import FolderLock, LockedError
-from trainer.run import build
-from trainer.run_folder import RunFolder, folder_to_resume
-from trainer.spec import RunSpec
+from trainer.reporting.display import Display
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
+from trainer.storage.lock import FolderLock, LockedError
+from trainer.storage.run_folder import RunFolder, folder_to_resume
 
 fcntl = pytest.importorskip("fcntl", reason="file locks of POSIX")
 
@@ -35,7 +35,7 @@ class Heard(Display):
 @contextmanager
 def held_by_another_process(path: Path) -> Iterator[subprocess.Popen[str]]:
     program = (
-        "import sys, time; from pathlib import Path; from trainer.folder_lock import FolderLock\n"
+        "import sys, time; from pathlib import Path; from trainer.storage.lock import FolderLock\n"
         "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); time.sleep(60)"
     )
     with subprocess.Popen(
@@ -152,7 +152,7 @@ def test_two_new_runs_in_one_folder(
     tmp_path: Path, small: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both found it free; one of them is first."""
-    from trainer import run as module
+    from trainer.run import build as module
 
     folder, spec = tmp_path / "run", small()
     parts = module.make_parts

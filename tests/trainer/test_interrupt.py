@@ -7,8 +7,8 @@ import signal
 
 import pytest
 
-from trainer import interrupt
-from trainer.interrupt import Interrupt
+from trainer.run import interrupt
+from trainer.run.interrupt import Interrupt
 
 
 def test_the_first_signal_counts_and_others_change_nothing() -> None:

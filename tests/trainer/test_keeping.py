@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint_folder import Progress
+from trainer.checkpoint.folder import Progress
+from trainer.checkpoint.manager import Keeper
 from trainer.distributed import alone
 from trainer.errors import FailedRecordError, FailedSaveError
-from trainer.keeping import Keeper
-from trainer.run_folder import RunFolder
+from trainer.storage.run_folder import RunFolder
 
 FULL = OSError(28, "No space left on device")
 

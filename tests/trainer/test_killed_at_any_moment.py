@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainer.metrics import read_metrics
+from trainer.reporting.metrics import read_metrics
 
 SETTINGS = [
     "model.d_model=16", "model.mixer.d_state=8", "model.mixer.head_dim=8", "model.dropout=0.1",

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.checkpoint_folder import list_checkpoints
-from trainer.cli import main
+from trainer.checkpoint.folder import list_checkpoints
+from trainer.cli.train import main
 from trainer.data.manifest import read_manifest
-from trainer.files import LinkError, open_own, replacing, write_json
-from trainer.folder_lock import FolderLock
-from trainer.metrics import MetricsFile, read_metrics
-from trainer.run import build
-from trainer.spec import RunSpec
-from trainer.tokenize import main as tokenize
+from trainer.data.tokenizing.command import main as tokenize
+from trainer.reporting.metrics import MetricsFile, read_metrics
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
+from trainer.storage.files import LinkError, open_own, replacing, write_json
+from trainer.storage.lock import FolderLock
 
 Small = Callable[..., RunSpec]
 

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import implicit_blocks as ib
-from trainer.checkpoint import read_model_tensors
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.checkpoint.load import read_model_tensors
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
 

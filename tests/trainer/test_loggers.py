@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from trainer.callbacks.loggers import TensorBoard
-from trainer.metrics import read_metrics
-from trainer.run import build
-from trainer.spec import RunSpec, TensorBoardSpec
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import build
+from trainer.specs.run import RunSpec, TensorBoardSpec
 
 Small = Callable[..., RunSpec]
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from implicit_blocks.own_parts import install_extra
-from trainer import metrics
-from trainer.display import PlainDisplay, RichDisplay, counted, duration, magnitude
-from trainer.metrics import MetricsFile, json_value, read_metrics, rounded
-from trainer.report import RunRecord, _draw_loss, draw, main, read_run, smoothed
-from trainer.run_folder import differences
+from implicit_blocks._utils.own_parts import install_extra
+from trainer.reporting import metrics
+from trainer.reporting.display import PlainDisplay, RichDisplay, counted, duration, magnitude
+from trainer.reporting.metrics import MetricsFile, json_value, read_metrics, rounded
+from trainer.reporting.report import RunRecord, _draw_loss, draw, main, read_run, smoothed
+from trainer.storage.run_folder import differences
 
 
 def test_metrics_have_no_values_that_json_lacks(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_runs_are_drawn_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
 def legends(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> list[list[str]]:
     """Return the texts of the panels' legends that the command draws."""
     figures: list[Any] = []
-    monkeypatch.setattr("trainer.report.write_picture", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr("trainer.reporting.report.write_picture", lambda figure, path: figures.append(figure))
     assert main(arguments) == 0
     found = [axes.get_legend() for axes in figures[0].axes]
     return [[text.get_text() for text in legend.get_texts()] for legend in found if legend is not None]
@@ -211,7 +211,7 @@ def test_a_run_given_twice_and_a_label_given_twice_are_refused(
 
 def test_every_run_has_a_color_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
-    monkeypatch.setattr("trainer.report.write_picture", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr("trainer.reporting.report.write_picture", lambda figure, path: figures.append(figure))
     runs = [fake_run(tmp_path / f"{n}", name="text", implicit=True, task="tokens") for n in range(8)]
     assert main(list(map(str, runs))) == 0
     for axes in figures[0].axes[0], figures[0].axes[2]:
@@ -275,7 +275,7 @@ def test_what_keeps_a_picture_from_being_drawn_is_said(
 
 def test_the_time_left_follows_the_pace_of_the_latest_steps() -> None:
     """A slow first step is forgotten, and so is an earlier phase of another pace."""
-    from trainer.display import _Pace
+    from trainer.reporting.display import _Pace
 
     pace, now = _Pace(total=400), 100.0
     left = []

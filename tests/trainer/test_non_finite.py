@@ -14,10 +14,10 @@ import torch
 from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Layout, Ranks
 from trainer.errors import NonFiniteLossError
-from trainer.metrics import read_metrics
-from trainer.run import build
-from trainer.spec import RunSpec
-from trainer.step import StepResult, training_step
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import build
+from trainer.run.step import StepResult, training_step
+from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
 

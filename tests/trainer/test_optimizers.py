@@ -8,8 +8,8 @@ from torch import nn
 
 import implicit_blocks as ib
 from implicit_blocks import registry
-from trainer.optimizers import build_adamw, load_optimizer_state, optimizer_state, set_learning_rate
-from trainer.spec import AdamWSpec
+from trainer.optim.optimizers import build_adamw, load_optimizer_state, optimizer_state, set_learning_rate
+from trainer.specs.run import AdamWSpec
 
 
 @pytest.mark.parametrize(

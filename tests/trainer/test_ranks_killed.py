@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from trainer.checkpoint import list_checkpoints, read_model_tensors
-from trainer.metrics import read_metrics
+from trainer.checkpoint.load import list_checkpoints, read_model_tensors
+from trainer.reporting.metrics import read_metrics
 
 SETTINGS = [
     "model.d_model=16", "model.mixer.d_state=8", "model.mixer.head_dim=8", "model.dropout=0.1",

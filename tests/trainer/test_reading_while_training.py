@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import implicit_blocks as ib
-from implicit_blocks.saved_files import read_newest, require_whole
-from trainer.checkpoint import Checkpointer, Progress, newest_sound_checkpoint, step_name
-from trainer.run import build
-from trainer.run_folder import RunFolder, claim_folder
-from trainer.spec import RunSpec
+from implicit_blocks.checkpoints.find import read_newest, require_whole
+from trainer.checkpoint.load import Checkpointer, Progress, newest_sound_checkpoint, step_name
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
+from trainer.storage.run_folder import RunFolder, claim_folder
 
 Small = Callable[..., RunSpec]
 
@@ -130,7 +130,7 @@ def test_a_run_that_saves_without_end_is_given_up(run: Path) -> None:
 
 
 def test_a_removed_checkpoint_is_never_seen_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer import checkpoint_folder
+    from trainer.checkpoint import folder as checkpoint_folder
 
     removed: list[str] = []
     monkeypatch.setattr(checkpoint_folder, "remove_tree", lambda path: removed.append(path.name))

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.checkpoint import list_checkpoints, read_model_tensors
+from trainer.checkpoint.load import list_checkpoints, read_model_tensors
 from trainer.errors import CheckpointError, NonFiniteLossError, RunFolderError
-from trainer.metrics import read_metrics
-from trainer.report import read_run
-from trainer.run import build
-from trainer.run_folder import RunFolder
-from trainer.spec import RunSpec
+from trainer.reporting.metrics import read_metrics
+from trainer.reporting.report import read_run
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
+from trainer.storage.run_folder import RunFolder
 
 WITH_PICTURES = True
 

@@ -4,8 +4,8 @@ from itertools import pairwise
 
 import pytest
 
-from trainer.schedule import WarmupConstantSqrt, WarmupLinear, steps_of
-from trainer.spec import WarmupConstantSqrtSpec, WarmupLinearSpec
+from trainer.optim.schedules import WarmupConstantSqrt, WarmupLinear, steps_of
+from trainer.specs.run import WarmupConstantSqrtSpec, WarmupLinearSpec
 
 
 def constant_sqrt(*, warmup: int, decay: int, final: float, total_steps: int) -> WarmupConstantSqrt:

@@ -13,15 +13,16 @@ import torch
 from safetensors.torch import save_file
 
 from implicit_blocks.specs import ExplicitLMSpec, load_spec
-from trainer import exporting, start
-from trainer.checkpoint import list_checkpoints, read_model_tensors
-from trainer.dry_run import describe
+from trainer.checkpoint import export as exporting
+from trainer.checkpoint.load import list_checkpoints, read_model_tensors
 from trainer.errors import CheckpointError, RunFolderError
-from trainer.metrics import read_metrics
-from trainer.run import build
-from trainer.spec import RunSpec
-from trainer.specs.start import StartSpec
-from trainer.start import Origin, find_start, require_fitting
+from trainer.estimate.dry_run import describe
+from trainer.reporting.metrics import read_metrics
+from trainer.run import init_from as start
+from trainer.run.build import build
+from trainer.run.init_from import Origin, find_start, require_fitting
+from trainer.specs.init_from import StartSpec
+from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
 

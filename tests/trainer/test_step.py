@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Layout, Ranks
-from trainer.step import StepResult, _objective, _Tally, training_step
+from trainer.run.step import StepResult, _objective, _Tally, training_step
 
 
 class Table(nn.Module):

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.metrics import read_metrics
-from trainer.peak_flops import peak_flops
-from trainer.run import build
-from trainer.spec import RunSpec
-from trainer.step import StepResult, _executed, search_statistics
-from trainer.telemetry import Speedometer, by_phase
+from trainer.estimate.peak_flops import peak_flops
+from trainer.reporting.metrics import read_metrics
+from trainer.reporting.throughput import Speedometer, by_phase
+from trainer.run.build import build
+from trainer.run.step import StepResult, _executed, search_statistics
+from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
 
@@ -63,7 +63,7 @@ def test_executed_calls_are_those_the_map_gets(small: Small, tmp_path: Path) -> 
     mixer = next(module for name, module in run.model.named_modules() if name.endswith("layers.0.mixer"))
     mixer.register_forward_hook(count)
     results = []
-    from trainer import loop
+    from trainer.run import loop
 
     original = loop.training_step
     try:

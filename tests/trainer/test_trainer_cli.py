@@ -14,10 +14,10 @@ import torch
 import yaml
 
 from implicit_blocks.specs import load_spec
-from trainer.cli import main
-from trainer.memory import estimate_memory
-from trainer.metrics import read_metrics
-from trainer.spec import RunSpec
+from trainer.cli.train import main
+from trainer.estimate.memory import estimate_memory
+from trainer.reporting.metrics import read_metrics
+from trainer.specs.run import RunSpec
 
 S3 = "zoo/word_problem_s3.yaml"
 TINY = [
@@ -214,12 +214,12 @@ def test_a_device_without_enough_memory_is_named(
             "CUDA out of memory. Tried to allocate 86.00 MiB. GPU 0 has little left."
         )
 
-    monkeypatch.setattr("trainer.loop.training_step", full)
+    monkeypatch.setattr("trainer.run.loop.training_step", full)
     code, _, err = run(["--spec", S3, *TINY, "--output", str(tmp_path / "run"), "--device", "cpu"], capsys)
     assert code == 2
     assert "out of memory at step 1 (CUDA out of memory. Tried to allocate 86.00 MiB)" in err
     assert "lower training.micro_batch_size" in err
-    monkeypatch.setattr("trainer.run.build", full)
+    monkeypatch.setattr("trainer.run.build.build", full)
     code, _, err = run(["--spec", S3, *TINY, "--output", str(tmp_path / "other"), "--device", "cpu"], capsys)
     assert code == 2
     assert "out of memory before the first step (CUDA out of memory. Tried to allocate 86.00 MiB)" in err

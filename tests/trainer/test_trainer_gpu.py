@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.metrics import read_metrics
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
 
 pytestmark = [
     pytest.mark.gpu,

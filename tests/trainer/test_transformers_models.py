@@ -12,19 +12,19 @@ import pytest
 import torch
 
 from implicit_blocks.__main__ import main as library
-from implicit_blocks.own_parts import install_extra
+from implicit_blocks._utils.own_parts import install_extra
 from implicit_blocks.specs import SpecError, load_spec
-from trainer.cli import main
+from trainer.cli.train import main
+from trainer.data.tokenizing.command import main as tokenize
 from trainer.errors import DataError
-from trainer.metrics import read_metrics
-from trainer.spec import TransformersSpec
-from trainer.tokenize import main as tokenize
+from trainer.reporting.metrics import read_metrics
+from trainer.specs.run import TransformersSpec
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from transformers import AutoConfig, AutoModelForCausalLM  # after the skip
 
-from trainer.transformers_model import TransformersLM
+from trainer.baselines.transformers_model import TransformersLM
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {

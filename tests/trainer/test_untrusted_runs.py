@@ -15,14 +15,14 @@ from torch.distributed.checkpoint import save as save_with_torch
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main as library
-from implicit_blocks.sharded_files import expect_one_process, read_whole_tensors
-from trainer.cli import main
+from implicit_blocks.checkpoints.sharded import expect_one_process, read_whole_tensors
+from trainer.cli.train import main
 from trainer.data.published_bin import read_published
 from trainer.data.token_files import open_shards, write_tokens
-from trainer.evaluate import main as evaluate
-from trainer.files import digest, read_json, sha256_of, write_json
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.evaluation.command import main as evaluate
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
+from trainer.storage.files import digest, read_json, sha256_of, write_json
 
 Small = Callable[..., RunSpec]
 

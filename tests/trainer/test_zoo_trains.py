@@ -12,7 +12,7 @@ import pytest
 
 from implicit_blocks.specs import load_spec
 from implicit_blocks.specs.loading import zoo_names
-from trainer.cli import main
+from trainer.cli.train import main
 
 WITH_PICTURES = True
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.evaluation import EvaluationResult
-from trainer.spec import Phase, RunSpec
+from trainer.evaluation.measure import EvaluationResult
+from trainer.specs.run import Phase, RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,13 @@ from torch.distributed.tensor import DTensor
 
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
 from trainer.callbacks.base import Callback, CallbackContext
-from trainer.evaluation import EvaluationResult
-from trainer.evaluation_tasks.tasks import build_tasks, locate_all, require_packages
-from trainer.metrics import MetricsFile
+from trainer.evaluation.measure import EvaluationResult
+from trainer.evaluation.tasks import build_tasks, locate_all, require_packages
+from trainer.reporting.metrics import MetricsFile
 from trainer.specs.callbacks import BenchmarksSpec
 
 if TYPE_CHECKING:
-    from trainer.evaluation_tasks.harness import HarnessLM
+    from trainer.evaluation.harness import HarnessLM
 
 BENCHMARKS_FILE = "benchmarks.jsonl"
 
@@ -52,7 +52,7 @@ class Benchmarks(Callback):
                 "the model's parameters are spread over processes and can't be asked; leave the callback "
                 "out, and evaluate the checkpoints by python -m trainer.evaluate"
             )
-        from trainer.evaluation_tasks.scores import check_lengths  # needs packages that __init__ asks for
+        from trainer.evaluation.scores import check_lengths  # needs packages that __init__ asks for
 
         training = run.model.training
         check_lengths(
@@ -65,7 +65,7 @@ class Benchmarks(Callback):
 
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
         """Ask all tasks; note the scores."""
-        from trainer.evaluation_tasks.scores import ask
+        from trainer.evaluation.scores import ask
 
         training = run.model.training
         (scores,) = ask(self._lm(run), self._tasks, limit=self._spec.limit)
@@ -79,8 +79,8 @@ class Benchmarks(Callback):
 
     def _lm(self, run: CallbackContext) -> HarnessLM:
         """Return the model as lm-eval asks it, in evaluation mode."""
-        from trainer.evaluation_tasks.harness import HarnessLM
-        from trainer.evaluation_tasks.subject import as_transformers, longest_request
+        from trainer.evaluation.eval_model import as_transformers, longest_request
+        from trainer.evaluation.harness import HarnessLM
 
         return HarnessLM(
             as_transformers(run.model).eval(),

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from implicit_blocks.own_parts import install_extra
+from implicit_blocks._utils.own_parts import install_extra
 from trainer.callbacks.base import Callback, CallbackContext
-from trainer.evaluation import EvaluationResult
-from trainer.files import write_atomically
+from trainer.evaluation.measure import EvaluationResult
 from trainer.specs.callbacks import TensorBoardSpec, WandbSpec
+from trainer.storage.files import write_atomically
 
 _NOT_METRICS = ("step", "set", "length", "sequences")
 

@@ -10,8 +10,8 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from trainer.callbacks.base import Callback, CallbackContext
-from trainer.files import write_atomically
 from trainer.specs.callbacks import ProfileSpec
+from trainer.storage.files import write_atomically
 
 
 class Profile(Callback):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from implicit_blocks.suggestions import did_you_mean
+from implicit_blocks._utils.hints import did_you_mean
 from trainer.callbacks.base import Callback, CallbackContext
-from trainer.display import counted
+from trainer.reporting.display import counted
 from trainer.specs.callbacks import StopWhenSpec
 
 

@@ -29,8 +29,8 @@ from trainer.data.source import IGNORED, Batch, DataSource, EvaluationSet, check
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
-    from trainer.spec import EvaluationSpec
     from trainer.specs.data import CatbAbISpec
+    from trainer.specs.run import EvaluationSpec
 
 TASKS = tuple(range(1, 21))
 SPLITS = ("train", "valid", "test")

@@ -11,7 +11,7 @@ from trainer.data.token_folder import (
     open_tokens,
     validation_folder,
 )
-from trainer.display import counted
+from trainer.reporting.display import counted
 
 if TYPE_CHECKING:
     from trainer.specs.data import StreamSpec, TokensSpec

@@ -19,8 +19,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from implicit_blocks.saved_files import plain_name
-from trainer.files import sha256_of, write_json
+from implicit_blocks.checkpoints.find import plain_name
+from trainer.storage.files import sha256_of, write_json
 
 MANIFEST = "manifest.json"
 JOB = "job.json"

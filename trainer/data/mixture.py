@@ -24,8 +24,8 @@ from trainer.data.quotas import BLOCK, quotas
 from trainer.data.source import Batch, DataSource, EvaluationSet, check_range
 
 if TYPE_CHECKING:
-    from trainer.spec import EvaluationSpec
     from trainer.specs.data import MixtureSpec
+    from trainer.specs.run import EvaluationSpec
 
 _GOLDEN = 0x9E3779B97F4A7C15
 

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.contracts import require
-from implicit_blocks.handed_back import shape_and_type
+from implicit_blocks.contract_checks import shape_and_type
+from implicit_blocks.registry.contracts import require
 
 if TYPE_CHECKING:
-    from trainer.spec import EvaluationSpec
+    from trainer.specs.run import EvaluationSpec
 
 IGNORED = -100
 """The label of a position that is not scored."""

@@ -25,8 +25,8 @@ from trainer.data.tokenizing.tokenizers import Tokenizer, load_tokenizer
 from trainer.data.tokens import TokenData
 
 if TYPE_CHECKING:
-    from trainer.spec import EvaluationSpec
     from trainer.specs.data import StreamSpec
+    from trainer.specs.run import EvaluationSpec
 
 EXACT = 4096
 """Samples that are read and dropped to reach a position; more are skipped by estimate."""

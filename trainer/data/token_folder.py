@@ -20,7 +20,7 @@ from trainer.data.manifest import (
     verify,
 )
 from trainer.data.token_files import Shard, TokenDtype, open_shards
-from trainer.files import digest
+from trainer.storage.files import digest
 
 
 @dataclass(frozen=True)

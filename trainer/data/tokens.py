@@ -26,8 +26,8 @@ from trainer.data.token_files import TokenDtype, write_tokens
 from trainer.data.token_folder import check_same_tokenizer, check_tokens, open_tokens, validation_folder
 
 if TYPE_CHECKING:
-    from trainer.spec import EvaluationSpec
     from trainer.specs.data import TokensSpec
+    from trainer.specs.run import EvaluationSpec
 
 __all__ = ["TokenData", "build", "write_tokens"]
 

@@ -28,8 +28,8 @@ from trainer.data.random_tokens import Categorical
 from trainer.data.source import Batch, DataSource, EvaluationSet, check_range
 
 if TYPE_CHECKING:
-    from trainer.spec import EvaluationSpec
     from trainer.specs.data import WordProblemSpec
+    from trainer.specs.run import EvaluationSpec
 
 DrawOrder = Literal["fast", "published"]
 Sequences = tuple[torch.Tensor, torch.Tensor]

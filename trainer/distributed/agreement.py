@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.distributed.ranks import Ranks
-from trainer.files import digest
-from trainer.run_folder import differences
+from trainer.storage.files import digest
+from trainer.storage.run_folder import differences
 
 SHOWN = 8
 

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.backbone import Backbone
-from implicit_blocks.held_weights import WEIGHTS_COME_AND_GO
+from implicit_blocks.models.backbone import Backbone
+from implicit_blocks.search.agreement import RankAgreement, fixed_budget
 from implicit_blocks.specs import ModelSpec
-from implicit_blocks.stopping import RankAgreement, fixed_budget
+from implicit_blocks.weights.cache import WEIGHTS_COME_AND_GO
 from trainer.distributed.ranks import Ranks
-from trainer.specs.parallel import Kind, ParallelSpec, Spread
+from trainer.specs.distributed import Kind, ParallelSpec, Spread
 
 BUCKET_MEGABYTES = 100
 """Of gradients that DDP exchanges at once: messages long enough for a fast link's full speed, and so many

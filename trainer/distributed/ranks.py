@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from implicit_blocks.devices import choose_device
+from implicit_blocks._utils.devices import choose_device
 from trainer.errors import DeviceError, PeerError
 
 T = TypeVar("T")

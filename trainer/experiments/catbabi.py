@@ -15,9 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks.devices import choose_device, device_name
+from implicit_blocks._utils.devices import choose_device, device_name
 from trainer.data.babi import TASKS, CatbAbI
-from trainer.drawing import write_results
 from trainer.experiments.catbabi_picture import MODES, draw
 from trainer.experiments.run_options import refuse_taken, require_counts
 from trainer.experiments.runs import (
@@ -31,10 +30,11 @@ from trainer.experiments.runs import (
     train,
 )
 from trainer.experiments.searching import by_token
-from trainer.files import read_json, write_json
-from trainer.metrics import rounded
-from trainer.spec import RunSpec
-from trainer.step import autocast
+from trainer.reporting.metrics import rounded
+from trainer.reporting.pictures import write_results
+from trainer.run.step import autocast
+from trainer.specs.run import RunSpec
+from trainer.storage.files import read_json, write_json
 
 PUBLISHED = {"Mamba, 1 layer": 0.783, "2 layers": 0.871, "4 layers": 0.865, "FP-Mamba-H": 0.8955}
 """Accuracies on CatbAbI in Movahedi et al., "Fixed-point RNNs"."""

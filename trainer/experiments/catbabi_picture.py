@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.data.babi import TASKS
-from trainer.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure
+from trainer.reporting.pictures import BLUE, GREEN, GREY, ORANGE, finish, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 
-from trainer.exit_codes import INTERRUPTED, refuse
+from trainer.cli.exit_codes import INTERRUPTED, refuse
 from trainer.experiments.run_options import require_once
 
 EXPERIMENTS = ("catbabi", "duality", "jacobian", "language", "solvers", "word-problem")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder: Path | None = options.output
     try:
         from trainer.experiments.failures import require_drawing, require_writable
-        from trainer.run_folder import claim_folder
+        from trainer.storage.run_folder import claim_folder
 
         _require_once(given, options)
         require_drawing()

@@ -18,18 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.devices import choose_device
-from implicit_blocks.model import ImplicitLM
-from implicit_blocks.ranges import require_share
+from implicit_blocks._utils.devices import choose_device
+from implicit_blocks._utils.validation import require_share
+from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.specs import ImplicitLMSpec
 from trainer.data.source import IGNORED, Batch
-from trainer.drawing import write_results
 from trainer.experiments.duality_picture import draw
 from trainer.experiments.run_options import require_counts, require_tolerances
 from trainer.experiments.runs import evaluation_batch, trained, trained_model
 from trainer.experiments.searching import by_token, search_all_at_once
-from trainer.files import read_json
-from trainer.spec import RunSpec
+from trainer.reporting.pictures import write_results
+from trainer.specs.run import RunSpec
+from trainer.storage.files import read_json
 
 MODES = ("simultaneous", "sequential")
 

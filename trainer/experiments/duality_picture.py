@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, plain_logarithm
+from trainer.reporting.pictures import BLUE, GREEN, GREY, ORANGE, finish, new_figure, plain_logarithm
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

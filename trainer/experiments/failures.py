@@ -11,10 +11,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from implicit_blocks.own_parts import install_extra
+from implicit_blocks._utils.own_parts import install_extra
 from implicit_blocks.specs.errors import explain
+from trainer.cli.exit_codes import NOT_SAVED, REFUSED, code_of, short_of_memory
 from trainer.errors import NonFiniteLossError
-from trainer.exit_codes import NOT_SAVED, REFUSED, code_of, short_of_memory
 
 
 def said(error: Exception) -> tuple[str, int] | None:

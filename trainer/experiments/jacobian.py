@@ -15,7 +15,7 @@ from torch import Tensor
 from implicit_blocks.analysis import StateJacobian, state_jacobian
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Mamba2Spec
-from trainer.drawing import new_figure, write_results
+from trainer.reporting.pictures import new_figure, write_results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

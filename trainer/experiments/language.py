@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 
-from implicit_blocks.devices import choose_device, device_name
-from implicit_blocks.model import ImplicitLM
+from implicit_blocks._utils.devices import choose_device, device_name
+from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.specs import spec_name
 from trainer.data.source import EvaluationSet
-from trainer.drawing import write_results
-from trainer.evaluation import evaluate
+from trainer.evaluation.measure import evaluate
 from trainer.experiments.language_picture import draw
 from trainer.experiments.run_options import refuse_taken
 from trainer.experiments.runs import (
@@ -33,9 +32,10 @@ from trainer.experiments.runs import (
     run_spec,
     train,
 )
-from trainer.files import read_json, write_json
-from trainer.metrics import json_value, rounded
-from trainer.spec import RunSpec
+from trainer.reporting.metrics import json_value, rounded
+from trainer.reporting.pictures import write_results
+from trainer.specs.run import RunSpec
+from trainer.storage.files import read_json, write_json
 
 _SHORT = (
     "model.d_model=64",

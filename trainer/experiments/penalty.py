@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from implicit_blocks.gradients.jacobian_penalty import jacobian_size
-from implicit_blocks.model import ImplicitLM
+from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.specs import ImplicitLMSpec, JacobianPenaltySpec, PicardSpec
 from trainer.data.source import IGNORED, Batch
 from trainer.experiments.runs import load_model, train, trained_model
 from trainer.experiments.searching import Way, accuracy, reference, search, spectrum
-from trainer.spec import RunSpec
+from trainer.specs.run import RunSpec
 
 GENTLY = 0.1
 """Share of the peak learning rate: with all of it and fresh moments forty steps undid what S3 had learned."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from implicit_blocks.ranges import require_count
+from implicit_blocks._utils.validation import require_count
 
 
 def add_device(made: argparse.ArgumentParser) -> None:

@@ -18,21 +18,21 @@ import torch
 from pydantic import ValidationError
 from torch import nn
 
-from implicit_blocks.model import ImplicitLM
+from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.registry import build as build_component
 from implicit_blocks.specs import load_spec
 from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.merging import merge_runs
-from trainer.checkpoint import STATE_FILE, Progress, load_checkpoint, newest_sound_checkpoint
+from trainer.checkpoint.load import STATE_FILE, Progress, load_checkpoint, newest_sound_checkpoint
 from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.errors import CheckpointError
-from trainer.folder_lock import FolderLock, LockedError
-from trainer.metrics import read_metrics
-from trainer.run import build
-from trainer.run_folder import RunFolder, differences
-from trainer.spec import RunSpec
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
+from trainer.storage.lock import FolderLock, LockedError
+from trainer.storage.run_folder import RunFolder, differences
 
 
 class Finished(NamedTuple):

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.analysis import spectral_radius
-from implicit_blocks.interfaces import Solution
-from implicit_blocks.model import ImplicitLM
+from implicit_blocks.models.implicit import ImplicitLM
+from implicit_blocks.solution import Solution
 from implicit_blocks.specs import AtEvaluation, BroydenSpec, PicardSpec, SolverSpec, StoppingOverrides
 from implicit_blocks.specs.solvers import Scope
 from trainer.data.source import IGNORED, Batch

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from implicit_blocks.devices import choose_device
-from implicit_blocks.model import ImplicitLM
+from implicit_blocks._utils.devices import choose_device
+from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.registry import kinds
 from implicit_blocks.specs import (
     AndersonSpec,
@@ -35,8 +35,8 @@ from trainer.experiments.run_options import require_counts, require_tolerances
 from trainer.experiments.runs import evaluation_batch, trained, trained_model
 from trainer.experiments.searching import Reference, Way, accuracy, counted, reference, search, spectrum
 from trainer.experiments.solvers_picture import draw
-from trainer.files import write_json
-from trainer.spec import RunSpec
+from trainer.specs.run import RunSpec
+from trainer.storage.files import write_json
 
 
 def ways(length: int) -> list[Way]:

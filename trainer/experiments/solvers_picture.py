@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.drawing import (
+from trainer.reporting.pictures import (
     BLUE,
     DARK,
     GREEN,

@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from implicit_blocks.devices import choose_device, device_name
-from implicit_blocks.model import ImplicitLM
-from trainer.drawing import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_results
+from implicit_blocks._utils.devices import choose_device, device_name
+from implicit_blocks.models.implicit import ImplicitLM
 from trainer.experiments.runs import data_of, load_model, train, trained, trained_model
 from trainer.experiments.searching import search_all_at_once
 from trainer.experiments.word_problem import Settings
 from trainer.experiments.word_problem_measure import MODES, measure
 from trainer.experiments.word_problem_specs import varied
-from trainer.spec import EvaluationSpec, RunSpec, WordProblemSpec
+from trainer.reporting.pictures import BLUE, GREEN, GREY, ORANGE, finish, new_figure, write_results
+from trainer.specs.run import EvaluationSpec, RunSpec, WordProblemSpec
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

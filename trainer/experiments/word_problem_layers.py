@@ -8,11 +8,11 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.drawing import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure, write_results
 from trainer.experiments.runs import Finished, train
 from trainer.experiments.word_problem import Settings
 from trainer.experiments.word_problem_specs import IMPLICIT, varied
-from trainer.spec import RunSpec
+from trainer.reporting.pictures import BLUE, DARK, GREEN, GREY, ORANGE, finish, new_figure, write_results
+from trainer.specs.run import RunSpec
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainer.data.source import EvaluationSet
 from trainer.data.word_problem import WordProblemStream
 from trainer.experiments.searching import by_token
-from trainer.step import autocast
+from trainer.run.step import autocast
 
 MODES = ("simultaneous", "sequential")
 

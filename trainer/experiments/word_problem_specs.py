@@ -14,14 +14,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, merge
 from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import explain
 from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.overrides import apply_overrides
 from implicit_blocks.specs.tree import Section
-from implicit_blocks.suggestions import did_you_mean
-from trainer.spec import DataSpec, MixtureSpec, RunSpec, WordProblemSpec
+from trainer.specs.run import DataSpec, MixtureSpec, RunSpec, WordProblemSpec
 
 IMPLICIT = ("implicit-mamba2", "implicit-llama")
 NATIVE = ("implicit-mamba2", "mamba2", "implicit-llama", "llama")
@@ -196,7 +196,7 @@ def _baseline(architecture: str, own: Mapping[str, Any], layers: int, width: int
 
 def _usual_fields(architecture: str, width: int, heads: int) -> dict[str, Any]:
     """Return the fields that fit an architecture's heads and MLP to a width, as far as it has such."""
-    from trainer.transformers_model import config_fields  # torch and transformers
+    from trainer.baselines.transformers_model import config_fields  # torch and transformers
 
     wanted = {
         "num_attention_heads": heads,

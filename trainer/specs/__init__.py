@@ -1,1 +1,1 @@
-"""The trainer's sections of a run spec; `trainer.spec` puts them together. Imports no torch."""
+"""The trainer's sections of a run spec; `trainer.specs.run` puts them together. Imports no torch."""

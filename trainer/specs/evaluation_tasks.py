@@ -14,7 +14,7 @@ class EvaluationTaskSpec(ComponentSpec):
 
     A task is built as ``builder(spec, data=folder)``, which returns a task of lm-eval (an instance of
     ``lm_eval.api.task.Task``). lm-eval makes the requests from it and scores the answers; the model is asked
-    by ``trainer.evaluation_tasks.HarnessLM``.
+    by ``trainer.evaluation.HarnessLM``.
     """
 
     family: ClassVar[str] = "evaluation_task"

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import Field, ValidationError
 
+from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.specs import ModelSpec, Spec, merge, refusal, together
 from implicit_blocks.specs.base import validate
-from implicit_blocks.suggestions import did_you_mean
-from trainer.schedule import steps_of
+from trainer.optim.schedules import steps_of
 from trainer.specs.data import DataSpec
 from trainer.specs.spans import Until, tokens_of
 from trainer.specs.training import TrainingSpec

@@ -8,10 +8,10 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from implicit_blocks.specs import ComponentSpec, Spec, refusal
-from trainer.schedule import steps_of
-from trainer.specs.parallel import ParallelSpec
+from trainer.optim.schedules import steps_of
+from trainer.specs.distributed import ParallelSpec
+from trainer.specs.init_from import Start
 from trainer.specs.spans import Span, tokens_of
-from trainer.specs.start import Start
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**64)]
@@ -44,7 +44,7 @@ class ScheduleSpec(ComponentSpec):
     """Base of all schedules' specs: the learning rate as a function of the step."""
 
     family: ClassVar[str] = "schedule"
-    builds: ClassVar[str | None] = "trainer.schedule:Schedule"
+    builds: ClassVar[str | None] = "trainer.optim.schedules:Schedule"
     from_the_end: ClassVar[frozenset[str]] = frozenset()
     """Fields that are spans at the end of the run; others begin with it. It matters where they are given in
     tokens and the batch changes: builders get steps, or shares."""

@@ -63,6 +63,6 @@ class TransformersSpec(ModelSpec):
             ValueError: whatever is wrong with the configuration.
 
         """
-        from trainer.transformers_model import count_parameters  # torch and transformers
+        from trainer.baselines.transformers_model import count_parameters  # torch and transformers
 
         return count_parameters(self)

@@ -1,7 +1,7 @@
 """What a search knows of its elements, brought up to date after a call of its map by one launch.
 
-On a GPU the operators of ``implicit_blocks.driver``'s own rule take a launch each, and a running maximum over
-the tokens is one thread a row.
+On a GPU the operators of ``implicit_blocks.search.search``'s own rule take a launch each, and a running
+maximum over the tokens is one thread a row.
 
 Shapes: B rows, T elements of a row (its tokens with prefix scope, else 1); all with a last dimension of 1.
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import main
+from trainer.cli.train import main
 
 SPEC = "word_problem_s3_gated_deltanet"
 SMALL = [

@@ -9,7 +9,7 @@ from implicit_blocks_reversible.solver import undo
 from implicit_blocks_reversible.spec import most_steps
 
 import implicit_blocks as ib
-from implicit_blocks.driver import Search
+from implicit_blocks.search.search import Search
 from implicit_blocks.specs import SpecError
 from implicit_blocks.testing import SOLVER_CONTRACTS
 

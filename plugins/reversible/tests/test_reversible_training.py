@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from implicit_blocks.testing import check_plugin
-from trainer.cli import main
+from trainer.cli.train import main
 
 SPEC = "word_problem_s3_reversible"
 SMALL = [

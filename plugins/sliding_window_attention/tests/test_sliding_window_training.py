@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trainer.cli import main
+from trainer.cli.train import main
 
 SPEC = "word_problem_s3_sliding_window"
 SMALL = [

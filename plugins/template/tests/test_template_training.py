@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from implicit_blocks.testing import check_plugin
-from trainer.cli import main
+from trainer.cli.train import main
 
 DISTRIBUTION = "implicit-blocks-template"
 KIND = ("mixer", "template")

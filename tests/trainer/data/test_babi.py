@@ -13,8 +13,8 @@ import torch
 from trainer.data.babi import SPLITS, TASKS, CatbAbI, build, parse, read_stories
 from trainer.data.source import IGNORED
 from trainer.errors import DataError
-from trainer.run import build as build_run
-from trainer.spec import CatbAbISpec, EvaluationSpec, RunSpec
+from trainer.run.build import build as build_run
+from trainer.specs.run import CatbAbISpec, EvaluationSpec, RunSpec
 
 REAL = Path(__file__).resolve().parents[4] / "shared/data/babi/en-valid-10k.tar.xz"
 TEXT = """1 Mary moved to the bathroom.

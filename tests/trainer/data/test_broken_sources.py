@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from implicit_blocks import registry
-from trainer.cli import main
+from trainer.cli.train import main
 from trainer.data.source import Batch, DataSource, EvaluationSet
-from trainer.spec import DataSpec
+from trainer.specs.run import DataSpec
 
 
 class BitsSpec(DataSpec):

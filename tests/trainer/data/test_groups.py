@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.data.groups import PUBLISHED_MONOID, group, group_order, monoid, product
 from trainer.data.word_problem import build
-from trainer.spec import WordProblemSpec
+from trainer.specs.run import WordProblemSpec
 
 ORDERS = {
     "S1": 1,

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from implicit_blocks.specs import SpecError
-from trainer.cli import main
+from trainer.cli.train import main
 from trainer.data.mixture import Mixture, Part, build
 from trainer.data.quotas import BLOCK, quotas
+from trainer.data.tokenizing.command import main as tokenize
 from trainer.data.tokens import TokenData, write_tokens
-from trainer.spec import MixtureSpec
-from trainer.tokenize import main as tokenize
+from trainer.specs.run import MixtureSpec
 
 
 def parts(

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.cli import main
+from trainer.cli.train import main
 from trainer.data import mixture, stream
 from trainer.data.stream import ApproximateResumeWarning, StreamData, build
 from trainer.data.tokenizing.tokenizers import load_tokenizer, train_tokenizer
-from trainer.spec import MixtureSpec, StreamSpec
+from trainer.specs.run import MixtureSpec, StreamSpec
 
 datasets = pytest.importorskip("datasets", reason="streams are read by the package datasets")
 pytestmark = pytest.mark.filterwarnings(

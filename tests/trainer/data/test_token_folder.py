@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trainer.cli import main
+from trainer.cli.train import main
 from trainer.data.manifest import verify
 from trainer.data.token_folder import open_tokens
+from trainer.data.tokenizing.command import main as tokenize
 from trainer.data.tokens import TokenData, build
-from trainer.spec import EvaluationSpec, TokensSpec
-from trainer.tokenize import main as tokenize
+from trainer.specs.run import EvaluationSpec, TokensSpec
 
 Capture = pytest.CaptureFixture[str]
 WANTED = EvaluationSpec(lengths=(8,), sequences=4, last_tokens=1)

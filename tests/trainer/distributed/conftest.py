@@ -16,9 +16,9 @@ import pytest
 SCENARIOS = Path(__file__).with_name("scenarios.py")
 PATIENCE_SECONDS = 300.0
 PRELOADED = [
-    "trainer.run",
+    "trainer.run.build",
     "trainer.data.word_problem",
-    "implicit_blocks.model",
+    "implicit_blocks.models.implicit",
     "implicit_blocks.mixers",
     "implicit_blocks.gradients",
     "implicit_blocks.solvers",

@@ -13,13 +13,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import trainer.run
+import trainer.run.build
 from implicit_blocks.layers import Linear, RMSNorm
 from trainer.callbacks import Callback
 from trainer.distributed import Ranks, join, leave
-from trainer.metrics import read_metrics
-from trainer.run import Run, build
-from trainer.spec import RunSpec
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import Run, build
+from trainer.specs.run import RunSpec
 
 TASK: dict[str, Any] = globals().get("TASK", {})
 
@@ -251,7 +251,7 @@ def interrupt_evaluation(ranks: Ranks, spec: dict[str, Any], folder: str, at: in
 
 def export_plainly(ranks: Ranks, spec: dict[str, Any], folder: str) -> Any:
     """Train a run that exports its model, as without transformers, which takes seconds to import."""
-    from trainer import exporting
+    from trainer.checkpoint import export as exporting
 
     exporting._write_for_transformers = lambda *arguments: False
     build(RunSpec.model_validate(spec), output=Path(folder), device="cpu", ranks=ranks).train()
@@ -261,11 +261,11 @@ def save_kept_copies(ranks: Ranks, kind: str, folder: str) -> Any:
     """Save three times with copies that are kept, as on a GPU, and load in another order."""
     from implicit_blocks import registry
     from implicit_blocks.specs import load_spec
-    from trainer import checkpoint_staging
-    from trainer.checkpoint import Checkpointer, Progress, load_checkpoint
+    from trainer.checkpoint import staging as checkpoint_staging
+    from trainer.checkpoint.load import Checkpointer, Progress, load_checkpoint
     from trainer.distributed import lay_out
-    from trainer.optimizers import optimizer_state
-    from trainer.specs.parallel import ParallelSpec
+    from trainer.optim.optimizers import optimizer_state
+    from trainer.specs.distributed import ParallelSpec
 
     checkpoint_staging._lock = lambda memory: False  # there is no GPU to lock pages for
     spec: Any = load_spec("word_problem_s3", ["model.d_model=16", "model.mixer.head_dim=8"])
@@ -328,7 +328,7 @@ def fail_on_main(ranks: Ranks) -> Any:
 
 def main() -> None:
     os.environ.update(TASK["environment"])
-    trainer.run.draw = lambda runs, path: None  # type: ignore[assignment]  # pictures take longer than the runs
+    trainer.run.build.draw = lambda runs, path: None  # type: ignore[assignment]  # pictures take longer than the runs
     torch.set_num_threads(1)
     result: Any
     try:

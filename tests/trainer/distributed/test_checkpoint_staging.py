@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
-from trainer import checkpoint_staging
-from trainer.checkpoint_staging import Staging, own_share
+from trainer.checkpoint import staging as checkpoint_staging
+from trainer.checkpoint.staging import Staging, own_share
 from trainer.distributed import Ranks
-from trainer.metrics import read_metrics
-from trainer.run import build
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import build
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trainer import exporting
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.checkpoint import export as exporting
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
 

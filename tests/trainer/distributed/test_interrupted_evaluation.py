@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from trainer.metrics import read_metrics
-from trainer.run import build
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import build
 
 CHANGES = {
     "training.evaluate_every": 2,

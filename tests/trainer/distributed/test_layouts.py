@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from trainer.metrics import read_metrics
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.reporting.metrics import read_metrics
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
 
 MAMBA2 = {"mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8}}
 LLAMA = {

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.cli import main
+from trainer.cli.train import main
 from trainer.data.tokens import write_tokens
 from trainer.distributed import Ranks, join
 from trainer.errors import DeviceError
-from trainer.metrics import read_metrics
+from trainer.reporting.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 

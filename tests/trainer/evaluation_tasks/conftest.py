@@ -193,7 +193,7 @@ def exported(tmp_path, small_model, tokenizer) -> Path:
 @pytest.fixture
 def run_folder(tmp_path, small) -> Path:
     """Train two steps of a model with 300 tokens."""
-    from trainer.run import build
+    from trainer.run.build import build
 
     write_tokens(tmp_path / "text.bin", np.arange(2000) % 300, vocab_size=300)
     spec = small(
@@ -211,7 +211,7 @@ def run_folder(tmp_path, small) -> Path:
 @pytest.fixture
 def refused(capsys, tmp_path) -> Callable[..., str]:
     """Return a caller of the command that gives what it said, having written nothing."""
-    from trainer.evaluate import main
+    from trainer.evaluation.command import main
 
     def call(*arguments: Any) -> str:
         before = sorted(tmp_path.rglob("*"))

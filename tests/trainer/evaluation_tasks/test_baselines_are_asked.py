@@ -11,8 +11,8 @@ import pytest
 
 from implicit_blocks.__main__ import main as library
 from trainer.data.tokens import write_tokens
-from trainer.evaluate import main
-from trainer.run import build
+from trainer.evaluation.command import main
+from trainer.run.build import build
 
 SIZES: dict[str, dict[str, Any]] = {
     "llama": {

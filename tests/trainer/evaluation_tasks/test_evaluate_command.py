@@ -13,13 +13,13 @@ import pytest
 from safetensors.torch import save_file
 
 from implicit_blocks import registry
+from trainer.data.tokenizing.command import main as tokenize
 from trainer.data.tokens import write_tokens
 from trainer.errors import CallbackError
-from trainer.evaluate import PAPER_TASKS, main
-from trainer.evaluation_tasks.subject import find_subject
-from trainer.run import build
+from trainer.evaluation.command import PAPER_TASKS, main
+from trainer.evaluation.eval_model import find_subject
+from trainer.run.build import build
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec
-from trainer.tokenize import main as tokenize
 
 
 def evaluate(*arguments: Any) -> int:
@@ -86,7 +86,7 @@ def test_a_run_and_its_checkpoint_and_its_weights_give_the_same(
     run_folder, benchmarks, tokenizer_file, tmp_path
 ):
     (checkpoint,) = (run_folder / "checkpoints").glob("step-*")
-    from trainer.checkpoint import read_model_tensors
+    from trainer.checkpoint.load import read_model_tensors
 
     save_file(read_model_tensors(checkpoint), tmp_path / "model.safetensors")
     common = ("--tokenizer", tokenizer_file, "--data", benchmarks, "--tasks", "piqa", "winogrande")
@@ -214,7 +214,9 @@ def test_perplexity_of_a_run_needs_no_packages_of_the_extra(run_folder, tmp_path
         "--checkpoint", run_folder, "--tokens", tmp_path / "text.bin", "--limit", 1,
         "--lengths", 16, "--output", tmp_path / "alone", "--device", "cpu",
     ]  # fmt: skip
-    command = f"{hidden}from trainer.evaluate import main; sys.exit(main({[*map(str, arguments)]!r}))"
+    command = (
+        f"{hidden}from trainer.evaluation.command import main; sys.exit(main({[*map(str, arguments)]!r}))"
+    )
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "alone" / "results.json").is_file()

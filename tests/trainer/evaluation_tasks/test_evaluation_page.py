@@ -11,8 +11,8 @@ import yaml
 
 from implicit_blocks import registry
 from implicit_blocks.__main__ import parser as library_parser
-from trainer.evaluate import parser
-from trainer.spec import BenchmarksSpec
+from trainer.evaluation.command import parser
+from trainer.specs.run import BenchmarksSpec
 
 PAGE = (Path(__file__).resolve().parents[3] / "docs" / "evaluation.md").read_text(encoding="utf-8")
 

@@ -16,7 +16,7 @@ KINDS = ("lambada", "hellaswag", "piqa", "arc_easy", "winogrande", "openbookqa",
 
 
 def asked(kinds, data) -> list[Any]:
-    from trainer.evaluation_tasks.scores import AskedTask
+    from trainer.evaluation.scores import AskedTask
 
     specs = [registry.entry("evaluation_task", kind).spec() for kind in kinds]
     return [
@@ -26,7 +26,7 @@ def asked(kinds, data) -> list[Any]:
 
 
 def harness(model: Any, tokenizer: Any, **options: Any) -> Any:
-    from trainer.evaluation_tasks.harness import HarnessLM
+    from trainer.evaluation.harness import HarnessLM
 
     return HarnessLM(from_library(model), tokenizer, **{"max_length": 48, **options})
 
@@ -72,7 +72,7 @@ def test_scores_depend_on_neither_batch_nor_padding(family, small_model, tokeniz
 
 def test_scores_are_lm_eval_s(small_model, tokenizer, benchmarks):
     """Accuracies and the perplexity, computed again by hand from the log-likelihoods."""
-    from trainer.evaluation_tasks.scores import ask
+    from trainer.evaluation.scores import ask
 
     lm = harness(small_model(), tokenizer)
     (scores,) = ask(lm, asked(("lambada", "hellaswag"), benchmarks))
@@ -93,7 +93,7 @@ def test_scores_are_lm_eval_s(small_model, tokenizer, benchmarks):
 
 
 def test_limit_takes_the_first_items(small_model, tokenizer, benchmarks):
-    from trainer.evaluation_tasks.scores import ask
+    from trainer.evaluation.scores import ask
 
     (scores,) = ask(harness(small_model(), tokenizer), asked(("piqa",), benchmarks), limit=2)
     (task,) = scores.tasks
@@ -102,7 +102,7 @@ def test_limit_takes_the_first_items(small_model, tokenizer, benchmarks):
 
 
 def test_self_iterations_bound_the_search(small_model, tokenizer, benchmarks):
-    from trainer.evaluation_tasks.scores import ask
+    from trainer.evaluation.scores import ask
 
     lm, tasks = harness(small_model(), tokenizer), asked(("piqa", "winogrande"), benchmarks)
     found = ask(lm, tasks, budgets=(1, 3, None))
@@ -119,7 +119,7 @@ def test_self_iterations_bound_the_search(small_model, tokenizer, benchmarks):
 
 
 def test_a_tolerance_of_one_s_own(small_model, tokenizer, benchmarks):
-    from trainer.evaluation_tasks.scores import ask
+    from trainer.evaluation.scores import ask
 
     lm, tasks = harness(small_model(), tokenizer), asked(("piqa",), benchmarks)
     (tight,), (loose,) = ask(lm, tasks), ask(lm, tasks, search={"tolerance": 0.1})
@@ -128,8 +128,8 @@ def test_a_tolerance_of_one_s_own(small_model, tokenizer, benchmarks):
 
 def test_explicit_models_have_no_searches(tokenizer, benchmarks):
     import implicit_blocks as ib
-    from trainer.evaluation_tasks.scores import ask
-    from trainer.evaluation_tasks.tables import paper_table, task_table
+    from trainer.evaluation.scores import ask
+    from trainer.evaluation.tables import paper_table, task_table
 
     spec = ib.ExplicitLMSpec(vocab_size=300, d_model=16, n_layers=1, mixer=ib.AttentionSpec(n_heads=2))
     found = ask(harness(ib.build(spec).eval(), tokenizer), asked(("piqa",), benchmarks))
@@ -183,7 +183,7 @@ def test_requests_that_just_fit_are_not_counted_as_cut(small_model, tokenizer):
 
 
 def test_iterations_of_padding_do_not_count():
-    from trainer.evaluation_tasks.harness import HarnessLM
+    from trainer.evaluation.harness import HarnessLM
 
     of_row = torch.tensor([3, 2])
     yes = torch.tensor([True, True])
@@ -220,8 +220,8 @@ def test_real_items_score_as_in_lm_eval_s_own_backend(family, small_model, token
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    from trainer.evaluate import PAPER_TASKS
-    from trainer.evaluation_tasks.scores import ask
+    from trainer.evaluation.command import PAPER_TASKS
+    from trainer.evaluation.scores import ask
 
     model, tasks = small_model(family), asked(PAPER_TASKS, shared_data)
     from_library(model, max_position_embeddings=640).save_pretrained(tmp_path / "exported")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from trainer.data.tokens import write_tokens
-from trainer.evaluate import main
-from trainer.run import build
+from trainer.evaluation.command import main
+from trainer.run.build import build
 
 
 def evaluate(*arguments: Any) -> int:
@@ -24,7 +24,7 @@ def results(folder: Path) -> dict[str, Any]:
 
 def test_nothing_is_asked_while_a_request_does_not_fit(exported, benchmarks, refused, tmp_path, monkeypatch):
     """HellaSwag's continuations are too long; the tasks before it are not asked in vain."""
-    from trainer.evaluation_tasks import scores
+    from trainer.evaluation import scores
 
     longest = 8
     monkeypatch.setattr(scores, "_ask_one", None)
@@ -98,7 +98,7 @@ def test_a_table_of_positions_limits_requests(
 @pytest.mark.parametrize("ending", [KeyboardInterrupt(), OSError("the disk is gone"), RuntimeError("a bug")])
 def test_what_is_done_is_kept(ending, exported, benchmarks, tmp_path, monkeypatch, capsys):
     """The second task fails at the second budget: what was found before is written, and said to be a part."""
-    from trainer.evaluation_tasks import scores
+    from trainer.evaluation import scores
 
     asked, ask_one = [], scores._ask_one
 

@@ -12,9 +12,9 @@ pytest.importorskip("lm_eval", reason="benchmarks need the extra 'eval'")
 
 from lm_eval.api.metrics import mean, median, perplexity
 
-from trainer.evaluation_tasks.harness import SearchTally
-from trainer.evaluation_tasks.scores import Scores, TaskScore, _errors
-from trainer.evaluation_tasks.tables import paper_table
+from trainer.evaluation.harness import SearchTally
+from trainer.evaluation.scores import Scores, TaskScore, _errors
+from trainer.evaluation.tables import paper_table
 
 
 def test_errors_are_of_the_mean_and_to_first_order_of_a_perplexity() -> None:

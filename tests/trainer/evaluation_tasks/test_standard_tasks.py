@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from implicit_blocks import registry
-from trainer.evaluation_tasks.items import read_items
+from trainer.evaluation.items import read_items
 
 KINDS = (
     "lambada",

@@ -13,15 +13,15 @@ import yaml
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
 from implicit_blocks.registry import build as build_component
-from trainer.checkpoint import load_checkpoint
-from trainer.cli import main as train
+from trainer.checkpoint.load import load_checkpoint
+from trainer.cli.train import main as train
 from trainer.experiments import duality
 from trainer.experiments.cli import main
 from trainer.experiments.duality import Mode, _readable, compare, evaluate, table
 from trainer.experiments.runs import evaluation_batch
 from trainer.experiments.runs import trained as find_trained
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
 
 LENGTH = 8
 

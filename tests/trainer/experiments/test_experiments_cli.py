@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer.cli.exit_codes import INTERRUPTED
 from trainer.errors import FailedSaveError, NonFiniteLossError
-from trainer.exit_codes import INTERRUPTED
 from trainer.experiments import cli
 from trainer.experiments.commands import jacobian, language
 

@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
+from trainer.data.tokenizing.command import main as tokenize
 from trainer.experiments import language
 from trainer.experiments.cli import main
 from trainer.experiments.language import Settings, _plans, _training
 from trainer.experiments.language_picture import draw
-from trainer.tokenize import main as tokenize
 
 NARROW = [
     "model.vocab_size=40", "model.d_model=16", "model.n_layers=1", "data.length=12", "data.dtype=uint16",

@@ -12,7 +12,7 @@ from trainer.data.source import Batch
 from trainer.experiments.penalty import continued
 from trainer.experiments.searching import Way, reference
 from trainer.experiments.solvers import compare, state_bytes
-from trainer.spec import RunSpec
+from trainer.specs.run import RunSpec
 
 MODEL = ImplicitLMSpec(vocab_size=6, d_model=8, n_layers=1, mixer=Mamba2Spec(d_state=4, head_dim=8))
 

@@ -17,7 +17,7 @@ import torch
 from trainer.data.tokens import write_tokens
 from trainer.errors import CheckpointError, RunFolderError
 from trainer.experiments import runs
-from trainer.spec import RunSpec
+from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
 CHANGES = {"training.max_steps": 2, "training.batch_size": 2, "evaluation.sequences": 2}

@@ -9,8 +9,8 @@ import pytest
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
 from trainer.experiments.cli import main
-from trainer.run import build
-from trainer.spec import RunSpec
+from trainer.run.build import build
+from trainer.specs.run import RunSpec
 
 LENGTH = 12
 

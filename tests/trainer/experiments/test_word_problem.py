@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
-from trainer.cli import main as train
+from trainer.cli.train import main as train
 from trainer.data.word_problem import WordProblem, WordProblemStream
 from trainer.experiments.cli import main
 from trainer.experiments.word_problem_hard_tokens import _by_iterations

@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
 
-from trainer.drawing import new_figure
 from trainer.experiments import word_problem_layers
 from trainer.experiments.word_problem import Settings
 from trainer.experiments.word_problem_layers import carry_out, summed_up
-from trainer.files import read_json
+from trainer.reporting.pictures import new_figure
+from trainer.storage.files import read_json
 
 
 def row(length: int, p: float, accuracy: float) -> dict[str, Any]:

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from implicit_blocks.own_parts import install_extra
+from implicit_blocks._utils.own_parts import install_extra
 from trainer.data.tokenizing.pieces import Piece, cut, whole, with_text
-from trainer.files import sha256_of
+from trainer.storage.files import sha256_of
 
 _BLOCK = 1 << 18  # characters read at once
 _GLIMPSE = 1 << 16  # bytes

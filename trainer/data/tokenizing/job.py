@@ -27,9 +27,9 @@ from trainer.data.tokenizing.splits import (
 )
 from trainer.data.tokenizing.tokenizers import FileTokenizer, Tokenizer
 from trainer.data.tokenizing.workers import Encode, Task, encoders
-from trainer.display import counted
-from trainer.files import write_atomically, write_json
-from trainer.folder_lock import LOCK, FolderLock, LockedError
+from trainer.reporting.display import counted
+from trainer.storage.files import write_atomically, write_json
+from trainer.storage.lock import LOCK, FolderLock, LockedError
 
 _TASK = 1 << 20  # characters handed to a process at once
 _OURS = (LOCK, "tokenizer.json", "tokenizer_training.json")

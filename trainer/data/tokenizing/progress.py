@@ -6,7 +6,7 @@ import time
 from types import TracebackType
 from typing import Any, Self, TextIO
 
-from trainer.display import duration, magnitude
+from trainer.reporting.display import duration, magnitude
 
 _EVERY = 10.0  # seconds between lines where no terminal shows a bar
 

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trainer.data.manifest import DOCUMENTS_SUFFIX, FORMAT, MANIFEST
-from trainer.files import fsync_path, open_own, sha256_of, write_json
+from trainer.storage.files import fsync_path, open_own, sha256_of, write_json
 
 Dtype = Literal["uint16", "uint32"]
 

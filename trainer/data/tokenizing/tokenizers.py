@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from implicit_blocks.own_parts import install_extra
+from implicit_blocks._utils.own_parts import install_extra
 
 END_OF_DOCUMENT = "<|endoftext|>"
 """The token that a tokenizer trained here ends documents with, its id 0."""

@@ -12,7 +12,7 @@ from trainer.data.tokenizing.documents import Documents
 from trainer.data.tokenizing.job import Report, Say, described, locked
 from trainer.data.tokenizing.splits import find_split, require_both_sides
 from trainer.data.tokenizing.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
-from trainer.files import write_atomically, write_json
+from trainer.storage.files import write_atomically, write_json
 
 _RECORD = "tokenizer_training.json"
 

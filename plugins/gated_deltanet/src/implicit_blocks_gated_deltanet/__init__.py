@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from implicit_blocks.hookspecs import Add, hookimpl
+from implicit_blocks.registry.hooks import Add, hookimpl
 from implicit_blocks_gated_deltanet.spec import GatedDeltaNetSpec
 
 __all__ = ["GatedDeltaNetSpec", "api_version", "register_components"]

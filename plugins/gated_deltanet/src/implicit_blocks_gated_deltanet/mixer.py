@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks import Mixer, Window
-from implicit_blocks.lanes import RecurrentLanes
+from implicit_blocks._utils.padding import RealFirst, moved
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
 from implicit_blocks.mixers import DepthwiseConv, DocumentsAround
+from implicit_blocks.mixers.slots import RecurrentLanes
 from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
-from implicit_blocks.real_first import RealFirst, moved
 from implicit_blocks_gated_deltanet.delta_rule import gated_delta_rule
 from implicit_blocks_gated_deltanet.kernels import gated_delta_rule_fla
 from implicit_blocks_gated_deltanet.spec import GatedDeltaNetSpec

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from implicit_blocks.hookspecs import Add, hookimpl
+from implicit_blocks.registry.hooks import Add, hookimpl
 from implicit_blocks_muon.spec import MuonSpec
 
 __all__ = ["MuonSpec", "api_version", "register_components"]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from trainer.spec import OptimizerSpec
+from trainer.specs.run import OptimizerSpec
 
 Fraction = Annotated[float, Field(ge=0, lt=1)]
 

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from implicit_blocks import GradientEstimator, Map, Solution
-from implicit_blocks.contracts import ContractError, describe
-from implicit_blocks.driver import still_at_padding
-from implicit_blocks.interfaces import Adjoint, SearchLike
+from implicit_blocks.interfaces import SearchLike
+from implicit_blocks.registry.contracts import ContractError, describe
+from implicit_blocks.search.search import still_at_padding
+from implicit_blocks.solution import Adjoint
 from implicit_blocks_reversible.solver import step, undo
 from implicit_blocks_reversible.spec import most_steps
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from implicit_blocks.hookspecs import Add, hookimpl
+from implicit_blocks.registry.hooks import Add, hookimpl
 from implicit_blocks_rwkv7.spec import RWKV7Spec
 
 __all__ = ["RWKV7Spec", "api_version", "register_components"]

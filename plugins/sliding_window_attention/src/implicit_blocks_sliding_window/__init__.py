@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from implicit_blocks.hookspecs import Add, hookimpl
+from implicit_blocks.registry.hooks import Add, hookimpl
 from implicit_blocks_sliding_window.spec import SlidingWindowAttentionSpec
 
 __all__ = ["SlidingWindowAttentionSpec", "register_components"]

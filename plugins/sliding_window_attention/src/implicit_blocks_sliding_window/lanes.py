@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from implicit_blocks.lanes import LaneStates
+from implicit_blocks.interfaces import LaneStates
 from implicit_blocks_sliding_window.state import SlidingWindowState
 
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from implicit_blocks import Mixer, Window
+from implicit_blocks._utils.padding import RealFirst, moved
 from implicit_blocks.layers import Linear
 from implicit_blocks.ops.attention import attend
 from implicit_blocks.ops.rotary import rotate, rotation_tables
-from implicit_blocks.real_first import RealFirst, moved
 from implicit_blocks_sliding_window.band import BandMasks, attend_in_band, band_masks
 from implicit_blocks_sliding_window.lanes import LaneWindow, NewKeys, SlidingWindowLanes
 from implicit_blocks_sliding_window.spec import SlidingWindowAttentionSpec

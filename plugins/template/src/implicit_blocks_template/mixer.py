@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 from implicit_blocks import Mixer, Window
-from implicit_blocks.lanes import RecurrentLanes
 from implicit_blocks.layers import Linear, at_least_float32
+from implicit_blocks.mixers.slots import RecurrentLanes
 from torch import Tensor, nn
 from torch.nn.functional import silu
 

@@ -20,10 +20,10 @@ import pytest
 from trainer.data.manifest import read_manifest, verify
 from trainer.data.token_folder import open_tokens
 from trainer.data.tokenizing import Documents, Job, load_tokenizer, shards, tokenize
+from trainer.data.tokenizing.command import main
 from trainer.data.tokenizing.documents import find_sources
 from trainer.data.tokenizing.shards import DiskFullError
 from trainer.specs.data import TokensSpec
-from trainer.tokenize import main
 
 WORDS = ["the", "of", "and", "to", "in", "that", "it", "is", "was", "he", "for", "on", "are", "with"]
 

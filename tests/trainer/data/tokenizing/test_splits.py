@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from trainer.data.manifest import TRAIN, VALIDATION, read_manifest
 from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize, train_tokenizer
+from trainer.data.tokenizing.command import main
 from trainer.data.tokenizing.documents import find_sources
 from trainer.data.tokenizing.pieces import Piece
 from trainer.data.tokenizing.splits import AtPosition, ByDocument, find_split
-from trainer.tokenize import main
 
 PLAY = "".join(
     f"SPEAKER {number}:\nWhat says the {number}. line?\nIt says nothing.\n\n" for number in range(400)

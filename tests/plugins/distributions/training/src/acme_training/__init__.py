@@ -7,8 +7,8 @@ from typing import ClassVar, Literal
 from pydantic import NonNegativeInt, PositiveInt
 
 import implicit_blocks as ib
-from trainer.spec import CallbackSpec, DataSpec, OptimizerSpec, ScheduleSpec
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec
+from trainer.specs.run import CallbackSpec, DataSpec, OptimizerSpec, ScheduleSpec
 
 
 class ParitySpec(DataSpec):

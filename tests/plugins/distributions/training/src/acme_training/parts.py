@@ -6,7 +6,7 @@ import torch
 
 from trainer.callbacks import Callback
 from trainer.data.source import Batch, DataSource, EvaluationSet
-from trainer.schedule import Schedule
+from trainer.optim.schedules import Schedule
 
 
 class Parity(DataSource):

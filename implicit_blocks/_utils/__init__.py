@@ -1,0 +1,1 @@
+"""Small helpers shared by the packages; not part of the public interface."""

@@ -1,0 +1,1 @@
+"""CUDA graph capture, reusable buffers, and asynchronous copies to the host."""

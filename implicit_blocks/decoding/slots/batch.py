@@ -1,0 +1,305 @@
+"""Lanes on the device: their texts' states and searches, and what is done to some of them at once.
+
+Everything lies in memory that stays where it is, and nothing here asks the device for a value, so that on a
+GPU each procedure is recorded as a graph, one for each number of lanes that take part.
+
+Shape legend: S lanes, R of them in a procedure, D model width, U injection width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from implicit_blocks._utils.module_hooks import any_hooks
+from implicit_blocks.cuda.procedures import Recordings, put_
+from implicit_blocks.decoding.slots.fused_map import FusedMap, fused_map
+from implicit_blocks.decoding.slots.search import LaneSearch
+from implicit_blocks.interfaces import Window
+from implicit_blocks.models.backbone import BoundMap
+from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.outputs import Encoded
+from implicit_blocks.models.sequence_state import Committed
+from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.solution import Solution
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Places:
+    """The lanes of a procedure: all different; ``where_R`` are those meant, ``on_R`` those that go on."""
+
+    rows_R: Tensor
+    where_R: Tensor
+    on_R: Tensor
+    logits_RV: Tensor
+    report_4R: Tensor  # token, iterations, residual, converged
+
+
+class LaneBatch:
+    """S lanes of one model; ``ContinuousDecoder`` says which of them do what.
+
+    Args:
+        model: in evaluation mode.
+        lanes: S.
+        capacity: tokens of a lane.
+        options: of the searches.
+        graphs: record the procedures, unless modules have hooks, which nobody would call.
+        state_dtype: of recurrent states; None: as the mixers keep them.
+
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        lanes: int,
+        capacity: int,
+        options: SearchOptions,
+        graphs: bool,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        self.model, self.lanes, self.options = model, lanes, options
+        embedding = model.embedding.weight
+        self.device = embedding.device
+        kind = self.device.type
+        self._autocast: torch.dtype | None = None
+        if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+            self._autocast = torch.get_autocast_dtype(kind)
+        if graphs and any_hooks(model.modules()):
+            _LOG.warning("modules of the model have hooks, so decoding is launched: a CUDA graph calls none")
+            graphs = False
+        self.recordings = Recordings() if graphs else None
+        self._places: dict[tuple[str, int], Places] = {}
+        dtype = embedding.dtype
+        if self._autocast is not None and dtype != torch.float64:
+            dtype = self._autocast
+        self.weights = model.hold_weights()
+        self.head = (embedding if model.head is None else model.head.weight).to(dtype)
+        self.states = [
+            block.mixer.lanes(lanes, device=self.device, dtype=dtype, capacity=capacity)
+            for block in model.backbone.blocks()
+        ]
+        if state_dtype is not None:
+            for states in self.states:
+                states.narrow(state_dtype)
+        solver, stopping = model.how_to_search(options) or (None, None)
+        self.search = LaneSearch(
+            solver,
+            stopping,
+            lanes=lanes,
+            width=model.spec.d_model,
+            device=self.device,
+            dtype=model.stream_dtype,
+            moving_average=options.moving_average,
+        )
+        self.lengths_S = torch.zeros(lanes, dtype=torch.int64, device=self.device)
+        """Tokens that each lane has committed."""
+        self.tokens_S = torch.zeros_like(self.lengths_S)
+        """The token that each lane is at."""
+        self.busy_S = torch.zeros(lanes, dtype=torch.bool, device=self.device)
+        self.hidden_SD = torch.zeros_like(self.search.z)
+        """What the head reads: the map's value at each lane's last committed token."""
+        with self.precision():
+            u, _ = model.inject(model.embedding(self.tokens_S[:1, None]), self.weights)
+        self.u_SU = None if u is None else u.new_zeros(lanes, u.shape[-1])
+        self.fused: FusedMap | None = None
+        if graphs:
+            self.fused = fused_map(model, self.states, self.weights, capacity=capacity)
+
+    def precision(self) -> torch.autocast:
+        """Return the autocast mode that the lanes were made in, for what is done to them later."""
+        on = self._autocast is not None
+        return torch.autocast(self.device.type, dtype=self._autocast, enabled=on, cache_enabled=False)
+
+    # ------------------------------------------------------------------------------------ prompts
+
+    def encode(self, lanes: Sequence[int], ids_BL: Tensor, *, window_length: int | None) -> Solution | None:
+        """Solve prompts of one length together and commit each to its lane; return how that went.
+
+        A single one is written where it stays; of several, the keys and states are copied there.
+        """
+        blocks = self.model.backbone.blocks()
+        batch, length = ids_BL.shape
+        if batch == 1:
+            layers = tuple(states.enter(lanes[0]) for states in self.states)
+            state = Committed(1, 0, self.lengths_S.new_zeros(1), layers)
+        else:
+            state = self.model.initial_state(batch, capacity=length)
+        with self.precision():
+            encoded: Encoded = self.model.encode(
+                self.model.embedding(ids_BL),
+                state=state,
+                return_state=True,
+                window_length=window_length,
+                search=self.options,
+                weights=self.weights,
+            )
+        assert encoded.state is not None
+        for row, lane in enumerate(lanes):
+            index = torch.full((1,), row, device=self.device)
+            for block, states, layer in zip(blocks, self.states, encoded.state.layers, strict=True):
+                states.settle(lane, layer if batch == 1 else block.mixer.select_rows(layer, index))
+            self.lengths_S[lane] = length
+            self.busy_S[lane] = True
+            self.hidden_SD[lane] = encoded.hidden_BLD[row, -1]
+            if encoded.solution is not None:
+                for name, value in _of_last_token(encoded.solution, row).items():
+                    getattr(self.search, name)[lane] = value
+        return encoded.solution
+
+    def leave(self, lane: int) -> None:
+        """Let a lane rest."""
+        self.busy_S[lane] = False
+        self.lengths_S[lane] = 0
+
+    # ------------------------------------------------------------------------------------ procedures
+
+    def places(self, what: str, size: int) -> Places:
+        """Return where the lanes of a procedure are to be named, and what it found is to be read."""
+        key = ("step" if what == "step" else "choose", size)
+        if key not in self._places:
+            flags = torch.zeros(2, size, dtype=torch.bool, device=self.device)
+            vocabulary = self.model.spec.vocab_size if what != "step" else 0
+            precision = torch.promote_types(self.head.dtype, torch.float32)
+            self._places[key] = Places(
+                torch.arange(size, device=self.device),
+                flags[0],
+                flags[1],
+                torch.zeros(size, vocabulary, device=self.device, dtype=precision),
+                torch.zeros(4, size, device=self.device, dtype=torch.float64),
+            )
+        return self._places[key]
+
+    def point(
+        self, what: str, rows: Sequence[int], where: Sequence[bool] = (), on: Sequence[bool] = ()
+    ) -> None:
+        """Name the lanes of the next calls of a procedure."""
+        places = self.places(what, len(rows))
+        put_(places.rows_R, rows)
+        if what != "step":
+            put_(places.where_R, where)
+            put_(places.on_R, on)
+
+    def step(self, size: int, *, commit: bool = True) -> None:
+        """Call the map once on the lanes pointed at, and take its value in.
+
+        Lanes that search take a step; those whose search is ``done`` commit their token, and are done no
+        longer. ``commit`` False says that there are none of the latter.
+        """
+        places = self.places("step", size)
+        name = "step" if commit else "search"
+        self._do(name, size, lambda: self._step(places.rows_R, commit=commit))
+
+    def _step(self, rows_R: Tensor, *, commit: bool) -> None:
+        search = self.search
+        if commit and self.fused is not None and self.fused.searches(search):
+            self.fused.step(self, rows_R)
+            return
+        busy, z_RD = self.busy_S[rows_R], search.z[rows_R]
+        committing = busy & search.done[rows_R]
+        lengths = self.lengths_S[rows_R]
+        f = self._map(rows_R, lengths, committing, commit=commit)
+        fz_RD = f(z_RD)
+        if search.solver is not None:
+            search.take(rows_R, fz_RD, busy & ~committing, f)
+        if commit:
+            if search.solver is not None:  # what overflows keeps the value that it had
+                fz_RD = torch.where(fz_RD.sum(-1, keepdim=True).isfinite(), fz_RD, z_RD)
+            self.hidden_SD[rows_R] = torch.where(committing[:, None], fz_RD, self.hidden_SD[rows_R])
+            self.lengths_S[rows_R] = lengths + committing
+            search.done[rows_R] &= ~committing
+
+    def _map(
+        self, rows_R: Tensor, lengths_R: Tensor, committing_R: Tensor, *, commit: bool
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the map of these lanes; its first call commits."""
+        if self.fused is not None:
+            return self.fused.bind(rows_R, self.u_SU, lengths_R, committing_R)
+        index = None if len(rows_R) == self.lanes else rows_R
+        owed = commit
+
+        def call(z_RD: Tensor) -> Tensor:
+            nonlocal owed
+            if not owed:  # a solver's own call may follow that which commits, and must not undo it
+                f = self._bound(rows_R, index, z_RD, lengths_R + committing_R if commit else lengths_R)
+                return f.compute(z_RD[:, None])[:, 0]
+            owed = False
+            mapped, after = self._bound(rows_R, index, z_RD, lengths_R).commit(z_RD[:, None])
+            for states, layer in zip(self.states, after, strict=True):
+                states.write(index, layer, committing_R)
+            return mapped[:, 0]
+
+        return call
+
+    def _bound(self, rows_R: Tensor, index_R: Tensor | None, z_RD: Tensor, lengths_R: Tensor) -> BoundMap:
+        window = Window(
+            batch_size=len(rows_R),
+            start=1,  # at least; how many each lane has is in the states
+            length=1,
+            positions_BL=lengths_R[:, None],
+            dtype=self.model.stream_dtype,
+        )
+        return self.model.backbone.bind(
+            window,
+            u_BLU=None if self.u_SU is None else self.u_SU[rows_R][:, None],
+            states=tuple(states.at(index_R, lengths_R) for states in self.states),
+            start_BLD=z_RD[:, None],
+            weights=self.weights,
+        )
+
+    def predict(self, size: int) -> None:
+        """Compute the logits of the lanes pointed at, and take the likeliest tokens."""
+        places = self.places("choose", size)
+        self._do("predict", size, lambda: self._predict(places))
+
+    def _predict(self, places: Places) -> None:
+        rows = places.rows_R
+        logits = linear(self.hidden_SD[rows].to(self.head.dtype), self.head)  # as ``model.predict`` does
+        places.logits_RV.copy_(logits[:, : self.model.spec.vocab_size])
+        self.take_tokens(places, places.logits_RV.argmax(-1), places.where_R)
+
+    def take_tokens(self, places: Places, tokens_R: Tensor, where_R: Tensor) -> None:
+        """Set the lanes' tokens where ``where_R`` says so."""
+        self.tokens_S[places.rows_R] = torch.where(where_R, tokens_R, self.tokens_S[places.rows_R])
+
+    def begin(self, size: int) -> None:
+        """Report on the lanes' last tokens; begin to search for the new ones in those that go on."""
+        places = self.places("choose", size)
+        self._do("begin", size, lambda: self._begin(places))
+
+    def _begin(self, places: Places) -> None:
+        rows, search = places.rows_R, self.search
+        tokens = self.tokens_S[rows]
+        reported = (tokens, search.iterations[rows], search.residual[rows], search.converged[rows])
+        for place, value in zip(places.report_4R, reported, strict=True):
+            place.copy_(value)
+        on, ended = places.where_R & places.on_R, places.where_R & ~places.on_R
+        u, start = self.model.inject(self.model.embedding(tokens[:, None]), self.weights)
+        if u is not None and self.u_SU is not None:
+            self.u_SU[rows] = torch.where(on[:, None], u[:, 0], self.u_SU[rows])
+        warm = self.options.warm_start and u is not None
+        search.begin(rows, self.hidden_SD[rows] if warm else start[:, 0], on)
+        self.busy_S[rows] &= ~ended
+        self.lengths_S[rows] = self.lengths_S[rows].masked_fill(ended, 0)
+
+    def _do(self, name: str, size: int, procedure: Callable[[], None]) -> None:
+        with self.precision():
+            if self.recordings is None:
+                procedure()
+            else:
+                self.recordings.do(name, size, procedure)
+
+
+def _of_last_token(solution: Solution, row: int) -> dict[str, Tensor]:
+    """Return iterations, residual and converged of a row's last token, or of the row."""
+    names = ("iterations", "residual", "converged")
+    if solution.token_iterations is None:
+        return {name: getattr(solution, name)[row] for name in names}
+    return {name: getattr(solution, f"token_{name}")[row, -1] for name in names}

@@ -1,0 +1,366 @@
+"""Continuous decoding: rows at different tokens, and at different iterations of them, share every call.
+
+A batch that waits for its slowest row at every token pays for the longest search each time. Here a row
+whose search has ended commits its token, chooses the next and begins to search for that, while the others go
+on with theirs; and a prompt that waits takes the place of a text that has ended.
+
+Shape legend: V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from implicit_blocks._utils.validation import require_count
+from implicit_blocks.cuda.procedures import Late, put_
+from implicit_blocks.decoding.prompts import check_model, check_prompts, check_stop_tokens, lay_out
+from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
+from implicit_blocks.decoding.slots.batch import LaneBatch, Places
+from implicit_blocks.interfaces import LaneStates
+from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.solution import Solution
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A prompt to be continued: by ``max_new_tokens``, or up to the first of ``stop_tokens``.
+
+    ``seed`` is of the generator that the row draws with.
+    """
+
+    prompt: Sequence[int] | Tensor
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    seed: int = 0
+    stop_tokens: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """A token that was made: of which request, and whether it is the last.
+
+    ``logits`` (V,) are those that it was chosen from; ``iterations``, ``residual`` and ``converged`` say how
+    the search behind them went, and are None in explicit models.
+    """
+
+    request: int
+    token: int
+    last: bool
+    logits: Tensor
+    iterations: int | None = None
+    residual: float | None = None
+    converged: bool | None = None
+
+
+TOGETHER = 8192  # tokens of prompts that are solved together at most
+
+
+class ContinuousDecoder:
+    """Continues any number of prompts, ``lanes`` of them at a time; each as it would be continued alone.
+
+    ```python
+    decoder = ContinuousDecoder(model, lanes=16, capacity=512)
+    for prompt in prompts:
+        decoder.submit(Request(prompt=prompt, max_new_tokens=100))
+    for made in decoder.run():
+        print(made.request, made.token)
+    ```
+
+    A step calls the map once, on all busy lanes. States have their room from the start: the keys of
+    attention layers are written where they stay, and lanes are indexed, not copied. The busy lanes are
+    filled up to one of ``buckets`` sizes, so that few shapes occur.
+
+    Pays where searches are of unequal length or texts are; where every token takes the same number of
+    iterations, ``generate`` does the same with less bookkeeping.
+
+    Args:
+        model: of this library, in evaluation mode; its weights must not change while texts are made.
+        lanes: texts in work at once.
+        capacity: tokens that a text may have, its prompt included.
+        buckets: sizes of a step, each at most ``lanes``; None: ``lanes`` and its halves, down to 1.
+        window_length: of the windows that prompts are solved in; None: one.
+        tolerance: of the searches, instead of the spec's; so are the next four, as in ``forward``.
+        max_iterations: of each search.
+        damping: of the solver.
+        warm_start: begin each token's search at the solution of the one before.
+        moving_average: α of an average over the iterates, for noisy maps.
+        graphs: record steps as CUDA graphs, on a GPU, one for each of ``buckets``: a step is one launch then.
+        state_dtype: of states. ``torch.bfloat16`` is for those that a scan carries from token to token, such
+            as Mamba2's, else in float32 or better: half as much to read, and rounded at every token.
+            ``torch.int8`` is for keys and values: half as much to read as in 16 bits, each head's rounded
+            once, to multiples of 1/127 of its largest feature.
+
+    Raises:
+        ValueError: for sizes that make no sense, a model in training mode, or a mixer that has no lanes.
+
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        lanes: int,
+        capacity: int,
+        buckets: Sequence[int] | None = None,
+        window_length: int | None = None,
+        tolerance: float | None = None,
+        max_iterations: int | None = None,
+        damping: float | None = None,
+        warm_start: bool = False,
+        moving_average: float | None = None,
+        graphs: bool = True,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        check_model(model)
+        for name, size in (("lanes", lanes), ("capacity", capacity), ("window_length", window_length)):
+            if size is not None:
+                require_count(name, size)
+        halves = {-(-lanes // (1 << times)) for times in range(lanes.bit_length() + 1)}
+        sizes = halves if buckets is None else {*buckets, lanes}
+        if not all(1 <= size <= lanes for size in sizes):
+            raise ValueError(f"buckets are {sorted(sizes)}; choose sizes from 1 to the {lanes} lanes")
+        self.model, self.capacity, self.buckets = model, capacity, sorted(sizes)
+        self.window_length = window_length
+        self.device = model.embedding.weight.device
+        self.on_gpu = self.device.type == "cuda"
+        options = SearchOptions(
+            tolerance=tolerance,
+            max_iterations=max_iterations,
+            damping=damping,
+            warm_start=warm_start,
+            moving_average=moving_average,
+        )
+        self.batch = LaneBatch(
+            model,
+            lanes=lanes,
+            capacity=capacity,
+            options=options,
+            graphs=graphs and self.on_gpu,
+            state_dtype=state_dtype,
+        )
+        self.texts: list[_Text | None] = [None] * lanes
+        self.waiting: deque[_Text] = deque()
+        self.submitted = 0
+        self.calls = 0
+        """Calls of the map on busy lanes so far, those for prompts left out."""
+        self.rows_called = 0
+        """Rows of those calls, filled-up ones included."""
+        self._done: Late | None = None  # which lanes' searches had ended after the last call
+        self._chosen: deque[_Chosen] = deque()  # tokens on their way to the host
+        self._rows: list[int] = []  # of the last call
+        self.on_prompts: Callable[[list[int], Solution | None], None] | None = None
+        """Called with the numbers of requests whose prompts were solved together, and how that went."""
+
+    @property
+    def states(self) -> list[LaneStates]:
+        """Each layer's states of all lanes."""
+        return self.batch.states
+
+    def submit(self, request: Request) -> int:
+        """Let a prompt wait for a lane; return its number, counted from 0.
+
+        Raises:
+            ValueError: for a prompt that is empty, too long or has unknown tokens, stop tokens of which the
+                model knows nothing, a seed that is none, or no tokens to be made.
+
+        """
+        require_count("max_new_tokens", request.max_new_tokens)
+        ids, _ = lay_out([request.prompt], device=self.device)
+        room = self.capacity - request.max_new_tokens
+        if room < 1:
+            raise ValueError(
+                f"max_new_tokens is {request.max_new_tokens}, and the capacity {self.capacity} leaves no "
+                "room for a prompt; ask for fewer, or raise the capacity"
+            )
+        limit = f"the capacity {self.capacity} without the {request.max_new_tokens} to be made"
+        vocab_size = self.model.spec.vocab_size
+        check_prompts(ids, vocab_size=vocab_size, max_length=room, limit=limit)
+        check_stop_tokens(request.stop_tokens, vocab_size=vocab_size)
+        self.waiting.append(_Text(self.submitted, request, ids))
+        self.submitted += 1
+        return self.submitted - 1
+
+    def run(self) -> Iterator[NewToken]:
+        """Yield tokens as they are made, until no text is in work and none waits."""
+        while self.busy:
+            yield from self.step()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a text is in work, or waits, or a token is still to be handed out."""
+        return bool(self.waiting or self._chosen) or any(text is not None for text in self.texts)
+
+    @torch.no_grad()
+    def step(self) -> list[NewToken]:
+        """Fill free lanes, call the map once, and return the tokens that have become known, or none.
+
+        On a GPU the host is one call ahead of it: which searches have ended, and the tokens that were chosen,
+        are read while the next call runs. The map is called once more where a search has ended, to commit
+        its token, so that nothing waits for what is read late but the end of a text by a stop token.
+        """
+        self._admit()
+        size = self._point()
+        if not size:
+            return self._collected()
+        committing = [] if self.on_gpu else self._committing()
+        before = self._done
+        self.batch.step(size, commit=self.on_gpu or bool(committing))
+        self._done = Late(self.batch.search.done)
+        if self.on_gpu:
+            committing = self._committing(before)
+        self.calls += 1
+        self.rows_called += size
+        self._choose(committing)
+        return self._collected(before=self.calls if self.on_gpu else None)
+
+    def _committing(self, done: Late | None = None) -> list[int]:
+        """Return the lanes that commit in the call after the one that ``done`` was read behind."""
+        in_work = [(lane, text) for lane, text in enumerate(self.texts) if text is not None]
+        if self.batch.search.solver is None:
+            return [lane for lane, _ in in_work]
+        done = done if done is not None else self._done
+        if done is None:
+            return []
+        flags = done.read()
+        return [lane for lane, text in in_work if flags[lane] and text.begun < self.calls]
+
+    def _point(self) -> int:
+        """Point at the lanes of the next call; return how many, 0 where none is busy."""
+        busy = [lane for lane, text in enumerate(self.texts) if text is not None]
+        if not busy:
+            return 0
+        size = next(size for size in self.buckets if size >= len(busy))
+        rows = self._filled_up(busy, size)
+        if rows != self._rows:
+            self.batch.point("step", rows)
+            self._rows = rows
+        return size
+
+    def _filled_up(self, lanes: Sequence[int], size: int) -> list[int]:
+        """Return these lanes and others, idle ones first, in order; so many together."""
+        others = sorted((text is not None, n) for n, text in enumerate(self.texts) if n not in lanes)
+        return sorted([*lanes, *(lane for _, lane in others[: size - len(lanes)])])
+
+    # ------------------------------------------------------------------------------------ tokens
+
+    def _admit(self) -> None:
+        """Solve the prompts that find free lanes, those of one length together; choose their first tokens."""
+        while self.waiting:  # again, where a text ends with its first token
+            free = [lane for lane, text in enumerate(self.texts) if text is None]
+            entering = [(lane, self.waiting.popleft()) for lane in free[: len(self.waiting)]]
+            if not entering:
+                return
+            for group in _of_one_length(entering):
+                for lane, text in group:
+                    self.texts[lane] = text
+                lanes = [lane for lane, _ in group]
+                ids = torch.cat([text.ids for _, text in group])
+                solution = self.batch.encode(lanes, ids, window_length=self.window_length)
+                if self.on_prompts is not None:
+                    self.on_prompts([text.number for _, text in group], solution)
+                self._choose(lanes)
+
+    def _choose(self, lanes: Sequence[int]) -> None:
+        """Choose the next token of lanes whose last is committed, and begin to search for its solution."""
+        if not lanes:
+            return
+        size = next(size for size in self.buckets if size >= len(lanes))
+        rows = self._filled_up(lanes, size)
+        texts = {rows.index(lane): text for lane in lanes if (text := self.texts[lane]) is not None}
+        for place, text in texts.items():
+            text.begun = self.calls
+            if text.chosen + 1 == text.request.max_new_tokens:
+                self.texts[rows[place]] = None
+        on = [place in texts and self.texts[lane] is not None for place, lane in enumerate(rows)]
+        self.batch.point("choose", rows, [place in texts for place in range(size)], on)
+        self.batch.predict(size)
+        places = self.batch.places("choose", size)
+        self._draw(places, texts)
+        self.batch.begin(size)
+        kept = places.logits_RV.clone()
+        logits = {place: kept[place] for place in texts}
+        self._chosen.append(_Chosen(self.calls, rows, texts, logits, Late(places.report_4R)))
+        for text in texts.values():
+            text.chosen += 1
+
+    def _draw(self, places: Places, texts: dict[int, _Text]) -> None:
+        """Draw tokens for the texts that want it, those with one rule at once."""
+        by_rule: dict[Sampling, list[int]] = defaultdict(list)
+        for place, text in texts.items():
+            if text.request.sampling.draws:
+                by_rule[text.request.sampling].append(place)
+        for sampling, drawing in by_rule.items():
+            zero = torch.zeros((), dtype=torch.float64, device=self.device)
+            uniform = [zero] * len(places.rows_R)
+            for place in drawing:
+                numbers = texts[place].uniform_N
+                assert numbers is not None
+                uniform[place] = numbers[texts[place].chosen]
+            where = torch.zeros_like(places.where_R)
+            put_(where, [place in drawing for place in range(len(uniform))])
+            chosen = sampling.choose(places.logits_RV, torch.stack(uniform))
+            self.batch.take_tokens(places, chosen, where)
+
+    def _collected(self, *, before: int | None = None) -> list[NewToken]:
+        """Return the tokens chosen before this call, or all; end the texts that they stop."""
+        made: list[NewToken] = []
+        searched = self.batch.search.solver is not None
+        while self._chosen and (before is None or self._chosen[0].call < before):
+            chosen = self._chosen.popleft()
+            tokens, iterations, residual, converged = chosen.report.read()
+            for place, text in chosen.texts.items():
+                if text.ended:
+                    continue
+                token = int(tokens[place])
+                text.made += 1
+                text.ended = text.made == text.request.max_new_tokens or token in text.request.stop_tokens
+                how = (int(iterations[place]), residual[place], bool(converged[place])) if searched else ()
+                made.append(NewToken(text.number, token, text.ended, chosen.logits[place], *how))
+                lane = chosen.rows[place]
+                if text.ended and self.texts[lane] is text:  # it went on, until its token was known
+                    self.texts[lane] = None
+                    self.batch.leave(lane)
+        return made
+
+
+class _Text:
+    """A text in work: its request, how many of its tokens were chosen, and how many of those handed out.
+
+    ``begun`` is the call of the map behind which its last token was chosen.
+    """
+
+    def __init__(self, number: int, request: Request, ids: Tensor) -> None:
+        self.number, self.request, self.ids = number, request, ids
+        self.chosen = self.made = self.begun = 0
+        self.ended = False
+        count, sampling = request.max_new_tokens, request.sampling
+        seeds = seeds_of(request.seed, 1)
+        self.uniform_N = uniforms(seeds, count, device=ids.device)[0] if sampling.draws else None
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Tokens that were chosen behind a call of the map: of which texts, by their place among the lanes."""
+
+    call: int
+    rows: list[int]
+    texts: dict[int, _Text]
+    logits: dict[int, Tensor]
+    report: Late
+
+
+def _of_one_length(entering: Sequence[tuple[int, _Text]]) -> Iterator[list[tuple[int, _Text]]]:
+    """Yield texts whose prompts have the same number of tokens, not too many together."""
+    by_length: dict[int, list[tuple[int, _Text]]] = defaultdict(list)
+    for lane, text in entering:
+        by_length[text.ids.shape[1]].append((lane, text))
+    for length, group in by_length.items():
+        count = max(1, TOGETHER // length)
+        yield from (group[first : first + count] for first in range(0, len(group), count))

@@ -1,0 +1,208 @@
+"""Layers of single tokens in a few kernels each: what ``fused`` puts together to a map.
+
+Shape legend: S lanes, R rows of a step, each in a lane, D model width, U injection width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from implicit_blocks.layers import Linear, RMSNorm, SwiGLU
+from implicit_blocks.mixers.attention.mixer import Attention
+from implicit_blocks.mixers.attention.slots import AttentionLanes
+from implicit_blocks.mixers.mamba2.mixer import Mamba2
+from implicit_blocks.mixers.mamba2.slots import Mamba2Lanes
+from implicit_blocks.models.block import Block
+
+if TYPE_CHECKING:
+    from implicit_blocks.ops.kernels.decoding import Branch
+
+FEW = 2  # rows up to which a product row by row beats the matrix units' kernels
+
+
+@dataclass(frozen=True)
+class FusedStep:
+    """What a call of the map knows besides ``z``."""
+
+    rows_R: Tensor
+    u_SU: Tensor | None
+    lengths_R: Tensor
+    committing_R: Tensor
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A held linear map."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class FusedLayer:
+    """A residual block on (stream, what is still to be added to it)."""
+
+    def __init__(self, block: Block, mixer: FusedMamba2 | FusedAttention, gate_up: Tensor | None) -> None:
+        self.norm, self.mixer = block.mixer_norm, mixer
+        self.mlp = None if block.mlp is None else _SwiGLU(block.mlp, gate_up)
+        self.mlp_norm = block.mlp_norm
+
+    def __call__(self, z: Tensor, branch: Branch | None, step: FusedStep) -> tuple[Tensor, Branch | None]:
+        """Return stream and branch behind it."""
+        z, branch = self.mixer(z, branch, self.norm, step)
+        if self.mlp is not None and self.mlp_norm is not None:
+            return self.mlp(z, branch, self.mlp_norm)
+        return z, branch
+
+
+class FusedMamba2:
+    """Mamba2 on (stream, what is still to be added to it), behind its norm."""
+
+    def __init__(self, mixer: Mamba2, states: Mamba2Lanes) -> None:
+        self.mixer, self.states = mixer, states
+        self.in_proj, self.out_proj = _held(mixer.in_proj), _held(mixer.out_proj)
+        self.conv_weight = mixer.conv.weight.detach().t().contiguous()
+
+    def __call__(
+        self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: FusedStep
+    ) -> tuple[Tensor, Branch | None]:
+        """Return stream and branch behind the mixer and the norm ahead of it."""
+        from implicit_blocks.ops.kernels.decoding import Branch, Mamba2Inputs, add_norm, linear_rows
+        from implicit_blocks.ops.kernels.decoding_mamba2 import prepare_mamba2, scan_step
+
+        few, mixer, into = len(z) <= FEW, self.mixer, self.in_proj
+        inputs = Mamba2Inputs(
+            self.states.next_S,
+            self.states.taps_SWC,
+            self.conv_weight,
+            mixer.conv.bias,
+            mixer.dt_bias,
+            mixer.d_inner,
+        )
+        if few:
+            assert branch is None
+            prepared = linear_rows(
+                z,
+                into.weight,
+                into.bias,
+                norm_K=norm.weight,
+                eps=norm.eps,
+                u_SM=step.u_SU,
+                rows_R=step.rows_R,
+                mamba2=inputs,
+            )
+        else:
+            z, normed = add_norm(z, branch, norm.weight, eps=norm.eps, dtype=into.weight.dtype)
+            prepared = prepare_mamba2(into(normed), step.u_SU, step.rows_R, inputs)
+        out, gated = self.out_proj, mixer.norm
+        dtype = out.weight.dtype
+        # A norm's divisor can follow the product, where nothing overflows for want of it.
+        later = not few and gated.groups == 1 and out.bias is None and dtype != torch.float16
+        mixed, squares = scan_step(
+            prepared,
+            step.rows_R,
+            step.committing_R,
+            self.states.h_SHPN,
+            A_log_H=mixer.A_log,
+            D_H=mixer.D,
+            groups=mixer.spec.n_groups,
+            norm_I=gated.weight if later else None,
+            dtype=dtype if later else torch.float32,
+        )
+        if later:
+            return z, Branch(out(mixed), squares, mixer.d_inner, gated.eps)
+        if few and gated.groups == 1:
+            return linear_rows(mixed, out.weight, out.bias, norm_K=gated.weight, eps=gated.eps, z_RM=z), None
+        _, normed = add_norm(mixed, None, gated.weight, eps=gated.eps, groups=gated.groups, dtype=dtype)
+        if few:
+            return linear_rows(normed, out.weight, out.bias, z_RM=z), None
+        return z, Branch(out(normed))
+
+
+class FusedAttention:
+    """Attention on (stream, what is still to be added to it), behind its norm."""
+
+    def __init__(self, mixer: Attention, states: AttentionLanes, tables: tuple[Tensor, Tensor]) -> None:
+        self.heads, self.states, self.tables = mixer.n_heads, states, tables
+        self.in_proj, self.out_proj = _held(mixer.in_proj), _held(mixer.out_proj)
+
+    def __call__(
+        self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: FusedStep
+    ) -> tuple[Tensor, Branch | None]:
+        """Return stream and branch behind the mixer and the norm ahead of it."""
+        from implicit_blocks.ops.kernels.decoding import Branch, add_norm, linear_rows
+        from implicit_blocks.ops.kernels.decoding_attention import attention_step
+
+        few = len(z) <= FEW
+        into, out = self.in_proj, self.out_proj
+        u = step.u_SU
+        if few:
+            assert branch is None
+            projected = linear_rows(
+                z,
+                into.weight,
+                into.bias,
+                norm_K=norm.weight,
+                eps=norm.eps,
+                u_SM=u,
+                rows_R=step.rows_R,
+            )
+            u = None
+        else:
+            z, normed = add_norm(z, branch, norm.weight, eps=norm.eps, dtype=into.weight.dtype)
+            projected = into(normed)
+        y = attention_step(
+            projected,
+            u,
+            step.rows_R,
+            step.lengths_R,
+            self.states.keys,
+            self.states.values,
+            *self.tables,
+            n_heads=self.heads,
+            dtype=torch.float32 if few else out.weight.dtype,
+            key_scales_SKT=self.states.key_scales,
+            value_scales_SKT=self.states.value_scales,
+        )
+        if few:
+            return linear_rows(y, out.weight, out.bias, z_RM=z), None
+        return z, Branch(out(y))
+
+
+class _SwiGLU:
+    def __init__(self, mlp: nn.Module, gate_up: Tensor | None) -> None:
+        assert isinstance(mlp, SwiGLU)
+        self.gate, self.up, self.out = _held(mlp.gate_proj), _held(mlp.up_proj), _held(mlp.out_proj)
+        if gate_up is None:  # its layers make their weights ready themselves
+            gate_up = torch.cat((self.gate.weight, self.up.weight))
+        biases = [part.bias for part in (self.gate, self.up) if part.bias is not None]
+        self.both = _Matrix(gate_up, torch.cat(biases) if biases else None)  # one product for many rows
+
+    def __call__(self, z: Tensor, branch: Branch | None, norm: RMSNorm) -> tuple[Tensor, Branch | None]:
+        from implicit_blocks.ops.kernels.decoding import Branch, add_norm, linear_rows, silu_product
+
+        if len(z) <= FEW:
+            hidden = linear_rows(
+                z,
+                self.up.weight,
+                self.up.bias,
+                gate_MK=self.gate.weight,
+                gate_bias_M=self.gate.bias,
+                norm_K=norm.weight,
+                eps=norm.eps,
+            )
+            return linear_rows(hidden, self.out.weight, self.out.bias, z_RM=z), None
+        z, normed = add_norm(z, branch, norm.weight, eps=norm.eps, dtype=self.up.weight.dtype)
+        return z, Branch(self.out(silu_product(self.both(normed))))
+
+
+def _held(layer: nn.Module) -> _Matrix:
+    assert isinstance(layer, Linear)
+    weight, bias = layer.prepared() if layer.held is None else layer.held
+    return _Matrix(weight.detach().contiguous(), bias)

@@ -1,0 +1,210 @@
+"""The map of single tokens in a few kernels a layer, for models of this library's own layers on a GPU.
+
+Layers of other makes, and layers that something has been hung on, are computed as everywhere else.
+
+Shape legend: S lanes, R rows of a step, each in a lane, D model width, U injection width.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from implicit_blocks.decoding.slots.fused_layers import FusedAttention, FusedLayer, FusedMamba2, FusedStep
+from implicit_blocks.decoding.slots.search import LaneSearch
+from implicit_blocks.interfaces import LaneStates
+from implicit_blocks.layers import Linear, SwiGLU
+from implicit_blocks.mixers.attention.mixer import Attention
+from implicit_blocks.mixers.attention.slots import AttentionLanes
+from implicit_blocks.mixers.mamba2.mixer import Mamba2
+from implicit_blocks.mixers.mamba2.slots import Mamba2Lanes
+from implicit_blocks.models.block import Block
+from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.ops.accelerated import available
+from implicit_blocks.ops.backends import note
+from implicit_blocks.ops.rotary import rotation_tables
+from implicit_blocks.solvers import Picard
+from implicit_blocks.weights.cache import HeldWeights
+
+if TYPE_CHECKING:
+    from implicit_blocks.decoding.slots.batch import LaneBatch
+
+_LOG = logging.getLogger(__name__)
+
+
+def fused_map(
+    model: LanguageModel, states: Sequence[LaneStates], weights: HeldWeights, *, capacity: int
+) -> FusedMap | None:
+    """Return the map of this model in fused kernels; None, and a line in the log, where that can't be."""
+    why = _obstacle(model, states)
+    if why is not None:
+        _LOG.info("decoding computes layer by layer, without fused kernels: %s", why)
+        return None
+    note("steps of decoding", "our Triton kernels")
+    return FusedMap(model, states, weights, capacity=capacity)
+
+
+def _obstacle(model: LanguageModel, states: Sequence[LaneStates]) -> str | None:
+    """Return what stands in the way of fused kernels, or None."""
+    if not available("triton"):
+        return "Triton is not installed"
+    if model.spec.mixer != model.spec.mixer.portable():
+        return "the spec names a backend, which is taken at its word"
+    if model.stream_dtype != torch.float32:
+        return f"the residual stream is {model.stream_dtype}"
+    for block, state in zip(model.backbone.blocks(), states, strict=True):
+        mlp_fits = block.mlp is None or (type(block.mlp) is SwiGLU and _plain_linears(block.mlp))
+        if type(block) is not Block or not mlp_fits:
+            return f"its layers are not plain: {type(block).__name__} with {type(block.mlp).__name__}"
+        mixer = block.mixer
+        if type(mixer) is Mamba2 and type(state) is Mamba2Lanes:
+            sizes = [mixer.spec.head_dim, mixer.spec.d_state]
+        elif type(mixer) is Attention and type(state) is AttentionLanes:
+            sizes = [mixer.head_dim]
+        else:
+            return f"it mixes by {type(mixer).__name__}"
+        if not _plain_linears(mixer):
+            return f"a projection of {type(mixer).__name__} is not a plain Linear"
+        if any(size & (size - 1) or size < 2 for size in sizes):
+            return f"widths {sizes} of a head are not powers of 2"
+    return None
+
+
+def _plain_linears(part: nn.Module) -> bool:
+    projections = [child for name, child in part.named_children() if name.endswith("_proj")]
+    return all(isinstance(layer, Linear) for layer in projections)
+
+
+class FusedMap:
+    """``f(z)`` of one token in each of some lanes; a call that commits replaces the states in place."""
+
+    def __init__(
+        self, model: LanguageModel, states: Sequence[LaneStates], weights: HeldWeights, *, capacity: int
+    ) -> None:
+        self.norm = model.backbone.norm
+        self.layers: list[FusedLayer] = []
+        tables: dict[Any, tuple[Tensor, Tensor]] = {}
+        mlps = [block.mlp for block in model.backbone.blocks()]
+        both = [
+            weights.lay_together(mlp.gate_proj, mlp.up_proj) if isinstance(mlp, SwiGLU) else None
+            for mlp in mlps
+        ]
+        with weights.in_use():
+            for block, state, gate_up in zip(model.backbone.blocks(), states, both, strict=True):
+                mixer: FusedMamba2 | FusedAttention
+                if isinstance(block.mixer, Mamba2):
+                    assert isinstance(state, Mamba2Lanes)
+                    mixer = FusedMamba2(block.mixer, state)
+                else:
+                    assert isinstance(block.mixer, Attention)
+                    assert isinstance(state, AttentionLanes)
+                    mixer = FusedAttention(block.mixer, state, _tables(block.mixer, tables, capacity, state))
+                self.layers.append(FusedLayer(block, mixer, gate_up))
+        self.slots = _side_by_side([state for state in states if isinstance(state, Mamba2Lanes)])
+
+    def bind(
+        self, rows_R: Tensor, u_SU: Tensor | None, lengths_R: Tensor, committing_R: Tensor
+    ) -> Callable[[Tensor], Tensor]:
+        """Return the map of these lanes, (R, D) → (R, D); its first call commits where it is to.
+
+        Further ones, as some solvers make, see the states that this has left: those rows don't search.
+        """
+        steps = self._steps(rows_R, u_SU, lengths_R, committing_R)
+
+        def call(z_RD: Tensor) -> Tensor:
+            step = next(steps)
+            value = self(z_RD, step)
+            self._move_on(step)
+            return value
+
+        return call
+
+    def _move_on(self, step: FusedStep) -> None:
+        if self.slots is not None:
+            slots, taps = self.slots
+            slots[:, step.rows_R] = (slots[:, step.rows_R] + step.committing_R) % taps
+
+    def step(self, batch: LaneBatch, rows_R: Tensor) -> None:
+        """Take a whole step of lanes whose search is plain Picard iteration: see ``searches``."""
+        from implicit_blocks.ops.kernels.decoding_search import take_in, take_up
+
+        search = batch.search
+        solver, stopping = search.solver, search.stopping
+        assert isinstance(solver, Picard)
+        assert stopping is not None
+        z_RD, lengths, committing = take_up(search.z, batch.lengths_S, batch.busy_S, search.done, rows_R)
+        fz_RD = self(z_RD, FusedStep(rows_R, batch.u_SU, lengths, committing))
+        slots, taps = self.slots or (None, 1)
+        take_in(
+            fz_RD,
+            rows_R,
+            committing,
+            batch.busy_S,
+            z_SD=search.z,
+            best_SD=search.best,
+            hidden_SD=batch.hidden_SD,
+            residual_S=search.residual,
+            scale_S=search.scale,
+            iterations_S=search.iterations,
+            converged_S=search.converged,
+            done_S=search.done,
+            lengths_S=batch.lengths_S,
+            slots_YS=slots,
+            taps=taps,
+            damping=solver.damping,
+            tolerance=stopping.tolerance,
+            max_iterations=stopping.max_iterations,
+            relative=stopping.norm == "relative",
+        )
+
+    @staticmethod
+    def searches(search: LaneSearch) -> bool:
+        """Whether ``step`` takes the steps of this search."""
+        plain = type(search.solver) is Picard and not search.solver.undamped_first
+        return plain and search.averages is None
+
+    @staticmethod
+    def _steps(rows: Tensor, u: Tensor | None, lengths: Tensor, committing: Tensor) -> Iterator[FusedStep]:
+        yield FusedStep(rows, u, lengths, committing)
+        while True:
+            yield FusedStep(rows, u, lengths + committing, torch.zeros_like(committing))
+
+    def __call__(self, z_RD: Tensor, step: FusedStep) -> Tensor:
+        """Return ``f(z)``."""
+        from implicit_blocks.ops.kernels.decoding import add_norm
+
+        branch = None
+        for layer in self.layers:
+            z_RD, branch = layer(z_RD, branch, step)
+        return add_norm(z_RD, branch, self.norm.weight, eps=self.norm.eps, dtype=z_RD.dtype)[1]
+
+
+def _side_by_side(states: Sequence[Mamba2Lanes]) -> tuple[Tensor, int] | None:
+    """Lay the layers' next slots into one tensor, (layers, S), for one step forward to serve all."""
+    if not states:
+        return None
+    slots = torch.stack([state.next_S for state in states])
+    for state, own in zip(states, slots, strict=True):
+        state.next_S = own
+    return slots, states[0].taps_SWC.shape[1]
+
+
+def _tables(
+    mixer: Attention, known: dict[Any, tuple[Tensor, Tensor]], capacity: int, states: AttentionLanes
+) -> tuple[Tensor, Tensor]:
+    """Return the rotations of all positions, (T, P / 2) each, made once for layers that share them."""
+    key = (mixer.rope_theta, mixer.head_dim, mixer.rope_scaling)
+    if key not in known:
+        cos, sin = rotation_tables(
+            torch.arange(capacity, device=states.keys.device)[None],
+            head_dim=mixer.head_dim,
+            theta=mixer.rope_theta,
+            dtype=torch.float32,
+            scaling=mixer.rope_scaling,
+        )
+        known[key] = cos[0, 0].contiguous(), sin[0, 0].contiguous()
+    return known[key]

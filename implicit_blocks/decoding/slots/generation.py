@@ -1,0 +1,156 @@
+"""Generation by continuous decoding: rows don't wait for each other, their tokens are laid side by side.
+
+Shape legend: B batch, L tokens of the longest prompt, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.decoding.generated import Step
+from implicit_blocks.decoding.sampling import Sampling
+from implicit_blocks.decoding.slots.continuous import ContinuousDecoder, NewToken, Request
+from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.solution import Solution
+
+EMPTY = {"iterations": 0, "residual": 0.0, "converged": True, "diverged": False}
+"""What a solution says of elements that are padding."""
+
+
+class LaneGeneration:
+    """One generation, on as many lanes as it has rows; ``generate`` describes the options.
+
+    Args:
+        model: in evaluation mode; its mixers have lanes.
+        ids_BL: prompts, padded on either side.
+        valid_BL: where they are real; None: everywhere.
+        limits: tokens that each row gets at most, at least 1.
+        sampling: the rule for choosing tokens.
+        seeds: of each row.
+        stop_tokens: that end a row.
+        pad_token: behind a row's end.
+        window_length: of the prompts' windows.
+        search: how the searches differ from the spec's.
+
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        ids_BL: Tensor,
+        valid_BL: Tensor | None,
+        *,
+        limits: Sequence[int],
+        sampling: Sampling,
+        seeds: Sequence[int],
+        stop_tokens: Sequence[int],
+        pad_token: int,
+        window_length: int | None,
+        search: SearchOptions,
+    ) -> None:
+        self.ids, self.valid, self.pad_token = ids_BL, valid_BL, pad_token
+        self.stop_tokens = stop_tokens
+        rows = [row if valid_BL is None else row[valid_BL[number]] for number, row in enumerate(ids_BL)]
+        self.decoder = ContinuousDecoder(
+            model,
+            lanes=len(rows),
+            capacity=max(len(row) + limit for row, limit in zip(rows, limits, strict=True)),
+            window_length=window_length,
+            **asdict(search),
+        )
+        self.decoder.on_prompts = self._keep
+        self._prompts: dict[int, tuple[Solution, int]] = {}
+        for row, limit, seed in zip(rows, limits, seeds, strict=True):
+            request = Request(
+                prompt=row, max_new_tokens=limit, sampling=sampling, seed=seed, stop_tokens=stop_tokens
+            )
+            self.decoder.submit(request)
+        self.made: list[list[NewToken]] = [[] for _ in rows]
+        self.stopped = [False] * len(rows)
+
+    def steps(self) -> Iterator[Step]:
+        """Yield a token of every row that has not ended, as soon as the last of them has made it."""
+        number = 0
+        while True:
+            while not self._ready(number):
+                for new in self.decoder.step():
+                    self.made[new.request].append(new)
+                    self.stopped[new.request] |= new.token in self.stop_tokens
+            if not any(len(row) > number for row in self.made):
+                return
+            yield self._step(number)
+            number += 1
+
+    def _ready(self, number: int) -> bool:
+        return all(len(row) > number or (row and row[-1].last) for row in self.made)
+
+    def _step(self, number: int) -> Step:
+        device = self.ids.device
+        news = [row[number] if len(row) > number else None for row in self.made]
+        some = next(new for new in news if new is not None)
+        tokens = torch.tensor([self.pad_token if new is None else new.token for new in news], device=device)
+        active = torch.tensor([new is not None for new in news], device=device)
+        nothing = torch.zeros_like(some.logits)
+        logits = torch.stack([nothing if new is None else new.logits for new in news])
+        for new in news:  # kept by whoever wants them, in the step
+            if new is not None:
+                self.made[new.request][number] = NewToken(new.request, new.token, new.last, nothing)
+        if some.iterations is None:
+            return Step(tokens, active, logits)
+
+        def told(name: str) -> Tensor:
+            values = [EMPTY[name] if new is None else getattr(new, name) for new in news]
+            return torch.tensor(values, device=device)
+
+        residual = told("residual").to(logits.dtype)
+        return Step(tokens, active, logits, told("iterations"), residual, told("converged"))
+
+    # ------------------------------------------------------------------------------------ prompts
+
+    def _keep(self, numbers: list[int], solution: Solution | None) -> None:
+        if solution is not None:
+            self._prompts |= {number: (solution, row) for row, number in enumerate(numbers)}
+
+    @property
+    def prompt(self) -> Solution | None:
+        """How the search of the prompts went, once all are solved, as if they had been solved together."""
+        if len(self._prompts) < len(self.made):
+            return None
+        parts = [self._prompts[number] for number in range(len(self.made))]
+        z = self._laid_out([s.z[row] for s, row in parts], 0.0)
+        assert z is not None
+
+        def of_rows(name: str) -> Tensor:
+            return torch.stack([getattr(s, name)[row] for s, row in parts])
+
+        def of_tokens(name: str) -> Tensor | None:
+            found = [(getattr(s, f"token_{name}"), row) for s, row in parts]
+            return self._laid_out([None if t is None else t[row] for t, row in found], EMPTY[name])
+
+        return Solution(
+            z=z,
+            iterations=of_rows("iterations"),
+            residual=of_rows("residual"),
+            converged=of_rows("converged"),
+            diverged=of_rows("diverged"),
+            token_iterations=of_tokens("iterations"),
+            token_residual=of_tokens("residual"),
+            token_converged=of_tokens("converged"),
+            token_diverged=of_tokens("diverged"),
+        )
+
+    def _laid_out(self, rows: Sequence[Tensor | None], fill: float) -> Tensor | None:
+        """Put what is said of each row's real tokens, (its tokens, …), at their places, (B, L, …)."""
+        given = [row for row in rows if row is not None]
+        if len(given) < len(rows):
+            return None
+        if self.valid is None:
+            return torch.stack(given)
+        whole = given[0].new_full((*self.ids.shape, *given[0].shape[1:]), fill)
+        whole[self.valid] = torch.cat(given)
+        return whole

@@ -1,0 +1,5 @@
+"""Causal attention: the mixer and its slot states."""
+
+from implicit_blocks.mixers.attention.mixer import Attention
+
+__all__ = ["Attention"]

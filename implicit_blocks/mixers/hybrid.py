@@ -1,0 +1,141 @@
+"""Several mixers side by side in one layer: hybrids, such as attention beside a state-space mixer.
+
+X. Dong et al., "Hymba: A Hybrid-head Architecture for Small Language Models", 2024; J. Zuo et al.,
+"Falcon-H1", 2025. Both read the same normed tokens with both mixers; here, as in Falcon-H1, what they make of
+them is added, without norms or gains of its own.
+
+Shape legend: B batch, L tokens of the window, D model width, U injection width (the sum of the mixers'),
+R lanes in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from implicit_blocks.interfaces import LaneStates, Mixer, State, Window
+from implicit_blocks.registry import build
+from implicit_blocks.specs import ParallelSpec
+
+
+class Parallel(Mixer):
+    """``Σ_i mixer_i(z, u_i)``: each mixer has its part of the injection and its own state.
+
+    Where one of them can't do something (take tokens back, keep lanes), the whole can't.
+
+    Args:
+        spec: of the mixers.
+        d_model: width of the residual stream.
+
+    """
+
+    def __init__(self, spec: ParallelSpec, *, d_model: int) -> None:
+        super().__init__()
+        spec.check(d_model)
+        self.mixers = nn.ModuleList(build(part, d_model=d_model) for part in spec.mixers)
+        self.truncates = all(mixer.truncates for mixer in self._each())  # type: ignore[misc]  # known by instance
+
+    def _each(self) -> list[Mixer]:
+        return list(self.mixers)  # type: ignore[arg-type]  # all of them are Mixers
+
+    def _parts_of(self, u_BLU: Tensor | None) -> Sequence[Tensor | None]:
+        """Cut the injection up, (B, L, U) or a table (V, U), by the mixers' widths."""
+        if u_BLU is None:
+            return [None] * len(self.mixers)
+        parts: tuple[Tensor, ...] = u_BLU.split([mixer.injection_width for mixer in self._each()], dim=-1)
+        return parts
+
+    @property
+    def injection_width(self) -> int:
+        """Sum of the mixers' widths."""
+        return sum(mixer.injection_width for mixer in self._each())
+
+    def initial_state(
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+    ) -> tuple[State, ...]:
+        """Return every mixer's state."""
+        return tuple(
+            mixer.initial_state(batch_size, device=device, dtype=dtype, capacity=capacity)
+            for mixer in self._each()
+        )
+
+    def select_rows(self, state: tuple[State, ...], rows: Tensor) -> tuple[State, ...]:
+        """Return every mixer's state of these rows."""
+        return tuple(mixer.select_rows(part, rows) for mixer, part in zip(self._each(), state, strict=True))
+
+    def truncate(self, state: tuple[State, ...], length: int) -> tuple[State, ...]:
+        """Return every mixer's state after the first ``length`` tokens."""
+        return tuple(mixer.truncate(part, length) for mixer, part in zip(self._each(), state, strict=True))
+
+    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> ParallelLanes:
+        """Return every mixer's lanes."""
+        return ParallelLanes(
+            [mixer.lanes(count, device=device, dtype=dtype, capacity=capacity) for mixer in self._each()]
+        )
+
+    def reads_rows(self, window: Window) -> bool:
+        """Whether all of them can."""
+        return all(mixer.reads_rows(window) for mixer in self._each())
+
+    def prepare(self, window: Window) -> tuple[Any, ...]:
+        """Return what every mixer needs to know of the window."""
+        return tuple(mixer.prepare(window) for mixer in self._each())
+
+    def forward(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: tuple[State, ...], context: tuple[Any, ...]
+    ) -> Tensor:
+        """Add up what the mixers make of the window."""
+        parts = zip(self._each(), self._parts_of(u_BLU), state, context, strict=True)
+        return _sum([mixer(z_BLD, u, before, known) for mixer, u, before, known in parts])
+
+    def advance(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: tuple[State, ...], context: tuple[Any, ...]
+    ) -> tuple[Tensor, tuple[State, ...]]:
+        """Do the same, and return every mixer's state after the window."""
+        parts = zip(self._each(), self._parts_of(u_BLU), state, context, strict=True)
+        made = [mixer.advance(z_BLD, u, before, known) for mixer, u, before, known in parts]
+        return _sum([out for out, _ in made]), tuple(after for _, after in made)
+
+    def output_projections(self) -> Sequence[nn.Module]:
+        """Return those of all mixers."""
+        return [projection for mixer in self._each() for projection in mixer.output_projections()]
+
+
+class ParallelLanes(LaneStates):
+    """The lanes of mixers side by side: lane i is the i-th of each."""
+
+    def __init__(self, parts: Sequence[LaneStates]) -> None:
+        self.parts = parts
+
+    def enter(self, lane: int) -> tuple[State, ...]:
+        """Return every mixer's empty state."""
+        return tuple(part.enter(lane) for part in self.parts)
+
+    def settle(self, lane: int, state: tuple[State, ...]) -> None:
+        """Keep each mixer's in its own lanes."""
+        for part, of_part in zip(self.parts, state, strict=True):
+            part.settle(lane, of_part)
+
+    def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> tuple[State, ...]:
+        """Return every mixer's states."""
+        return tuple(part.at(rows_R, lengths_R) for part in self.parts)
+
+    def write(self, rows_R: Tensor | None, after: tuple[State, ...], committed_R: Tensor) -> None:
+        """Commit to each mixer's lanes."""
+        for part, of_part in zip(self.parts, after, strict=True):
+            part.write(rows_R, of_part, committed_R)
+
+    def narrow(self, dtype: torch.dtype) -> None:
+        """Narrow each mixer's lanes; a type that one of them can't keep is refused."""
+        for part in self.parts:
+            part.narrow(dtype)
+
+
+def _sum(outputs: Sequence[Tensor]) -> Tensor:
+    total = outputs[0]
+    for output in outputs[1:]:
+        total = total + output
+    return total

@@ -1,0 +1,303 @@
+"""The Mamba2 mixer: a gated state-space layer with an input-dependent scan, on the windowed contract.
+
+T. Dao and A. Gu, "Transformers are SSMs", ICML 2024.
+
+Shape legend: B batch, L tokens of the window, D model width, I inner width = H · P, H heads, P head width, G
+groups, N state width, W convolution taps, C convolved channels = I + 2GN, U injection width = 2I + 2GN + H.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+
+from implicit_blocks._utils.module_hooks import has_hooks
+from implicit_blocks._utils.padding import moved
+from implicit_blocks.interfaces import Mixer, Window
+from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
+from implicit_blocks.mixers.mamba2.slots import Mamba2Lanes
+from implicit_blocks.mixers.short_conv import DepthwiseConv, DocumentsAround
+from implicit_blocks.ops import mamba2_mix
+from implicit_blocks.ops.backends import AUTO
+from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv, conv_tail
+from implicit_blocks.ops.ssd import SSD, ssd
+from implicit_blocks.ops.transforms import is_differentiated_forward
+from implicit_blocks.specs import Mamba2Spec
+
+
+class Mamba2State(NamedTuple):
+    """What committed tokens leave: the convolution's last inputs, (B, W − 1, C), the scan's h, (B, H, P, N).
+
+    ``h`` is kept in float32 or better.
+    """
+
+    conv_BWC: Tensor
+    h_BHPN: Tensor
+
+
+class Mamba2Context(NamedTuple):
+    """Whether the window begins a sequence; its padding and documents, None where there are none.
+
+    Padding must not stand between two real tokens, those of the convolution's tail among them, and must not
+    cut documents: the real tokens are then moved to the front (``order_BL``), which the other fields
+    describe, and back (``places_BL``). In a first window of one document padding on either side is like the
+    zeros before it.
+    """
+
+    begins: bool
+    valid_BL: Tensor | None = None
+    last_taps_BW: Tensor | None = None  # where the W − 1 last real inputs stand in tail and window together
+    documents_BL: Tensor | None = None
+    tail_documents_BW: Tensor | None = None
+    initial_document_B: Tensor | None = None
+    order_BL: Tensor | None = None
+    places_BL: Tensor | None = None
+    u_rows_BL: Tensor | None = None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the window begins a sequence, without padding or documents."""
+        return self.begins and self.valid_BL is None and self.documents_BL is None
+
+
+class Mamba2(Mixer):
+    """Projection, short causal convolution, SSD scan, gated norm, projection.
+
+    ``[gate, x, B, C, dt] = W z + u``; ``x, B, C`` go through the convolution and SiLU; ``dt = softplus(dt +
+    dt_bias)``, ``A = −exp(A_log)``; ``h_t = exp(A dt_t) h_{t−1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t + D x_t``;
+    ``rms(y · silu(gate)) · w``, then the output projection. The H / G heads of a group share B and C, and the
+    norm takes each group by itself, unless the spec says otherwise. ``A``, ``dt`` and the state are kept in
+    float32 or better, whatever the type of the projections.
+
+    Args:
+        spec: widths, and ranges of the initial A and dt.
+        d_model: width of the residual stream.
+
+    """
+
+    def __init__(self, spec: Mamba2Spec, *, d_model: int) -> None:
+        super().__init__()
+        spec.check(d_model)
+        self.spec = spec
+        SSD.require(spec.backend)
+        CAUSAL_CONV.require(spec.conv_backend)
+        self.d_inner = spec.expand * d_model
+        self.n_heads = self.d_inner // spec.head_dim
+        self.conv_width = self.d_inner + 2 * spec.n_groups * spec.d_state
+        self.in_proj = Linear(d_model, self.injection_width, bias=spec.bias)
+        self.conv = DepthwiseConv(self.conv_width, spec.d_conv, bias=spec.conv_bias)
+        self.A_log = nn.Parameter(torch.empty(self.n_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.n_heads))
+        self.D = nn.Parameter(torch.empty(self.n_heads))
+        self.norm = RMSNorm(self.d_inner, eps=spec.norm_eps, groups=spec.norm_groups or spec.n_groups)
+        self.out_proj = Linear(self.d_inner, d_model, bias=spec.bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw A uniformly and dt log-uniformly from the spec's ranges; D is 1."""
+        with torch.no_grad():
+            self.A_log.uniform_(self.spec.a_min, self.spec.a_max).log_()
+            low, high = math.log(self.spec.dt_min), math.log(self.spec.dt_max)
+            dt = torch.empty_like(self.dt_bias).uniform_(low, high).exp_()
+            self.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+            self.D.fill_(1.0)
+
+    @property
+    def injection_width(self) -> int:
+        """Width of gate, x, B, C and dt together."""
+        return self.d_inner + self.conv_width + self.n_heads
+
+    def initial_state(
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+    ) -> Mamba2State:
+        """Return zeros; the state's size does not depend on the number of tokens."""
+        wide = torch.promote_types(dtype, torch.float32)
+        h_shape = (batch_size, self.n_heads, self.spec.head_dim, self.spec.d_state)
+        return Mamba2State(
+            torch.zeros(batch_size, self.spec.d_conv - 1, self.conv_width, device=device, dtype=dtype),
+            torch.zeros(h_shape, device=device, dtype=wide),
+        )
+
+    def select_rows(self, state: Mamba2State, rows: Tensor) -> Mamba2State:
+        """Return the state of these rows."""
+        return Mamba2State(state.conv_BWC[rows], state.h_BHPN[rows])
+
+    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> Mamba2Lanes:
+        """Return a state a lane; none depends on a length."""
+        return Mamba2Lanes(self, count, device=device, dtype=dtype)
+
+    def reads_rows(self, window: Window) -> bool:
+        """Whether the GPU's fused operator serves the window: it reads the injection where it stands."""
+        half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.float32
+        plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
+        return half and self._fusible(window.device, window.length, plain)
+
+    def prepare(self, window: Window) -> Mamba2Context:
+        """Find where the convolution's next tail comes from, and the documents around the window."""
+        taps = self.spec.d_conv
+        return window.once(("mamba2", taps), lambda: _context(window, taps))
+
+    def forward(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
+    ) -> Tensor:
+        """Mix the window."""
+        if (fused := self._fused(z_BLD, u_BLU, context, return_state=False)) is not None:
+            return fused[0]
+        gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
+        y, _ = self._scan(gate, conv_in, dt, state, context, return_final_state=False)
+        return moved(y, context.places_BL)
+
+    def advance(
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
+    ) -> tuple[Tensor, Mamba2State]:
+        """Mix the window and return the state after it."""
+        no_grad = not torch.is_grad_enabled()
+        if no_grad and (fused := self._fused(z_BLD, u_BLU, context, return_state=True)) is not None:
+            out, h_after, projected = fused
+            assert h_after is not None
+            late, convolved = slice(1 - self.spec.d_conv, None), slice(self.d_inner, -self.n_heads)
+            last = projected[:, late, convolved]
+            if u_BLU is not None:
+                rows = context.u_rows_BL
+                last = last + (u_BLU[:, late] if rows is None else u_BLU[rows[:, late]])[..., convolved]
+            return out, Mamba2State(last.clone(), h_after)
+        gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
+        y, h = self._scan(gate, conv_in, dt, state, context, return_final_state=True)
+        assert h is not None
+        tail = conv_tail(conv_in, state.conv_BWC, taps=self.spec.d_conv, last_taps_BW=context.last_taps_BW)
+        return moved(y, context.places_BL), Mamba2State(tail, h)
+
+    def _fused(
+        self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor] | None:
+        """Return output, state and projection by the GPU's fused operator; None where it does not serve."""
+        if not self._fusible(z.device, z.shape[1], context.plain) or is_differentiated_forward():
+            return None
+        if self._is_watched_or_strided():
+            return None
+        projected: Tensor = self.in_proj(z)
+        if not mamba2_mix.suits(projected):
+            return None
+        # With gradients the operator takes the projection behind it along, unless something wraps it or is
+        # to be called with it.
+        plain = isinstance(self.out_proj, Linear) and not has_hooks(self.out_proj)
+        last = self.out_proj if plain and torch.is_grad_enabled() else None
+        out_weight, out_bias = (None, None) if last is None else last.current()
+        mixed, h = mamba2_mix.mamba2_mix(
+            projected,
+            u,
+            rows_BL=context.u_rows_BL,
+            conv_weight_CW=self.conv.weight,
+            conv_bias_C=self.conv.bias,
+            dt_bias_H=self.dt_bias,
+            A_log_H=self.A_log,
+            D_H=self.D,
+            norm_weight_I=self.norm.weight,
+            sizes=self._sizes(),
+            return_state=return_state,
+            out_weight_DI=out_weight,
+            out_bias_D=out_bias,
+        )
+        return mixed if last is not None else self.out_proj(mixed), h, projected
+
+    def _is_watched_or_strided(self) -> bool:
+        """Whether the operator would pass over hooks of the norm, or strides of parameters."""
+        if torch.compiler.is_compiling():
+            return False
+        small = (self.conv.weight, self.conv.bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
+        return has_hooks(self.norm) or not all(t is None or t.is_contiguous() for t in small)
+
+    def _fusible(self, device: torch.device, length: int, plain: bool) -> bool:
+        if (self.spec.backend, self.spec.conv_backend) != (AUTO, AUTO):
+            return False
+        return mamba2_mix.eligible(device, length, plain, self.spec.d_conv, self._sizes())
+
+    def _sizes(self) -> mamba2_mix.Mamba2Sizes:
+        return mamba2_mix.Mamba2Sizes(
+            self.n_heads,
+            self.spec.head_dim,
+            self.spec.n_groups,
+            self.spec.d_state,
+            self.norm.groups,
+            self.norm.eps,
+        )
+
+    def _project(self, z: Tensor, u: Tensor | None, context: Mamba2Context) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gate, input of the convolution and dt, the real tokens first; padding feeds nothing in."""
+        z, u = moved(z, context.order_BL), moved(u, context.order_BL)
+        projected: Tensor = self.in_proj(z)
+        if u is not None:
+            projected = projected + (u if context.u_rows_BL is None else F.embedding(context.u_rows_BL, u))
+        gate, conv_in, dt = projected.split((self.d_inner, self.conv_width, self.n_heads), dim=-1)
+        dt = F.softplus(at_least_float32(dt) + at_least_float32(self.dt_bias))
+        if context.valid_BL is not None:
+            valid = context.valid_BL[:, :, None]
+            conv_in, dt = conv_in.where(valid, 0.0), dt.where(valid, 0.0)
+        return gate, conv_in, dt
+
+    def _scan(
+        self,
+        gate: Tensor,
+        conv_in: Tensor,
+        dt: Tensor,
+        state: Mamba2State,
+        context: Mamba2Context,
+        *,
+        return_final_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        batch, length, _ = conv_in.shape
+        conv_out = causal_conv(
+            conv_in,
+            self.conv.weight,
+            self.conv.bias,
+            tail_BWC=None if context.begins else state.conv_BWC,
+            activation="silu",
+            documents_BL=context.documents_BL,
+            tail_documents_BW=context.tail_documents_BW,
+            backend=self.spec.conv_backend,
+        )
+        groups, maps = self.spec.n_groups, self.spec.n_groups * self.spec.d_state
+        x, B, C = conv_out.split((self.d_inner, maps, maps), dim=-1)
+        x = x.view(batch, length, self.n_heads, self.spec.head_dim)
+        y, h = ssd(
+            x,
+            dt,
+            -torch.exp(at_least_float32(self.A_log)),
+            B.unflatten(-1, (groups, -1)),
+            C.unflatten(-1, (groups, -1)),
+            initial_state_BHPN=None if context.begins else state.h_BHPN,  # zeros, which cost products
+            chunk_size=self.spec.chunk_size,
+            documents_BL=context.documents_BL,
+            initial_document_B=context.initial_document_B,
+            return_final_state=return_final_state,
+            backend=self.spec.backend,
+        )
+        y = torch.addcmul(y, x, self.D[:, None].to(x.dtype)).reshape(batch, length, self.d_inner)
+        out: Tensor = self.out_proj(self.norm(y * F.silu(gate)))
+        return out, h
+
+    def output_projections(self) -> Sequence[nn.Module]:
+        """Return the output projection."""
+        return (self.out_proj,)
+
+
+def _context(window: Window, taps: int) -> Mamba2Context:
+    begins, valid = window.start == 0, window.valid_BL
+    # In a first window of one document padding on either side stays where it is, like the zeros before it.
+    stays = begins and window.documents_BT is None and not window.gaps
+    real = None if stays else window.real_first()
+    order = places = last = None
+    if real is not None:
+        valid, order, places = real.valid_BL, real.order_BL, real.places_BL
+    if valid is not None:
+        # The tail holds the last real inputs: with padding on the right they are not the window's last ones.
+        index = torch.arange(1, window.length + 1, device=window.device)
+        end = (valid * index).amax(1)  # how many tokens up to and with the last real one
+        last = end[:, None] + torch.arange(taps - 1, device=window.device)
+    around = DocumentsAround.of(window, taps=taps, real=real)
+    return Mamba2Context(begins, valid, last, *around, order, places, window.u_rows_BL)

@@ -1,0 +1,1 @@
+"""Language models: implicit, explicit, and the layers that they iterate."""

@@ -1,0 +1,171 @@
+"""What a model remembers of the tokens it has committed, and the windows that follow them.
+
+Shape legend: B batch, L tokens of a window, T committed tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from implicit_blocks._utils.padding import of_last_real
+from implicit_blocks.interfaces import State, Window
+
+if TYPE_CHECKING:
+    from implicit_blocks.models.backbone import Backbone
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The state between windows.
+
+    ``length`` counts the committed tokens T, padding included; ``next_position`` (1 or B,) the real ones.
+    ``valid_BT`` and ``documents_BT`` are None while there was no padding, and one document; ``layers`` holds
+    each mixer's state. ``last_BD`` is where the search of each row's last real token ended, None before the
+    first: a warm start begins there. Continuing from a state leaves it as it was, unless it was made with a
+    ``capacity``: the buffers are then shared, and a second continuation from the same state overwrites the
+    first.
+    """
+
+    batch_size: int
+    length: int
+    next_position: Tensor
+    layers: tuple[State, ...]
+    valid_BT: Tensor | None = None
+    documents_BT: Tensor | None = None
+    last_BD: Tensor | None = None
+
+    def window(
+        self,
+        length: int,
+        *,
+        valid_BL: Tensor | None,
+        documents_BL: Tensor | None,
+        dtype: torch.dtype,
+        gaps: bool = True,
+    ) -> Window:
+        """Return the window of the next ``length`` tokens; ``gaps`` as ``Window`` has it."""
+        valid = self._extend("valid", self.valid_BT, valid_BL, length, True)
+        documents = self._extend("documents", self.documents_BT, documents_BL, length, 0)
+        if valid is None:
+            positions = self.next_position[:, None] + torch.arange(length, device=self.next_position.device)
+        else:
+            steps = valid[:, self.length :].cumsum(1)
+            positions = (self.next_position[:, None] + steps - 1).clamp(min=0)
+        return Window(
+            batch_size=self.batch_size,
+            start=self.length,
+            length=length,
+            positions_BL=positions,
+            valid_BT=valid,
+            documents_BT=documents,
+            gaps=gaps,
+            dtype=dtype,
+        )
+
+    def _extend(
+        self, name: str, before_BT: Tensor | None, new_BL: Tensor | None, length: int, default: bool | int
+    ) -> Tensor | None:
+        """Join what is said of the committed tokens and of new ones; silence means the default.
+
+        For tokens that go on after documents were told apart: the document of the row's last real token.
+        """
+        shape = (self.batch_size, length)
+        if new_BL is not None and new_BL.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(new_BL.shape)}; the window's tokens have {shape}")
+        if before_BT is None and new_BL is None:
+            return None
+        like = before_BT if before_BT is not None else new_BL
+        assert like is not None
+        if before_BT is None:
+            before_BT = like.new_full((self.batch_size, self.length), default)
+        elif new_BL is None:
+            last = None if name == "valid" else of_last_real(before_BT, self.valid_BT, 1)
+            new_BL = before_BT.new_ones(shape) if last is None else last.expand(shape)
+        assert new_BL is not None
+        return torch.cat((before_BT, new_BL), dim=1)
+
+    def after(self, window: Window, layers: tuple[State, ...], z_BLD: Tensor | None = None) -> Committed:
+        """Return the state once ``window``, whose solution is ``z_BLD``, has been committed."""
+        taken: Tensor | int = window.length
+        if window.valid_BL is not None:
+            taken = window.valid_BL.sum(1)
+        return Committed(
+            batch_size=self.batch_size,
+            length=self.length + window.length,
+            next_position=self.next_position + taken,
+            layers=layers,
+            valid_BT=window.valid_BT,
+            documents_BT=window.documents_BT,
+            last_BD=None if z_BLD is None else self._last_of(window.valid_BL, z_BLD.detach()),
+        )
+
+    def _last_of(self, valid_BL: Tensor | None, z_BLD: Tensor) -> Tensor:
+        """Return the solution of each row's last real token so far, (B, D); zeros before the first."""
+        if valid_BL is None:
+            return z_BLD[:, -1]
+        order = torch.arange(1, valid_BL.shape[1] + 1, device=valid_BL.device)
+        end = (valid_BL * order).amax(1)  # how many tokens up to and with the last real one
+        found = z_BLD[torch.arange(len(end), device=end.device), (end - 1).clamp(min=0)]
+        before = torch.zeros_like(found) if self.last_BD is None else self.last_BD
+        return torch.where(end[:, None] > 0, found, before)
+
+    def warm_start(self, window: Window, start_BLD: Tensor) -> Tensor:
+        """Return where the searches of a window begin if the token before has been solved.
+
+        All tokens of the window begin at the point of the row's last committed real token. Those that have
+        none before them, in the row or in their document, begin at ``start_BLD``, as all do without.
+        """
+        if self.last_BD is None:
+            return start_BLD
+        follows = (self.next_position > 0)[:, None]
+        before = window.documents_before(1)
+        if before is not None:
+            follows = follows & (window.documents_BL == before)
+        return torch.where(follows[:, :, None], self.last_BD[:, None].to(start_BLD.dtype), start_BLD)
+
+    def truncate(self, tokens: int, backbone: Backbone) -> Committed:
+        """Return the state without its last ``tokens`` tokens, padding included.
+
+        Raises:
+            ValueError: where there are not so many, or a mixer cannot take tokens back.
+
+        """
+        if not 0 <= tokens <= self.length:
+            raise ValueError(
+                f"{tokens} tokens cannot be taken back from the {self.length} committed ones; choose at most "
+                "as many"
+            )
+        kept = self.length - tokens
+        taken: Tensor | int = tokens if self.valid_BT is None else self.valid_BT[:, kept:].sum(1)
+        return Committed(
+            batch_size=self.batch_size,
+            length=kept,
+            next_position=self.next_position - taken,
+            layers=tuple(
+                block.mixer.truncate(state, kept)
+                for block, state in zip(backbone.blocks(), self.layers, strict=True)
+            ),
+            valid_BT=None if self.valid_BT is None else self.valid_BT[:, :kept],
+            documents_BT=None if self.documents_BT is None else self.documents_BT[:, :kept],
+            last_BD=self.last_BD if tokens == 0 else None,  # those of the tokens before were not kept
+        )
+
+    def select_rows(self, rows: Tensor, backbone: Backbone) -> Committed:
+        """Return the state of these rows, (R,) int64 indices; rows may repeat, as beam search needs."""
+        one_for_all = self.next_position.shape[0] == 1
+        return Committed(
+            batch_size=rows.numel(),
+            length=self.length,
+            next_position=self.next_position if one_for_all else self.next_position[rows],
+            layers=tuple(
+                block.mixer.select_rows(state, rows)
+                for block, state in zip(backbone.blocks(), self.layers, strict=True)
+            ),
+            valid_BT=None if self.valid_BT is None else self.valid_BT[rows],
+            documents_BT=None if self.documents_BT is None else self.documents_BT[rows],
+            last_BD=None if self.last_BD is None else self.last_BD[rows],
+        )

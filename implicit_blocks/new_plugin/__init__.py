@@ -1,6 +1,0 @@
-"""A new plugin: an installable distribution, written from templates, that works as it is written."""
-
-from implicit_blocks.new_plugin.names import FAMILIES, PluginNames, choose_names
-from implicit_blocks.new_plugin.writing import create_plugin
-
-__all__ = ["FAMILIES", "PluginNames", "choose_names", "create_plugin"]

@@ -1,0 +1,158 @@
+"""Filling in the templates: all files of a new plugin, or none."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from implicit_blocks.registry.hooks import API_VERSION
+from implicit_blocks.registry.scaffold.names import PluginNames, choose_names
+
+_SUFFIX = ".template"
+_EXAMPLES = {
+    "mixer": "mixer: {kind: @NAME@, expand: 1}",
+    "solver": "solver: {kind: @NAME@, momentum: 0.2}",
+    "gradient": "gradient: {kind: @NAME@, terms: 4}",
+}
+
+
+def create_plugin(name: str, *, family: str, directory: str | os.PathLike[str] | None = None) -> Path:
+    """Write an installable plugin that passes its own tests, trains from YAML, and is yours to change.
+
+    Args:
+        name: an identifier in lower case: the kind that the plugin brings. Its distribution is then
+            ``implicit-blocks-…``, its module ``implicit_blocks_…``.
+        family: ``mixer``, ``solver`` or ``gradient``.
+        directory: folder to write, new or empty; by default a new one of the plugin's name where we are.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: a name that can't be or is taken, a folder that is not empty, or that can't be written;
+            nothing has been written then.
+
+    """
+    names = choose_names(name, family)
+    texts = render(names)
+    target = Path(name if directory is None else directory).absolute()
+    _check_empty(target)
+    try:
+        _write(texts, target)
+    except OSError as error:
+        raise ValueError(
+            f"can't write {os.fspath(target)!r}: {error.strerror or error}; give another --directory"
+        ) from error
+    return target
+
+
+def render(names: PluginNames) -> dict[str, str]:
+    """Return the text of every file by its path in the plugin's folder.
+
+    Raises:
+        ValueError: the generated code itself uses the name.
+
+    """
+    root = files("implicit_blocks.registry.scaffold") / "templates"
+    templates = dict(_walk(root / "common")) | dict(_walk(root / names.family))
+    _refuse_reserved(names, templates)
+    values = {
+        "EXAMPLE": _EXAMPLES[names.family],
+        "NAME": names.name,
+        "FAMILY": names.family,
+        "CLASS": names.class_name,
+        "MODULE": names.module,
+        "DISTRIBUTION": names.distribution,
+        "BUILDER": names.class_name + ("" if names.family == "mixer" else ".from_spec"),
+        "API": API_VERSION,
+        "LIBRARY": _library_version(),
+    }
+
+    def fill(text: str) -> str:
+        for key, value in values.items():
+            text = text.replace(f"@{key}@", value)
+        return text
+
+    def path(template: str) -> str:
+        parts = template.removesuffix(_SUFFIX).replace("NAME", names.name).replace("MODULE", names.module)
+        return ".gitignore" if parts == "gitignore" else parts
+
+    return {path(template): fill(text) for template, text in sorted(templates.items())}
+
+
+def _walk(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, str]]:
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            yield from _walk(entry, f"{prefix}{entry.name}/")
+        elif entry.name.endswith(_SUFFIX):
+            yield prefix + entry.name, entry.read_text(encoding="utf-8")
+
+
+def _refuse_reserved(names: PluginNames, templates: dict[str, str]) -> None:
+    """Refuse a name whose class would hide one that the code uses: ``Mixer``, ``Window``."""
+    code = " ".join(text for path, text in templates.items() if path.endswith(".py" + _SUFFIX))
+    words = set(re.findall(r"(?<!@)\b\w+\b(?!@)", code))
+    for used in (names.class_name, f"{names.class_name}Spec"):
+        if used in words:
+            raise ValueError(
+                f"the plugin name {names.name!r} is reserved: its class would be called {used!r}, as one of "
+                f"the library's is; choose another, such as 'my_{names.name}'"
+            )
+
+
+def _check_empty(target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise ValueError(f"{os.fspath(target)!r} is a file; give a folder that is new or empty")
+    try:
+        held = sorted(path.name for path in target.iterdir()) if target.exists() else []
+    except OSError as error:
+        raise ValueError(
+            f"can't read {os.fspath(target)!r}: {error.strerror}; give another --directory"
+        ) from error
+    if held:
+        shown = ", ".join(held[:3]) + (", …" if len(held) > 3 else "")
+        raise ValueError(
+            f"the folder {os.fspath(target)!r} is not empty (it holds {shown}); "
+            "give a folder that is new or empty, --directory FOLDER"
+        )
+
+
+def _write(texts: dict[str, str], target: Path) -> None:
+    """Write beside the target first, then move: what is interrupted leaves no half of a plugin."""
+    made = [folder for folder in (target, *target.parents) if not folder.exists()]
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".new-plugin-", dir=target) as staging:
+            for path, text in texts.items():
+                file = Path(staging, path)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8", newline="\n")
+            moved: list[Path] = []
+            try:
+                for entry in sorted(Path(staging).iterdir()):
+                    os.replace(entry, target / entry.name)
+                    moved.append(target / entry.name)
+            except BaseException:
+                for entry in moved:
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                raise
+    except BaseException:
+        for folder in made:
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+        raise
+
+
+def _library_version() -> str:
+    """Return the first two numbers of the library's version: what a new plugin asks for at least."""
+    try:
+        return ".".join(version("implicit_blocks").split(".")[:2])
+    except PackageNotFoundError:
+        return "0.1"

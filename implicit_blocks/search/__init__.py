@@ -1,0 +1,1 @@
+"""The search for a fixed point: the loop, its options, and what it returns."""

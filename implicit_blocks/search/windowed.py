@@ -1,0 +1,84 @@
+"""The search in windows: a few tokens at a time, each window given the solution of those before it.
+
+Block Gauss-Seidel over time: causality makes the system of all tokens block triangular, so that solving the
+blocks in their order solves it (L. Hageman and D. Young, "Applied Iterative Methods", 1981). For non-linear
+recurrences: Y. Song et al., "Accelerating Feedforward Computation via Parallel Nonlinear Equation Solving",
+ICML 2021.
+
+Shape legend: B batch, L tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from implicit_blocks._utils.validation import require_count
+from implicit_blocks.interfaces import Map, SequenceMap, Solver
+from implicit_blocks.search.search import Search
+from implicit_blocks.solution import Solution
+from implicit_blocks.specs import Stopping
+
+
+@dataclass
+class WindowedSearch:
+    """Search ``length`` tokens at a time; each window ends by itself, and its state is committed.
+
+    Worth it where a token's solution hangs on that of the token before it, so that searches over L tokens
+    take a number of iterations that grows with L: each iteration then moves a few tokens, not those that wait
+    for them. Where the number does not grow, as in language models, windows save nothing, and small ones
+    leave a GPU idle. Where each token's equation has one fixed point, the result is the same, to the
+    tolerance; where it has several, windows may find another one.
+
+    The window is what an element's stopping rule covers: with scope ``sequence`` a row stops window by
+    window. ``max_iterations`` holds for each. What is reported of a row is its slowest window's iterations,
+    its worst residual. A window that has not converged is committed as far as it came.
+
+    Calls of ``f`` for a token: its window's iterations, and one to commit it (none for the last window).
+
+    Args:
+        search: what runs in each window.
+        length: tokens of a window, at least 1; the last may be shorter.
+
+    Raises:
+        ValueError: a length below 1.
+
+    """
+
+    search: Search
+    length: int
+
+    def __post_init__(self) -> None:
+        require_count("window_length", self.length)
+        self.solver: Solver = self.search.solver
+        self.stopping: Stopping = self.search.stopping
+        self.valid: Tensor | None = self.search.valid
+
+    def __call__(self, f: Map, z0: Tensor) -> Solution:
+        """Search from ``z0`` (B, L, …), without gradients.
+
+        Raises:
+            ValueError: ``f`` cannot be cut in time.
+
+        """
+        if not isinstance(f, SequenceMap):
+            raise ValueError(
+                f"a search in windows of {self.length} tokens needs a map that offers first and after, as "
+                f"those of language models do; got {type(f).__name__}"
+            )
+        found: list[Solution] = []
+        with torch.no_grad():
+            for part in z0.detach().split(self.length, dim=1):
+                if found:
+                    f = f.after(found[-1].z)
+                at, tokens = sum(window.z.shape[1] for window in found), part.shape[1]
+                valid = None if self.valid is None else self.valid[:, at : at + tokens]
+                head = f if at + tokens == z0.shape[1] else f.first(tokens)
+                found.append(replace(self.search, valid=valid)(head, part))
+        return Solution.concatenate(found)
+
+    def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
+        """Return a solution with the value ``z``, given ``f(z)``, measured over all tokens together."""
+        return self.search.report(z, fz, iterations=iterations)

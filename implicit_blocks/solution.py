@@ -1,0 +1,142 @@
+"""What a search for a fixed point returns: the value, and how the search went.
+
+Shape legend: B batch, L tokens of a window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Adjoint:
+    """How the backward solve of an implicit-function gradient went; ``solution`` is None before it ran."""
+
+    solutions: list[Solution] = field(default_factory=list)
+    listeners: list[Callable[[Solution], None]] = field(default_factory=list, repr=False, compare=False)
+    """Called with each solve's solution, within backward."""
+
+    def add(self, solution: Solution) -> None:
+        """Take in a backward solve."""
+        self.solutions.append(solution)
+        for listener in self.listeners:
+            listener(solution)
+
+    @property
+    def solution(self) -> Solution | None:
+        """The latest backward solve: its iterations, residual and status, one entry a row."""
+        return self.solutions[-1] if self.solutions else None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """What a search found and how it went, for each sequence, and with prefix scope for each token.
+
+    ``z`` (B, …) is, for every element, the ``f(z)`` whose residual was lowest. ``iterations`` (B,) int64
+    counts the calls of ``f`` an element took part in; ``residual`` (B,) float32 or better is that of the
+    returned value; ``converged`` and ``diverged`` (B,) bool: neither is set where the iterations ran out.
+    With prefix scope the ``token_…`` fields (B, L) say the same of each token, and the row's entry is its
+    worst token's; elsewhere they are None. ``trace`` (iterations, B) or (iterations, B, L), on request, has
+    the residual of every call, NaN once an element had left the loop. ``penalty`` (B,), where the gradient
+    estimator has one, is what its mean adds to the loss; it carries gradients.
+    """
+
+    z: Tensor
+    iterations: Tensor
+    residual: Tensor
+    converged: Tensor
+    diverged: Tensor
+    token_iterations: Tensor | None = None
+    token_residual: Tensor | None = None
+    token_converged: Tensor | None = None
+    token_diverged: Tensor | None = None
+    trace: Tensor | None = None
+    adjoint: Adjoint | None = None
+    penalty: Tensor | None = None
+
+    @classmethod
+    def of_tokens(
+        cls,
+        z: Tensor,
+        *,
+        iterations: Tensor,
+        residual: Tensor,
+        converged: Tensor,
+        diverged: Tensor,
+        trace: Tensor | None = None,
+    ) -> Self:
+        """Return the solution whose tokens fared so; all but ``z`` are (B, L)."""
+        return cls(
+            z=z,
+            iterations=iterations.amax(1),
+            residual=residual.amax(1),
+            converged=converged.all(1),
+            diverged=diverged.any(1),
+            token_iterations=iterations,
+            token_residual=residual,
+            token_converged=converged,
+            token_diverged=diverged,
+            trace=trace,
+        )
+
+    @classmethod
+    def concatenate(cls, windows: Sequence[Solution]) -> Solution:
+        """Join the solutions of consecutive windows: values along the tokens, status from the worst window.
+
+        Traces and adjoints are per window and are not joined.
+        """
+        if len(windows) == 1:
+            return windows[0]
+
+        def join(name: str) -> Tensor | None:
+            parts = [getattr(window, name) for window in windows]
+            return None if any(part is None for part in parts) else torch.cat(parts, dim=1)
+
+        def stack(name: str) -> Tensor:
+            return torch.stack([getattr(window, name) for window in windows])
+
+        return cls(
+            z=torch.cat([window.z for window in windows], dim=1),
+            iterations=stack("iterations").amax(0),
+            residual=stack("residual").amax(0),
+            converged=stack("converged").all(0),
+            diverged=stack("diverged").any(0),
+            token_iterations=join("token_iterations"),
+            token_residual=join("token_residual"),
+            token_converged=join("token_converged"),
+            token_diverged=join("token_diverged"),
+            penalty=None if windows[0].penalty is None else stack("penalty").mean(0),
+        )
+
+    def with_value(self, z: Tensor, *, adjoint: Adjoint | None = None) -> Solution:
+        """Return the same report with another ``z`` (B, …); its adjoint is kept, unless another is given."""
+        return replace(self, z=z, adjoint=adjoint or self.adjoint)
+
+    def __repr__(self) -> str:
+        """Say in a line how the search went: what a prompt or a notebook shows; the numbers are fields."""
+        iterations, residual = self.iterations, self.residual
+        if iterations.is_meta or not iterations.numel():
+            return f"Solution(rows={iterations.numel()})"
+        told = [
+            f"converged={int(self.converged.sum())} of {self.converged.numel()}",
+            f"iterations={_span(iterations, 'd')}",
+            f"residual={_span(residual, '.2g')}",
+        ]
+        if self.diverged.any():
+            told.insert(1, f"diverged={int(self.diverged.sum())}")
+        if (tokens := self.token_converged) is not None:
+            told.append(f"token_converged={int(tokens.sum())} of {tokens.numel()}")
+        if isinstance(self.z, Tensor):
+            told.insert(0, f"z={tuple(self.z.shape)}")
+        return f"Solution({', '.join(told)})"
+
+
+def _span(values: Tensor, form: str) -> str:
+    """Return the least and the largest value, or the one that all are."""
+    least, largest = (format(value.item(), form) for value in values.detach().aminmax())
+    return least if least == largest else f"{least}…{largest}"

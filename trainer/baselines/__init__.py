@@ -1,0 +1,1 @@
+"""Models of other libraries, trained by the same loop."""

@@ -1,0 +1,1 @@
+"""Training checkpoints: saving, loading, exporting."""

@@ -1,0 +1,157 @@
+"""Checkpoints: everything a run needs to go on exactly where it was, whatever the number of processes.
+
+What a checkpoint consists of is said in :mod:`trainer.checkpoint.folder`, how it is written in
+:mod:`trainer.checkpoint.writer`; here it is loaded. Where the number of processes is the one that saved it,
+a run goes on to the last bit; on another number the tensors are cut anew and the data go on at the same
+sample, but what is drawn at random (dropout) is drawn anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from implicit_blocks.checkpoints.find import MODEL_PREFIX, list_checkpoints
+from implicit_blocks.checkpoints.sharded import load_tensors, read_whole_tensors, tensor_index
+from trainer.checkpoint.folder import (
+    FORMAT,
+    OPTIMIZER_PREFIX,
+    STATE_FILE,
+    Progress,
+    newest_sound_checkpoint,
+    rank_file,
+    read_state,
+    set_aside,
+    step_name,
+    verify_checkpoint,
+)
+from trainer.checkpoint.rng import restore_random_state, seed_everything
+from trainer.checkpoint.writer import Checkpointer, SaveTimes, named_tensors
+from trainer.distributed import Ranks
+from trainer.errors import CheckpointError
+from trainer.optim.optimizers import load_optimizer_state
+from trainer.storage.files import read_json
+
+__all__ = [
+    "FORMAT",
+    "STATE_FILE",
+    "Checkpointer",
+    "Progress",
+    "SaveTimes",
+    "list_checkpoints",
+    "load_checkpoint",
+    "newest_sound_checkpoint",
+    "read_model_tensors",
+    "set_aside",
+    "step_name",
+    "verify_checkpoint",
+]
+
+
+def load_checkpoint(
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    restore_random: bool = False,
+    verify: bool = True,
+    ranks: Ranks | None = None,
+) -> Progress:
+    """Check the checkpoint at ``path`` and load it; return how far the run had come.
+
+    With several processes (``ranks``) all of them call this; model and optimizer may be sharded in another
+    way than when it was saved. The optimizer and the generators are restored where asked for. ``verify`` may
+    be turned off right after :func:`verify_checkpoint`, which reads every file. Raises
+    :class:`CheckpointError` if a file is damaged or the model is another one; nothing is loaded then.
+    """
+    ranks = ranks or Ranks(torch.device("cpu"))
+    state = ranks.on_main(lambda: verify_checkpoint(path) if verify else read_state(path))
+    tensors, aliases = named_tensors(model)
+    _require_same_model(path, tensors, aliases, state)
+    found = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
+    of_optimizer: dict[str, Tensor] = {}
+    if optimizer is not None:
+        of_optimizer = _room_for_optimizer(path, model)
+        found |= {OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()}
+    load_tensors(path, found, one_process=ranks.alone)
+    if optimizer is not None:
+        load_optimizer_state(optimizer, model, of_optimizer, state["optimizer_values"])
+    if restore_random:
+        _restore_random(path, state, ranks)
+    return Progress(**state["progress"])
+
+
+def read_model_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the model's tensors of the checkpoint at ``path``, whole and on the CPU, without a model.
+
+    Raises:
+        CheckpointError: its state is damaged; the tensors' checksums are not looked at.
+
+    """
+    aliases = read_state(path)["aliases"]
+    tensors = read_whole_tensors(path, prefix=MODEL_PREFIX)
+    return {**tensors, **{name: tensors[target] for name, target in aliases.items()}}
+
+
+def _require_same_model(
+    path: Path, tensors: dict[str, Tensor], aliases: dict[str, str], state: dict[str, Any]
+) -> None:
+    stored = {name: tuple(entry.size) for name, entry in tensor_index(path, prefix=MODEL_PREFIX).items()}
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    problems = [f"lacks {name}" for name in own.keys() - stored.keys()]
+    problems += [f"has {name}, which the model lacks" for name in stored.keys() - own.keys()]
+    problems += [
+        f"has {name} of shape {stored[name]}, the model {own[name]}"
+        for name in own.keys() & stored.keys()
+        if stored[name] != own[name]
+    ]
+    if not problems and state["aliases"] != aliases:
+        problems = ["ties other weights to each other"]
+    if problems:
+        shown = "; ".join(sorted(problems)[:5]) + ("; …" if len(problems) > 5 else "")
+        raise CheckpointError(f"checkpoint {path} is of another model: it {shown}")
+
+
+def _room_for_optimizer(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Return empty tensors for the stored state of the optimizer, cut as the model's parameters are."""
+    parameters = dict(model.named_parameters())
+    room: dict[str, Tensor] = {}
+    for key, entry in tensor_index(path, prefix=OPTIMIZER_PREFIX).items():
+        name = key.rpartition("/")[0]
+        parameter = parameters.get(name)
+        if parameter is None:
+            raise CheckpointError(
+                f"checkpoint {path}: the optimizer state names the parameter {name!r}, "
+                "which this model doesn't have"
+            )
+        room[key] = _room(parameter, entry)
+    return room
+
+
+def _room(parameter: nn.Parameter, entry: TensorStorageMetadata) -> Tensor:
+    # What has the parameter's shape is cut as the parameter is; the rest (counters, sums over rows) every
+    # process has whole.
+    if entry.size == parameter.shape and parameter.dim() > 0:
+        return torch.zeros_like(parameter, dtype=entry.properties.dtype)
+    return torch.zeros(entry.size, dtype=entry.properties.dtype)
+
+
+def _restore_random(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
+    if state["ranks"] == ranks.world_size:
+        file = path / rank_file(ranks.rank)
+        try:
+            restore_random_state(read_json(file)["random_state"])
+        except Exception as error:  # each generator refuses in its own way what is not a state of its own
+            raise CheckpointError(
+                f"checkpoint {path}: {file.name} holds no states of the random number generators "
+                f"({type(error).__name__}: {error}); resume from another checkpoint by --checkpoint"
+            ) from error
+        return
+    # Other processes than those that saved: each draws anew, but the same at every attempt.
+    text = f"{state['spec_digest']}/{state['progress']['step']}/{ranks.rank}"
+    seed_everything(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))

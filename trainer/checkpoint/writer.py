@@ -1,0 +1,318 @@
+"""Saving checkpoints while the run goes on: each process writes its share, and all is there or nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import async_save
+
+from implicit_blocks.checkpoints.find import MODEL_PREFIX, list_checkpoints
+from implicit_blocks.checkpoints.sharded import expect_one_process
+from implicit_blocks.checkpoints.tensor_index import INDEX, index_text
+from trainer.checkpoint.folder import (
+    FORMAT,
+    OPTIMIZER_PREFIX,
+    STATE_FILE,
+    TEMPORARY,
+    Progress,
+    prune,
+    rank_file,
+    remove_tree,
+    remove_unfinished,
+    step_name,
+)
+from trainer.checkpoint.rng import random_state
+from trainer.checkpoint.staging import Staging, own_share
+from trainer.distributed import Ranks
+from trainer.errors import FailedSaveError, LostPeerError, PeerError
+from trainer.optim.optimizers import optimizer_state
+from trainer.storage.files import digest, fsync_path, read_json, sha256_of, write_atomically, write_json
+
+
+def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the tensors of the model's state, and of those with several names the others' first name.
+
+    Tied weights are one tensor: it is stored once.
+    """
+    first: dict[int, str] = {}
+    others: dict[str, str] = {}
+    parameters = model.named_parameters(remove_duplicate=False)
+    for name, tensor in [*parameters, *model.named_buffers(remove_duplicate=False)]:
+        if first.setdefault(id(tensor), name) != name:
+            others[name] = first[id(tensor)]
+    tensors = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    others = {name: to for name, to in others.items() if name in tensors and to in tensors}
+    return {name: value for name, value in tensors.items() if name not in others}, others
+
+
+@dataclass(frozen=True)
+class SaveTimes:
+    """How long the save of a checkpoint took on this rank, and how large it is.
+
+    ``staging_seconds`` is the copying of the tensors, for which training waits, and ``seconds`` all of it,
+    until the checkpoint is whole; ``size`` is that of all ranks' tensors, in bytes.
+    """
+
+    step: int
+    staging_seconds: float
+    seconds: float
+    size: int
+
+
+class Checkpointer:
+    """Saves a run's checkpoints into ``folder``, one at a time, while the training goes on.
+
+    Several processes make one each, at the same point, and call its methods together; the folder is the same
+    for all of them. :meth:`save` copies the tensors to the memory of the CPU, which the training waits for,
+    and leaves the writing to a thread. What went wrong there is raised by the next :meth:`wait`; the
+    checkpoints before are as they were.
+
+    Args:
+        folder: of all checkpoints of the run.
+        model: the module itself, not what wraps it for data parallelism; its tensors may be sharded.
+        optimizer: its state is stored by the names of the model's parameters.
+        spec_digest: stored, so that a checkpoint tells what it belongs to.
+        keep: how many of the newest stay.
+        keep_every: those at multiples of so many steps stay too.
+        ranks: the processes; None: this one alone.
+        pin: whether what is copied from a GPU is copied to page-locked memory, kept between saves.
+
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        spec_digest: str,
+        keep: int,
+        keep_every: int | None = None,
+        ranks: Ranks | None = None,
+        pin: bool = True,
+    ) -> None:
+        self.folder = folder
+        self._model = model
+        self._optimizer = optimizer
+        self._spec_digest = spec_digest
+        self._keep = keep
+        self._keep_every = keep_every
+        self._ranks = ranks or Ranks(torch.device("cpu"))
+        self._group = self._ranks.host_group()
+        self._staging = Staging(self._ranks.device, pin=pin)
+        self._future: Future[Any] | None = None
+        self._step = self._size = 0
+        self._times: Callable[[], SaveTimes] | None = None
+        self.saves: list[SaveTimes] = []
+        """Of the checkpoints saved so far, in order."""
+
+    def save(self, progress: Progress) -> None:
+        """Begin to save the checkpoint of ``progress.step``, after the one before has been written.
+
+        Raises:
+            FailedSaveError: about the one before, and this one isn't begun then; or there is no folder to
+                begin in.
+            LostPeerError: another process is gone.
+
+        """
+        self.wait()
+        expect_one_process()
+        began = time.perf_counter()
+        self._step = progress.step
+        try:
+            self._ranks.on_main(self._make_room)
+        except (OSError, RuntimeError) as error:
+            raise self._failure(error) from error
+        tensors, aliases = named_tensors(self._model)
+        of_optimizer, values = optimizer_state(self._optimizer, self._model)
+        state = {
+            "format": FORMAT,
+            "progress": vars(progress),
+            "spec_digest": self._spec_digest,
+            "ranks": self._ranks.world_size,
+            "aliases": aliases,
+            "optimizer_values": values,
+        }
+        writer = _Writer(
+            self._temporary,
+            rank=self._ranks.rank,
+            of_rank={"random_state": random_state()},
+            state=state,
+            publish=self._publish,
+            staging=self._staging,
+        )
+        every = {
+            **{MODEL_PREFIX + name: tensor for name, tensor in tensors.items()},
+            **{OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()},
+        }
+        size = self._size = sum(tensor.numel() * tensor.element_size() for tensor in every.values())
+        future = async_save(
+            own_share(every, self._ranks),
+            storage_writer=writer,
+            process_group=self._group,
+            no_dist=self._ranks.alone,
+        )
+        assert isinstance(future, Future)  # as it is where the writer brings its own staging
+        self._future = future
+        staged, ended = time.perf_counter() - began, list[float]()
+        future.add_done_callback(lambda _: ended.append(time.perf_counter()))
+
+        def times() -> SaveTimes:
+            end = ended[0] if ended else time.perf_counter()  # callbacks may come after those who wait
+            return SaveTimes(progress.step, staged, end - began, size)
+
+        self._times = times
+
+    def wait(self) -> None:
+        """Wait until the save in flight, if there is one, has ended.
+
+        Raises:
+            FailedSaveError: it could not be written; what was written of it is removed.
+            LostPeerError: another process was gone before all had written.
+
+        """
+        future, self._future = self._future, None
+        if future is None:
+            return
+        try:
+            future.result()
+        except (CheckpointException, Exception) as error:  # the former is no Exception
+            room = self._room()
+            if self._ranks.is_main:
+                remove_tree(self._temporary)
+            raise self._failure(error, room) from error
+        assert self._times is not None
+        self.saves.append(self._times())
+
+    @property
+    def ended(self) -> bool:
+        """Whether a save was begun whose end :meth:`wait` could tell at once; never with several processes.
+
+        They must wait together: one of them may have ended before the others.
+        """
+        return self._ranks.alone and self._future is not None and self._future.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the save in flight has ended badly, as far as this process knows; doesn't wait."""
+        return self._future is not None and self._future.done() and self._future.exception() is not None
+
+    def _room(self) -> str:
+        """Say how much room there is, where that is too little: what torch says of a full disk is cryptic."""
+        try:
+            free = shutil.disk_usage(self.folder).free
+        except OSError:
+            return ""
+        if free >= self._size:
+            return ""
+        return (
+            f"; the disk has {free / 1e6:,.2f} MB free, where a checkpoint takes {self._size / 1e6:,.2f} MB"
+        )
+
+    def _failure(self, error: BaseException, room: str = "") -> FailedSaveError | LostPeerError:
+        every = list_checkpoints(self.folder)
+        kept = every[-1] if every else None
+        # What a process fails at itself is told to all of them; else telling is what failed.
+        told = isinstance(error, CheckpointException | OSError | PeerError)
+        if isinstance(error, RuntimeError) and not told and not self._ranks.alone:
+            return LostPeerError(step=self._step, reason=str(error), kept=kept)
+        return FailedSaveError(step=self._step, reason=f"{self._reason(error)}{room}", kept=kept)
+
+    def _reason(self, error: BaseException) -> str:
+        if not isinstance(error, CheckpointException):
+            return str(error)
+        causes = [(rank, cause) for rank, (cause, _) in sorted(error.failures.items())]
+        return "; ".join(
+            f"{cause}" if self._ranks.alone else f"rank {rank}: {cause}" for rank, cause in causes
+        )
+
+    @property
+    def _temporary(self) -> Path:
+        return self.folder / f"{step_name(self._step)}{TEMPORARY}save"
+
+    def _make_room(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(self.folder)
+        self._temporary.mkdir()
+
+    def _publish(self) -> None:
+        """Give the finished folder its name; on rank 0, after all processes have written."""
+        final = self.folder / step_name(self._step)
+        if final.exists():  # a run resumed from an earlier checkpoint has come here again
+            replaced = self.folder / f"{final.name}{TEMPORARY}replaced"
+            final.rename(replaced)
+            self._temporary.rename(final)
+            remove_tree(replaced)
+        else:
+            self._temporary.rename(final)
+        fsync_path(self.folder)
+        prune(self.folder, newest=final, keep=self._keep, keep_every=self._keep_every)
+
+
+class _Writer(FileSystemWriter):
+    """The writer of ``torch.distributed.checkpoint``, with checksums, what each rank knows, and a last act.
+
+    ``write_data`` runs on every rank, ``finish`` on rank 0 after all of them, both in the thread.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        rank: int,
+        of_rank: Mapping[str, Any],
+        state: Mapping[str, Any],
+        publish: Any,
+        staging: Staging,
+    ) -> None:
+        super().__init__(path, sync_files=True)
+        self._staging = staging
+        self._rank = rank
+        self._of_rank = of_rank
+        self._state = state
+        self._publish = publish
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if not self._staging.kept:
+            staged: dict[str, Any] = super().stage(state_dict)
+            return staged
+        self.per_thread_copy_ahead = 0  # as the method of the base class does: nothing is left to copy
+        return self._staging.stage(state_dict)
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        written = super().write_data(plan, planner)
+        folder = Path(self.path)
+        names = sorted({result.storage_data.relative_path for result in written.value()})
+        write_json(
+            folder / rank_file(self._rank),
+            {**self._of_rank, "files": {name: _measured(folder / name) for name in names}},
+        )
+        return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        # Not the base class's, which writes the index as a pickle.
+        folder = Path(self.path)
+        write_atomically(folder / INDEX, index_text(metadata, results))
+        files = {INDEX: _measured(folder / INDEX)}
+        for rank in range(self._state["ranks"]):
+            name = rank_file(rank)
+            files |= {name: _measured(folder / name), **read_json(folder / name)["files"]}
+        state = {**self._state, "files": files}
+        write_json(folder / STATE_FILE, {**state, "digest": digest(state)})
+        fsync_path(folder)
+        self._publish()
+
+
+def _measured(file: Path) -> dict[str, Any]:
+    return {"bytes": os.path.getsize(file), "sha256": sha256_of(file)}

@@ -1,0 +1,1 @@
+"""Command lines: arguments and exit codes."""

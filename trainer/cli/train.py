@@ -1,0 +1,222 @@
+"""The command line: ``python -m trainer --spec zoo/word_problem_s3.yaml [path.to.key=value …] …``.
+
+Exit codes: 0 done; 1 a mistake in the program, or another process of the run is gone; 2 the request can't be
+carried out (said in a sentence); 3 the loss stopped being a number; 4 a checkpoint or the metrics could not
+be written; 75 stopped by SIGTERM or SIGUSR1, 130 by SIGINT (Ctrl-C): the run is saved and goes on by
+``--resume``. So a job script may put a job that ends with 75 back into the queue.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from implicit_blocks._utils.hints import without_torch
+from implicit_blocks.specs import load_spec, spec_name
+from trainer.cli.exit_codes import (
+    INTERRUPTED,
+    LOST,
+    NOT_SAVED,
+    TO_BE_RESUMED,
+    code_of,
+    refuse,
+    short_of_memory,
+)
+from trainer.errors import CallbackError, DataError, NonFiniteLossError
+from trainer.reporting.display import duration
+from trainer.specs.run import RunSpec
+
+if TYPE_CHECKING:
+    from trainer.run.build import Run
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m trainer",
+        description="Train a model described by a spec.",
+        epilog="Settings of the spec can be changed on the spot: data.group=A4 training.max_steps=200. "
+        "Beside it: python -m trainer.tokenize (text to train on), trainer.report (pictures of runs), "
+        "trainer.evaluate (benchmarks, perplexity), trainer.experiments (the paper's), implicit_blocks "
+        "(specs, generation, exports, plugins).",
+    )
+    made.add_argument("--spec", metavar="FILE", help="a YAML file, or the name of one in the zoo")
+    made.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the spec")
+    made.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder of the run (default runs/<spec>-<time>)"
+    )
+    made.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
+    made.add_argument(
+        "--checkpoint",
+        metavar="NAME",
+        help="resume from this checkpoint (such as step-00000120) and no other",
+    )
+    made.add_argument(
+        "--stop-at", type=int, metavar="STEP", help="save and stop after this step, to be resumed"
+    )
+    made.add_argument(
+        "--dry-run", action="store_true", help="print size, cost, memory and phases; train nothing"
+    )
+    made.add_argument("--ranks", type=int, metavar="N", help="dry run: for so many processes (default 1)")
+    made.add_argument(
+        "--rate",
+        metavar="TOKENS/S",
+        help="dry run: how long the run takes at this measured rate, or bounded=20000,free=9000 by phase",
+    )
+    made.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda where there is one)"
+    )
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    command = parser()
+    options = command.parse_intermixed_args(arguments)
+    if options.spec is None and not (options.resume and options.output):
+        command.error("give a spec by --spec, or a run to go on with by --resume --output DIR")
+    if options.stop_at is not None and options.stop_at < 1:
+        command.error(f"--stop-at {options.stop_at}: give a step from 1 up")
+    if options.ranks is not None and options.ranks < 1:
+        command.error(f"--ranks {options.ranks}: give a number from 1 up")
+    if not options.dry_run and (options.ranks is not None or options.rate is not None):
+        command.error("--ranks and --rate are for --dry-run; a run has as many processes as torchrun starts")
+    try:
+        code = _carry_out(options, command=["python", "-m", "trainer", *(arguments or sys.argv[1:])])
+        if not options.dry_run and code in (0, INTERRUPTED, TO_BE_RESUMED):
+            from trainer.distributed import leave
+
+            leave()  # when nothing of the run is left: what it made of the process group must go first
+        return code
+    except ModuleNotFoundError as error:
+        return refuse(without_torch(error))
+    except SystemExit as error:  # nothing of ours exits below this point: a component of the run did
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        return refuse(
+            f"{place.filename}:{place.lineno} ended the program by sys.exit({error.code!r}) in the middle of "
+            "the run, which a component must not do: raise an exception there; the last checkpoint can be "
+            "resumed by --resume",
+            LOST,
+        )
+    except KeyboardInterrupt:
+        return refuse("stopped at once; the last checkpoint can be resumed by --resume", INTERRUPTED)
+
+
+def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
+    # What the user asked for is checked here, where a ValueError is the answer to it and is shown without a
+    # traceback. While the run trains, a ValueError is a mistake in the program and keeps its traceback.
+    try:
+        name, spec = _spec(options)
+        if options.dry_run:
+            from trainer.estimate.dry_run import describe  # torch-free, so that it answers in a moment
+
+            print(describe(spec, name=name, ranks=options.ranks or 1, rate=options.rate))
+            return 0
+        from trainer.distributed import join, require_same_spec
+        from trainer.run.build import build
+        from trainer.storage.run_folder import folder_to_resume
+
+        ranks = join(options.device, timeout_minutes=spec.training.parallel.timeout_minutes)
+        # Before there is a folder; what `build` is given it compares itself.
+        require_same_spec(ranks, {}, options={"--stop-at": options.stop_at})
+        resume = options.resume or options.checkpoint is not None
+        output = options.output
+        if output is None and resume:
+            output = folder_to_resume(name)
+        run = build(
+            spec,
+            name=name,
+            output=output,
+            ranks=ranks,
+            resume=resume,
+            checkpoint=options.checkpoint,
+            command=command,
+        )
+    except (ValueError, OSError) as error:
+        return refuse(str(error))
+    except Exception as error:
+        if (short := short_of_memory(error)) is None:
+            raise
+        return refuse(
+            f"out of memory before the first step ({short}); choose a smaller model, or divide it among "
+            "processes by training.parallel.kind=fsdp (--dry-run --ranks estimates what each takes)"
+        )
+    return _train(run, stop_at=options.stop_at)
+
+
+def _train(run: Run, *, stop_at: int | None) -> int:
+    """Train what has been built; say how it ended, and return the exit code for that."""
+    ranks = run.ranks
+    parameters = sum(parameter.numel() for parameter in run.model.parameters())
+    others = "" if ranks.alone else f" and {ranks.world_size - 1} more ({run.manifest['layout']})"
+    device = f"{run.manifest['device']}{others}"
+    run.display.say(f"{run.name}: {parameters:,} parameters on {device}, writing to {run.folder.path}")
+    if not run.loop.evaluation_sets:
+        run.display.say("nothing is evaluated: the data have no validation tokens")
+    try:
+        summary = run.train(stop_at=stop_at)
+    except Exception as error:
+        if (code := code_of(error)) is None:
+            raise
+        return refuse(_said(error, run), code)
+    return _ended(run, summary, stop_at=stop_at)
+
+
+def _said(error: Exception, run: Run) -> str:
+    """Say what ended a run, and what is left of it where the error doesn't."""
+    if isinstance(error, NonFiniteLossError | DataError | CallbackError):
+        kept = run.loop.last_checkpoint
+        where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
+        return f"{error}; {where}"
+    if isinstance(error, OSError):
+        return f"{error}; make room and go on by --resume"
+    if (short := short_of_memory(error)) is not None:
+        return (
+            f"{run.manifest['device']} is out of memory at step {run.loop.progress.step + 1} ({short}); "
+            "lower training.micro_batch_size or data.length (--dry-run estimates what a step takes)"
+        )
+    return str(error)
+
+
+def _ended(run: Run, summary: dict[str, Any] | None, *, stop_at: int | None) -> int:
+    """Say how a run that nothing went wrong with ended: stopped, early, or done."""
+    if summary is None:
+        run.display.say(
+            f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}"
+        )
+        asked = stop_at is not None and run.loop.progress.step >= stop_at
+        if asked and run.loop.stopped_by is None:
+            return 0
+        return INTERRUPTED if run.loop.stopped_by == signal.SIGINT else TO_BE_RESUMED
+    if summary["stopped"] is not None:
+        run.display.say(f"ended early, after step {summary['steps']}: {summary['stopped']}")
+    written = [path for path in (run.folder.summary_path, run.folder.report_path) if path.exists()]
+    run.display.say(f"done in {duration(summary['seconds'])}: {', '.join(map(str, written))}")
+    if run.loop.unsaved:
+        kept = run.loop.last_checkpoint
+        return refuse(
+            f"the weights of step {summary['steps']} could not be saved and are lost; make room and go on "
+            f"from {'the beginning' if kept is None else kept} by --resume --output {run.folder.path}",
+            NOT_SAVED,
+        )
+    return 0
+
+
+def _spec(options: argparse.Namespace) -> tuple[str, RunSpec]:
+    if options.spec is None:
+        from trainer.storage.run_folder import RunFolder
+
+        folder = RunFolder(options.output)
+        folder.require_run()
+        source, name = str(folder.spec_path), folder.run_name()
+    else:
+        source, name = options.spec, spec_name(options.spec)
+    spec = load_spec(source, options.overrides)
+    if not isinstance(spec, RunSpec):
+        raise ValueError(f"{source} is a spec of kind {spec.kind!r}; the trainer runs specs of kind 'run'")
+    return name, spec

@@ -1,0 +1,231 @@
+"""What a run would take, from its spec alone: sizes, operations, memory, phases, data. Imports no torch."""
+
+from __future__ import annotations
+
+from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
+from implicit_blocks.specs.counting import (
+    count_flops,
+    count_parameters,
+    training_flops_per_token,
+)
+from trainer.estimate.memory import GPU_BYTES, estimate_memory, work_out
+from trainer.reporting.display import duration, magnitude
+from trainer.run.init_from import find_start
+from trainer.specs.run import Phase, RunSpec
+
+
+def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = None) -> str:
+    """Return what a run would take, for people to read.
+
+    Args:
+        spec: the run.
+        name: what to call it.
+        ranks: processes, one GPU each.
+        rate: measured tokens a second of the whole run: a number, or one for each phase, such as
+            ``bounded=20000,free=9000``.
+
+    Raises:
+        ValueError: the data are named but can't be read; a layout these ranks can't have; a rate that is no
+            positive number, or lacks a phase.
+
+    """
+    training, phases = spec.training, spec.phase_specs()
+    sequences, vocab_size = spec.total_sequences, getattr(spec.model, "vocab_size", None)
+    tokens = spec.total_tokens
+    spec.require_shares(ranks)
+    batches = {(p.training.batch_size, p.training.sequences_at_once, p.data.length) for p in phases}
+    one_batch = len(batches) == 1
+    lines = [
+        f"{name} ({spec.model.kind})",
+        *_section("parameters", _parameters(spec.model)),
+        *_section("data", spec.data.describe(sequences=sequences, vocab_size=vocab_size)),
+        *_section(
+            "training",
+            [
+                f"{spec.total_steps:,} steps of {_batch(phases[0])}, {magnitude(tokens)} tokens in all"
+                if one_batch
+                else f"{spec.total_steps:,} steps of batches by phase, {magnitude(tokens)} tokens in all",
+                (_micro_batches(phases[0], ranks) + ", " if one_batch else "")
+                + f"{training.precision}, {training.optimizer.kind}, {training.schedule.kind}",
+            ],
+        ),
+        *_section("start", _start(spec)),
+        *_section("ranks", _ranks(spec, ranks)),
+    ]
+    rates = _rates(rate, [phase.name for phase in phases])
+    total: float | None = 0.0
+    seconds = 0.0
+    for phase in phases:
+        described, flops = _phase(spec, phase, ranks)
+        if not one_batch:
+            described.insert(1, f"{_batch(phase)}, {_micro_batches(phase, ranks)}")
+        if phase.data != spec.data:
+            described[1:1] = phase.data.describe(sequences=_sequences(phase), vocab_size=vocab_size)
+        if phase.name in rates:
+            taken = _sequences(phase) * phase.data.length / rates[phase.name]
+            described.append(f"{duration(taken)} at {rates[phase.name]:,.0f} tokens/s")
+            seconds += taken
+        lines += _section(f"phase {phase.name}", described)
+        total = None if total is None or flops is None else total + flops
+    whole = ["not known" if total is None else f"at most {_scaled(total)}FLOP"]
+    if rates:
+        whole.append(f"{duration(seconds)} for {magnitude(tokens)} tokens")
+    lines += _section("whole run", whole)
+    evaluated = f"lengths {', '.join(map(str, spec.evaluation.at(spec.data.length).lengths))}"
+    if spec.evaluation.identity_probabilities:
+        evaluated += f"; p {', '.join(f'{p:g}' for p in spec.evaluation.identity_probabilities)}"
+    evaluation = [f"{evaluated}; {spec.evaluation.sequences} sequences each", *_evaluation_search(spec)]
+    lines += _section("evaluation", evaluation)
+    return "\n".join(lines)
+
+
+def _section(title: str, lines: list[str]) -> list[str]:
+    return [f"  {title if number == 0 else '':<16}{line}" for number, line in enumerate(lines)]
+
+
+def _parameters(model: ModelSpec) -> list[str]:
+    counts = count_parameters(model)
+    if counts is None:
+        number = model.parameter_total()
+        return ["not known: the model's spec does not tell" if number is None else f"{number:,}"]
+    named = (
+        ("embedding", counts.embedding),
+        ("head", counts.head),
+        ("layers", counts.backbone),
+        ("injection", counts.injection),
+        ("weight norm's gains", counts.gains),
+    )
+    parts = [f"{label} {'not known' if n is None else magnitude(n)}" for label, n in named if n != 0]
+    total = "not known" if counts.total is None else f"{counts.total:,}"
+    return [f"{total}: {', '.join(parts)}"]
+
+
+def _sequences(phase: Phase) -> int:
+    return (phase.last_step - phase.first_step) * phase.training.batch_size
+
+
+def _batch(phase: Phase) -> str:
+    size, length = phase.training.batch_size, phase.data.length
+    return f"{size:,} x {length:,} = {size * length:,} tokens"
+
+
+def _micro_batches(phase: Phase, ranks: int) -> str:
+    return f"micro-batches of {min(phase.training.sequences_at_once, phase.training.share(ranks))}"
+
+
+def _start(spec: RunSpec) -> list[str]:
+    """Say which weights the run begins with, if they are not fresh."""
+    start = spec.training.start_from
+    if start is None:
+        return []
+    origin = find_start(start, spec)
+    lines = [f"WARNING: {complaint}" for complaint in origin.complaints]
+    told = "" if origin.progress is None else f" after {origin.progress['tokens']:,} tokens"
+    taken = [name for name in ("optimizer", "position") if getattr(start, name)]
+    return [*lines, f"{' and '.join(['weights', *taken])} of {origin.path}{told}"]
+
+
+def _ranks(spec: RunSpec, ranks: int) -> list[str]:
+    if ranks == 1:
+        return ["1 (--ranks N for more)"]
+    spread = work_out(spec, ranks)
+    if spread is None:
+        return [f"{ranks}, layout not known: it depends on the model's size"]
+    whole = {
+        "ddp": "each with the whole state",
+        "fsdp": f"each with 1/{spread.shards} of the state",
+        "hsdp": f"in groups of {spread.shards}, each rank with 1/{spread.shards} of the state",
+    }
+    assumed = (
+        f" (auto, for GPUs of {GPU_BYTES / 1e9:.0f} GB)" if spec.training.parallel.kind == "auto" else ""
+    )
+    return [f"{ranks}, {spread.kind}{assumed}: {whole[spread.kind]}"]
+
+
+def _rates(given: str | None, phases: list[str]) -> dict[str, float]:
+    """Return the tokens a second of each phase."""
+    if given is None:
+        return {}
+    entries = [entry.rpartition("=") for entry in given.split(",")]
+    try:
+        rates = {phase.strip(): float(number) for phase, _, number in entries}
+    except ValueError:
+        rates = {}
+    if not rates or min(rates.values()) <= 0:
+        raise ValueError(f"--rate {given!r} is no positive number of tokens a second; give one such as 20000")
+    if set(rates) == {""}:
+        return dict.fromkeys(phases, rates[""])
+    if set(rates) != set(phases):
+        raise ValueError(
+            f"--rate {given!r} must name each phase once; the phases are {', '.join(phases)}: "
+            f"{','.join(f'{phase}=20000' for phase in phases)}"
+        )
+    return rates
+
+
+def _phase(spec: RunSpec, phase: Phase, ranks: int) -> tuple[list[str], float | None]:
+    lines = [f"steps {phase.first_step + 1:,} to {phase.last_step:,}, {_search(phase.model)}"]
+    length = phase.data.length
+    flops = training_flops_per_token(phase.model, length=length)
+    forward = count_flops(phase.model, length=length)
+    if flops is None or forward is None or forward.layers is None:
+        lines.append("FLOP a token: not known, a component does not tell its cost")
+        return lines, None
+    least = training_flops_per_token(phase.model, length=length, iterations=1)
+    whole = flops * _sequences(phase) * length
+    if least is None or least == flops:
+        cost = f"{_scaled(flops)}FLOP a token"
+    else:
+        cost = f"{_scaled(least)}FLOP a token where one iteration suffices, {_scaled(flops)}FLOP at most"
+    lines.append(f"{cost} ({_scaled(forward.layers)}FLOP one pass through the layers)")
+    lines.append(f"{'' if least == flops else 'at most '}{_scaled(whole)}FLOP in all")
+    memory = estimate_memory(spec, phase, ranks=ranks)
+    if memory is not None:
+        parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.parts().items())
+        again = phase.training.checkpoint_activations
+        computed = "" if again == "none" else f"; {again} computed again in backward"
+        each = "" if ranks == 1 else " a rank"
+        lines.append(f"memory about {_bytes(memory.total)}{each}: {parts}{computed}")
+    return lines, whole
+
+
+def _search(model: ModelSpec) -> str:
+    """Return the search in words, in the paper's (s+k) where it applies."""
+    if not isinstance(model, ImplicitLMSpec):
+        return "one pass through the layers"
+    gradient, stopping = model.gradient, model.stopping
+    steps = getattr(getattr(gradient, "gradient", gradient), "steps", None)  # a penalty has a gradient within
+    if gradient.kind == "unrolled":
+        return f"{steps} updates of {model.solver.kind}, unrolled"
+    budget = f"({stopping.max_iterations}+{steps})" if steps is not None else f"({stopping.max_iterations})"
+    return (
+        f"{budget}: {model.solver.kind} to a residual of {stopping.tolerance:g} "
+        f"({stopping.norm}), {gradient.kind} gradient"
+    )
+
+
+def _evaluation_search(spec: RunSpec) -> list[str]:
+    """Say by what evaluations search, which is a choice of its own: not the solver that trains."""
+    model = spec.final_model
+    if not isinstance(model, ImplicitLMSpec):
+        return []
+    solver, stopping = model.at_evaluation.solver, model.evaluation_stopping
+    damping = getattr(solver, "damping", 1.0)
+    damped = "" if damping == 1 else f", damping {damping:g}"
+    return [
+        f"{solver.kind}{damped}, to a residual of {stopping.tolerance:g} ({stopping.norm}), "
+        f"at most {stopping.max_iterations} iterations: model.at_evaluation"
+    ]
+
+
+def _scaled(value: float) -> str:
+    """Return a number with a metric suffix, ready for a unit: ``4.5 G``, ``950``."""
+    for suffix in ("", " k", " M", " G", " T", " P", " E"):
+        if value < 1000:
+            return f"{value:.0f} " if suffix == "" else f"{value:.3g}{suffix}"
+        value /= 1000
+    return f"{value:.3g} Z"
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e9:.1f} GB" if value >= 1e8 else f"{value / 1e6:.1f} MB"

@@ -1,0 +1,391 @@
+"""The command line: ``python -m trainer.evaluate --checkpoint RUN --tokenizer FILE --data DIR [--tasks …]``.
+
+Asks a trained model the benchmarks of the paper (or any other registered evaluation task) through lm-eval,
+from local files, and writes ``results.json``, ``table.md`` and, where there is something to draw,
+``evaluation.png``.
+
+Exit codes: 0 done, 2 the request can't be carried out (said in a sentence), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from implicit_blocks._utils.hints import without_torch
+from trainer.cli.exit_codes import INTERRUPTED, refuse, short_of_memory
+from trainer.errors import DataError
+from trainer.evaluation.tasks import build_tasks, find_specs, require_packages
+from trainer.reporting.display import counted
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.data.source import EvaluationSet
+    from trainer.evaluation.eval_model import Subject
+    from trainer.evaluation.harness import HarnessLM
+    from trainer.evaluation.measure import EvaluationResult
+    from trainer.evaluation.scores import AskedTask, Scores
+
+PAPER_TASKS = ("lambada", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
+_SETTINGS = ("limit", "batch_size", "tolerance", "max_length", "padding", "precision")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser(
+        prog="python -m trainer.evaluate", description="Evaluate a model on benchmarks, from local files."
+    )
+    made.add_argument(
+        "--checkpoint",
+        type=Path,
+        required=True,
+        metavar="PATH",
+        help="a run's folder, one of its checkpoints, a safetensors file, or an exported folder",
+    )
+    made.add_argument(
+        "--spec", metavar="FILE", help="a YAML file or a name in the zoo; default: the run's own"
+    )
+    made.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json, a folder with one, or bytes"
+    )
+    made.add_argument(
+        "--data", type=Path, default=Path("data"), metavar="DIR", help="folder of the tasks' files"
+    )
+    made.add_argument(
+        "--tasks",
+        nargs="*",
+        metavar="TASK",
+        help="kinds of evaluation tasks, KIND=FILE for other files, or YAML files of lm-eval's "
+        f"(default: {' '.join(PAPER_TASKS)}; none where --tokens are measured)",
+    )
+    made.add_argument("--limit", type=_positive, metavar="N", help="the first N items of each task only")
+    made.add_argument("--batch-size", type=_positive, default=16, metavar="N", help="sequences at once (16)")
+    made.add_argument(
+        "--self-iterations",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help="repeat it with so many iterations of the search at most; the last call of the map, which gives "
+        "the output, comes on top",
+    )
+    made.add_argument("--tolerance", type=float, metavar="X", help="of the search, instead of the spec's")
+    made.add_argument(
+        "--max-length",
+        type=_positive,
+        metavar="N",
+        help="tokens of a request at most; longer contexts are cut on the left (default: as many as the "
+        "model has positions for, and nothing is cut)",
+    )
+    made.add_argument(
+        "--padding", choices=("right", "left"), default="right", help="where; the scores don't depend on it"
+    )
+    made.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="(float32)")
+    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
+    made.add_argument(
+        "--tokens",
+        type=Path,
+        metavar="PATH",
+        help="token files, or what python -m trainer.tokenize wrote (its validation split): perplexity "
+        "against length",
+    )
+    made.add_argument(
+        "--lengths",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help="lengths of the sequences cut from --tokens (default: 1, 2, 4 and 8 times the training length)",
+    )
+    made.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder to write (default evaluations/<name>-<time>)"
+    )
+    made.add_argument("--log-samples", action="store_true", help="write the answer to every item too")
+    return made
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    options = parser().parse_args(arguments)
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read once, when lm-eval imports it
+    # What the user asked for is checked first, where a ValueError is the answer to it. Later it is a mistake
+    # in the program, and keeps its traceback.
+    try:
+        job = _prepare(options)
+    except ModuleNotFoundError as error:
+        return refuse(without_torch(error))
+    except (ValueError, OSError) as error:
+        return refuse(str(error))
+    written: list[Path] = []
+    try:
+        return _carry_out(job, options, written)
+    except (DataError, OSError) as error:
+        return refuse(str(error))
+    except KeyboardInterrupt:
+        what = f"the results so far are in {written[0]}" if written else "nothing was written"
+        return refuse(f"stopped; {what}", INTERRUPTED)
+    except Exception as error:
+        if (short := short_of_memory(error)) is None:
+            raise
+        return refuse(f"{job.device} is out of memory ({short}); lower --batch-size or take another --device")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be done, all of it checked."""
+
+    subject: Subject
+    device: torch.device
+    output: Path | None
+    tokenizer: Any
+    tasks: Sequence[AskedTask]
+    tokens: Path | None
+    sets: Sequence[EvaluationSet]
+
+
+def _prepare(options: argparse.Namespace) -> _Job:
+    tasks = options.tasks if options.tasks is not None else () if options.tokens else PAPER_TASKS
+    specs = find_specs(tasks, data=options.data)
+    if not specs and options.tokens is None:
+        raise ValueError("there is nothing to evaluate; name tasks by --tasks, or token files by --tokens")
+    _require_used(options, tasks=bool(specs))
+    # Perplexity of token files alone needs neither lm-eval nor, for a run, transformers.
+    if specs:
+        require_packages()
+    elif (options.checkpoint / "config.json").is_file():
+        require_packages("transformers")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of being given a model at all
+
+    from implicit_blocks._utils.devices import choose_device
+    from implicit_blocks.search.options import SearchOptions
+    from implicit_blocks.specs import Stopping
+    from trainer.data.manifest import TRAIN
+    from trainer.data.token_folder import split_folder, validation_folder
+    from trainer.evaluation.eval_model import find_subject
+
+    device = choose_device(options.device)
+    subject = find_subject(options.checkpoint, spec=options.spec)
+    if not subject.implicit and (options.self_iterations or options.tolerance is not None):
+        given = "--self-iterations" if options.self_iterations else "--tolerance"
+        raise ValueError(f"{subject.name} doesn't search for fixed points; leave {given} out")
+    if options.tolerance is not None:
+        SearchOptions(tolerance=options.tolerance).stopping(Stopping())
+    output: Path | None = options.output
+    if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(f"{output} exists already and is not an empty folder; choose another by --output")
+    tokens = None if options.tokens is None else validation_folder(options.tokens, None) or options.tokens
+    if tokens is not None and split_folder(tokens, TRAIN) != tokens:
+        raise ValueError(
+            f"{tokens} has no validation split; name held-out tokens, or {tokens / TRAIN} to measure on the "
+            "training text"
+        )
+    return _Job(
+        subject=subject,
+        device=device,
+        output=output,
+        tokenizer=_tokenizer(options.tokenizer, subject) if specs else None,
+        tasks=build_tasks(specs, data=options.data),
+        tokens=tokens,
+        sets=_token_sets(tokens, options, subject),
+    )
+
+
+def _require_used(options: argparse.Namespace, *, tasks: bool) -> None:
+    """Refuse options without an effect, and values given twice, which would be measured twice."""
+    for option, given in (
+        ("--max-length", options.max_length is not None),
+        ("--padding", options.padding != "right"),
+        ("--log-samples", options.log_samples),
+        ("--tokenizer", options.tokenizer is not None),
+    ):
+        if given and not tasks:
+            raise ValueError(f"{option} is of tasks, and --tokens alone asks none; leave it out")
+    for option, values in (("--lengths", options.lengths), ("--self-iterations", options.self_iterations)):
+        for value in values or ():
+            if (times := values.count(value)) > 1:
+                raise ValueError(f"{option} has {value} {times} times; give each value once")
+
+
+def _carry_out(job: _Job, options: argparse.Namespace, written: list[Path]) -> int:
+    """Evaluate, write the results, and append their folder to ``written``."""
+    from implicit_blocks._utils.devices import device_name
+    from trainer.evaluation.eval_model import longest_request
+    from trainer.evaluation.record import Record
+    from trainer.storage.run_folder import claim_folder
+
+    for note in job.subject.notes:
+        _say(f"WARNING: {note}")
+    try:
+        model = job.subject.load().to(job.device).eval()
+    except ValueError as error:  # weights that are damaged, or of another model
+        return refuse(str(error))
+    _say(f"{job.subject.name}: {job.subject.weights} on {device_name(job.device)}")
+    longest = longest_request(model)
+    job = replace(job, sets=_readable(job.sets, longest, named=options.lengths is not None))
+    lm = _checked_lm(model, job, options, longest) if job.tasks else None
+    found: list[Scores] = []
+    lengths: list[EvaluationResult] = []
+    settings = {name: getattr(options, name) for name in _SETTINGS}
+    settings["tokens"] = None if job.tokens is None else str(job.tokens)
+    settings["documents"] = None if job.tokens is None else job.subject.documents
+
+    def write(incomplete: str | None = None) -> None:
+        record = Record(
+            subject=job.subject,
+            settings=settings,
+            tasks=job.tasks,
+            scores=found,
+            lengths=lengths,
+            incomplete=incomplete,
+        )
+        _say(f"\n{record.text()}")
+        output = job.output or claim_folder(job.subject.name, root=Path("evaluations"))
+        _say(f"written: {', '.join(map(str, record.write(output, samples=options.log_samples)))}")
+        written.append(output)
+
+    try:
+        _ask_all(model, lm, job, options, found=found, lengths=lengths)
+    except BaseException as error:  # what is done is kept, whatever ended it
+        if found or lengths:
+            write("stopped by the user" if isinstance(error, KeyboardInterrupt) else str(error))
+        raise
+    write()
+    return 0
+
+
+def _checked_lm(
+    model: torch.nn.Module, job: _Job, options: argparse.Namespace, longest: int | None
+) -> HarnessLM:
+    """Return the model as lm-eval asks it, once the lengths of all requests have been checked."""
+    from trainer.evaluation.eval_model import as_transformers
+    from trainer.evaluation.harness import HarnessLM
+    from trainer.evaluation.scores import check_lengths
+
+    most = options.max_length
+    lm = HarnessLM(
+        as_transformers(model),
+        job.tokenizer,
+        batch_size=options.batch_size,
+        padding=options.padding,
+        max_length=longest if most is None else most if longest is None else min(most, longest),
+        window=job.subject.length,
+        precision=options.precision,
+    )
+    check_lengths(lm, job.tasks, limit=options.limit, truncate=most is not None)
+    return lm
+
+
+def _ask_all(
+    model: torch.nn.Module,
+    lm: HarnessLM | None,
+    job: _Job,
+    options: argparse.Namespace,
+    *,
+    found: list[Scores],
+    lengths: list[EvaluationResult],
+) -> None:
+    """Ask all tasks and measure all lengths; results go to ``found`` and ``lengths`` once they are known."""
+    from trainer.evaluation.measure import evaluate
+
+    budgets: Sequence[int | None] = options.self_iterations or (None,)
+    search = {} if options.tolerance is None else {"tolerance": options.tolerance}
+    if lm is not None:
+        from trainer.evaluation.scores import ask
+
+        ask(lm, job.tasks, budgets=budgets, search=search, limit=options.limit, announce=_say, found=found)
+    for budget in budgets:
+        evaluate(
+            model,
+            job.sets if budget is None else [_at(given, budget) for given in job.sets],
+            device=job.device,
+            precision=options.precision,
+            batch_size=options.batch_size,
+            last_tokens=1,
+            search=search if budget is None else {**search, "max_iterations": budget},
+            announce=_say,
+            on_result=lengths.append,
+        )
+
+
+def _readable(sets: Sequence[EvaluationSet], longest: int | None, *, named: bool) -> Sequence[EvaluationSet]:
+    """Return the sets whose sequences the model has positions for: all, where their lengths were named.
+
+    Raises:
+        DataError: a length was named that it has none for, or it has none for the training length.
+
+    """
+    fitting = [given for given in sets if longest is None or given.length <= longest]
+    left = [str(given.length) for given in sets if longest is not None and given.length > longest]
+    if left and (named or not fitting):
+        raise DataError(f"the model has positions for {longest} tokens; leave --lengths {' '.join(left)} out")
+    if left:
+        _say(f"lengths {', '.join(left)} are left out: the model has positions for {longest} tokens")
+    return fitting
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _tokenizer(path: Path | None, subject: Subject) -> Any:
+    from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
+
+    source = path or subject.tokenizer
+    if source is None:
+        raise ValueError(f"{subject.name} comes without a tokenizer; name its tokenizer.json by --tokenizer")
+    tokenizer = load_tokenizer(source)
+    if subject.rows is not None:
+        check_tokenizer_fits(tokenizer, subject.rows, name=source)
+    return tokenizer
+
+
+def _token_sets(tokens: Path | None, options: argparse.Namespace, subject: Subject) -> list[EvaluationSet]:
+    if tokens is None:
+        if options.lengths:
+            raise ValueError("--lengths are of the sequences cut from --tokens; name token files")
+        return []
+    from trainer.data.source import EvaluationSet
+    from trainer.data.tokens import TokenData
+
+    lengths = options.lengths or [subject.length * factor for factor in (1, 2, 4, 8)]
+    vocab_size = getattr(subject.spec, "vocab_size", None)
+    sets = []
+    for length in lengths:
+        source = TokenData(tokens, length=length, vocab_size=vocab_size)
+        if subject.documents == "reset":
+            if source.files.documents is None:
+                raise ValueError(
+                    f"{subject.name} was trained with documents kept apart (data.documents=reset), but the "
+                    f"tokens in {source.path} don't say where documents end; write them by "
+                    "python -m trainer.tokenize"
+                )
+            source = TokenData(tokens, length=length, vocab_size=vocab_size, documents="reset")
+        made_by, known = source.files.tokenizer, subject.token_identity
+        if made_by is not None and known is not None and made_by != known:
+            raise ValueError(
+                f"the tokens in {source.path} were made by another tokenizer than those that {subject.name} "
+                f"was trained on (SHA-256 {made_by[:16]}…, not {known[:16]}…); tokenize the text with its own"
+            )
+        count = source.samples if options.limit is None else min(options.limit, source.samples)
+        name = f"L{length} ({count} sequences)"
+        sets.append(EvaluationSet(name=name, source=source, sequences=count))
+    return sets
+
+
+def _at(given: EvaluationSet, budget: int) -> EvaluationSet:
+    """Return the set under the name and with the setting of so many self-iterations."""
+    name = f"{given.name}, {counted(budget, 'self-iteration')}"
+    return replace(given, name=name, settings={**given.settings, "self_iterations": budget})
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value

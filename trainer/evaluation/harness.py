@@ -1,0 +1,272 @@
+"""The model as lm-eval asks it: its own backend of transformers, with masks and a tally of the searches.
+
+Shape legend: B requests of a batch, L tokens, T scored tokens of a batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from lm_eval.models.huggingface import HFLM
+from torch import Tensor
+
+from implicit_blocks.layers import at_least_float32
+from implicit_blocks.solution import Solution
+from trainer.errors import DataError
+from trainer.evaluation.eval_model import ANY_LENGTH, DEFAULT_LENGTH
+
+Padding = Literal["right", "left"]
+Scored = tuple[float, bool]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SearchTally:
+    """How the searches of many sequences went.
+
+    ``iterations`` is the mean over sequences of what the slowest token took, ``token_iterations`` that over
+    tokens (None where they aren't counted by token); ``non_converged`` and ``diverged`` are shares of the
+    sequences, ``residual`` is a mean and ``residual_max`` the largest.
+    """
+
+    sequences: int
+    iterations: float
+    iterations_max: int
+    token_iterations: float | None
+    residual: float
+    residual_max: float
+    non_converged: float
+    diverged: float
+
+
+class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
+    """A causal model of transformers (or one of the library, by ``from_library``), asked by lm-eval.
+
+    It differs from lm-eval's own backend in what the answers should not depend on: padding is masked, on
+    either side; only the logits that are scored are computed; requests with the same tokens are answered by
+    one pass. With a ``max_length``, contexts too long are cut on the left, as there, and counted in
+    ``truncated``.
+
+    Args:
+        model: the model; it stays on its device.
+        tokenizer: of transformers.
+        batch_size: sequences that go through the model at once, sorted by length.
+        padding: the side of it.
+        max_length: tokens of a request at most; None: any number. ``ask`` checks requests before it begins.
+        window: tokens of the windows in which whole documents are scored, at most ``max_length``.
+        precision: ``bfloat16`` is autocast.
+        search: of the model's forward pass: ``max_iterations``, ``tolerance``, ``damping``. Explicit models
+            have no search and ignore them.
+
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        batch_size: int = 16,
+        padding: Padding = "right",
+        max_length: int | None = None,
+        window: int = DEFAULT_LENGTH,
+        precision: Literal["float32", "bfloat16"] = "float32",
+        search: Mapping[str, float] | None = None,
+    ) -> None:
+        self._max_length: int = ANY_LENGTH if max_length is None else max_length
+        super().__init__(
+            pretrained=model,
+            backend="causal",
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            max_length=self._max_length,
+            mixed_precision_dtype="bfloat16" if precision == "bfloat16" else None,
+        )
+        self.padding = padding
+        self.window = min(window, self.max_length)
+        self.search = dict(search or {})
+        self.truncated = 0
+        self._solutions: list[tuple[Tensor, ...]] = []
+        self._counts: list[tuple[int, int]] | None = None
+
+    # ------------------------------------------------------------------------------------ tally
+
+    def restart(self, *, search: Mapping[str, float] | None = None) -> None:
+        """Forget the searches so far, and search otherwise from now on."""
+        self.search = dict(search or {})
+        self.truncated = 0
+        self._solutions = []
+
+    def tally(self) -> SearchTally | None:
+        """Sum up the searches since ``restart``; None where there were none: explicit models, generation."""
+        if not self._solutions:
+            return None
+        iterations, residual, converged, diverged, by_token, tokens = map(
+            torch.cat, zip(*self._solutions, strict=True)
+        )
+        count = len(iterations)
+        return SearchTally(
+            sequences=count,
+            iterations=float(iterations.double().mean()),
+            iterations_max=int(iterations.max()),
+            token_iterations=float(by_token.sum() / tokens.sum()) if bool((by_token > 0).all()) else None,
+            residual=float(residual.double().mean()),
+            residual_max=float(residual.max()),
+            non_converged=float((~converged).double().mean()),
+            diverged=float(diverged.double().mean()),
+        )
+
+    def _note(self, solution: Solution | None, mask_BL: Tensor) -> None:
+        if solution is None:
+            return
+        tokens = mask_BL.sum(1)
+        by_token = torch.zeros_like(tokens)
+        if solution.token_iterations is not None:
+            by_token = (solution.token_iterations * mask_BL).sum(1)
+        row = (solution.iterations, solution.residual.float(), solution.converged, solution.diverged)
+        self._solutions.append(tuple(part.cpu() for part in (*row, by_token, tokens)))
+
+    # ------------------------------------------------------------------------------------ lengths
+
+    @property
+    def limited(self) -> bool:
+        """Whether requests may be too long."""
+        return bool(self.max_length < ANY_LENGTH)
+
+    def token_counts(self, requests: Sequence[Any]) -> list[tuple[int, int]]:
+        """Return how many tokens the context and the continuation of each request have; nothing is scored.
+
+        The continuation of a request to generate is what may be generated, and one more, since that is read
+        with the rest. Whole documents are scored in windows, so they have no length here: (0, 0).
+        """
+        counts: list[tuple[int, int]] = []
+        for request in requests:
+            if request.request_type == "loglikelihood":
+                self._counts = counts
+                try:
+                    self.loglikelihood([request], disable_tqdm=True)  # which encodes as lm-eval does
+                finally:
+                    self._counts = None
+            elif request.request_type == "generate_until":
+                context, options = request.args
+                counts.append((len(self.tok_encode(context)), self._new_tokens(options) + 1))
+            else:
+                counts.append((0, 0))
+        return counts
+
+    def _new_tokens(self, options: Mapping[str, Any]) -> int:
+        names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+        return int(next((options[name] for name in names if name in options), self.max_gen_toks))
+
+    # ------------------------------------------------------------------------------------ log-likelihoods
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Score whole documents in windows, each token once."""
+        longest, self._max_length = self._max_length, self.window
+        try:
+            found: list[float] = super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+            return found
+        finally:
+            self._max_length = longest
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Scored]:
+        """Answer the requests, with a bar on a terminal only."""
+        quiet = disable_tqdm or not sys.stderr.isatty()
+        found: list[Scored] = super().loglikelihood(requests, disable_tqdm=quiet)
+        return found
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        override_bs: int | None = None,
+    ) -> list[Scored]:
+        """Return the log-likelihood of each continuation, and whether it is the likeliest one."""
+        if self._counts is not None:
+            self._counts += [(len(context), len(continuation)) for _, context, continuation in requests]
+            return []
+        # A model reads all tokens but the last one; what several requests have in common is read once.
+        readers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for number, (_, context, continuation) in enumerate(requests):
+            tokens = context + continuation
+            if len(continuation) > self.max_length:
+                raise DataError(
+                    f"a continuation has {len(continuation)} tokens, more than the model's maximum of "
+                    f"{self.max_length}; raise it (--max-length), or leave the task out"
+                )
+            self.truncated += len(tokens) > self.max_length + 1
+            readers[tuple(tokens[-(self.max_length + 1) :][:-1])].append(number)
+        answers: list[Scored | None] = [None] * len(requests)
+        # The longest first: what doesn't fit into memory shows at once.
+        inputs = sorted(readers, key=lambda tokens: (-len(tokens), tokens))
+        size = override_bs or int(self.batch_size)
+        for first in range(0, len(inputs), size):
+            batch = inputs[first : first + size]
+            wanted = [
+                (row, number, requests[number][2])
+                for row, tokens in enumerate(batch)
+                for number in readers[tokens]
+            ]
+            for (_, number, _), answer in zip(wanted, self._score(batch, wanted), strict=True):
+                answers[number] = answer
+        return [answer for answer in answers if answer is not None]
+
+    @torch.no_grad()
+    def _score(
+        self, batch: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, int, list[int]]]
+    ) -> Iterable[Scored]:
+        """Answer the requests of a batch: (row, number of the request, its continuation)."""
+        lengths = [len(tokens) for tokens in batch]
+        longest = max(lengths)
+        starts = [0 if self.padding == "right" else longest - length for length in lengths]
+        ids_BL = torch.zeros((len(batch), longest), dtype=torch.int64)
+        mask_BL = torch.zeros((len(batch), longest), dtype=torch.int64)
+        for row, (tokens, start) in enumerate(zip(batch, starts, strict=True)):
+            ids_BL[row, start : start + len(tokens)] = torch.tensor(tokens)
+            mask_BL[row, start : start + len(tokens)] = 1
+        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+        # The logits of the last tokens, as few as hold all that is scored.
+        kept = max(longest - ends[row] + len(continuation) for row, _, continuation in wanted)
+        logits_BLV = self._logits(ids_BL.to(self.device), mask_BL.to(self.device), kept)
+        left_out = longest - logits_BLV.shape[1]
+        rows = torch.tensor([row for row, _, continuation in wanted for _ in continuation])
+        columns = torch.tensor(
+            [
+                ends[row] - len(continuation) + position - left_out
+                for row, _, continuation in wanted
+                for position in range(len(continuation))
+            ]
+        )
+        targets_T = torch.tensor([token for _, _, continuation in wanted for token in continuation])
+        targets_T = targets_T.to(self.device)
+        scores_TV = logits_BLV[rows.to(self.device), columns.to(self.device)].log_softmax(-1)
+        log_likelihoods_T = scores_TV.gather(1, targets_T[:, None])[:, 0].cpu()
+        likeliest_T = (scores_TV.argmax(-1) == targets_T).cpu()
+        counts = [len(continuation) for _, _, continuation in wanted]
+        for scores, likeliest in zip(log_likelihoods_T.split(counts), likeliest_T.split(counts), strict=True):
+            yield float(scores.sum()), bool(likeliest.all())
+
+    def _logits(self, ids_BL: Tensor, mask_BL: Tensor, kept: int) -> Tensor:
+        with torch.autocast(
+            self.device.type, dtype=self.mixed_precision_dtype, enabled=self.mixed_precision_dtype is not None
+        ):
+            output = self.model(ids_BL, attention_mask=mask_BL, **self._savings(kept), **self.search)
+        self._note(getattr(output, "solution", None), mask_BL)
+        return at_least_float32(output.logits[:, -kept:])
+
+    def _savings(self, kept: int) -> dict[str, Any]:
+        """Return the arguments that spare work, those that the model has: not all of transformers' do."""
+        known = inspect.signature(self.model.forward).parameters
+        wanted = {"use_cache": False, "logits_to_keep": kept}
+        return {name: value for name, value in wanted.items() if name in known}
+
+    # ------------------------------------------------------------------------------------ generation
+
+    def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
+        """Generate as lm-eval's backend does, with this search."""
+        generated: Tensor = super()._model_generate(context, max_length, stop, **options, **self.search)
+        return generated

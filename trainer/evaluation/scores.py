@@ -1,0 +1,253 @@
+"""Asking a model all tasks, at one budget of iterations after another; the scores as JSON and tables."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+from lm_eval.api.metrics import mean, mean_stderr, perplexity
+from lm_eval.api.task import Task
+
+from trainer.errors import DataError
+from trainer.evaluation.harness import HarnessLM, SearchTally
+from trainer.reporting.metrics import rounded
+from trainer.specs.evaluation_tasks import EvaluationTaskSpec
+
+PAPER_COLUMNS = ("LMB ppl", "LMB", "HS", "PIQA", "ArcE", "ArcC", "WG", "OBQA")
+"""The columns of the paper's table, in its order."""
+_AVERAGED = PAPER_COLUMNS[1:]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedTask:
+    """A task that is ready to be asked, under the name it was asked for by."""
+
+    name: str
+    spec: EvaluationTaskSpec
+    task: Task
+    file: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskScore:
+    """A model's score on one task.
+
+    ``metrics`` are lm-eval's, ``errors`` their standard errors over the items where they have one (that of a
+    perplexity to first order). ``columns`` says under which header of the table a metric stands. ``search``
+    is None where nothing was searched for; ``truncated`` counts requests whose context was cut to fit.
+    """
+
+    name: str
+    items: int
+    metrics: Mapping[str, float]
+    errors: Mapping[str, float]
+    columns: Mapping[str, str]
+    search: SearchTally | None
+    truncated: int
+    seconds: float
+    samples: Sequence[Mapping[str, Any]]
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the score as JSON values."""
+        search = None if self.search is None else {k: _number(v) for k, v in vars(self.search).items()}
+        return {
+            "items": self.items,
+            **{name: _number(value) for name, value in self.metrics.items()},
+            **{f"{name}_stderr": _number(value) for name, value in self.errors.items()},
+            "search": search,
+            "truncated": self.truncated,
+            "seconds": rounded(self.seconds, 4),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """All tasks at one budget of self-iterations; None is the spec's own stopping."""
+
+    self_iterations: int | None
+    tasks: Sequence[TaskScore]
+
+    def columns(self) -> dict[str, float]:
+        """Return the table's values by header: the paper's first, and their mean where all are there."""
+        values = {
+            header: task.metrics[metric] for task in self.tasks for metric, header in task.columns.items()
+        }
+        ordered = {header: values.pop(header) for header in PAPER_COLUMNS if header in values}
+        if all(header in ordered for header in _AVERAGED):
+            ordered["mean"] = sum(ordered[header] for header in _AVERAGED) / len(_AVERAGED)
+        return {**ordered, **values}
+
+    def samples(self) -> Iterator[dict[str, Any]]:
+        """Yield the answer to every item: what was asked, lm-eval's answers, what they count for."""
+        for task in self.tasks:
+            for sample in task.samples:
+                counts = {name: sample[name] for name in sample["metrics"]}
+                yield {
+                    "task": task.name,
+                    "self_iterations": self.self_iterations,
+                    "item": sample["doc_id"],
+                    "requests": sample["arguments"],
+                    "answers": sample["filtered_resps"],
+                    "target": sample["target"],
+                    **counts,
+                }
+
+    def as_row(self) -> dict[str, Any]:
+        """Return the scores as JSON values."""
+        return {
+            "self_iterations": self.self_iterations,
+            "columns": {header: _number(value) for header, value in self.columns().items()},
+            "tasks": {task.name: task.as_row() for task in self.tasks},
+        }
+
+
+def ask(
+    lm: HarnessLM,
+    tasks: Sequence[AskedTask],
+    *,
+    budgets: Sequence[int | None] = (None,),
+    search: Mapping[str, float] | None = None,
+    limit: int | None = None,
+    announce: Callable[[str], None] = lambda text: None,
+    found: list[Scores] | None = None,
+) -> list[Scores]:
+    """Ask every task at every budget.
+
+    Args:
+        lm: the model.
+        tasks: what it is asked.
+        budgets: iterations of the search at most; None: as the model's spec says.
+        search: of every search besides, such as the tolerance.
+        limit: the first so many items of each task only.
+        announce: is told what begins and what came of it.
+        found: takes the scores as soon as they are known, so that they outlive a failure; None: a new list.
+
+    """
+    found = [] if found is None else found
+    for budget in budgets:
+        given = {**(search or {}), **({} if budget is None else {"max_iterations": budget})}
+        scores: list[TaskScore] = []
+        for task in tasks:
+            announce(_name(task.name, budget))
+            lm.restart(search=given)
+            scores.append(_ask_one(lm, task, limit=limit))
+            if len(scores) == 1:
+                found.append(Scores(self_iterations=budget, tasks=scores))
+            announce(f"  {_said(scores[-1])}")
+    return found
+
+
+def check_lengths(lm: HarnessLM, tasks: Sequence[AskedTask], *, limit: int | None, truncate: bool) -> None:
+    """Compare the lengths of all requests with what the model can read, before any is asked.
+
+    Args:
+        lm: the model.
+        tasks: what it will be asked.
+        limit: the first so many items of each task only.
+        truncate: whether contexts may be cut to fit; continuations are never cut.
+
+    Raises:
+        DataError: requests that do not fit, of all tasks.
+
+    """
+    if not lm.limited:
+        return
+    most, complaints, longest = lm.max_length, [], 0
+    for asked in tasks:
+        asked.task.build_all_requests(limit=limit, rank=0, world_size=1)
+        counts = lm.token_counts(asked.task.instances)
+        continuation = max((after for _, after in counts), default=0)
+        # A model reads all tokens but the last one.
+        whole = [before + after - 1 for before, after in counts]
+        too_long = sum(length > most for length in whole)
+        longest = max(longest, *whole)
+        if continuation > most:
+            complaints.append(f"{asked.name}: a continuation has {continuation} tokens")
+        elif too_long and not truncate:
+            complaints.append(
+                f"{asked.name}: {too_long} of {len(whole)} requests are longer, up to {max(whole)} tokens"
+            )
+    if complaints:
+        listed = "".join(f"\n  {complaint}" for complaint in complaints)
+        remedy = (
+            f"raise the maximum (--max-length, max_length), to {longest} for all of them whole"
+            if truncate
+            else f"cut their contexts on the left (--max-length {most}, max_length)"
+        )
+        raise DataError(
+            f"requests do not fit into the maximum of {most} tokens:{listed}\n{remedy}, or leave these tasks "
+            "out"
+        )
+
+
+def _ask_one(lm: HarnessLM, asked: AskedTask, *, limit: int | None) -> TaskScore:
+    began = time.perf_counter()
+    # One task at a time: lm-eval mixes the requests of several, and the searches could not be told apart.
+    # Without its bootstrap of standard errors, which takes processes and seeds of its own.
+    found = lm_eval.evaluate(
+        lm, {"tasks": {asked.name: asked.task}}, limit=limit, bootstrap_iters=0, log_samples=True
+    )
+    samples = found["samples"][asked.name]
+    metrics = {
+        name.removesuffix(",none"): float(value)
+        for name, value in found["results"][asked.name].items()
+        if isinstance(value, int | float) and "," in name and "_stderr" not in name
+    }
+    columns = asked.spec.columns or {name: f"{asked.name} {name}" for name in metrics}
+    absent = [name for name in columns if name not in metrics]
+    if absent:
+        raise ValueError(
+            f"{asked.name} has no {', '.join(absent)} to show; its metrics are {', '.join(metrics)}"
+        )
+    return TaskScore(
+        name=asked.name,
+        items=found["n-samples"][asked.name]["effective"],
+        metrics=metrics,
+        errors=_errors(asked.task, samples),
+        columns=columns,
+        search=lm.tally(),
+        truncated=lm.truncated,
+        seconds=time.perf_counter() - began,
+        samples=samples,
+    )
+
+
+def _errors(task: Task, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    if len(samples) < 2:
+        return {}
+    errors = {}
+    for metric, aggregation in task.aggregation().items():
+        values = [sample[metric] for sample in samples if metric in sample]
+        if len(values) != len(samples):
+            continue
+        if aggregation is mean:
+            errors[metric] = float(mean_stderr(values))
+        elif aggregation is perplexity:  # exp(−mean), so to first order:
+            errors[metric] = float(perplexity(values) * mean_stderr(values))
+    return errors
+
+
+def _number(value: float | None) -> float | None:
+    """Return a value with so many digits as mean something; None for what JSON can't say."""
+    if not isinstance(value, float):
+        return value
+    return rounded(value) if math.isfinite(value) else None
+
+
+def _name(name: str, budget: int | None) -> str:
+    return name if budget is None else f"{name}, {budget} self-iteration{'s' if budget > 1 else ''}"
+
+
+def _said(score: TaskScore) -> str:
+    parts = [f"{name} {value:.4g}" for name, value in score.metrics.items()]
+    if score.search is not None:
+        parts.append(f"iterations {score.search.iterations:.1f}")
+        parts.append(f"converged {1.0 - score.search.non_converged:.1%}")
+    if score.truncated:
+        parts.append(f"{score.truncated} requests cut to fit")
+    return f"{', '.join(parts)} ({score.items} items, {score.seconds:.0f} s)"

@@ -1,0 +1,57 @@
+"""The standard benchmarks as tasks of lm-eval: its own prompts and metrics, on items from a file."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from lm_eval.api.task import ConfigurableTask, Task
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml  # nothing public gives a configuration without its data
+
+from trainer.evaluation.items import read_items
+from trainer.specs.evaluation_tasks import HarnessTaskSpec, StandardTaskSpec
+
+_LOADED_BY = ("dataset_path", "dataset_name", "dataset_kwargs", "training_split", "fewshot_split", "include")
+_STRUCTURE = ("tag", "group", "task_list")
+
+
+def build_standard(spec: StandardTaskSpec, *, data: Path) -> Task:
+    """Make the task from lm-eval's own configuration of it; nothing is downloaded.
+
+    Raises:
+        ValueError: the file can't be read.
+        FileNotFoundError: there is none.
+
+    """
+    path = spec.locate(data)
+    assert path is not None
+    items = read_items(spec.kind, path)
+    config: dict[str, Any] = load_yaml(Path(str(files("lm_eval"))) / "tasks" / spec.lm_eval_task)
+    split = config.get("test_split") or config["validation_split"]
+    kept = {name: value for name, value in config.items() if name not in (*_LOADED_BY, *_STRUCTURE)}
+    kept |= {"task": spec.kind, "validation_split": None, "test_split": split, "num_fewshot": 0}
+    # What lm-eval logs of a task's metadata it also gives to the function that makes its data.
+    kept["metadata"] = {"version": config["metadata"]["version"]}
+    return ConfigurableTask(config={**kept, "custom_dataset": lambda **_: {split: Dataset.from_list(items)}})
+
+
+def build_harness_task(spec: HarnessTaskSpec, *, data: Path) -> Task:
+    """Make the task that a YAML file of lm-eval's describes; ``data`` is not looked at.
+
+    Raises:
+        ValueError: the file describes no task, or several.
+        FileNotFoundError: there is none.
+
+    """
+    path = spec.locate(data)
+    try:
+        loaded = TaskManager(include_defaults=False).load([str(path)])["tasks"]
+    except FileNotFoundError as error:
+        raise ValueError(f"{path}: its data are not there: {error}") from None
+    if len(loaded) != 1:
+        raise ValueError(f"{path} describes {len(loaded)} tasks; give a file of one")
+    (task,) = loaded.values()
+    return task

@@ -1,0 +1,1 @@
+"""Metrics, progress display, summaries and pictures."""

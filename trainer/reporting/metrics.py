@@ -1,0 +1,207 @@
+"""Metrics as lines of JSON: one object a step in ``metrics.jsonl``, one a set in ``evaluations.jsonl``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from trainer.storage.files import open_own, replacing
+
+_AT_ONCE = 1 << 14
+"""Bytes that are read from a file's end at a time."""
+
+
+def json_value(value: Any) -> Any:
+    """Return ``value`` with what JSON can't say, infinity and NaN, as None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: json_value(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(entry) for entry in value]
+    return value
+
+
+def rounded(value: float, digits: int = 6) -> float:
+    """Return ``value`` with so many significant digits: what is measured needs no seventeen."""
+    return float(f"{value:.{digits}g}")
+
+
+def epoch_row(epochs: Mapping[str, float]) -> dict[str, float]:
+    """Return the columns that say how often the data have been gone through: ``epoch``, or one a source."""
+    return {f"epoch_{name}" if name else "epoch": rounded(value) for name, value in epochs.items()}
+
+
+class MetricsFile:
+    """A file of JSON lines, each with a ``step``, appended to in order and readable at any moment.
+
+    Where the disk is full lines are kept in memory, in order, and written once there is room; ``trouble`` is
+    what the operating system said, None while all is well.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.trouble: OSError | None = None
+        self._file: BinaryIO | None = None
+        self._pending = b""
+
+    def write(self, *rows: Mapping[str, Any]) -> None:
+        """Append a line for each row and hand them to the operating system together."""
+        for row in rows:
+            self._pending += json.dumps(json_value(row), allow_nan=False).encode() + b"\n"
+        self._push()
+
+    def _push(self) -> None:
+        try:
+            if self._file is None:
+                # Without a buffer of its own: nothing is lost or doubled where a write fails half way.
+                descriptor = open_own(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+                self._file = os.fdopen(descriptor, "ab", buffering=0)
+            while self._pending:
+                self._pending = self._pending[self._file.write(self._pending) :]
+        except OSError as error:
+            self.trouble = error
+        else:
+            self.trouble = None
+
+    def truncate_after(self, step: int) -> None:
+        """Drop later steps' lines, and a last line cut short, so that a resumed run has each step once."""
+        self.close()
+        if not self.path.exists():
+            return
+        with os.fdopen(open_own(self.path, os.O_RDWR), "r+b") as file:
+            kept, last = 0, b"\n"
+            for line, end in _lines_from_the_end(file):
+                if (row := _object_of(line)) is not None and row["step"] <= step:
+                    kept, last = end, line
+                    break
+            if os.fstat(file.fileno()).st_nlink > 1:  # the file is elsewhere too, where it stays as it is
+                file.seek(0)
+                with replacing(self.path) as own:
+                    for begin in range(0, kept, _AT_ONCE):
+                        own.write(file.read(min(_AT_ONCE, kept - begin)))
+                    own.write(b"" if last.endswith(b"\n") else b"\n")
+                return
+            file.truncate(kept)
+            if not last.endswith(b"\n"):
+                file.seek(kept)
+                file.write(b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def rows(
+        self,
+        *,
+        required: Collection[str] = (),
+        numbers: Collection[str] = (),
+        damaged: Callable[[str], None] | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Yield the objects of all lines; see :func:`read_metrics`."""
+        if self.path.exists():
+            yield from read_metrics(self.path, required=required, numbers=numbers, damaged=damaged)
+
+    def last_row(self) -> dict[str, Any] | None:
+        """Return the latest line's object, or None where there is none; reads the file's end alone."""
+        if not self.path.exists():
+            return None
+        with self.path.open("rb") as file:
+            return next((row for line, _ in _lines_from_the_end(file) if (row := _object_of(line))), None)
+
+    def close(self) -> None:
+        """Close the file; the next line opens it again."""
+        if self._pending:
+            self._push()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_metrics(
+    path: Path,
+    *,
+    required: Collection[str] = (),
+    numbers: Collection[str] = (),
+    damaged: Callable[[str], None] | None = None,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a metrics file, as they are read; a last line that a crash cut short is left out.
+
+    Args:
+        path: the file.
+        required: keys that every row must have, beside ``step``.
+        numbers: keys whose values are numbers or null, in rows that have them.
+        damaged: called with a sentence for each line that is not such a row, and the line is left out; None:
+            such a line is an error.
+
+    Raises:
+        ValueError: naming the first line that is not such a row.
+
+    """
+    broken: str | None = None
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if broken is not None:
+                _complain(broken, damaged)
+                broken = None
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                broken = f"{path}, line {number}: not JSON ({error})"
+                continue
+            if (fault := _row_fault(row, required, numbers)) is None:
+                yield row
+            else:
+                _complain(f"{path}, line {number}: {fault}", damaged)
+
+
+def _complain(complaint: str, damaged: Callable[[str], None] | None) -> None:
+    if damaged is None:
+        raise ValueError(f"{complaint}; the file was altered or damaged: repair the line, or remove it")
+    damaged(complaint)
+
+
+def _row_fault(row: Any, required: Collection[str] = (), numbers: Collection[str] = ()) -> str | None:
+    """Say why a JSON value is not a row of metrics; None: it is one."""
+    if not isinstance(row, dict):
+        return f"a row is an object, this is a {type(row).__name__}"
+    if type(row.get("step")) is not int:
+        return f"a row has the number of a step, this has {row.get('step')!r}"
+    if missing := [name for name in required if name not in row]:
+        return f"it lacks {', '.join(missing)}"
+    if not isinstance(row.get("phase", ""), str):
+        return f"phase is {row['phase']!r}, which is not a name"
+    for name in numbers:
+        value = row.get(name)
+        sound = value is None or isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
+        if not sound:
+            return f"{name} is {str(value)[:50]}, which is not a number"
+    return None
+
+
+def _lines_from_the_end(file: BinaryIO, *, at_once: int = _AT_ONCE) -> Iterator[tuple[bytes, int]]:
+    """Yield a file's lines and where they end, the last one first: a run of months has gigabytes of them."""
+    end = position = file.seek(0, os.SEEK_END)
+    rest = b""
+    while position > 0:
+        size = min(at_once, position)
+        position -= size
+        file.seek(position)
+        first, *others = (file.read(size) + rest).splitlines(keepends=True)
+        for line in reversed(others):
+            yield line, end
+            end -= len(line)
+        rest = first
+    if rest:
+        yield rest, end
+
+
+def _object_of(line: bytes) -> dict[str, Any] | None:
+    """Return what a line says; None where a crash cut it short, or it is no row of metrics."""
+    try:
+        row: dict[str, Any] = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return None if _row_fault(row) is not None else row

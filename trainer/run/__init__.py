@@ -1,0 +1,1 @@
+"""A run: building its parts, the training loop, a step, resuming."""

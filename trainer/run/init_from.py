@@ -1,0 +1,204 @@
+"""Beginning a run with the weights of another: where they are, whether they fit, what is noted of them.
+
+Finding them imports no torch, so that a dry run can do it; reading them does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from implicit_blocks.checkpoints.find import CONFIG, MODEL, SAFETENSORS
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, load_spec
+from implicit_blocks.specs.loading import read_model_spec
+from trainer.checkpoint.folder import STATE_FILE, newest_sound_checkpoint, read_state, verify_checkpoint
+from trainer.errors import CheckpointError
+from trainer.specs.init_from import StartSpec
+from trainer.storage.files import sha256_of
+from trainer.storage.run_folder import RunFolder, differences, of_values
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from trainer.specs.run import RunSpec
+
+_NOT_OF_THE_WEIGHTS = frozenset({"dropout", "embedding_std", "scale_residual_init"})
+"""Fields of models that say nothing about trained weights."""
+
+
+class Origin(NamedTuple):
+    """Weights that were found, checked but not read.
+
+    ``model`` is the spec of the model they are of, ``optimizer`` the kind of optimizer that made them, and
+    ``task`` what they were trained for, None where that isn't known. ``progress`` is how far the other run
+    had come, for a checkpoint; ``complaints`` are what is wrong with newer ones.
+    """
+
+    path: Path
+    form: Literal["checkpoint", "transformers", "safetensors"]
+    model: ModelSpec | None = None
+    optimizer: str | None = None
+    progress: Mapping[str, Any] | None = None
+    complaints: tuple[str, ...] = ()
+    task: str | None = None
+
+    def record(self) -> dict[str, Any]:
+        """Return what a manifest says of them; the digest is that of the checkpoint's state or the file."""
+        progress = self.progress or {}
+        inside = {"checkpoint": STATE_FILE, "transformers": SAFETENSORS, "safetensors": ""}
+        file = self.path / inside[self.form]
+        return {
+            "path": str(self.path.resolve()),
+            "form": self.form,
+            "model": None if self.model is None else self.model.kind,
+            **{name: progress.get(name) for name in ("step", "phase", "samples", "tokens")},
+            "sha256": sha256_of(file) if file.is_file() else None,
+        }
+
+
+def find_start(start: StartSpec, spec: RunSpec) -> Origin:
+    """Find the weights that a run begins with, and refuse what can be refused without reading them.
+
+    Raises:
+        ValueError: nothing is there, none of it is whole, it is of another model or another optimizer, or it
+            is no checkpoint where more than weights are asked for.
+
+    """
+    origin = _find(Path(start.path))
+    if origin.model is not None:
+        require_fitting(origin.model, spec.model, path=origin.path)
+    if None not in (origin.task, spec.data.task) and origin.task != spec.data.task:
+        raise CheckpointError(
+            f"training.start_from: {origin.path} was trained for another task, {origin.task}; this run's is "
+            f"{spec.data.task}; start from one on that, or from an exported folder to use the weights anyway"
+        )
+    more = [name for name in ("optimizer", "position") if getattr(start, name)]
+    if more and origin.form != "checkpoint":
+        raise ValueError(
+            f"training.start_from: {origin.path} holds weights only, no {' and no '.join(more)}; "
+            "give a run or a checkpoint, or set "
+            + " and ".join(f"training.start_from.{name}=false" for name in more)
+        )
+    if start.optimizer:
+        ours = spec.training.optimizer.kind
+        if origin.optimizer not in (None, ours):
+            raise ValueError(
+                f"training.start_from.optimizer: {origin.path} has the state of {origin.optimizer!r}, this "
+                f"run's optimizer is {ours!r}; set training.start_from.optimizer=false"
+            )
+        if origin.model is not None and origin.model.kind != spec.model.kind:
+            raise ValueError(
+                f"training.start_from.optimizer: the weights of {origin.path}, a model of kind "
+                f"{origin.model.kind!r}, become others here, for which its optimizer has no state; "
+                "set training.start_from.optimizer=false"
+            )
+    return origin
+
+
+def _find(path: Path) -> Origin:
+    if not path.exists():
+        raise ValueError(
+            f"training.start_from: there is nothing at {path}; give a run's folder, a checkpoint, a folder "
+            "for transformers or a file of safetensors"
+        )
+    if path.is_file():
+        return Origin(path, "safetensors")
+    if RunFolder(path).spec_path.is_file():
+        checkpoint, complaints = newest_sound_checkpoint(RunFolder(path).checkpoints)
+        return _checkpoint(checkpoint, path, complaints)
+    if (path / STATE_FILE).is_file():
+        verify_checkpoint(path)
+        return _checkpoint(path, path.resolve().parents[1])
+    if (path / CONFIG).is_file():
+        return Origin(path, "transformers")
+    if (path / SAFETENSORS).is_file():
+        beside = read_model_spec(path / MODEL) if (path / MODEL).is_file() else None
+        return Origin(path / SAFETENSORS, "safetensors", model=beside)
+    raise ValueError(
+        f"training.start_from: {path} is no run, no checkpoint and no exported folder: it has no spec.yaml, "
+        f"{STATE_FILE}, {CONFIG} or {SAFETENSORS}"
+    )
+
+
+def _checkpoint(path: Path, run: Path, complaints: list[str] | None = None) -> Origin:
+    progress = read_state(path)["progress"]
+    spec_path = RunFolder(run).spec_path
+    spec: Any = load_spec(str(spec_path)) if spec_path.is_file() else None
+    return Origin(
+        path,
+        "checkpoint",
+        model=None if spec is None else spec.model,
+        optimizer=None if spec is None else spec.training.optimizer.kind,
+        progress=progress,
+        complaints=tuple(complaints or ()),
+        task=None if spec is None else spec.data.task,
+    )
+
+
+def require_fitting(theirs: ModelSpec, ours: ModelSpec, *, path: Path) -> None:
+    """Refuse another model; solver, gradient and whatever else a phase may change make none.
+
+    Raises:
+        CheckpointError: lists what differs.
+
+    """
+    skipped = ours.changeable | theirs.changeable | _NOT_OF_THE_WEIGHTS
+    if isinstance(theirs, ExplicitLMSpec) and isinstance(ours, ImplicitLMSpec):
+        if ours.start != "embedding":
+            raise CheckpointError(
+                f"training.start_from: {path} is of an explicit model; to begin where it ends, an implicit "
+                f"one must start its search at the embedding, not at {ours.start}; set model.start=embedding"
+            )
+        skipped |= {"kind", *(set(ImplicitLMSpec.model_fields) - set(ExplicitLMSpec.model_fields))}
+        if ours.weight_norm:  # it is added without changing a weight
+            skipped |= {"weight_norm"}
+    old, new = (
+        {name: value for name, value in model.model_dump(mode="json").items() if name not in skipped}
+        for model in (theirs, ours)
+    )
+    if found := list(filter(of_values, differences(old, new, "model"))):
+        raise CheckpointError(
+            f"training.start_from: {path} is of another model ({'; '.join(found)}); "
+            "start from one of this model, or change the spec"
+        )
+
+
+def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Read the tensors of a model, on the CPU, in the names and shapes of ``like``, its own state dict.
+
+    Raises:
+        ValueError: they can't be read, or don't fit; all that differs is listed.
+
+    """
+    from implicit_blocks.checkpoints.folder import check_tensors, read_file
+    from implicit_blocks.checkpoints.load_model import empty_state
+    from implicit_blocks.hf.folders import read_checkpoint
+    from implicit_blocks.hf.pretrained import as_start
+    from trainer.checkpoint.load import read_model_tensors
+
+    theirs = origin.model
+    if origin.form == "transformers":
+        if not isinstance(ours, ImplicitLMSpec | ExplicitLMSpec):
+            raise ValueError(
+                f"training.start_from: a model of kind {ours.kind!r} can't begin with a folder for "
+                "transformers; one of kind 'transformers' reads it as model.folder"
+            )
+        found = read_checkpoint(origin.path)
+        theirs, tensors = found.spec, found.state
+        require_fitting(theirs, ours, path=origin.path)
+    elif origin.form == "checkpoint":
+        tensors = read_model_tensors(origin.path)
+    else:
+        tensors = read_file(origin.path)
+    if isinstance(theirs, ExplicitLMSpec) and isinstance(ours, ImplicitLMSpec):
+        check_tensors(tensors, empty_state(theirs), what=str(origin.path))
+        _, tensors = as_start(theirs, tensors, weight_norm=ours.weight_norm)
+    try:
+        check_tensors(tensors, like, what=str(origin.path))
+    except ValueError as error:
+        listed = str(error).partition("\n")[2]
+        raise CheckpointError(
+            f"training.start_from: {origin.path} is of another model; its tensors, by this one's:\n{listed}"
+        ) from None
+    return tensors

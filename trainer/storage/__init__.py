@@ -1,0 +1,1 @@
+"""The run folder, its lock, and atomic files."""
