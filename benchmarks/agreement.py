@@ -151,7 +151,7 @@ def fast(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, float]:
 
 def bound(model: ib.ImplicitLM, ids: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """Return the map of the tokens and where its search begins."""
-    return model.bind(model.embedding(ids), model.initial_state(len(ids)), weights=model.hold_weights())
+    return model.bind(model.embedding(ids), model.initial_state(len(ids)), weights=model.cache_weights())
 
 
 @torch.no_grad()

@@ -25,12 +25,12 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import implicit_blocks as ib
 from implicit_blocks import registry
-from trainer.checkpoint.load import Checkpointer, Progress, load_checkpoint
+from trainer.checkpoint.load import Checkpointer, TrainingProgress, load_checkpoint
 from trainer.checkpoint.staging import Staging, own_share
 from trainer.checkpoint.writer import named_tensors
 from trainer.distributed import join, lay_out, leave
 from trainer.optim.optimizers import optimizer_state
-from trainer.specs.distributed import ParallelSpec
+from trainer.specs.distributed import DistributedSpec
 
 
 def main() -> None:
@@ -69,7 +69,7 @@ def measure(name: str, folder: Path, ranks: Any, arguments: argparse.Namespace) 
     torch.manual_seed(0)
     with ranks.device:
         model = ib.build(run.model)
-    layout = lay_out(model, ParallelSpec.model_validate({"kind": arguments.layout}), ranks)
+    layout = lay_out(model, DistributedSpec.model_validate({"kind": arguments.layout}), ranks)
     optimizer = registry.build(run.training.optimizer, model=model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -101,7 +101,7 @@ def measure(name: str, folder: Path, ranks: Any, arguments: argparse.Namespace) 
         )
         for step in range(1, arguments.saves + 1):
             ranks.barrier()
-            checkpointer.save(Progress(step=step))
+            checkpointer.save(TrainingProgress(step=step))
             checkpointer.wait()
         began = time.perf_counter()
         load_checkpoint(

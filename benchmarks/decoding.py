@@ -11,7 +11,7 @@ float32 or bfloat16, keys and values in bfloat16 or int8; a model leaves out wha
 convolution's inputs are in bfloat16. ``floor_ms`` is what reading weights and states once must cost at the
 card's copying speed, which is measured first.
 
-Modes: ``fused``, kernels made for single tokens, recorded as a graph; ``graphs``, the layers as they are,
+Modes: ``fused``, kernels made for single tokens, captured as a graph; ``graphs``, the layers as they are,
 recorded; ``launched``, the layers kernel by kernel. The published implementation takes 86.7 ms (mamba2_1.3b)
 and 52.2 ms (llama_1.3b) an iteration for one text, in float32, on an H100.
 """
@@ -92,7 +92,7 @@ def built(name: str, arguments: argparse.Namespace) -> Any:
     spec = ib.load_spec(name).model
     if arguments.tiny:
         mixer = spec.mixer.model_copy(update={"n_heads": 4} if name.startswith("llama") else {"d_state": 16})
-        mlp = None if spec.mlp is None else spec.mlp.model_copy(update={"d_hidden": 96})
+        mlp = None if spec.mlp is None else spec.mlp.model_copy(update={"d_ff": 96})
         sizes = {"d_model": 64, "n_layers": 2, "vocab_size": 61, "mixer": mixer, "mlp": mlp}
         spec = spec.model_copy(update=sizes)
     if arguments.layers is not None:
@@ -111,9 +111,9 @@ def measure(
     with torch.autocast(arguments.device, dtype=torch.bfloat16):
         decoder = ContinuousDecoder(
             model,
-            lanes=rows,
+            max_batch_size=rows,
             buckets=[rows],
-            capacity=arguments.context + tokens + warm_up + 2,
+            max_seq_len=arguments.context + tokens + warm_up + 2,
             tolerance=0.0,
             max_iterations=arguments.iterations,
             graphs=mode != "launched",
@@ -141,7 +141,7 @@ def measure(
     kept = [t for state in batch.states for t in vars(state).values() if torch.is_tensor(t) and t.ndim > 2]
     states = sum(t.nbytes for t in kept)
     if model.spec.mixer.kind == "attention":  # of the room, what counts
-        states = states * arguments.context // decoder.capacity
+        states = states * arguments.context // decoder.max_seq_len
     weights = sum(t.nbytes for t in batch.weights.tensors())
     found = {
         "ms": round(1000 * total, 3),

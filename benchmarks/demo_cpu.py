@@ -103,11 +103,13 @@ def train(spec: str, tree: Path, output: Path, steps: int) -> tuple[float, dict[
         [*command, *changes], cwd=tree, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     )
     assert process.stderr is not None
-    said = process.stderr.read().decode(errors="replace")
+    message = process.stderr.read().decode(errors="replace")
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
-        raise SystemExit(f"error: {spec} by {tree} ended with exit code {process.returncode}: {said[-500:]}")
+        raise SystemExit(
+            f"error: {spec} by {tree} ended with exit code {process.returncode}: {message[-500:]}"
+        )
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return usage.ru_utime, json.loads(lines[-1])
 

@@ -16,7 +16,7 @@ import torch
 from report import machine, write
 
 import implicit_blocks as ib
-from implicit_blocks.weights.cache import HeldWeights
+from implicit_blocks.weights.cache import WeightCache
 
 
 def main() -> None:
@@ -42,7 +42,7 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float | str]:
     f, start = model.bind(
         model.embedding(ids),
         model.initial_state(arguments.batch),
-        weights=HeldWeights(model),
+        weights=WeightCache(model),
         valid_BL=None,
         documents_BL=None,
     )

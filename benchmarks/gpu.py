@@ -135,11 +135,11 @@ class Process:
         options = [*program.command[1:], *(program.for_trying if tiny else ())]
         self.command = " ".join(["python", f"benchmarks/{script}", *options])
         options += program.for_preparing or () if preparing else ()
-        with self._said.open("w") as said:
+        with self._said.open("w") as log:
             self._process = subprocess.Popen(
                 [sys.executable, str(STARTER), str(self._card), str(HERE / script), *options, *into],
                 stdin=subprocess.PIPE,
-                stdout=said,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | environment(caches, program if preparing else None),
                 start_new_session=True,  # so that its compilers can be ended with it
@@ -318,8 +318,8 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
     def keep(name: str, found: Row) -> None:
         programs[name] = found
         judge(programs)
-        said = found.get("failed", ""), *found.get("disturbed", ())
-        print(f"{name}: {found.get('seconds', 0)} s {', '.join(filter(None, said))}", flush=True)
+        remarks = found.get("failed", ""), *found.get("disturbed", ())
+        print(f"{name}: {found.get('seconds', 0)} s {', '.join(filter(None, remarks))}", flush=True)
         for row in found.get("rows", []):
             print(f"  {row}", flush=True)
         for line in found.pop("said", "").splitlines():

@@ -76,7 +76,7 @@ def measure(name: str, mode: str, arguments: argparse.Namespace) -> dict[str, An
     ids = torch.randint(model.spec.vocab_size, (batch, length), device=device())
     n = arguments.iterations
     with bfloat16():
-        f, start = model.bind(model.embedding(ids), model.initial_state(batch), weights=model.hold_weights())
+        f, start = model.bind(model.embedding(ids), model.initial_state(batch), weights=model.cache_weights())
 
         def bare() -> None:
             z = start

@@ -204,7 +204,7 @@ def introduction(result: Row) -> str:
         f"`{result['command']}` on one {machine.get('gpu', 'CPU: tiny models, to try the program')}, "
         f"{machine['date'][:10]}, Python {machine['python']}, {versions}. {quietness(result)}"
         "Training is in bfloat16 autocast, at the published number of iterations, its layers compiled and "
-        "recorded as CUDA graphs; percentages are its share of the 770 TFLOP/s that an H100 was measured to "
+        "captured as CUDA graphs; percentages are its share of the 770 TFLOP/s that an H100 was measured to "
         "multiply. Decoding is in bfloat16 (published: float32), at a context of 512 tokens. **Bold**: what "
         "was to be reached is."
     )

@@ -77,17 +77,17 @@ class Recorder:
         ran["seconds"] = round(ran["seconds"] + report.duration, 1)
         if report.failed:
             text = str(report.longrepr)
-            said = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()
-            said = (
-                said if len(said) <= 24 else [*said[:12], "…", *said[-12:]]
+            messages = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()
+            messages = (
+                messages if len(messages) <= 24 else [*messages[:12], "…", *messages[-12:]]
             )  # long ones begin with the reason
             ran["outcome"] = "failed"
-            told = str(getattr(report, "caplog", "")).splitlines()[
+            log_lines = str(getattr(report, "caplog", "")).splitlines()[
                 -8:
             ]  # such as why something wasn't recorded
-            said += [line[:300] for line in told]
-            ran["why"] = without_places(f"[{report.when}] " + "\n".join(said)[:2000])
-            print("\n".join(["", f"FAILED {report.nodeid} [{report.when}]", *said]), flush=True)
+            messages += [line[:300] for line in log_lines]
+            ran["why"] = without_places(f"[{report.when}] " + "\n".join(messages)[:2000])
+            print("\n".join(["", f"FAILED {report.nodeid} [{report.when}]", *messages]), flush=True)
         elif report.skipped:
             why = str(report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr)
             ran |= {"outcome": "skipped", "why": why.removeprefix("Skipped: ")}

@@ -103,7 +103,7 @@ def spec_of(name: str, folder: Path, arguments: Any) -> RunSpec:
     """Return the zoo's spec for few steps on random tokens, compiled and recorded on a GPU."""
     loaded = load_spec(name)
     assert isinstance(loaded, RunSpec)
-    rows, length = loaded.training.micro_batch_size, loaded.data.length
+    rows, length = loaded.training.micro_batch_size, loaded.data.seq_len
     if arguments.tiny:
         rows, length = 2, 32
     fast = str(torch.cuda.is_available()).lower()
@@ -117,7 +117,7 @@ def spec_of(name: str, folder: Path, arguments: Any) -> RunSpec:
         f"training.cuda_graphs={fast}",
         "training.evaluate_every=null",
         "training.checkpoint_every=null",
-        f"data.length={length}",
+        f"data.seq_len={length}",
         f"data.path={folder / 'tokens.bin'}",
         "data.dtype=uint16",
         "evaluation.length_multiples=[]",
@@ -186,7 +186,7 @@ def phase_row(
         "phase": phase,
         "searches": f"{stopping.max_iterations}+{gradient.steps}",
         "rows": found.training.batch_size,
-        "length": found.data.length,
+        "length": found.data.seq_len,
         "checkpoint_activations": found.training.checkpoint_activations,
         "tokens_per_second": round(median("tokens_per_second", 0) or 0),
         "published_tokens_per_second": published and published.tokens_per_second,

@@ -92,7 +92,7 @@ def smaller(spec: ib.ImplicitLMSpec) -> ib.ImplicitLMSpec:
     kind = tree["mixer"]["kind"]
     tree["mixer"] |= {"n_heads": 4, "n_kv_heads": None} if kind == "attention" else {"head_dim": 16}
     if tree.get("mlp"):
-        tree["mlp"] |= {"d_hidden": 64}
+        tree["mlp"] |= {"d_ff": 64}
     return type(spec).model_validate(tree)
 
 

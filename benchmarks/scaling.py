@@ -36,7 +36,7 @@ from implicit_blocks import registry
 from trainer.data.source import Batch
 from trainer.distributed import join, lay_out, leave
 from trainer.run.step import training_step
-from trainer.specs.distributed import ParallelSpec
+from trainer.specs.distributed import DistributedSpec
 
 LENGTH = 2048
 WARM_UP = 4
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--compile", action="store_true", help="compile the layers")
-    parser.add_argument("--graphs", action="store_true", help="record CUDA graphs where weights are whole")
+    parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs where weights are whole")
     parser.add_argument("--late", action="store_true", help="exchange gradients after backward, to compare")
     parser.add_argument("--profile", action="store_true", help="tell how much of the exchange is hidden")
     parser.add_argument("--device", default="auto")
@@ -95,14 +95,14 @@ def work(arguments: argparse.Namespace) -> None:
     """Measure every spec in every layout on the ranks that torchrun has started; rank 0 writes the rows."""
     ranks = join(arguments.device)
     rows = []
-    for layout in ["none"] if ranks.alone else arguments.layouts:
+    for layout in ["none"] if ranks.is_single else arguments.layouts:
         for name in arguments.specs:
             row = {"spec": name, "gpus": ranks.world_size, "layout": layout}
             try:
                 row |= measure(name, layout, ranks, arguments)
             except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
                 row["failed"] = str(error).splitlines()[0]
-                if not ranks.alone:  # the ranks are no longer in step
+                if not ranks.is_single:  # the ranks are no longer in step
                     raise
             rows.append(row)
             gc.collect()
@@ -117,7 +117,7 @@ def work(arguments: argparse.Namespace) -> None:
 def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespace) -> dict[str, Any]:
     """Time steps of the trainer in one layout."""
     torch.compiler.reset()
-    changes = ["model.stopping.tolerance=0", f"data.length={arguments.length}", *arguments.set]
+    changes = ["model.stopping.tolerance=0", f"data.seq_len={arguments.length}", *arguments.set]
     run: Any = ib.load_spec(name, changes)
     spec = run.phase_specs()[0].model
     torch.manual_seed(0)
@@ -127,9 +127,9 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
         model.compile_layers()
     if arguments.graphs and layout_name in ("none", "ddp"):
         model.capture_graphs()
-    unit = "layer" if layout_name == "layer" else "loop"
+    unit = "layer" if layout_name == "layer" else "model"
     kind = {"none": "auto", "layer": "fsdp"}.get(layout_name, layout_name)
-    layout = lay_out(model, ParallelSpec.model_validate({"kind": kind, "unit": unit}), ranks)
+    layout = lay_out(model, DistributedSpec.model_validate({"kind": kind, "unit": unit}), ranks)
     if arguments.late:
         model.backbone.gradients_by_layer = False
     optimizer = registry.build(run.training.optimizer, model=model)
@@ -148,7 +148,7 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
             batch,
             precision="bfloat16",
             micro_batch_size=arguments.rows,
-            clip_norm=1.0,
+            max_grad_norm=1.0,
             last_tokens=1,
         )
         if made.not_finite is not None:

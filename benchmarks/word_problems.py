@@ -7,7 +7,7 @@
 Each combination is a run of the spec, one after the other on one device, ended after ``--minutes`` at the
 latest. An explicit model sees the same phases of data, in so many more steps (``--explicit-steps`` times)
 that it takes about as long. Accuracy is that of the last 10 tokens, read at convergence, with residuals and
-the share of sequences that converged beside it. ``--start-from FILE`` begins with the weights of a run, a
+the share of sequences that converged beside it. ``--init-from FILE`` begins with the weights of a run, a
 checkpoint or a safetensors file. ``--then SPEC …`` goes on from each run with other recipes, each a run of
 its own with the same changes. ``--precisely TOLERANCE`` tests a second time, in float32 to that tolerance.
 """
@@ -52,7 +52,7 @@ def options_of(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--explicit-steps", type=float, default=1.0, metavar="TIMES")
-    parser.add_argument("--start-from", type=Path, metavar="FILE")
+    parser.add_argument("--init-from", type=Path, metavar="FILE")
     parser.add_argument("--precisely", type=float, metavar="TOLERANCE", help="test in float32 too")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
     parser.add_argument("--device", default="auto")
@@ -103,11 +103,11 @@ def carry_out(options: argparse.Namespace) -> None:
         for layers in ([1] if model in IMPLICIT else options.layers)
     ]
     for one, recipe in itertools.product(asked, (options.spec, *options.then)):
-        run_spec(options, recipe, one, start=options.start_from)
+        run_spec(options, recipe, one, start=options.init_from)
     rows: list[dict[str, Any]] = []
     began = time.strftime("%Y%m%d-%H%M%S")
     for one in asked:
-        start = options.start_from
+        start = options.init_from
         for recipe in (options.spec, *options.then):
             row, start = measure(options, recipe, one, start=start, began=began)
             rows.append(row)
@@ -122,7 +122,7 @@ def run_spec(options: argparse.Namespace, recipe: str, one: Asked, *, start: Pat
     if one.rate is not None:
         changes.append(f"training.optimizer.learning_rate={one.rate}")
     if start is not None:
-        changes.append(f"training.start_from={start}")
+        changes.append(f"training.init_from={start}")
 
     def made(*more: str) -> RunSpec:
         return varied(
@@ -172,7 +172,7 @@ def measure(
 
 def precise_tests(finished: Finished, *, tolerance: float, device: str) -> list[dict[str, Any]]:
     """Test a run's last weights in float32 on the same sequences, to a tolerance."""
-    evaluation, at = finished.spec.evaluation.at(finished.spec.data.length), choose_device(device)
+    evaluation, at = finished.spec.evaluation.at(finished.spec.data.seq_len), choose_device(device)
     model = load_model(finished, at)
     spec = model.spec
     stopping = spec.at_evaluation.stopping.model_copy(update={"tolerance": tolerance})

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
         SteppingMap,
         Window,
     )
-    from implicit_blocks.mixers import Attention, Mamba2, Parallel
+    from implicit_blocks.mixers import Attention, Hybrid, Mamba2
     from implicit_blocks.models.implicit import ExplicitLM, ImplicitLM, LMOutput
     from implicit_blocks.registry import build
     from implicit_blocks.registry.hooks import hookimpl
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
         ComponentSpec,
         ExplicitLMSpec,
         GradientSpec,
+        HybridSpec,
         ImplicitFunctionSpec,
         ImplicitLMSpec,
         JacobianPenaltySpec,
@@ -49,7 +50,6 @@ if TYPE_CHECKING:
         MixerSpec,
         MLPSpec,
         ModelSpec,
-        ParallelSpec,
         PatientPicardSpec,
         PhantomSpec,
         PicardSpec,
@@ -79,7 +79,7 @@ _HOMES = {
         "SteppingMap",
         "Window",
     ],
-    "mixers": ["Attention", "Mamba2", "Parallel"],
+    "mixers": ["Attention", "Mamba2", "Hybrid"],
     "models.implicit": ["ExplicitLM", "ImplicitLM", "LMOutput"],
     "registry": ["build"],
     "checkpoints.load_model": ["load_model"],
@@ -100,7 +100,7 @@ _HOMES = {
         "Mamba2Spec",
         "MixerSpec",
         "ModelSpec",
-        "ParallelSpec",
+        "HybridSpec",
         "PatientPicardSpec",
         "PhantomSpec",
         "PicardSpec",
@@ -131,6 +131,8 @@ __all__ = [
     "Generated",
     "GradientEstimator",
     "GradientSpec",
+    "Hybrid",
+    "HybridSpec",
     "ImplicitFunction",
     "ImplicitFunctionSpec",
     "ImplicitLM",
@@ -145,8 +147,6 @@ __all__ = [
     "Mixer",
     "MixerSpec",
     "ModelSpec",
-    "Parallel",
-    "ParallelSpec",
     "PatientPicard",
     "PatientPicardSpec",
     "Phantom",

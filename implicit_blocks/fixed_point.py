@@ -232,14 +232,14 @@ def _check_start(leaves: list[Any]) -> None:
         raise ValueError(
             f"z0 holds {kinds or 'nothing'}; give a tensor, or a tuple, list or dict of tensors alone"
         )
-    told = [shape_and_type(leaf) for leaf in leaves]
+    parts = [shape_and_type(leaf) for leaf in leaves]
     batches = {leaf.shape[:1] for leaf in leaves}
     if len(batches) > 1 or not all(leaf.numel() for leaf in leaves) or torch.Size() in batches:
         raise ValueError(
-            f"z0 holds tensors {', '.join(told)}; all must lead with the batch, and none be empty"
+            f"z0 holds tensors {', '.join(parts)}; all must lead with the batch, and none be empty"
         )
     if len({leaf.dtype for leaf in leaves}) > 1:
-        raise ValueError(f"z0 holds tensors {', '.join(told)}; give all of them one type")
+        raise ValueError(f"z0 holds tensors {', '.join(parts)}; give all of them one type")
 
 
 def _in_type_of(z: Tensor, fz: Tensor) -> Tensor:

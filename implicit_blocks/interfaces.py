@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks._utils.padding import RealFirst, of_last_real
+from implicit_blocks._utils.padding import PaddingPermutation, of_last_real
 from implicit_blocks.registry import build
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import ComponentSpec, Stopping
@@ -164,7 +164,8 @@ class Window:
     into a row; both cover the committed tokens too, T = start + length, and are None where there is no
     padding and one document. ``gaps`` is False where it is known that no padding stands between two tokens of
     a row. ``dtype`` is that of the residual stream. ``u_rows_BL`` (B, L) int64 is there where the mixers said
-    that they read the injection from a table (``Mixer.reads_rows``): which row each token takes.
+    that they read the injection from a table (``Mixer.supports_injection_table``): which row each token
+    takes.
     """
 
     batch_size: int
@@ -193,12 +194,12 @@ class Window:
         """The documents of the window's own tokens, (B, L) int64, or None: all of one."""
         return None if self.documents_BT is None else self.documents_BT[:, self.start :]
 
-    def real_first(self) -> RealFirst | None:
+    def real_first(self) -> PaddingPermutation | None:
         """Return the order that moves padding behind each row's real tokens, or None: there is no padding."""
         valid = self.valid_BL
         if valid is None:
             return None
-        return self.once("real first", lambda: RealFirst.of(valid))
+        return self.once("real first", lambda: PaddingPermutation.of(valid))
 
     def documents_before(self, count: int) -> Tensor | None:
         """Return the documents of the last real tokens before the window, (B, S) int64, the latest last.
@@ -247,33 +248,33 @@ class Window:
         )
 
 
-class LaneStates(ABC):
-    """What a mixer has committed in each of S lanes."""
+class SlotStates(ABC):
+    """What a mixer has committed in each of S slots."""
 
     @abstractmethod
-    def enter(self, lane: int) -> State:
-        """Return the state of a lane before its first token, of one row, to commit a prompt to."""
+    def prefill(self, slot: int) -> State:
+        """Return the state of a slot before its first token, of one row, to commit a prompt to."""
 
     @abstractmethod
-    def settle(self, lane: int, state: State) -> None:
-        """Keep the state, of one row, that committing a prompt to ``enter``'s or to a new one has left."""
+    def commit(self, slot: int, state: State) -> None:
+        """Keep the state, of one row, that committing a prompt to ``prefill``'s or to a new one has left."""
 
     @abstractmethod
-    def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
-        """Return the state for a window of one token in each of these lanes, behind so many tokens.
+    def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
+        """Return the state for a window of one token in each of these slots, behind so many tokens.
 
-        ``rows_R`` int64 are different lanes, None all of them in order. The mixer's ``forward`` and
+        ``rows_R`` int64 are different slots, None all of them in order. The mixer's ``forward`` and
         ``advance`` take it, with a window whose positions are ``lengths_R`` and whose ``start`` is not 0.
         """
 
     @abstractmethod
     def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
-        """Commit, where ``committed_R`` (R,) bool says so, what ``advance`` left of ``at``'s state.
+        """Commit, where ``committed_R`` (R,) bool says so, what ``advance`` left of ``gather``'s state.
 
-        In the memory that is there, and without asking the device for a value: a step is recorded as a graph.
+        In the memory that is there, and without asking the device for a value: a step is captured as a graph.
         """
 
-    def narrow(self, dtype: torch.dtype) -> None:
+    def set_dtype(self, dtype: torch.dtype) -> None:
         """Keep in this type what is kept in a wider one, where that is foreseen; before the first text.
 
         Raises:
@@ -311,9 +312,9 @@ class Mixer(nn.Module, ABC):
 
     @abstractmethod
     def initial_state(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> State:
-        """Return the state before the first token; ``capacity`` tokens are foreseen, where that is known."""
+        """Return the state before the first token; ``max_seq_len`` tokens are expected, if given."""
 
     @abstractmethod
     def select_rows(self, state: State, rows: Tensor) -> State:
@@ -331,10 +332,10 @@ class Mixer(nn.Module, ABC):
             "state from before them"
         )
 
-    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> LaneStates:
-        """Return the states of ``count`` rows that are each at a length of their own, up to ``capacity``.
+    def slots(self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int) -> SlotStates:
+        """Return the states of ``count`` rows that are each at a length of their own, up to ``max_seq_len``.
 
-        A mixer whose state has one size returns ``RecurrentLanes(self, …)`` of
+        A mixer whose state has one size returns ``RecurrentSlots(self, …)`` of
         ``implicit_blocks.mixers.slots``.
 
         Raises:
@@ -346,7 +347,7 @@ class Mixer(nn.Module, ABC):
             "decoding needs; use generate"
         )
 
-    def reads_rows(self, window: Window) -> bool:
+    def supports_injection_table(self, window: Window) -> bool:
         """Whether ``u`` may be a table (V, U) here, of which ``window.u_rows_BL`` says each token's row.
 
         A small vocabulary's injections are fewer than the tokens', and stay in the GPU's cache.

@@ -73,23 +73,23 @@ class RMSNorm(nn.Module):
 class Linear(nn.Linear):
     """A linear map that takes its input in any floating type and works in its weight's.
 
-    While weights are held on a GPU, zero rows (``pad_out``) or columns (``pad_in``) are added up to a
+    While weights are cached on a GPU, zero rows (``pad_out``) or columns (``pad_in``) are added up to a
     multiple of 64, where the owner of the layers says so: odd widths lose the matrix units' fast kernels.
     The output is then so much wider, with zeros.
     """
 
     pad_in = False
     pad_out = False
-    held: tuple[Tensor, Tensor | None] | None = None
+    cached: tuple[Tensor, Tensor | None] | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (…, in) to (…, out)."""
-        weight, bias = (self.weight, self.bias) if self.held is None else self.held
+        weight, bias = (self.weight, self.bias) if self.cached is None else self.cached
         return F.linear(input.to(weight.dtype), weight, bias)
 
     def current(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and bias that a call uses, those that are held, if any."""
-        return (plain_weight(self), self.bias) if self.held is None else self.held
+        """Return the weight and bias that a call uses, the cached ones, if any."""
+        return (plain_weight(self), self.bias) if self.cached is None else self.cached
 
     def layout(self) -> tuple[torch.dtype, int, int]:
         """Return how a pass of many calls wants the weight: its type, rows and columns that are added."""
@@ -127,12 +127,12 @@ class SwiGLU(nn.Module):
 
     def __init__(self, spec: SwiGLUSpec, *, d_model: int) -> None:
         super().__init__()
-        self.gate_proj = Linear(d_model, spec.d_hidden, bias=spec.bias)
-        self.up_proj = Linear(d_model, spec.d_hidden, bias=spec.bias)
-        self.out_proj = Linear(spec.d_hidden, d_model, bias=spec.bias)
+        self.gate_proj = Linear(d_model, spec.d_ff, bias=spec.bias)
+        self.up_proj = Linear(d_model, spec.d_ff, bias=spec.bias)
+        self.out_proj = Linear(spec.d_ff, d_model, bias=spec.bias)
 
     def choose_padding(self) -> None:
-        """Pad the hidden width while weights are held, unless something wraps a layer."""
+        """Pad the hidden width while weights are cached, unless something wraps a layer."""
         plain = all(isinstance(layer, Linear) for layer in self.children())
         for layer in self.modules():
             if isinstance(layer, Linear):

@@ -122,18 +122,18 @@ class Solution:
         iterations, residual = self.iterations, self.residual
         if iterations.is_meta or not iterations.numel():
             return f"Solution(rows={iterations.numel()})"
-        told = [
+        parts = [
             f"converged={int(self.converged.sum())} of {self.converged.numel()}",
             f"iterations={_span(iterations, 'd')}",
             f"residual={_span(residual, '.2g')}",
         ]
         if self.diverged.any():
-            told.insert(1, f"diverged={int(self.diverged.sum())}")
+            parts.insert(1, f"diverged={int(self.diverged.sum())}")
         if (tokens := self.token_converged) is not None:
-            told.append(f"token_converged={int(tokens.sum())} of {tokens.numel()}")
+            parts.append(f"token_converged={int(tokens.sum())} of {tokens.numel()}")
         if isinstance(self.z, Tensor):
-            told.insert(0, f"z={tuple(self.z.shape)}")
-        return f"Solution({', '.join(told)})"
+            parts.insert(0, f"z={tuple(self.z.shape)}")
+        return f"Solution({', '.join(parts)})"
 
 
 def _span(values: Tensor, form: str) -> str:

@@ -25,7 +25,7 @@ def model_of(mixer, gradient, **changes):
         "d_model": 16,
         "n_layers": 2,
         "mixer": mixer,
-        "mlp": {"kind": "swiglu", "d_hidden": 24},
+        "mlp": {"kind": "swiglu", "d_ff": 24},
     }
     if gradient is None:
         spec["kind"] = "explicit_lm"
@@ -38,7 +38,7 @@ def model_of(mixer, gradient, **changes):
 
 def gradients(model, checkpoint):
     """Loss and gradients of a pass, the bytes kept for backward, and how often the first layer is called."""
-    model.backbone.checkpoint = checkpoint
+    model.backbone.activation_checkpointing = checkpoint
     kept = {}
     calls = []
     block = model.backbone.blocks()[0]

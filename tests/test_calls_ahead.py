@@ -42,7 +42,7 @@ def found(scope, solver, **options):
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
 def test_the_answer_is_the_same_however_wrong_the_guess(scope, solver, monkeypatch):
     expected, calls = found(scope, solver)
-    monkeypatch.setattr(driver._Loop, "all_will_go_on", lambda loop: loop.all_active)
+    monkeypatch.setattr(driver._Loop, "expects_all_active", lambda loop: loop.all_active)
     early, more_calls = found(scope, solver)
     for name in ("z", "iterations", "residual", "converged", "diverged", "trace"):
         torch.testing.assert_close(
@@ -67,10 +67,10 @@ def test_the_answer_is_the_same_however_wrong_the_guess(scope, solver, monkeypat
 def test_residuals_are_expected_to_fall_as_they_did(lowest, expected):
     stopping = ib.Stopping(tolerance=0.05, max_iterations=9)
     loop = driver._Loop(ib.Search(solver=ib.Picard(), stopping=stopping), lambda z: z, torch.ones(2, 3))
-    loop.lowest, loop.counted = lowest, torch.zeros(3, 2)
-    assert loop.all_will_go_on() is expected
+    loop.lowest, loop.row_counts = lowest, torch.zeros(3, 2)
+    assert loop.expects_all_active() is expected
     loop.all_active = False
-    assert not loop.all_will_go_on()
+    assert not loop.expects_all_active()
 
 
 @pytest.mark.parametrize(
@@ -80,14 +80,14 @@ def test_residuals_are_expected_to_fall_as_they_did(lowest, expected):
 def test_the_first_call_of_a_search_is_expected_to_leave_much_to_do(norm, tolerance, expected):
     stopping = ib.Stopping(tolerance=tolerance, max_iterations=9, norm=norm)
     loop = driver._Loop(ib.Search(solver=ib.Picard(), stopping=stopping), lambda z: z, torch.ones(2, 3))
-    loop.counted = torch.zeros(3, 2)
-    assert loop.all_will_go_on() is expected
+    loop.row_counts = torch.zeros(3, 2)
+    assert loop.expects_all_active() is expected
     loop.lowest.append(0.2)  # the first residual: it counts beside what it was expected to be
-    assert not loop.all_will_go_on()
+    assert not loop.expects_all_active()
 
 
 def test_processes_that_agree_on_each_call_make_none_in_vain():
     search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(), agree=lambda done: done)
     loop = driver._Loop(search, lambda z: z, torch.ones(2, 3))
-    loop.lowest, loop.counted = [1.0, 0.9], torch.zeros(3, 2)
-    assert not loop.all_will_go_on()
+    loop.lowest, loop.row_counts = [1.0, 0.9], torch.zeros(3, 2)
+    assert not loop.expects_all_active()

@@ -18,12 +18,12 @@ def attention_model() -> ib.ImplicitLM:
 
 
 @pytest.mark.parametrize("kept", [6, 4, 1])
-@pytest.mark.parametrize("told", [{}, {"attention_mask": VALID}, {"documents": DOCUMENTS}], ids=str)
+@pytest.mark.parametrize("parts", [{}, {"attention_mask": VALID}, {"documents": DOCUMENTS}], ids=str)
 @torch.no_grad()
-def test_tokens_taken_back_were_never_there(told, kept):
+def test_tokens_taken_back_were_never_there(parts, kept):
     model, ids = attention_model(), torch.randint(0, 13, (3, 7), generator=torch.Generator().manual_seed(1))
-    whole = model(ids, **told, return_state=True).state
-    first = {name: value[:, :kept] for name, value in told.items()}
+    whole = model(ids, **parts, return_state=True).state
+    first = {name: value[:, :kept] for name, value in parts.items()}
     expected = model(ids[:, :kept], **first, return_state=True).state
     found = whole.truncate(7 - kept, model.backbone)
     assert found.length == expected.length == kept
@@ -86,12 +86,12 @@ def test_tokens_go_on_with_the_document_of_the_last_real_one():
     assert state.warm_start(window, torch.full((2, 2, 16), -1.0)).eq(7.0).all()
 
 
-@pytest.mark.parametrize("told", [{"attention_mask": VALID}, {"documents": DOCUMENTS}], ids=str)
+@pytest.mark.parametrize("parts", [{"attention_mask": VALID}, {"documents": DOCUMENTS}], ids=str)
 @torch.no_grad()
-def test_chosen_rows_go_on_as_they_would_among_all(told):
+def test_chosen_rows_go_on_as_they_would_among_all(parts):
     model, ids = attention_model(), torch.randint(0, 13, (3, 9), generator=torch.Generator().manual_seed(1))
-    state = model(ids[:, :7], **told, return_state=True).state
-    following = {name: value[:, -1:].expand(-1, 2) for name, value in told.items()}
+    state = model(ids[:, :7], **parts, return_state=True).state
+    following = {name: value[:, -1:].expand(-1, 2) for name, value in parts.items()}
     whole = model(ids[:, 7:], state=state, **following).logits
     rows = torch.tensor([2, 0, 2])
     chosen = state.select_rows(rows, model.backbone)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import implicit_blocks as ib
-from implicit_blocks.decoding.slots.search import LaneSearch
+from implicit_blocks.decoding.slots.search import SlotSearch
 from implicit_blocks.fixed_point import solve_fixed_point
 from implicit_blocks.ops import residual
 
@@ -440,10 +440,10 @@ def test_decoding_s_search_reports_the_same(norm, solver, dtype):
     maps, again = Maps(0, dtype), Maps(0, dtype)
     expected = ib.Search(solver=solver, stopping=stopping)(maps, maps.start)
     rows = torch.arange(len(maps.start))
-    slots = LaneSearch(
+    slots = SlotSearch(
         solver,
         stopping,
-        lanes=len(rows),
+        slots=len(rows),
         width=TOKENS * FEATURES,
         device=torch.device("cpu"),
         dtype=dtype,

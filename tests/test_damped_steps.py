@@ -9,7 +9,7 @@ from torch._dynamo.backends.common import aot_autograd
 import implicit_blocks as ib
 
 MAMBA2 = {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)}
-ATTENTION = {"mixer": ib.AttentionSpec(n_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=48)}
+ATTENTION = {"mixer": ib.AttentionSpec(n_heads=2), "mlp": ib.SwiGLUSpec(d_ff=48)}
 
 
 def built(layers=2, parts=MAMBA2):
@@ -19,7 +19,7 @@ def built(layers=2, parts=MAMBA2):
 
 def bound(model):
     ids = torch.randint(61, (3, 24), generator=torch.Generator().manual_seed(1))
-    f, start = model.bind(model.embedding(ids), model.initial_state(3), weights=model.hold_weights())
+    f, start = model.bind(model.embedding(ids), model.initial_state(3), weights=model.cache_weights())
     return f, f(start).detach()
 
 
@@ -44,7 +44,7 @@ def test_they_are_the_same_to_the_last_bit(parts, count, damping, checkpoint):
     f, z = bound(model)
     expected = one_by_one(f, z, count, damping)
     wanted = gradients(model, expected)
-    model.backbone.checkpoint = checkpoint
+    model.backbone.activation_checkpointing = checkpoint
     f, z = bound(model)
     assert isinstance(f, ib.SteppingMap)
     found = f.damped_steps(z, count=count, damping=damping)

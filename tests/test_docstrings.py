@@ -135,16 +135,16 @@ def raises(function: Any) -> set[str]:
 
 def test_everything_has_one():
     missing = [path for path, value in public().items() if not text(value)]
-    missing += [path for path, (_, said) in functions().items() if not said]
+    missing += [path for path, (_, message) in functions().items() if not message]
     assert not missing
 
 
 def test_tensors_have_shapes():
     """In the docstring, or in the argument's name, explained by the module's legend."""
     missing = []
-    for path, (function, said) in functions().items():
+    for path, (function, message) in functions().items():
         tensors = takes_tensors(function)
-        if tensors and not SHAPE.search(said) and not (legend(path) and any(map(SUFFIX.search, tensors))):
+        if tensors and not SHAPE.search(message) and not (legend(path) and any(map(SUFFIX.search, tensors))):
             missing.append(f"{path}: {', '.join(tensors)}")
     assert not missing
 
@@ -152,7 +152,7 @@ def test_tensors_have_shapes():
 def test_errors_are_named():
     """Where a body raises an error of the user's making, the docstring says which, or has a section on it."""
     missing = []
-    for path, (function, said) in functions().items():
+    for path, (function, message) in functions().items():
         errors = raises(function) & {
             "ValueError",
             "ImportError",
@@ -160,7 +160,7 @@ def test_errors_are_named():
             "ContractError",
             "SpecError",
         }
-        if errors and "Raises:" not in said and not any(error in said for error in errors):
+        if errors and "Raises:" not in message and not any(error in message for error in errors):
             missing.append(f"{path}: {', '.join(errors)}")
     assert not missing
 
@@ -168,12 +168,12 @@ def test_errors_are_named():
 def test_arguments_are_described():
     """Of functions and constructors with more than three, and wherever there is a list: all, by name."""
     missing = []
-    for path, (function, said) in functions().items():
+    for path, (function, message) in functions().items():
         names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
         names = [name for name in names if not name.startswith("_")]
         whole = inspect.isfunction(public().get(path)) or path.endswith("__init__")
-        if "Args:" in said or (whole and len(names) > 3):
-            left_out = [n for n in names if not re.search(rf"\b{re.escape(SUFFIX.sub('', n))}", said)]
+        if "Args:" in message or (whole and len(names) > 3):
+            left_out = [n for n in names if not re.search(rf"\b{re.escape(SUFFIX.sub('', n))}", message)]
             missing += [f"{path}: {', '.join(left_out)}"] if left_out else []
     assert not missing
 

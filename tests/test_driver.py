@@ -100,7 +100,7 @@ def test_on_a_gpu_batches_have_four_sizes_in_all_searches(rows, scope, monkeypat
 
     def as_on_a_gpu(self, *arguments):
         init(self, *arguments)
-        self.in_buckets = True
+        self.bucket_sizes = True
 
     monkeypatch.setattr(driver._Loop, "__init__", as_on_a_gpu)
     z0 = torch.zeros(rows, 3, 2, dtype=torch.float64)

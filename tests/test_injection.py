@@ -27,7 +27,7 @@ def built(**changes):
 @pytest.fixture
 def tables(monkeypatch):
     """Let Mamba2 read tables where it would on a GPU; the models' maps say whether they did."""
-    monkeypatch.setattr(Mamba2, "reads_rows", lambda mixer, window: window.start == 0)
+    monkeypatch.setattr(Mamba2, "supports_injection_table", lambda mixer, window: window.start == 0)
     seen = []
     bind = ib.ImplicitLM.bind
 
@@ -52,11 +52,11 @@ def loss_and_gradients(model, ids, **options):
 def test_training_is_the_same(tables, monkeypatch, start):
     ids = torch.randint(7, (6, 20))
     ids[1:, 5:] = ids[1:, :1]  # rows of unequal difficulty, which leave the batch at different times
-    model = built(start=start)
+    model = built(z_init=start)
     by_row = loss_and_gradients(model, ids)
     assert [f.by_row for f in tables] == [True]
     assert tables[0].u_BLU.shape == (model.spec.padded_vocab_size, model.backbone.injection_width)
-    monkeypatch.setattr(Mamba2, "reads_rows", lambda *_: False)
+    monkeypatch.setattr(Mamba2, "supports_injection_table", lambda *_: False)
     by_token = loss_and_gradients(model, ids)
     assert not tables[1].by_row
     torch.testing.assert_close(by_row, by_token, rtol=1e-7, atol=1e-10)
@@ -68,7 +68,7 @@ def test_windows_and_what_is_committed_are_the_same(tables, monkeypatch):
     with torch.no_grad():
         found = model(ids, window_length=16, return_state=True)
         assert [f.by_row for f in tables] == [True, False]  # the second window follows a state
-        monkeypatch.setattr(Mamba2, "reads_rows", lambda *_: False)
+        monkeypatch.setattr(Mamba2, "supports_injection_table", lambda *_: False)
         expected = model(ids, window_length=16, return_state=True)
     torch.testing.assert_close(found.logits, expected.logits, rtol=1e-7, atol=1e-10)
     torch.testing.assert_close(found.state.layers, expected.state.layers, rtol=1e-7, atol=1e-10)
@@ -79,7 +79,7 @@ def test_tokens_that_are_committed_on_the_way_take_their_rows_with_them(tables):
     model = built().eval()
     with torch.no_grad():
         f, z = model.bind(
-            model.embedding(ids), model.initial_state(8), weights=model.hold_weights(), ids_BL=ids
+            model.embedding(ids), model.initial_state(8), weights=model.cache_weights(), ids_BL=ids
         )
         whole = f(z)
         assert f.by_row

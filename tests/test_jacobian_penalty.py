@@ -97,7 +97,7 @@ def test_the_trainer_adds_it_to_what_it_differentiates(tmp_path):
                     "gradient": gradient,
                     "stopping": {"max_iterations": 4},
                 },
-                "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "length": 12},
+                "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "seq_len": 12},
                 "training": {
                     "max_steps": 2,
                     "batch_size": 8,

@@ -15,7 +15,7 @@ from implicit_blocks.weights.weight_norm import WeightNorm
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
-    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=24)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_ff=24)},
 }
 LENGTH = 11
 
@@ -114,7 +114,7 @@ def test_capacity_reserved_for_inference_changes_nothing(mixer):
     ids = tokens()
     with torch.no_grad():
         expected = model(ids).logits
-        state = model.initial_state(3, capacity=LENGTH + 3)
+        state = model.initial_state(3, max_seq_len=LENGTH + 3)
         found = []
         for part in ids.split([5, 1, 1, 4], dim=1):
             out = model(part, state=state, return_state=True)
@@ -258,7 +258,7 @@ def test_every_combination_trains(mixer, solver, gradient):
 def test_explicit_twin_is_the_same_spec_with_one_field_changed():
     for mixer in MIXERS:
         implicit = spec_of(mixer)
-        fields = implicit.model_dump(exclude={*type(implicit).changeable, "start", "weight_norm", "kind"})
+        fields = implicit.model_dump(exclude={*type(implicit).changeable, "z_init", "weight_norm", "kind"})
         explicit = ib.build(ib.ExplicitLMSpec(**fields))
         out = explicit(tokens(), labels=tokens())
         assert out.solution is None
@@ -402,11 +402,11 @@ def test_bfloat16_weights_and_autocast(mixer):
 
 
 def test_start_at_the_embedding():
-    model = ib.build(spec_of("attention", start="embedding", stopping=ib.Stopping(max_iterations=1)))
+    model = ib.build(spec_of("attention", z_init="embedding", stopping=ib.Stopping(max_iterations=1)))
     with torch.no_grad():
         model.injection.proj.bias.zero_()
         model.injection.proj.parametrizations.weight.original0.zero_()
-    explicit_fields = model.spec.model_dump(exclude={*type(model.spec).changeable, "start", "kind"})
+    explicit_fields = model.spec.model_dump(exclude={*type(model.spec).changeable, "z_init", "kind"})
     explicit = ib.build(ib.ExplicitLMSpec(**explicit_fields))
     explicit.load_state_dict({k: v for k, v in model.state_dict().items() if "injection" not in k})
     model.reconfigure(model.spec.model_copy(update={"gradient": ib.UnrolledSpec(steps=1)}))

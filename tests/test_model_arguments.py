@@ -86,8 +86,8 @@ def test_bad_arguments_are_refused(model, arguments, message):
 def test_padding_may_be_said_to_be_of_any_document(model):
     ids, mask = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[0, 1, 0, 1, 0]])
     with torch.no_grad():
-        said = [
+        messages = [
             model(ids, attention_mask=mask, documents=torch.tensor([d]))
             for d in ([7, 1, 9, 2, 0], [1] * 3 + [2] * 2)
         ]
-    assert torch.equal(said[0].logits[mask.bool()], said[1].logits[mask.bool()])
+    assert torch.equal(messages[0].logits[mask.bool()], messages[1].logits[mask.bool()])

@@ -7,12 +7,12 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request
-from implicit_blocks.decoding.slots import batch as lane_batch
-from implicit_blocks.ops.attention import slots as lanes
+from implicit_blocks.decoding.slots import batch as slot_batch
+from implicit_blocks.ops.attention import slots
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
-    "attention": {"mixer": ib.AttentionSpec(n_heads=4), "mlp": ib.SwiGLUSpec(d_hidden=24)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4), "mlp": ib.SwiGLUSpec(d_ff=24)},
 }
 GRADIENTS = {
     "phantom": ib.PhantomSpec(),
@@ -168,7 +168,7 @@ def check_decoding(mixer, dtype, monkeypatch, device="cpu"):
     found = {}
     with torch.no_grad(), torch.autocast(device, dtype=dtype):
         for each in [list(texts), *([number] for number in texts)]:  # together, and alone
-            decoder = ContinuousDecoder(model, lanes=2, capacity=9, max_iterations=60)
+            decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=9, max_iterations=60)
             for number in each:
                 decoder.submit(Request(prompt=texts[number], max_new_tokens=4))
             for new in decoder.run():
@@ -191,7 +191,7 @@ def check_decoding(mixer, dtype, monkeypatch, device="cpu"):
     ("mixer", "attention"), [*((mixer, "each") for mixer in MIXERS), ("attention", "masked")]
 )
 def test_in_decoding(mixer, dtype, attention, monkeypatch):
-    monkeypatch.setitem(lanes.BACKENDS, "each", lanes.BACKENDS[attention])  # on a GPU they are masked
+    monkeypatch.setitem(slots.BACKENDS, "each", slots.BACKENDS[attention])  # on a GPU they are masked
     check_decoding(mixer, dtype, monkeypatch)
 
 
@@ -202,7 +202,7 @@ def test_in_decoding(mixer, dtype, attention, monkeypatch):
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
 def test_in_decoding_on_a_gpu(mixer, dtype, fused, monkeypatch):
     if not fused:
-        monkeypatch.setattr(lane_batch, "fused_map", lambda *_, **__: None)
+        monkeypatch.setattr(slot_batch, "fused_map", lambda *_, **__: None)
     check_decoding(mixer, dtype, monkeypatch, "cuda")
 
 

@@ -10,7 +10,7 @@ from implicit_blocks.decoding import ContinuousDecoder, Request
 from implicit_blocks.describing import model_tree
 from implicit_blocks.specs.counting import count_flops, count_parameters
 
-HYBRID = ib.ParallelSpec(
+HYBRID = ib.HybridSpec(
     mixers=(ib.AttentionSpec(n_heads=4), ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4))
 )
 
@@ -77,7 +77,7 @@ def test_it_learns():
 def test_continuous_decoding_gives_the_tokens_of_generate(model):
     prompts = [[0, 3, 2], [5], [1, 4, 7, 7]]
     made = ib.generate(model, prompts, max_new_tokens=5).tokens
-    decoder = ContinuousDecoder(model, lanes=2, capacity=12)
+    decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=12)
     for prompt in prompts:
         decoder.submit(Request(prompt=prompt, max_new_tokens=5))
     texts: dict[int, list[int]] = {}
@@ -88,10 +88,12 @@ def test_continuous_decoding_gives_the_tokens_of_generate(model):
 
 def test_what_one_mixer_can_t_the_whole_can_t():
     heads = ib.AttentionSpec(n_heads=4)
-    assert ib.build(ib.ParallelSpec(mixers=(heads, heads)), d_model=16).truncates
+    assert ib.build(ib.HybridSpec(mixers=(heads, heads)), d_model=16).truncates
     assert not ib.build(HYBRID, d_model=16).truncates
     with pytest.raises(ValueError, match=r"can't keep states in torch\.int8"):
-        ContinuousDecoder(ib.build(spec_of(HYBRID)).eval(), lanes=2, capacity=8, state_dtype=torch.int8)
+        ContinuousDecoder(
+            ib.build(spec_of(HYBRID)).eval(), max_batch_size=2, max_seq_len=8, state_dtype=torch.int8
+        )
 
 
 def test_costs_and_tree_are_those_of_the_built_model():
@@ -109,15 +111,15 @@ def test_costs_and_tree_are_those_of_the_built_model():
 
 def test_what_does_not_fit_is_refused_by_place():
     with pytest.raises(ValueError, match="at least 2 items"):
-        ib.ParallelSpec(mixers=(ib.AttentionSpec(n_heads=4),))
+        ib.HybridSpec(mixers=(ib.AttentionSpec(n_heads=4),))
     with pytest.raises(ValueError, match=r"mixers\.1: d_model 16 is not divisible by n_heads 3"):
-        spec_of(ib.ParallelSpec(mixers=(ib.AttentionSpec(n_heads=4), ib.AttentionSpec(n_heads=3))))
+        spec_of(ib.HybridSpec(mixers=(ib.AttentionSpec(n_heads=4), ib.AttentionSpec(n_heads=3))))
 
 
 def test_it_is_a_spec_in_yaml_whose_parts_can_be_changed(tmp_path):
     path = tmp_path / "hybrid.yaml"
     path.write_text(
-        "extends: word_problem_s3\nmodel:\n  mixer:\n    kind: parallel\n    mixers:\n"
+        "extends: word_problem_s3\nmodel:\n  mixer:\n    kind: hybrid\n    mixers:\n"
         "      - {kind: attention, n_heads: 4}\n      - {kind: mamba2, head_dim: 16}\n"
     )
     mixer = ib.load_spec(path, ["model.mixer.mixers.1.d_state=32"]).model.mixer

@@ -33,7 +33,7 @@ def test_rows_that_contract_keep_the_plain_step_and_those_that_overshoot_find_th
 
 
 def test_the_damping_ends_at_the_least():
-    solver = ib.PatientPicard(patience=1, shrink=0.1, least=0.3)
+    solver = ib.PatientPicard(patience=1, factor=0.1, min_damping=0.3)
     z = torch.ones(1, 2)
     state = solver.init(z)
     for _ in range(4):
@@ -48,6 +48,6 @@ def test_the_spec_states_its_bytes_and_refuses_what_cannot_be():
     assert held == 3 * spec.state_bytes(5, itemsize=4)
     with pytest.raises(ValueError, match="and can only fall"):
         ib.PatientPicardSpec(damping=0.2)
-    for wrong in ({"patience": 0}, {"shrink": 1.0}, {"least": 2.0}, {"damping": 0.0}):
+    for wrong in ({"patience": 0}, {"factor": 1.0}, {"min_damping": 2.0}, {"damping": 0.0}):
         with pytest.raises(ValueError, match=r"choose"):
             ib.PatientPicard(**wrong)

@@ -44,13 +44,13 @@ def close(actual, expected, tolerance):
 
 def bound_map(model, input_ids):
     """Return the map of one window, and where it starts."""
-    from implicit_blocks.weights.cache import HeldWeights
+    from implicit_blocks.weights.cache import WeightCache
 
     x = model.embedding(input_ids)
     return model.bind(
         x,
         model.initial_state(len(input_ids)),
-        weights=HeldWeights(model),
+        weights=WeightCache(model),
         valid_BL=None,
         documents_BL=None,
     )

@@ -1,4 +1,4 @@
-"""What recordings of the map lean on: leaves of autograd and work spaces of cuBLAS of their own."""
+"""What captures of the map lean on: leaves of autograd and work spaces of cuBLAS of their own."""
 
 from __future__ import annotations
 
@@ -58,18 +58,18 @@ def test_a_recording_begins_and_ends_without_work_spaces_of_cublas(monkeypatch):
         done.append("end")
 
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(recording, "forget_work_spaces", lambda: done.append("forget"))
-    with recording.recording(None, (0, 1)):
+    monkeypatch.setattr(recording, "clear_cublas_workspaces", lambda: done.append("forget"))
+    with recording.capture(None, (0, 1)):
         done.append("launch")
     assert done == ["forget", "begin", "launch", "end", "forget"]
     done.clear()
-    with pytest.raises(ZeroDivisionError), recording.recording(None, (0, 1)):
+    with pytest.raises(ZeroDivisionError), recording.capture(None, (0, 1)):
         raise ZeroDivisionError
     assert done == ["forget", "begin", "forget"]
 
 
 def test_nothing_is_collected_while_something_is_recorded(monkeypatch):
-    """To destroy graphs that nothing leads to any more is not permitted then, and ends the recording."""
+    """To destroy graphs that nothing leads to any more is not permitted then, and ends the capture."""
 
     @contextmanager
     def capture(graph, **options):
@@ -77,15 +77,15 @@ def test_nothing_is_collected_while_something_is_recorded(monkeypatch):
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(recording, "forget_work_spaces", lambda: None)
+    monkeypatch.setattr(recording, "clear_cublas_workspaces", lambda: None)
     seen = []
-    with pytest.raises(ZeroDivisionError), recording.recording(None, (0, 1)):
+    with pytest.raises(ZeroDivisionError), recording.capture(None, (0, 1)):
         raise ZeroDivisionError
     assert seen == [False]
     assert gc.isenabled()
     gc.disable()
     try:
-        with recording.recording(None, (0, 1)):
+        with recording.capture(None, (0, 1)):
             pass
         assert not gc.isenabled()
     finally:
@@ -93,13 +93,13 @@ def test_nothing_is_collected_while_something_is_recorded(monkeypatch):
 
 
 def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_once(monkeypatch):
-    recorded, pools = [], []
+    captured, pools = [], []
 
     class Step:
         in_use = False
 
         def __init__(self, f, z_BLD, steps, pool):
-            recorded.append(z_BLD.requires_grad)
+            captured.append(z_BLD.requires_grad)
             pools.append(pool)
             assert steps == graphs.ONE_CALL
 
@@ -127,13 +127,13 @@ def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_onc
     mixer = ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)
     model = ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=1, mixer=mixer))
     ids = torch.randint(61, (2, 24))
-    f, z = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+    f, z = model.bind(model.embedding(ids), model.initial_state(2), weights=model.cache_weights())
     made = graphs.MapGraphs()
     points = [z]
     for _ in range(3):
         points.append(made.call(f, points[-1].detach() if points[-1] is z else points[-1]))
     torch.testing.assert_close(points[3], f.compute(points[2]))
-    assert recorded == [False, True, True]
+    assert captured == [False, True, True]
     with torch.no_grad():  # one of them lies in the searches' memory, which may not be used now
         made.call(f, z)
     assert not searched
@@ -145,12 +145,12 @@ def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_onc
         made.call(f, z)
     assert searched == 2 * [pools[0]]
     made.call(f, points[1])
-    assert recorded == [False, True, True]
+    assert captured == [False, True, True]
     assert len(set(pools)) == 3
 
 
 class Graph:
-    """Stands for a CUDA graph where there is no GPU: what is recorded is computed, and replays do nothing."""
+    """Stands for a CUDA graph where there is no GPU: what is captured is computed, and replays do nothing."""
 
     def replay(self):
         pass
@@ -158,7 +158,7 @@ class Graph:
 
 @pytest.fixture
 def without_a_gpu(monkeypatch):
-    """Have recordings go through on the CPU; how often one was begun is what it gives."""
+    """Have captures go through on the CPU; how often one was begun is what it gives."""
     begun = []
 
     @contextmanager
@@ -170,7 +170,7 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(recording, "forget_work_spaces", lambda: None)
+    monkeypatch.setattr(recording, "clear_cublas_workspaces", lambda: None)
     return begun
 
 
@@ -182,7 +182,7 @@ def test_steps_behind_a_search_are_one_graph(without_a_gpu, count, damping):
     model = ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=1, mixer=mixer))
     steps = graphs.Steps(count, damping)
     ids = torch.arange(48).view(2, 24)
-    f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+    f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.cache_weights())
     z = f.compute(start).detach()
     made = graphs.MapGraphs()
     value = made.call(f, z, steps)
@@ -193,7 +193,7 @@ def test_steps_behind_a_search_are_one_graph(without_a_gpu, count, damping):
     value.sum().backward()
     assert not graph.in_use
     assert all(p.grad is not None for p in model.backbone.parameters())
-    f, _ = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+    f, _ = model.bind(model.embedding(ids), model.initial_state(2), weights=model.cache_weights())
     made.call(f, z, steps)
     assert len(without_a_gpu) == 2
     made.call(f, z, steps._replace(damping=0.5))
@@ -208,7 +208,7 @@ def test_a_graph_drops_what_the_pass_drops_that_it_is_replayed_for(without_a_gpu
     model = ib.build(ib.ImplicitLMSpec(**fields)).train()
     ids, steps, made, seen = torch.arange(48).view(2, 24), graphs.Steps(3, 0.8), graphs.MapGraphs(), []
     for _ in range(2):
-        f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+        f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.cache_weights())
         z = start.detach()
         with torch.no_grad():
             made.call(f, z)
@@ -222,11 +222,11 @@ def test_a_graph_drops_what_the_pass_drops_that_it_is_replayed_for(without_a_gpu
             torch.testing.assert_close(seen[-1], f.compute(z, steps), rtol=0, atol=0)
             torch.testing.assert_close(search._f.compute(z), f.compute(z), rtol=0, atol=0)
     assert not torch.allclose(*seen)
-    recorded = len(without_a_gpu)
+    captured = len(without_a_gpu)
     model.eval()  # without masks: graphs of its own
-    f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+    f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.cache_weights())
     torch.testing.assert_close(made.call(f, start.detach(), steps), f.compute(start, steps), rtol=0, atol=0)
-    assert len(without_a_gpu) == recorded + 2
+    assert len(without_a_gpu) == captured + 2
 
 
 def test_a_pool_that_a_recording_failed_in_takes_no_other(without_a_gpu, monkeypatch, caplog):
@@ -245,7 +245,7 @@ def test_a_pool_that_a_recording_failed_in_takes_no_other(without_a_gpu, monkeyp
     mixer = ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)
     model = ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=1, mixer=mixer))
     ids = torch.arange(48).view(2, 24)
-    f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+    f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.cache_weights())
     made = graphs.MapGraphs()
 
     def search(rows):
@@ -259,7 +259,7 @@ def test_a_pool_that_a_recording_failed_in_takes_no_other(without_a_gpu, monkeyp
     steps = graphs.Steps(3, 0.8)
     z = start.detach()
     torch.testing.assert_close(made.call(f, z, steps), f.compute(z, steps), rtol=0, atol=0)
-    assert "launched" in caplog.text
+    assert "eagerly" in caplog.text
     broken[0] = False
     search(1)
     assert pools == [(0, 1), (0, 1), (0, 2)]
@@ -267,7 +267,7 @@ def test_a_pool_that_a_recording_failed_in_takes_no_other(without_a_gpu, monkeyp
 
 @pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
 def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch, without_a_gpu):
-    """Compiled code is bound to whether autocast remembers casts, which recordings may not have it do."""
+    """Compiled code is bound to whether autocast remembers casts, which captures may not have it do."""
     compiled, inside = [], []
 
     def backend(module, inputs):
@@ -290,7 +290,7 @@ def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch, without_a_gp
         part.compile(backend=backend, dynamic=False)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         f, start = model.bind(
-            model.embedding(torch.randint(61, (2, 24))), model.initial_state(2), weights=model.hold_weights()
+            model.embedding(torch.randint(61, (2, 24))), model.initial_state(2), weights=model.cache_weights()
         )
         made = graphs.MapGraphs()
         with torch.no_grad():
@@ -306,7 +306,7 @@ def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch, without_a_gp
 
 def bound(model):
     ids = torch.arange(48).view(2, 24)
-    return model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+    return model.bind(model.embedding(ids), model.initial_state(2), weights=model.cache_weights())
 
 
 def small(**changes):
@@ -369,8 +369,8 @@ def test_modules_with_hooks_are_called(without_a_gpu, where, caplog):
         made.call(f, z.detach()).sum().backward()
 
     search()
-    recorded = len(without_a_gpu)
-    assert recorded
+    captured = len(without_a_gpu)
+    assert captured
     if where == "everywhere":
         handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
     else:
@@ -380,7 +380,7 @@ def test_modules_with_hooks_are_called(without_a_gpu, where, caplog):
     search()
     search()
     assert len(called) >= 8
-    assert len(without_a_gpu) == recorded
+    assert len(without_a_gpu) == captured
     assert caplog.text.count("modules of the map have hooks") == 1
     handle.remove()
     called.clear()
@@ -409,7 +409,9 @@ def test_buffers_that_share_weights_know_whose_they_are(without_a_gpu):
         for p in model.backbone.parameters():
             p.mul_(1.5)
         ids = torch.arange(32).view(2, 16)
-        second, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.hold_weights())
+        second, start = model.bind(
+            model.embedding(ids), model.initial_state(2), weights=model.cache_weights()
+        )
         made.call(second, start)
         assert not made._buffers[graphs._key(first, z)].hold(first)
         made.call(first, z)

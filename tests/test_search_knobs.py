@@ -14,7 +14,7 @@ from implicit_blocks.search.options import SearchOptions
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
-    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=24)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_ff=24)},
 }
 LENGTH = 11
 
@@ -159,7 +159,7 @@ def test_rows_that_leave_the_batch_change_nothing_with_an_average(model, ids):
     f, start = model.bind(
         model.embedding(ids),
         state,
-        weights=model.hold_weights(),
+        weights=model.cache_weights(),
         warm_start=False,
         valid_BL=None,
         documents_BL=None,

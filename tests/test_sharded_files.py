@@ -22,7 +22,7 @@ from implicit_blocks.checkpoints.tensor_index import INDEX, PICKLED_INDEX
 from trainer.checkpoint.folder import STATE_FILE
 from trainer.checkpoint.load import (
     Checkpointer,
-    Progress,
+    TrainingProgress,
     load_checkpoint,
     read_model_tensors,
     step_name,
@@ -41,7 +41,7 @@ def saved(tmp_path: Path) -> tuple[Path, nn.Module]:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     writer = Checkpointer(tmp_path, model=model, optimizer=optimizer, spec_digest="d", keep=1)
-    writer.save(Progress(step=1))
+    writer.save(TrainingProgress(step=1))
     writer.wait()
     return tmp_path / step_name(1), model
 
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_format_2_is_read(saved: tuple[Path, nn.Module]) -> None
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor), name
     other = small_model()
-    assert load_checkpoint(path, model=other) == Progress(step=1)
+    assert load_checkpoint(path, model=other) == TrainingProgress(step=1)
     assert torch.equal(other.state_dict()["0.weight"], model.state_dict()["0.weight"])
 
 

@@ -93,7 +93,7 @@ def test_broyden_measures_growth_by_the_lowest_residual_since_its_memory_began()
 
 
 def test_patience_is_counted_anew_after_each_shorter_step():
-    solver = ib.PatientPicard(patience=2, shrink=0.5, least=0.1)
+    solver = ib.PatientPicard(patience=2, factor=0.5, min_damping=0.1)
     z = torch.zeros(1, 2, dtype=torch.float64)
     state = solver.init(z)
     seen = []

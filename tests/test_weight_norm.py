@@ -15,7 +15,7 @@ from torch.nn.utils import parametrize, prune
 
 import implicit_blocks as ib
 from implicit_blocks.layers import Linear
-from implicit_blocks.weights.cache import HeldWeights
+from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.weight_norm import add_weight_norm, plain_weight
 
 
@@ -87,7 +87,7 @@ def test_a_direction_of_zeros_is_a_row_of_zeros(layer: Linear) -> None:
     layer(torch.ones(2, 4)).sum().backward()
     assert not plain_weight(layer)[0].any()
     assert v.grad.isfinite().all()
-    for weight in HeldWeights(layer).tensors():
+    for weight in WeightCache(layer).tensors():
         assert weight.isfinite().all()
 
 
@@ -150,7 +150,7 @@ def test_pruning_v_is_honored_wherever_the_weight_is_made(layer: Linear) -> None
                 chain.original1_orig -= 0.1 * chain.original1_orig.grad  # the value made before is old now
             expected = part(given)
             assert (plain_weight(part) == 0).sum() >= chain.original1_mask.numel() // 2
-            with HeldWeights(part).in_use():
+            with WeightCache(part).activate():
                 torch.testing.assert_close(part(given), expected)
 
 

@@ -12,7 +12,7 @@ from implicit_blocks.search.windowed import WindowedSearch
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
-    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=24)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_ff=24)},
 }
 LENGTH = 10
 
@@ -62,7 +62,7 @@ def bound(model, ids, **context):
     return model.bind(
         model.embedding(ids),
         model.initial_state(len(ids)),
-        weights=model.hold_weights(),
+        weights=model.cache_weights(),
         valid_BL=None if mask is None else mask.bool(),
         documents_BL=context.get("documents"),
     )
@@ -372,7 +372,7 @@ def test_a_phase_may_switch_windows_on(tmp_path):
                 "stopping": {"max_iterations": 16},
                 "at_evaluation": {"window_length": 4, "commit_prefix": 2},
             },
-            "data": {"kind": "word_problem", "group": "Z2", "identity_probability": 0.5, "length": 12},
+            "data": {"kind": "word_problem", "group": "Z2", "identity_probability": 0.5, "seq_len": 12},
             "training": {
                 "max_steps": 4,
                 "batch_size": 8,

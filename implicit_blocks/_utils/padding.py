@@ -14,25 +14,25 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-_Moved = TypeVar("_Moved", Tensor, Tensor | None)
+_Permuted = TypeVar("_Permuted", Tensor, Tensor | None)
 
 
-class RealFirst(NamedTuple):
+class PaddingPermutation(NamedTuple):
     """Where the tokens of a window with padding go, and where they come from.
 
-    ``order_BL`` and ``places_BL`` (B, L) int64 move tokens to the front and back; ``valid_BL`` (B, L) bool
-    says of the moved tokens which are real, ``count_B`` (B,) how many are. ``last_BL`` (B, L) int64 is each
-    moved token's own index, for padding that of the row's last real token, or -1.
+    ``order_BL`` and ``inverse_BL`` (B, L) int64 move tokens to the front and back; ``valid_BL`` (B, L) bool
+    says of the permuted tokens which are real, ``count_B`` (B,) how many are. ``last_BL`` (B, L) int64 is
+    each permuted token's own index, for padding that of the row's last real token, or -1.
     """
 
     order_BL: Tensor
-    places_BL: Tensor
+    inverse_BL: Tensor
     valid_BL: Tensor
     count_B: Tensor
     last_BL: Tensor
 
     @classmethod
-    def of(cls, valid_BL: Tensor) -> RealFirst:
+    def of(cls, valid_BL: Tensor) -> PaddingPermutation:
         """Return the order for tokens that are real where ``valid_BL`` (B, L) bool says so."""
         order = (~valid_BL).to(torch.int8).argsort(dim=1, stable=True)
         count = valid_BL.sum(1)
@@ -41,16 +41,16 @@ class RealFirst(NamedTuple):
         return cls(order, order.argsort(1), index < count[:, None], count, last)
 
     def documents(self, documents_BL: Tensor, before_B: Tensor | None) -> Tensor:
-        """Return the documents of the moved tokens, (B, L) int64.
+        """Return the documents of the permuted tokens, (B, L) int64.
 
         Padding is of the last real token's document, so that it cuts nothing: of that of ``before_B`` (B,),
         the last token before the window, where the window has no real token at all.
         """
-        moved = documents_BL.gather(1, self.order_BL).gather(1, self.last_BL.clamp(min=0))
-        return moved if before_B is None else torch.where(self.last_BL < 0, before_B[:, None], moved)
+        permuted = documents_BL.gather(1, self.order_BL).gather(1, self.last_BL.clamp(min=0))
+        return permuted if before_B is None else torch.where(self.last_BL < 0, before_B[:, None], permuted)
 
 
-def moved(x_BLF: _Moved, order_BL: Tensor | None) -> _Moved:
+def permute(x_BLF: _Permuted, order_BL: Tensor | None) -> _Permuted:
     """Return the tokens in this order, (B, L, F); None where there are none, and as they are without one."""
     if x_BLF is None or order_BL is None:
         return x_BLF

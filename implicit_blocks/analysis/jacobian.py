@@ -218,7 +218,7 @@ def _token(model: LanguageModel, tokens: Tensor) -> _Token:
     embedded = model.embedding(tokens)
     encoded = model.encode(embedded[:, :-1], return_state=True)
     assert encoded.state is not None
-    bound, start = model.bind(embedded[:, -1:], encoded.state, weights=model.hold_weights())
+    bound, start = model.bind(embedded[:, -1:], encoded.state, weights=model.cache_weights())
     return _Token(bound, start, encoded.state.layers[0])
 
 

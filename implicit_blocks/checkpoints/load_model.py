@@ -71,9 +71,9 @@ def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None
     if (source / CONFIG).is_file():
         if spec is not None:
             raise ValueError(f"{source} says itself what model it is; leave the spec out")
-        from implicit_blocks.hf.folders import read_checkpoint  # brings transformers, where it is installed
+        from implicit_blocks.hf.folders import read_pretrained  # brings transformers, where it is installed
 
-        found = read_checkpoint(source)
+        found = read_pretrained(source)
         return _with_weights(found.spec, found.state)
     known = _spec_of(source) if spec is None else _model_spec(spec)
     model: nn.Module | None = None

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 
-class LentBuffers:
+class BufferPool:
     """A few tensors of one shape, lent out by turns; dropping every reference to a loan gives it back.
 
-    What is written to by something that knows fixed addresses, as a recorded graph does, can so be handed on
+    What is written to by something that knows fixed addresses, as a captured graph does, can so be handed on
     without a copy. A view of a loan, or a graph of autograd that saved it, holds it like the loan itself. As
     for any memory that is used again, work on another stream must be done before the last reference goes.
 
@@ -31,11 +31,11 @@ class LentBuffers:
                 return number
         return None
 
-    def lend(self, number: int) -> Tensor:
+    def acquire(self, number: int) -> Tensor:
         """Lend one out: a tensor that shares its memory."""
         return self._buffers[number].detach()
 
-    def holding(self, z: Tensor) -> int | None:
+    def index_of(self, z: Tensor) -> int | None:
         """Return the number of the one that ``z`` lies in, all of it, laid out alike; None: in none."""
         place, first = z.data_ptr(), self._buffers[0]
         if z.stride() != first.stride() or z.shape != first.shape or z.dtype != first.dtype:

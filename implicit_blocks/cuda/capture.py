@@ -1,4 +1,4 @@
-"""What a recording of CUDA graphs needs around it."""
+"""What a capture of CUDA graphs needs around it."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from torch import nn
 
 
 @contextmanager
-def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Record what is launched within, in the autocast mode of the caller.
+def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what is launched within, in the autocast mode of the caller.
 
-    A graph's work spaces of cuBLAS are its own. torch keeps one a thread and stream, which all recordings
+    A graph's work spaces of cuBLAS are its own. torch keeps one a thread and stream, which all captures
     would share: the first to need one takes it from memory of its own pool, where at another time what its
     forward pass left for backward may stand, and every later graph writes there.
     """
     # Other threads, such as those that load data, may go on.
     with ExitStack() as stack:
-        forget_work_spaces()
-        stack.callback(forget_work_spaces)
+        clear_cublas_workspaces()
+        stack.callback(clear_cublas_workspaces)
         stack.enter_context(forgetting_casts())
-        stack.enter_context(collecting_no_garbage())
+        stack.enter_context(gc_disabled())
         stack.enter_context(torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"))
         yield
 
 
 @contextmanager
-def collecting_no_garbage() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Keep Python's collector from running.
 
     What it finds may be graphs that nothing leads to any more, or a kernel's module: to destroy one while
-    another is recorded is "not permitted when stream is capturing", and ends the recording. torch collected
+    another is captured is "not permitted when stream is capturing", and ends the capture. torch collected
     before each until 2.8.
     """
     enabled = gc.isenabled()
@@ -48,10 +48,10 @@ def collecting_no_garbage() -> Iterator[None]:
 
 @contextmanager
 def forgetting_casts() -> Iterator[None]:
-    """Have autocast remember no weight's cast: it would outlive what a graph recorded of it.
+    """Have autocast remember no weight's cast: it would outlive what a graph captured of it.
 
-    What is called to be recorded next is called within, too. Compiled code depends on it: that of a call
-    outside would be compiled again in the middle of the recording, which may not survive that.
+    What is called to be captured next is called within, too. Compiled code depends on it: that of a call
+    outside would be compiled again in the middle of the capture, which may not survive that.
     """
     if not torch.is_autocast_enabled("cuda"):
         yield
@@ -60,7 +60,7 @@ def forgetting_casts() -> Iterator[None]:
         yield
 
 
-def forget_work_spaces() -> None:
+def clear_cublas_workspaces() -> None:
     """Give back the memory that torch keeps for cuBLAS, for all threads and streams; it is taken anew."""
     torch._C._cuda_clearCublasWorkspaces()
 
@@ -70,8 +70,8 @@ def leaves_of_its_own(module: nn.Module) -> Iterator[None]:
     """Have a module's parameters stood for by other leaves of autograd, on the same memory.
 
     A leaf hands its gradient on in the stream of its first use, and remembers that as long as any graph of
-    autograd knows it, such as that of a pass whose backward is to come, or as DDP lives. In a recording that
-    is another stream than the recorded one, and ends it.
+    autograd knows it, such as that of a pass whose backward is to come, or as DDP lives. In a capture that
+    is another stream than the captured one, and ends it.
     """
     others: dict[nn.Parameter, nn.Parameter] = {}
     places = [(part._parameters, name) for part in module.modules() for name in part._parameters]

@@ -1,4 +1,4 @@
-"""The map of a model recorded as CUDA graphs: an iteration of the search is then one launch.
+"""The map of a model captured as CUDA graphs: an iteration of the search is then one launch.
 
 A map of 24 layers is some 400 kernels, and its backward twice as many. Launched one by one they keep the host
 busy for longer than the GPU needs for the work (Mamba2 130M, 8 × 2048 tokens on an H100: 32 ms of launching
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from implicit_blocks._utils.module_hooks import any_hooks
-from implicit_blocks.cuda.buffer_pool import LentBuffers
-from implicit_blocks.cuda.capture import forgetting_casts, leaves_of_its_own, recording
+from implicit_blocks.cuda.buffer_pool import BufferPool
+from implicit_blocks.cuda.capture import capture, forgetting_casts, leaves_of_its_own
 from implicit_blocks.models.block import BlockContext
 from implicit_blocks.ops.transforms import first_derivatives_only
-from implicit_blocks.weights.cache import HeldWeights, modules_of
+from implicit_blocks.weights.cache import WeightCache, modules_of
 
 if TYPE_CHECKING:
     from implicit_blocks.models.backbone import BoundMap
@@ -49,7 +49,7 @@ class MapGraphs:
     reads are never copied, and the weights' gradients leave it once.
 
     They serve plain windows: those that begin their sequences, without padding or documents; any other is
-    computed as if there were no graphs, and so is, with a line in the log, a map that can't be recorded, or
+    computed as if there were no graphs, and so is, with a line in the log, a map that can't be captured, or
     whose modules have hooks, which nobody would call. A call whose ``z`` is a leaf that takes a gradient is
     too: a graph goes backwards once, and gradients that are solved for ask for many products with one
     Jacobian. Weights, injection and the masks of dropout are copied into buffers of the graphs once a pass,
@@ -70,7 +70,7 @@ class MapGraphs:
         self._last: tuple[ReferenceType[BoundMap], _SearchGraph, torch.dtype | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MapGraphs:
-        return MapGraphs()  # a graph works on the memory that it was recorded with
+        return MapGraphs()  # a graph works on the memory that it was captured with
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -94,10 +94,10 @@ class MapGraphs:
             if key is None or (key, torch.is_grad_enabled()) in self._refused:
                 return f.compute(z_BLD, steps)
             return self._call(f, z_BLD, key, steps)
-        except _NotRecordedError as error:
-            _LOG.warning("the map can't be recorded as a CUDA graph, so it is launched: %s", error.__cause__)
+        except _NotCapturedError as error:
+            _LOG.warning("the map can't be captured as a CUDA graph, so it runs eagerly: %s", error.__cause__)
             self._refused.add((_key(f, z_BLD), torch.is_grad_enabled()))
-            self._last = self._pool = None  # a pool that a recording failed in may take no other
+            self._last = self._pool = None  # a pool that a capture failed in may take no other
             return f.compute(z_BLD, steps)
 
     def _once_more(self, f: BoundMap, z_BLD: Tensor) -> _SearchGraph | None:
@@ -159,10 +159,10 @@ class MapGraphs:
         if any_hooks(parts):
             if not self._hooks_told:
                 self._hooks_told = True
-                _LOG.warning("modules of the map have hooks, so it is launched: a CUDA graph calls none")
+                _LOG.warning("modules of the map have hooks, so it runs eagerly: a CUDA graph calls none")
             return None
         memory = _memory_of(parts)
-        if memory != self._memory:  # the model has moved: nothing recorded is worth anything
+        if memory != self._memory:  # the model has moved: nothing captured is worth anything
             self._searches, self._steps, self._buffers, self._memory = {}, {}, {}, memory
             self._pool = self._beside = buffers = None
         if buffers is None:
@@ -175,7 +175,7 @@ class MapGraphs:
         return buffers
 
 
-class _NotRecordedError(RuntimeError):
+class _NotCapturedError(RuntimeError):
     """What a graph cannot hold, such as asking for a value; the cause says what."""
 
 
@@ -186,7 +186,7 @@ def _memory_of(parts: list[nn.Module]) -> tuple[int, ...]:
 
 
 def _inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
-    """Return all that the value may depend on: z, injection, held weights, parameters."""
+    """Return all that the value may depend on: z, injection, cached weights, parameters."""
     u = [] if f.u_BLU is None else [f.u_BLU]
     every = [p for part in modules_of(f.backbone) for p in part._parameters.values() if p is not None]
     return [z_BLD, *u, *f.weights.tensors(), *dict.fromkeys(every)]  # a shared one once
@@ -218,25 +218,25 @@ def _autocast() -> torch.dtype | None:
 
 
 class _Weights:
-    """A copy of held weights, shared by the graphs that use weights of these types."""
+    """A copy of cached weights, shared by the graphs that use weights of these types."""
 
-    def __init__(self, held: HeldWeights) -> None:
-        self.copy = held.copied()
-        self._of: ReferenceType[HeldWeights] | None = None
+    def __init__(self, cached: WeightCache) -> None:
+        self.copy = cached.copied()
+        self._of: ReferenceType[WeightCache] | None = None
 
-    def alike(self, held: HeldWeights) -> bool:
+    def alike(self, cached: WeightCache) -> bool:
         return [(t.shape, t.dtype) for t in self.copy.tensors()] == [
-            (t.shape, t.dtype) for t in held.tensors()
+            (t.shape, t.dtype) for t in cached.tensors()
         ]
 
-    def hold(self, held: HeldWeights) -> bool:
+    def hold(self, cached: WeightCache) -> bool:
         """Whether these are the weights that were copied last."""
-        return self._of is not None and self._of() is held
+        return self._of is not None and self._of() is cached
 
-    def load(self, held: HeldWeights) -> None:
-        if not self.hold(held):
-            self.copy.load_(held)
-            self._of = ref(held)
+    def load(self, cached: WeightCache) -> None:
+        if not self.hold(cached):
+            self.copy.load_(cached)
+            self._of = ref(cached)
 
 
 class _Buffers:
@@ -288,9 +288,9 @@ class _Buffers:
 
 
 class _SearchGraph:
-    """Calls of the map without gradients: computed the first time, then recorded and replayed.
+    """Calls of the map without gradients: computed the first time, then captured and replayed.
 
-    Compilers and tuners of kernels run at the first call; they could not while a graph is recorded. Values
+    Compilers and tuners of kernels run at the first call; they could not while a graph is captured. Values
     lie in buffers that are lent to the caller, and where a call is given the value of another, as an undamped
     iteration gives it, the graph reads it there: at 512 × 256 tokens of width 256, copying points in and out
     took a twentieth of a step. A graph knows two addresses, so there is one for each two that meet; and one
@@ -300,7 +300,7 @@ class _SearchGraph:
     def __init__(self, f: BoundMap, z_BLD: Tensor) -> None:
         with torch.inference_mode(False):
             self._z = z_BLD.detach().clone(memory_format=torch.contiguous_format)  # points from elsewhere
-        self._values = LentBuffers(self._z, VALUES)
+        self._values = BufferPool(self._z, VALUES)
         self._kept: Tensor | None = None
         self._f = f
         self._graphs: dict[tuple[int | None, int | None, bool], torch.cuda.CUDAGraph] = {}
@@ -313,7 +313,7 @@ class _SearchGraph:
 
     def call(self, z_BLD: Tensor, pool: Any) -> Tensor:
         """Return ``f(z)``, which nothing overwrites while it is held."""
-        given, free = self._values.holding(z_BLD), self._values.free()
+        given, free = self._values.index_of(z_BLD), self._values.free()
         if given is None:
             self._z.copy_(z_BLD)
         training = self._f.backbone.training
@@ -322,18 +322,18 @@ class _SearchGraph:
             graph.replay()
         else:
             self._first(given, free, training, pool)
-        return self._values.lend(free) if free is not None else self._spare().clone()
+        return self._values.acquire(free) if free is not None else self._spare().clone()
 
     def _first(self, given: int | None, free: int | None, training: bool, pool: Any) -> None:
         """Compute the first call of a mode, and record and replay that of each two buffers."""
-        point = self._z if given is None else self._values.lend(given)
-        value = self._spare() if free is None else self._values.lend(free)
+        point = self._z if given is None else self._values.acquire(given)
+        value = self._spare() if free is None else self._values.acquire(free)
         if training not in self._ready:
             self._ready.add(training)
             with forgetting_casts():
                 self._f.compute(point, out=value)
             return
-        graph = self._graphs[given, free, training] = self._recorded(point, value, pool)
+        graph = self._graphs[given, free, training] = self._captured(point, value, pool)
         graph.replay()
 
     def _spare(self) -> Tensor:
@@ -343,18 +343,18 @@ class _SearchGraph:
                 self._kept = torch.empty_like(self._z)
         return self._kept
 
-    def _recorded(self, point: Tensor, value: Tensor, pool: Any) -> torch.cuda.CUDAGraph:
+    def _captured(self, point: Tensor, value: Tensor, pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.inference_mode(False), torch.no_grad(), recording(graph, pool):
+            with torch.inference_mode(False), torch.no_grad(), capture(graph, pool):
                 self._f.compute(point, out=value)
         except RuntimeError as error:
-            raise _NotRecordedError from error
+            raise _NotCapturedError from error
         return graph
 
 
 class _StepGraph:
-    """Steps with gradients, forward and backward recorded; of one call at a time may backward be to come."""
+    """Steps with gradients, forward and backward captured; of one call at a time may backward be to come."""
 
     def __init__(self, f: BoundMap, z_BLD: Tensor, steps: Steps, pool: Any) -> None:
         self._z = z_BLD.detach().clone().requires_grad_(z_BLD.requires_grad)
@@ -362,11 +362,11 @@ class _StepGraph:
         self._call: ReferenceType[_Call] | None = None
         try:
             with leaves_of_its_own(f.backbone):
-                self._record(pool)
+                self._capture(pool)
         except RuntimeError as error:
-            raise _NotRecordedError from error
+            raise _NotCapturedError from error
 
-    def _record(self, pool: Any) -> None:
+    def _capture(self, pool: Any) -> None:
         f, given = self._f, _inputs(self._f, self._z)
         leaves = [t for t in given if t.requires_grad]
         with forgetting_casts():
@@ -376,10 +376,10 @@ class _StepGraph:
         del out
         torch.cuda.synchronize()
         self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with recording(self._forward, pool):
+        with capture(self._forward, pool):
             out = f.compute(self._z, self._steps)
         self._dout = torch.zeros_like(out)
-        with recording(self._backward, pool):
+        with capture(self._backward, pool):
             grads = torch.autograd.grad(out, leaves, self._dout, allow_unused=True)
         self._out = out.detach()
         found = dict(zip(map(id, leaves), grads, strict=True))
@@ -406,7 +406,7 @@ class _StepGraph:
         """Return the gradients of the inputs; ``given`` says which of them keep theirs as it is."""
         if self._call is None or self._call() is not call:
             raise RuntimeError(
-                "backward a second time through a map recorded as a CUDA graph, whose activations are gone; "
+                "backward a second time through a map captured as a CUDA graph, whose activations are gone; "
                 "keep the gradients of the first, or model.capture_graphs(False)"
             )
         self._dout.copy_(dout)

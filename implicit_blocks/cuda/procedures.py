@@ -1,4 +1,4 @@
-"""What keeps the host out of the device's way: procedures recorded as CUDA graphs, values that come later."""
+"""What keeps the host out of the device's way: procedures captured as CUDA graphs, values that come later."""
 
 from __future__ import annotations
 
@@ -9,72 +9,51 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from implicit_blocks.cuda.capture import recording
+from implicit_blocks.cuda.capture import capture
 
 _LOG = logging.getLogger(__name__)
 
 
-class Recordings:
+class CapturedGraphs:
     """Procedures by name, which work on tensors that stay where they are, and ask for no value.
 
     The first call of each runs as it is, so that compilers and tuners of kernels have had their turn; the
-    second one is recorded, and later ones are one launch. What can't be recorded goes on as it is, with a
+    second one is captured, and later ones are one launch. What can't be captured goes on as it is, with a
     line in the log. Procedures leave nothing in the memory of their graphs between calls, which they share.
     They are given with each call, and not held.
     """
 
     def __init__(self) -> None:
         self.graphs: dict[tuple[str, int], torch.cuda.CUDAGraph | None] = {}
-        """Of each that was called twice; None where it can't be recorded."""
+        """Of each that was called twice; None where it can't be captured."""
         self._called: set[tuple[str, int]] = set()
         self._pool: Any = torch.cuda.graph_pool_handle()
 
-    def do(self, name: str, lanes: int, procedure: Callable[[], None]) -> None:
-        """Do what goes by this name for so many lanes."""
-        key = (name, lanes)
+    def do(self, name: str, slots: int, procedure: Callable[[], None]) -> None:
+        """Do what goes by this name for so many slots."""
+        key = (name, slots)
         if key not in self.graphs:
             if key not in self._called:
                 self._called.add(key)
                 procedure()
                 return
-            self.graphs[key] = self._recorded(f"{name} of {lanes} lanes", procedure)
+            self.graphs[key] = self._captured(f"{name} of {slots} slots", procedure)
         graph = self.graphs[key]
         if graph is not None:
             graph.replay()
         else:
             procedure()
 
-    def _recorded(self, name: str, procedure: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def _captured(self, name: str, procedure: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         graph = torch.cuda.CUDAGraph()
         try:
-            with recording(graph, self._pool):
+            with capture(graph, self._pool):
                 procedure()
         except RuntimeError as error:
-            _LOG.warning("%s can't be recorded as a CUDA graph, so it is launched: %s", name, error)
-            self._pool = torch.cuda.graph_pool_handle()  # a pool that a recording failed in may take no other
+            _LOG.warning("%s can't be captured as a CUDA graph, so it runs eagerly: %s", name, error)
+            self._pool = torch.cuda.graph_pool_handle()  # a pool that a capture failed in may take no other
             return None
         return graph
-
-
-class Late:
-    """Values of a tensor as they are now, on their way to the host."""
-
-    def __init__(self, values: Tensor) -> None:
-        self._arrived: torch.cuda.Event | None = None
-        if not values.is_cuda:
-            self._here = values.clone()
-            return
-        self._here = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        self._here.copy_(values, non_blocking=True)
-        self._arrived = torch.cuda.Event()
-        self._arrived.record()
-
-    def read(self) -> list[Any]:
-        """Return them, once they are there."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        found: list[Any] = self._here.tolist()
-        return found
 
 
 def put_(whole: Tensor, values: Sequence[Any]) -> None:

@@ -20,7 +20,7 @@ class Language(NamedTuple):
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
-    stop_tokens: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
 
 
 def continue_prompts(
@@ -53,12 +53,12 @@ def continue_prompts(
     place = choose_device(device)
     model: LanguageModel = load_model(source, spec=spec).to(place)
     ids = [language.encode(prompt) for prompt in prompts]
-    options["stop_tokens"] = language.stop_tokens
+    options["stop_token_ids"] = language.stop_token_ids
     made = generate(model, ids, **options)
     for row, prompt in enumerate(ids):
         print(language.decode([*prompt, *made.tokens[row, : int(made.lengths[row])].tolist()]))
-    if (said := _how_it_went(made)) is not None:
-        print(said, file=sys.stderr)
+    if (message := _how_it_went(made)) is not None:
+        print(message, file=sys.stderr)
 
 
 def _words(path: Path) -> Language:
@@ -68,7 +68,7 @@ def _words(path: Path) -> Language:
     return Language(
         encode=lambda text: list(tokenizer.encode(text, add_special_tokens=False)),
         decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=True)),
-        stop_tokens=() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),),
+        stop_token_ids=() if tokenizer.eos_token_id is None else (int(tokenizer.eos_token_id),),
     )
 
 
@@ -77,7 +77,7 @@ def _bytes() -> Language:
     return Language(
         encode=lambda text: list(text.encode("utf-8", errors="surrogateescape")),  # as the shell gave it
         decode=lambda ids: bytes(token for token in ids if token < 256).decode("utf-8", errors="replace"),
-        stop_tokens=(256,),
+        stop_token_ids=(256,),
     )
 
 

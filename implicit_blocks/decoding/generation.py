@@ -17,11 +17,11 @@ from implicit_blocks.decoding.prompts import (
     Prompts,
     check_model,
     check_prompts,
-    check_stop_tokens,
+    check_stop_token_ids,
     lay_out,
 )
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
-from implicit_blocks.decoding.slots.generation import LaneGeneration
+from implicit_blocks.decoding.slots.generation import SlotGeneration
 from implicit_blocks.models.implicit import LanguageModel
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
@@ -36,7 +36,7 @@ class Options(TypedDict, total=False):
     top_k: int | None
     top_p: float | None
     seed: int | Sequence[int]
-    stop_tokens: Sequence[int]
+    stop_token_ids: Sequence[int]
     pad_token: int
     max_length: int | None
     window_length: int | None
@@ -58,7 +58,7 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int | Sequence[int] = 0,
-    stop_tokens: Sequence[int] = (),
+    stop_token_ids: Sequence[int] = (),
     pad_token: int = 0,
     max_length: int | None = None,
     window_length: int | None = None,
@@ -84,7 +84,7 @@ def generate(
         top_k: draw among so many of the likeliest.
         top_p: draw among the likeliest that together have this probability.
         seed: each row draws with a generator of its own: with these seeds, or with ``seed``, ``seed + 1``, …
-        stop_tokens: a row ends with the first of these that it makes.
+        stop_token_ids: a row ends with the first of these that it makes.
         pad_token: what stands behind a row's end.
         max_length: tokens that a row may have, the prompt included: longer prompts are refused, and rows end
             there. None: no limit.
@@ -112,7 +112,7 @@ def generate(
         "top_k": top_k,
         "top_p": top_p,
         "seed": seed,
-        "stop_tokens": stop_tokens,
+        "stop_token_ids": stop_token_ids,
         "pad_token": pad_token,
         "max_length": max_length,
         "window_length": window_length,
@@ -160,8 +160,10 @@ class _Run:
         )
         seeds = seeds_of(options.get("seed", 0), batch)
         self.uniform_BN = uniforms(seeds, self.count, device=self.device) if self.sampling.draws else None
-        stop_tokens = check_stop_tokens(options.get("stop_tokens", ()), vocab_size=model.spec.vocab_size)
-        self.stop_tokens = torch.tensor(stop_tokens, dtype=torch.int64, device=self.device)
+        stop_token_ids = check_stop_token_ids(
+            options.get("stop_token_ids", ()), vocab_size=model.spec.vocab_size
+        )
+        self.stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64, device=self.device)
         self.pad_token = options.get("pad_token", 0)
         lengths = self.ids.new_full((batch,), length) if self.valid is None else self.valid.sum(1)
         self.limit_B = lengths.new_full((batch,), self.count)
@@ -175,32 +177,32 @@ class _Run:
             warm_start=options.get("warm_start", False),
             moving_average=options.get("moving_average"),
         )
-        self.seeds, self.stops = seeds, stop_tokens
+        self.seeds, self.stops = seeds, stop_token_ids
         self.prompt: Solution | None = None
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=self.device)
 
     def steps(self) -> Iterator[Step]:
-        """Yield the tokens as they are made: on a GPU by lanes, whose steps are recorded as graphs."""
+        """Yield the tokens as they are made: on a GPU by slots, whose steps are captured as graphs."""
         limits = self.limit_B.tolist()
-        if not on_lanes(self.model) or min(limits) < 1:
+        if not on_slots(self.model) or min(limits) < 1:
             yield from self._steps_together()
             return
-        lanes = LaneGeneration(
+        slots = SlotGeneration(
             self.model,
             self.ids,
             self.valid,
             limits=limits,
             sampling=self.sampling,
             seeds=self.seeds,
-            stop_tokens=self.stops,
+            stop_token_ids=self.stops,
             pad_token=self.pad_token,
             window_length=self.window_length,
             search=self.search,
         )
-        for step in lanes.steps():
-            self.prompt = self.prompt or lanes.prompt
+        for step in slots.steps():
+            self.prompt = self.prompt or slots.prompt
             yield step
-        self.stopped_B |= torch.tensor(lanes.stopped, device=self.device)
+        self.stopped_B |= torch.tensor(slots.stopped, device=self.device)
 
     @torch.no_grad()
     def _steps_together(self) -> Iterator[Step]:
@@ -210,10 +212,10 @@ class _Run:
         half of it.
         """
         model, (batch, length) = self.model, self.ids.shape
-        weights = model.hold_weights()
+        weights = model.cache_weights()
         rows = torch.arange(batch, device=self.device)  # those in hand, of the batch
         live = self.limit_B > 0  # those of them that have not ended
-        state = model.initial_state(batch, capacity=length + self.count)
+        state = model.initial_state(batch, max_seq_len=length + self.count)
         ids, valid, window_length = self.ids, self.valid, self.window_length
         for number in range(self.count):
             encoded = model.encode(
@@ -234,7 +236,7 @@ class _Run:
             uniform = None if self.uniform_BN is None else self.uniform_BN[rows, number]
             tokens = self.sampling.choose(logits, uniform).masked_fill(~live, self.pad_token)
             yield self._step(tokens, logits, _status(encoded.solution, end), rows, live)
-            stopped = live & torch.isin(tokens, self.stop_tokens)
+            stopped = live & torch.isin(tokens, self.stop_token_ids)
             self.stopped_B[rows] |= stopped
             live = live & ~stopped & (number + 1 < self.limit_B[rows])
             remaining = int(live.sum())
@@ -286,13 +288,13 @@ class _Run:
         )
 
 
-def on_lanes(model: LanguageModel) -> bool:
-    """Whether rows are decoded by lanes: on a GPU, where the host would else be in the way."""
+def on_slots(model: LanguageModel) -> bool:
+    """Whether rows are decoded by slots: on a GPU, where the host would else be in the way."""
     weight = model.embedding.weight
     if not weight.is_cuda:
         return False
     try:
-        model.backbone.blocks()[0].mixer.lanes(1, device=weight.device, dtype=weight.dtype, capacity=1)
+        model.backbone.blocks()[0].mixer.slots(1, device=weight.device, dtype=weight.dtype, max_seq_len=1)
     except ValueError:
         return False
     return True

@@ -88,22 +88,25 @@ def check_prompts(
     return None if valid is None or bool(valid.all()) else valid
 
 
-def check_stop_tokens(stop_tokens: Sequence[int], *, vocab_size: int) -> list[int]:
+def check_stop_token_ids(stop_token_ids: Sequence[int], *, vocab_size: int) -> list[int]:
     """Return the tokens that end a text.
 
     Raises:
         ValueError: for a number alone, or tokens that the model never makes.
 
     """
-    if isinstance(stop_tokens, Integral):
-        raise ValueError(f"stop_tokens is the number {stop_tokens}; give a list of tokens, [{stop_tokens}]")
-    for token in stop_tokens:
+    if isinstance(stop_token_ids, Integral):
+        raise ValueError(
+            f"stop_token_ids is the number {stop_token_ids}; give a list of tokens, [{stop_token_ids}]"
+        )
+    for token in stop_token_ids:
         if not isinstance(token, Integral) or not 0 <= token < vocab_size:
             raise ValueError(
-                f"stop_tokens have {token!r}, and the model knows 0 to {vocab_size - 1}; use the model's own "
+                f"stop_token_ids have {token!r}, and the model knows 0 to {vocab_size - 1}; use the model's "
+                "own "
                 "tokenizer"
             )
-    return [int(token) for token in stop_tokens]
+    return [int(token) for token in stop_token_ids]
 
 
 def lay_out(

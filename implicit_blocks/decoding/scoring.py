@@ -21,13 +21,13 @@ from implicit_blocks.solution import Solution
 class Scored:
     """Log-probabilities (B, N) of every continuation's tokens, in nats, 0 behind its end.
 
-    ``likeliest`` (B, N) bool says where the token is the one that greedy decoding takes, True behind the end;
+    ``is_greedy`` (B, N) bool says where the token is the one that greedy decoding takes, True behind the end;
     ``lengths`` (B,) int64 counts a continuation's tokens. ``solution`` is the search over prompts and
     continuations, None in explicit models.
     """
 
     log_probabilities: Tensor
-    likeliest: Tensor
+    is_greedy: Tensor
     lengths: Tensor
     solution: Solution | None = None
 
@@ -39,7 +39,7 @@ class Scored:
     @property
     def greedy(self) -> Tensor:
         """Whether greedy decoding would give the whole continuation, (B,) bool."""
-        return self.likeliest.all(1)
+        return self.is_greedy.all(1)
 
 
 @torch.no_grad()
@@ -105,9 +105,9 @@ def score(
     count = int(lengths.max())
     precision = torch.promote_types(encoded.hidden_BLD.dtype, torch.float32)
     found = encoded.hidden_BLD.new_zeros(len(forced), count, dtype=precision)
-    likeliest = torch.ones(len(forced), count, dtype=torch.bool, device=device)
+    is_greedy = torch.ones(len(forced), count, dtype=torch.bool, device=device)
     for number, row in enumerate(forced):  # one at a time: the logits of all would be large
         logits = model.predict(encoded.hidden_BLD[number, -len(row) :])[:, : model.spec.vocab_size]
         found[number, : len(row)] = logits.log_softmax(-1).gather(1, row[:, None]).squeeze(1)
-        likeliest[number, : len(row)] = logits.argmax(-1) == row
-    return Scored(found, likeliest, lengths, encoded.solution)
+        is_greedy[number, : len(row)] = logits.argmax(-1) == row
+    return Scored(found, is_greedy, lengths, encoded.solution)

@@ -108,7 +108,7 @@ def _backbone(spec: LanguageModelSpec) -> Node:
     layers = Node(name="layers", note=between, times=spec.n_layers, children=tuple(parts))
     if spec.n_layers == 1:
         layers = Node(name="layers.0", note=between, children=tuple(parts))
-    start = {"zeros": "0", "embedding": "x"}[spec.start] if isinstance(spec, ImplicitLMSpec) else ""
+    start = {"zeros": "0", "embedding": "x"}[spec.z_init] if isinstance(spec, ImplicitLMSpec) else ""
     return Node(
         name="backbone",
         note=f"z ← f(z, u) from z = {start}, until z = f(z, u)" if implicit else "z = f(x), once",

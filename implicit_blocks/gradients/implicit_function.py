@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks._utils.validation import require_part
-from implicit_blocks.gradients.diverged import sound_rows, with_diverged
+from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, Solver
 from implicit_blocks.ops.transforms import first_derivatives_only
 from implicit_blocks.search.search import Search
@@ -57,18 +57,18 @@ class ImplicitFunction(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then attach the adjoint solve to one differentiated call."""
         found = search(f, z0)
-        f, rows = sound_rows(f, z0, found)
+        f, rows = replace_diverged(f, z0, found)
         z = (found.z if rows is None else found.z[rows]).detach().requires_grad_()
         fz = f(z)
         adjoint = Adjoint()
         if not fz.requires_grad:  # a map of nothing that is differentiated, not even of z
             return found.with_value(
-                fz if rows is None else with_diverged(fz, found.z, found), adjoint=adjoint
+                fz if rows is None else restore_diverged(fz, found.z, found), adjoint=adjoint
             )
         backward = Search(solver=self.solver, stopping=self.stopping)
         value = _Implicit.apply(fz, z, backward, adjoint)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         if rows is not None:
-            value = with_diverged(value, found.z, found)
+            value = restore_diverged(value, found.z, found)
         return found.with_value(value, adjoint=adjoint)
 
 

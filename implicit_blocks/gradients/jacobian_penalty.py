@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count, require_part
-from implicit_blocks.gradients.diverged import sound_rows, with_diverged
+from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
 from implicit_blocks.gradients.phantom import Phantom
 from implicit_blocks.gradients.unrolled import Unrolled
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
@@ -73,13 +73,13 @@ class JacobianPenalty(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Solve as the other estimator does, and measure the Jacobian there."""
         solution = self.gradient(f, z0, search)
-        f, rows = sound_rows(f, z0, solution)
+        f, rows = replace_diverged(f, z0, solution)
         z, valid = solution.z.detach(), search.valid
         if rows is not None:
             z, valid = z[rows], None if valid is None else valid[rows]
         size = jacobian_size(f, z, valid=valid, probes=self.probes, step=self.step)
         if rows is not None:
-            size = with_diverged(size, torch.zeros_like(size), solution)
+            size = restore_diverged(size, torch.zeros_like(size), solution)
         return replace(solution, penalty=self.weight * size)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count, require_share
-from implicit_blocks.gradients.diverged import sound_rows, with_diverged
+from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike, SteppingMap
 from implicit_blocks.solution import Solution
 
@@ -43,14 +43,14 @@ class Phantom(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then take the differentiated steps."""
         solution = search(f, z0)
-        f, rows = sound_rows(f, z0, solution)
+        f, rows = replace_diverged(f, z0, solution)
         z = solution.z if rows is None else solution.z[rows]
         if isinstance(f, SteppingMap):
             z = f.damped_steps(z, count=self.steps, damping=self.damping)
         else:
             for _ in range(self.steps):
                 z = f(z) if self.damping == 1 else torch.lerp(z, f(z), self.damping)
-        return solution.with_value(z if rows is None else with_diverged(z, solution.z, solution))
+        return solution.with_value(z if rows is None else restore_diverged(z, solution.z, solution))
 
 
 def jacobian_free() -> Phantom:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from implicit_blocks._utils.validation import require_count
 from implicit_blocks.contract_checks import point_and_state
-from implicit_blocks.gradients.diverged import sound_rows, with_diverged
+from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
 from implicit_blocks.search.search import still_at_padding
 from implicit_blocks.solution import Solution
@@ -59,10 +59,10 @@ class Unrolled(GradientEstimator):
             )
 
         z, report = self._unroll(f, z0, search, search.valid)
-        sound, rows = sound_rows(f, z0, report)
+        sound, rows = replace_diverged(f, z0, report)
         if rows is not None:
             valid = None if search.valid is None else search.valid[rows]
-            z = with_diverged(self._unroll(sound, z0[rows], search, valid)[0], z0, report)
+            z = restore_diverged(self._unroll(sound, z0[rows], search, valid)[0], z0, report)
         return report.with_value(z)
 
     def _unroll(

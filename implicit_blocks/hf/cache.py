@@ -16,36 +16,36 @@ from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
 from implicit_blocks.models.backbone import Backbone
-from implicit_blocks.models.sequence_state import Committed
+from implicit_blocks.models.sequence_state import SequenceState
 
 
 class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are Any where its types are unknown
     """What a model remembers of the tokens before: ``state``, None before the first.
 
-    Both families use it, as ``past_key_values`` or ``cache_params``. With a ``capacity`` the attention layers
-    reserve room for so many tokens at once (transformers' static cache); continuing twice from one such cache
-    needs a copy (``copy.deepcopy``) for each continuation.
+    Both families use it, as ``past_key_values`` or ``cache_params``. With a ``max_seq_len`` the attention
+    layers reserve room for so many tokens at once (transformers' static cache); continuing twice from one
+    such cache needs a copy (``copy.deepcopy``) for each continuation.
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
+    def __init__(self, max_seq_len: int | None = None) -> None:
         super().__init__(layers=[])
-        self.capacity = capacity
-        self.state: Committed | None = None
+        self.max_seq_len = max_seq_len
+        self.state: SequenceState | None = None
         self._backbone: Backbone | None = None
 
     def __repr__(self) -> str:
-        return f"ImplicitCache(length={self.get_seq_length()}, capacity={self.capacity})"
+        return f"ImplicitCache(length={self.get_seq_length()}, max_seq_len={self.max_seq_len})"
 
-    def commit(self, state: Committed, backbone: Backbone) -> None:
+    def commit(self, state: SequenceState, backbone: Backbone) -> None:
         """Take the state after a window.
 
         Raises:
             ValueError: more tokens are committed than the cache was made for.
 
         """
-        if self.capacity is not None and state.length > self.capacity:
+        if self.max_seq_len is not None and state.length > self.max_seq_len:
             raise ValueError(
-                f"the cache was made for {self.capacity} tokens and {state.length} are committed; "
+                f"the cache was made for {self.max_seq_len} tokens and {state.length} are committed; "
                 "make it larger, or leave its capacity out"
             )
         self.state, self._backbone = state, backbone
@@ -58,7 +58,7 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Return the capacity; −1: none."""
-        return -1 if self.capacity is None else self.capacity
+        return -1 if self.max_seq_len is None else self.max_seq_len
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
         """Return the capacity; −1: none."""
@@ -155,7 +155,7 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImplicitCache:
-        clone = ImplicitCache(self.capacity)
+        clone = ImplicitCache(self.max_seq_len)
         clone._backbone = self._backbone  # the model's, not the cache's to copy
         if self.state is not None:
             layers = pytree.tree_map(

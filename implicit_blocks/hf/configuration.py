@@ -183,7 +183,7 @@ class ImplicitLlamaConfig(_ImplicitConfig):
     cache_name: ClassVar[str] = "past_key_values"
 
     def _default_spec(self) -> LanguageModelSpec:
-        mixer, mlp = AttentionSpec(n_heads=12), SwiGLUSpec(d_hidden=2048)
+        mixer, mlp = AttentionSpec(n_heads=12), SwiGLUSpec(d_ff=2048)
         return ImplicitLMSpec(vocab_size=50277, d_model=768, n_layers=12, mixer=mixer, mlp=mlp)
 
     def _check_mixer(self, spec: LanguageModelSpec) -> None:
@@ -203,7 +203,7 @@ class ImplicitLlamaConfig(_ImplicitConfig):
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(spec.mixer, "n_kv_heads", None) or heads,
             "head_dim": getattr(spec.mixer, "head_dim", None) or spec.d_model // heads,
-            "intermediate_size": getattr(spec.mlp, "d_hidden", None),
+            "intermediate_size": getattr(spec.mlp, "d_ff", None),
         }
 
 

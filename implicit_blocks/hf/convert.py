@@ -17,10 +17,10 @@ from implicit_blocks.checkpoints.folder import whole_folder
 from implicit_blocks.checkpoints.load_model import empty_state, read_newest_weights, run_of, tokenizer_of
 from implicit_blocks.hf import require_transformers
 from implicit_blocks.hf.folders import (
-    Checkpoint,
+    PretrainedFolder,
     copy_tokenizer,
     fold_weight_norm,
-    read_checkpoint,
+    read_pretrained,
     special_tokens,
     write_published,
     write_transformers,
@@ -59,26 +59,26 @@ def convert(
 
     """
     size = _bytes(max_shard_size)
-    checkpoint = read_checkpoint(source, as_start=implicit)
+    pretrained = read_pretrained(source, as_start=implicit)
     if fold:
-        checkpoint = fold_weight_norm(checkpoint)
+        pretrained = fold_weight_norm(pretrained)
     if to == "published":
         with whole_folder(destination) as folder:
-            write_published(checkpoint, folder, max_shard_bytes=size)
+            write_published(pretrained, folder, max_shard_bytes=size)
             copy_tokenizer(source, folder)
         return
-    loaded = _tokenizer_in(source, checkpoint)
+    loaded = _tokenizer_in(source, pretrained)
     if loaded is not None:
-        known = {name: value for name, value in checkpoint.fields.items() if value is not None}
-        checkpoint = replace(checkpoint, fields=token_fields(loaded) | known)
+        known = {name: value for name, value in pretrained.fields.items() if value is not None}
+        pretrained = replace(pretrained, fields=token_fields(loaded) | known)
     with whole_folder(destination) as folder:
-        write_transformers(checkpoint, folder, max_shard_size=max_shard_size)
+        write_transformers(pretrained, folder, max_shard_size=max_shard_size)
         copy_tokenizer(source, folder)
         if loaded is not None:
             loaded.save_pretrained(folder)
 
 
-def _tokenizer_in(source: Path, checkpoint: Checkpoint) -> Any | None:
+def _tokenizer_in(source: Path, pretrained: PretrainedFolder) -> Any | None:
     """Load the folder's tokenizer, if it has a ``tokenizer.json``; None leaves its files as they are.
 
     What files beside a ``tokenizer.json`` say may need a class or a package that is not here: such a
@@ -87,7 +87,7 @@ def _tokenizer_in(source: Path, checkpoint: Checkpoint) -> Any | None:
     """
     if not (source / "tokenizer.json").is_file():
         return None
-    end: Any = checkpoint.fields.get("eos_token_id")
+    end: Any = pretrained.fields.get("eos_token_id")
     try:
         return load_tokenizer(source, end=next(iter(end), None) if isinstance(end, list) else end)
     except ValueError as error:
@@ -153,12 +153,12 @@ def export(
         state = build(spec).state_dict()
     else:
         state = _weights_at(checkpoint, empty_state(spec))
-    length = getattr(getattr(run, "data", None), "length", None)
+    length = getattr(getattr(run, "data", None), "seq_len", None)
     fields = special_tokens(spec) | ({} if length is None else {"max_position_embeddings": length})
     if loaded is not None:
         fields |= token_fields(loaded)
     with whole_folder(destination) as folder:
-        write_transformers(Checkpoint(spec, dict(state), fields), folder, max_shard_size=max_shard_size)
+        write_transformers(PretrainedFolder(spec, dict(state), fields), folder, max_shard_size=max_shard_size)
         if loaded is not None:
             loaded.save_pretrained(folder)
 

@@ -46,7 +46,7 @@ _NEOX_VOCABULARY = 50277  # GPT-NeoX-20B's, in which token 0 ends a text
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class PretrainedFolder:
     """A model: its spec, its state dict by the library's names, and what else its configuration says.
 
     ``fields`` are those of transformers' configurations that a spec doesn't know (tokens, length of texts);
@@ -62,7 +62,7 @@ class Checkpoint:
 # ------------------------------------------------------------------------------------ in
 
 
-def read_checkpoint(folder: Path, *, as_start: bool = False) -> Checkpoint:
+def read_pretrained(folder: Path, *, as_start: bool = False) -> PretrainedFolder:
     """Read a folder of the published implementation, of ours, or of a Llama or Mamba2 of transformers.
 
     Args:
@@ -91,10 +91,10 @@ def read_checkpoint(folder: Path, *, as_start: bool = False) -> Checkpoint:
     if not isinstance(found.spec, ExplicitLMSpec):
         raise ValueError(f"the model in {folder} is implicit already; only an explicit one can be a start")
     spec, state = ordinary.as_start(found.spec, found.state)
-    return Checkpoint(spec, state, found.fields)
+    return PretrainedFolder(spec, state, found.fields)
 
 
-def _of_published(folder: Path, config: dict[str, Any]) -> Checkpoint:
+def _of_published(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
     spec = _spec_from(folder, published.import_spec, config)
     tensors = read_tensors(folder)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
@@ -103,7 +103,7 @@ def _of_published(folder: Path, config: dict[str, Any]) -> Checkpoint:
         tensors = _tie(tensors)
     check_tensors(tensors, expected, what=str(folder))
     state = published.import_tensors(tensors, tied=spec.tie_embeddings)
-    return Checkpoint(spec, state, special_tokens(spec), config)
+    return PretrainedFolder(spec, state, special_tokens(spec), config)
 
 
 def _spec_from(folder: Path, read: Callable[[Mapping[str, Any]], T], config: Mapping[str, Any]) -> T:
@@ -131,14 +131,14 @@ def _tie(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return tensors if one is None else {**tensors, **dict.fromkeys(names, one)}
 
 
-def _of_ordinary(folder: Path, config: dict[str, Any]) -> Checkpoint:
+def _of_ordinary(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
     spec = _spec_from(folder, ordinary.import_spec, config)
     state = ordinary.import_tensors(read_tensors(folder), spec)
     check_tensors(state, empty_state(spec), what=str(folder))
-    return Checkpoint(spec, state, {name: config[name] for name in _TOKEN_FIELDS if name in config})
+    return PretrainedFolder(spec, state, {name: config[name] for name in _TOKEN_FIELDS if name in config})
 
 
-def _of_ours(folder: Path, config: dict[str, Any]) -> Checkpoint:
+def _of_ours(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
     fields = config.get("spec")
     if not isinstance(fields, Mapping):
         raise ValueError(f"{folder / CONFIG} has no spec of a model")
@@ -154,7 +154,7 @@ def _of_ours(folder: Path, config: dict[str, Any]) -> Checkpoint:
         state.pop("head.weight", None)
     check_tensors(state, empty_state(spec), what=str(folder))
     kept = {name: config[name] for name in _TOKEN_FIELDS if name in config}
-    return Checkpoint(spec, state, kept, config.get("published_config"))
+    return PretrainedFolder(spec, state, kept, config.get("published_config"))
 
 
 def special_tokens(spec: LMSpec) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def from_library(model: LanguageModel, **fields: Any) -> ImplicitLlamaForCausalL
 
     ``fields`` are its configuration's, such as ``max_position_embeddings`` or ``eos_token_id``.
     """
-    converted = hf_model(Checkpoint(model.spec, dict(model.state_dict()), fields))
+    converted = hf_model(PretrainedFolder(model.spec, dict(model.state_dict()), fields))
     converted.train(model.training)
     return converted
 
@@ -225,7 +225,7 @@ def to_library(model: ImplicitLlamaForCausalLM | ImplicitMamba2ForCausalLM) -> L
     return library.train(model.training)
 
 
-def hf_model(checkpoint: Checkpoint) -> ImplicitLlamaForCausalLM | ImplicitMamba2ForCausalLM:
+def hf_model(pretrained: PretrainedFolder) -> ImplicitLlamaForCausalLM | ImplicitMamba2ForCausalLM:
     """Return the checkpoint as a model of transformers, in evaluation mode, with the same storage."""
     from implicit_blocks.hf import register
 
@@ -234,12 +234,12 @@ def hf_model(checkpoint: Checkpoint) -> ImplicitLlamaForCausalLM | ImplicitMamba
 
     from implicit_blocks.hf.configuration import config_class_for
 
-    extra = {} if checkpoint.published is None else {"published_config": checkpoint.published}
-    config = config_class_for(checkpoint.spec).from_spec(checkpoint.spec, **checkpoint.fields, **extra)
+    extra = {} if pretrained.published is None else {"published_config": pretrained.published}
+    config = config_class_for(pretrained.spec).from_spec(pretrained.spec, **pretrained.fields, **extra)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    tensors = hf_state(checkpoint.state)
-    if checkpoint.spec.tie_embeddings:
+    tensors = hf_state(pretrained.state)
+    if pretrained.spec.tie_embeddings:
         tensors[_HEAD] = tensors[_CORE + "embedding.weight"]
     model.load_state_dict(tensors, assign=True)
     model.tie_weights()
@@ -249,21 +249,21 @@ def hf_model(checkpoint: Checkpoint) -> ImplicitLlamaForCausalLM | ImplicitMamba
 # ------------------------------------------------------------------------------------ out
 
 
-def write_transformers(checkpoint: Checkpoint, folder: Path, *, max_shard_size: str = "5GB") -> None:
+def write_transformers(pretrained: PretrainedFolder, folder: Path, *, max_shard_size: str = "5GB") -> None:
     """Write a folder that ``from_pretrained`` reads, ready to be published."""
-    hf_model(checkpoint).save_pretrained(folder, max_shard_size=max_shard_size)
+    hf_model(pretrained).save_pretrained(folder, max_shard_size=max_shard_size)
 
 
-def write_published(checkpoint: Checkpoint, folder: Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
+def write_published(pretrained: PretrainedFolder, folder: Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that the published implementation reads.
 
     Raises:
         ValueError: where it has no way to say the spec.
 
     """
-    config = published.export_config(checkpoint.spec, checkpoint.published)
+    config = published.export_config(pretrained.spec, pretrained.published)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    tensors = published.export_tensors(checkpoint.state, checkpoint.spec)
+    tensors = published.export_tensors(pretrained.state, pretrained.spec)
     write_pickle(folder, tensors, max_shard_bytes=max_shard_bytes)
 
 
@@ -274,17 +274,17 @@ def copy_tokenizer(source: Path, folder: Path) -> None:
             shutil.copyfile(source / name, folder / name)
 
 
-def fold_weight_norm(checkpoint: Checkpoint) -> Checkpoint:
+def fold_weight_norm(pretrained: PretrainedFolder) -> PretrainedFolder:
     """Return the same function without weight norm: every ``g · v / ‖v‖`` becomes the weight itself.
 
     For tools that write into weights in place, which weight norm computes anew. Training goes on otherwise
     than it would have.
     """
     stem = ".parametrizations.weight.original"
-    state = {name: tensor for name, tensor in checkpoint.state.items() if stem not in name}
-    for name, g in checkpoint.state.items():
+    state = {name: tensor for name, tensor in pretrained.state.items() if stem not in name}
+    for name, g in pretrained.state.items():
         if name.endswith(f"{stem}0"):
             layer = name.removesuffix(f"{stem}0")
-            state[f"{layer}.weight"] = WeightNorm.compute(g, checkpoint.state[f"{layer}{stem}1"])
-    spec = checkpoint.spec.model_copy(update={"weight_norm": False})
-    return Checkpoint(spec, state, checkpoint.fields, checkpoint.published)
+            state[f"{layer}.weight"] = WeightNorm.compute(g, pretrained.state[f"{layer}{stem}1"])
+    spec = pretrained.spec.model_copy(update={"weight_norm": False})
+    return PretrainedFolder(spec, state, pretrained.fields, pretrained.published)

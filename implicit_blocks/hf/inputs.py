@@ -12,7 +12,7 @@ from torch import Tensor
 
 from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.hf.cache import ImplicitCache
-from implicit_blocks.models.sequence_state import Committed
+from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.search.options import SearchOptions
 
 _KNOBS = (*SearchOptions.names(), "window_length")
@@ -80,7 +80,7 @@ def mask_of_these(attention_mask: Tensor | None, x_BLD: Tensor, *, past: int) ->
 
 
 def documents_of(
-    position_ids: Tensor | None, mask_BL: Tensor | None, x_BLD: Tensor, state: Committed | None
+    position_ids: Tensor | None, mask_BL: Tensor | None, x_BLD: Tensor, state: SequenceState | None
 ) -> Tensor | None:
     """Return the documents that positions separate, (B, L) int64, or None where they only count the tokens.
 

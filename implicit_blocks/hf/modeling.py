@@ -164,8 +164,8 @@ class _ImplicitModel(_ImplicitPreTrained):
         if use_cache and cache is None:
             cache = ImplicitCache()
         state = None if cache is None else cache.state
-        if state is None and cache is not None and cache.capacity is not None:
-            state = self.lm.initial_state(len(x_BLD), capacity=cache.capacity)
+        if state is None and cache is not None and cache.max_seq_len is not None:
+            state = self.lm.initial_state(len(x_BLD), max_seq_len=cache.max_seq_len)
         mask = mask_of_these(attention_mask, x_BLD, past=0 if state is None else state.length)
         encoded = self.lm.encode(
             x_BLD,

@@ -65,7 +65,7 @@ def _llama(config: Mapping[str, Any]) -> ExplicitLMSpec:
             rope_theta=rope.pop("rope_theta", 10_000.0),
             rope_scaling=_rope_scaling(rope),
         ),
-        mlp=SwiGLUSpec(d_hidden=config["intermediate_size"], bias=config.get("mlp_bias", False)),
+        mlp=SwiGLUSpec(d_ff=config["intermediate_size"], bias=config.get("mlp_bias", False)),
     )
 
 
@@ -213,7 +213,7 @@ def as_start(
 
     """
     kept = {name: value for name, value in spec if name in ImplicitLMSpec.model_fields and name != "kind"}
-    implicit = ImplicitLMSpec(**{**kept, "weight_norm": weight_norm, "start": "embedding"})
+    implicit = ImplicitLMSpec(**{**kept, "weight_norm": weight_norm, "z_init": "embedding"})
     width, d_model = spec.mixer.injection_width(spec.d_model), spec.d_model
     assert width is not None
     like = state["embedding.weight"]

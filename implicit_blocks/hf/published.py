@@ -120,7 +120,7 @@ def _common_fields(config: Mapping[str, Any], backbone: Mapping[str, Any]) -> di
         "d_model": backbone["d_model"],
         "n_layers": backbone["n_layer"],
         "mixer": Mamba2Spec(**block) if mamba else AttentionSpec(**block),
-        "mlp": SwiGLUSpec(d_hidden=int(2 * hidden / 3)) if hidden else None,
+        "mlp": SwiGLUSpec(d_ff=int(2 * hidden / 3)) if hidden else None,
         "dropout": backbone.get("dropout", 0.0),
         "tie_embeddings": config.get("tie_embeddings", True),
     }
@@ -140,7 +140,7 @@ def _search_fields(deq: Mapping[str, Any], backbone: Mapping[str, Any]) -> dict[
         gradient = ImplicitFunctionSpec(solver=_solver(solver["b_solver"]), stopping=backward)
     return {
         "weight_norm": backbone.get("do_weight_norm", True),
-        "start": "embedding" if backbone.get("init_z_mode") == "input" else "zeros",
+        "z_init": "embedding" if backbone.get("init_z_mode") == "input" else "zeros",
         "solver": _solver(solver["f_solver"]),
         "gradient": gradient,
         "stopping": Stopping(
@@ -191,7 +191,7 @@ def export_config(
     mamba = isinstance(mixer, Mamba2Spec)
     model_type = MODEL_TYPES[mamba]
     block = {theirs: getattr(mixer, ours, None) for theirs, ours in _BLOCK_FIELDS[model_type].items()}
-    hidden = 0 if spec.mlp is None else _their_hidden(getattr(spec.mlp, "d_hidden", 0))
+    hidden = 0 if spec.mlp is None else _their_hidden(getattr(spec.mlp, "d_ff", 0))
     backbone = {
         "block_cfg": block,
         "block_type": "mamba2" if mamba else "transformer",
@@ -221,7 +221,7 @@ def export_config(
     if isinstance(spec, ImplicitLMSpec):
         backbone |= {"init_gain": 0.5, "pretrain_iter": 4, "pretrain_steps": 0}
         backbone |= {} if spec.weight_norm else {"do_weight_norm": False}
-        backbone |= {} if spec.start == "zeros" else {"init_z_mode": "input"}
+        backbone |= {} if spec.z_init == "zeros" else {"init_z_mode": "input"}
         config["deq_params"] = _deq_params(spec)
     try:
         again: Any = import_spec(config)

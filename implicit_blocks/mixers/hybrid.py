@@ -5,7 +5,7 @@ X. Dong et al., "Hymba: A Hybrid-head Architecture for Small Language Models", 2
 them is added, without norms or gains of its own.
 
 Shape legend: B batch, L tokens of the window, D model width, U injection width (the sum of the mixers'),
-R lanes in a step.
+R slots in a step.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks.interfaces import LaneStates, Mixer, State, Window
+from implicit_blocks.interfaces import Mixer, SlotStates, State, Window
 from implicit_blocks.registry import build
-from implicit_blocks.specs import ParallelSpec
+from implicit_blocks.specs import HybridSpec
 
 
-class Parallel(Mixer):
+class Hybrid(Mixer):
     """``Σ_i mixer_i(z, u_i)``: each mixer has its part of the injection and its own state.
 
-    Where one of them can't do something (take tokens back, keep lanes), the whole can't.
+    Where one of them can't do something (take tokens back, keep slots), the whole can't.
 
     Args:
         spec: of the mixers.
@@ -32,7 +32,7 @@ class Parallel(Mixer):
 
     """
 
-    def __init__(self, spec: ParallelSpec, *, d_model: int) -> None:
+    def __init__(self, spec: HybridSpec, *, d_model: int) -> None:
         super().__init__()
         spec.check(d_model)
         self.mixers = nn.ModuleList(build(part, d_model=d_model) for part in spec.mixers)
@@ -54,11 +54,11 @@ class Parallel(Mixer):
         return sum(mixer.injection_width for mixer in self._each())
 
     def initial_state(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> tuple[State, ...]:
         """Return every mixer's state."""
         return tuple(
-            mixer.initial_state(batch_size, device=device, dtype=dtype, capacity=capacity)
+            mixer.initial_state(batch_size, device=device, dtype=dtype, max_seq_len=max_seq_len)
             for mixer in self._each()
         )
 
@@ -70,15 +70,18 @@ class Parallel(Mixer):
         """Return every mixer's state after the first ``length`` tokens."""
         return tuple(mixer.truncate(part, length) for mixer, part in zip(self._each(), state, strict=True))
 
-    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> ParallelLanes:
-        """Return every mixer's lanes."""
-        return ParallelLanes(
-            [mixer.lanes(count, device=device, dtype=dtype, capacity=capacity) for mixer in self._each()]
+    def slots(self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int) -> HybridSlots:
+        """Return every mixer's slots."""
+        return HybridSlots(
+            [
+                mixer.slots(count, device=device, dtype=dtype, max_seq_len=max_seq_len)
+                for mixer in self._each()
+            ]
         )
 
-    def reads_rows(self, window: Window) -> bool:
+    def supports_injection_table(self, window: Window) -> bool:
         """Whether all of them can."""
-        return all(mixer.reads_rows(window) for mixer in self._each())
+        return all(mixer.supports_injection_table(window) for mixer in self._each())
 
     def prepare(self, window: Window) -> tuple[Any, ...]:
         """Return what every mixer needs to know of the window."""
@@ -104,34 +107,34 @@ class Parallel(Mixer):
         return [projection for mixer in self._each() for projection in mixer.output_projections()]
 
 
-class ParallelLanes(LaneStates):
-    """The lanes of mixers side by side: lane i is the i-th of each."""
+class HybridSlots(SlotStates):
+    """The slots of mixers side by side: slot i is the i-th of each."""
 
-    def __init__(self, parts: Sequence[LaneStates]) -> None:
+    def __init__(self, parts: Sequence[SlotStates]) -> None:
         self.parts = parts
 
-    def enter(self, lane: int) -> tuple[State, ...]:
+    def prefill(self, slot: int) -> tuple[State, ...]:
         """Return every mixer's empty state."""
-        return tuple(part.enter(lane) for part in self.parts)
+        return tuple(part.prefill(slot) for part in self.parts)
 
-    def settle(self, lane: int, state: tuple[State, ...]) -> None:
-        """Keep each mixer's in its own lanes."""
+    def commit(self, slot: int, state: tuple[State, ...]) -> None:
+        """Keep each mixer's in its own slots."""
         for part, of_part in zip(self.parts, state, strict=True):
-            part.settle(lane, of_part)
+            part.commit(slot, of_part)
 
-    def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> tuple[State, ...]:
+    def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> tuple[State, ...]:
         """Return every mixer's states."""
-        return tuple(part.at(rows_R, lengths_R) for part in self.parts)
+        return tuple(part.gather(rows_R, lengths_R) for part in self.parts)
 
     def write(self, rows_R: Tensor | None, after: tuple[State, ...], committed_R: Tensor) -> None:
-        """Commit to each mixer's lanes."""
+        """Commit to each mixer's slots."""
         for part, of_part in zip(self.parts, after, strict=True):
             part.write(rows_R, of_part, committed_R)
 
-    def narrow(self, dtype: torch.dtype) -> None:
-        """Narrow each mixer's lanes; a type that one of them can't keep is refused."""
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Narrow each mixer's slots; a type that one of them can't keep is refused."""
         for part in self.parts:
-            part.narrow(dtype)
+            part.set_dtype(dtype)
 
 
 def _sum(outputs: Sequence[Tensor]) -> Tensor:

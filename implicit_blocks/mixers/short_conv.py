@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks._utils.padding import RealFirst
+from implicit_blocks._utils.padding import PaddingPermutation
 from implicit_blocks.interfaces import Window
 from implicit_blocks.layers import reset_linear_
 
@@ -44,7 +44,7 @@ class DocumentsAround(NamedTuple):
     initial_document_B: Tensor | None = None
 
     @classmethod
-    def of(cls, window: Window, *, taps: int, real: RealFirst | None) -> DocumentsAround:
+    def of(cls, window: Window, *, taps: int, real: PaddingPermutation | None) -> DocumentsAround:
         """Return those of a window whose real tokens are moved to the front by ``real``, if it is given."""
         documents, tail, before = (
             window.documents_BL,

@@ -1,9 +1,9 @@
 """States of rows that are each at a length of their own, as decoding many texts at once needs.
 
-``Committed`` has one length for all its rows. Here a row is a *lane*: it takes a prompt, goes on token by
-token, ends, and takes the next prompt, whatever the other lanes do.
+``SequenceState`` has one length for all its rows. Here a row is a *slot*: it takes a prompt, goes on token by
+token, ends, and takes the next prompt, whatever the other slots do.
 
-Shape legend: S lanes, R of them in a step.
+Shape legend: S slots, R of them in a step.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from implicit_blocks.interfaces import LaneStates, Mixer, State
+from implicit_blocks.interfaces import Mixer, SlotStates, State
 
 
-class RecurrentLanes(LaneStates):
-    """Lanes of a mixer whose state has one size, whatever the number of tokens, and knows no positions.
+class RecurrentSlots(SlotStates):
+    """Slots of a mixer whose state has one size, whatever the number of tokens, and knows no positions.
 
-    Every tensor of its state must lead with the batch. A step of all lanes reads the state where it lies; one
+    Every tensor of its state must lead with the batch. A step of all slots reads the state where it lies; one
     of some of them works on a copy of theirs.
     """
 
-    def __init__(self, mixer: Mixer, lanes: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, mixer: Mixer, slots: int, *, device: torch.device, dtype: torch.dtype) -> None:
         self.mixer = mixer
-        self.states = mixer.initial_state(lanes, device=device, dtype=dtype)
+        self.states = mixer.initial_state(slots, device=device, dtype=dtype)
         self._new = mixer.initial_state(1, device=device, dtype=dtype)
 
-    def enter(self, lane: int) -> State:
+    def prefill(self, slot: int) -> State:
         """Return an empty state."""
         return self._new
 
-    def settle(self, lane: int, state: State) -> None:
-        """Copy the state into its lane."""
+    def commit(self, slot: int, state: State) -> None:
+        """Copy the state into its slot."""
         for whole, row in self._pairs(state):
-            whole[lane : lane + 1] = row
+            whole[slot : slot + 1] = row
 
-    def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
-        """Return the states, or a copy of these lanes'."""
+    def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
+        """Return the states, or a copy of these slots'."""
         return self.states if rows_R is None else self.mixer.select_rows(self.states, rows_R)
 
     def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
-        """Copy what was committed into its lanes."""
+        """Copy what was committed into its slots."""
         for whole, rows in self._pairs(after):
             mask = committed_R.view(-1, *[1] * (whole.ndim - 1))
             if rows_R is None:

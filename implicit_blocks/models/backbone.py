@@ -19,7 +19,7 @@ from implicit_blocks.layers import RMSNorm
 from implicit_blocks.models.block import Block, BlockContext, Stream
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
-from implicit_blocks.weights.cache import HeldWeights
+from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.weight_norm import add_weight_norm
 
 Value = TypeVar("Value", Tensor, Stream)
@@ -39,7 +39,7 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(block() for _ in range(spec.n_layers))
         self.norm = RMSNorm(spec.d_model, eps=spec.norm_eps)
         self.dropout = spec.dropout
-        self.checkpoint: Literal["none", "steps", "layers"] = "none"
+        self.activation_checkpointing: Literal["none", "steps", "layers"] = "none"
         """What backward computes again instead of keeping it: whole calls of the map, or its layers."""
         self.graphs: MapGraphs | None = None  # of the map, where they are wanted
         self.gradients_by_layer = False
@@ -49,8 +49,8 @@ class Backbone(nn.Module):
 
     @property
     def divides_gradients(self) -> bool:
-        """Whether layers hand their gradients on one by one; a recorded map gives all of them at once."""
-        return self.gradients_by_layer and (self.graphs is None or self.checkpoint != "none")
+        """Whether layers hand their gradients on one by one; a captured map gives all of them at once."""
+        return self.gradients_by_layer and (self.graphs is None or self.activation_checkpointing != "none")
 
     @property
     def injection_width(self) -> int:
@@ -67,17 +67,17 @@ class Backbone(nn.Module):
         return all(block.mixer.truncates for block in self.blocks())
 
     def initial_states(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> tuple[State, ...]:
         """Return every layer's state before the first token."""
         return tuple(
-            block.mixer.initial_state(batch_size, device=device, dtype=dtype, capacity=capacity)
+            block.mixer.initial_state(batch_size, device=device, dtype=dtype, max_seq_len=max_seq_len)
             for block in self.blocks()
         )
 
-    def reads_rows(self, window: Window) -> bool:
+    def supports_injection_table(self, window: Window) -> bool:
         """Whether every mixer can take the injection of this window from a table."""
-        return all(block.mixer.reads_rows(window) for block in self.blocks())
+        return all(block.mixer.supports_injection_table(window) for block in self.blocks())
 
     def bind(
         self,
@@ -86,7 +86,7 @@ class Backbone(nn.Module):
         u_BLU: Tensor | None,
         states: tuple[State, ...],
         start_BLD: Tensor,
-        weights: HeldWeights,
+        weights: WeightCache,
     ) -> BoundMap:
         """Fix what does not change while a window is iterated: weights, injection, masks, dropout, states."""
         dropout = self.dropout if self.training else 0.0
@@ -106,7 +106,7 @@ class BoundMap:
     u_BLU: Tensor | None
     states: tuple[State, ...]
     contexts: tuple[BlockContext, ...]
-    weights: HeldWeights
+    weights: WeightCache
 
     @property
     def by_row(self) -> bool:
@@ -115,33 +115,33 @@ class BoundMap:
 
     def __call__(self, z_BLD: Tensor) -> Tensor:
         """Return ``f(z)``, (B, L, D)."""
-        return self._taken(z_BLD, ONE_CALL)
+        return self._apply(z_BLD, ONE_CALL)
 
     def damped_steps(self, z_BLD: Tensor, *, count: int, damping: float) -> Tensor:
         """Return where ``count`` steps ``z ← (1 − λ) z + λ f(z)`` lead, (B, L, D); λ is the damping.
 
-        For steps that are differentiated: they are recorded as one, and their sums taken by the last norm.
-        Without gradients they are launched.
+        For steps that are differentiated: they are captured as one, and their sums taken by the last norm.
+        Without gradients they run eagerly.
         """
-        return self._taken(z_BLD, Steps(count, damping))
+        return self._apply(z_BLD, Steps(count, damping))
 
-    def _taken(self, z_BLD: Tensor, steps: Steps) -> Tensor:
-        again = self.backbone.checkpoint if torch.is_grad_enabled() else "none"
+    def _apply(self, z_BLD: Tensor, steps: Steps) -> Tensor:
+        again = self.backbone.activation_checkpointing if torch.is_grad_enabled() else "none"
         graphs = self.backbone.graphs
-        recordable = again == "none" and (torch.is_grad_enabled() or steps == ONE_CALL)
-        if graphs is not None and z_BLD.is_cuda and recordable:
+        capturable = again == "none" and (torch.is_grad_enabled() or steps == ONE_CALL)
+        if graphs is not None and z_BLD.is_cuda and capturable:
             return graphs.call(self, z_BLD, steps)
         if again == "none":
             return self.compute(z_BLD, steps)
         for _ in range(steps.calls):
-            z_BLD = self._kept_little(z_BLD, Steps(1, steps.damping), again)
+            z_BLD = self._checkpointed(z_BLD, Steps(1, steps.damping), again)
         return z_BLD
 
     def compute(self, z_BLD: Tensor, steps: Steps = ONE_CALL, *, out: Tensor | None = None) -> Tensor:
         """Return ``f(z)``, or where steps lead, layer by layer; in ``out``, if given."""
         for _ in range(steps.calls):
             stream = Stream(z_BLD)
-            with self.weights.in_use():
+            with self.weights.activate():
                 for block, state, context in zip(
                     self.backbone.blocks(), self.states, self.contexts, strict=True
                 ):
@@ -157,28 +157,28 @@ class BoundMap:
             more["damped"] = (z_BLD, steps.damping)
         return self.backbone.norm(*stream, **more)  # type: ignore[no-any-return]  # nn.Module calls are untyped
 
-    def _kept_little(self, z_BLD: Tensor, step: Steps, again: Literal["steps", "layers"]) -> Tensor:
+    def _checkpointed(self, z_BLD: Tensor, step: Steps, again: Literal["steps", "layers"]) -> Tensor:
         """Take a step of which backward computes again what this leaves out."""
         if again == "steps":
-            return _again_in_backward(self.compute, z_BLD, step)
+            return _recomputed(self.compute, z_BLD, step)
         stream = Stream(z_BLD)
         for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
-            stream = _again_in_backward(self._layer, stream, block, state, context)
+            stream = _recomputed(self._layer, stream, block, state, context)
         return self._end(z_BLD, stream, step)
 
     def _layer(self, stream: Stream, block: Block, state: State, context: BlockContext) -> Stream:
-        with self.weights.in_use():
+        with self.weights.activate():
             self._prepare(block)
             return block(stream, self.u_BLU, state, context)  # type: ignore[no-any-return]  # as above
 
     def _prepare(self, block: Block) -> None:
         if self.backbone.divides_gradients and torch.is_grad_enabled():
-            self.weights.join_gradients(block)
+            self.weights.sync_layer_gradients(block)
 
     def commit(self, z_BLD: Tensor) -> tuple[Tensor, tuple[State, ...]]:
         """Return ``f(z)`` and every layer's state after the window."""
         after, stream = [], Stream(z_BLD)
-        with self.weights.in_use():
+        with self.weights.activate():
             for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
                 self._prepare(block)
                 stream, state_after = block.advance(stream, self.u_BLU, state, context)
@@ -220,7 +220,7 @@ class BoundMap:
         )
 
 
-def _again_in_backward(function: Callable[..., Value], *arguments: Any) -> Value:
+def _recomputed(function: Callable[..., Value], *arguments: Any) -> Value:
     # The map is pure, its dropout drawn beforehand: there is no random state to put back.
     value: Value = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return value

@@ -21,7 +21,7 @@ from implicit_blocks.registry import build
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Stopping
-from implicit_blocks.weights.cache import HeldWeights
+from implicit_blocks.weights.cache import WeightCache
 
 __all__ = ["Encoded", "ExplicitLM", "ImplicitLM", "LMOutput", "LanguageModel"]
 
@@ -74,14 +74,14 @@ class ImplicitLM(LanguageModel):
             )
         self._configure(spec)
 
-    def inject(self, x_BLD: Tensor, weights: HeldWeights) -> tuple[Tensor | None, Tensor]:
+    def inject(self, x_BLD: Tensor, weights: WeightCache) -> tuple[Tensor | None, Tensor]:
         """Return ``u`` and the start."""
-        with weights.in_use():
+        with weights.activate():
             u: Tensor = self.injection(x_BLD)
         stream = x_BLD.to(self.stream_dtype)
-        return u, stream if self.spec.start == "embedding" else torch.zeros_like(stream)
+        return u, stream if self.spec.z_init == "embedding" else torch.zeros_like(stream)
 
-    def how_to_search(self, options: SearchOptions) -> tuple[Solver, Stopping] | None:
+    def search_config(self, options: SearchOptions) -> tuple[Solver, Stopping] | None:
         """Return those of training, or of evaluation."""
         solver = self.solver if self.training else self.evaluation_solver
         of_spec = self.spec.solver if self.training else self.spec.at_evaluation.solver
@@ -93,7 +93,7 @@ class ImplicitLM(LanguageModel):
         self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions, trace: bool
     ) -> tuple[Tensor, Solution | None]:
         """Find the fixed point."""
-        rules = self.how_to_search(search)
+        rules = self.search_config(search)
         assert rules is not None
         solver, stopping = rules
         windows = self.spec if self.training else self.spec.at_evaluation
@@ -112,7 +112,8 @@ class ImplicitLM(LanguageModel):
         )
         return solution.z, solution
 
-    def _owes_a_call(self) -> bool:
+    def needs_final_call(self) -> bool:
+        """Whether the value that ``solve_window`` returns must be mapped once more."""
         return not torch.is_grad_enabled()
 
 
@@ -128,11 +129,11 @@ class ExplicitLM(LanguageModel):
         super().__init__(spec)
         self.reset_parameters()
 
-    def inject(self, x_BLD: Tensor, weights: HeldWeights) -> tuple[Tensor | None, Tensor]:
+    def inject(self, x_BLD: Tensor, weights: WeightCache) -> tuple[Tensor | None, Tensor]:
         """Return no injection, and the embedded tokens."""
         return None, x_BLD.to(self.stream_dtype)
 
-    def how_to_search(self, options: SearchOptions) -> tuple[Solver, Stopping] | None:
+    def search_config(self, options: SearchOptions) -> tuple[Solver, Stopping] | None:
         """There is no search."""
         return None
 
@@ -142,5 +143,6 @@ class ExplicitLM(LanguageModel):
         """There is nothing to solve: the one call is still to come."""
         return start_BLD, None
 
-    def _owes_a_call(self) -> bool:
+    def needs_final_call(self) -> bool:
+        """Whether the value that ``solve_window`` returns must be mapped once more."""
         return True

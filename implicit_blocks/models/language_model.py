@@ -22,14 +22,14 @@ from implicit_blocks.layers import Linear, at_least_float32, reset_parameters_
 from implicit_blocks.models.backbone import Backbone, BoundMap
 from implicit_blocks.models.injection import pays_by_token
 from implicit_blocks.models.outputs import Encoded, LMOutput
-from implicit_blocks.models.sequence_state import Committed
+from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.ops.cross_entropy import linear_cross_entropy
 from implicit_blocks.ops.transforms import is_vmapped
 from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, Stopping
-from implicit_blocks.weights.cache import HeldWeights
+from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.weight_norm import assign_weight
 
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
@@ -55,11 +55,11 @@ class LanguageModel(nn.Module, ABC):
         """How processes that must iterate equally often agree to stop; None: each stops on its own."""
 
     @abstractmethod
-    def inject(self, x_BLD: Tensor, weights: HeldWeights) -> tuple[Tensor | None, Tensor]:
+    def inject(self, x_BLD: Tensor, weights: WeightCache) -> tuple[Tensor | None, Tensor]:
         """Return what embedded tokens add to the layers, (B, L, U) or None, and where their search begins."""
 
     @abstractmethod
-    def how_to_search(self, options: SearchOptions) -> tuple[Solver, Stopping] | None:
+    def search_config(self, options: SearchOptions) -> tuple[Solver, Stopping] | None:
         """Return the solver and the stopping rule in force with these options; None: there is no search."""
 
     @abstractmethod
@@ -77,7 +77,7 @@ class LanguageModel(nn.Module, ABC):
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
         documents: Tensor | None = None,
-        state: Committed | None = None,
+        state: SequenceState | None = None,
         return_state: bool = False,
         window_length: int | None = None,
         tolerance: float | None = None,
@@ -166,17 +166,17 @@ class LanguageModel(nn.Module, ABC):
         ids_BL: Tensor | None = None,
         attention_mask: Tensor | None = None,
         documents: Tensor | None = None,
-        state: Committed | None = None,
+        state: SequenceState | None = None,
         return_state: bool = False,
         window_length: int | None = None,
         search: SearchOptions | None = None,
         trace: bool = False,
-        weights: HeldWeights | None = None,
+        weights: WeightCache | None = None,
     ) -> Encoded:
         """Return what the head reads, given embedded tokens (B, L, D); arguments as for ``forward``.
 
         ``ids_BL``: the tokens, where ``x`` is what ``embedding`` makes of them, for injections by a table.
-        ``search`` says how this call's search differs from the spec's. ``weights``, from ``hold_weights``,
+        ``search`` says how this call's search differs from the spec's. ``weights``, from ``cache_weights``,
         spare calls that follow each other, as in decoding, from making them ready again.
 
         Raises:
@@ -198,7 +198,7 @@ class LanguageModel(nn.Module, ABC):
         step = length if window_length is None else min(window_length, length)
         commit = return_state or step < length
         search = search if search is not None else SearchOptions()
-        weights = weights if weights is not None else self.hold_weights()
+        weights = weights if weights is not None else self.cache_weights()
         outputs, solutions = [], []
         for first in range(0, length, step):
             part = slice(first, first + step)
@@ -274,9 +274,11 @@ class LanguageModel(nn.Module, ABC):
             return None
         return f"{int(ids[~known][0])}, and the model knows 0 to {rows - 1}"
 
-    def _finish(self, f: BoundMap, z: Tensor, state: Committed, *, commit: bool) -> tuple[Tensor, Committed]:
+    def _finish(
+        self, f: BoundMap, z: Tensor, state: SequenceState, *, commit: bool
+    ) -> tuple[Tensor, SequenceState]:
         """Map once more where the value is still owed, and commit where that is asked for."""
-        owed = self._owes_a_call()
+        owed = self.needs_final_call()
         mapped, layers = f.commit(z) if commit else (f(z) if owed else z, None)
         if owed and f.u_BLU is not None:  # after a search: what overflows keeps the value that it had
             z = torch.where(mapped.sum(-1, keepdim=True).isfinite(), mapped, z)
@@ -289,9 +291,9 @@ class LanguageModel(nn.Module, ABC):
     def bind(
         self,
         x_BLD: Tensor,
-        state: Committed,
+        state: SequenceState,
         *,
-        weights: HeldWeights,
+        weights: WeightCache,
         ids_BL: Tensor | None = None,
         warm_start: bool = False,
         valid_BL: Tensor | None = None,
@@ -302,7 +304,7 @@ class LanguageModel(nn.Module, ABC):
         length, dtype = x_BLD.shape[1], self.stream_dtype
         window = state.window(length, valid_BL=valid_BL, documents_BL=documents_BL, gaps=gaps, dtype=dtype)
         by_token = ids_BL is not None and pays_by_token(self.embedding, ids_BL.numel())
-        if ids_BL is not None and by_token and self.backbone.reads_rows(window):
+        if ids_BL is not None and by_token and self.backbone.supports_injection_table(window):
             window = replace(window, u_rows_BL=ids_BL.contiguous())
             u, starts_VD = self.inject(self.embedding.weight, weights)
             start = F.embedding(ids_BL, starts_VD)
@@ -314,7 +316,7 @@ class LanguageModel(nn.Module, ABC):
         return f, start
 
     @abstractmethod
-    def _owes_a_call(self) -> bool:
+    def needs_final_call(self) -> bool:
         """Whether ``solve_window`` returns a point still to be mapped: the last call of an evaluation."""
 
     @property
@@ -328,27 +330,27 @@ class LanguageModel(nn.Module, ABC):
 
     # ------------------------------------------------------------------------------------ states, parameters
 
-    def hold_weights(self) -> HeldWeights:
+    def cache_weights(self) -> WeightCache:
         """Return the weights of the map as they are now, made ready for any number of calls of ``encode``.
 
         For calls without gradients, and in the autocast mode of this one. The head is no part of the map and
         casts its own weight.
         """
-        return HeldWeights(*(module for module in self.children() if module is not self.head))
+        return WeightCache(*(module for module in self.children() if module is not self.head))
 
     @property
     def stream_dtype(self) -> torch.dtype:
         """The type of the residual stream: float32, or float64 in a float64 model."""
         return torch.promote_types(self.embedding.weight.dtype, torch.float32)
 
-    def initial_state(self, batch_size: int, *, capacity: int | None = None) -> Committed:
-        """Return the state before the first token; caches are reserved for ``capacity`` tokens, if given."""
+    def initial_state(self, batch_size: int, *, max_seq_len: int | None = None) -> SequenceState:
+        """Return the state before the first token; caches have room for ``max_seq_len`` tokens, if given."""
         weight = self.embedding.weight
         layers = self.backbone.initial_states(
-            batch_size, device=weight.device, dtype=weight.dtype, capacity=capacity
+            batch_size, device=weight.device, dtype=weight.dtype, max_seq_len=max_seq_len
         )
         position = torch.zeros(1, dtype=torch.int64, device=weight.device)
-        return Committed(batch_size, 0, position, layers)
+        return SequenceState(batch_size, 0, position, layers)
 
     def reset_parameters(self) -> None:
         """Initialize all parameters: embedding N(0, σ²), linear layers as torch does, the mixers as they say.
@@ -381,7 +383,7 @@ class LanguageModel(nn.Module, ABC):
         self.backbone.norm.compile(dynamic=False, options=COMPILE_OPTIONS)
 
     def capture_graphs(self, enabled: bool = True) -> None:
-        """Record the search's map as CUDA graphs, one a shape of the batch: an iteration is one launch then.
+        """Capture the search's map as CUDA graphs, one a shape of the batch: an iteration is one launch then.
 
         Worth it where shapes repeat and launching takes longer than computing, as with many small kernels;
         keeps the weights and their gradients once more, in the type they are used in. Off a GPU it changes
@@ -403,7 +405,7 @@ class LanguageModel(nn.Module, ABC):
         """
         if what not in ("none", "steps", "layers"):
             raise ValueError(f"what is computed again is {what!r}; choose 'none', 'steps' or 'layers'")
-        self.backbone.checkpoint = what
+        self.backbone.activation_checkpointing = what
 
     def sharding_units(self) -> list[nn.Module]:
         """Return the layers, which may be sharded over processes one by one."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from implicit_blocks.models.sequence_state import Committed
+from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.solution import Solution
 
 
@@ -23,19 +23,19 @@ class LMOutput:
     logits: Tensor | None
     loss: Tensor | None = None
     solution: Solution | None = None
-    state: Committed | None = None
+    state: SequenceState | None = None
     predictions: Tensor | None = None
 
     def __repr__(self) -> str:
         """Say in a line what there is: shapes, the loss, how the search went."""
-        told = {
+        parts = {
             "logits": None if self.logits is None else tuple(self.logits.shape),
             "loss": None if self.loss is None or self.loss.is_meta else f"{self.loss.item():.4f}",
             "solution": self.solution,
             "state": None if self.state is None else "…",
             "predictions": None if self.predictions is None else tuple(self.predictions.shape),
         }
-        shown = (f"{name}={value}" for name, value in told.items() if value is not None)
+        shown = (f"{name}={value}" for name, value in parts.items() if value is not None)
         return f"LMOutput({', '.join(shown)})"
 
 
@@ -45,4 +45,4 @@ class Encoded:
 
     hidden_BLD: Tensor
     solution: Solution | None = None
-    state: Committed | None = None
+    state: SequenceState | None = None

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Committed:
+class SequenceState:
     """The state between windows.
 
     ``length`` counts the committed tokens T, padding included; ``next_position`` (1 or B,) the real ones.
     ``valid_BT`` and ``documents_BT`` are None while there was no padding, and one document; ``layers`` holds
     each mixer's state. ``last_BD`` is where the search of each row's last real token ended, None before the
     first: a warm start begins there. Continuing from a state leaves it as it was, unless it was made with a
-    ``capacity``: the buffers are then shared, and a second continuation from the same state overwrites the
+    ``max_seq_len``: the buffers are then shared, and a second continuation from the same state overwrites the
     first.
     """
 
@@ -88,12 +88,12 @@ class Committed:
         assert new_BL is not None
         return torch.cat((before_BT, new_BL), dim=1)
 
-    def after(self, window: Window, layers: tuple[State, ...], z_BLD: Tensor | None = None) -> Committed:
+    def after(self, window: Window, layers: tuple[State, ...], z_BLD: Tensor | None = None) -> SequenceState:
         """Return the state once ``window``, whose solution is ``z_BLD``, has been committed."""
         taken: Tensor | int = window.length
         if window.valid_BL is not None:
             taken = window.valid_BL.sum(1)
-        return Committed(
+        return SequenceState(
             batch_size=self.batch_size,
             length=self.length + window.length,
             next_position=self.next_position + taken,
@@ -127,7 +127,7 @@ class Committed:
             follows = follows & (window.documents_BL == before)
         return torch.where(follows[:, :, None], self.last_BD[:, None].to(start_BLD.dtype), start_BLD)
 
-    def truncate(self, tokens: int, backbone: Backbone) -> Committed:
+    def truncate(self, tokens: int, backbone: Backbone) -> SequenceState:
         """Return the state without its last ``tokens`` tokens, padding included.
 
         Raises:
@@ -141,7 +141,7 @@ class Committed:
             )
         kept = self.length - tokens
         taken: Tensor | int = tokens if self.valid_BT is None else self.valid_BT[:, kept:].sum(1)
-        return Committed(
+        return SequenceState(
             batch_size=self.batch_size,
             length=kept,
             next_position=self.next_position - taken,
@@ -154,10 +154,10 @@ class Committed:
             last_BD=self.last_BD if tokens == 0 else None,  # those of the tokens before were not kept
         )
 
-    def select_rows(self, rows: Tensor, backbone: Backbone) -> Committed:
+    def select_rows(self, rows: Tensor, backbone: Backbone) -> SequenceState:
         """Return the state of these rows, (R,) int64 indices; rows may repeat, as beam search needs."""
         one_for_all = self.next_position.shape[0] == 1
-        return Committed(
+        return SequenceState(
             batch_size=rows.numel(),
             length=self.length,
             next_position=self.next_position if one_for_all else self.next_position[rows],

@@ -32,7 +32,7 @@ def register_components(add: Add) -> None:
 
     add("mixer", specs.Mamba2Spec, "implicit_blocks.mixers.mamba2.mixer:Mamba2")
     add("mixer", specs.AttentionSpec, "implicit_blocks.mixers.attention.mixer:Attention")
-    add("mixer", specs.ParallelSpec, "implicit_blocks.mixers.hybrid:Parallel")
+    add("mixer", specs.HybridSpec, "implicit_blocks.mixers.hybrid:Hybrid")
     add("mlp", specs.SwiGLUSpec, "implicit_blocks.layers:SwiGLU")
 
     add("model", specs.ImplicitLMSpec, "implicit_blocks.models.implicit:ImplicitLM")

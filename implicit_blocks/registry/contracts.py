@@ -29,10 +29,10 @@ def require(condition: bool, component: Any, contract: str, remedy: str) -> None
 
     """
     if not condition:
-        raise ContractError(f"{describe(component)} breaks the contract '{contract}': {remedy}")
+        raise ContractError(f"{describe_component(component)} breaks the contract '{contract}': {remedy}")
 
 
-def describe(component: Any) -> str:
+def describe_component(component: Any) -> str:
     """Name a component and the plugin that it comes from: ``Shift (of plugin acme-blocks 2.5.0)``."""
     if isinstance(component, str):
         return component

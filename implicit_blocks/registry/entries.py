@@ -307,8 +307,8 @@ def _register(plugin: object, name: str, owner: str, version: str) -> None:
         manager.register(plugin, name)
         manager.check_pending()  # a hook of an unknown name
     except pluggy.PluginValidationError as error:
-        said = " ".join(str(error).partition(" in plugin ")[0].split())
-        raise ValueError(f"{said}; the hook is `register_components(add)`") from None
+        message = " ".join(str(error).partition(" in plugin ")[0].split())
+        raise ValueError(f"{message}; the hook is `register_components(add)`") from None
     if not manager.hook.register_components.get_hookimpls():
         raise ValueError(
             "it registers nothing; mark a function `register_components(add)` with implicit_blocks.hookimpl"

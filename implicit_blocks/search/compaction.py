@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from implicit_blocks.search.search import _Loop
 
 
-class WholeResults:
+class FullResults:
     """What is known of all rows and tokens, once some have left the working set."""
 
-    NAMES = ("best", "seen", "measured", "own_residual", "iterations")
+    NAMES = ("best", "last_residual", "lowest_residual", "token_residual", "iterations")
 
     def __init__(self, loop: _Loop) -> None:
         self.rows = torch.arange(loop.shape[0], device=loop.z.device)
@@ -28,7 +28,7 @@ class WholeResults:
         for name, whole in self.values.items():
             whole[place] = getattr(loop, name)
         for part in loop.newly_traced():
-            whole = part.new_full(self.values["measured"].shape, torch.nan)
+            whole = part.new_full(self.values["lowest_residual"].shape, torch.nan)
             whole[place] = part
             self.trace.append(whole)
 

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from implicit_blocks._utils.validation import require_share
 from implicit_blocks.specs import SolverSpec, Stopping
 from implicit_blocks.specs.base import Spec, validate
-from implicit_blocks.specs.errors import explain
+from implicit_blocks.specs.errors import format_error
 
 _Spec = TypeVar("_Spec", bound=Spec)
 
@@ -85,4 +85,4 @@ def _changed(spec: _Spec, changes: Mapping[str, Any]) -> _Spec:
     try:
         return validate(type(spec), {**dict(spec), **changes})
     except ValidationError as error:
-        raise explain(error, {}, source="") from None
+        raise format_error(error, {}, source="") from None

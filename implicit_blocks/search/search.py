@@ -21,12 +21,12 @@ from implicit_blocks.contract_checks import (
     check_updated_state,
     point_and_state,
 )
-from implicit_blocks.cuda.host_copy import HostReader
+from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solver
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.residual import difference, initial_scale, narrow, norm, relative_residual
 from implicit_blocks.search.agreement import Agreement
-from implicit_blocks.search.compaction import WholeResults
+from implicit_blocks.search.compaction import FullResults
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
 
@@ -102,8 +102,10 @@ class Search:
             loop = _Loop(self, lambda z: z, z.detach())
             loop.begin()
             loop.all_active = True  # padding too: its residual is 0
-            loop.measure(loop.residuals(loop.laid_out(z.detach()), loop.laid_out(fz.detach())))
-            loop.own_residual = loop.seen
+            loop.measure(
+                loop.residuals(loop.flatten_features(z.detach()), loop.flatten_features(fz.detach()))
+            )
+            loop.token_residual = loop.last_residual
             loop.iterations.fill_(iterations)
             return loop.solution(z)
 
@@ -145,10 +147,11 @@ class _Loop:
     in the place of F, so that it masks points as it is. Calls of operators are what an iteration of a small
     map costs, so nothing is kept that can be told from something else:
 
-    - ``seen``, the residual of an element's last call, which stands still once it has left the loop; where
+    - ``last_residual``, the residual of an element's last call, which stands still once it has left the loop;
+    where
       it is not finite the element has diverged. With prefix scope the largest among a token's own and those
       before it decides, which is not finite behind a token that has diverged.
-    - ``measured``, the lowest that decided; under the tolerance the element has converged.
+    - ``lowest_residual``, the lowest that decided; under the tolerance the element has converged.
     """
 
     def __init__(self, search: Search, f: Map, z0: Tensor) -> None:
@@ -156,32 +159,34 @@ class _Loop:
         self.shape = self.whole = z0.shape  # of the working set, and of the answer
         self.prefix = self.stopping.scope == "prefix"
         self.valid = search.valid
-        self.z = self.laid_out(z0)
+        self.z = self.flatten_features(z0)
         self.best = self.z
         self.precision = torch.promote_types(z0.dtype, torch.float32)  # of the residuals that are reported
-        self.in_buckets = z0.is_cuda  # rows leave so that few sizes of batch are seen
+        self.bucket_sizes = z0.is_cuda  # rows leave so that few sizes of batch are seen
         self.fused = z0.is_cuda and z0.dtype != torch.float64 and self.valid is None and available("triton")
         self.all_active = True
         self.trace: list[Tensor] = []
         self.traced: list[tuple[Tensor, Tensor]] = []  # residuals that are to be traced, and whose they are
         self.averages: tuple[Tensor, Tensor] | None = None  # of z and of f(z), where they are asked for
-        self.reader = HostReader()
+        self.reader = AsyncHostCopy()
         # What the kernel of the flags says of each row, where there is one.
-        self.counted: Tensor | None = None
+        self.row_counts: Tensor | None = None
         # The residual of the element that is nearest to its end, call by call; ahead of them, what a search
         # that begins anywhere may expect of its first two: f(z) is as far from z as it is from 0.
         self.lowest = [5.0, 1.0] if self.stopping.norm == "relative" else []
-        self.results: WholeResults | None = None  # of all rows and tokens, once some have left
-        self.before: Tensor | None = None  # the largest residual seen of a row's committed tokens, if any
+        self.results: FullResults | None = None  # of all rows and tokens, once some have left
+        # the largest residual seen of a row's committed tokens, if any
+        self.prefix_residual: Tensor | None = None
 
     def begin(self) -> None:
         """Make what is known of the elements: nothing yet."""
         count, device = (*self.z.shape[:-1], 1), self.z.device
         self.scale, self.scale_limit = initial_scale(self.z, count)
         precision = torch.float32 if self.fused else self.scale.dtype
-        self.seen = self.z.new_zeros(count, dtype=precision)
-        self.measured = self.z.new_full(count, torch.inf, dtype=precision)
-        self.own_residual = self.measured  # that of the best point: with prefix scope, of the token alone
+        self.last_residual = self.z.new_zeros(count, dtype=precision)
+        self.lowest_residual = self.z.new_full(count, torch.inf, dtype=precision)
+        # that of the best point: with prefix scope, of the token alone
+        self.token_residual = self.lowest_residual
         self.iterations = self.z.new_zeros(count, dtype=torch.int64)
         self.active = torch.ones(count, dtype=torch.bool, device=device)
         if self.prefix and self.valid is not None:
@@ -189,7 +194,7 @@ class _Loop:
 
     # ------------------------------------------------------------------------------------ layout
 
-    def laid_out(self, z: Tensor) -> Tensor:
+    def flatten_features(self, z: Tensor) -> Tensor:
         """Lay (B, L, …) out as points."""
         return z if z.ndim == 2 + self.prefix else z.reshape(*z.shape[: 1 + self.prefix], -1)
 
@@ -200,7 +205,7 @@ class _Loop:
     def call(self, z: Tensor) -> Tensor:
         """Call the map on points."""
         whole = z if z.ndim == len(self.shape) else z.reshape(-1, *self.shape[1:])
-        return self.laid_out(still_at_padding(self.f(whole), whole, self.valid))
+        return self.flatten_features(still_at_padding(self.f(whole), whole, self.valid))
 
     def call_elements(self, z_EF: Tensor) -> Tensor:
         """Call the map on elements: the handle that a solver is given."""
@@ -224,9 +229,9 @@ class _Loop:
                 step = step.view(shape).masked_fill(padding, 0.0).flatten(1)
                 value = fz.view(shape).masked_fill(padding, 0.0).flatten(1)
         if not relative:
-            return narrow(norm(step), self.measured.dtype)
+            return narrow(norm(step), self.lowest_residual.dtype)
         residual, self.scale = relative_residual(step, value, self.scale, self.scale_limit)
-        return narrow(residual, self.measured.dtype)
+        return narrow(residual, self.lowest_residual.dtype)
 
     # ------------------------------------------------------------------------------------ the loop
 
@@ -247,11 +252,11 @@ class _Loop:
             if iteration == self.stopping.max_iterations:  # nothing is decided any more: the host goes on
                 self.best = torch.where(improved, value, self.best)
                 break
-            early, ahead = self.all_will_go_on(), None
+            early, ahead = self.expects_all_active(), None
             if early:
                 # The device needn't wait while the host reads; what is called in vain is thrown away.
-                if self.counted is not None:
-                    self.reader.send(self.counted)
+                if self.row_counts is not None:
+                    self.reader.send(self.row_counts)
                 proposed, proposed_state = self.next_point(z_EF, fz, state)
                 ahead = self.call(proposed.reshape(self.z.shape))
             remaining, rows, every = self.counts(improved)
@@ -275,7 +280,7 @@ class _Loop:
                 except (ValueError, RuntimeError):  # its layout may have changed after the first update
                     check_updated_state(self.solver, proposed_state, state, z_EF.shape[0])
                     raise
-                state = self.thinned_out(chosen, remaining, rows)
+                state = self.compact(chosen, remaining, rows)
                 z_EF = self.elements(self.z)
         if self.results is not None:
             self.results.write(self)
@@ -289,13 +294,13 @@ class _Loop:
         check_next_point(self.solver, proposed, z_EF)
         return proposed, after
 
-    def all_will_go_on(self) -> bool:
+    def expects_all_active(self) -> bool:
         """Whether all elements, none of which has left, are expected to stay above the tolerance once more.
 
         Residuals fall by much the same factor from call to call. Where processes agree on each call there is
         none in vain.
         """
-        if self.counted is None or len(self.lowest) < 2:
+        if self.row_counts is None or len(self.lowest) < 2:
             return False
         if not self.all_active or self.search.agree is not None:
             return False
@@ -307,8 +312,8 @@ class _Loop:
 
         The loop's one reading from the device in an iteration.
         """
-        if self.counted is not None:
-            active, better, lowest = self.reader.read(self.counted)
+        if self.row_counts is not None:
+            active, better, lowest = self.reader.read(self.row_counts)
             self.lowest.append(min(lowest))
         else:
             # Elements that have left are no better, so where some have only the others need counting.
@@ -333,23 +338,26 @@ class _Loop:
 
     def measure(self, residual: Tensor) -> Tensor:
         """Take in the residuals of a call; return which elements are better now than ever."""
-        kept = self.seen, self.measured, self.own_residual, self.iterations, self.active
+        kept = self.last_residual, self.lowest_residual, self.token_residual, self.iterations, self.active
         if self.fused and all(tensor.is_contiguous() for tensor in kept):
             return self.measure_at_once(residual)
-        self.counted = None
+        self.row_counts = None
         self.iterations = self.iterations + self.active
-        self.seen = residual if self.all_active else torch.where(self.active, residual, self.seen)
-        largest = self.seen.cummax(1).values if self.prefix else self.seen  # NaN where one so far is NaN
-        if self.before is not None:
-            largest = torch.maximum(largest, self.before)
+        self.last_residual = (
+            residual if self.all_active else torch.where(self.active, residual, self.last_residual)
+        )
+        # NaN where one so far is NaN
+        largest = self.last_residual.cummax(1).values if self.prefix else self.last_residual
+        if self.prefix_residual is not None:
+            largest = torch.maximum(largest, self.prefix_residual)
         # No element that has left the loop can be better: what is seen of it, and of those before it in the
         # prefix, stands still, or is not finite.
-        improved = largest < self.measured
-        self.measured = torch.fmin(largest, self.measured)
+        improved = largest < self.lowest_residual
+        self.lowest_residual = torch.fmin(largest, self.lowest_residual)
         if self.prefix:
-            self.own_residual = torch.where(improved, self.seen, self.own_residual)
+            self.token_residual = torch.where(improved, self.last_residual, self.token_residual)
         else:
-            self.own_residual = self.measured
+            self.token_residual = self.lowest_residual
         # Neither converged nor diverged, in two operators: inf mod inf is NaN, which is above nothing.
         self.active = largest.fmod(torch.inf) > self.stopping.tolerance
         if self.prefix and self.valid is not None:
@@ -362,19 +370,19 @@ class _Loop:
 
         new = updated(
             residual,
-            seen=self.seen,
-            measured=self.measured,
-            own_residual=self.own_residual,
+            last_residual=self.last_residual,
+            lowest_residual=self.lowest_residual,
+            token_residual=self.token_residual,
             iterations=self.iterations,
             active=self.active,
-            before=self.before,
+            prefix_residual=self.prefix_residual,
             tolerance=self.stopping.tolerance,
         )
-        self.seen, self.measured, self.own_residual, self.iterations, self.active = new[:5]
-        self.counted = new.counts
+        self.last_residual, self.lowest_residual, self.token_residual, self.iterations, self.active = new[:5]
+        self.row_counts = new.counts
         return new.improved
 
-    def thinned_out(self, state: Any, remaining: int, rows: int) -> Any:
+    def compact(self, state: Any, remaining: int, rows: int) -> Any:
         """Let what is done leave the working set, where that pays; return the solver's state of the rest.
 
         ``remaining`` elements go on, in so many ``rows``.
@@ -386,22 +394,22 @@ class _Loop:
         self.all_active = remaining == self.active.numel()
         return state
 
-    def results_so_far(self) -> WholeResults:
+    def results_so_far(self) -> FullResults:
         """Return what is known of all rows and tokens, also of those that have left."""
-        self.results = self.results or WholeResults(self)
+        self.results = self.results or FullResults(self)
         self.results.write(self)
         return self.results
 
     def can_drop(self, count: int) -> bool:
         """Whether it pays to go on with ``count`` of the rows: the half or fewer."""
-        fewest = max(count, self.shape[0] // 8) if self.in_buckets else count
+        fewest = max(count, self.shape[0] // 8) if self.bucket_sizes else count
         return count > 0 and 2 * fewest <= self.z.shape[0] and isinstance(self.f, RowMap)
 
-    def drop(self, results: WholeResults, count: int, state: Any) -> Any:
+    def drop(self, results: FullResults, count: int, state: Any) -> Any:
         """Let rows that are done leave the working set, where ``count`` go on; return the solver's state."""
         rows = self.active.flatten(1).any(1)
-        if self.in_buckets:
-            # Four sizes of batch, for compiled kernels and recorded graphs: rows that are done fill up.
+        if self.bucket_sizes:
+            # Four sizes of batch, for compiled kernels and captured graphs: rows that are done fill up.
             size = rows.numel()
             while size // 2 >= max(count, self.shape[0] // 8):
                 size //= 2
@@ -415,8 +423,8 @@ class _Loop:
         self.z, self.active, self.scale = self.z[index], self.active[index], self.scale[index]
         if self.averages is not None:
             self.averages = self.averages[0][index], self.averages[1][index]
-        self.before = None if self.before is None else self.before[index]
-        for name in WholeResults.NAMES:
+        self.prefix_residual = None if self.prefix_residual is None else self.prefix_residual[index]
+        for name in FullResults.NAMES:
             setattr(self, name, getattr(self, name)[index])
         tokens = self.z.shape[1] if self.prefix else 1
         kept = (index[:, None] * tokens + torch.arange(tokens, device=index.device)).reshape(-1)
@@ -436,21 +444,23 @@ class _Loop:
         done: int = (tokens - waiting) // multiple * multiple
         return done if 8 * done >= tokens and isinstance(self.f, SequenceMap) else 0
 
-    def commit(self, results: WholeResults, done: int, state: Any) -> Any:
+    def commit(self, results: FullResults, done: int, state: Any) -> Any:
         """Let the first ``done`` tokens leave the working set; return the solver's state of the others."""
         results.first += done
         assert isinstance(self.f, SequenceMap)
         rows, tokens = self.active.shape[:2]
         self.f = self.f.after(self.best[:, :done].reshape(rows, done, *self.shape[2:]))
-        seen = self.seen[:, :done].amax(1, keepdim=True)  # not finite where one has diverged
-        self.before = seen if self.before is None else torch.maximum(seen, self.before)
+        seen = self.last_residual[:, :done].amax(1, keepdim=True)  # not finite where one has diverged
+        self.prefix_residual = (
+            seen if self.prefix_residual is None else torch.maximum(seen, self.prefix_residual)
+        )
         self.shape = torch.Size((self.shape[0], tokens - done, *self.shape[2:]))
         self.valid = None if self.valid is None else self.valid[:, done:]
         self.z, self.active = self.z[:, done:], self.active[:, done:]
         self.scale = self.scale[:, done:].contiguous()
         if self.averages is not None:
             self.averages = self.averages[0][:, done:], self.averages[1][:, done:]
-        for name in WholeResults.NAMES:
+        for name in FullResults.NAMES:
             setattr(self, name, getattr(self, name)[:, done:])
 
         def keep(leaf: Tensor) -> Tensor:
@@ -470,18 +480,18 @@ class _Loop:
     def solution(self, z: Tensor) -> Solution:
         """Return the report with the value ``z``."""
         self.trace += self.newly_traced()
-        converged = self.measured <= self.stopping.tolerance
+        converged = self.lowest_residual <= self.stopping.tolerance
         if self.prefix and self.search.valid is not None:
             padding = ~self.search.valid[..., None]
             converged = converged | padding
-            self.own_residual = self.own_residual.masked_fill(padding, 0.0)
+            self.token_residual = self.token_residual.masked_fill(padding, 0.0)
         make = Solution.of_tokens if self.prefix else Solution
         return make(
             z,
             iterations=self.iterations.squeeze(-1),
-            residual=narrow(self.own_residual, self.precision).squeeze(-1),
+            residual=narrow(self.token_residual, self.precision).squeeze(-1),
             converged=converged.squeeze(-1),
-            diverged=~self.seen.isfinite().squeeze(-1),
+            diverged=~self.last_residual.isfinite().squeeze(-1),
             trace=torch.stack(self.trace).squeeze(-1) if self.trace else None,
         )
 

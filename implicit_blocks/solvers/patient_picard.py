@@ -27,18 +27,18 @@ class Patience(NamedTuple):
 
 
 class PatientPicard(Solver):
-    """``z ← (1 − λ) z + λ f(z)``, λ smaller by ``shrink`` after ``patience`` iterations without a new low.
+    """``z ← (1 − λ) z + λ f(z)``, λ smaller by ``factor`` after ``patience`` iterations without a new low.
 
     For maps of which most contract and some overshoot, row by row: the first keep the plain step, the fastest
-    for them; the others find the damping that they need, down to ``least``. A row that overshoots has lost
-    the iterations waited for. With scope ``prefix`` a token may also wait because one before it has not
+    for them; the others find the damping that they need, down to ``min_damping``. A row that overshoots has
+    lost the iterations waited for. With scope ``prefix`` a token may also wait because one before it has not
     settled, and is then slowed down for nothing; where tokens settle one after the other take ``Picard``.
 
     Args:
         damping: λ of the first steps, in (0, 1].
         patience: iterations without a lower residual, at least 1.
-        shrink: in (0, 1).
-        least: the smallest λ, in (0, damping].
+        factor: in (0, 1).
+        min_damping: the smallest λ, in (0, damping].
 
     Raises:
         ValueError: a number out of its range.
@@ -46,15 +46,17 @@ class PatientPicard(Solver):
     """
 
     def __init__(
-        self, *, damping: float = 1.0, patience: int = 8, shrink: float = 0.5, least: float = 0.25
+        self, *, damping: float = 1.0, patience: int = 8, factor: float = 0.5, min_damping: float = 0.25
     ) -> None:
         require_share("damping", damping)
         require_count("patience", patience)
-        if not 0 < shrink < 1:
-            raise ValueError(f"shrink is {shrink}; choose a number in (0, 1)")
-        if not 0 < least <= damping:
-            raise ValueError(f"least is {least}; choose a number in (0, {damping}], up to the damping")
-        self.damping, self.patience, self.shrink, self.least = damping, patience, shrink, least
+        if not 0 < factor < 1:
+            raise ValueError(f"factor is {factor}; choose a number in (0, 1)")
+        if not 0 < min_damping <= damping:
+            raise ValueError(
+                f"min_damping is {min_damping}; choose a number in (0, {damping}], up to the damping"
+            )
+        self.damping, self.patience, self.factor, self.min_damping = damping, patience, factor, min_damping
 
     def init(self, z0_EF: Tensor) -> Patience:
         """Return the first λ, and no residual yet."""
@@ -72,7 +74,9 @@ class PatientPicard(Solver):
         lower = residual < state.lowest_E
         waited = torch.where(lower, 0, state.waited_E + 1)
         tired = waited >= self.patience
-        damping = torch.where(tired, (state.damping_E * self.shrink).clamp(min=self.least), state.damping_E)
+        damping = torch.where(
+            tired, (state.damping_E * self.factor).clamp(min=self.min_damping), state.damping_E
+        )
         lowest = torch.where(lower, residual, state.lowest_E)
         z = torch.lerp(z_EF, fz_EF, damping.to(z_EF.dtype)[:, None])
         return z, Patience(damping, lowest, torch.where(tired, 0, waited))

@@ -1,7 +1,7 @@
 """Specs: what to build, as data. Importing them imports no torch."""
 
 from implicit_blocks.specs.base import ComponentSpec, Spec
-from implicit_blocks.specs.errors import refusal, together
+from implicit_blocks.specs.errors import field_error, merge_errors
 from implicit_blocks.specs.gradients import (
     GradientSpec,
     ImplicitFunctionSpec,
@@ -9,7 +9,7 @@ from implicit_blocks.specs.gradients import (
     PhantomSpec,
     UnrolledSpec,
 )
-from implicit_blocks.specs.hybrid import ParallelSpec
+from implicit_blocks.specs.hybrid import HybridSpec
 from implicit_blocks.specs.layers import (
     AttentionSpec,
     Mamba2Spec,
@@ -49,6 +49,7 @@ __all__ = [
     "ComponentSpec",
     "ExplicitLMSpec",
     "GradientSpec",
+    "HybridSpec",
     "ImplicitFunctionSpec",
     "ImplicitLMSpec",
     "JacobianPenaltySpec",
@@ -57,7 +58,6 @@ __all__ = [
     "Mamba2Spec",
     "MixerSpec",
     "ModelSpec",
-    "ParallelSpec",
     "Parameters",
     "PatientPicardSpec",
     "PhantomSpec",
@@ -70,11 +70,11 @@ __all__ = [
     "StoppingOverrides",
     "SwiGLUSpec",
     "UnrolledSpec",
+    "field_error",
     "load_spec",
     "merge",
-    "refusal",
+    "merge_errors",
     "resolve",
     "spec_name",
-    "together",
     "zoo_names",
 ]

@@ -27,7 +27,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from implicit_blocks import registry
 from implicit_blocks._utils.hints import did_you_mean, nearest
-from implicit_blocks.specs.errors import MOST_ERRORS, explain, refusal, together
+from implicit_blocks.specs.errors import MOST_ERRORS, field_error, format_error, merge_errors
 from implicit_blocks.specs.key_hints import places_of
 from implicit_blocks.specs.tree import OUT_OF_RANGE, SpecError, in_range, shown
 
@@ -59,16 +59,16 @@ class Spec(BaseModel):
         known = cls.model_fields
         unknown = [key for key in value if key not in known]
         refused = [
-            refusal(cls._remedy(str(key), value), str(key), value=value[key], of_key=True)
+            field_error(cls._remedy(str(key), value), str(key), value=value[key], of_key=True)
             for key in unknown[:MOST_ERRORS]
         ]
         refused += [
-            refusal(f"{OUT_OF_RANGE}; got {shown(found, limit=40)}", str(key), value=None)
+            field_error(f"{OUT_OF_RANGE}; got {shown(found, limit=40)}", str(key), value=None)
             for key, entry in value.items()
             for found in _out_of_range(entry)
         ]
         if refused:
-            raise together(refused)
+            raise merge_errors(refused)
         return {key: _over_default(known[key].default, entry) for key, entry in value.items()}
 
     @classmethod
@@ -85,7 +85,7 @@ class Spec(BaseModel):
         try:
             self.__pydantic_validator__.validate_python(fields, self_instance=self)
         except ValidationError as error:
-            raise explain(error, fields, source=type(self).__name__) from None
+            raise format_error(error, fields, source=type(self).__name__) from None
 
     # What pydantic's own constructor says of itself: validation need not call it for nested specs.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a mark that pydantic looks for
@@ -101,7 +101,7 @@ class Spec(BaseModel):
         try:
             return super().model_validate(obj, **options)
         except ValidationError as error:
-            raise explain(error, obj, source=cls.__name__) from None
+            raise format_error(error, obj, source=cls.__name__) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         try:
@@ -131,7 +131,9 @@ _AnySpec = TypeVar("_AnySpec", bound=Spec)
 
 
 def validate(spec_class: type[_AnySpec], value: Any) -> _AnySpec:
-    """Validate as `Spec.model_validate` does, but let pydantic's error through, for `together` or `explain`.
+    """Validate as `Spec.model_validate` does, but let pydantic's error through.
+
+    For callers that format errors of their own.
 
     Raises:
         ValidationError: located from the spec.
@@ -212,5 +214,5 @@ def _member(base: type[ComponentSpec], value: Any) -> Any:
     try:
         entry = registry.entry(family, value["kind"])
     except registry.UnknownKindError as error:
-        raise refusal(str(error), "kind", value=value["kind"]) from None
+        raise field_error(str(error), "kind", value=value["kind"]) from None
     return validate(entry.spec, value)

@@ -16,7 +16,7 @@ MOST_ERRORS = 20
 _OF_VALUE, _OF_KEY = "refused_value", "refused_key"
 
 
-def refusal(message: str, *location: str | int, value: Any, of_key: bool = False) -> ValidationError:
+def field_error(message: str, *location: str | int, value: Any, of_key: bool = False) -> ValidationError:
     """Make the error to raise in a validator when one particular entry is wrong.
 
     Args:
@@ -29,7 +29,7 @@ def refusal(message: str, *location: str | int, value: Any, of_key: bool = False
     return _error([_details(message, location, value, kind=_OF_KEY if of_key else _OF_VALUE)])
 
 
-def together(errors: Iterable[ValidationError], *, under: Sequence[str | int] = ()) -> ValidationError:
+def merge_errors(errors: Iterable[ValidationError], *, under: Sequence[str | int] = ()) -> ValidationError:
     """Make one error of several, so that all of them are shown.
 
     Args:
@@ -44,7 +44,7 @@ def together(errors: Iterable[ValidationError], *, under: Sequence[str | int] = 
     return _error(lines)
 
 
-def explain(error: ValidationError, tree: Any, *, source: str) -> SpecError:
+def format_error(error: ValidationError, tree: Any, *, source: str) -> SpecError:
     """Say an error as a user should read it, one line for each thing that is wrong.
 
     Args:

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
 from implicit_blocks.specs.base import ComponentSpec
-from implicit_blocks.specs.errors import refusal
+from implicit_blocks.specs.errors import field_error
 from implicit_blocks.specs.solvers import Damping, PicardSpec, SolverSpec, Stopping
 
 
@@ -82,7 +82,7 @@ class ImplicitFunctionSpec(GradientSpec):
     def _whole_sequences(self) -> Self:
         if self.stopping.scope != "sequence":
             message = "the adjoint equation runs backwards through the tokens; its scope must be 'sequence'"
-            raise refusal(message, "stopping", "scope", value=self.stopping.scope)
+            raise field_error(message, "stopping", "scope", value=self.stopping.scope)
         return self
 
 
@@ -119,5 +119,5 @@ class JacobianPenaltySpec(GradientSpec):
                 f"gradient {self.gradient.kind!r} ends after a fixed number of steps, and the penalty is on "
                 "the Jacobian at a fixed point; choose 'phantom' or 'implicit_function'"
             )
-            raise refusal(message, "gradient", value=self.gradient)
+            raise field_error(message, "gradient", value=self.gradient)
         return self

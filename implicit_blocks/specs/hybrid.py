@@ -10,10 +10,10 @@ from implicit_blocks.specs.counting import total
 from implicit_blocks.specs.layers import MixerSpec
 
 
-class ParallelSpec(MixerSpec):
+class HybridSpec(MixerSpec):
     """Several mixers side by side in each layer, their outputs added: hybrids of attention and SSD."""
 
-    kind: Literal["parallel"] = "parallel"
+    kind: Literal["hybrid"] = "hybrid"
     mixers: Annotated[tuple[MixerSpec, ...], Field(min_length=2)]
     """The mixers, two or more; each has its share of the injection and a state of its own."""
 

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from implicit_blocks.specs.base import ComponentSpec, Spec
-from implicit_blocks.specs.errors import refusal
+from implicit_blocks.specs.errors import field_error
 
 
 class Parameters(NamedTuple):
@@ -131,7 +131,7 @@ class Mamba2Spec(MixerSpec):
         for low, high in (("dt_min", "dt_max"), ("a_min", "a_max")):
             least, most = getattr(self, low), getattr(self, high)
             if least > most:
-                raise refusal(f"{low} {least} is above {high} {most}; exchange them", low, value=least)
+                raise field_error(f"{low} {least} is above {high} {most}; exchange them", low, value=least)
         return self
 
     def check(self, d_model: int) -> None:
@@ -212,7 +212,7 @@ class RopeScaling(Spec):
                 f"low_freq_factor {self.low_freq_factor} is not below high_freq_factor "
                 f"{self.high_freq_factor}; exchange them"
             )
-            raise refusal(message, "low_freq_factor", value=self.low_freq_factor)
+            raise field_error(message, "low_freq_factor", value=self.low_freq_factor)
         return self
 
 
@@ -242,7 +242,7 @@ class AttentionSpec(MixerSpec):
                 f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}; "
                 "choose a divisor, or null for as many as query heads"
             )
-            raise refusal(message, "n_kv_heads", value=self.n_kv_heads)
+            raise field_error(message, "n_kv_heads", value=self.n_kv_heads)
         return self
 
     def check(self, d_model: int) -> None:
@@ -298,24 +298,24 @@ class SwiGLUSpec(MLPSpec):
     """``W_out (silu(W_gate z) · W_up z)``."""
 
     kind: Literal["swiglu"] = "swiglu"
-    d_hidden: PositiveInt
+    d_ff: PositiveInt
     """Hidden width; the paper takes ``int(2/3 · 4 · d_model)``."""
     bias: bool = False
     """Whether the three layers have biases."""
 
     def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
         """List three matrices."""
-        shapes = _linear("gate_proj", self.d_hidden, d_model, bias=self.bias)
-        shapes |= _linear("up_proj", self.d_hidden, d_model, bias=self.bias)
-        return shapes | _linear("out_proj", d_model, self.d_hidden, bias=self.bias)
+        shapes = _linear("gate_proj", self.d_ff, d_model, bias=self.bias)
+        shapes |= _linear("up_proj", self.d_ff, d_model, bias=self.bias)
+        return shapes | _linear("out_proj", d_model, self.d_ff, bias=self.bias)
 
     def headline(self, d_model: int) -> str:
         """Say the hidden width."""
-        return f"hidden width {self.d_hidden}"
+        return f"hidden width {self.d_ff}"
 
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count three matrix products."""
-        return float(6 * d_model * self.d_hidden)
+        return float(6 * d_model * self.d_ff)
 
 
 def is_weight_normed(name: str, shape: tuple[int, ...]) -> bool:

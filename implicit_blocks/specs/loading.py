@@ -15,7 +15,7 @@ from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks._utils.own_parts import zoo_folder
 from implicit_blocks.checkpoints.find import SPEC
 from implicit_blocks.specs.base import validate
-from implicit_blocks.specs.errors import explain
+from implicit_blocks.specs.errors import format_error
 from implicit_blocks.specs.merging import merge_runs
 from implicit_blocks.specs.model import ModelSpec
 from implicit_blocks.specs.overrides import apply_overrides
@@ -56,7 +56,7 @@ def load_spec(name_or_path: str | os.PathLike[str], overrides: Sequence[str] = (
     try:
         loaded: BaseRunSpec = validate(spec, tree)
     except ValidationError as error:
-        raise explain(error, tree, source=str(name_or_path)) from None
+        raise format_error(error, tree, source=str(name_or_path)) from None
     return loaded
 
 
@@ -84,7 +84,7 @@ def read_model_spec(path: Path) -> ModelSpec:
     except registry.UnknownKindError as error:
         raise SpecError(f"{_shown(path)} is no spec of a model: {error}") from None
     except ValidationError as error:
-        raise explain(error, tree, source=str(path)) from None
+        raise format_error(error, tree, source=str(path)) from None
     return model
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from implicit_blocks.specs.base import ComponentSpec, Spec
-from implicit_blocks.specs.errors import refusal
+from implicit_blocks.specs.errors import field_error
 from implicit_blocks.specs.gradients import GradientSpec, PhantomSpec
 from implicit_blocks.specs.layers import MixerSpec, MLPSpec
 from implicit_blocks.specs.solvers import PicardSpec, SolverSpec, Stopping, StoppingOverrides
@@ -83,7 +83,7 @@ class LanguageModelSpec(ModelSpec):
                 if part is not None:
                     part.check(self.d_model)
             except ValueError as error:
-                raise refusal(str(error), name, value=part) from None
+                raise field_error(str(error), name, value=part) from None
         return self
 
 
@@ -106,7 +106,7 @@ class ImplicitLMSpec(LanguageModelSpec):
     kind: Literal["implicit_lm"] = "implicit_lm"
     weight_norm: bool = True
     """Whether weights of the map and the injection are ``g · v/‖v‖`` by row, with learned gains ``g``."""
-    start: Literal["zeros", "embedding"] = "zeros"
+    z_init: Literal["zeros", "embedding"] = "zeros"
     """Where the search begins."""
     solver: SolverSpec = PicardSpec()
     """Update rule of the search in training."""
@@ -134,7 +134,7 @@ class ImplicitLMSpec(LanguageModelSpec):
                 f"gradient {self.gradient.kind!r} differentiates the solver's updates, and solver "
                 f"{self.solver.kind!r} is not differentiable; choose gradient 'phantom' or another solver"
             )
-            raise refusal(message, "gradient", value=self.gradient)
+            raise field_error(message, "gradient", value=self.gradient)
         for place, solver, stopping in (
             (("solver",), self.solver, self.stopping),
             (("at_evaluation", "solver"), self.at_evaluation.solver, self.evaluation_stopping),
@@ -145,11 +145,13 @@ class ImplicitLMSpec(LanguageModelSpec):
                     f"solver {solver.kind!r} mixes the tokens of a row; scope 'prefix' promises that none "
                     f"depends on later ones; set {where} to 'sequence' or choose another solver"
                 )
-                raise refusal(message, *place, value=solver)
+                raise field_error(message, *place, value=solver)
         if self.at_evaluation.commit_prefix is not None and self.evaluation_stopping.scope != "prefix":
             message = (
                 "tokens are committed as they converge, which scope 'sequence' does not look at; choose "
                 "at_evaluation.stopping.scope 'prefix', or window_length"
             )
-            raise refusal(message, "at_evaluation", "commit_prefix", value=self.at_evaluation.commit_prefix)
+            raise field_error(
+                message, "at_evaluation", "commit_prefix", value=self.at_evaluation.commit_prefix
+            )
         return self

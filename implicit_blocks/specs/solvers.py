@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
 
 from implicit_blocks.registry import build
 from implicit_blocks.specs.base import ComponentSpec, Spec
-from implicit_blocks.specs.errors import refusal
+from implicit_blocks.specs.errors import field_error
 
 Damping = Annotated[float, Field(gt=0, le=1)]
 """λ in ``z ← (1 - λ) z + λ f(z)``: 1 is the plain step."""
@@ -65,16 +65,16 @@ class PatientPicardSpec(SolverSpec):
     """Share of f(z) in the first steps."""
     patience: PositiveInt = 8
     """Iterations without a lower residual that are waited for."""
-    shrink: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    factor: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """What the share is then multiplied by."""
-    least: Damping = 0.25
+    min_damping: Damping = 0.25
     """Where it ends."""
 
     @model_validator(mode="after")
     def _falls(self) -> Self:
-        if self.least > self.damping:
+        if self.min_damping > self.damping:
             message = f"the damping begins at {self.damping} and can only fall; choose that or less"
-            raise refusal(message, "least", value=self.least)
+            raise field_error(message, "min_damping", value=self.min_damping)
         return self
 
 

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec
 
 from torch import Tensor
 
-from implicit_blocks.registry.contracts import ContractError, describe, require
+from implicit_blocks.registry.contracts import ContractError, describe_component, require
 
 __all__ = ["ContractError", "named", "relative_error", "require"]
 
@@ -44,7 +44,7 @@ def _reported(contract: Callable[P, None]) -> Callable[P, None]:
         except Exception as error:
             subject: Any = arguments[0] if arguments else "a component"
             raise ContractError(
-                f"{describe(subject)} breaks the contract '{contract.__name__.replace('_', ' ')}': "
+                f"{describe_component(subject)} breaks the contract '{contract.__name__.replace('_', ' ')}': "
                 f"it raised {type(error).__name__}: {error}"
             ) from error
 

@@ -126,12 +126,12 @@ def injection_width(spec: MixerSpec, d_model: int = D_MODEL) -> None:
     """Check that the injection has the width that mixer and spec say, counts, and is nothing when zero."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
-    said = spec.injection_width(d_model)
+    stated = spec.injection_width(d_model)
     require(
-        said is None or said == mixer.injection_width,
+        stated is None or stated == mixer.injection_width,
         mixer,
         "injection width",
-        f"the spec says {said}, the mixer {mixer.injection_width}",
+        f"the spec says {stated}, the mixer {mixer.injection_width}",
     )
     plain = forward(mixer, z, None)
     error = relative_error(forward(mixer, z, torch.zeros_like(u)), plain)

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from implicit_blocks.contract_checks import mixed_and_state
 from implicit_blocks.interfaces import Mixer, State
-from implicit_blocks.models.sequence_state import Committed
+from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.registry import build
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require
@@ -51,14 +51,14 @@ def begin(
     batch: int = BATCH,
     *,
     dtype: torch.dtype = torch.float64,
-    capacity: int | None = None,
+    max_seq_len: int | None = None,
     device: torch.device | None = None,
-) -> Committed:
+) -> SequenceState:
     """Return the state before the first token, on the CPU unless told otherwise."""
-    options = {} if capacity is None else {"capacity": capacity}
+    options = {} if max_seq_len is None else {"max_seq_len": max_seq_len}
     device = torch.device("cpu") if device is None else device
     state = mixer.initial_state(batch, device=device, dtype=dtype, **options)
-    return Committed(batch, 0, torch.zeros(1, dtype=torch.int64, device=device), (state,))
+    return SequenceState(batch, 0, torch.zeros(1, dtype=torch.int64, device=device), (state,))
 
 
 def commit(
@@ -69,9 +69,9 @@ def commit(
     *,
     valid: Tensor | None = None,
     documents: Tensor | None = None,
-    start: Committed | None = None,
+    start: SequenceState | None = None,
     tell_all: bool = True,
-) -> tuple[Tensor, Committed]:
+) -> tuple[Tensor, SequenceState]:
     """Mix windows that end at ``cuts``, committing each; return all outputs and what they leave.
 
     Without ``tell_all`` windows that have no padding are not told of the padding in others.
@@ -118,7 +118,7 @@ def run(
     *,
     valid: Tensor | None = None,
     documents: Tensor | None = None,
-    start: Committed | None = None,
+    start: SequenceState | None = None,
 ) -> tuple[Tensor, State]:
     """Do as ``commit`` does; return all outputs and the mixer's last state."""
     y, committed = commit(mixer, z, u, cuts, valid=valid, documents=documents, start=start)

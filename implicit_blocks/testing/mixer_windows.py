@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from implicit_blocks.interfaces import Mixer
-from implicit_blocks.models.sequence_state import Committed
+from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require
 from implicit_blocks.testing.mixer_runs import (
@@ -85,7 +85,7 @@ def state_untouched(spec: MixerSpec, d_model: int = D_MODEL) -> None:
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     _, state = run(mixer, z, u, [4])
-    committed = Committed(BATCH, 4, torch.full((1,), 4), (state,))
+    committed = SequenceState(BATCH, 4, torch.full((1,), 4), (state,))
     before = copy.deepcopy(state)
     window = committed.window(3, valid_BL=None, documents_BL=None, dtype=torch.float64)
     context = mixer.prepare(window)
@@ -270,18 +270,19 @@ def padded_documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
 
 
 @torch.no_grad()
-def capacity(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+def max_seq_len(spec: MixerSpec, d_model: int = D_MODEL) -> None:
     """Check that room reserved for tokens, enough or not, changes no output."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     whole = forward(mixer, z, u)
     for reserved in (LENGTH, 2 * LENGTH, 4):
         for cuts in CUTS:
-            mixed, _ = run(mixer, z, u, cuts, start=begin(mixer, capacity=reserved))
+            mixed, _ = run(mixer, z, u, cuts, start=begin(mixer, max_seq_len=reserved))
             error = relative_error(mixed, whole)
             require(
                 error < TOLERANCE,
                 mixer,
-                "capacity",
-                f"initial_state(capacity={reserved}) moves outputs by {error:.1e} (windows ending at {cuts})",
+                "max_seq_len",
+                f"initial_state(max_seq_len={reserved}) moves outputs by {error:.1e} (windows ending at "
+                f"{cuts})",
             )

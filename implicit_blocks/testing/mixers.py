@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from implicit_blocks.specs import MixerSpec
-from implicit_blocks.testing import mixer_lanes as further
 from implicit_blocks.testing import mixer_modules as modules
+from implicit_blocks.testing import mixer_slots as further
 from implicit_blocks.testing import mixer_windows as windows
 from implicit_blocks.testing.contract import named
 from implicit_blocks.testing.mixer_runs import D_MODEL
@@ -31,9 +31,9 @@ MIXER_CONTRACTS: dict[str, Callable[..., Any]] = named(
         windows.padded_windows,
         windows.documents,
         windows.padded_documents,
-        windows.capacity,
+        windows.max_seq_len,
         further.truncate,
-        further.lanes,
+        further.slots,
         modules.gradients,
         modules.low_precision,
         modules.copies,

@@ -63,11 +63,11 @@ def check_plugin(distribution: str, *kinds: tuple[str, str]) -> None:
         env={**os.environ, registry.PLUGINS_VARIABLE: ",".join(points)},
     )
     require(done.returncode == 0, plugin, "its entry point loads", done.stderr)
-    said: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    for kind, owner in said["owners"].items():
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    for kind, owner in found["owners"].items():
         require(owner == distribution, plugin, "its kinds are its own", f"{kind} belongs to {owner}")
     require(
-        not said["torch"],
+        not found["torch"],
         plugin,
         "knowing its kinds imports no torch",
         'give the builder as a string, "package.module:Class", and keep specs in a module that imports none',

@@ -46,16 +46,16 @@ def gradients_of_two_ranks(subject: Any, solver: Any, *, name: Any) -> list[Tens
             for rank in (0, 1)
         ]
         try:
-            said = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
+            outputs = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
         except subprocess.TimeoutExpired:
-            said = []
+            outputs = []
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        require(bool(said), name, "ddp", f"two ranks did not finish within {SECONDS} s")
+        require(bool(outputs), name, "ddp", f"two ranks did not finish within {SECONDS} s")
         for number, rank in enumerate(ranks):
-            last = (said[number].strip().splitlines() or ["it said nothing"])[-1]
+            last = (outputs[number].strip().splitlines() or ["it said nothing"])[-1]
             last = last.removeprefix(f"[rank{number}]: ")
             require(rank.returncode == 0, name, "ddp", f"rank {number} failed: {last}")
         return [torch.load(Path(folder, f"gradient{rank}"), weights_only=True) for rank in (0, 1)]

@@ -21,109 +21,109 @@ WEIGHTS_COME_AND_GO = "weights_come_and_go"
 
 
 _THREADS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""By the first module whose weight is held, the thread that had it held last."""
+"""By the first module whose weight is cached, the thread that last used it."""
 
 
-class HeldWeights:
+class WeightCache:
     """The weights of modules as they are now, to be used for as many calls as wanted.
 
     Layers that have their weights only while they run (`WEIGHTS_COME_AND_GO`, as where each is gathered from
     other processes for its turn) are left to make them ready themselves.
 
     Made once a forward pass, outside the fixed-point loop, in the gradient and autocast mode of the caller; a
-    call made inside ``with held.in_use():`` uses them, in the loop as in a later recomputation for backward.
-    Gradients flow to the parameters through the one computation.
+    call made inside ``with weights.activate():`` uses them, in the loop as in a later recomputation for
+    backward. Gradients flow to the parameters through the one computation.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
-        # Holders have an attribute ``held``: our linear layers, and the weight norm of anything else.
-        self._held: list[tuple[Any, Any]]
+        # Holders have an attribute ``cached``: our linear layers, and the weight norm of anything else.
+        self._cached: list[tuple[Any, Any]]
         self._joined: dict[nn.Module, list[tuple[Any, Any]]] = {}
         parts = [part for module in modules for part in modules_of(module)]
         for part in parts:
             if isinstance(part, SwiGLU):
                 part.choose_padding()  # before its layers' turn
-        self._held = _ready([part for part in parts if _is_held(part)], _layers(modules))
+        self._cached = _ready([part for part in parts if _is_cached(part)], _layers(modules))
 
-    def copied(self) -> HeldWeights:
+    def copied(self) -> WeightCache:
         """Return the same weights in memory of their own, without gradients."""
-        copy = HeldWeights()
-        copy._held = [
+        copy = WeightCache()
+        copy._cached = [
             (holder, pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), value))
-            for holder, value in self._held
+            for holder, value in self._cached
         ]
         return copy
 
     @torch.no_grad()
-    def load_(self, other: HeldWeights) -> None:
+    def load_(self, other: WeightCache) -> None:
         """Take the values of the same modules' weights."""
         torch._foreach_copy_(self.tensors(), other.tensors())
 
-    def lay_together(self, *layers: Linear) -> Tensor | None:
+    def fuse(self, *layers: Linear) -> Tensor | None:
         """Return the weights of these layers as one, of which each one's becomes a part, in the same memory.
 
-        None where some of them aren't held. For weights without gradients.
+        None where some of them aren't cached. For weights without gradients.
         """
-        places = [at for layer in layers for at, (holder, _) in enumerate(self._held) if holder is layer]
+        places = [at for layer in layers for at, (holder, _) in enumerate(self._cached) if holder is layer]
         if len(places) < len(layers):
             return None
-        values = [self._held[at][1] for at in places]
+        values = [self._cached[at][1] for at in places]
         whole = torch.cat([weight.detach() for weight, _ in values])
         parts = whole.split([len(weight) for weight, _ in values])
         for at, part, (_, bias) in zip(places, parts, values, strict=True):
-            self._held[at] = (self._held[at][0], (part, bias))
+            self._cached[at] = (self._cached[at][0], (part, bias))
         return whole
 
-    def as_leaves(self, other: HeldWeights) -> HeldWeights:
+    def as_leaves(self, other: WeightCache) -> WeightCache:
         """Return the same memory as leaves of autograd, where the weights of ``other`` carry gradients."""
-        leaves = HeldWeights()
+        leaves = WeightCache()
         carry = iter([t.requires_grad for t in other.tensors()])
-        leaves._held = [
+        leaves._cached = [
             (holder, pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(next(carry)), value))
-            for holder, value in self._held
+            for holder, value in self._cached
         ]
         return leaves
 
     def tensors(self) -> list[Tensor]:
         """Return all of them, in a fixed order."""
-        leaves = pytree.tree_leaves([value for _, value in self._held])
+        leaves = pytree.tree_leaves([value for _, value in self._cached])
         return [leaf for leaf in leaves if leaf is not None]
 
-    def join_gradients(self, layer: nn.Module) -> None:
+    def sync_layer_gradients(self, layer: nn.Module) -> None:
         """Have the gradients of a layer's parameters ready as soon as backward is through with the layer.
 
-        To be called within ``in_use``, before the layer, where gradients are recorded. Otherwise what made
+        To be called within ``activate``, before the layer, where gradients are recorded. Otherwise what made
         the weights ready, before all calls of the map, goes backwards after all of them, and processes that
         exchange gradients have nothing to exchange until the very end.
         """
         if (joined := self._joined.get(layer)) is None:
             inside = {id(module) for module in layer.modules()}
-            own = [(holder, value) for holder, value in self._held if id(holder) in inside]
+            own = [(holder, value) for holder, value in self._cached if id(holder) in inside]
             joined = self._joined[layer] = join(own, list(layer.parameters()))
         for holder, value in joined:
-            holder.held = value
+            holder.cached = value
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Use the held weights within; where they are in use already this costs nothing.
+    def activate(self) -> Iterator[None]:
+        """Use the cached weights within; where they are in use already this costs nothing.
 
         Raises:
             RuntimeError: another thread is using weights of these modules, perhaps of another precision.
 
         """
-        if self._held and self._held[0][0].held is self._held[0][1]:
+        if self._cached and self._cached[0][0].cached is self._cached[0][1]:
             yield
             return
-        before = [holder.held for holder, _ in self._held]
-        if self._held and not torch.compiler.is_compiling():
-            _require_one_thread(self._held[0][0])
-        for holder, value in self._held:
-            holder.held = value
+        before = [holder.cached for holder, _ in self._cached]
+        if self._cached and not torch.compiler.is_compiling():
+            _require_one_thread(self._cached[0][0])
+        for holder, value in self._cached:
+            holder.cached = value
         try:
             yield
         finally:
-            for (holder, _), value in zip(self._held, before, strict=True):
-                holder.held = value
+            for (holder, _), value in zip(self._cached, before, strict=True):
+                holder.cached = value
 
 
 def _require_one_thread(holder: Any) -> None:
@@ -132,7 +132,7 @@ def _require_one_thread(holder: Any) -> None:
     # On a GPU a backward pass has a thread of its own, in which steps are computed once more.
     if torch._C._current_graph_task_id() != -1:
         return
-    if holder.held is not None and _THREADS.get(holder, thread) != thread:
+    if holder.cached is not None and _THREADS.get(holder, thread) != thread:
         raise RuntimeError(
             "the model is in use by another thread; let threads call it in turn, behind a lock, or make each "
             "a copy of its own beforehand (copy.deepcopy)"
@@ -140,20 +140,20 @@ def _require_one_thread(holder: Any) -> None:
     _THREADS[holder] = thread
 
 
-def join(held: list[tuple[Any, Any]], parameters: list[nn.Parameter]) -> list[tuple[Any, Any]]:
+def join(cached: list[tuple[Any, Any]], parameters: list[nn.Parameter]) -> list[tuple[Any, Any]]:
     """Return the same values behind one node of autograd made now, which hands their gradients on at once.
 
     Backward goes through nodes in the order opposite to that in which they were made.
     """
-    leaves, form = pytree.tree_flatten([value for _, value in held])
+    leaves, form = pytree.tree_flatten([value for _, value in cached])
     made = [leaf for leaf in leaves if _was_computed(leaf)]
     if not made:
-        return held
+        return cached
     sources = [parameter for parameter in parameters if parameter.requires_grad]
     joined = iter(_Join.apply(made, *sources))  # type: ignore[no-untyped-call]  # torch leaves it untyped
     leaves = [next(joined) if _was_computed(leaf) else leaf for leaf in leaves]
     values = pytree.tree_unflatten(leaves, form)
-    return [(holder, value) for (holder, _), value in zip(held, values, strict=True)]
+    return [(holder, value) for (holder, _), value in zip(cached, values, strict=True)]
 
 
 def _was_computed(value: Any) -> bool:
@@ -193,7 +193,7 @@ def _layers(modules: Sequence[nn.Module]) -> dict[int, int]:
     return {id(part): number for number, layer in enumerate(layers) for part in layer.modules()}
 
 
-def _is_held(part: nn.Module) -> bool:
+def _is_cached(part: nn.Module) -> bool:
     """Whether a module's weight is made ready: a linear layer's, or one with weight norm."""
     if isinstance(part, Linear):
         return True
@@ -212,16 +212,16 @@ def _ready(parts: list[nn.Module], layers: dict[int, int]) -> list[tuple[Any, An
         part.layout() if isinstance(part, Linear) else (_chain(part).original1.dtype, 0, 0) for part in parts
     ]
     normed = fused(parts, layouts, [layers.get(id(part), -1) for part in parts])
-    held: list[tuple[Any, Any]] = []
+    cached: list[tuple[Any, Any]] = []
     for place, (part, layout) in enumerate(zip(parts, layouts, strict=True)):
         if isinstance(part, Linear):
-            held.append((part, part.prepared(layout, normed.get(place))))
+            cached.append((part, part.prepared(layout, normed.get(place))))
             continue
         chain, weight = _chain(part), normed.get(place)
         if weight is None:
             weight = normed_weight(chain)
-        held.append((chain[0], weight))
-    return held
+        cached.append((chain[0], weight))
+    return cached
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:

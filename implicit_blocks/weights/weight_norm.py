@@ -127,18 +127,18 @@ def _assign(sources: tuple[Tensor, Tensor], weight: Tensor) -> None:
 class WeightNorm(nn.Module):
     """The parametrization ``(g, v) → g · v / ‖v‖``, rows being the first dimension.
 
-    ``g`` has the weight's number of dimensions, (rows, 1, …), ``v`` its shape. While a weight is *held* (see
-    ``implicit_blocks.weights.cache``) the held value is returned and nothing is computed.
+    ``g`` has the weight's number of dimensions, (rows, 1, …), ``v`` its shape. While a weight is *cached*
+    (see ``implicit_blocks.weights.cache``) the cached value is returned and nothing is computed.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.held: Tensor | None = None
+        self.cached: Tensor | None = None
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
         """Return the weight; in a way that it can be assigned to, unless that is in the way of a compiler."""
-        if self.held is not None:
-            return self.held
+        if self.cached is not None:
+            return self.cached
         weight = self.compute(g, v)
         if type(weight) is not Tensor or is_transformed():
             return weight
@@ -159,7 +159,7 @@ class WeightNorm(nn.Module):
         return {**self.__dict__, "held": None}  # it belongs to a forward pass, never to a file
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightNorm:
-        return WeightNorm()  # a held value belongs to a forward pass, never to a copy
+        return WeightNorm()  # a cached value belongs to a forward pass, never to a copy
 
 
 def decomposed(weight: Tensor, *, directions: Tensor | None = None) -> tuple[Tensor, Tensor]:

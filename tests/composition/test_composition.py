@@ -30,7 +30,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("mixer", "attention"): {"n_heads": 2},
     ("mixer", "gated_deltanet"): {"n_heads": 2, "head_dim": 8, "chunk_size": 8},
     ("mixer", "mamba2"): {"d_state": 8, "head_dim": 8, "chunk_size": 8},
-    ("mixer", "parallel"): {
+    ("mixer", "hybrid"): {
         "mixers": [
             {"kind": "attention", "n_heads": 2},
             {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8},
@@ -108,7 +108,7 @@ def run_spec(combination: Combination) -> RunSpec:
                 "stopping": {"tolerance": 0.02, "max_iterations": 8},
                 "at_evaluation": {"solver": solver, "stopping": {"tolerance": 1e-3, "max_iterations": 24}},
             },
-            "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.9, "length": 12},
+            "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.9, "seq_len": 12},
             "training": {
                 "max_steps": STEPS,
                 "batch_size": 16,
@@ -164,7 +164,7 @@ def test_texts_decoded_side_by_side_are_those_alone(mixer):
     torch.manual_seed(0)
     spec = run_spec((mixer, {"kind": "picard", "damping": 0.6}, {"kind": "phantom"})).model
     model = ib.build(spec.model_copy(update={"vocab_size": 6})).eval()
-    decoder = ContinuousDecoder(model, lanes=2, capacity=16, max_iterations=6, tolerance=0.0)
+    decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=16, max_iterations=6, tolerance=0.0)
     prompts = [[1, 0, 2, 0, 5], [3], [2, 2]]
     numbers = [decoder.submit(Request(prompt=prompt, max_new_tokens=7)) for prompt in prompts]
     made: dict[int, list[int]] = {number: [] for number in numbers}

@@ -92,10 +92,10 @@ def test_a_fault_is_found_and_named(faulty, fault):
     contract, name, remedy = BREAKS[fault]
     with pytest.raises(ContractError) as caught:
         GRADIENT_CONTRACTS[contract](faulty(fault))
-    said = str(caught.value)
-    assert said.startswith("Faulty")
-    assert f"breaks the contract '{name}'" in said
-    assert remedy in said
+    message = str(caught.value)
+    assert message.startswith("Faulty")
+    assert f"breaks the contract '{name}'" in message
+    assert remedy in message
 
 
 @pytest.mark.parametrize("contract", [name for name in GRADIENT_CONTRACTS if name != "ddp"])

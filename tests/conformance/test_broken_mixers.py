@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import implicit_blocks as ib
 from implicit_blocks import registry
 from implicit_blocks.layers import Linear
-from implicit_blocks.mixers.slots import RecurrentLanes
+from implicit_blocks.mixers.slots import RecurrentSlots
 from implicit_blocks.specs import Parameters
 from implicit_blocks.testing import (
     CUTS,
@@ -71,18 +71,18 @@ class Faulty(ib.Mixer):
             return state
         return super().truncate(state, length)
 
-    def lanes(self, count, *, device, dtype, capacity):
-        if self.fault == "no lanes":
-            return super().lanes(count, device=device, dtype=dtype, capacity=capacity)
-        return FaultyLanes(self, count, device=device, dtype=dtype)
+    def slots(self, count, *, device, dtype, max_seq_len):
+        if self.fault == "no slots":
+            return super().slots(count, device=device, dtype=dtype, max_seq_len=max_seq_len)
+        return FaultySlots(self, count, device=device, dtype=dtype)
 
     @property
     def injection_width(self) -> int:
         return self.d_model
 
-    def initial_state(self, batch_size, *, device, dtype, capacity=None):
+    def initial_state(self, batch_size, *, device, dtype, max_seq_len=None):
         wide = torch.promote_types(dtype, torch.float32)
-        value = 1.0 if self.fault == "capacity" and capacity else 0.0
+        value = 1.0 if self.fault == "max_seq_len" and max_seq_len else 0.0
         h = torch.full((batch_size, self.d_model), value, device=device, dtype=wide)
         return (h, torch.zeros(batch_size)) if self.fault == "counts windows" else (h,)
 
@@ -144,25 +144,25 @@ class Faulty(ib.Mixer):
         return y, (h.bfloat16() if self.fault == "narrow state" else h,)
 
 
-class FaultyLanes(RecurrentLanes):
-    """Lanes that forget, or mix up, what was committed to them."""
+class FaultySlots(RecurrentSlots):
+    """Slots that forget, or mix up, what was committed to them."""
 
-    def enter(self, lane):
-        if self.mixer.fault == "used lanes":
-            return self.mixer.select_rows(self.states, torch.tensor([lane]))
-        return super().enter(lane)
+    def prefill(self, slot):
+        if self.mixer.fault == "used slots":
+            return self.mixer.select_rows(self.states, torch.tensor([slot]))
+        return super().prefill(slot)
 
-    def settle(self, lane, state):
-        if self.mixer.fault != "lanes unsettled":
-            super().settle(lane, state)
+    def commit(self, slot, state):
+        if self.mixer.fault != "slots unsettled":
+            super().commit(slot, state)
 
-    def at(self, rows, lengths):
-        if self.mixer.fault == "lanes in order" and rows is not None:
+    def gather(self, rows, lengths):
+        if self.mixer.fault == "slots in order" and rows is not None:
             rows = torch.arange(len(rows))
-        return super().at(rows, lengths)
+        return super().gather(rows, lengths)
 
     def write(self, rows, after, committed):
-        everything = self.mixer.fault == "writes all lanes"
+        everything = self.mixer.fault == "writes all slots"
         super().write(rows, after, torch.ones_like(committed) if everything else committed)
 
 
@@ -195,13 +195,13 @@ BREAKS = {
     "padding later": ("padded_windows", "padded windows", "real tokens only"),
     "documents": ("documents", "documents", "documents_BT"),
     "padded documents": ("padded_documents", "padded documents", "documents_before"),
-    "capacity": ("capacity", "capacity", "initial_state(capacity="),
+    "max_seq_len": ("max_seq_len", "max_seq_len", "initial_state(max_seq_len="),
     "keeps what is taken back": ("truncate", "truncate", "as those tokens left it"),
     "truncates unsaid": ("truncate", "truncate", "say truncates = True"),
-    "lanes unsettled": ("lanes", "lanes", "call 1: the token behind 2 others in lane 0"),
-    "lanes in order": ("lanes", "lanes", "call 2"),
-    "writes all lanes": ("lanes", "lanes", "call 3: the token behind 3 others in lane 0"),
-    "used lanes": ("lanes", "lanes", "call 6: the token behind 3 others in lane 1"),
+    "slots unsettled": ("slots", "slots", "call 1: the token behind 2 others in slot 0"),
+    "slots in order": ("slots", "slots", "call 2"),
+    "writes all slots": ("slots", "slots", "call 3: the token behind 3 others in slot 0"),
+    "used slots": ("slots", "slots", "call 6: the token behind 3 others in slot 1"),
     "detached": ("gradients", "gradients", "direction of a"),
     "detached state": ("gradients", "gradients", "advance, in windows"),
     "type": ("low_precision", "low precision", "it raised RuntimeError"),
@@ -223,7 +223,7 @@ def test_the_faultless_one_holds_them_all():
 
 
 def test_lanes_are_not_asked_for():
-    MIXER_CONTRACTS["lanes"](FaultySpec(fault="no lanes"))
+    MIXER_CONTRACTS["slots"](FaultySpec(fault="no slots"))
 
 
 @pytest.mark.parametrize("padding", PADDINGS)
@@ -268,10 +268,10 @@ def test_a_fault_is_found_and_named(fault):
     contract, name, remedy = BREAKS[fault]
     with pytest.raises(ContractError) as caught:
         MIXER_CONTRACTS[contract](FaultySpec(fault=fault))
-    said = str(caught.value)
-    assert said.startswith("Faulty")
-    assert f"breaks the contract '{name}'" in said
-    assert remedy in said
+    message = str(caught.value)
+    assert message.startswith("Faulty")
+    assert f"breaks the contract '{name}'" in message
+    assert remedy in message
 
 
 @pytest.mark.parametrize("length", [1, 9])

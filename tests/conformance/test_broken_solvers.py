@@ -106,10 +106,10 @@ def test_a_fault_is_found_and_named(fault):
     contract, name, remedy = BREAKS[fault]
     with pytest.raises(ContractError) as caught:
         SOLVER_CONTRACTS[contract](FaultySpec(fault=fault))
-    said = str(caught.value)
-    assert said.startswith("Faulty")
-    assert f"breaks the contract '{name}'" in said
-    assert remedy in said
+    message = str(caught.value)
+    assert message.startswith("Faulty")
+    assert f"breaks the contract '{name}'" in message
+    assert remedy in message
 
 
 # What follows the driver itself sees to: a solver can break it only by writing into what it was given.

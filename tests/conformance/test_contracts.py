@@ -27,7 +27,7 @@ MIXERS = {
         n_heads=2, head_dim=6, bias=True, rope_scaling={"rope_type": "llama3", "factor": 4.0}
     ),
     "attention-one-kv": ib.AttentionSpec(n_heads=2, n_kv_heads=1),
-    "parallel": ib.ParallelSpec(
+    "hybrid": ib.HybridSpec(
         mixers=(ib.AttentionSpec(n_heads=2), ib.Mamba2Spec(d_state=4, head_dim=8, chunk_size=4))
     ),
 }

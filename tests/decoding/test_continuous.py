@@ -10,8 +10,8 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request, Sampling
-from implicit_blocks.decoding.slots.search import LaneSearch
-from implicit_blocks.ops.attention.slots import attend_lanes
+from implicit_blocks.decoding.slots.search import SlotSearch
+from implicit_blocks.ops.attention.slots import attend_slots
 
 
 @pytest.fixture
@@ -24,15 +24,15 @@ def counts(prompts):
     return [2 + 3 * (row % 4) for row in range(len(prompts))]
 
 
-def decode(model, prompts, *, lanes, sampling=None, stop_tokens=(), **options):
-    decoder = ContinuousDecoder(model, lanes=lanes, capacity=24, **options)
+def decode(model, prompts, *, slots, sampling=None, stop_token_ids=(), **options):
+    decoder = ContinuousDecoder(model, max_batch_size=slots, max_seq_len=24, **options)
     for row, (prompt, count) in enumerate(zip(prompts, counts(prompts), strict=True)):
         request = Request(
             prompt=prompt,
             max_new_tokens=count,
             sampling=sampling or Sampling(),
             seed=row,
-            stop_tokens=stop_tokens,
+            stop_token_ids=stop_token_ids,
         )
         assert decoder.submit(request) == row
     made = defaultdict(list)
@@ -55,10 +55,10 @@ def compare(model, prompts, made, *, atol=1e-5, **options):
             assert [new.converged for new in made[row]] == alone.converged[0, :length].tolist()
 
 
-@pytest.mark.parametrize(("lanes", "tolerance"), [(1, 1e-2), (3, 1e-6), (16, 1e-2)])
-def test_every_row_is_what_generate_makes_of_it_alone(family, tiny_model, many, lanes, tolerance):
+@pytest.mark.parametrize(("slots", "tolerance"), [(1, 1e-2), (3, 1e-6), (16, 1e-2)])
+def test_every_row_is_what_generate_makes_of_it_alone(family, tiny_model, many, slots, tolerance):
     model = tiny_model(family)
-    decoder, made = decode(model, many, lanes=lanes, tolerance=tolerance)
+    decoder, made = decode(model, many, slots=slots, tolerance=tolerance)
     compare(model, many, made, tolerance=tolerance)
     assert not decoder.busy
 
@@ -76,7 +76,7 @@ def test_every_row_is_what_generate_makes_of_it_alone(family, tiny_model, many, 
 )
 def test_knobs_are_those_of_generate(family, tiny_model, many, knobs):
     model = tiny_model(family)
-    _, made = decode(model, many, lanes=4, tolerance=1e-2, **knobs)
+    _, made = decode(model, many, slots=4, tolerance=1e-2, **knobs)
     alone = {name: value for name, value in knobs.items() if name != "buckets"}
     compare(model, many, made, tolerance=1e-2, **alone)
 
@@ -84,8 +84,10 @@ def test_knobs_are_those_of_generate(family, tiny_model, many, knobs):
 def test_sampling_and_stop_tokens_belong_to_a_request(family, tiny_model, many):
     model = tiny_model(family)
     sampling = {"temperature": 1.5, "top_k": 8}
-    _, made = decode(model, many, lanes=3, sampling=Sampling(**sampling), stop_tokens=(4, 7), tolerance=1e-2)
-    compare(model, many, made, stop_tokens=(4, 7), tolerance=1e-2, **sampling)
+    _, made = decode(
+        model, many, slots=3, sampling=Sampling(**sampling), stop_token_ids=(4, 7), tolerance=1e-2
+    )
+    compare(model, many, made, stop_token_ids=(4, 7), tolerance=1e-2, **sampling)
 
 
 def test_solvers_with_a_memory_begin_each_token_without_one(tiny_model, many):
@@ -94,13 +96,13 @@ def test_solvers_with_a_memory_begin_each_token_without_one(tiny_model, many):
     )
     for family in ("mamba2", "attention"):
         model = tiny_model(family, at_evaluation=evaluation)
-        _, made = decode(model, many, lanes=4)
+        _, made = decode(model, many, slots=4)
         compare(model, many, made)
 
 
 def test_explicit_models_are_decoded_too(family, explicit_model, many):
     model = explicit_model(family)
-    decoder, made = decode(model, many, lanes=4)
+    decoder, made = decode(model, many, slots=4)
     compare(model, many, made)
     assert all(new.iterations is None for tokens in made for new in tokens)
     tokens = sum(counts(many)) - len(many)  # the first ones come from the prompts
@@ -108,10 +110,10 @@ def test_explicit_models_are_decoded_too(family, explicit_model, many):
 
 
 def test_rows_do_not_wait_for_each_other(family, tiny_model, many):
-    """A batch waits for its slowest row at every token; here the calls are those of the longest lane."""
+    """A batch waits for its slowest row at every token; here the calls are those of the longest slot."""
     model = tiny_model(family)
     count = 12
-    decoder = ContinuousDecoder(model, lanes=len(many), capacity=24, tolerance=1e-4)
+    decoder = ContinuousDecoder(model, max_batch_size=len(many), max_seq_len=24, tolerance=1e-4)
     for prompt in many:
         request = Request(prompt=prompt, max_new_tokens=count, sampling=Sampling(temperature=3.0))
         decoder.submit(replace(request, seed=decoder.submitted))
@@ -124,12 +126,12 @@ def test_rows_do_not_wait_for_each_other(family, tiny_model, many):
     batch = ib.generate(model, many, max_new_tokens=count, tolerance=1e-4, temperature=3.0)
     waiting = int((batch.iterations[:, 1:].amax(0) + 1).sum())
     assert decoder.calls < waiting
-    assert decoder.rows_called < decoder.calls * len(many)  # lanes leave by buckets
+    assert decoder.rows_called < decoder.calls * len(many)  # slots leave by buckets
 
 
 def test_keys_stay_where_they_were_written(tiny_model, many):
     model = tiny_model("attention")
-    decoder = ContinuousDecoder(model, lanes=4, capacity=24)
+    decoder = ContinuousDecoder(model, max_batch_size=4, max_seq_len=24)
     addresses = [(s.keys.data_ptr(), s.values.data_ptr()) for s in decoder.states]
     for prompt in many:
         decoder.submit(Request(prompt=prompt, max_new_tokens=3))
@@ -143,26 +145,26 @@ def test_attention_to_lanes_is_attention_to_each(grouped, rows):
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 4, 2, 7, 5, generator=generator).unbind(0)
     lengths = torch.tensor([7, 1, 4, 2])
-    lanes = torch.arange(4) if rows is None else torch.tensor(rows)
-    q = torch.randn(len(lanes), 2 * grouped, 5, generator=generator)
-    given = {"rows_R": None if rows is None else lanes, "lengths_R": lengths[lanes]}
+    slots = torch.arange(4) if rows is None else torch.tensor(rows)
+    q = torch.randn(len(slots), 2 * grouped, 5, generator=generator)
+    given = {"rows_R": None if rows is None else slots, "lengths_R": lengths[slots]}
     found = {
-        backend: attend_lanes(q, keys, values, backend=backend, **given) for backend in ("each", "masked")
+        backend: attend_slots(q, keys, values, backend=backend, **given) for backend in ("each", "masked")
     }
-    for row, lane in enumerate(lanes.tolist()):
-        k, v = (t[lane, :, : lengths[lane]].repeat_interleave(grouped, 0) for t in (keys, values))
+    for row, slot in enumerate(slots.tolist()):
+        k, v = (t[slot, :, : lengths[slot]].repeat_interleave(grouped, 0) for t in (keys, values))
         weights = (torch.einsum("hp,htp->ht", q[row], k) / 5**0.5).softmax(-1)
         expected = torch.einsum("ht,htp->hp", weights, v)
         for backend, y in found.items():
             torch.testing.assert_close(y[row], expected, msg=backend)
     with pytest.raises(ValueError, match="choose one of each, masked"):
-        attend_lanes(q, keys, values, backend="flash", **given)
+        attend_slots(q, keys, values, backend="flash", **given)
 
 
 def test_a_lane_that_diverges_says_so_and_leaves_the_others_alone():
     device, dtype = torch.device("cpu"), torch.float64
     stopping = ib.Stopping(tolerance=1e-8, max_iterations=200)
-    search = LaneSearch(ib.Picard(), stopping, lanes=3, width=4, device=device, dtype=dtype)
+    search = SlotSearch(ib.Picard(), stopping, slots=3, width=4, device=device, dtype=dtype)
     everything = torch.arange(3)
     search.begin(everything, torch.ones(3, 4, dtype=dtype))
     slopes = torch.tensor([[0.5], [1e200], [0.9]], dtype=dtype)
@@ -181,13 +183,13 @@ def test_a_lane_that_diverges_says_so_and_leaves_the_others_alone():
 def test_what_makes_no_sense_is_refused(tiny_model, many):
     model = tiny_model("mamba2")
     with pytest.raises(ValueError, match="window_length is 0; choose at least 1"):
-        ContinuousDecoder(model, lanes=2, capacity=8, window_length=0)
-    with pytest.raises(ValueError, match="lanes is 0"):
-        ContinuousDecoder(model, lanes=0, capacity=8)
+        ContinuousDecoder(model, max_batch_size=2, max_seq_len=8, window_length=0)
+    with pytest.raises(ValueError, match="max_batch_size is 0"):
+        ContinuousDecoder(model, max_batch_size=0, max_seq_len=8)
     with pytest.raises(ValueError, match=r"buckets are \[2, 9\]"):
-        ContinuousDecoder(model, lanes=2, capacity=8, buckets=[9])
-    decoder = ContinuousDecoder(model, lanes=2, capacity=8)
-    with pytest.raises(ValueError, match=r"prompt 0 has 6 tokens, more than the 5 of the capacity 8 without"):
+        ContinuousDecoder(model, max_batch_size=2, max_seq_len=8, buckets=[9])
+    decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=8)
+    with pytest.raises(ValueError, match=r"prompt 0 has 6 tokens, more than the 5 of max_seq_len 8 without"):
         decoder.submit(Request(prompt=many[0], max_new_tokens=3))
     with pytest.raises(ValueError, match="prompt 0 has shape"):
         decoder.submit(Request(prompt=[], max_new_tokens=3))
@@ -196,13 +198,13 @@ def test_what_makes_no_sense_is_refused(tiny_model, many):
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
         decoder.submit(Request(prompt=[1], max_new_tokens=0))
     with pytest.raises(
-        ValueError, match="max_new_tokens is 8, and the capacity 8 leaves no room for a prompt"
+        ValueError, match="max_new_tokens is 8, and max_seq_len 8 leaves no room for a prompt"
     ):
         decoder.submit(Request(prompt=[1], max_new_tokens=8))
-    with pytest.raises(ValueError, match="stop_tokens have -1, and the model knows 0 to 18"):
-        decoder.submit(Request(prompt=[1], max_new_tokens=1, stop_tokens=[-1]))
+    with pytest.raises(ValueError, match="stop_token_ids have -1, and the model knows 0 to 18"):
+        decoder.submit(Request(prompt=[1], max_new_tokens=1, stop_token_ids=[-1]))
     with pytest.raises(ValueError, match="a seed is None; choose whole numbers"):
         decoder.submit(Request(prompt=[1], max_new_tokens=1, seed=None))
     assert not decoder.busy
     with pytest.raises(ValueError, match="training mode"):
-        ContinuousDecoder(model.train(), lanes=2, capacity=8)
+        ContinuousDecoder(model.train(), max_batch_size=2, max_seq_len=8)

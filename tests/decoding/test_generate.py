@@ -120,7 +120,13 @@ def test_rows_end_by_themselves_and_the_others_go_on(family, tiny_model, prompts
     ends = ends_with(stops)
     assert len(set(ends)) > 2
     found = ib.generate(
-        model, prompts, max_new_tokens=COUNT, stop_tokens=stops, pad_token=-1, return_logits=True, **options
+        model,
+        prompts,
+        max_new_tokens=COUNT,
+        stop_token_ids=stops,
+        pad_token=-1,
+        return_logits=True,
+        **options,
     )
     for row, end in enumerate(ends):
         tokens = free.tokens[row].tolist()
@@ -184,7 +190,7 @@ def test_the_cache_is_written_where_it_was_reserved(tiny_model, prompts):
     ) as made:
         ib.generate(model, prompts, max_new_tokens=3)
     (call,) = made.call_args_list
-    assert call.kwargs == {"capacity": 8 + 3}
+    assert call.kwargs == {"max_seq_len": 8 + 3}
 
 
 def test_explicit_models_generate_too(family, explicit_model, prompts):
@@ -237,8 +243,8 @@ def test_what_makes_no_sense_is_refused(tiny_model, prompts):
         refused(f"a seed is {seed}; choose whole numbers", temperature=1.0, seed=seed)
     refused("prompt 0 holds torch.float32; give tokens, whole numbers", given=[[1.5]])
     refused("prompts holds torch.float32; give tokens", given=torch.ones(2, 2))
-    refused("stop_tokens is the number 3; give a list of tokens, .3.$", stop_tokens=3)
-    refused("stop_tokens have 19, and the model knows 0 to 18", stop_tokens=[1, 19])
+    refused("stop_token_ids is the number 3; give a list of tokens, .3.$", stop_token_ids=3)
+    refused("stop_token_ids have 19, and the model knows 0 to 18", stop_token_ids=[1, 19])
     model.train()
     refused("training mode")
     with pytest.raises(ValueError, match="to_library"):

@@ -40,7 +40,7 @@ VARIED = {
     "untied": ["model.tie_embeddings=false"],
     "biased": ["model.mixer={kind: attention, n_heads: 4, n_kv_heads: 2, head_dim: 6, bias: true}"],
     "grouped": ["model.mixer={n_groups: 2, bias: true, conv_bias: false, norm_groups: 4}"],
-    "deep": ["model.n_layers=3", "model.mlp={kind: swiglu, d_hidden: 24, bias: true}"],
+    "deep": ["model.n_layers=3", "model.mlp={kind: swiglu, d_ff: 24, bias: true}"],
     "unnormed": ["model.weight_norm=false"],
     "padded": ["model.pad_vocab_to=16"],
     "explicit": ["model.kind=explicit_lm"],
@@ -137,7 +137,7 @@ def test_changes_on_the_spot_are_drawn(capsys: pytest.CaptureFixture[str]) -> No
     overrides = [
         "model.gradient={kind: implicit_function, stopping: {tolerance: 1e-6}}",
         "phases=[]",
-        "model.start=embedding",
+        "model.z_init=embedding",
     ]
     assert main(["describe", "word_problem_s3", *overrides]) == 0
     drawn = capsys.readouterr().out
@@ -214,9 +214,9 @@ def test_differences_count_defaults_and_say_what_is_not_there() -> None:
     assert differing("training.micro_batch_size=64") == [
         Change(("training", "micro_batch_size"), "null", "64")
     ]
-    assert differing("model.mlp={kind: swiglu, d_hidden: 24}") == [
+    assert differing("model.mlp={kind: swiglu, d_ff: 24}") == [
         Change(("model", "mlp", "kind"), "—", "swiglu"),
-        Change(("model", "mlp", "d_hidden"), "—", "24"),
+        Change(("model", "mlp", "d_ff"), "—", "24"),
         Change(("model", "mlp", "bias"), "—", "false"),
     ]
     gone = differing("phases=[]")
@@ -247,9 +247,9 @@ def test_trouble_is_said_and_is_no_difference(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    said = capsys.readouterr()
-    assert message in said.err
-    assert said.out == ""
+    text = capsys.readouterr()
+    assert message in text.err
+    assert text.out == ""
 
 
 def test_it_takes_no_torch() -> None:

@@ -132,7 +132,7 @@ def test_the_index_of_the_reference_says_what_each_name_is(site):
     text = (site / "reference" / "index.html").read_text(encoding="utf-8")
     rows = re.findall(r"<tr>\s*<td>(.*?)</td>\s*<td>(.*?)</td>", text, flags=re.DOTALL)
     assert len(rows) >= len(ib.__all__)
-    assert [name for name, said in rows if not said.strip()] == []
+    assert [name for name, message in rows if not message.strip()] == []
 
 
 def test_the_zoo_s_page_lists_every_spec(site):

@@ -184,10 +184,10 @@ def test_catbabi() -> None:
                 if (row["spec"], row["model"], row["seed"]) == (spec, kind, int(seed))
             }
             for length, cell in ((200, short), (1600, long)):
-                said = cell.removesuffix(" %").split(", ")[position]
-                close = 0.501 * 0.1 ** len(said.partition(".")[2])  # halves are rounded either way
+                message = cell.removesuffix(" %").split(", ")[position]
+                close = 0.501 * 0.1 ** len(message.partition(".")[2])  # halves are rounded either way
                 found = pytest.approx(100 * at[length]["accuracy"], abs=close)
-                assert float(said) == found, (spec, kind, seed, length)
+                assert float(message) == found, (spec, kind, seed, length)
             if kind.startswith("implicit"):
                 searches = [at[length]["search"] for length in (200, 1600)]
                 assert iterations == ", ".join(f"{found['iterations']:.1f}" for found in searches)
@@ -233,10 +233,10 @@ def numbers(cell: str) -> list[float]:
 
 def near(cell: str, wanted: list[float]) -> bool:
     """Whether a cell gives these numbers to the digits that it has; one for several that are the same."""
-    said = numbers(cell.split(" %")[0])
-    said *= len(wanted) if len(said) == 1 else 1
+    message = numbers(cell.split(" %")[0])
+    message *= len(wanted) if len(message) == 1 else 1
     digits = max(len(text.partition(".")[2]) for text in re.findall(r"\d+\.?\d*", cell))
-    return said == pytest.approx(wanted, abs=0.501 * 0.1**digits)
+    return message == pytest.approx(wanted, abs=0.501 * 0.1**digits)
 
 
 @pytest.mark.parametrize(

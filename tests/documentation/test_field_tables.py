@@ -31,8 +31,8 @@ def test_fields_of_training_are_there() -> None:
 
 def test_what_a_phase_may_change_is_said() -> None:
     words = " ".join((DOCS / "specs.md").read_text(encoding="utf-8").split())
-    said = words.partition("A phase may change")[2]
-    model, training, data = re.split(r"; in `training`|; and in `data`", said.partition("```")[0])
+    message = words.partition("A phase may change")[2]
+    model, training, data = re.split(r"; in `training`|; and in `data`", message.partition("```")[0])
     assert set(re.findall(r"`(\w+)`", model)) == set(ib.ImplicitLMSpec.changeable)
     assert set(re.findall(r"`(\w+)[`.]", training)) == phases._CHANGEABLE
     changeable = WordProblemSpec.changeable | CatbAbISpec.changeable

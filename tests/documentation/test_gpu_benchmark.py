@@ -84,11 +84,11 @@ def test_programs_that_fail_or_hang_leave_the_others_their_figures(gpu, monkeypa
     assert found["both"]["measured"] is None
     assert [program["program"] for program in result["programs"]] == ["hangs", "fails", "works"]
     assert result["works"] == [{"model": "llama_130m", "speed": 7.0, "given": [], "tuned": "1"}]
-    said = capsys.readouterr().out
-    assert "hangs: again" in said
-    assert "| a \N{MULTIPLICATION SIGN} b | tokens/s | 3 | **7** | 5 |  |" in said
-    assert "on one some card, 2026-01-02, Python 3.12, torch 2.11" in said
-    assert "the card was quiet, copying at 3.00 to 3.00 TB/s. " in said
+    message = capsys.readouterr().out
+    assert "hangs: again" in message
+    assert "| a \N{MULTIPLICATION SIGN} b | tokens/s | 3 | **7** | 5 |  |" in message
+    assert "on one some card, 2026-01-02, Python 3.12, torch 2.11" in message
+    assert "the card was quiet, copying at 3.00 to 3.00 TB/s. " in message
 
 
 def test_programs_prepare_side_by_side(gpu, monkeypatch, tmp_path):
@@ -166,9 +166,11 @@ def test_a_disturbed_program_has_a_second_turn(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu.gpu_card, "once_quiet", lambda patience: {**QUIET, "memory_used_gb": 20.0})
     _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
     assert all(row["disturbed"] for row in result["rows"])
-    said = gpu.gpu_table.quoted(result)
-    assert "The card was NOT quiet all the while (works: before: 20.0 GB taken, after: 20.0 GB taken)" in said
-    assert "**7** (disturbed)" in said
+    message = gpu.gpu_table.quoted(result)
+    assert (
+        "The card was NOT quiet all the while (works: before: 20.0 GB taken, after: 20.0 GB taken)" in message
+    )
+    assert "**7** (disturbed)" in message
 
 
 def test_copying_that_is_slower_than_at_other_times_is_a_disturbance(gpu):
@@ -235,10 +237,10 @@ def test_steps_of_the_trainer_have_a_table_of_their_own(gpu):
     row |= {"held_gb": 61.5, "allocated_gb": 44.0}
     result = {"machine": {"date": "2026-01-02", "python": "3.12"}, "command": "c", "rows": []}
     result["zoo"] = [row, {"spec": "mamba2_1.3b", "phase": "free", "failed": "too few steps"}]
-    said = gpu.gpu_table.quoted(result).splitlines()
+    message = gpu.gpu_table.quoted(result).splitlines()
     size = "4 \N{MULTIPLICATION SIGN} 2048"
     line = f"| `llama_1.3b` free (32+4), steps checkpointed | {size} | 3.0 | 9 169 |  | 44 | 61.5 |  |"
-    assert said[-1] == line
+    assert message[-1] == line
     assert gpu.gpu_table.zoo_table({**result, "zoo": []}) == ""
 
 

@@ -23,13 +23,13 @@ def program(monkeypatch):
     return importlib.import_module("gpu_tests")
 
 
-def report(name, *, when="call", outcome="passed", said="", duration=1.0, caplog=""):
+def report(name, *, when="call", outcome="passed", message="", duration=1.0, caplog=""):
     return SimpleNamespace(
         caplog=caplog,
         nodeid=f"{FILE}::{name}",
         when=when,
         duration=duration,
-        longrepr=said,
+        longrepr=message,
         failed=outcome == "failed",
         skipped=outcome == "skipped",
     )
@@ -51,13 +51,13 @@ def test_outcomes_failures_and_reasons(program, tmp_path, capsys):
         report(
             "two",
             outcome="failed",
-            said="some line\nE   ValueError: too wide\nE   another",
+            message="some line\nE   ValueError: too wide\nE   another",
             caplog="a warning",
         ),
-        report("three", when="setup", outcome="skipped", said=("path", 3, "Skipped: no such card")),
-        report("four", when="setup", outcome="skipped", said=("path", 9, "Skipped: no such card")),
+        report("three", when="setup", outcome="skipped", message=("path", 3, "Skipped: no such card")),
+        report("four", when="setup", outcome="skipped", message=("path", 9, "Skipped: no such card")),
         report("five"),
-        report("five", when="teardown", outcome="failed", said="E   left something"),
+        report("five", when="teardown", outcome="failed", message="E   left something"),
         report("six", when="setup"),  # it runs
     ]
     found = kept(recorder, path, reports)
@@ -81,7 +81,7 @@ def test_what_a_run_did_not_reach_keeps_what_is_known(program, tmp_path, monkeyp
     path = tmp_path / "kept.json"
     dates = iter([f"2026-01-0{day}" for day in range(1, 5)])
     monkeypatch.setattr(program, "machine", lambda: {"date": next(dates), "gpu": "a card"})
-    failed = report("two", outcome="failed", said="E   too wide")
+    failed = report("two", outcome="failed", message="E   too wide")
     elsewhere = report("four")
     elsewhere.nodeid = "other.py::four"
     kept(program.Recorder(path, "first"), path, [report("one"), failed, report("gone"), elsewhere])

@@ -88,12 +88,12 @@ def test_what_matters_most_on_one_gpu():
         ]
         for name in ("Llama", "Mamba2")
     ]
-    said = [
+    messages = [
         f"{name} {held['measured']:g} GB held{short(held)}, {tensors['measured']:g} of them tensors"
         for name, (held, tensors) in zip(("Llama", "Mamba2"), memory, strict=True)
     ]
     published = " and ".join(f"{held['published']:g}" for held, _ in memory)
-    assert summary("memory") == ["; ".join(said), f"{published} published", "H100"]
+    assert summary("memory") == ["; ".join(messages), f"{published} published", "H100"]
     llama, mamba2 = (
         rows[f"decoding {name}"] for name in ("llama 1.3B, batch 1", "mamba2 1.3B, batch 1, h in float32")
     )
@@ -113,8 +113,8 @@ def test_what_matters_most_on_four_gpus():
     llama, recorded, launched = (
         percent(kept[key], digits=1) for key in (("llama", False), ("mamba2", True), ("mamba2", False))
     )
-    said = f"Llama {llama}, Mamba2 {recorded} (not recorded: {launched}); eight not measured"
-    assert summary("what each of four")[0] == said
+    message = f"Llama {llama}, Mamba2 {recorded} (eager: {launched}); eight not measured"
+    assert summary("what each of four")[0] == message
     assert max(row["gpus"] for row in rows) == 4
 
 
@@ -199,8 +199,8 @@ def test_what_matters_most_of_the_experiments():
         [row["equal_tokens"] for row in own["duality"][name] if row["tolerance"] == 0.05]
         for name in ("books_10m_mamba2", "books_5m_mamba2")
     ]
-    said = summary("equal tokens in both modes")[0]
-    assert said == f"{percent(*equal[0]).removesuffix(' %')}; {percent(*equal[1])} (two seeds)"
+    message = summary("equal tokens in both modes")[0]
+    assert message == f"{percent(*equal[0]).removesuffix(' %')}; {percent(*equal[1])} (two seeds)"
 
 
 def test_what_matters_most_of_the_demo():
@@ -228,7 +228,7 @@ def test_several_gpus():
         speeds = (thousands(round(row[key])) for key in ("tokens_per_second", "tokens_per_second_a_gpu"))
         kept = "" if row["gpus"] == 1 else f"{row['efficiency']:.1%} ".replace("%", " %")
         what = [f"`{row['spec'].removesuffix('_bounded')}`"]
-        what += [row["layout"]] * (row["gpus"] > 1) + ["recorded"] * row.get("graphs", False)
+        what += [row["layout"]] * (row["gpus"] > 1) + ["captured"] * row.get("graphs", False)
         what += [host] * (host is not None)
         assert f"| {', '.join(what)} | {row['gpus']} | {' | '.join(speeds)} | {kept}|" in CLUSTER
         if host is not None:  # what its processes' slowness made of the exchange is told in the notes
@@ -247,9 +247,9 @@ def test_several_gpus():
 def test_what_saves_hold_up():
     (row,) = results("checkpointing")["rows"]
     first, *later = row["staging_seconds"]
-    said = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
-    assert f"the {row['gb']:.0f} GB of a model" in said
-    assert f"take {first:.1f} s\nthe first time and {sorted(later)[len(later) // 2]:.2f} s later" in said
+    message = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
+    assert f"the {row['gb']:.0f} GB of a model" in message
+    assert f"take {first:.1f} s\nthe first time and {sorted(later)[len(later) // 2]:.2f} s later" in message
 
 
 def test_a_run_killed_on_several_gpus():
@@ -260,12 +260,12 @@ def test_a_run_killed_on_several_gpus():
 
 def test_the_driver_on_the_cpu():
     llama, mamba2 = results("driver_cpu")["rows"]
-    said = [
+    messages = [
         f"{row[f'overhead_{scope}_percent']:.1f} %"
         for row in (llama, mamba2)
         for scope in ("sequence", "prefix")
     ]
-    assert f"llama {said[0]} (rows), {said[1]} (tokens); mamba2 {said[2]}, {said[3]}" in NOTES
+    assert f"llama {messages[0]} (rows), {messages[1]} (tokens); mamba2 {messages[2]}, {messages[3]}" in NOTES
 
 
 def test_the_demo():
@@ -294,5 +294,8 @@ def test_the_scan_on_the_cpu():
     found = results("ssd_cpu")["comparisons"][0]["candidates"]
     ours = found["implicit_blocks"]["both_ms"]
     other = [found[f"transformers, chunk {size}"] for size in (256, 64)]
-    said = [f"{row['both_ms']:.0f} ms ({row['ratio_to_implicit_blocks']:.1f}×)" for row in other]  # noqa: RUF001  # the same
-    assert f"| {ours:.0f} ms; transformers 5.23 needs {said[0]} at its chunk size of 256, {said[1]}" in NOTES
+    messages = [f"{row['both_ms']:.0f} ms ({row['ratio_to_implicit_blocks']:.1f}×)" for row in other]  # noqa: RUF001  # the same
+    assert (
+        f"| {ours:.0f} ms; transformers 5.23 needs {messages[0]} at its chunk size of 256, {messages[1]}"
+        in NOTES
+    )

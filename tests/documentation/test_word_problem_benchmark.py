@@ -34,10 +34,10 @@ def test_a_run_is_gone_on_with_by_other_recipes(
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     small = (
         "--models implicit-mamba2 mamba2 --explicit-steps 2 --device cpu --output word_problem_rows "
-        "--then word_problem_a5_mixed word_problem_a5_256 --groups S3 data.length=4 phases=[] "
+        "--then word_problem_a5_mixed word_problem_a5_256 --groups S3 data.seq_len=4 phases=[] "
         "model.d_model=8 model.mixer.d_state=4 model.mixer.head_dim=8 model.mixer.chunk_size=4 "
         "model.at_evaluation.stopping.max_iterations=4 "
-        "training.max_steps=2 training.batch_size=4 training.precision=float32 training.loader_workers=0 "
+        "training.max_steps=2 training.batch_size=4 training.precision=float32 training.loader_threads=0 "
         "evaluation.lengths=[4] evaluation.identity_probabilities=[0.5] evaluation.sequences=2 "
         "evaluation.last_tokens=4"
     )

@@ -23,7 +23,7 @@ from implicit_blocks.specs import SpecError, load_spec, resolve, zoo_names
 from implicit_blocks.specs.counting import count_parameters
 from implicit_blocks.specs.loading import zoo_folder
 from implicit_blocks.specs.tree import dump_yaml
-from trainer.estimate.dry_run import describe
+from trainer.estimate.dry_run import dry_run_report
 
 CASES = int(os.environ.get("FUZZ_CASES", "10000"))
 SCALARS: list[Any] = [
@@ -107,14 +107,14 @@ SCALARS: list[Any] = [
     {"kind": "implicit_lm"},
     {"kind": None},
     {"kind": "transformers", "architecture": "llama"},
-    {"kind": "word_problem", "group": "A4", "length": 8},
-    {"kind": "tokens", "path": "x", "length": 8},
-    {"kind": "mixture", "length": 8, "sources": []},
+    {"kind": "word_problem", "group": "A4", "seq_len": 8},
+    {"kind": "tokens", "path": "x", "seq_len": 8},
+    {"kind": "mixture", "seq_len": 8, "sources": []},
     {"kind": "unrolled", "steps": 2},
     {"kind": "jacobian_penalty"},
     {"kind": "jacobian_penalty", "gradient": {"kind": "jacobian_penalty"}},
     {"kind": "implicit_function"},
-    {"kind": "parallel", "mixers": {}},
+    {"kind": "hybrid", "mixers": {}},
     {"name": "a"},
     {"name": "a", "until": 0.5},
     [{"name": "a"}, {"name": "a"}],
@@ -257,7 +257,7 @@ def _near(value: Any, rng: random.Random) -> Any:
             {"kind": "implicit_function"},
             {"kind": "phantom", "steps": 2**40},
             {"kind": "mamba2", "head_dim": 1, "d_state": 2**60},
-            {"kind": "swiglu", "d_hidden": 2**62},
+            {"kind": "swiglu", "d_ff": 2**62},
             value,
         ]
     )
@@ -386,8 +386,8 @@ def _use(source: str, overrides: list[str], folder: Path, is_ours: Callable[[Bas
     with (folder / "drawn.txt").open("w", encoding="utf-8") as stream:
         for function in (
             lambda: show(draw_run(spec, name="fuzzed"), stream=stream),
-            lambda: describe(spec, name="fuzzed"),
-            lambda: describe(spec, name="fuzzed", ranks=2, rate="1000"),
+            lambda: dry_run_report(spec, name="fuzzed"),
+            lambda: dry_run_report(spec, name="fuzzed", ranks=2, rate="1000"),
             lambda: _build(spec),
         ):
             try:

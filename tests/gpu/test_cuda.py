@@ -21,9 +21,9 @@ pytestmark = [
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)},
-    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=96)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_ff=96)},
     "hybrid": {
-        "mixer": ib.ParallelSpec(
+        "mixer": ib.HybridSpec(
             mixers=[ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16), ib.AttentionSpec(n_heads=4)]
         )
     },

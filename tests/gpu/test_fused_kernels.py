@@ -11,11 +11,11 @@ from torch import nn
 
 import implicit_blocks as ib
 from implicit_blocks.mixers import Mamba2
-from implicit_blocks.models.sequence_state import Committed
+from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.ops import cross_entropy, mamba2_mix, residual
 from implicit_blocks.ops.accelerated import load
 from implicit_blocks.ops.ssd import mamba_ssm
-from implicit_blocks.weights.cache import HeldWeights
+from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.weight_norm import WeightNorm, add_weight_norm
 
 pytestmark = [
@@ -74,9 +74,9 @@ def test_weight_norm_of_gains_that_lie_apart():
     add_weight_norm(layer)
     apart = torch.rand(32, 3, device="cuda")[:, 1:2]
     layer.parametrizations.weight.original0 = nn.Parameter(apart)
-    held = HeldWeights(layer)
+    cached = WeightCache(layer)
     expected = WeightNorm.compute(apart, layer.parametrizations.weight.original1)
-    torch.testing.assert_close(held.tensors()[0], expected)
+    torch.testing.assert_close(cached.tensors()[0], expected)
 
 
 @pytest.mark.parametrize("vocabulary", [61, 50_277], ids=["V61", "V50277"])
@@ -134,7 +134,7 @@ def test_mamba2_between_its_projections(shape, monkeypatch):
     spec = ib.Mamba2Spec(d_state=64, n_groups=groups, conv_bias=bias, bias=not bias)
     mixer = Mamba2(spec, d_model=width).cuda()
     state = mixer.initial_state(batch, device=torch.device("cuda"), dtype=torch.float32)
-    committed = Committed(batch, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
+    committed = SequenceState(batch, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
     window = committed.window(length, valid_BL=None, documents_BL=None, dtype=torch.float32)
     context = mixer.prepare(window)
     z = torch.randn(batch, length, width, device="cuda")
@@ -147,8 +147,8 @@ def test_mamba2_between_its_projections(shape, monkeypatch):
         z_leaf = z.clone().requires_grad_()
         u_leaf = None if u is None else (u.float() if precise else u).clone().requires_grad_()
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=not precise):
-            held = HeldWeights(mixer)
-            with held.in_use():
+            cached = WeightCache(mixer)
+            with cached.activate():
                 y = mixer(z_leaf, u_leaf, state, context)
                 with torch.no_grad():
                     sought = mixer(z_leaf, u_leaf, state, context)  # as a search calls it, keeping nothing
@@ -158,8 +158,8 @@ def test_mamba2_between_its_projections(shape, monkeypatch):
 
     fused = run(True)
     plain, exact = run(False), run(False, precise=True)
-    for ours, launched, wanted in zip(fused, plain, exact, strict=True):
-        assert error(ours, wanted) < max(1.2 * error(launched, wanted), 1.6e-2)
+    for ours, eager, wanted in zip(fused, plain, exact, strict=True):
+        assert error(ours, wanted) < max(1.2 * error(eager, wanted), 1.6e-2)
 
 
 @pytest.mark.parametrize("length", [256, 300], ids=["one-chunk", "chunks"])
@@ -169,7 +169,7 @@ def test_mamba2_reads_the_injection_from_a_table(length):
     torch.manual_seed(0)
     mixer = Mamba2(ib.Mamba2Spec(d_state=64), d_model=256).cuda()
     state = mixer.initial_state(3, device=torch.device("cuda"), dtype=torch.float32)
-    committed = Committed(3, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
+    committed = SequenceState(3, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
     window = committed.window(length, valid_BL=None, documents_BL=None, dtype=torch.float32)
     ids = torch.randint(11, (3, length), device="cuda")
     table = torch.randn(11, mixer.injection_width, device="cuda").bfloat16()
@@ -194,7 +194,7 @@ def test_what_the_output_projection_reads_is_not_kept_for_backward():
     torch.manual_seed(0)
     mixer = Mamba2(ib.Mamba2Spec(d_state=64, expand=2, head_dim=64), d_model=256).cuda()
     state = mixer.initial_state(3, device=torch.device("cuda"), dtype=torch.float32)
-    committed = Committed(3, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
+    committed = SequenceState(3, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
     window = committed.window(128, valid_BL=None, documents_BL=None, dtype=torch.float32)
     kept = {}
 
@@ -220,7 +220,7 @@ def test_mamba2_where_the_operator_needs_care(change):
     state, wide = (
         one.initial_state(rows, device=torch.device("cuda"), dtype=one.A_log.dtype) for one in (mixer, exact)
     )
-    committed = Committed(rows, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
+    committed = SequenceState(rows, 0, torch.zeros(1, dtype=torch.int64, device="cuda"), (state,))
     window = committed.window(length, valid_BL=None, documents_BL=None, dtype=torch.float32)
     context, z, called = mixer.prepare(window), torch.randn(rows, length, 32, device="cuda"), []
     if change == "strides":

@@ -1,4 +1,4 @@
-"""The map recorded as CUDA graphs computes what it computes launched kernel by kernel."""
+"""The map captured as CUDA graphs computes what it computes launched kernel by kernel."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.cuda import set_sync_debug_mode
 
 import implicit_blocks as ib
-from implicit_blocks.cuda.capture import forget_work_spaces, recording
+from implicit_blocks.cuda.capture import capture, clear_cublas_workspaces
 from implicit_blocks.layers import RMSNorm
 
 pytestmark = [
@@ -20,7 +20,7 @@ pytestmark = [
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)},
-    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=96)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_ff=96)},
 }
 
 
@@ -52,17 +52,17 @@ def assert_same(found, expected):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_training_steps_are_the_same(mixer):
-    launched, recorded = built(mixer), built(mixer)
-    recorded.capture_graphs()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (launched, recorded)]
+    eager, captured = built(mixer), built(mixer)
+    captured.capture_graphs()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, captured)]
     for seed in range(5):  # the first computes, the second records, later ones replay with other weights
-        assert_same(step(recorded, tokens(seed)), step(launched, tokens(seed)))
-        for model, optimizer in zip((launched, recorded), optimizers, strict=True):
+        assert_same(step(captured, tokens(seed)), step(eager, tokens(seed)))
+        for model, optimizer in zip((eager, captured), optimizers, strict=True):
             model(tokens(seed), labels=tokens(seed)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
         with torch.no_grad():  # so that rounding does not add up over the steps
-            for own, other in zip(recorded.parameters(), launched.parameters(), strict=True):
+            for own, other in zip(captured.parameters(), eager.parameters(), strict=True):
                 own.copy_(other)
 
 
@@ -71,31 +71,31 @@ def test_training_steps_are_the_same(mixer):
     "gradient", [ib.PhantomSpec(steps=3), ib.UnrolledSpec(steps=4)], ids=["phantom", "unrolled"]
 )
 def test_dropout_is_recorded_and_drawn_anew_each_step(mixer, gradient):
-    launched, recorded = (built(mixer, dropout=0.3, gradient=gradient) for _ in range(2))
-    recorded.capture_graphs()
+    eager, captured = (built(mixer, dropout=0.3, gradient=gradient) for _ in range(2))
+    captured.capture_graphs()
     losses = []
     for seed in range(5):
         results = []
-        for model in (recorded, launched):
+        for model in (captured, eager):
             torch.cuda.manual_seed(seed)
             results.append(step(model, tokens(0)))
         assert_same(*results)
         losses.append(float(results[0][0]))
     assert len(set(losses)) == 5
-    assert not recorded.backbone.graphs._refused
-    assert recorded.backbone.graphs._steps
+    assert not captured.backbone.graphs._refused
+    assert captured.backbone.graphs._steps
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_rows_that_leave_keep_their_dropout(mixer):
     stopping = ib.Stopping(tolerance=1e-4, max_iterations=40)
-    launched, recorded = (built(mixer, dropout=0.3, stopping=stopping) for _ in range(2))
-    recorded.capture_graphs()
+    eager, captured = (built(mixer, dropout=0.3, stopping=stopping) for _ in range(2))
+    captured.capture_graphs()
     for seed in range(4):
         ids = tokens(seed, rows=16)
         ids[1:, 1:] = ids[1:, :1]  # rows of unequal difficulty
         results = []
-        for model in (recorded, launched):
+        for model in (captured, eager):
             torch.cuda.manual_seed(seed)
             results.append(step(model, ids))
         assert_same(*results)
@@ -104,7 +104,7 @@ def test_rows_that_leave_keep_their_dropout(mixer):
 @pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
 def test_gradients_at_the_size_of_state_tracking():
     # What the first of four calls left for backward is larger than a work space of cuBLAS here: shared by all
-    # recordings, it came to lie there, and gradients were NaN.
+    # captures, it came to lie there, and gradients were NaN.
     spec = ib.load_spec("mamba2_state_tracking").model
     spec = spec.model_copy(update={"stopping": ib.Stopping(tolerance=0.0, max_iterations=4)})
     torch.manual_seed(0)
@@ -115,11 +115,11 @@ def test_gradients_at_the_size_of_state_tracking():
         for seed in range(2)
     ]
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        launched = [step(model, ids) for ids in batches]
+        eager = [step(model, ids) for ids in batches]
         model.capture_graphs()
-        recorded = [step(model, ids) for ids in batches]  # the second without recording anything
+        captured = [step(model, ids) for ids in batches]  # the second without recording anything
     assert sum(map(len, model.backbone.graphs._steps.values())) == 1
-    for found, expected in zip(recorded, launched, strict=True):
+    for found, expected in zip(captured, eager, strict=True):
         torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=0)
         for name, grad in expected[1].items():
             assert (found[1][name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
@@ -132,12 +132,12 @@ def test_compiled_layers_are_recorded(mixer):
     model.compile_layers()
     batches = [tokens(seed, rows=8, length=128) for seed in range(3)]
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        launched = [step(model, ids) for ids in batches]
+        eager = [step(model, ids) for ids in batches]
         model.capture_graphs()
-        recorded = [step(model, ids) for ids in batches]
+        captured = [step(model, ids) for ids in batches]
     assert not model.backbone.graphs._refused
     assert sum(map(len, model.backbone.graphs._steps.values())) == 1
-    for found, expected in zip(recorded, launched, strict=True):
+    for found, expected in zip(captured, eager, strict=True):
         torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=0)
         for name, grad in expected[1].items():
             assert (found[1][name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
@@ -147,7 +147,7 @@ def test_a_recorded_product_leaves_no_work_space_in_the_memory_of_its_graph():
     x = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     (x @ x).sum()
     pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
-    with recording(graph, pool):
+    with capture(graph, pool):
         (x @ x).sum()
     held = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
     assert held
@@ -156,22 +156,22 @@ def test_a_recorded_product_leaves_no_work_space_in_the_memory_of_its_graph():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_two_passes_before_one_backward(mixer):
-    launched, recorded = built(mixer), built(mixer)
-    recorded.capture_graphs()
+    eager, captured = built(mixer), built(mixer)
+    captured.capture_graphs()
     for _ in range(3):
-        step(recorded, tokens(0))
-    assert_same(step(recorded, tokens(1), tokens(2)), step(launched, tokens(1), tokens(2)))
+        step(captured, tokens(0))
+    assert_same(step(captured, tokens(1), tokens(2)), step(eager, tokens(1), tokens(2)))
 
 
 def test_gradients_add_up_over_micro_batches():
-    launched, recorded = built("mamba2"), built("mamba2")
-    recorded.capture_graphs()
+    eager, captured = built("mamba2"), built("mamba2")
+    captured.capture_graphs()
     for _ in range(2):
-        step(recorded, tokens(0))
-    for model in (launched, recorded):
+        step(captured, tokens(0))
+    for model in (eager, captured):
         for seed in (1, 2, 3):
             model(tokens(seed), labels=tokens(seed)).loss.backward()
-    for own, other in zip(recorded.parameters(), launched.parameters(), strict=True):
+    for own, other in zip(captured.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-3, atol=1e-5)
 
 
@@ -189,21 +189,21 @@ def test_a_second_backward_is_refused_in_a_sentence():
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_gradients_that_are_solved_for(mixer):
     gradient = ib.ImplicitFunctionSpec()
-    launched, recorded = (built(mixer, gradient=gradient) for _ in range(2))
-    recorded.capture_graphs()
+    eager, captured = (built(mixer, gradient=gradient) for _ in range(2))
+    captured.capture_graphs()
     for seed in range(3):
-        found, expected = step(recorded, tokens(seed)), step(launched, tokens(seed))
+        found, expected = step(captured, tokens(seed)), step(eager, tokens(seed))
         torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
         for name, grad in expected[1].items():
             assert (found[1][name] - grad).norm() < 1e-2 * grad.norm() + 1e-6, name
-    graphs = recorded.backbone.graphs
+    graphs = captured.backbone.graphs
     assert graphs._searches
     assert not graphs._steps  # many products with the Jacobian of one call: a graph goes backwards once
 
 
 def test_what_is_thawed_later_gets_its_gradient():
-    launched, recorded = built("mamba2"), built("mamba2")
-    recorded.capture_graphs()
+    eager, captured = built("mamba2"), built("mamba2")
+    captured.capture_graphs()
 
     def grads(model):
         model(tokens(0), labels=tokens(0), return_logits=False).loss.backward()
@@ -212,10 +212,10 @@ def test_what_is_thawed_later_gets_its_gradient():
         return found
 
     for frozen in (True, True, False, False):
-        for model in (launched, recorded):
+        for model in (eager, captured):
             for parameter in model.backbone.blocks()[0].parameters():
                 parameter.requires_grad_(not frozen)
-        torch.testing.assert_close(grads(recorded), grads(launched), rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(grads(captured), grads(eager), rtol=1e-3, atol=1e-5)
 
 
 def test_modules_with_hooks_are_called(caplog):
@@ -235,7 +235,7 @@ def test_modules_with_hooks_are_called(caplog):
 
 
 def test_the_collector_does_not_end_a_recording(monkeypatch):
-    """To destroy what was recorded once, and nothing leads to any more, is not permitted meanwhile."""
+    """To destroy what was captured once, and nothing leads to any more, is not permitted meanwhile."""
     first, second = built("mamba2"), built("mamba2")
     for model in (first, second):
         model.capture_graphs()
@@ -261,44 +261,42 @@ def test_the_collector_does_not_end_a_recording(monkeypatch):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_rows_that_leave_and_evaluation(mixer):
-    launched, recorded = (built(mixer).eval() for _ in range(2))
-    recorded.capture_graphs()
+    eager, captured = (built(mixer).eval() for _ in range(2))
+    captured.capture_graphs()
     with torch.inference_mode():
         for seed in range(4):
             ids = tokens(seed, rows=16)
             ids[1:, 1:] = ids[1:, :1]  # rows of unequal difficulty
-            found, expected = (
-                model(ids, tolerance=1e-4, max_iterations=40) for model in (recorded, launched)
-            )
+            found, expected = (model(ids, tolerance=1e-4, max_iterations=40) for model in (captured, eager))
             torch.testing.assert_close(found.logits, expected.logits, rtol=1e-4, atol=1e-4)
             assert found.solution.iterations.tolist() == expected.solution.iterations.tolist()
 
 
 def test_padding_and_states_are_launched():
-    launched, recorded = (built("mamba2").eval() for _ in range(2))
-    recorded.capture_graphs()
+    eager, captured = (built("mamba2").eval() for _ in range(2))
+    captured.capture_graphs()
     mask = torch.ones(4, 64, device="cuda")
     mask[1, 40:] = 0
     with torch.no_grad():
         for _ in range(3):
-            found, expected = (m(tokens(), attention_mask=mask).logits for m in (recorded, launched))
+            found, expected = (m(tokens(), attention_mask=mask).logits for m in (captured, eager))
             torch.testing.assert_close(found[0], expected[0])
-            found, expected = (m(tokens(), window_length=16).logits for m in (recorded, launched))
+            found, expected = (m(tokens(), window_length=16).logits for m in (captured, eager))
             torch.testing.assert_close(found, expected)
 
 
 def bound(model, ids):
     """Return the map of these tokens and a start."""
-    state, weights = model.initial_state(len(ids)), model.hold_weights()
+    state, weights = model.initial_state(len(ids)), model.cache_weights()
     return model.bind(model.embedding(ids), state, weights=weights, ids_BL=ids)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_values_that_are_held_stay_as_they_are(mixer):
-    launched, recorded = built(mixer), built(mixer)
-    recorded.capture_graphs()
+    eager, captured = built(mixer), built(mixer)
+    captured.capture_graphs()
     with torch.no_grad():
-        (f, z), (plain, _) = (bound(model, tokens()) for model in (recorded, launched))
+        (f, z), (plain, _) = (bound(model, tokens()) for model in (captured, eager))
         held, expected = [z], [z]
         for _ in range(8):  # more than there are buffers
             held.append(f(held[-1]))
@@ -336,19 +334,19 @@ def test_calls_of_a_search_between_forward_and_backward(mixer):
 
 
 def test_tables_of_injections_are_recorded():
-    launched, recorded, by_token = (built("mamba2") for _ in range(3))
-    recorded.capture_graphs()
+    eager, captured, by_token = (built("mamba2") for _ in range(3))
+    captured.capture_graphs()
     by_token.embedding.register_forward_hook(lambda module, given, x: x)  # no table then
     for seed in range(4):
         ids = tokens(seed, rows=16)
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            assert bound(launched, ids)[0].by_row
+            assert bound(eager, ids)[0].by_row
             assert not bound(by_token, ids)[0].by_row
-            found, expected, wanted = (step(model, ids) for model in (recorded, launched, by_token))
+            found, expected, wanted = (step(model, ids) for model in (captured, eager, by_token))
         torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
         torch.testing.assert_close(expected[0], wanted[0], rtol=2e-3, atol=0)
         for name, grad in wanted[1].items():
-            # A recorded step adds what reaches its point in another order, which bfloat16 makes 2e-3.
+            # A captured step adds what reaches its point in another order, which bfloat16 makes 2e-3.
             assert (found[1][name] - expected[1][name]).norm() < 1e-2 * grad.norm() + 1e-6, name
             assert (expected[1][name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
 
@@ -389,7 +387,7 @@ def test_a_model_s_recordings_go_with_it(kind):
     fields = {"vocab_size": 61, "d_model": 64, "n_layers": 2, **MIXERS["mamba2"]}
 
     def held():
-        forget_work_spaces()
+        clear_cublas_workspaces()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 

@@ -27,7 +27,7 @@ model:
   d_model: 16
   n_layers: 1
   mixer: {kind: mamba2, d_state: 4, head_dim: 8}
-data: {kind: tokens, path: null, length: 64}
+data: {kind: tokens, path: null, seq_len: 64}
 training:
   max_steps: 1
   batch_size: 2
@@ -41,7 +41,7 @@ def source(tmp_path):
     """Make a folder of the published implementation, with a sharded pickle."""
     folder = tmp_path / "source"
     folder.mkdir()
-    mlp, mixer = ib.SwiGLUSpec(d_hidden=24), ib.AttentionSpec(n_heads=2)
+    mlp, mixer = ib.SwiGLUSpec(d_ff=24), ib.AttentionSpec(n_heads=2)
     spec = ib.ImplicitLMSpec(vocab_size=19, d_model=16, n_layers=1, mixer=mixer, mlp=mlp)
     (folder / "config.json").write_text(json.dumps(published.export_config(spec)))
     tensors = published.export_tensors(ib.build(spec).state_dict(), spec)
@@ -242,6 +242,6 @@ def test_the_zoo_is_exported_by_name(tmp_path):
 def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["export", "word_problem_s3", str(tmp_path / "file" / "out")]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert str(tmp_path / "file") in said
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert str(tmp_path / "file") in message

@@ -177,15 +177,15 @@ def test_assisted_generation_where_tokens_can_be_taken_back(lively_model, ids):
         lively_model("mamba2").generate(prompt, prompt_lookup_num_tokens=3, **options)
 
 
-@pytest.mark.parametrize("capacity", [None, 20])
+@pytest.mark.parametrize("max_seq_len", [None, 20])
 @torch.no_grad()
-def test_cropping_takes_back_the_last_tokens(lively_model, ids, capacity):
+def test_cropping_takes_back_the_last_tokens(lively_model, ids, max_seq_len):
     model = lively_model("attention")
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     mask[2, 7:] = 0
     name = "past_key_values"
-    cache = model(ids, attention_mask=mask, use_cache=True, **{name: ImplicitCache(capacity)})[name]
+    cache = model(ids, attention_mask=mask, use_cache=True, **{name: ImplicitCache(max_seq_len)})[name]
     assert cache.is_croppable
     cache.crop(0)
     assert cache.get_seq_length() == 9

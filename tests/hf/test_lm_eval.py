@@ -30,7 +30,7 @@ MIXERS = {
     "mamba2": {"mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 4}},
     "attention": {
         "mixer": {"kind": "attention", "n_heads": 4, "n_kv_heads": 2},
-        "mlp": {"kind": "swiglu", "d_hidden": 24},
+        "mlp": {"kind": "swiglu", "d_ff": 24},
     },
 }
 
@@ -50,7 +50,7 @@ def exported(tmp_path: Path, tokenizer_file: Path) -> Callable[..., Path]:
                 "at_evaluation": {"stopping": {"max_iterations": 24}},
                 **MIXERS[family],
             },
-            "data": {"kind": "tokens", "length": 64},
+            "data": {"kind": "tokens", "seq_len": 64},
             "training": {
                 "max_steps": 1,
                 "batch_size": 1,
@@ -147,12 +147,12 @@ def test_lm_eval_runs_on_exported_folders(exported, tasks, tmp_path):
 def assert_right(folder: Path, logged: dict[str, list[dict[str, Any]]]) -> None:
     from transformers import AutoModelForCausalLM
 
-    from implicit_blocks.hf.folders import read_checkpoint, to_library
+    from implicit_blocks.hf.folders import read_pretrained, to_library
 
     assert [len(rows) for rows in logged.values()] == [5, 5]
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = load_tokenizer(folder)
-    assert read_checkpoint(folder).fields["eos_token_id"] == 0
+    assert read_pretrained(folder).fields["eos_token_id"] == 0
     library = to_library(model)
     with torch.no_grad():
         for item, row in zip(ITEMS, logged["tiny_choice"], strict=True):
@@ -282,9 +282,9 @@ def test_a_converted_folder_says_which_token_ends_a_text(tokenizer_file, tmp_pat
     own["tokenizer_class"] = "NobodysTokenizer"
     (source / "tokenizer_config.json").write_text(json.dumps(own | {"backend": "nobodys"}))
     assert main(["convert", str(source), str(tmp_path / "copied")]) == 0
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     config = (tmp_path / "copied" / "tokenizer_config.json").read_text()
-    assert ("NobodysTokenizer" in config) == ("copied without a check" in said)
+    assert ("NobodysTokenizer" in config) == ("copied without a check" in message)
 
 
 def test_an_export_refuses_a_tokenizer_larger_than_the_model(exported, tokenizer_file, tmp_path, capsys):

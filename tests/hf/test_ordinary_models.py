@@ -8,7 +8,7 @@ import torch
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
 from implicit_blocks.hf import pretrained as ordinary
-from implicit_blocks.hf.folders import read_checkpoint, to_library
+from implicit_blocks.hf.folders import read_pretrained, to_library
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -103,7 +103,7 @@ def test_the_explicit_twin_and_the_start_have_equal_logits(name, tmp_path):
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "start"), "--implicit"]) == 0
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     spec = start.config.model_spec
-    assert (spec.kind, spec.start, spec.weight_norm) == ("implicit_lm", "embedding", True)
+    assert (spec.kind, spec.z_init, spec.weight_norm) == ("implicit_lm", "embedding", True)
     torch.testing.assert_close(first_iterate(to_library(start), ids), expected, atol=1e-4, rtol=0)
 
 
@@ -114,7 +114,7 @@ def test_a_start_can_be_trained(weight_norm, tmp_path):
     with torch.no_grad():
         model.model.layers[0].mlp.gate_proj.weight[3] = 0
     model.save_pretrained(tmp_path)
-    found = read_checkpoint(tmp_path)
+    found = read_pretrained(tmp_path)
     spec, state = ordinary.as_start(found.spec, found.state, weight_norm=weight_norm)
     implicit = ib.build(spec)
     implicit.load_state_dict(state)

@@ -15,7 +15,7 @@ import implicit_blocks as ib
 from implicit_blocks.__main__ import main
 from implicit_blocks.checkpoints.load_model import empty_state
 from implicit_blocks.hf import published
-from implicit_blocks.hf.folders import read_checkpoint, to_library
+from implicit_blocks.hf.folders import read_pretrained, to_library
 from implicit_blocks.specs.counting import count_parameters
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -297,7 +297,7 @@ def test_explicit_models_have_plain_names(family, tmp_path):
         <= tensors.keys()
     )
     torch.save(tensors, source / "pytorch_model.bin")
-    checkpoint = read_checkpoint(source)
+    checkpoint = read_pretrained(source)
     assert checkpoint.spec == spec
     assert all(torch.equal(checkpoint.state[name], tensor) for name, tensor in model.state_dict().items())
 

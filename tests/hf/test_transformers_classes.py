@@ -195,7 +195,7 @@ def test_the_cache(family, tiny_model, ids):
             cache.crop(1)
         with pytest.raises(ValueError, match="commits to it"):
             cache.update(None, None, 0)
-        small = ImplicitCache(capacity=4)
+        small = ImplicitCache(max_seq_len=4)
         with pytest.raises(ValueError, match="made for 4 tokens"):
             model(ids, use_cache=True, **{name: small})
         cache.reset()

@@ -144,13 +144,13 @@ def test_it_is_found_and_trains_from_yaml_at_once(empty, family):
 
 def test_the_command_says_what_to_do_next(empty, capsys):
     assert main(["new-plugin", "acme_thing", "--family", "solver", "--directory", "deep/er/folder"]) == 0
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     for command in (
         "python -m pip install -e 'deep/er/folder[test]'",
         "python -m trainer --spec word_problem_s3_acme_thing",
         "python -m pytest deep/er/folder",
     ):
-        assert command in said
+        assert command in message
     assert Path("deep/er/folder/pyproject.toml").is_file()
 
 
@@ -189,9 +189,9 @@ def test_an_empty_folder_is_taken_even_the_one_we_are_in(empty):
 )
 def test_names_that_cannot_be(empty, capsys, name, messages):
     assert main(["new-plugin", name, "--family", "mixer"]) == 2
-    said = capsys.readouterr().err
+    text = capsys.readouterr().err
     for message in messages:
-        assert message in said
+        assert message in text
     assert not list(empty.iterdir())
 
 
@@ -220,9 +220,9 @@ def test_a_folder_that_is_not_empty_stays_as_it_is(empty, capsys):
     folder.mkdir()
     (folder / "mine.txt").write_text("precious")
     assert main(["new-plugin", "acme_thing", "--family", "mixer", "--directory", "taken"]) == 2
-    said = capsys.readouterr().err
-    assert "is not empty (it holds mine.txt)" in said
-    assert "--directory" in said
+    message = capsys.readouterr().err
+    assert "is not empty (it holds mine.txt)" in message
+    assert "--directory" in message
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
 
 

@@ -14,7 +14,7 @@ from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.causal_conv import fla as conv_fla
 from implicit_blocks.ops.ssd import fla as scan_fla
 from implicit_blocks.ops.ssd import mamba_ssm
-from implicit_blocks.weights.cache import HeldWeights
+from implicit_blocks.weights.cache import WeightCache
 
 
 class Wrapped(nn.Module):
@@ -64,10 +64,10 @@ def test_with_gradients_the_operator_takes_the_output_projection_along(asked):
 
 
 def test_held_weights_are_those_of_the_operator(asked):
-    held = HeldWeights(asked.mixer)
-    with held.in_use():
+    cached = WeightCache(asked.mixer)
+    with cached.activate():
         asked.run()
-        assert asked.given[0] == asked.mixer.out_proj.held
+        assert asked.given[0] == asked.mixer.out_proj.cached
 
 
 def test_what_wraps_the_output_projection_is_called(asked):
@@ -106,7 +106,7 @@ def test_with_hooks_of_the_norm_the_plain_operators_run(asked):
     called = []
     asked.mixer.norm.register_forward_hook(lambda *_: called.append(1))
     unfused(asked.mixer)
-    context = SimpleNamespace(plain=True, u_rows_BL=None, order_BL=None, places_BL=None)
+    context = SimpleNamespace(plain=True, u_rows_BL=None, order_BL=None, inverse_BL=None)
     asked.mixer(torch.randn(2, 8, 32), None, None, context)
     assert called == [1]
     assert not asked.given
@@ -118,7 +118,7 @@ def test_with_hooks_of_the_norm_the_plain_operators_run(asked):
 def test_no_operator_where_no_kernel_can_be_differentiated(asked):
     """Forward mode and ``torch.func`` go through the plain operators, as they do elsewhere."""
     unfused(asked.mixer)
-    context = SimpleNamespace(plain=True, u_rows_BL=None, order_BL=None, places_BL=None)
+    context = SimpleNamespace(plain=True, u_rows_BL=None, order_BL=None, inverse_BL=None)
     z = torch.randn(2, 8, 32)
     torch.func.jvp(lambda z: asked.mixer(z, None, None, context), (z,), (torch.ones_like(z),))
     assert not asked.given
@@ -154,7 +154,7 @@ def test_parameters_with_strides_are_not_for_kernels(asked, name):
     apart = value.mT.contiguous().mT if value.ndim > 1 else torch.stack([value, value], 1)[:, 0]
     setattr(owner, name, nn.Parameter(apart))
     unfused(asked.mixer)
-    context = SimpleNamespace(plain=True, u_rows_BL=None, order_BL=None, places_BL=None)
+    context = SimpleNamespace(plain=True, u_rows_BL=None, order_BL=None, inverse_BL=None)
     asked.mixer(torch.randn(2, 8, 32), None, None, context)
     assert not asked.given
 

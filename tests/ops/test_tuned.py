@@ -51,16 +51,16 @@ def test_a_tuner_of_other_ways_is_left_to_look_for_itself() -> None:
     assert tuned.tell({NAME: SimpleNamespace(configs=found.configs)}) == []
 
 
-@pytest.mark.parametrize(("capability", "told"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
+@pytest.mark.parametrize(("capability", "expected"), [((9, 0), True), ((8, 0), False), ((10, 0), False)])
 def test_only_the_card_that_was_measured(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], told: bool
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool
 ) -> None:
     module = ModuleType("scans.kernels")
     module._bmm_chunk_fwd_kernel = tuner(WANTED)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "scans.kernels", module)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     tuned.tell_loaded("scans")
-    assert bool(module._bmm_chunk_fwd_kernel.cache) is told
+    assert bool(module._bmm_chunk_fwd_kernel.cache) is expected
 
 
 def test_what_depends_on_the_states_is_known_for_64_as_for_128() -> None:

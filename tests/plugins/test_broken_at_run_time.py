@@ -10,7 +10,7 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks import registry
-from implicit_blocks.registry.contracts import ContractError, describe
+from implicit_blocks.registry.contracts import ContractError, describe_component
 from implicit_blocks.testing import check_solver
 
 TOKENS = torch.arange(12).view(2, 6) % 5
@@ -64,7 +64,7 @@ class BadMixer(ib.Mixer):
     def injection_width(self) -> int:
         return self.width
 
-    def initial_state(self, batch_size, *, device, dtype, capacity=None):
+    def initial_state(self, batch_size, *, device, dtype, max_seq_len=None):
         return ()
 
     def select_rows(self, state, rows):
@@ -137,12 +137,12 @@ def test_the_plugin_the_contract_and_the_remedy_are_named(parts, contract, words
     broken = model(**parts, stopping=ib.Stopping(tolerance=0.0, max_iterations=3))
     with pytest.raises(ContractError) as caught:
         broken(TOKENS, labels=TOKENS)
-    said = str(caught.value)
-    assert said.startswith("Bad")
-    assert "(of plugin acme-blocks 2.5.0)" in said
-    assert f"breaks the contract '{contract}'" in said
+    message = str(caught.value)
+    assert message.startswith("Bad")
+    assert "(of plugin acme-blocks 2.5.0)" in message
+    assert f"breaks the contract '{contract}'" in message
     for word in words:
-        assert word in said
+        assert word in message
     model()(TOKENS, labels=TOKENS).loss.backward()  # nothing else has stopped working
 
 
@@ -165,9 +165,9 @@ def test_the_trainer_says_it_in_a_sentence(tmp_path, capsys):
     arguments = ["--spec", "word_problem_s3", "--output", str(tmp_path / "run"), "training.max_steps=1"]
     changes = ["model.solver={kind: acme.bad, fault: short}", "training.batch_size=2", "phases=[]"]
     assert main([*arguments, *changes]) != 0
-    said = capsys.readouterr().err
-    assert "BadSolver (of plugin acme-blocks 2.5.0) breaks the contract 'next point'" in said
-    assert "Traceback" not in said
+    message = capsys.readouterr().err
+    assert "BadSolver (of plugin acme-blocks 2.5.0) breaks the contract 'next point'" in message
+    assert "Traceback" not in message
 
 
 def test_a_state_that_grows_after_the_first_update_is_named_too():
@@ -192,9 +192,9 @@ def test_a_component_that_ends_the_program_is_an_error(tmp_path, capsys):
     arguments = ["--spec", "word_problem_s3", "--output", str(tmp_path / "run"), "training.max_steps=1"]
     changes = ["model.solver={kind: acme.bad, fault: exits}", "training.batch_size=2", "phases=[]"]
     assert main([*arguments, *changes]) == 1
-    said = capsys.readouterr().err
-    assert "test_broken_at_run_time.py" in said
-    assert "ended the program by sys.exit(0) in the middle of the run" in said
+    message = capsys.readouterr().err
+    assert "test_broken_at_run_time.py" in message
+    assert "ended the program by sys.exit(0) in the middle of the run" in message
 
 
 # -------------------------------------------------------------------------------------- builders
@@ -231,6 +231,6 @@ def test_a_type_error_of_the_builders_own_is_not_explained_away():
 
 
 def test_what_is_ours_or_nobodys_is_described_as_such():
-    assert describe(ib.Picard()) == "Picard"
-    assert describe("a part") == "a part"
-    assert describe(pytest.Class) == "Class (of module _pytest.python)"
+    assert describe_component(ib.Picard()) == "Picard"
+    assert describe_component("a part") == "a part"
+    assert describe_component(pytest.Class) == "Class (of module _pytest.python)"

@@ -14,7 +14,7 @@ RUN = """
 extends: word_problem_s3
 model: {d_model: 16, mixer: {d_state: 8, head_dim: 8}, stopping: {max_iterations: 4},
         at_evaluation: {stopping: {max_iterations: 8}}}
-data: {kind: acme.parity, length: 12}
+data: {kind: acme.parity, seq_len: 12}
 training:
   max_steps: 6
   batch_size: 4

@@ -72,7 +72,7 @@ shared: dict[str, Any] = {
         st.builds(Mamba2Spec, d_state=counts, head_dim=st.sampled_from([32, 64])),
         st.builds(AttentionSpec, n_heads=st.just(8), n_kv_heads=st.sampled_from([None, 1, 2, 8])),
     ),
-    "mlp": st.none() | st.builds(SwiGLUSpec, d_hidden=counts),
+    "mlp": st.none() | st.builds(SwiGLUSpec, d_ff=counts),
     "dropout": st.floats(0, 1, exclude_max=True),
 }
 models = st.one_of(
@@ -80,7 +80,7 @@ models = st.one_of(
     st.builds(
         ImplicitLMSpec,
         **shared,
-        start=st.sampled_from(["zeros", "embedding"]),
+        z_init=st.sampled_from(["zeros", "embedding"]),
         solver=solvers,
         gradient=gradients,
         stopping=stoppings,

@@ -31,7 +31,7 @@ model:
   n_layers: 1
   mixer: {kind: mamba2, head_dim: 32}
   solver: {kind: picard, damping: 0.5}
-data: {kind: word_problem, group: S3, length: 32}
+data: {kind: word_problem, group: S3, seq_len: 32}
 training:
   max_steps: 100
   batch_size: 8
@@ -177,7 +177,7 @@ class TestMistakes:
             ("training:", "trainng:", "x.yaml:8:1: trainng: unknown key 'trainng'; did you mean 'training'?"),
             ("head_dim: 32", "head_dim: 48", "x.yaml:5:10: model.mixer: the inner width expand * d_model"),
             ("  d_model: 64\n", "", "x.yaml:2:3: model.d_model: is missing; add it"),
-            ("length: 32", "length: 0", "x.yaml:7:47: data.length: should be greater than 0; got 0"),
+            ("seq_len: 32", "seq_len: 0", "x.yaml:7:48: data.seq_len: should be greater than 0; got 0"),
             (
                 "max_steps: 100",
                 "max_steps: -1",
@@ -263,9 +263,11 @@ class TestTwins:
 
     def test_phases_of_its_own_stay(self, write: Write) -> None:
         write("x.yaml", SMALL)
-        text = "extends: x\nmodel: {kind: explicit_lm}\nphases: [{name: only, training: {clip_norm: 0.5}}]"
+        text = (
+            "extends: x\nmodel: {kind: explicit_lm}\nphases: [{name: only, training: {max_grad_norm: 0.5}}]"
+        )
         [phase] = load_spec(write("y.yaml", text)).phase_specs()
-        assert (phase.name, phase.training.clip_norm) == ("only", 0.5)
+        assert (phase.name, phase.training.max_grad_norm) == ("only", 0.5)
 
     def test_back_again(self, write: Write) -> None:
         write("x.yaml", SMALL)
@@ -300,7 +302,7 @@ class TestOverrides:
             [
                 "training.seed=1",
                 "training.seed=2",
-                "training.clip_norm=null",
+                "training.max_grad_norm=null",
                 "evaluation.lengths=[8, 1e1]",
                 "model.solver={kind: anderson, memory: 2}",
                 "data.path=a=b",
@@ -308,7 +310,7 @@ class TestOverrides:
             ],
         )
         assert tree["training"]["seed"] == 2
-        assert tree["training"]["clip_norm"] is None
+        assert tree["training"]["max_grad_norm"] is None
         assert tree["training"]["schedule"] == {"warmup": None}
         assert tree["evaluation"] == {"lengths": [8, 10.0]}
         assert tree["model"]["solver"] == {"kind": "anderson", "memory": 2}

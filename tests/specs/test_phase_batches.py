@@ -15,7 +15,7 @@ from trainer.specs.run import RunSpec
 LENGTH = 32
 BASE: dict[str, Any] = {
     "model": {"kind": "implicit_lm", "d_model": 64, "n_layers": 1, "mixer": {"kind": "mamba2"}},
-    "data": {"kind": "word_problem", "group": "S3", "length": LENGTH},
+    "data": {"kind": "word_problem", "group": "S3", "seq_len": LENGTH},
     "training": {"max_steps": 100, "batch_size": 8, "optimizer": {"kind": "adamw", "learning_rate": 1e-3}},
 }
 

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from implicit_blocks.specs import SpecError, merge
-from trainer.estimate.dry_run import describe
+from trainer.estimate.dry_run import dry_run_report
 from trainer.specs.run import RunSpec
 
 BASE: dict[str, Any] = {
     "model": {"kind": "implicit_lm", "d_model": 64, "n_layers": 1, "mixer": {"kind": "mamba2"}},
-    "data": {"kind": "word_problem", "group": "S3", "length": 32},
+    "data": {"kind": "word_problem", "group": "S3", "seq_len": 32},
     "training": {"max_steps": 100, "batch_size": 8, "optimizer": {"kind": "adamw", "learning_rate": 1e-3}},
     "phases": [
-        {"name": "short", "until": 0.5, "data": {"length": 4, "identity_probability": 0.2}},
+        {"name": "short", "until": 0.5, "data": {"seq_len": 4, "identity_probability": 0.2}},
         {"name": "long", "training": {"batch_size": 4}},
     ],
 }
@@ -23,8 +23,8 @@ BASE: dict[str, Any] = {
 
 def test_a_phase_reads_its_own_length_and_hardness() -> None:
     short, long = RunSpec.model_validate(BASE).phase_specs()
-    assert (short.data.length, short.data.identity_probability) == (4, 0.2)  # type: ignore[attr-defined]  # the kind's own
-    assert (long.data.length, long.data.identity_probability) == (32, 0.5)  # type: ignore[attr-defined]  # the same
+    assert (short.data.seq_len, short.data.identity_probability) == (4, 0.2)  # type: ignore[attr-defined]  # the kind's own
+    assert (long.data.seq_len, long.data.identity_probability) == (32, 0.5)  # type: ignore[attr-defined]  # the same
     spec = RunSpec.model_validate(BASE)
     assert spec.total_tokens == 50 * 8 * 4 + 50 * 4 * 32
     assert spec.total_sequences == 50 * 8 + 50 * 4
@@ -37,7 +37,7 @@ def test_tokens_are_counted_with_each_phases_length() -> None:
             {
                 "training": {"max_steps": None, "max_tokens": 1600 + 1280},
                 "phases": [
-                    {"name": "short", "until": "1600 tokens", "data": {"length": 4}},
+                    {"name": "short", "until": "1600 tokens", "data": {"seq_len": 4}},
                     {"name": "long", "training": {"batch_size": 4}},
                 ],
             },
@@ -50,8 +50,8 @@ def test_tokens_are_counted_with_each_phases_length() -> None:
     ("changes", "message"),
     [
         ({"group": "S4"}, "can't change 'group' of data of kind 'word_problem'"),
-        ({"lenght": 4}, "did you mean 'length'"),
-        ({"length": 0}, "greater than or equal to 1|greater than 0"),
+        ({"seqlen": 4}, "did you mean 'seq_len'"),
+        ({"seq_len": 0}, "greater than or equal to 1|greater than 0"),
         ({"identity_probability": 1.5}, "less than or equal to 1"),
     ],
 )
@@ -62,18 +62,18 @@ def test_what_a_phase_cannot_do_to_the_data_is_refused(changes: dict[str, Any], 
 
 
 def test_other_data_do_not_change() -> None:
-    text = {"kind": "tokens", "length": 16}
-    with pytest.raises(SpecError, match="can't change 'length' of data of kind 'tokens'"):
+    text = {"kind": "tokens", "seq_len": 16}
+    with pytest.raises(SpecError, match="can't change 'seq_len' of data of kind 'tokens'"):
         RunSpec.model_validate(
             merge(
                 {**BASE, "data": text, "model": {**BASE["model"], "vocab_size": 8}},
-                {"phases": [{"name": "a", "data": {"length": 8}}]},
+                {"phases": [{"name": "a", "data": {"seq_len": 8}}]},
             )
         )
 
 
 def test_the_dry_run_shows_each_phases_data() -> None:
-    told = describe(RunSpec.model_validate(BASE), name="growing", rate="160")
+    report = dry_run_report(RunSpec.model_validate(BASE), name="growing", rate="160")
     for line in (
         "8 x 4 = 32 tokens",
         "p = 0.2, length 4, made on the fly",
@@ -81,4 +81,4 @@ def test_the_dry_run_shows_each_phases_data() -> None:
         "10s at 160 tokens/s",
         "40s at 160 tokens/s",
     ):
-        assert line in told, told
+        assert line in report, report

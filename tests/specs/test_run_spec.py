@@ -22,7 +22,7 @@ from trainer.specs.run import RunSpec, TokensSpec, WordProblemSpec
 
 BASE: dict[str, Any] = {
     "model": {"kind": "implicit_lm", "d_model": 64, "n_layers": 1, "mixer": {"kind": "mamba2"}},
-    "data": {"kind": "word_problem", "group": "S3", "length": 32},
+    "data": {"kind": "word_problem", "group": "S3", "seq_len": 32},
     "training": {"max_steps": 100, "batch_size": 8, "optimizer": {"kind": "adamw", "learning_rate": 1e-3}},
 }
 
@@ -51,7 +51,7 @@ def test_phases_merge_over_the_runs_own_sections() -> None:
                 "until": 0.8,
                 "model": {"gradient": {"steps": 1}, "stopping": {"max_iterations": 4}},
             },
-            {"name": "free", "training": {"clip_norm": None, "optimizer": {"learning_rate": 1e-4}}},
+            {"name": "free", "training": {"max_grad_norm": None, "optimizer": {"learning_rate": 1e-4}}},
         ],
     )
     first, second, third = spec.phase_specs()
@@ -65,7 +65,7 @@ def test_phases_merge_over_the_runs_own_sections() -> None:
     assert second.model.gradient == PhantomSpec(steps=1, damping=0.7)
     assert second.model.stopping.max_iterations == 4
     assert third.model == spec.model
-    assert (third.training.clip_norm, third.training.optimizer.learning_rate) == (None, 1e-4)
+    assert (third.training.max_grad_norm, third.training.optimizer.learning_rate) == (None, 1e-4)
     assert third.training.optimizer.betas == (0.9, 0.95)
     assert second.training == spec.training
 
@@ -140,8 +140,8 @@ def test_phases_of_an_explicit_model() -> None:
         model=explicit,
         phases=[{"name": "a", "model": {"gradient": {"steps": 1}}}],
     )
-    spec = run(model=explicit, phases=[{"name": "a", "training": {"clip_norm": 2}}])
-    assert spec.phase_specs()[0].training.clip_norm == 2
+    spec = run(model=explicit, phases=[{"name": "a", "training": {"max_grad_norm": 2}}])
+    assert spec.phase_specs()[0].training.max_grad_norm == 2
 
 
 def test_tokens_make_whole_steps() -> None:
@@ -215,7 +215,7 @@ def test_survives_python_and_json() -> None:
 
 
 def test_data_specs_tell_their_vocabulary() -> None:
-    assert WordProblemSpec(group="A5xZ2", length=8).vocab_size == 120
+    assert WordProblemSpec(group="A5xZ2", seq_len=8).vocab_size == 120
     assert TokensSpec().vocab_size is None
 
 

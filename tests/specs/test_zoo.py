@@ -94,7 +94,7 @@ def test_the_recipe_is_bounded_then_free(name: str) -> None:
     assert (bounded.model.stopping.max_iterations, bounded.model.gradient.steps) == (4, 1)
     assert bounded.model.stopping.tolerance == free.model.stopping.tolerance == 0.05
     assert free.model.evaluation_stopping.max_iterations == 4 * steps
-    assert spec.training.batch_size * spec.data.length == 2**20
+    assert spec.training.batch_size * spec.data.seq_len == 2**20
     [only] = load_spec(f"{name}_bounded").phase_specs()
     assert only.model == bounded.model
 
@@ -205,7 +205,7 @@ def test_the_books_are_small_and_their_twins_see_the_same(name: str, size: float
     bounded, free = spec.phase_specs()  # type: ignore[attr-defined]  # the same
     assert (bounded.model.stopping.max_iterations, bounded.model.gradient.steps) == (3, 3)
     assert free.model.gradient.steps == 4
-    assert [length / spec.data.length for length in spec.evaluation.lengths] == [1, 2, 4, 8]  # type: ignore[attr-defined]  # the same
+    assert [length / spec.data.seq_len for length in spec.evaluation.lengths] == [1, 2, 4, 8]  # type: ignore[attr-defined]  # the same
 
 
 @pytest.mark.parametrize("name", ["books_5m_mamba2", "books_10m_mamba2"])

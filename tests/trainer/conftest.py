@@ -27,11 +27,11 @@ SMALL: dict[str, Any] = {
         "stopping": {"tolerance": 0.05, "max_iterations": 4},
         "at_evaluation": {"stopping": {"max_iterations": 16}},
     },
-    "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "length": 12},
+    "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "seq_len": 12},
     "training": {
         "max_steps": 4,
         "batch_size": 8,
-        "clip_norm": 0.25,
+        "max_grad_norm": 0.25,
         "optimizer": {"kind": "adamw", "learning_rate": 2e-3},
         "schedule": {"kind": "warmup_linear"},
         "threads": 1,

@@ -18,10 +18,10 @@ class Folder:
 
 class Display:
     def __init__(self):
-        self.said = []
+        self.messages = []
 
-    def say(self, line):
-        self.said.append(line)
+    def log(self, line):
+        self.messages.append(line)
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def test_each_new_one_is_said_once_and_kept():
     backends.note("double", "plain")  # as where an evaluation has other shapes
     backends.note("triple", "plain")
     record.update()
-    assert display.said == ["computed: double by short", "computed: double by plain, triple by plain"]
+    assert display.messages == ["computed: double by short", "computed: double by plain, triple by plain"]
     assert folder.kept == [
         {"double": {"short": "ran"}},
         {"double": {"short": "ran", "plain": "ran"}, "triple": {"plain": "ran"}},
@@ -58,7 +58,10 @@ def test_a_manifest_that_can_t_be_written_stops_nothing():
     folder.record_backends = full
     backends.note("double", "short")
     BackendRecord(folder, display).update()
-    assert display.said[1] == "WARNING: the backends can't be noted in the manifest (no space left on device)"
+    assert (
+        display.messages[1]
+        == "WARNING: the backends can't be noted in the manifest (no space left on device)"
+    )
 
 
 @pytest.mark.usefixtures("_nothing_has_run")
@@ -66,4 +69,4 @@ def test_processes_that_write_nothing_say_nothing():
     display = Display()
     backends.note("double", "short")
     BackendRecord(None, display).update()
-    assert not display.said
+    assert not display.messages

@@ -14,7 +14,7 @@ import torch
 from implicit_blocks import registry
 from implicit_blocks.specs import SpecError
 from trainer.callbacks import Callback, CallbackContext, Callbacks
-from trainer.callbacks.dispatch import Teller
+from trainer.callbacks.dispatch import CallbackDispatcher
 from trainer.callbacks.stop_when import StopWhen
 from trainer.distributed import Ranks
 from trainer.errors import CallbackError
@@ -116,18 +116,18 @@ def test_the_first_reason_to_stop_and_the_first_failure_count() -> None:
         raise CallbackError(callback="mine", event=event, error=KeyError("lost"))
 
     class Pair(Ranks):
-        def together(self, act: Callable[[], Any]) -> Any:
+        def run_all(self, act: Callable[[], Any]) -> Any:
             return act()
 
     run: Any = None
-    teller = Teller(callbacks, run, ranks=Pair(torch.device("cpu"), rank=1, world_size=2))
-    teller.raise_failure()
+    dispatcher = CallbackDispatcher(callbacks, run, ranks=Pair(torch.device("cpu"), rank=1, world_size=2))
+    dispatcher.raise_failure()
     callbacks.call = fail  # type: ignore[assignment,method-assign]  # of no callback's own
     for event in ("on_step", "on_save"):
-        teller.tell(event)
-        assert teller.failed
+        dispatcher.notify(event)
+        assert dispatcher.failed
     with pytest.raises(CallbackError, match="mine failed in on_step"):
-        teller.raise_failure()
+        dispatcher.raise_failure()
 
 
 def test_a_value_there_is_not_is_named(small: Small, tmp_path: Path) -> None:

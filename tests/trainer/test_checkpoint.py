@@ -16,7 +16,7 @@ from torch import nn
 from trainer.checkpoint.folder import prune
 from trainer.checkpoint.load import (
     Checkpointer,
-    Progress,
+    TrainingProgress,
     _restore_random,
     list_checkpoints,
     load_checkpoint,
@@ -72,7 +72,7 @@ def save(
     writer = Checkpointer(
         folder, model=model, optimizer=optimizer, spec_digest="d", keep=keep, keep_every=keep_every
     )
-    writer.save(Progress(step=step))
+    writer.save(TrainingProgress(step=step))
     writer.wait()
     return folder / step_name(step)
 
@@ -94,7 +94,7 @@ def test_goes_on_to_the_last_bit(trained: tuple[Path, nn.Module, torch.optim.Opt
     again = Tied()
     optimizer_again = optimizer_of(again)
     progress = load_checkpoint(path, model=again, optimizer=optimizer_again, restore_random=True)
-    assert progress == Progress(step=3)
+    assert progress == TrainingProgress(step=3)
     assert train(again, optimizer_again, 4) == expected
     for name, value in model.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
@@ -263,12 +263,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         return write(*args)
 
     monkeypatch.setattr(filesystem, "_write_item", slow)
-    checkpointer.save(Progress(step=1))
+    checkpointer.save(TrainingProgress(step=1))
     train(model, optimizer, 3)
     assert list_checkpoints(tmp_path) == []
     assert not checkpointer.ended
 
-    second = threading.Thread(target=lambda: checkpointer.save(Progress(step=4)))
+    second = threading.Thread(target=lambda: checkpointer.save(TrainingProgress(step=4)))
     second.start()
     second.join(0.3)
     assert second.is_alive()  # at most one save is in flight

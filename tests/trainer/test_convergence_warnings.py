@@ -43,7 +43,7 @@ def test_a_run_warns_once(
 ) -> None:
     steps = {"training.max_steps": 45, "training.log_every": 1, "training.batch_size": 2}
     build(small({**steps, **changes}), name="run", output=tmp_path / "run", device="cpu").train()
-    said = capsys.readouterr().out
-    assert said.count("WARNING") == (warned is not None)
-    assert warned is None or warned in said
-    assert shown is None or said.count(shown) >= 40
+    message = capsys.readouterr().out
+    assert message.count("WARNING") == (warned is not None)
+    assert warned is None or warned in message
+    assert shown is None or message.count(shown) >= 40

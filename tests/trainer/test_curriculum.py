@@ -14,7 +14,7 @@ from trainer.checkpoint.load import list_checkpoints, read_model_tensors
 from trainer.data.source import Batch
 from trainer.distributed import Ranks
 from trainer.errors import NonFiniteLossError
-from trainer.estimate.dry_run import describe
+from trainer.estimate.dry_run import dry_run_report
 from trainer.reporting.metrics import read_metrics
 from trainer.run.build import build
 from trainer.run.step import training_step
@@ -25,7 +25,7 @@ Small = Callable[..., RunSpec]
 GROWING: dict[str, Any] = {
     "training.max_steps": 9,
     "training.checkpoint_every": 2,
-    "training.loader_workers": 2,
+    "training.loader_threads": 2,
     "model.dropout": 0.1,  # draws from torch's generator at every step
     "phases": [
         {"name": "bounded", "until": "288 tokens", "model": {"gradient": {"kind": "unrolled", "steps": 2}}},
@@ -65,7 +65,7 @@ def test_what_a_phase_changes_holds_in_its_steps(
 ) -> None:
     free = {
         "model": {"solver": {"kind": "anderson"}, "gradient": {"steps": 3}, "stopping": {"tolerance": 0.01}},
-        "training": {"batch_size": 4, "clip_norm": 2.0, "optimizer": {"learning_rate": 1e-4}},
+        "training": {"batch_size": 4, "max_grad_norm": 2.0, "optimizer": {"learning_rate": 1e-4}},
     }
     changes = {
         "training.max_steps": 4,
@@ -78,7 +78,7 @@ def test_what_a_phase_changes_holds_in_its_steps(
     def step(layout: Any, optimizer: Any, batch: Batch, **options: Any) -> Any:
         model, rate = layout.model, optimizer.param_groups[0]["lr"]
         how = type(model.solver).__name__, model.gradient.steps, model.stopping.tolerance
-        seen.append((*how, len(batch), options["clip_norm"], pytest.approx(rate, rel=1e-6)))
+        seen.append((*how, len(batch), options["max_grad_norm"], pytest.approx(rate, rel=1e-6)))
         return training_step(layout, optimizer, batch, **options)
 
     monkeypatch.setattr("trainer.run.loop.training_step", step)
@@ -108,7 +108,7 @@ def test_a_run_in_two_parts_equals_the_whole_in_either_phase(
 def test_every_sample_comes_once_and_is_asked_for_once(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = build(small({**GROWING, "training.loader_workers": 1}), output=tmp_path / "run", device="cpu")
+    run = build(small({**GROWING, "training.loader_threads": 1}), output=tmp_path / "run", device="cpu")
     asked: list[tuple[int, int]] = []
     give = run.loop.data.batch
 
@@ -138,7 +138,7 @@ def test_a_loss_that_is_no_number_names_the_samples_of_its_phase(small: Small, t
 
 
 def test_the_dry_run_shows_each_phases_batch(small: Small) -> None:
-    told = describe(small(GROWING), name="growing", ranks=2, rate="96")
+    report = dry_run_report(small(GROWING), name="growing", ranks=2, rate="96")
     for line in (
         "9 steps of batches by phase, 1.2k tokens in all",
         "8 x 12 = 96 tokens, micro-batches of 4",
@@ -146,17 +146,17 @@ def test_the_dry_run_shows_each_phases_batch(small: Small) -> None:
         "3s at 96 tokens/s",
         "9s at 96 tokens/s",
     ):
-        assert line in told, told
+        assert line in report, report
     with pytest.raises(ValueError, match=r"phase 'bounded': training\.batch_size 8 can't be shared"):
-        describe(small(GROWING), name="growing", ranks=3)
+        dry_run_report(small(GROWING), name="growing", ranks=3)
 
 
 LONGER: dict[str, Any] = {
     "training.max_steps": 6,
     "training.checkpoint_every": 2,
-    "training.loader_workers": 2,
+    "training.loader_threads": 2,
     "phases": [
-        {"name": "short", "until": 3, "data": {"length": 4, "identity_probability": 0.0}},
+        {"name": "short", "until": 3, "data": {"seq_len": 4, "identity_probability": 0.0}},
         {"name": "long", "training": {"batch_size": 4}},
     ],
 }

@@ -73,9 +73,9 @@ def test_a_state_of_another_kind_leads_to_the_older_checkpoint(
     else:
         (newest / "state.json").write_text(json.dumps(made))
     assert resume(damaged) == 0
-    said = capsys.readouterr().out
-    assert f"WARNING: checkpoint {newest}" in said
-    assert "going back to step-00000002" in said
+    message = capsys.readouterr().out
+    assert f"WARNING: checkpoint {newest}" in message
+    assert "going back to step-00000002" in message
 
 
 @pytest.mark.parametrize("content", ["[" * 200_000, '{"a": ' * 100_000, "\ufeff{}", "NaN"])
@@ -98,9 +98,9 @@ def test_generators_of_another_kind(damaged: Path, content: str, capsys: pytest.
     state["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
     seal(path, state)
     assert resume(damaged) == 2
-    said = capsys.readouterr().err
-    assert "rank-00000.json holds no states of the random number generators" in said
-    assert "resume from another checkpoint by --checkpoint" in said
+    message = capsys.readouterr().err
+    assert "rank-00000.json holds no states of the random number generators" in message
+    assert "resume from another checkpoint by --checkpoint" in message
 
 
 LINES = {
@@ -128,10 +128,10 @@ def test_damaged_lines_in_the_middle(
     lines = path.read_bytes().splitlines() if path.exists() else []
     path.write_bytes(b"\n".join([*lines[:1], line, *lines[1:]]) + b"\n")
     assert resume(damaged) == 0
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     if name == "metrics.jsonl":
-        assert f"WARNING: {path}, line 2: " in said
-        assert "; the summary leaves it out" in said
+        assert f"WARNING: {path}, line 2: " in message
+        assert "; the summary leaves it out" in message
         assert sum(phase["measured"]["steps"] for phase in read_json(damaged / "summary.json")["phases"]) == 4
         if line == LINES["no phase"]:
             return  # the picture needs no phase
@@ -172,9 +172,9 @@ def test_other_versions_are_said(damaged: Path, capsys: pytest.CaptureFixture[st
     manifest["versions"] |= {"torch": "1.0.0", "matplotlib": "0.1"}
     write_json(damaged / "manifest.json", manifest)
     assert resume(damaged) == 0
-    said = capsys.readouterr().out
-    assert f"versions have changed since the run was trained last: torch 1.0.0 → {now};" in said
-    assert "matplotlib" not in said
+    message = capsys.readouterr().out
+    assert f"versions have changed since the run was trained last: torch 1.0.0 → {now};" in message
+    assert "matplotlib" not in message
 
 
 @pytest.mark.parametrize(
@@ -184,8 +184,8 @@ def test_other_versions_are_said(damaged: Path, capsys: pytest.CaptureFixture[st
 def test_a_manifest_of_another_kind(damaged: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     (damaged / "manifest.json").write_text(content)
     assert resume(damaged) == 2
-    assert "manifest.json" in (said := capsys.readouterr().err)
-    assert "move it away to go on" in said
+    assert "manifest.json" in (message := capsys.readouterr().err)
+    assert "move it away to go on" in message
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "7", '{"name": "x"', '{"name": 3}', "[" * 100_000])

@@ -10,7 +10,7 @@ import pytest
 from implicit_blocks.specs import load_spec
 from trainer.__main__ import main
 from trainer.estimate.memory import Memory, estimate_memory, work_out
-from trainer.specs.distributed import ParallelSpec
+from trainer.specs.distributed import DistributedSpec
 
 PARAMETERS = 1_324_083_184
 """Of llama_1.3b."""
@@ -43,7 +43,7 @@ def test_it_names_the_search_of_evaluations_which_is_not_that_of_training(
 
 
 def test_a_rank_holds_its_share_of_the_state_and_the_model_for_a_time() -> None:
-    alone, ddp = memory_of(), memory_of("training.parallel.kind=ddp", ranks=8)
+    alone, ddp = memory_of(), memory_of("training.distributed.kind=ddp", ranks=8)
     assert ddp == alone
     assert alone.weights == alone.gradients == 4 * PARAMETERS
     assert alone.optimizer == 8 * PARAMETERS
@@ -52,9 +52,9 @@ def test_a_rank_holds_its_share_of_the_state_and_the_model_for_a_time() -> None:
         assert getattr(fsdp, name) == pytest.approx(getattr(alone, name) / 8, rel=1e-6)
     assert fsdp.gathered == 3 * 4 * PARAMETERS
     assert (fsdp.activations, fsdp.logits) == (alone.activations, alone.logits)
-    hsdp = memory_of("training.parallel={kind: hsdp, shard_size: 2}", ranks=8)
+    hsdp = memory_of("training.distributed={kind: hsdp, shard_size: 2}", ranks=8)
     assert hsdp.optimizer == pytest.approx(alone.optimizer / 2, rel=1e-6)
-    by_layer = memory_of("training.parallel={kind: fsdp, unit: layer}", ranks=8)
+    by_layer = memory_of("training.distributed={kind: fsdp, unit: layer}", ranks=8)
     assert by_layer.gathered < fsdp.gathered / 4
 
 
@@ -69,16 +69,16 @@ def test_checkpointed_activations_are_those_of_a_layer_or_of_a_step() -> None:
 
 
 def test_recorded_graphs_keep_weights_and_their_gradients() -> None:
-    plain, recorded = memory_of(phase=0), memory_of("training.cuda_graphs=true", phase=0)
+    plain, captured = memory_of(phase=0), memory_of("training.cuda_graphs=true", phase=0)
     assert plain.graphs == 0
     # Of the layers' 1.2 B weights, in bfloat16, and points of 4 x 2048 tokens.
-    assert recorded.graphs == pytest.approx(2 * 2 * 1.2085e9 + 5 * 4 * 8192 * 2048, rel=0.02)
-    assert recorded.total == plain.total + recorded.graphs
+    assert captured.graphs == pytest.approx(2 * 2 * 1.2085e9 + 5 * 4 * 8192 * 2048, rel=0.02)
+    assert captured.total == plain.total + captured.graphs
     dropping = memory_of("training.cuda_graphs=true", "model.dropout=0.1", phase=0)
-    assert dropping.graphs - recorded.graphs == 2 * 24 * 4 * 8192 * 2048
+    assert dropping.graphs - captured.graphs == 2 * 24 * 4 * 8192 * 2048
     again = memory_of("training.cuda_graphs=true", "training.checkpoint_activations=layers", phase=0)
-    assert again.graphs < recorded.graphs * 0.6
-    assert memory_of("training.cuda_graphs=true", "training.parallel.kind=fsdp", ranks=8).graphs == 0
+    assert again.graphs < captured.graphs * 0.6
+    assert memory_of("training.cuda_graphs=true", "training.distributed.kind=fsdp", ranks=8).graphs == 0
 
 
 def test_a_micro_batch_is_no_larger_than_a_ranks_share() -> None:
@@ -98,7 +98,9 @@ def test_a_micro_batch_is_no_larger_than_a_ranks_share() -> None:
     ],
 )
 def test_auto_shards_what_is_large(ranks: int, machine: int, memory: Any, expected: Any) -> None:
-    found = ParallelSpec().spread(parameters=PARAMETERS, ranks=ranks, ranks_a_machine=machine, memory=memory)
+    found = DistributedSpec().spread(
+        parameters=PARAMETERS, ranks=ranks, ranks_a_machine=machine, memory=memory
+    )
     assert found == expected
 
 
@@ -121,7 +123,10 @@ def test_time_at_a_measured_rate(capsys: pytest.CaptureFixture[str]) -> None:
         (["--rate", "-1"], "no positive number"),
         (["--rate", "free=3"], "the phases are bounded, free: bounded=20000,free=20000"),
         (["--ranks", "3"], "batch_size 512 can't be shared equally by 3 processes"),
-        (["--ranks", "8", "training.parallel={kind: hsdp, shard_size: 3}"], "shard_size 3 does not divide"),
+        (
+            ["--ranks", "8", "training.distributed={kind: hsdp, shard_size: 3}"],
+            "shard_size 3 does not divide",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -140,8 +145,8 @@ def test_estimates_are_for_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_one_layer_holds_no_more_than_the_whole() -> None:
     assert work_out(load_spec("llama_1.3b"), 8) == ("fsdp", 8)  # type: ignore[arg-type]  # a run's
-    memory = memory_of("model.n_layers=1", "training.parallel={kind: fsdp, unit: layer}", ranks=8)
-    whole = memory_of("model.n_layers=1", "training.parallel={kind: fsdp}", ranks=8)
+    memory = memory_of("model.n_layers=1", "training.distributed={kind: fsdp, unit: layer}", ranks=8)
+    whole = memory_of("model.n_layers=1", "training.distributed={kind: fsdp}", ranks=8)
     assert memory.gathered == whole.gathered
 
 

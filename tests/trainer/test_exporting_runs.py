@@ -26,7 +26,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # after the skip
 
 import implicit_blocks.hf  # noqa: F401  # registers the models
-from trainer.evaluation.eval_model import find_subject
+from trainer.evaluation.eval_model import find_eval_model
 
 Small = Callable[..., RunSpec]
 
@@ -86,7 +86,7 @@ def test_the_tokenizer_beside_a_run_s_data_goes_along(run: Path, tmp_path: Path)
     assert tokenizer_of(own) == tokenizer_of(own / "checkpoints" / "step-00000004") == data
     assert main(["export", str(own), str(tmp_path / "out")]) == 0
     assert AutoTokenizer.from_pretrained(tmp_path / "out").tokenize("b") == ["b"]
-    assert find_subject(own).tokenizer == data
+    assert find_eval_model(own).tokenizer == data
 
 
 def _missing(checkpoint: Path) -> None:
@@ -139,9 +139,9 @@ def test_a_damaged_checkpoint_is_not_exported(
     checkpoint = Path(shutil.copytree(run / "checkpoints" / "step-00000004", tmp_path / "step-00000004"))
     damage(checkpoint)
     assert exported(run, tmp_path / "out", checkpoint) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
+    text = capsys.readouterr().err
+    assert message in text
+    assert "Traceback" not in text
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
@@ -154,17 +154,17 @@ def test_the_newest_whole_checkpoint_of_a_run_is_exported(
     half = Path(shutil.copytree(run / "checkpoints" / "step-00000004", tmp_path / "half"))
     half.rename(damaged / "checkpoints" / "step-00000006.tmp-save")
     assert exported(run, tmp_path / "out", damaged) == 0
-    said = capsys.readouterr().err
-    assert "__0_0.distcp is cut short: 2000 bytes where" in said
-    assert "step-00000002 is exported instead" in said
+    message = capsys.readouterr().err
+    assert "__0_0.distcp is cut short: 2000 bytes where" in message
+    assert "step-00000002 is exported instead" in message
     tensors = read_model_tensors(run / "checkpoints" / "step-00000002")
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(state[f"model.lm.{name}"], tensor) for name, tensor in tensors.items())
     (damaged / "checkpoints" / "step-00000002" / "state.json").unlink()
     assert exported(run, tmp_path / "none", damaged) == 2
-    said = capsys.readouterr().err
-    assert "no checkpoint that is whole" in said
-    assert "state.json is missing" in said
+    message = capsys.readouterr().err
+    assert "no checkpoint that is whole" in message
+    assert "state.json is missing" in message
     assert not (tmp_path / "none").exists()
 
 

@@ -28,7 +28,7 @@ class Heard(Display):
     def __init__(self) -> None:
         self.words: list[str] = []
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         self.words.append(text)
 
 
@@ -194,6 +194,6 @@ def test_a_run_where_there_are_no_locks_says_so(
     monkeypatch.setattr(fcntl, "flock", refuse)
     heard = Heard()
     build(small(), output=tmp_path / "run", display=heard).train(stop_at=1)
-    (warning,) = [said for said in heard.words if "can't be locked" in said]
+    (warning,) = [message for message in heard.words if "can't be locked" in message]
     assert os.strerror(errno.ENOLCK) in warning
     assert "no other process trains in it" in warning

@@ -17,7 +17,7 @@ from trainer.reporting.metrics import MetricsFile, read_metrics
 SETTINGS = [
     "model.d_model=16", "model.mixer.d_state=8", "model.mixer.head_dim=8", "model.dropout=0.1",
     "training.batch_size=4", "training.threads=1", "training.checkpoint_every=2", "training.max_steps=12",
-    "data.length=12", "evaluation.lengths=[12]", "evaluation.sequences=4", "evaluation.batch_size=4",
+    "data.seq_len=12", "evaluation.lengths=[12]", "evaluation.sequences=4", "evaluation.batch_size=4",
     "model.stopping.max_iterations=5", "model.at_evaluation.stopping.max_iterations=4",
 ]  # fmt: skip
 
@@ -98,10 +98,10 @@ def test_a_real_disk_that_fills_up(
     folder, log = place / "run", tmp_path / "log"
     options = [f"training.on_failed_save={policy}", "training.keep_checkpoints=99"]
     code = forks.run(arguments(folder, *options), log=log)
-    said = log.read_text()
-    assert "Traceback" not in said
+    message = log.read_text()
+    assert "Traceback" not in message
     # torch says "unexpected pos 704 vs 598" of a full disk, or the system's words: it depends on the moment.
-    failed = [line for line in said.splitlines() if "the checkpoint of step" in line]
+    failed = [line for line in message.splitlines() if "the checkpoint of step" in line]
     assert all(
         re.search(r"the disk has 0\.0\d MB free, where a checkpoint takes [\d.]+ MB", x) for x in failed
     )
@@ -113,7 +113,7 @@ def test_a_real_disk_that_fills_up(
     assert code == 4
     if policy == "continue":
         assert all(line.endswith("; the run goes on") and "set training" not in line for line in failed)
-        assert "error: the weights of step 12 could not be saved and are lost; make room and go on" in said
+        assert "error: the weights of step 12 could not be saved and are lost; make room and go on" in message
     enlarge("64m")
     assert forks.run(arguments(folder, *options, "--resume"), log=log) == 0, log.read_text()
     assert losses(folder) == losses(whole)

@@ -37,7 +37,7 @@ def book(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (place / name).write_text("the cat sat on the mat, and the dog sat by the cat. " * times)
     texts = [str(place / "train.txt"), "--validation", str(place / "held-out.txt"), "--workers", "1"]
     assert tokenize([*texts, "--train-tokenizer", "280", "--output", str(place / "tokens")]) == 0
-    data = {"kind": "tokens", "path": str(place / "tokens"), "length": 12}
+    data = {"kind": "tokens", "path": str(place / "tokens"), "seq_len": 12}
     evaluation = {"lengths": [12], "sequences": 2, "batch_size": 2}
     changes = {"model.vocab_size": 280, "training.max_steps": 1, "data": data, "evaluation": evaluation}
     build(small(changes), output=place / "run", device="cpu").train()
@@ -46,11 +46,11 @@ def book(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_numbers_are_continued_as_generate_does(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(run), "0 3 2", "5", "--max-new-tokens", "3"]) == 0
-    out, said = capsys.readouterr()
+    out, messages = capsys.readouterr()
     made = ib.generate(ib.load_model(run), [[0, 3, 2], [5]], max_new_tokens=3).tokens.tolist()
     assert out.splitlines() == [" ".join(map(str, ids)) for ids in ([0, 3, 2, *made[0]], [5, *made[1]])]
-    assert said.startswith("6 tokens, ")
-    assert "iterations each" in said
+    assert messages.startswith("6 tokens, ")
+    assert "iterations each" in messages
 
 
 def test_options_reach_the_sampling(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +80,7 @@ def of_bytes(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (place / "text.txt").write_text("the cat sat on the mat. " * 60)
     command = [str(place / "text.txt"), "--workers", "1", "--tokenizer", "bytes"]
     assert tokenize([*command, "--output", str(place / "tokens")]) == 0
-    data = {"kind": "tokens", "path": str(place / "tokens"), "length": 12}
+    data = {"kind": "tokens", "path": str(place / "tokens"), "seq_len": 12}
     evaluation = {"lengths": [12], "sequences": 2, "batch_size": 2}
     changes = {"model.vocab_size": 257, "training.max_steps": 1, "data": data, "evaluation": evaluation}
     build(small(changes), output=place / "run", device="cpu").train()
@@ -105,7 +105,7 @@ def test_a_run_on_bytes_continues_text(of_bytes: Path, capsys: pytest.CaptureFix
     assert main(["generate", str(of_bytes), "the cät", "--max-new-tokens", "3"]) == 0
     out = capsys.readouterr().out
     prompt = list("the cät".encode())
-    made = ib.generate(ib.load_model(of_bytes), [prompt], max_new_tokens=3, stop_tokens=[256])
+    made = ib.generate(ib.load_model(of_bytes), [prompt], max_new_tokens=3, stop_token_ids=[256])
     ids = made.tokens[0, : int(made.lengths[0])].tolist()
     text = bytes([*prompt, *(token for token in ids if token < 256)]).decode(errors="replace")
     assert out == f"{text}\n"
@@ -148,7 +148,7 @@ def test_bytes_are_found_wherever_data_name_them(
     of_bytes: Path, small: Small, kind: str, tmp_path: Path
 ) -> None:
     tokens = of_bytes.parent / "tokens"
-    of_manifest = {"kind": "tokens", "path": str(tokens), "length": 12}
+    of_manifest = {"kind": "tokens", "path": str(tokens), "seq_len": 12}
     data = {
         "stream": {"kind": "stream", "dataset": "texts", "tokenizer": "bytes"},
         "mixture": {"kind": "mixture", "sources": [{"weight": 1.0, "data": of_manifest}], "length": 12},

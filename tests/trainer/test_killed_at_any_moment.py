@@ -14,7 +14,7 @@ from trainer.reporting.metrics import read_metrics
 SETTINGS = [
     "model.d_model=16", "model.mixer.d_state=8", "model.mixer.head_dim=8", "model.dropout=0.1",
     "training.batch_size=4", "training.threads=1", "training.checkpoint_every=2", "training.max_steps=48",
-    "data.length=12", "evaluation.lengths=[12]", "evaluation.sequences=4", "evaluation.batch_size=4",
+    "data.seq_len=12", "evaluation.lengths=[12]", "evaluation.sequences=4", "evaluation.batch_size=4",
     "phases.unrolled.model.gradient.steps=2", "phases.free.model.stopping.max_iterations=4",
     "model.gradient.steps=1", "model.at_evaluation.stopping.max_iterations=4",
 ]  # fmt: skip

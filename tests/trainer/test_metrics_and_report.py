@@ -130,7 +130,7 @@ def test_losses_that_fall_far_are_drawn_by_their_logarithm(last: float, scale: s
 def test_the_live_display_shows_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     display = RichDisplay(accuracy=True)
     display.start(step=0, total=4)
-    display.say("a message [with] brackets")
+    display.log("a message [with] brackets")
     display.step(step_row(2))
     display.doing("evaluating")
     display.close()

@@ -131,12 +131,12 @@ class OneOfTwo(Ranks):
 def step_on(ranks: Ranks, labels: torch.Tensor) -> StepResult:
     model = MeanOfNone()
     return training_step(
-        Layout("none" if ranks.alone else "ddp", ranks, model, model),
+        Layout("none" if ranks.is_single else "ddp", ranks, model, model),
         torch.optim.SGD(model.parameters(), lr=0.1),
         Batch(inputs=torch.zeros_like(labels), labels=labels),
         precision="float32",
         micro_batch_size=1,
-        clip_norm=None,
+        max_grad_norm=None,
         last_tokens=1,
     )
 

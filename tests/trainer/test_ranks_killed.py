@@ -17,7 +17,7 @@ from trainer.reporting.metrics import read_metrics
 SETTINGS = [
     "model.d_model=16", "model.mixer.d_state=8", "model.mixer.head_dim=8", "model.dropout=0.1",
     "training.batch_size=8", "training.threads=1", "training.checkpoint_every=2", "training.max_steps=24",
-    "data.length=12", "evaluation.lengths=[12]", "evaluation.sequences=4", "evaluation.batch_size=4",
+    "data.seq_len=12", "evaluation.lengths=[12]", "evaluation.sequences=4", "evaluation.batch_size=4",
     "phases.unrolled.model.gradient.steps=2", "phases.free.model.stopping.max_iterations=4",
     "model.gradient.steps=1", "model.at_evaluation.stopping.max_iterations=4",
 ]  # fmt: skip
@@ -65,17 +65,17 @@ def test_a_rank_that_dies_in_a_save_is_what_the_others_say(tmp_path: Path, forks
         2, arguments(folder, "training.max_steps=2"), log=log, orders={1: {"kill_at": 10}}
     )
     assert codes == [1, -signal.SIGKILL]
-    said = log.read_text()
-    assert "error: another process of the run was gone while the checkpoint of step 2 was saved" in said
-    assert "there is no checkpoint" in said
-    assert "make room" not in said
-    assert "Traceback" not in said
+    message = log.read_text()
+    assert "error: another process of the run was gone while the checkpoint of step 2 was saved" in message
+    assert "there is no checkpoint" in message
+    assert "make room" not in message
+    assert "Traceback" not in message
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_twenty_kills_of_one_of_two_ranks(tmp_path: Path, forks: Any, layout: str) -> None:
-    kill_and_compare(tmp_path, forks, f"training.parallel.kind={layout}", kills=20, steps=96)
+    kill_and_compare(tmp_path, forks, f"training.distributed.kind={layout}", kills=20, steps=96)
 
 
 def test_ranks_that_are_to_stop_at_different_steps_are_refused(tmp_path: Path, forks: Any) -> None:
@@ -90,7 +90,7 @@ def test_ranks_that_are_to_stop_at_different_steps_are_refused(tmp_path: Path, f
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp"])
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path: Path, forks: Any, layout: str) -> None:
-    folder, log, kind = tmp_path / "run", tmp_path / "log", f"training.parallel.kind={layout}"
+    folder, log, kind = tmp_path / "run", tmp_path / "log", f"training.distributed.kind={layout}"
     pids = forks.start_ranks(2, arguments(folder, kind, "training.max_steps=400"), log=log)
     metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 60
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3) and time.monotonic() < deadline:
@@ -111,7 +111,7 @@ def test_from_one_rank_to_two_to_four_each_sample_is_seen_once(tmp_path: Path, f
     assert forks.run(arguments(whole, *same), log=log) == 0, log.read_text()
     seen = [tmp_path / f"seen{number}" for number in range(3)]
     for number, (count, layout, stop) in enumerate([(1, "auto", 3), (2, "fsdp", 6), (4, "fsdp", 9)]):
-        options = [*same, f"training.parallel.kind={layout}", f"--stop-at={stop}"]
+        options = [*same, f"training.distributed.kind={layout}", f"--stop-at={stop}"]
         resume = ["--resume"] if number else []
         orders = {rank: {"samples": f"{seen[number]}-{rank}"} for rank in range(count)}
         codes = forks.run_ranks(count, arguments(folder, *options, *resume), log=log, orders=orders)
@@ -131,7 +131,7 @@ def test_on_another_number_of_ranks_a_growing_batch_goes_on_at_the_same_sample(
 ) -> None:
     growing = [
         "phases.unrolled.until=192 tokens", "phases.free.training.batch_size=12", "training.max_steps=5",
-        "model.dropout=0", "training.loader_workers=2",
+        "model.dropout=0", "training.loader_threads=2",
     ]  # fmt: skip
     whole, log = tmp_path / "whole", tmp_path / "log"
     assert forks.run(arguments(whole, *growing), log=log) == 0, log.read_text()

@@ -15,7 +15,7 @@ from torch import nn
 
 import implicit_blocks as ib
 from implicit_blocks.checkpoints.find import read_newest, require_whole
-from trainer.checkpoint.load import Checkpointer, Progress, newest_sound_checkpoint, step_name
+from trainer.checkpoint.load import Checkpointer, TrainingProgress, newest_sound_checkpoint, step_name
 from trainer.run.build import build
 from trainer.specs.run import RunSpec
 from trainer.storage.run_folder import RunFolder, claim_folder
@@ -44,7 +44,7 @@ class Saving:
         step = 1
         while not self._end.is_set():
             step += 1
-            self._writer.save(Progress(step=step))
+            self._writer.save(TrainingProgress(step=step))
             self._writer.wait()
             self.saved += 1
 
@@ -176,5 +176,5 @@ def test_a_refused_run_leaves_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="nothing at"):
-        build(small({"training.start_from": {"path": "nowhere"}}), name="mine", device="cpu")
+        build(small({"training.init_from": {"path": "nowhere"}}), name="mine", device="cpu")
     assert list(tmp_path.iterdir()) == []

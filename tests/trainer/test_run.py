@@ -36,7 +36,7 @@ CURRICULUM: dict[str, Any] = {
             "model": {"gradient": {"kind": "unrolled", "steps": 3}},
             "training": {"optimizer": {"learning_rate": 4e-3}},
         },
-        {"name": "free", "training": {"clip_norm": 0.1}},
+        {"name": "free", "training": {"max_grad_norm": 0.1}},
     ],
 }
 
@@ -209,7 +209,7 @@ def test_a_loss_that_is_no_number_stops_the_run_before_the_update(
 ) -> None:
     folder = tmp_path / "run"
     # No loader: it would ask for batches before their step.
-    run = build(small({**CURRICULUM, "training.loader_workers": 0}), output=folder, device="cpu")
+    run = build(small({**CURRICULUM, "training.loader_threads": 0}), output=folder, device="cpu")
     batch, forward = run.loop.data.batch, run.model.forward
     asked = 0
 
@@ -295,14 +295,14 @@ def test_the_search_may_change_on_resume_and_it_is_told(
         }
     )
     run = build(other, output=folder, device="cpu", resume=True)
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     for change in (
         "model.solver.kind: 'picard' → 'anderson'",
         "model.gradient.steps: 1 → 2",
         "model.stopping.max_iterations: 4 → 6",
         "model.at_evaluation.stopping.tolerance: None → 0.01",
     ):
-        assert f"changed since it was started: {change}" in said
+        assert f"changed since it was started: {change}" in message
     assert run.train() is not None
     iterations = [row["iterations_max"] for row in read_metrics(folder / "metrics.jsonl")]
     assert len(iterations) == 4
@@ -334,9 +334,9 @@ def test_another_batch_on_resume_moves_the_end_and_that_is_said(
     build(small(tokens), output=folder, device="cpu", resume=True).train(stop_at=3)
     assert "WARNING" not in capsys.readouterr().out
     run = build(small({**tokens, "training.batch_size": 12}), output=folder, device="cpu", resume=True)
-    said = capsys.readouterr().out
-    assert "WARNING: 3 steps of this spec are 432 tokens, but the run has seen 288; its end" in said
-    assert "so it ends after 432 tokens of 576; for another batch from here on give back" in said
+    message = capsys.readouterr().out
+    assert "WARNING: 3 steps of this spec are 432 tokens, but the run has seen 288; its end" in message
+    assert "so it ends after 432 tokens of 576; for another batch from here on give back" in message
     run.folder.release()
     phases = [{"name": "first", "until": 3}, {"name": "rest", "training": {"batch_size": 12}}]
     run = build(small({**tokens, "phases": phases}), output=folder, device="cpu", resume=True)

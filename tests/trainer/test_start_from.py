@@ -16,7 +16,7 @@ from implicit_blocks.specs import ExplicitLMSpec, load_spec
 from trainer.checkpoint import export as exporting
 from trainer.checkpoint.load import list_checkpoints, read_model_tensors
 from trainer.errors import CheckpointError, RunFolderError
-from trainer.estimate.dry_run import describe
+from trainer.estimate.dry_run import dry_run_report
 from trainer.reporting.metrics import read_metrics
 from trainer.run import init_from as start
 from trainer.run.build import build
@@ -57,7 +57,7 @@ def bounded(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def starting(path: Any, **more: Any) -> dict[str, Any]:
-    return {**STEADY, "training.start_from": path if isinstance(path, dict) else str(path), **more}
+    return {**STEADY, "training.init_from": path if isinstance(path, dict) else str(path), **more}
 
 
 def test_a_free_run_goes_on_from_a_bounded_one_as_within_one_run(
@@ -71,10 +71,10 @@ def test_a_free_run_goes_on_from_a_bounded_one_as_within_one_run(
     changes = starting(start, **{"phases": [{"name": "free"}], "training.max_steps": 3})
     build(small(changes), output=tmp_path / "two", device="cpu").train()
     assert losses(tmp_path / "two") == losses(tmp_path / "one")[4:]
-    told = manifest(tmp_path / "two")["started_from"]
-    assert (told["path"], told["form"], told["step"]) == (str(last(bounded).resolve()), "checkpoint", 4)
-    assert (told["phase"], told["samples"], told["tokens"]) == ("bounded", 32, 384)
-    assert len(told["sha256"]) == 64
+    origin = manifest(tmp_path / "two")["started_from"]
+    assert (origin["path"], origin["form"], origin["step"]) == (str(last(bounded).resolve()), "checkpoint", 4)
+    assert (origin["phase"], origin["samples"], origin["tokens"]) == ("bounded", 32, 384)
+    assert len(origin["sha256"]) == 64
 
 
 def test_weights_alone_begin_a_run_of_its_own(bounded: Path, small: Small, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_weights_alone_begin_a_run_of_its_own(bounded: Path, small: Small, tmp_p
         assert torch.equal(tensor, stored[name]), name
     assert not run.loop.optimizer.state
     assert run.loop.progress.samples == run.loop.progress.step == 0
-    assert load_spec(tmp_path / "run" / "spec.yaml").training.start_from.path == str(bounded)
+    assert load_spec(tmp_path / "run" / "spec.yaml").training.init_from.path == str(bounded)
 
 
 @pytest.mark.parametrize("source", ["checkpoint", "export", "plain", "file"])
@@ -118,17 +118,17 @@ def test_an_explicit_run_starts_an_implicit_one(small: Small, tmp_path: Path) ->
     spec = RunSpec.model_validate({**explicit, "model": {**fields, "mixer": mixer}})
     first = build(spec, output=tmp_path / "explicit", device="cpu")
     first.train()
-    implicit = {"model.start": "embedding", "model.gradient": {"kind": "unrolled", "steps": 1}}
+    implicit = {"model.z_init": "embedding", "model.gradient": {"kind": "unrolled", "steps": 1}}
     run = build(small(starting(tmp_path / "explicit", **implicit)), output=tmp_path / "run", device="cpu")
     tokens = torch.arange(6)[None]
     # With one iteration it is the explicit model: its search begins at the embedding, nothing is injected.
     torch.testing.assert_close(run.model.train()(tokens).logits, first.model.train()(tokens).logits)
     assert not run.model.injection(run.model.embedding(tokens)).any()
     assert run.train() is not None
-    with pytest.raises(CheckpointError, match=r"set model\.start=embedding"):
+    with pytest.raises(CheckpointError, match=r"set model\.z_init=embedding"):
         build(small(starting(tmp_path / "explicit")), output=tmp_path / "no")
     start = {"path": str(tmp_path / "explicit"), "optimizer": True}
-    with pytest.raises(ValueError, match=r"has no state; set training\.start_from\.optimizer=false"):
+    with pytest.raises(ValueError, match=r"has no state; set training\.init_from\.optimizer=false"):
         build(small(starting(start, **implicit)), output=tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
@@ -138,8 +138,8 @@ def test_an_explicit_run_starts_an_implicit_one(small: Small, tmp_path: Path) ->
     [
         ({"model.d_model": 32}, r"another model \(model.d_model: 16 → 32\)"),
         ({"model.mixer.d_state": 4}, r"another model \(model.mixer.d_state: 8 → 4\)"),
-        ({"training.start_from": "nowhere"}, "there is nothing at nowhere; give a run's folder"),
-        ({"training.start_from": "empty"}, "is no run, no checkpoint and no exported folder"),
+        ({"training.init_from": "nowhere"}, "there is nothing at nowhere; give a run's folder"),
+        ({"training.init_from": "empty"}, "is no run, no checkpoint and no exported folder"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=message):
         build(spec, output=tmp_path / "run", device="cpu")
     with pytest.raises(ValueError, match=message):
-        describe(spec, name="run")
+        dry_run_report(spec, name="run")
     assert not (tmp_path / "run").exists()
 
 
@@ -194,12 +194,12 @@ def test_an_optimizers_state_needs_the_same_optimizer_and_weights_that_stay(
     find_start(asked, spec)
     found = found._replace(model=explicit)
     with pytest.raises(ValueError, match="of kind 'explicit_lm', become others here"):
-        find_start(asked, small({"model.start": "embedding"}))
+        find_start(asked, small({"model.z_init": "embedding"}))
 
 
 def test_weight_norm_is_added_to_an_explicit_start_and_not_taken_away(small: Small, tmp_path: Path) -> None:
     for ours, theirs, fits in ((True, False, True), (True, True, True), (False, True, False)):
-        implicit = small({"model.start": "embedding", "model.weight_norm": ours}).model
+        implicit = small({"model.z_init": "embedding", "model.weight_norm": ours}).model
         fields = {k: v for k, v in implicit.model_dump().items() if k in ExplicitLMSpec.model_fields}
         explicit = ExplicitLMSpec.model_validate({**fields, "kind": "explicit_lm", "weight_norm": theirs})
         if fits:
@@ -224,8 +224,8 @@ def test_a_run_resumed_before_its_first_checkpoint_starts_there_again(
 
 
 def test_the_dry_run_says_where_it_starts(bounded: Path, small: Small) -> None:
-    told = describe(small(starting(bounded)), name="free")
-    assert f"weights of {last(bounded)} after 384 tokens" in told
+    report = dry_run_report(small(starting(bounded)), name="free")
+    assert f"weights of {last(bounded)} after 384 tokens" in report
 
 
 @pytest.mark.parametrize("kind", ["explicit_lm", "implicit_lm"])
@@ -239,13 +239,13 @@ def test_an_ordinary_llama_of_transformers_is_a_start(kind: str, small: Small, t
     model: dict[str, Any] = {
         "kind": kind, "d_model": 16, "n_layers": 1, "norm_eps": 1e-6, "tie_embeddings": False,
         "mixer": {"kind": "attention", "n_heads": 2, "n_kv_heads": 2, "rope_theta": 1e4},
-        "mlp": {"kind": "swiglu", "d_hidden": 24},
+        "mlp": {"kind": "swiglu", "d_ff": 24},
     }  # fmt: skip
     if kind == "implicit_lm":
-        model |= {"start": "embedding", "stopping": {"max_iterations": 2}}
+        model |= {"z_init": "embedding", "stopping": {"max_iterations": 2}}
     run = build(small(starting(tmp_path / "llama", model=model)), output=tmp_path / "run", device="cpu")
-    told = manifest(tmp_path / "run")["started_from"]
-    assert (told["form"], told["step"], len(told["sha256"])) == ("transformers", None, 64)
+    origin = manifest(tmp_path / "run")["started_from"]
+    assert (origin["form"], origin["step"], len(origin["sha256"])) == ("transformers", None, 64)
     if kind == "explicit_lm":
         tokens = torch.arange(6)[None]
         with torch.no_grad():

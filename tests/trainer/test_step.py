@@ -37,7 +37,7 @@ def step(**changes: Any) -> tuple[StepResult, torch.Tensor, torch.Tensor]:
     model = Table()
     before = model.logits.weight.detach().clone()
     options: dict[str, Any] = {
-        "precision": "float32", "micro_batch_size": None, "clip_norm": None, "last_tokens": 1,
+        "precision": "float32", "micro_batch_size": None, "max_grad_norm": None, "last_tokens": 1,
     }  # fmt: skip
     result = training_step(
         Layout("none", Ranks(torch.device("cpu")), model, model),
@@ -64,7 +64,7 @@ def test_the_norm_is_clipped_where_that_is_asked_for() -> None:
     assert length == pytest.approx(free.gradient_norm, rel=1e-5)
     assert length > 2
     for limit in (length / 3, length * 3):
-        clipped, before, after = step(clip_norm=limit)
+        clipped, before, after = step(max_grad_norm=limit)
         assert clipped.gradient_norm == pytest.approx(free.gradient_norm, rel=1e-6)  # told as it was
         assert float((after - before).norm()) == pytest.approx(min(limit, length), rel=1e-3)
 
@@ -78,7 +78,7 @@ def test_the_last_tokens_are_so_many() -> None:
             Layout("none", Ranks(torch.device("cpu")), model, model),
             torch.optim.SGD(model.parameters(), lr=0.0),
             Batch(inputs=INPUTS, labels=labels),
-            precision="float32", micro_batch_size=3, clip_norm=None, last_tokens=last,
+            precision="float32", micro_batch_size=3, max_grad_norm=None, last_tokens=last,
         )  # fmt: skip
         assert (result.accuracy_last, result.accuracy) == pytest.approx((accuracy, 1 / 3))
 

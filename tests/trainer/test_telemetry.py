@@ -11,7 +11,7 @@ import torch
 
 from trainer.estimate.peak_flops import peak_flops
 from trainer.reporting.metrics import read_metrics
-from trainer.reporting.throughput import Speedometer, by_phase
+from trainer.reporting.throughput import ThroughputMeter, by_phase
 from trainer.run.build import build
 from trainer.run.step import StepResult, _executed, search_statistics
 from trainer.specs.run import RunSpec
@@ -121,7 +121,7 @@ def test_utilization_is_that_of_all_devices_together(small: Small) -> None:
     result = StepResult(loss=1.0, accuracy=0.0, accuracy_last=0.0, gradient_norm=1.0, search=None)
     phase = small().phase_specs()[0]
     one, four = (
-        Speedometer(devices=devices, device=torch.device("cpu"), peak=1e9).row(
+        ThroughputMeter(devices=devices, device=torch.device("cpu"), peak=1e9).row(
             result, phase=phase, tokens=96, seconds=0.5
         )
         for devices in (1, 4)

@@ -22,7 +22,7 @@ from trainer.specs.run import RunSpec
 S3 = "zoo/word_problem_s3.yaml"
 TINY = [
     "model.d_model=16", "model.mixer.d_state=8", "model.mixer.head_dim=8", "training.batch_size=4",
-    "training.threads=1", "data.length=12", "evaluation.lengths=[12, 14]", "evaluation.sequences=4",
+    "training.threads=1", "data.seq_len=12", "evaluation.lengths=[12, 14]", "evaluation.sequences=4",
     "model.at_evaluation.stopping.max_iterations=8",
 ]  # fmt: skip
 
@@ -136,7 +136,7 @@ def test_a_loss_that_is_no_number_has_an_exit_code_of_its_own(
     folder = tmp_path / "run"
     changes = [
         "training.max_steps=40", "training.optimizer.learning_rate=1e30", "training.checkpoint_every=1",
-        "training.clip_norm=null", "training.schedule.warmup=0",
+        "training.max_grad_norm=null", "training.schedule.warmup=0",
     ]  # fmt: skip
     code, _, err = run(["--spec", S3, *TINY, *changes, "--output", str(folder)], capsys)
     assert code == 3
@@ -153,8 +153,8 @@ def test_an_id_outside_the_vocabulary_stops_the_run_in_a_sentence(
     path = tmp_path / "tokens.bin"
     np.arange(200, dtype=np.uint16).tofile(path)
     changes = [
-        f"data.path={path}", "data.dtype=uint16", "data.length=8", "model.vocab_size=50", "model.d_model=16",
-        "model.n_layers=1", "model.mixer.n_heads=2", "model.mlp.d_hidden=8", "training.batch_size=4",
+        f"data.path={path}", "data.dtype=uint16", "data.seq_len=8", "model.vocab_size=50", "model.d_model=16",
+        "model.n_layers=1", "model.mixer.n_heads=2", "model.mlp.d_ff=8", "training.batch_size=4",
         "training.micro_batch_size=4", "training.max_tokens=96", "evaluation.last_tokens=4",
     ]  # fmt: skip
     code, _, err = run(["--spec", "llama_130m", *changes, "--output", str(tmp_path / "run")], capsys)
@@ -223,7 +223,7 @@ def test_a_device_without_enough_memory_is_named(
     code, _, err = run(["--spec", S3, *TINY, "--output", str(tmp_path / "other"), "--device", "cpu"], capsys)
     assert code == 2
     assert "out of memory before the first step (CUDA out of memory. Tried to allocate 86.00 MiB)" in err
-    assert "training.parallel.kind=fsdp" in err
+    assert "training.distributed.kind=fsdp" in err
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_estimated_memory_is_near_that_of_the_published_implementation(
     assert memory is not None
     # Where ours takes the loss in chunks of tokens, theirs keeps the logits of all, three times in float32.
     assert spec.training.micro_batch_size is not None
-    logits = 3 * 4 * spec.training.micro_batch_size * spec.data.length * spec.model.padded_vocab_size
+    logits = 3 * 4 * spec.training.micro_batch_size * spec.data.seq_len * spec.model.padded_vocab_size
     estimate = memory.total - memory.logits + logits
     # Peak GB on an H100, the same micro-batches, fused kernels: it may be too careful, never too hopeful.
     assert measured <= estimate / 1e9 <= 1.4 * measured

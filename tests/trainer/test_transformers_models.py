@@ -55,7 +55,7 @@ def model_of(architecture: str) -> TransformersLM:
 def run_file(folder: Path, architecture: str, **sections: Any) -> str:
     tree = {
         "model": {"kind": "transformers", "architecture": architecture, "config": CONFIGS[architecture]},
-        "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "length": 12},
+        "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "seq_len": 12},
         "training": {
             "max_steps": 6,
             "batch_size": 8,
@@ -88,10 +88,10 @@ def test_a_baseline_trains_resumes_to_the_last_bit_and_is_exported(
     spec = run_file(tmp_path, architecture)
     whole, halves, exported = tmp_path / "whole", tmp_path / "halves", tmp_path / "exported"
     assert main(["--spec", spec, "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     assert main(["--spec", spec, "--output", str(whole), "--device", "cpu"]) == 0
     summary = json.loads((whole / "summary.json").read_text())
-    assert f"parameters      {summary['parameters']:,}\n" in said
+    assert f"parameters      {summary['parameters']:,}\n" in message
     assert (summary["final"]["iterations"], summary["evaluation"][1]["length"]) == (None, 16)
 
     assert main(["--spec", spec, "--output", str(halves), "--device", "cpu", "--stop-at", "3"]) == 0
@@ -147,7 +147,7 @@ def test_a_baseline_trains_on_a_file_of_tokens(architecture: str, tmp_path: Path
             "kind": "transformers", "architecture": architecture, "config": CONFIGS[architecture],
             "vocab_size": 11,
         },
-        data={"kind": "tokens", "path": place, "validation_path": place, "dtype": "uint16", "length": 12},
+        data={"kind": "tokens", "path": place, "validation_path": place, "dtype": "uint16", "seq_len": 12},
         training={
             "max_steps": 25, "batch_size": 8, "threads": 1,
             "optimizer": {"kind": "adamw", "learning_rate": 2e-2}, "schedule": {"kind": "warmup_linear"},
@@ -230,7 +230,7 @@ def test_documents_are_refused_before_anything_is_written(
         [str(tmp_path / "text.txt"), "--tokenizer", "bytes", "--output", str(tmp_path / "tokens")]
     )
     assert done == 0
-    data = {"kind": "tokens", "path": str(tmp_path / "tokens"), "length": 12, "documents": "reset"}
+    data = {"kind": "tokens", "path": str(tmp_path / "tokens"), "seq_len": 12, "documents": "reset"}
     for architecture, code in (("mamba2", 2), ("llama", 0)):
         model = {"kind": "transformers", "architecture": architecture, "config": CONFIGS[architecture]}
         spec = run_file(tmp_path, architecture, model={**model, "vocab_size": 300}, data=data)
@@ -442,9 +442,9 @@ def test_a_folder_that_cannot_be_a_start_is_refused_before_anything_is_written(
 ) -> None:
     spec = run_file(tmp_path, "llama", model={"kind": "transformers", "folder": str(damage(folder))})
     assert main(["--spec", spec, "--output", str(tmp_path / "run"), "--device", "cpu"]) == 2
-    said = capsys.readouterr().err
+    text = capsys.readouterr().err
     for message in messages:
-        assert message in said
+        assert message in text
     assert not (tmp_path / "run").exists()
 
 
@@ -468,8 +468,8 @@ def test_without_transformers_the_spec_is_valid_and_building_says_what_to_instal
     spec = run_file(tmp_path, "llama")
     assert load_spec(spec).model.architecture == "llama"
     assert main(["--spec", spec, "--output", str(tmp_path / "run")]) == 2
-    assert "needs the package transformers" in (said := capsys.readouterr().err)
-    assert install_extra("hf") in said
+    assert "needs the package transformers" in (message := capsys.readouterr().err)
+    assert install_extra("hf") in message
     assert not (tmp_path / "run").exists()
 
 
@@ -488,7 +488,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
         assert not other.exists()
     model_of("mamba").to_transformers().save_pretrained(tmp_path / "mamba")
     assert library(["export", spec, str(other), "--checkpoint", str(tmp_path / "mamba")]) == 2
-    said = capsys.readouterr().err
-    assert "model.model.layers.0.self_attn.q_proj.weight is missing" in said
-    assert "backbone.norm_f.weight is unknown" in said
+    text = capsys.readouterr().err
+    assert "model.model.layers.0.self_attn.q_proj.weight is missing" in text
+    assert "backbone.norm_f.weight is unknown" in text
     assert not other.exists()

@@ -112,9 +112,9 @@ READERS: dict[str, Callable[[Path], int]] = {
     "generate": lambda run: library(["generate", str(run), "0 3 2", "--device", "cpu"]),
     "export": lambda run: library(["export", str(run), str(run.parent / "out")]),
     "--resume": lambda run: main(["--resume", "--output", str(run), "--device", "cpu"]),
-    "start_from": lambda run: main(
+    "init_from": lambda run: main(
         ["--spec", str(run / "spec.yaml"), "--output", str(run.parent / "new"), "--device", "cpu",
-         f"training.start_from.path={run}"]
+         f"training.init_from.path={run}"]
     ),
     "evaluate": lambda run: evaluate(
         ["--checkpoint", str(run), "--tokens", str(run.parent / "tokens.bin"), "--lengths", "8"]
@@ -141,9 +141,11 @@ def test_a_prepared_checkpoint_runs_no_code(
     write_tokens(tmp_path / "tokens.bin", [1] * 64, vocab_size=6)
     prepare(run, content)
     assert read(run) == 2
-    said = capsys.readouterr().err
-    assert "Traceback" not in said
-    assert "cannot be read" in said or "load_model" in next(name for name in READERS if READERS[name] is read)
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert "cannot be read" in message or "load_model" in next(
+        name for name in READERS if READERS[name] is read
+    )
     assert not list(tmp_path.rglob("ran"))
 
 

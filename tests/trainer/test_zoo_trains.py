@@ -26,7 +26,7 @@ NARROW = [
 ]
 MIXERS = {
     "mamba2": ["model.mixer.d_state=8", "model.mixer.head_dim=8", "model.mixer.chunk_size=8"],
-    "attention": ["model.mixer.n_heads=2", "model.mlp.d_hidden=24"],
+    "attention": ["model.mixer.n_heads=2", "model.mlp.d_ff=24"],
 }
 
 
@@ -67,7 +67,7 @@ def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
         narrow += ["model.at_evaluation.stopping.max_iterations=6"]
     if spec.data.kind == "tokens":
         narrow += [
-            f"data.path={tokens}", f"data.validation_path={tokens}", "data.dtype=uint16", "data.length=12",
+            f"data.path={tokens}", f"data.validation_path={tokens}", "data.dtype=uint16", "data.seq_len=12",
             "evaluation.lengths=[12, 16]",
             f"model.vocab_size={VOCABULARY}", "training.micro_batch_size=2", "training.max_tokens=96",
         ]  # fmt: skip
@@ -77,13 +77,13 @@ def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
             (tmp_path / f"qa{task}_{split}.txt").write_text(text)
         narrow += [
             f"data.path={tmp_path}",
-            "data.length=12",
+            "data.seq_len=12",
             "training.max_steps=2",
             "evaluation.lengths=[12]",
         ]
         narrow += ["model.vocab_size=40"]
     else:
-        narrow += ["data.length=12", "training.max_steps=2", "evaluation.lengths=[12, 16]"]
+        narrow += ["data.seq_len=12", "training.max_steps=2", "evaluation.lengths=[12, 16]"]
     if name == "mamba2_state_tracking":  # its first phase ends at a step, not at a share
         narrow += [
             "phases=[{name: unrolled, until: 1, model: {gradient: {kind: unrolled, steps: 4}}}, {name: free}]"
@@ -91,7 +91,7 @@ def test_trains_two_steps(name: str, tokens: Path, tmp_path: Path) -> None:
     steps = 2
     if any(phase.data for phase in spec.phases):  # a curriculum: batches and lengths of its own
         steps = len(spec.phases)
-        small = {"training": {"batch_size": 4}, "data": {"length": 4}}
+        small = {"training": {"batch_size": 4}, "data": {"seq_len": 4}}
         phases = [{"name": p.name, "until": p.until, "model": p.model, **small} for p in spec.phases]
         narrow += [
             f"training.max_steps={steps}",

@@ -48,8 +48,8 @@ def _program(folder: Path, name: str) -> str:
     if not programs:
         return ""
     program = max(programs, key=lambda path: len(path.stem))
-    said = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or ""
-    return f"{' '.join(said.split(chr(10) * 2)[0].split())} (`python benchmarks/{program.name}`)"
+    docstring = ast.get_docstring(ast.parse(program.read_text(encoding="utf-8"))) or ""
+    return f"{' '.join(docstring.split(chr(10) * 2)[0].split())} (`python benchmarks/{program.name}`)"
 
 
 def _runs(content: Row) -> list[Row]:
@@ -74,19 +74,19 @@ def _run(run: Row) -> list[str]:
     made: list[tuple[str, list[Row]]] = []
     alone = _collect(rest, name="", before={}, tables=made)
     sections = [_about(about)]
-    said: set[str] = set()
+    shown_already: set[str] = set()
     if made:  # long texts are no cells where there is another table
         texts = {k: v for k, v in alone.items() if isinstance(v, str) and len(v) > LONGEST}
         alone = {key: value for key, value in alone.items() if key not in texts}
         sections[0] += "".join(
             f"\n- {_text(k.replace('_', ' ')).capitalize()}: {_text(v)}" for k, v in texts.items()
         )
-        said |= set(texts.values())
+        shown_already |= set(texts.values())
     if alone:
-        sections.append(_table([alone], said))
+        sections.append(_table([alone], shown_already))
     for name, rows in _merged(made):
         cut = f", {MOST} of {len(rows)} rows" if len(rows) > MOST else ""
-        sections.append(f"**{name.replace('_', ' ')}**{cut}\n\n{_table(rows, said)}")
+        sections.append(f"**{name.replace('_', ' ')}**{cut}\n\n{_table(rows, shown_already)}")
     return sections
 
 
@@ -166,15 +166,15 @@ def _merged(tables: Sequence[tuple[str, list[Row]]]) -> list[tuple[str, list[Row
     return sorted(merged.items(), key=lambda table: table[0].count(" · "))
 
 
-def _table(rows: Sequence[Row], said: set[str]) -> str:
+def _table(rows: Sequence[Row], shown_already: set[str]) -> str:
     """Return rows as a table; what is the same in all of several is told above it, a long text once."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     several = len(rows) > 2
     same = [c for c in columns if several and all(c in row and row[c] == rows[0][c] for row in rows)]
     same = [] if len(same) == len(columns) else same
-    told = {c: rows[0][c] for c in same if rows[0][c] not in (None, "", [], {}, *said)}
-    said |= {value for value in told.values() if isinstance(value, str) and len(value) > LONGEST}
-    above = f"In all rows: {_listed(told)}\n\n" if told else ""
+    shared = {c: rows[0][c] for c in same if rows[0][c] not in (None, "", [], {}, *shown_already)}
+    shown_already |= {value for value in shared.values() if isinstance(value, str) and len(value) > LONGEST}
+    above = f"In all rows: {_listed(shared)}\n\n" if shared else ""
     columns = [column for column in columns if column not in same]
     head = "| " + " | ".join(_text(column.replace("_", " ")) for column in columns) + " |"
     line = "|" + " --- |" * len(columns)

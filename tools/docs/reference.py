@@ -24,7 +24,7 @@ LIBRARY = {
     "implicit_blocks.gradients": "Gradients",
     "implicit_blocks.mixers": "Mixers",
     "implicit_blocks.layers": "Layers",
-    "implicit_blocks.mixers.slots": "States in lanes",
+    "implicit_blocks.mixers.slots": "States in slots",
     "implicit_blocks._utils.padding": "Padding out of the way",
     "implicit_blocks.specs": "Specs",
     "implicit_blocks.checkpoints.load_model": "Trained models",

@@ -68,8 +68,8 @@ def _search(model: ImplicitLMSpec) -> str:
 def _data(data: Any) -> str:
     if data.kind == "word_problem":
         group = data.group if data.monoid is None else f"{data.group} \u00d7 {data.monoid}"
-        return f"products in {group}, length {data.length}"
-    return f"{data.kind}, length {data.length}"
+        return f"products in {group}, length {data.seq_len}"
+    return f"{data.kind}, length {data.seq_len}"
 
 
 def _order(path: Path) -> tuple[str, float, str]:

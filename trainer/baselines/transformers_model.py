@@ -188,7 +188,7 @@ class TransformersLM(nn.Module):
             ValueError: the architecture doesn't say what its layers are.
 
         """
-        return self._layers("training.parallel.unit=loop")
+        return self._layers("training.distributed.unit=model")
 
     def _layers(self, instead: str) -> list[nn.Module]:
         """Return the layers: what transformers knows to checkpoint."""

@@ -28,7 +28,7 @@ class CallbackContext:
     optimizer: torch.optim.Optimizer
     device: torch.device
     folder: Path
-    say: Callable[[str], None]
+    log: Callable[[str], None]
     stop: Callable[[str], None]
     rank: int = 0
     is_main: bool = True

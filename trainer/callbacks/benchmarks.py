@@ -72,7 +72,7 @@ class Benchmarks(Callback):
         run.model.train(training)
         columns = ", ".join(f"{header} {value:.4g}" for header, value in scores.columns().items())
         if run.is_main:
-            run.say(f"benchmarks after step {step}: {columns}")
+            run.log(f"benchmarks after step {step}: {columns}")
             file = MetricsFile(run.folder / BENCHMARKS_FILE)
             file.write({"step": step, **scores.as_row()})
             file.close()
@@ -87,6 +87,6 @@ class Benchmarks(Callback):
             self._tokenizer,
             batch_size=self._spec.batch_size,
             max_length=self._spec.max_length or longest_request(run.model),
-            window=run.spec.data.length,
+            window=run.spec.data.seq_len,
             precision=run.spec.training.precision,
         )

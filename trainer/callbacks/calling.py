@@ -64,7 +64,7 @@ class Callbacks:
                 if spec.required:
                     failures.append(failed)
                 else:
-                    run.say(f"WARNING: {failed}; the run goes on without it")
+                    run.log(f"WARNING: {failed}; the run goes on without it")
         if failures:
             raise failures[0]
 

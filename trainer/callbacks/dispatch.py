@@ -10,7 +10,7 @@ from trainer.distributed import Ranks
 from trainer.errors import CallbackError
 
 
-class Teller:
+class CallbackDispatcher:
     """Tells the callbacks of one process what happens, and all processes what a callback failed with."""
 
     def __init__(self, callbacks: Callbacks, context: CallbackContext, *, ranks: Ranks) -> None:
@@ -24,7 +24,7 @@ class Teller:
         """Whether a callback that the run needs has failed in this process."""
         return self._failure is not None
 
-    def tell(self, event: str, **details: Any) -> None:
+    def notify(self, event: str, **details: Any) -> None:
         """Call the callbacks' method for ``event``.
 
         Raises:
@@ -35,7 +35,7 @@ class Teller:
         try:
             self._callbacks.call(event, self._context, **details)
         except CallbackError as error:
-            if self._ranks.alone:
+            if self._ranks.is_single:
                 raise
             # The other processes don't know of it, and would wait for this one: it is raised where all meet.
             self._failure = self._failure or error
@@ -47,4 +47,4 @@ class Teller:
             if self._failure is not None:
                 raise self._failure
 
-        self._ranks.together(own)
+        self._ranks.run_all(own)

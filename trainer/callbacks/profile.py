@@ -40,7 +40,7 @@ class Profile(Callback):
         """End, where the run ends before the last step to trace; say so, where it ends before the first."""
         self._end(run, last=step)
         if finished and step < self._first:
-            run.say(f"no steps were traced: the run ended at {step}, before step {self._first}")
+            run.log(f"no steps were traced: the run ended at {step}, before step {self._first}")
 
     def _begin_before(self, step: int, run: CallbackContext) -> None:
         if step == self._first:
@@ -66,4 +66,4 @@ class Profile(Callback):
         order = "self_cuda_time_total" if run.device.type == "cuda" else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=50)
         write_atomically(folder / f"{stem}.txt", table)
-        run.say(f"traced steps {self._first} to {last}: {folder / stem}.json")
+        run.log(f"traced steps {self._first} to {last}: {folder / stem}.json")

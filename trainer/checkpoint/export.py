@@ -46,7 +46,7 @@ def export_model(model: nn.Module, spec: ModelSpec, folder: Path, *, length: int
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if ranks.is_main:
             whole[name] = full.detach().cpu()
-    ranks.on_main(lambda: _write(model, spec, {**whole, **_under(aliases, whole)}, folder, length))
+    ranks.run_on_rank0(lambda: _write(model, spec, {**whole, **_under(aliases, whole)}, folder, length))
 
 
 def _under(aliases: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -79,12 +79,12 @@ def _write_for_transformers(
     """Write a folder of transformers, where it is installed and knows such a model; else say so."""
     if find_spec("transformers") is None:
         return False
-    from implicit_blocks.hf.folders import Checkpoint, special_tokens, write_transformers
+    from implicit_blocks.hf.folders import PretrainedFolder, special_tokens, write_transformers
 
     if isinstance(spec, ImplicitLMSpec | ExplicitLMSpec):
         fields: dict[str, Any] = {**special_tokens(spec), "max_position_embeddings": length}
         with _no_bars():
-            write_transformers(Checkpoint(spec, state, fields), folder)
+            write_transformers(PretrainedFolder(spec, state, fields), folder)
         return True
     make = getattr(model, "to_transformers", None)
     if make is None or any(isinstance(parameter, DTensor) for parameter in model.parameters()):

@@ -34,7 +34,7 @@ TEMPORARY = ".tmp-"
 
 
 @dataclass(frozen=True)
-class Progress:
+class TrainingProgress:
     """How far a run has come: what a checkpoint stores beside the tensors.
 
     ``step`` batches have been seen, of ``samples`` sequences and ``tokens`` tokens in all; ``skipped`` of
@@ -146,7 +146,7 @@ def _state_fault(state: Mapping[str, Any]) -> str | None:
     for name, kind in kinds.items():
         if not isinstance(state.get(name), kind):
             return f"its {name} is a {type(state.get(name)).__name__}"
-    defaults = vars(Progress())
+    defaults = vars(TrainingProgress())
     if state["progress"].keys() != defaults.keys():
         return f"its progress has {', '.join(sorted(state['progress']))}"
     for name, value in state["progress"].items():

@@ -22,7 +22,7 @@ from trainer.checkpoint.folder import (
     FORMAT,
     OPTIMIZER_PREFIX,
     STATE_FILE,
-    Progress,
+    TrainingProgress,
     newest_sound_checkpoint,
     rank_file,
     read_state,
@@ -41,8 +41,8 @@ __all__ = [
     "FORMAT",
     "STATE_FILE",
     "Checkpointer",
-    "Progress",
     "SaveTimes",
+    "TrainingProgress",
     "list_checkpoints",
     "load_checkpoint",
     "newest_sound_checkpoint",
@@ -61,7 +61,7 @@ def load_checkpoint(
     restore_random: bool = False,
     verify: bool = True,
     ranks: Ranks | None = None,
-) -> Progress:
+) -> TrainingProgress:
     """Check the checkpoint at ``path`` and load it; return how far the run had come.
 
     With several processes (``ranks``) all of them call this; model and optimizer may be sharded in another
@@ -70,7 +70,7 @@ def load_checkpoint(
     :class:`CheckpointError` if a file is damaged or the model is another one; nothing is loaded then.
     """
     ranks = ranks or Ranks(torch.device("cpu"))
-    state = ranks.on_main(lambda: verify_checkpoint(path) if verify else read_state(path))
+    state = ranks.run_on_rank0(lambda: verify_checkpoint(path) if verify else read_state(path))
     tensors, aliases = named_tensors(model)
     _require_same_model(path, tensors, aliases, state)
     found = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
@@ -78,12 +78,12 @@ def load_checkpoint(
     if optimizer is not None:
         of_optimizer = _room_for_optimizer(path, model)
         found |= {OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()}
-    load_tensors(path, found, one_process=ranks.alone)
+    load_tensors(path, found, one_process=ranks.is_single)
     if optimizer is not None:
         load_optimizer_state(optimizer, model, of_optimizer, state["optimizer_values"])
     if restore_random:
         _restore_random(path, state, ranks)
-    return Progress(**state["progress"])
+    return TrainingProgress(**state["progress"])
 
 
 def read_model_tensors(path: Path) -> dict[str, Tensor]:

@@ -12,14 +12,14 @@ from safetensors import SafetensorError
 
 from implicit_blocks.specs import ModelSpec
 from trainer.checkpoint.export import export_model
-from trainer.checkpoint.load import Checkpointer, Progress, step_name
+from trainer.checkpoint.load import Checkpointer, TrainingProgress, step_name
 from trainer.distributed import Layout
 from trainer.errors import CallbackError, FailedRecordError, FailedSaveError, LostPeerError, PeerError
 from trainer.reporting.display import Display
 from trainer.storage.run_folder import RunFolder
 
 
-class Keeper:
+class CheckpointManager:
     """Keeps a run's metrics, checkpoints and exports in its folder.
 
     A checkpoint is written while training goes on: :meth:`save` begins it, :meth:`attend` takes note of its
@@ -43,7 +43,7 @@ class Keeper:
         *,
         layout: Layout,
         display: Display,
-        tell: Callable[..., None],
+        notify: Callable[..., None],
         begun_at: int,
         stops_at_failures: bool,
     ) -> None:
@@ -52,7 +52,7 @@ class Keeper:
         self._model = layout.model
         self._ranks = layout.ranks
         self._display = display
-        self._tell = tell
+        self._notify = notify
         self._stops_at_failures = stops_at_failures
         self.saved_step: int | None = begun_at if begun_at > 0 else None
         """The step of the newest checkpoint that is whole, or None."""
@@ -60,7 +60,7 @@ class Keeper:
         self._said_unwritten = False
         self._stalled = 0.0
         self.stalled_seconds = 0.0
-        """Seconds that saves have held up training since the keeper was made."""
+        """Seconds that saves have held up training since the manager was made."""
 
     # ------------------------------------------------------------------------------------ metrics
 
@@ -70,7 +70,7 @@ class Keeper:
             self._folder.metrics.write(row)
             trouble = self._unwritten  # of the evaluations too, written since the last row
             if trouble is not None and not self._said_unwritten and not self._stops_at_failures:
-                self._display.say(f"WARNING: the metrics can't be written ({trouble}); they are kept")
+                self._display.log(f"WARNING: the metrics can't be written ({trouble}); they are kept")
             self._said_unwritten = trouble is not None
 
     def take_stall(self) -> float:
@@ -85,7 +85,7 @@ class Keeper:
             if self._stops_at_failures and self._unwritten is not None:
                 raise FailedRecordError(step=step, reason=str(self._unwritten))
 
-        self._ranks.together(own)
+        self._ranks.run_all(own)
 
     @property
     def _unwritten(self) -> OSError | None:
@@ -93,7 +93,7 @@ class Keeper:
 
     # ------------------------------------------------------------------------------------ checkpoints
 
-    def save(self, progress: Progress, *, seconds: Callable[[], float]) -> None:
+    def save(self, progress: TrainingProgress, *, seconds: Callable[[], float]) -> None:
         """Begin to save a checkpoint, unless this step's has been; the one in flight is waited for.
 
         ``seconds`` says how long the run has been trained when the writing begins.
@@ -102,8 +102,8 @@ class Keeper:
             return
         began = time.perf_counter()
         self._display.doing("saving a checkpoint")
-        self.attend(wait=True)
-        self._tell("on_save", step=progress.step)
+        self.poll(wait=True)
+        self._notify("on_save", step=progress.step)
         try:
             self._checkpointer.save(replace(progress, seconds=seconds()))
         except FailedSaveError as error:
@@ -114,7 +114,7 @@ class Keeper:
         self._stalled += stalled
         self.stalled_seconds += stalled
 
-    def attend(self, *, wait: bool = False) -> None:
+    def poll(self, *, wait: bool = False) -> None:
         """Take note of a save that has ended, or, where asked to, wait for its end."""
         step = self._begun_save
         if step is None or not (wait or self._checkpointer.ended):
@@ -126,14 +126,14 @@ class Keeper:
             self._fail(error)
             return
         self.saved_step = step
-        self._tell("on_checkpoint", step=step, path=self._folder.checkpoints / step_name(step))
+        self._notify("on_checkpoint", step=step, path=self._folder.checkpoints / step_name(step))
 
     def end(self) -> None:
         """See a save to its end when the run ends by an error, of which it must not distract."""
         try:
-            self.attend(wait=True)
+            self.poll(wait=True)
         except (FailedSaveError, LostPeerError, CallbackError) as error:
-            self._display.say(f"WARNING: {error}")
+            self._display.log(f"WARNING: {error}")
 
     @property
     def last_checkpoint(self) -> Path | None:
@@ -168,4 +168,4 @@ class Keeper:
     def _fail(self, error: FailedSaveError) -> None:
         if self._stops_at_failures:
             raise error
-        self._display.say(f"WARNING: {error.what}; the run goes on")
+        self._display.log(f"WARNING: {error.what}; the run goes on")

@@ -25,7 +25,7 @@ from trainer.checkpoint.folder import (
     OPTIMIZER_PREFIX,
     STATE_FILE,
     TEMPORARY,
-    Progress,
+    TrainingProgress,
     prune,
     rank_file,
     remove_tree,
@@ -117,7 +117,7 @@ class Checkpointer:
         self.saves: list[SaveTimes] = []
         """Of the checkpoints saved so far, in order."""
 
-    def save(self, progress: Progress) -> None:
+    def save(self, progress: TrainingProgress) -> None:
         """Begin to save the checkpoint of ``progress.step``, after the one before has been written.
 
         Raises:
@@ -131,7 +131,7 @@ class Checkpointer:
         began = time.perf_counter()
         self._step = progress.step
         try:
-            self._ranks.on_main(self._make_room)
+            self._ranks.run_on_rank0(self._make_room)
         except (OSError, RuntimeError) as error:
             raise self._failure(error) from error
         tensors, aliases = named_tensors(self._model)
@@ -161,7 +161,7 @@ class Checkpointer:
             own_share(every, self._ranks),
             storage_writer=writer,
             process_group=self._group,
-            no_dist=self._ranks.alone,
+            no_dist=self._ranks.is_single,
         )
         assert isinstance(future, Future)  # as it is where the writer brings its own staging
         self._future = future
@@ -201,7 +201,7 @@ class Checkpointer:
 
         They must wait together: one of them may have ended before the others.
         """
-        return self._ranks.alone and self._future is not None and self._future.done()
+        return self._ranks.is_single and self._future is not None and self._future.done()
 
     @property
     def failed(self) -> bool:
@@ -224,8 +224,8 @@ class Checkpointer:
         every = list_checkpoints(self.folder)
         kept = every[-1] if every else None
         # What a process fails at itself is told to all of them; else telling is what failed.
-        told = isinstance(error, CheckpointException | OSError | PeerError)
-        if isinstance(error, RuntimeError) and not told and not self._ranks.alone:
+        expected = isinstance(error, CheckpointException | OSError | PeerError)
+        if isinstance(error, RuntimeError) and not expected and not self._ranks.is_single:
             return LostPeerError(step=self._step, reason=str(error), kept=kept)
         return FailedSaveError(step=self._step, reason=f"{self._reason(error)}{room}", kept=kept)
 
@@ -234,7 +234,7 @@ class Checkpointer:
             return str(error)
         causes = [(rank, cause) for rank, (cause, _) in sorted(error.failures.items())]
         return "; ".join(
-            f"{cause}" if self._ranks.alone else f"rank {rank}: {cause}" for rank, cause in causes
+            f"{cause}" if self._ranks.is_single else f"rank {rank}: {cause}" for rank, cause in causes
         )
 
     @property

@@ -113,15 +113,15 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
     try:
         name, spec = _spec(options)
         if options.dry_run:
-            from trainer.estimate.dry_run import describe  # torch-free, so that it answers in a moment
+            from trainer.estimate.dry_run import dry_run_report  # torch-free, so that it answers in a moment
 
-            print(describe(spec, name=name, ranks=options.ranks or 1, rate=options.rate))
+            print(dry_run_report(spec, name=name, ranks=options.ranks or 1, rate=options.rate))
             return 0
         from trainer.distributed import join, require_same_spec
         from trainer.run.build import build
         from trainer.storage.run_folder import folder_to_resume
 
-        ranks = join(options.device, timeout_minutes=spec.training.parallel.timeout_minutes)
+        ranks = join(options.device, timeout_minutes=spec.training.distributed.timeout_minutes)
         # Before there is a folder; what `build` is given it compares itself.
         require_same_spec(ranks, {}, options={"--stop-at": options.stop_at})
         resume = options.resume or options.checkpoint is not None
@@ -144,7 +144,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
             raise
         return refuse(
             f"out of memory before the first step ({short}); choose a smaller model, or divide it among "
-            "processes by training.parallel.kind=fsdp (--dry-run --ranks estimates what each takes)"
+            "processes by training.distributed.kind=fsdp (--dry-run --ranks estimates what each takes)"
         )
     return _train(run, stop_at=options.stop_at)
 
@@ -153,11 +153,11 @@ def _train(run: Run, *, stop_at: int | None) -> int:
     """Train what has been built; say how it ended, and return the exit code for that."""
     ranks = run.ranks
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
-    others = "" if ranks.alone else f" and {ranks.world_size - 1} more ({run.manifest['layout']})"
+    others = "" if ranks.is_single else f" and {ranks.world_size - 1} more ({run.manifest['layout']})"
     device = f"{run.manifest['device']}{others}"
-    run.display.say(f"{run.name}: {parameters:,} parameters on {device}, writing to {run.folder.path}")
+    run.display.log(f"{run.name}: {parameters:,} parameters on {device}, writing to {run.folder.path}")
     if not run.loop.evaluation_sets:
-        run.display.say("nothing is evaluated: the data have no validation tokens")
+        run.display.log("nothing is evaluated: the data have no validation tokens")
     try:
         summary = run.train(stop_at=stop_at)
     except Exception as error:
@@ -178,7 +178,7 @@ def _said(error: Exception, run: Run) -> str:
     if (short := short_of_memory(error)) is not None:
         return (
             f"{run.manifest['device']} is out of memory at step {run.loop.progress.step + 1} ({short}); "
-            "lower training.micro_batch_size or data.length (--dry-run estimates what a step takes)"
+            "lower training.micro_batch_size or data.seq_len (--dry-run estimates what a step takes)"
         )
     return str(error)
 
@@ -186,7 +186,7 @@ def _said(error: Exception, run: Run) -> str:
 def _ended(run: Run, summary: dict[str, Any] | None, *, stop_at: int | None) -> int:
     """Say how a run that nothing went wrong with ended: stopped, early, or done."""
     if summary is None:
-        run.display.say(
+        run.display.log(
             f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}"
         )
         asked = stop_at is not None and run.loop.progress.step >= stop_at
@@ -194,9 +194,9 @@ def _ended(run: Run, summary: dict[str, Any] | None, *, stop_at: int | None) -> 
             return 0
         return INTERRUPTED if run.loop.stopped_by == signal.SIGINT else TO_BE_RESUMED
     if summary["stopped"] is not None:
-        run.display.say(f"ended early, after step {summary['steps']}: {summary['stopped']}")
+        run.display.log(f"ended early, after step {summary['steps']}: {summary['stopped']}")
     written = [path for path in (run.folder.summary_path, run.folder.report_path) if path.exists()]
-    run.display.say(f"done in {duration(summary['seconds'])}: {', '.join(map(str, written))}")
+    run.display.log(f"done in {duration(summary['seconds'])}: {', '.join(map(str, written))}")
     if run.loop.unsaved:
         kept = run.loop.last_checkpoint
         return refuse(

@@ -138,8 +138,8 @@ def parse(text: str, *, task: int) -> list[Story]:
         if index == "1" and words:
             stories.append(Story(task, tuple(words), tuple(answers)))
             words, answers = [], []
-        said, *asked = rest.lower().split("\t")
-        spoken = _WORDS.findall(said)
+        sentence, *asked = rest.lower().split("\t")
+        spoken = _WORDS.findall(sentence)
         words += spoken
         answers += [False] * len(spoken)
         if asked:
@@ -314,7 +314,7 @@ def build(spec: CatbAbISpec, *, seed: int = 0, vocab_size: int | None = None) ->
     return CatbAbI(
         [story for story in stories.by_split["train"] for _ in range(times[story.task])],
         stories.vocabulary,
-        length=spec.length,
+        length=spec.seq_len,
         seed=seed,
         scoring=spec.scoring,
         held_out=stories.by_split[spec.held_out],

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
 def describe_tokens(spec: TokensSpec, *, sequences: int, vocab_size: int | None) -> list[str]:
     """Say how much text there is, and how often a run goes through it; see `DataSpec.describe`."""
     if spec.path is None:
-        return [f"tokens, length {spec.length:,}; where they are is not set: data.path=DIR"]
+        return [f"tokens, length {spec.seq_len:,}; where they are is not set: data.path=DIR"]
     training = open_tokens(spec.path, dtype=spec.dtype, check_sums=spec.check_sums)
     check_tokens(
         training,
-        length=spec.length,
+        length=spec.seq_len,
         vocab_size=vocab_size,
         documents=spec.documents,
         tokenizer=spec.tokenizer,
     )
-    samples = (training.tokens - 1) // spec.length
+    samples = (training.tokens - 1) // spec.seq_len
     epochs = f"the run takes {sequences / samples:.2f} epochs"
     lines = [f"training: {_amount(training)}; {epochs}"]
     held_out = validation_folder(spec.path, spec.validation_path)
@@ -59,7 +59,8 @@ def describe_stream(spec: StreamSpec, *, vocab_size: int | None) -> list[str]:
     tokenizer = load_tokenizer(spec.tokenizer, end_of_document=spec.end_of_document)
     check_vocabulary(tokenizer.vocab_size, vocab_size, what=f"tokenizer {spec.tokenizer}")
     return [
-        f"stream of dataset {spec.dataset}, split {spec.split}, length {spec.length:,}: its size isn't known",
+        f"stream of dataset {spec.dataset}, split {spec.split}, length {spec.seq_len:,}: its size isn't "
+        "known",
         f"vocabulary {tokenizer.vocab_size:,}; where a run is resumed is approximate",
     ]
 

@@ -215,7 +215,7 @@ def build(spec: StreamSpec, *, seed: int = 0, vocab_size: int | None = None) -> 
         # A view of itself: what it would train on is what is evaluated on.
         validation = TokenData(
             spec.validation_path,
-            length=spec.length,
+            length=spec.seq_len,
             vocab_size=vocab_size,
             validation_path=spec.validation_path,
             documents=spec.documents,
@@ -234,7 +234,7 @@ def build(spec: StreamSpec, *, seed: int = 0, vocab_size: int | None = None) -> 
         name=spec.dataset,
         text_field=spec.text_field,
         tokenizer=tokenizer,
-        length=spec.length,
+        length=spec.seq_len,
         seed=seed,
         shuffle_buffer=spec.shuffle_buffer,
         documents=spec.documents,

@@ -142,10 +142,12 @@ def _open(path: Path, dtype: TokenDtype | None) -> Shard:
     sidecar = _read_sidecar(path.with_suffix(".json"))
     if path.stat().st_size == 0:
         raise ValueError(f"{path} is empty; write its tokens again")
-    said = sidecar.get("dtype", dtype)
-    if dtype is not None and said != dtype:
-        raise ValueError(f"{path} holds {said} by its sidecar, but dtype {dtype} was asked for; leave it out")
-    tokens = _map_npy(path, said) if path.suffix == ".npy" else _map_raw(path, said)
+    stated = sidecar.get("dtype", dtype)
+    if dtype is not None and stated != dtype:
+        raise ValueError(
+            f"{path} holds {stated} by its sidecar, but dtype {dtype} was asked for; leave it out"
+        )
+    tokens = _map_npy(path, stated) if path.suffix == ".npy" else _map_raw(path, stated)
     count = sidecar.get("count", len(tokens))
     if count != len(tokens):
         raise ValueError(

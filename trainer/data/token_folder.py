@@ -164,14 +164,14 @@ def check_tokens(
     if tokens.tokens <= length:
         raise ValueError(
             f"{tokens.path} holds {tokens.tokens} tokens, too few for one sample of length {length} and its "
-            f"labels ({length + 1}); add tokens, or shorten the length: data.length of training, "
+            f"labels ({length + 1}); add tokens, or shorten the length: data.seq_len of training, "
             "evaluation.lengths or --lengths of what is evaluated"
         )
-    said = tokens.vocab_size
-    if vocab_size is not None and said is not None and said > vocab_size:
+    stated = tokens.vocab_size
+    if vocab_size is not None and stated is not None and stated > vocab_size:
         raise ValueError(
-            f"the tokens in {tokens.path} have a vocabulary of {said} by their sidecar, but the model has "
-            f"vocab_size {vocab_size}; set model.vocab_size={said}"
+            f"the tokens in {tokens.path} have a vocabulary of {stated} by their sidecar, but the model has "
+            f"vocab_size {vocab_size}; set model.vocab_size={stated}"
         )
     if tokenizer is not None:
         check_tokenizer(tokens, tokenizer)

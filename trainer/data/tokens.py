@@ -87,8 +87,8 @@ class TokenData(DataSource):
     @property
     def vocab_size(self) -> int | None:
         """The sidecars' vocabulary, else the one given."""
-        said = self.files.vocab_size
-        return said if said is not None else self._limit
+        stated = self.files.vocab_size
+        return stated if stated is not None else self._limit
 
     @property
     def length(self) -> int:
@@ -200,7 +200,7 @@ def build(spec: TokensSpec, *, seed: int = 0, vocab_size: int | None = None) -> 
         raise ValueError("data.path is not set; give a token file or a folder of them, data.path=PATH")
     return TokenData(
         spec.path,
-        length=spec.length,
+        length=spec.seq_len,
         dtype=spec.dtype,
         seed=seed,
         vocab_size=vocab_size,

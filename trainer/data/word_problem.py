@@ -318,7 +318,7 @@ def build(spec: WordProblemSpec, *, seed: int = 0, vocab_size: int | None = None
         draw_order=spec.draw_order,
     )
     check_vocabulary(problem.vocab_size, vocab_size, what="the word problem")
-    return WordProblemStream(problem, length=spec.length, seed=seed)
+    return WordProblemStream(problem, length=spec.seq_len, seed=seed)
 
 
 def _empty(count: int, length: int, dtype: torch.dtype) -> Sequences:

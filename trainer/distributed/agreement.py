@@ -19,10 +19,10 @@ def require_same_spec(ranks: Ranks, spec: Mapping[str, Any], *, options: Mapping
         ValueError: each rank that differs from rank 0, with both values of what differs.
 
     """
-    told = {"spec": spec, "options": options}
-    if len(set(ranks.gather_objects(digest(told)))) == 1:
+    own = {"spec": spec, "options": options}
+    if len(set(ranks.gather_objects(digest(own)))) == 1:
         return
-    every = ranks.gather_objects(told)
+    every = ranks.gather_objects(own)
     problems = []
     for rank, other in enumerate(every):
         found = [change.removeprefix("spec.") for change in differences(every[0], other)]

@@ -24,7 +24,7 @@ from implicit_blocks.search.agreement import RankAgreement, fixed_budget
 from implicit_blocks.specs import ModelSpec
 from implicit_blocks.weights.cache import WEIGHTS_COME_AND_GO
 from trainer.distributed.ranks import Ranks
-from trainer.specs.distributed import Kind, ParallelSpec, Spread
+from trainer.specs.distributed import DistributedSpec, Kind, Spread
 
 BUCKET_MEGABYTES = 100
 """Of gradients that DDP exchanges at once: messages long enough for a fast link's full speed, and so many
@@ -96,13 +96,13 @@ def alone(model: nn.Module, device: torch.device) -> Layout:
 
 
 def lay_out(
-    model: nn.Module, spec: ParallelSpec, ranks: Ranks, *, phases: Iterable[ModelSpec] = ()
+    model: nn.Module, spec: DistributedSpec, ranks: Ranks, *, phases: Iterable[ModelSpec] = ()
 ) -> Layout:
     """Lay ``model``, built on the CPU with the same weights on every rank, out over the ranks and devices.
 
     Args:
         model: the model; what `unit: layer` shards one by one its ``sharding_units()`` tells.
-        spec: the run's `training.parallel` section.
+        spec: the run's `training.distributed` section.
         ranks: the processes.
         phases: the models' specs in the run's phases.
 
@@ -110,7 +110,7 @@ def lay_out(
         ValueError: a layout that these ranks or this model can't have.
 
     """
-    if ranks.alone:
+    if ranks.is_single:
         model = model.to(ranks.device)
         return Layout("none", ranks, model, model)
     on_cuda = ranks.device.type == "cuda"
@@ -164,14 +164,14 @@ def _units(model: nn.Module, phases: Iterable[ModelSpec]) -> list[nn.Module]:
     if units is None:
         raise ValueError(
             f"{type(model).__name__} has no layers to shard one by one (sharding_units); "
-            "set training.parallel.unit=loop"
+            "set training.distributed.unit=model"
         )
     for phase in phases:
         gradient = getattr(phase, "gradient", None)
         if gradient is not None and gradient.kind == "implicit_function":
             raise ValueError(
                 "gradient 'implicit_function' goes backwards through the layers as often as each rank needs; "
-                "set training.parallel.unit=loop, or choose gradient 'phantom'"
+                "set training.distributed.unit=model, or choose gradient 'phantom'"
             )
     return units()
 

@@ -47,13 +47,13 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def alone(self) -> bool:
+    def is_single(self) -> bool:
         """Whether there are no others."""
         return self.world_size == 1
 
     def barrier(self) -> None:
         """Wait for all ranks."""
-        if not self.alone:
+        if not self.is_single:
             self.sum([0.0])
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
@@ -74,7 +74,7 @@ class Ranks:
 
     def gather_objects(self, value: T) -> list[T]:
         """Return every rank's value, by rank; values are pickled, so keep them small."""
-        if self.alone:
+        if self.is_single:
             return [value]
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
@@ -84,17 +84,17 @@ class Ranks:
         """Return the main rank's value on all; pickled too."""
         return self.gather_objects(value if self.is_main else None)[0]  # type: ignore[return-value]  # of rank 0
 
-    def on_main(self, act: Callable[[], T]) -> T:
+    def run_on_rank0(self, act: Callable[[], T]) -> T:
         """Let the main rank act, and return what it got on all; its error is raised on all."""
-        return self.broadcast(self.together(lambda: act() if self.is_main else None))  # type: ignore[return-value]  # the main rank's
+        return self.broadcast(self.run_all(lambda: act() if self.is_main else None))  # type: ignore[return-value]  # the main rank's
 
-    def together(self, act: Callable[[], T]) -> T:
+    def run_all(self, act: Callable[[], T]) -> T:
         """Act on every rank; where some fail all do, so that none waits for one that has left.
 
         A rank's own error is raised as it is; elsewhere a ValueError or `PeerError` with its words, and the
         rank it comes from.
         """
-        if self.alone:
+        if self.is_single:
             return act()
         value: Any = None
         error: Exception | None = None
@@ -104,16 +104,16 @@ class Ranks:
             error = caught
         if not self.any(error is not None):
             return value  # type: ignore[no-any-return]  # the type that act returns
-        said = self.gather_objects(None if error is None else (isinstance(error, ValueError), str(error)))
+        failures = self.gather_objects(None if error is None else (isinstance(error, ValueError), str(error)))
         if error is not None:
             raise error
-        rank, failure = next((rank, failure) for rank, failure in enumerate(said) if failure is not None)
+        rank, failure = next((rank, failure) for rank, failure in enumerate(failures) if failure is not None)
         of_the_user, text = failure
         raise (ValueError if of_the_user else PeerError)(f"rank {rank}: {text}")
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         """Return every rank's numbers, by rank; each must have as many. They travel in float64."""
-        if self.alone:
+        if self.is_single:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64)
         every = [torch.empty_like(own) for _ in range(self.world_size)]
@@ -125,14 +125,14 @@ class Ranks:
 
         Messages of a thread must not get between those of the training: they need a group to themselves.
         """
-        if self.alone:
+        if self.is_single:
             return None
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         _kept.append(group)
         return group
 
     def _reduce(self, numbers: Sequence[float], how: Any) -> list[float]:
-        if self.alone:
+        if self.is_single:
             return list(map(float, numbers))
         values = torch.tensor(numbers, dtype=torch.float64)
         dist.all_reduce(values, op=how)

@@ -14,7 +14,7 @@ from trainer.run.init_from import find_start
 from trainer.specs.run import Phase, RunSpec
 
 
-def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = None) -> str:
+def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = None) -> str:
     """Return what a run would take, for people to read.
 
     Args:
@@ -33,7 +33,7 @@ def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = Non
     sequences, vocab_size = spec.total_sequences, getattr(spec.model, "vocab_size", None)
     tokens = spec.total_tokens
     spec.require_shares(ranks)
-    batches = {(p.training.batch_size, p.training.sequences_at_once, p.data.length) for p in phases}
+    batches = {(p.training.batch_size, p.training.sequences_at_once, p.data.seq_len) for p in phases}
     one_batch = len(batches) == 1
     lines = [
         f"{name} ({spec.model.kind})",
@@ -62,7 +62,7 @@ def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = Non
         if phase.data != spec.data:
             described[1:1] = phase.data.describe(sequences=_sequences(phase), vocab_size=vocab_size)
         if phase.name in rates:
-            taken = _sequences(phase) * phase.data.length / rates[phase.name]
+            taken = _sequences(phase) * phase.data.seq_len / rates[phase.name]
             described.append(f"{duration(taken)} at {rates[phase.name]:,.0f} tokens/s")
             seconds += taken
         lines += _section(f"phase {phase.name}", described)
@@ -71,7 +71,7 @@ def describe(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = Non
     if rates:
         whole.append(f"{duration(seconds)} for {magnitude(tokens)} tokens")
     lines += _section("whole run", whole)
-    evaluated = f"lengths {', '.join(map(str, spec.evaluation.at(spec.data.length).lengths))}"
+    evaluated = f"lengths {', '.join(map(str, spec.evaluation.at(spec.data.seq_len).lengths))}"
     if spec.evaluation.identity_probabilities:
         evaluated += f"; p {', '.join(f'{p:g}' for p in spec.evaluation.identity_probabilities)}"
     evaluation = [f"{evaluated}; {spec.evaluation.sequences} sequences each", *_evaluation_search(spec)]
@@ -105,7 +105,7 @@ def _sequences(phase: Phase) -> int:
 
 
 def _batch(phase: Phase) -> str:
-    size, length = phase.training.batch_size, phase.data.length
+    size, length = phase.training.batch_size, phase.data.seq_len
     return f"{size:,} x {length:,} = {size * length:,} tokens"
 
 
@@ -115,14 +115,14 @@ def _micro_batches(phase: Phase, ranks: int) -> str:
 
 def _start(spec: RunSpec) -> list[str]:
     """Say which weights the run begins with, if they are not fresh."""
-    start = spec.training.start_from
+    start = spec.training.init_from
     if start is None:
         return []
     origin = find_start(start, spec)
     lines = [f"WARNING: {complaint}" for complaint in origin.complaints]
-    told = "" if origin.progress is None else f" after {origin.progress['tokens']:,} tokens"
+    suffix = "" if origin.progress is None else f" after {origin.progress['tokens']:,} tokens"
     taken = [name for name in ("optimizer", "position") if getattr(start, name)]
-    return [*lines, f"{' and '.join(['weights', *taken])} of {origin.path}{told}"]
+    return [*lines, f"{' and '.join(['weights', *taken])} of {origin.path}{suffix}"]
 
 
 def _ranks(spec: RunSpec, ranks: int) -> list[str]:
@@ -137,7 +137,7 @@ def _ranks(spec: RunSpec, ranks: int) -> list[str]:
         "hsdp": f"in groups of {spread.shards}, each rank with 1/{spread.shards} of the state",
     }
     assumed = (
-        f" (auto, for GPUs of {GPU_BYTES / 1e9:.0f} GB)" if spec.training.parallel.kind == "auto" else ""
+        f" (auto, for GPUs of {GPU_BYTES / 1e9:.0f} GB)" if spec.training.distributed.kind == "auto" else ""
     )
     return [f"{ranks}, {spread.kind}{assumed}: {whole[spread.kind]}"]
 
@@ -165,7 +165,7 @@ def _rates(given: str | None, phases: list[str]) -> dict[str, float]:
 
 def _phase(spec: RunSpec, phase: Phase, ranks: int) -> tuple[list[str], float | None]:
     lines = [f"steps {phase.first_step + 1:,} to {phase.last_step:,}, {_search(phase.model)}"]
-    length = phase.data.length
+    length = phase.data.seq_len
     flops = training_flops_per_token(phase.model, length=length)
     forward = count_flops(phase.model, length=length)
     if flops is None or forward is None or forward.layers is None:

@@ -12,7 +12,7 @@ from trainer.specs.distributed import Spread
 from trainer.specs.run import Phase, RunSpec
 
 GPU_BYTES = 80e9
-"""Of the GPU that `training.parallel.kind: auto` is worked out for, where there is none to ask."""
+"""Of the GPU that `training.distributed.kind: auto` is worked out for, where there is none to ask."""
 RANKS_A_MACHINE = 8
 
 _FLOAT32 = 4
@@ -37,7 +37,7 @@ class Memory:
     """Bytes of a training step on one device.
 
     ``gathered`` is what a sharded layout holds of the whole model for a time, beside its own share;
-    ``graphs`` what recorded CUDA graphs keep: weights, their gradients, points.
+    ``graphs`` what captured CUDA graphs keep: weights, their gradients, points.
     """
 
     weights: int
@@ -70,7 +70,7 @@ def work_out(spec: RunSpec, ranks: int) -> Spread | None:
     total = spec.model.parameter_total() if counts is None else counts.total
     if total is None:
         return None
-    return spec.training.parallel.spread(
+    return spec.training.distributed.spread(
         parameters=total, ranks=ranks, ranks_a_machine=min(ranks, RANKS_A_MACHINE), memory=GPU_BYTES
     )
 
@@ -90,7 +90,7 @@ def estimate_memory(spec: RunSpec, phase: Phase, *, ranks: int = 1) -> Memory | 
         return None
     columns = sum(size.weights / model.d_model for size in sizes if size is not None)
     training = phase.training
-    tokens = min(training.sequences_at_once, training.share(ranks)) * phase.data.length
+    tokens = min(training.sequences_at_once, training.share(ranks)) * phase.data.seq_len
     width = 2 if training.precision == "bfloat16" else _FLOAT32
     # Beside what the matrices make: the residual stream, in float32, before each branch.
     layer = _VALUES_A_WEIGHT_COLUMN * columns * width + len(parts) * model.d_model * _FLOAT32
@@ -115,7 +115,7 @@ def _gathered(spec: RunSpec, spread: Spread, counts: ParameterCounts) -> int:
     if spread.shards == 1 or counts.total is None:
         return 0
     together = float(counts.total)
-    if spec.training.parallel.unit == "layer" and isinstance(spec.model, LanguageModelSpec):
+    if spec.training.distributed.unit == "layer" and isinstance(spec.model, LanguageModelSpec):
         of_layers = (counts.backbone or 0) + (counts.gains or 0)
         together -= of_layers * (1 - min(1.0, _LAYERS_AT_ONCE / spec.model.n_layers))
     return round(_GATHERED_COPIES * _FLOAT32 * together)
@@ -124,7 +124,7 @@ def _gathered(spec: RunSpec, spread: Spread, counts: ParameterCounts) -> int:
 def _graphs(
     phase: Phase, model: LanguageModelSpec, counts: ParameterCounts, *, tokens: int, width: int
 ) -> int:
-    """Bytes that recorded graphs keep beside what the same calls would, rather more than less."""
+    """Bytes that captured graphs keep beside what the same calls would, rather more than less."""
     if not phase.training.cuda_graphs or not isinstance(model, ImplicitLMSpec):
         return 0
     recomputed = phase.training.checkpoint_activations != "none"  # then searches alone are recorded

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.data.source import EvaluationSet
-    from trainer.evaluation.eval_model import Subject
+    from trainer.evaluation.eval_model import EvalModel
     from trainer.evaluation.harness import HarnessLM
     from trainer.evaluation.measure import EvaluationResult
-    from trainer.evaluation.scores import AskedTask, Scores
+    from trainer.evaluation.scores import EvalTask, Scores
 
 PAPER_TASKS = ("lambada", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
 _SETTINGS = ("limit", "batch_size", "tolerance", "max_length", "padding", "precision")
@@ -140,11 +140,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class _Job:
     """What is to be done, all of it checked."""
 
-    subject: Subject
+    eval_model: EvalModel
     device: torch.device
     output: Path | None
     tokenizer: Any
-    tasks: Sequence[AskedTask]
+    tasks: Sequence[EvalTask]
     tokens: Path | None
     sets: Sequence[EvaluationSet]
 
@@ -167,13 +167,13 @@ def _prepare(options: argparse.Namespace) -> _Job:
     from implicit_blocks.specs import Stopping
     from trainer.data.manifest import TRAIN
     from trainer.data.token_folder import split_folder, validation_folder
-    from trainer.evaluation.eval_model import find_subject
+    from trainer.evaluation.eval_model import find_eval_model
 
     device = choose_device(options.device)
-    subject = find_subject(options.checkpoint, spec=options.spec)
-    if not subject.implicit and (options.self_iterations or options.tolerance is not None):
+    eval_model = find_eval_model(options.checkpoint, spec=options.spec)
+    if not eval_model.implicit and (options.self_iterations or options.tolerance is not None):
         given = "--self-iterations" if options.self_iterations else "--tolerance"
-        raise ValueError(f"{subject.name} doesn't search for fixed points; leave {given} out")
+        raise ValueError(f"{eval_model.name} doesn't search for fixed points; leave {given} out")
     if options.tolerance is not None:
         SearchOptions(tolerance=options.tolerance).stopping(Stopping())
     output: Path | None = options.output
@@ -186,13 +186,13 @@ def _prepare(options: argparse.Namespace) -> _Job:
             "training text"
         )
     return _Job(
-        subject=subject,
+        eval_model=eval_model,
         device=device,
         output=output,
-        tokenizer=_tokenizer(options.tokenizer, subject) if specs else None,
+        tokenizer=_tokenizer(options.tokenizer, eval_model) if specs else None,
         tasks=build_tasks(specs, data=options.data),
         tokens=tokens,
-        sets=_token_sets(tokens, options, subject),
+        sets=_token_sets(tokens, options, eval_model),
     )
 
 
@@ -219,13 +219,13 @@ def _carry_out(job: _Job, options: argparse.Namespace, written: list[Path]) -> i
     from trainer.evaluation.record import Record
     from trainer.storage.run_folder import claim_folder
 
-    for note in job.subject.notes:
-        _say(f"WARNING: {note}")
+    for note in job.eval_model.notes:
+        _log(f"WARNING: {note}")
     try:
-        model = job.subject.load().to(job.device).eval()
+        model = job.eval_model.load().to(job.device).eval()
     except ValueError as error:  # weights that are damaged, or of another model
         return refuse(str(error))
-    _say(f"{job.subject.name}: {job.subject.weights} on {device_name(job.device)}")
+    _log(f"{job.eval_model.name}: {job.eval_model.weights} on {device_name(job.device)}")
     longest = longest_request(model)
     job = replace(job, sets=_readable(job.sets, longest, named=options.lengths is not None))
     lm = _checked_lm(model, job, options, longest) if job.tasks else None
@@ -233,20 +233,20 @@ def _carry_out(job: _Job, options: argparse.Namespace, written: list[Path]) -> i
     lengths: list[EvaluationResult] = []
     settings = {name: getattr(options, name) for name in _SETTINGS}
     settings["tokens"] = None if job.tokens is None else str(job.tokens)
-    settings["documents"] = None if job.tokens is None else job.subject.documents
+    settings["documents"] = None if job.tokens is None else job.eval_model.documents
 
     def write(incomplete: str | None = None) -> None:
         record = Record(
-            subject=job.subject,
+            eval_model=job.eval_model,
             settings=settings,
             tasks=job.tasks,
             scores=found,
             lengths=lengths,
             incomplete=incomplete,
         )
-        _say(f"\n{record.text()}")
-        output = job.output or claim_folder(job.subject.name, root=Path("evaluations"))
-        _say(f"written: {', '.join(map(str, record.write(output, samples=options.log_samples)))}")
+        _log(f"\n{record.text()}")
+        output = job.output or claim_folder(job.eval_model.name, root=Path("evaluations"))
+        _log(f"written: {', '.join(map(str, record.write(output, samples=options.log_samples)))}")
         written.append(output)
 
     try:
@@ -274,7 +274,7 @@ def _checked_lm(
         batch_size=options.batch_size,
         padding=options.padding,
         max_length=longest if most is None else most if longest is None else min(most, longest),
-        window=job.subject.length,
+        window=job.eval_model.length,
         precision=options.precision,
     )
     check_lengths(lm, job.tasks, limit=options.limit, truncate=most is not None)
@@ -298,7 +298,7 @@ def _ask_all(
     if lm is not None:
         from trainer.evaluation.scores import ask
 
-        ask(lm, job.tasks, budgets=budgets, search=search, limit=options.limit, announce=_say, found=found)
+        ask(lm, job.tasks, budgets=budgets, search=search, limit=options.limit, announce=_log, found=found)
     for budget in budgets:
         evaluate(
             model,
@@ -308,7 +308,7 @@ def _ask_all(
             batch_size=options.batch_size,
             last_tokens=1,
             search=search if budget is None else {**search, "max_iterations": budget},
-            announce=_say,
+            announce=_log,
             on_result=lengths.append,
         )
 
@@ -325,27 +325,31 @@ def _readable(sets: Sequence[EvaluationSet], longest: int | None, *, named: bool
     if left and (named or not fitting):
         raise DataError(f"the model has positions for {longest} tokens; leave --lengths {' '.join(left)} out")
     if left:
-        _say(f"lengths {', '.join(left)} are left out: the model has positions for {longest} tokens")
+        _log(f"lengths {', '.join(left)} are left out: the model has positions for {longest} tokens")
     return fitting
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     print(text, flush=True)
 
 
-def _tokenizer(path: Path | None, subject: Subject) -> Any:
+def _tokenizer(path: Path | None, eval_model: EvalModel) -> Any:
     from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
 
-    source = path or subject.tokenizer
+    source = path or eval_model.tokenizer
     if source is None:
-        raise ValueError(f"{subject.name} comes without a tokenizer; name its tokenizer.json by --tokenizer")
+        raise ValueError(
+            f"{eval_model.name} comes without a tokenizer; name its tokenizer.json by --tokenizer"
+        )
     tokenizer = load_tokenizer(source)
-    if subject.rows is not None:
-        check_tokenizer_fits(tokenizer, subject.rows, name=source)
+    if eval_model.rows is not None:
+        check_tokenizer_fits(tokenizer, eval_model.rows, name=source)
     return tokenizer
 
 
-def _token_sets(tokens: Path | None, options: argparse.Namespace, subject: Subject) -> list[EvaluationSet]:
+def _token_sets(
+    tokens: Path | None, options: argparse.Namespace, eval_model: EvalModel
+) -> list[EvaluationSet]:
     if tokens is None:
         if options.lengths:
             raise ValueError("--lengths are of the sequences cut from --tokens; name token files")
@@ -353,23 +357,25 @@ def _token_sets(tokens: Path | None, options: argparse.Namespace, subject: Subje
     from trainer.data.source import EvaluationSet
     from trainer.data.tokens import TokenData
 
-    lengths = options.lengths or [subject.length * factor for factor in (1, 2, 4, 8)]
-    vocab_size = getattr(subject.spec, "vocab_size", None)
+    lengths = options.lengths or [eval_model.length * factor for factor in (1, 2, 4, 8)]
+    vocab_size = getattr(eval_model.spec, "vocab_size", None)
     sets = []
     for length in lengths:
         source = TokenData(tokens, length=length, vocab_size=vocab_size)
-        if subject.documents == "reset":
+        if eval_model.documents == "reset":
             if source.files.documents is None:
                 raise ValueError(
-                    f"{subject.name} was trained with documents kept apart (data.documents=reset), but the "
+                    f"{eval_model.name} was trained with documents kept apart (data.documents=reset), but "
+                    "the "
                     f"tokens in {source.path} don't say where documents end; write them by "
                     "python -m trainer.tokenize"
                 )
             source = TokenData(tokens, length=length, vocab_size=vocab_size, documents="reset")
-        made_by, known = source.files.tokenizer, subject.token_identity
+        made_by, known = source.files.tokenizer, eval_model.token_identity
         if made_by is not None and known is not None and made_by != known:
             raise ValueError(
-                f"the tokens in {source.path} were made by another tokenizer than those that {subject.name} "
+                f"the tokens in {source.path} were made by another tokenizer than those that "
+                f"{eval_model.name} "
                 f"was trained on (SHA-256 {made_by[:16]}…, not {known[:16]}…); tokenize the text with its own"
             )
         count = source.samples if options.limit is None else min(options.limit, source.samples)

@@ -23,7 +23,7 @@ DEFAULT_LENGTH = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class EvalModel:
     """A model to be evaluated, and where it comes from.
 
     ``load`` reads the weights, on the CPU; what can be refused without them has been. ``rows`` is the size of
@@ -54,7 +54,7 @@ class Subject:
         return None if rows is None else int(rows)
 
 
-def find_subject(checkpoint: Path, *, spec: str | None = None) -> Subject:
+def find_eval_model(checkpoint: Path, *, spec: str | None = None) -> EvalModel:
     """Find out what is to be evaluated; the weights are not read yet.
 
     Args:
@@ -80,8 +80,8 @@ def find_subject(checkpoint: Path, *, spec: str | None = None) -> Subject:
         name, loaded = run.run_name(), load_spec(run.spec_path)
     else:
         raise ValueError(f"{checkpoint} doesn't say what model it is; name its spec by --spec")
-    length = getattr(getattr(loaded, "data", None), "length", DEFAULT_LENGTH)
-    return Subject(
+    length = getattr(getattr(loaded, "data", None), "seq_len", DEFAULT_LENGTH)
+    return EvalModel(
         name=name,
         weights=weights,
         spec=loaded.final_model,
@@ -117,10 +117,10 @@ def _text(value: object) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _of_transformers(folder: Path) -> Subject:
-    from implicit_blocks.hf.folders import read_checkpoint  # needs transformers; runs don't
+def _of_transformers(folder: Path) -> EvalModel:
+    from implicit_blocks.hf.folders import read_pretrained  # needs transformers; runs don't
 
-    found = read_checkpoint(folder)
+    found = read_pretrained(folder)
 
     def load() -> nn.Module:
         with torch.device("meta"):
@@ -128,7 +128,7 @@ def _of_transformers(folder: Path) -> Subject:
         model.load_state_dict(found.state, assign=True)
         return model
 
-    return Subject(
+    return EvalModel(
         name=folder.resolve().name,
         weights=folder,
         spec=found.spec,

@@ -245,10 +245,10 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         targets_T = targets_T.to(self.device)
         scores_TV = logits_BLV[rows.to(self.device), columns.to(self.device)].log_softmax(-1)
         log_likelihoods_T = scores_TV.gather(1, targets_T[:, None])[:, 0].cpu()
-        likeliest_T = (scores_TV.argmax(-1) == targets_T).cpu()
+        is_greedy_T = (scores_TV.argmax(-1) == targets_T).cpu()
         counts = [len(continuation) for _, _, continuation in wanted]
-        for scores, likeliest in zip(log_likelihoods_T.split(counts), likeliest_T.split(counts), strict=True):
-            yield float(scores.sum()), bool(likeliest.all())
+        for scores, is_greedy in zip(log_likelihoods_T.split(counts), is_greedy_T.split(counts), strict=True):
+            yield float(scores.sum()), bool(is_greedy.all())
 
     def _logits(self, ids_BL: Tensor, mask_BL: Tensor, kept: int) -> Tensor:
         with torch.autocast(

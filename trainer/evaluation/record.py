@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from implicit_blocks.checkpoints.folder import whole_folder
-from trainer.evaluation.eval_model import Subject
+from trainer.evaluation.eval_model import EvalModel
 from trainer.evaluation.measure import EvaluationResult
 from trainer.evaluation.picture import draw, panels
 from trainer.evaluation.tables import length_table, paper_table, task_table
@@ -20,7 +20,7 @@ from trainer.storage.files import sha256_of, write_atomically, write_json
 from trainer.storage.run_folder import versions
 
 if TYPE_CHECKING:
-    from trainer.evaluation.scores import AskedTask, Scores
+    from trainer.evaluation.scores import EvalTask, Scores
 
 FORMAT = 1
 _PACKAGES = ("lm_eval", "transformers", "tokenizers")
@@ -30,9 +30,9 @@ _PACKAGES = ("lm_eval", "transformers", "tokenizers")
 class Record:
     """An evaluation, whole or ended early: of what, how, and what came out."""
 
-    subject: Subject
+    eval_model: EvalModel
     settings: Mapping[str, Any]
-    tasks: Sequence[AskedTask]
+    tasks: Sequence[EvalTask]
     scores: Sequence[Scores]
     lengths: Sequence[EvaluationResult]
     incomplete: str | None = None
@@ -40,10 +40,10 @@ class Record:
 
     def text(self) -> str:
         """Return the tables, in Markdown."""
-        said = {name: value for name, value in self.settings.items() if value is not None}
-        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in said.items())
+        shown = {name: value for name, value in self.settings.items() if value is not None}
+        settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
         parts = [
-            f"{self.subject.name}: {self.subject.weights}",
+            f"{self.eval_model.name}: {self.eval_model.weights}",
             f"{'Zero-shot; ' if self.scores else ''}{settings}",
         ]
         if self.incomplete is not None:
@@ -59,9 +59,9 @@ class Record:
         files = {asked.name: asked.file for asked in self.tasks if asked.file is not None}
         return {
             "format": FORMAT,
-            "name": self.subject.name,
-            "checkpoint": str(self.subject.weights),
-            "model": self.subject.spec.model_dump(mode="json"),
+            "name": self.eval_model.name,
+            "checkpoint": str(self.eval_model.weights),
+            "model": self.eval_model.spec.model_dump(mode="json"),
             "settings": dict(self.settings),
             "incomplete": self.incomplete,
             "versions": {**versions(), **{p: version(p) for p in _PACKAGES if find_spec(p) is not None}},
@@ -90,5 +90,5 @@ class Record:
                 lines = [json.dumps(row, ensure_ascii=False, default=str) for row in rows]
                 write_atomically(place / "samples.jsonl", "".join(f"{line}\n" for line in lines))
             if drawn and find_spec("matplotlib") is not None:
-                draw(drawn, place / "evaluation.png", title=self.subject.name)
+                draw(drawn, place / "evaluation.png", title=self.eval_model.name)
         return sorted(folder.iterdir())

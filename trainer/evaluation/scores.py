@@ -24,7 +24,7 @@ _AVERAGED = PAPER_COLUMNS[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskedTask:
+class EvalTask:
     """A task that is ready to be asked, under the name it was asked for by."""
 
     name: str
@@ -108,7 +108,7 @@ class Scores:
 
 def ask(
     lm: HarnessLM,
-    tasks: Sequence[AskedTask],
+    tasks: Sequence[EvalTask],
     *,
     budgets: Sequence[int | None] = (None,),
     search: Mapping[str, float] | None = None,
@@ -142,7 +142,7 @@ def ask(
     return found
 
 
-def check_lengths(lm: HarnessLM, tasks: Sequence[AskedTask], *, limit: int | None, truncate: bool) -> None:
+def check_lengths(lm: HarnessLM, tasks: Sequence[EvalTask], *, limit: int | None, truncate: bool) -> None:
     """Compare the lengths of all requests with what the model can read, before any is asked.
 
     Args:
@@ -185,7 +185,7 @@ def check_lengths(lm: HarnessLM, tasks: Sequence[AskedTask], *, limit: int | Non
         )
 
 
-def _ask_one(lm: HarnessLM, asked: AskedTask, *, limit: int | None) -> TaskScore:
+def _ask_one(lm: HarnessLM, asked: EvalTask, *, limit: int | None) -> TaskScore:
     began = time.perf_counter()
     # One task at a time: lm-eval mixes the requests of several, and the searches could not be told apart.
     # Without its bootstrap of standard errors, which takes processes and seeds of its own.

@@ -13,7 +13,7 @@ from implicit_blocks._utils.own_parts import install_extra
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec, HarnessTaskSpec
 
 if TYPE_CHECKING:
-    from trainer.evaluation.scores import AskedTask
+    from trainer.evaluation.scores import EvalTask
 
 NamedSpec = tuple[str, EvaluationTaskSpec]
 """A task's spec, and what the results call it."""
@@ -60,7 +60,7 @@ def require_packages(*needed: str) -> None:
         raise ValueError(f"{' and '.join(missing)}: not installed; {install_extra('eval')}")
 
 
-def build_tasks(specs: Sequence[NamedSpec], *, data: Path) -> list[AskedTask]:
+def build_tasks(specs: Sequence[NamedSpec], *, data: Path) -> list[EvalTask]:
     """Build the tasks; their items are read.
 
     Raises:
@@ -69,10 +69,10 @@ def build_tasks(specs: Sequence[NamedSpec], *, data: Path) -> list[AskedTask]:
     """
     if not specs:
         return []
-    from trainer.evaluation.scores import AskedTask
+    from trainer.evaluation.scores import EvalTask
 
     return [
-        AskedTask(name=name, spec=spec, task=registry.build(spec, data=data), file=spec.locate(data))
+        EvalTask(name=name, spec=spec, task=registry.build(spec, data=data), file=spec.locate(data))
         for name, spec in specs
     ]
 

@@ -155,11 +155,11 @@ def run(
         "models": rows,
     }
     where = write_results(folder, "catbabi", written, draw)
-    said = [
+    messages = [
         f"{name} is missing: {count} stories of the set en stand in for it"
         for name, count in stand_ins.items()
     ]
-    return "\n".join([table(rows), *said, where])
+    return "\n".join([table(rows), *messages, where])
 
 
 def _asked(name: str) -> Asked:
@@ -189,7 +189,7 @@ def _sources(
     data = data_of(spec.model_copy(update={"data": spec.data.model_copy(update={"held_out": split})}))
     assert isinstance(data, CatbAbI)
     found = {}
-    for length in lengths or (spec.data.length,):
+    for length in lengths or (spec.data.seq_len,):
         source = evaluation_set(spec, data, length).source
         assert isinstance(source, CatbAbI)
         found[length] = source
@@ -208,7 +208,7 @@ def _answers(
         load_model(finished, device),
         source,
         rows=rows,
-        batch_size=max(1, finished.spec.evaluation.batch_size * finished.spec.data.length // source.length),
+        batch_size=max(1, finished.spec.evaluation.batch_size * finished.spec.data.seq_len // source.length),
         device=device,
         precision=finished.spec.training.precision,
     )

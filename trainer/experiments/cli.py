@@ -72,10 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         kept = f"go on by the same command with --output {folder}" if folder and folder.exists() else ""
         return refuse(f"stopped; {kept or 'nothing was written'}", INTERRUPTED)
     except Exception as error:
-        from trainer.experiments.failures import said
+        from trainer.experiments.failures import message
 
         _remove_empty(folder)
-        if (found := said(error)) is None:
+        if (found := message(error)) is None:
             raise
         return refuse(*found)
     print(text)

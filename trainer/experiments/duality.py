@@ -127,8 +127,8 @@ def run(
         "tolerances": rows,
         "by_token": kinds,
     }
-    said = write_results(folder, "duality", written, lambda _: draw(rows, kinds, title=name))
-    return f"{table(rows)}\n{said}"
+    message = write_results(folder, "duality", written, lambda _: draw(rows, kinds, title=name))
+    return f"{table(rows)}\n{message}"
 
 
 @torch.no_grad()

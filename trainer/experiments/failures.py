@@ -12,12 +12,12 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from implicit_blocks._utils.own_parts import install_extra
-from implicit_blocks.specs.errors import explain
+from implicit_blocks.specs.errors import format_error
 from trainer.cli.exit_codes import NOT_SAVED, REFUSED, code_of, short_of_memory
 from trainer.errors import NonFiniteLossError
 
 
-def said(error: Exception) -> tuple[str, int] | None:
+def message(error: Exception) -> tuple[str, int] | None:
     """Return what to say and the exit code; None for a mistake in the program, which keeps its traceback."""
     code = code_of(error)
     if code is None and isinstance(error, ValueError | OSError):  # requests are checked all along
@@ -27,7 +27,7 @@ def said(error: Exception) -> tuple[str, int] | None:
 
 def _words(error: Exception, code: int) -> str:
     if isinstance(error, ValidationError):
-        return str(explain(error, {}, source=""))
+        return str(format_error(error, {}, source=""))
     if isinstance(error, NonFiniteLossError):
         return f"{error}, by --set"
     if isinstance(error, OSError) and code == NOT_SAVED:

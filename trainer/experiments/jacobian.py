@@ -61,14 +61,14 @@ def run(
         "dtype": "float64",
     }
     written = {"experiment": "jacobian", "settings": settings, "models": [numbers(one) for one in found]}
-    said = write_results(folder, "jacobian", written, lambda _: draw(found))
+    message = write_results(folder, "jacobian", written, lambda _: draw(found))
     lines = ["model     formula-autograd  formula-differences  off-diagonal mass  rank  feedback's rank"]
     lines += [
         f"{one.kind:<8}  {one.formula_against_autograd:16.1e}  {one.formula_against_differences:19.1e}  "
         f"{one.off_diagonal_mass:17.1e}  {one.rank:4d}  {one.feedback_rank:15d}"
         for one in found
     ]
-    return "\n".join([*lines, said])
+    return "\n".join([*lines, message])
 
 
 def measure(

@@ -40,7 +40,7 @@ from trainer.storage.files import read_json, write_json
 _SHORT = (
     "model.d_model=64",
     "model.n_layers=2",
-    "data.length=64",
+    "data.seq_len=64",
     "training.max_tokens=200e3",
     "training.batch_size=16",
     "training.precision=float32",
@@ -49,7 +49,7 @@ _SHORT = (
 )
 LAPTOP = {
     "mamba2": (*_SHORT, "model.mixer.d_state=16", "model.mixer.head_dim=16"),
-    "attention": (*_SHORT, "model.mixer.n_heads=4", "model.mlp.d_hidden=128"),
+    "attention": (*_SHORT, "model.mixer.n_heads=4", "model.mlp.d_ff=128"),
 }
 """What the laptop setting changes, by mixer: it shows the way, not the figures."""
 TAKEN = {"data.path": "--data", "training.seed": "--seeds"}
@@ -124,8 +124,8 @@ def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, d
             "runs": rows,
         }
     )
-    said = write_results(folder, "language", written, draw)
-    return f"{table(rows)}\n{said}"
+    message = write_results(folder, "language", written, draw)
+    return f"{table(rows)}\n{message}"
 
 
 def _plans(
@@ -169,14 +169,14 @@ def _check(name: str, spec: RunSpec) -> None:
 
 def _require_validation(spec: RunSpec, path: Path) -> None:
     """Refuse tokens without a validation split, before anything is trained for it."""
-    if not data_of(spec).evaluation_sets(spec.evaluation.at(spec.data.length)):
+    if not data_of(spec).evaluation_sets(spec.evaluation.at(spec.data.seq_len)):
         raise ValueError(f"the tokens in {path} have no validation split; tokenize one with --validation")
 
 
 def _watched(spec: RunSpec, settings: Settings) -> RunSpec:
     """Return the run with evaluations at its training length alone, so often on the way."""
     every = max(1, spec.total_steps // settings.evaluations)
-    evaluation = spec.evaluation.model_copy(update={"lengths": (spec.data.length,), "length_multiples": ()})
+    evaluation = spec.evaluation.model_copy(update={"lengths": (spec.data.seq_len,), "length_multiples": ()})
     training = spec.training.model_copy(update={"evaluate_every": every})
     return spec.model_copy(update={"evaluation": evaluation, "training": training})
 
@@ -209,7 +209,7 @@ def _measure(finished: Finished, settings: Settings, device: torch.device) -> di
     def perplexity(length: int, sequences: int | None) -> dict[str, Any]:
         return _evaluated(model, evaluation_set(spec, data, length, sequences or 10**9), spec, device)
 
-    length, sequences = spec.data.length, settings.sequences
+    length, sequences = spec.data.seq_len, settings.sequences
     lengths = [
         {
             "multiple": multiple,
@@ -246,7 +246,7 @@ def _with_iterations(spec: Any, most: int) -> Any:
 def _evaluated(
     model: torch.nn.Module, one: EvaluationSet, spec: RunSpec, device: torch.device
 ) -> dict[str, Any]:
-    short = spec.data.length
+    short = spec.data.seq_len
     (result,) = evaluate(
         model,
         [one],

@@ -16,7 +16,7 @@ from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.specs import ImplicitLMSpec, JacobianPenaltySpec, PicardSpec
 from trainer.data.source import IGNORED, Batch
 from trainer.experiments.runs import load_model, train, trained_model
-from trainer.experiments.searching import Way, accuracy, reference, search, spectrum
+from trainer.experiments.searching import SearchConfig, accuracy, reference, search, spectrum
 from trainer.specs.run import RunSpec
 
 GENTLY = 0.1
@@ -77,7 +77,7 @@ def continued(spec: RunSpec, checkpoint: Path, *, weight: float, steps: int) -> 
     asked |= {
         "max_steps": steps,
         "max_tokens": None,
-        "start_from": {"path": str(checkpoint)},
+        "init_from": {"path": str(checkpoint)},
         "optimizer": asked["optimizer"] | {"learning_rate": GENTLY * training.optimizer.learning_rate},
         "evaluate_every": None,
         "checkpoint_every": steps,
@@ -104,7 +104,7 @@ def _row(
     *,
     step_ms: float | None,
 ) -> dict[str, Any]:
-    damped = Way("", PicardSpec(damping=0.8))
+    damped = SearchConfig("", PicardSpec(damping=0.8))
     iterations, converged = {}, {}
     for tolerance in sorted(tolerances, reverse=True):
         output, _ = search(model, batch, damped, "prefix", tolerance, max_iterations)
@@ -117,7 +117,7 @@ def _row(
     f, _ = model.bind(
         model.embedding(batch.inputs),
         model.initial_state(len(batch)),
-        weights=model.hold_weights(),
+        weights=model.cache_weights(),
         documents_BL=batch.documents,
     )
     with torch.random.fork_rng(devices=[]):

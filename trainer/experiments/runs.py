@@ -22,10 +22,10 @@ from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.registry import build as build_component
 from implicit_blocks.specs import load_spec
 from implicit_blocks.specs.base import validate
-from implicit_blocks.specs.errors import explain
+from implicit_blocks.specs.errors import format_error
 from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.merging import merge_runs
-from trainer.checkpoint.load import STATE_FILE, Progress, load_checkpoint, newest_sound_checkpoint
+from trainer.checkpoint.load import STATE_FILE, TrainingProgress, load_checkpoint, newest_sound_checkpoint
 from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.errors import CheckpointError
 from trainer.reporting.metrics import read_metrics
@@ -73,7 +73,7 @@ def explicit_twin(name: str, overrides: Iterable[str] = (), *, n_layers: int | N
     try:
         return validate(RunSpec, tree)
     except ValidationError as error:
-        raise explain(error, tree, source=name) from None
+        raise format_error(error, tree, source=name) from None
 
 
 def train(spec: RunSpec, folder: Path, *, name: str, device: str, command: Sequence[str] = ()) -> Finished:
@@ -106,7 +106,7 @@ def train(spec: RunSpec, folder: Path, *, name: str, device: str, command: Seque
                 command=command or None,
             )
             size = sum(p.numel() for p in run.model.parameters())
-            run.display.say(f"{name}: {size:,} parameters, in {folder}")
+            run.display.log(f"{name}: {size:,} parameters, in {folder}")
             if run.train() is None:
                 raise KeyboardInterrupt
             del run
@@ -118,7 +118,7 @@ def _let_go() -> None:
     """Give back what runs held on a device, so that those that follow in this process have it all.
 
     The parts of a run refer to each other, and so wait for Python to collect them. It counts objects, not the
-    gigabytes of their recorded graphs: nine runs of four layers came to hold 104 GB, one to hold 12.
+    gigabytes of their captured graphs: nine runs of four layers came to hold 104 GB, one to hold 12.
     """
     gc.collect()
     if torch.cuda.is_initialized():
@@ -232,7 +232,7 @@ def trained(checkpoint: Path, overrides: Sequence[str] = ()) -> tuple[str, RunSp
     return folder.run_name(), spec, newest
 
 
-def trained_model(spec: RunSpec, weights: Path) -> tuple[ImplicitLM, Progress]:
+def trained_model(spec: RunSpec, weights: Path) -> tuple[ImplicitLM, TrainingProgress]:
     """Return a run's model as its last phase left it, in evaluation mode, and how far it had come."""
     model: ImplicitLM = build_component(spec.final_model)
     progress = load_checkpoint(weights, model=model)
@@ -257,5 +257,5 @@ def evaluation_set(
 
 def evaluation_batch(spec: RunSpec, *, sequences: int, length: int | None) -> Batch:
     """Return the first sequences of a run's first evaluation set; None: of the training length."""
-    first = evaluation_set(spec, data_of(spec), length or spec.data.length, sequences)
+    first = evaluation_set(spec, data_of(spec), length or spec.data.seq_len, sequences)
     return first.source.batch(0, first.sequences)

@@ -28,7 +28,7 @@ REFERENCE = 1e-5
 
 
 @dataclass(frozen=True)
-class Way:
+class SearchConfig:
     """A way of searching: a solver, what of the sequence it searches for at once, knobs of the call."""
 
     name: str
@@ -40,21 +40,21 @@ class Way:
 
 
 def search(
-    model: ImplicitLM, batch: Batch, way: Way, scope: Scope, tolerance: float, max_iterations: int
+    model: ImplicitLM, batch: Batch, config: SearchConfig, scope: Scope, tolerance: float, max_iterations: int
 ) -> tuple[Any, float]:
     """Evaluate the batch one way; return the output and the seconds it took."""
     stopping = StoppingOverrides(
         tolerance=tolerance, max_iterations=max_iterations, norm="relative", scope=scope
     )
     at_evaluation = AtEvaluation(
-        solver=way.solver,
+        solver=config.solver,
         stopping=stopping,
-        window_length=way.window_length,
-        commit_prefix=way.commit_prefix,
+        window_length=config.window_length,
+        commit_prefix=config.commit_prefix,
     )
     model.reconfigure(model.spec.model_copy(update={"at_evaluation": at_evaluation}))
     began = _now(batch.inputs.device)
-    output = model(batch.inputs, **way.call, **batch.context())
+    output = model(batch.inputs, **config.call, **batch.context())
     return output, _now(batch.inputs.device) - began
 
 
@@ -71,7 +71,7 @@ def reference(model: ImplicitLM, batch: Batch, max_iterations: int) -> Reference
     """Search to :data:`REFERENCE`: by damped Picard, what it leaves by Broyden; the better row by row."""
 
     def solved(solver: SolverSpec) -> Any:
-        return search(model, batch, Way("", solver), "prefix", REFERENCE, max_iterations)[0]
+        return search(model, batch, SearchConfig("", solver), "prefix", REFERENCE, max_iterations)[0]
 
     first = solved(PicardSpec(damping=0.8))
     if bool(first.solution.converged.all()):
@@ -141,7 +141,7 @@ def spectrum(model: ImplicitLM, batch: Batch, found: Reference, *, positions: in
     f, _ = model.bind(
         model.embedding(batch.inputs),
         model.initial_state(len(batch)),
-        weights=model.hold_weights(),
+        weights=model.cache_weights(),
         documents_BL=batch.documents,
     )
     length = batch.inputs.shape[1]

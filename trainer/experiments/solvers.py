@@ -33,41 +33,49 @@ from trainer.data.source import Batch
 from trainer.experiments.penalty import measure as measure_penalties
 from trainer.experiments.run_options import require_counts, require_tolerances
 from trainer.experiments.runs import evaluation_batch, trained, trained_model
-from trainer.experiments.searching import Reference, Way, accuracy, counted, reference, search, spectrum
+from trainer.experiments.searching import (
+    Reference,
+    SearchConfig,
+    accuracy,
+    counted,
+    reference,
+    search,
+    spectrum,
+)
 from trainer.experiments.solvers_picture import draw
 from trainer.specs.run import RunSpec
 from trainer.storage.files import write_json
 
 
-def ways(length: int) -> list[Way]:
+def configs(length: int) -> list[SearchConfig]:
     """Return what is compared, for sequences of a length."""
     damped = PicardSpec(damping=0.8)
     made = [
-        Way("Picard", PicardSpec()),
-        *(Way(f"Picard, damping {share}", PicardSpec(damping=share)) for share in (0.9, 0.8, 0.5)),
-        *(Way(f"Anderson, memory {memory}", AndersonSpec(memory=memory)) for memory in (2, 5)),
-        Way("Anderson, memory 5, damping 0.8", AndersonSpec(memory=5, damping=0.8)),
-        *(Way(f"Broyden, memory {memory}", BroydenSpec(memory=memory)) for memory in (5, 20)),
-        Way("Picard, patient", PatientPicardSpec()),
-        Way("Picard 0.8, average of half", damped, call={"moving_average": 0.5}),
+        SearchConfig("Picard", PicardSpec()),
+        *(SearchConfig(f"Picard, damping {share}", PicardSpec(damping=share)) for share in (0.9, 0.8, 0.5)),
+        *(SearchConfig(f"Anderson, memory {memory}", AndersonSpec(memory=memory)) for memory in (2, 5)),
+        SearchConfig("Anderson, memory 5, damping 0.8", AndersonSpec(memory=5, damping=0.8)),
+        *(SearchConfig(f"Broyden, memory {memory}", BroydenSpec(memory=memory)) for memory in (5, 20)),
+        SearchConfig("Picard, patient", PatientPicardSpec()),
+        SearchConfig("Picard 0.8, average of half", damped, call={"moving_average": 0.5}),
     ]
     if "reversible" in kinds("solver"):  # of the plugin, where it is installed
-        made.append(Way("reversible", SolverSpec.model_validate({"kind": "reversible"})))
+        made.append(SearchConfig("reversible", SolverSpec.model_validate({"kind": "reversible"})))
     for part in (size for size in (4, 16, 64) if size < length):
-        made.append(Way(f"Picard 0.8, windows of {part}", damped, window_length=part))
+        made.append(SearchConfig(f"Picard 0.8, windows of {part}", damped, window_length=part))
     if length > 16:
-        made.append(Way("Picard 0.5, windows of 16", PicardSpec(damping=0.5), window_length=16))
-        made.append(Way("Broyden 5, windows of 16", BroydenSpec(memory=5), window_length=16))
+        made.append(SearchConfig("Picard 0.5, windows of 16", PicardSpec(damping=0.5), window_length=16))
+        made.append(SearchConfig("Broyden 5, windows of 16", BroydenSpec(memory=5), window_length=16))
     if length > 1:
         made += [
-            Way("Picard 0.8, token by token", damped, window_length=1, scopes=("prefix",)),
-            Way(
+            SearchConfig("Picard 0.8, token by token", damped, window_length=1, scopes=("prefix",)),
+            SearchConfig(
                 "Picard 0.8, token by token, warm",
                 damped,
                 call={"window_length": 1, "warm_start": True},
                 scopes=("prefix",),
             ),
-            Way(
+            SearchConfig(
                 "Picard 0.8, prefix committed", damped, commit_prefix=max(1, length // 16), scopes=("prefix",)
             ),
         ]
@@ -215,14 +223,16 @@ def _measure(
     }
 
 
-def _chosen(length: int, only: Sequence[str]) -> list[Way]:
+def _chosen(length: int, only: Sequence[str]) -> list[SearchConfig]:
     """Return the ways with one of these parts in their names, or all."""
-    known = ways(length)
-    chosen = [way for way in known if not only or any(part.lower() in way.name.lower() for part in only)]
+    known = configs(length)
+    chosen = [
+        config for config in known if not only or any(part.lower() in config.name.lower() for part in only)
+    ]
     if not chosen:
         raise ValueError(
             f"no way of searching has {' or '.join(only)} in its name; there are "
-            f"{', '.join(way.name for way in known)}"
+            f"{', '.join(config.name for config in known)}"
         )
     return chosen
 
@@ -234,7 +244,7 @@ def _chosen(length: int, only: Sequence[str]) -> list[Way]:
 def compare(
     model: ImplicitLM,
     batch: Batch,
-    chosen: Sequence[Way],
+    chosen: Sequence[SearchConfig],
     tight: Reference,
     *,
     tolerances: Sequence[float],
@@ -244,23 +254,23 @@ def compare(
     """Return a row for each way, scope and tolerance."""
     as_trained = model.spec
     rows = []
-    for way in chosen:
-        for scope in way.scopes:
-            if way.solver.couples_tokens and scope == "prefix":
+    for config in chosen:
+        for scope in config.scopes:
+            if config.solver.couples_tokens and scope == "prefix":
                 continue
             for tolerance in sorted(tolerances, reverse=True):
                 calls: list[tuple[int, int]] = []
                 with counted(model, calls):
-                    output, _ = search(model, batch, way, scope, tolerance, max_iterations)
+                    output, _ = search(model, batch, config, scope, tolerance, max_iterations)
                 seconds, wall = [], []
                 for _ in range(repeats):
                     began = time.perf_counter()
-                    seconds.append(search(model, batch, way, scope, tolerance, max_iterations)[1])
+                    seconds.append(search(model, batch, config, scope, tolerance, max_iterations)[1])
                     wall.append(time.perf_counter() - began)
                 solution = output.solution
                 rows.append(
                     {
-                        "way": way.name,
+                        "way": config.name,
                         "scope": scope,
                         "tolerance": tolerance,
                         "iterations_mean": float(solution.iterations.double().mean()),
@@ -273,17 +283,17 @@ def compare(
                         "diverged": float(solution.diverged.double().mean()),
                         "logit_error": float((output.logits - tight.logits).abs().max()),
                         "accuracy": accuracy(output.logits, batch.labels),
-                        "state_bytes": state_bytes(way, scope, model.spec, length=batch.inputs.shape[1]),
+                        "state_bytes": state_bytes(config, scope, model.spec, length=batch.inputs.shape[1]),
                     }
                 )
     model.reconfigure(as_trained)
     return rows
 
 
-def state_bytes(way: Way, scope: Scope, spec: ImplicitLMSpec, *, length: int) -> int:
+def state_bytes(config: SearchConfig, scope: Scope, spec: ImplicitLMSpec, *, length: int) -> int:
     """Return what the solver keeps for a token, in bytes, as its spec states it; float32."""
-    tokens = 1 if scope == "prefix" else min(length, way.window_length or length)
-    return -(-way.solver.state_bytes(tokens * spec.d_model, itemsize=4) // tokens)
+    tokens = 1 if scope == "prefix" else min(length, config.window_length or length)
+    return -(-config.solver.state_bytes(tokens * spec.d_model, itemsize=4) // tokens)
 
 
 # ------------------------------------------------------------------------------------------------- tables

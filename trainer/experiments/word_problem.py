@@ -150,7 +150,7 @@ SAID_OF_TESTS = {
 }
 SAID_OF_RUNS = {
     "data.group": "--groups",
-    "data.length": "--lengths",
+    "data.seq_len": "--lengths",
     "model.n_layers": "--layers",
     "training.seed": "--seeds",
 }

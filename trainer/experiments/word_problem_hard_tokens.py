@@ -51,8 +51,8 @@ def carry_out(
         },
         "tests": rows,
     }
-    said = write_results(folder, "word_problem", written, draw)
-    return f"{table(rows)}\n{said}"
+    message = write_results(folder, "word_problem", written, draw)
+    return f"{table(rows)}\n{message}"
 
 
 def _of_runs(folder: Path, settings: Settings, place: torch.device, *, device: str) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def _trained_run(path: Path, settings: Settings) -> tuple[RunSpec, Path]:
             f"{path} is a run on data of kind {spec.data.kind!r}; give one that was trained on a word_problem"
         )
     evaluation = EvaluationSpec.model_validate(
-        {**spec.evaluation.model_dump(), "length_multiples": (), **settings.tests(spec.data.length)}
+        {**spec.evaluation.model_dump(), "length_multiples": (), **settings.tests(spec.data.seq_len)}
     )
     return spec.model_copy(update={"evaluation": evaluation}), weights
 
@@ -110,12 +110,12 @@ def tests(
     assert isinstance(model, ImplicitLM)
     search_all_at_once(model)
     last = spec.phase_specs()[-1]
-    sets = data_of(spec).evaluation_sets(spec.evaluation.at(spec.data.length))
+    sets = data_of(spec).evaluation_sets(spec.evaluation.at(spec.data.seq_len))
     at_once = spec.evaluation.batch_size * min(one.length for one in sets.values())
     return [
         {
             "group": spec.data.group_name,
-            "training_length": spec.data.length,
+            "training_length": spec.data.seq_len,
             "training_p": spec.data.identity_probability,
             "training_iterations": last.model.stopping.max_iterations,  # type: ignore[attr-defined]  # of an implicit model
             "seed": spec.training.seed,

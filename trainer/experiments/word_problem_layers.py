@@ -64,8 +64,8 @@ def carry_out(folder: Path, settings: Settings, *, device: str) -> str:
         "least_layers": rows,
         "runs": trained,
     }
-    said = write_results(folder, "word_problem", written, draw)
-    return f"{table(written)}\n{said}"
+    message = write_results(folder, "word_problem", written, draw)
+    return f"{table(written)}\n{message}"
 
 
 def _solve(

@@ -65,9 +65,9 @@ def measure(
                 window_length=1 if mode == "sequential" else None,
                 max_iterations=max_iterations,
             )
-        said = output.predictions.cpu()
-        correct.append(said == batch.labels)
-        wrong.append(_wrong_steps(tested.source, batch.inputs, said))
+        predictions = output.predictions.cpu()
+        correct.append(predictions == batch.labels)
+        wrong.append(_wrong_steps(tested.source, batch.inputs, predictions))
         solution = output.solution
         if solution is None:
             continue

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, merge
 from implicit_blocks.specs.base import validate
-from implicit_blocks.specs.errors import explain
+from implicit_blocks.specs.errors import format_error
 from implicit_blocks.specs.loading import resolve
 from implicit_blocks.specs.overrides import apply_overrides
 from implicit_blocks.specs.tree import Section
@@ -79,7 +79,7 @@ def varied(
     try:
         given = validate(RunSpec, tree)
     except ValidationError as error:
-        raise explain(error, tree, source=base) from None
+        raise format_error(error, tree, source=base) from None
     if not _is_word_problem(given.data):
         raise ValueError(f"{base} is a run on data of kind {given.data.kind!r}; give one on a word_problem")
     varies = ImplicitLMSpec if model in IMPLICIT else (ImplicitLMSpec, ExplicitLMSpec)
@@ -88,7 +88,7 @@ def varied(
             f"{base} has a model of kind {given.model.kind!r}, from which no {model} can be made; "
             "give a spec with an implicit_lm"
         )
-    data = _without_none(group=group, length=length, identity_probability=identity_probability)
+    data = _without_none(group=group, seq_len=length, identity_probability=identity_probability)
     tree = merge(tree, {"training": {"seed": seed}, "evaluation": dict(evaluation or {})})
     tree["data"] = _data(tree["data"], data)
     width = _width(tree, given.model.d_model, overrides)
@@ -106,7 +106,7 @@ def varied(
     try:
         return validate(RunSpec, tree)
     except ValidationError as error:
-        raise explain(error, tree, source=base) from None
+        raise format_error(error, tree, source=base) from None
 
 
 def _is_word_problem(data: DataSpec) -> bool:
@@ -122,7 +122,7 @@ def _data(own: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
         changed: dict[str, Any] = merge(own, changes)
         return changed
     sources = [{**source, "data": merge(source["data"], changes)} for source in own["sources"]]
-    return {**own, **{key: changes[key] for key in ("length",) if key in changes}, "sources": sources}
+    return {**own, **{key: changes[key] for key in ("seq_len",) if key in changes}, "sources": sources}
 
 
 def _width(tree: Mapping[str, Any], own: int, overrides: Sequence[str]) -> int:
@@ -156,7 +156,7 @@ def _model(own: Mapping[str, Any], name: str, *, layers: int, width: int) -> dic
     changes: dict[str, Any] = {"n_layers": layers}
     if name.endswith("llama"):
         changes["mixer"] = {"kind": "attention", "n_heads": max(1, width // 64)}
-        changes["mlp"] = {"kind": "swiglu", "d_hidden": int(2 / 3 * 4 * width)}
+        changes["mlp"] = {"kind": "swiglu", "d_ff": int(2 / 3 * 4 * width)}
     made: dict[str, Any] = merge(own, changes)
     if name in IMPLICIT:
         return made
@@ -215,8 +215,8 @@ def _phase(
     """Return a phase for another model, other data, or fewer iterations."""
     changed = {key: value for key, value in phase.items() if key != "model" or implicit}
     own = dict(phase.get("data", {}))
-    if "length" in own and "length" in data:
-        own["length"] = min(own["length"], data["length"])
+    if "seq_len" in own and "seq_len" in data:
+        own["seq_len"] = min(own["seq_len"], data["seq_len"])
     if "identity_probability" in data:
         own.pop("identity_probability", None)
     if own or "data" in changed:

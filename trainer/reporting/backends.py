@@ -30,8 +30,8 @@ class BackendRecord:
         new = [f"{operation} by {backend}" for operation, backend in ran[len(self._known) :]]
         self._known = ran
         if self._folder is not None:
-            self._display.say(f"computed: {', '.join(new)}")
+            self._display.log(f"computed: {', '.join(new)}")
             try:
                 self._folder.record_backends(backends.report())
             except (OSError, RunFolderError) as error:  # nothing depends on it
-                self._display.say(f"WARNING: the backends can't be noted in the manifest ({error})")
+                self._display.log(f"WARNING: the backends can't be noted in the manifest ({error})")

@@ -17,7 +17,7 @@ class Display:
     def step(self, row: Mapping[str, Any]) -> None:
         """Show the row of metrics of a finished step."""
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a message of one or more lines."""
 
     def doing(self, text: str) -> None:
@@ -50,7 +50,7 @@ def magnitude(value: float) -> str:
     return f"{value / 1e12:.1f}T"
 
 
-def describe(row: Mapping[str, Any], *, accuracy: bool) -> str:
+def format_row(row: Mapping[str, Any], *, accuracy: bool) -> str:
     """Return the metrics of a step in words: loss, accuracy, rate, and the search where there is one."""
     parts = [f"loss {row['loss']:.4f}"]
     if accuracy:
@@ -117,12 +117,12 @@ class PlainDisplay(Display):
             return
         left = f"  left {duration(remaining)}"
         width = len(str(self._total))
-        self.say(
+        self.log(
             f"{row['step']:>{width}}/{self._total}  {row['phase']}  "
-            f"{describe(row, accuracy=self._accuracy)}{left}"
+            f"{format_row(row, accuracy=self._accuracy)}{left}"
         )
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a message."""
         # Looked up at every call: tests and notebooks exchange sys.stdout.
         print(text, file=self._stream or sys.stdout, flush=True)
@@ -170,9 +170,9 @@ class RichDisplay(Display):
             phase=row["phase"],
             left=f"{duration(remaining)} left",
         )
-        self._show(describe(row, accuracy=self._accuracy))
+        self._show(format_row(row, accuracy=self._accuracy))
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a message above the bar."""
         # soft_wrap: long paths stay in one piece and can be copied.
         self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.checkpoint.load import Progress, SaveTimes
+from trainer.checkpoint.load import SaveTimes, TrainingProgress
 from trainer.evaluation.measure import EvaluationResult
 from trainer.reporting.metrics import json_value
 from trainer.reporting.throughput import by_phase
@@ -20,7 +20,7 @@ def summarize(
     name: str,
     spec: RunSpec,
     model: nn.Module,
-    progress: Progress,
+    progress: TrainingProgress,
     last_row: Mapping[str, Any],
     results: Sequence[EvaluationResult],
     manifest: Mapping[str, Any],
@@ -47,7 +47,7 @@ def summarize(
         "skipped": progress.skipped,
         "seconds": round(progress.seconds, 1),
         "seed": spec.training.seed,
-        "training_length": spec.data.length,
+        "training_length": spec.data.seq_len,
         "last_tokens": spec.evaluation.last_tokens,
         "chance": _chance(spec),
         "phases": [

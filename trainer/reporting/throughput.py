@@ -16,7 +16,7 @@ from trainer.run.step import PERCENTILES, StepResult
 from trainer.specs.run import Phase
 
 
-class Speedometer:
+class ThroughputMeter:
     """Counts the operations of steps, and what share they are of what the devices could do.
 
     A multiply-add counts 2. ``mfu`` (model FLOPs utilization) counts what the mathematics asks for: each
@@ -56,7 +56,7 @@ class Speedometer:
     def _flops(self, result: StepResult, phase: Phase) -> TrainingFlops | None:
         return training_flops(
             phase.model,
-            length=phase.data.length,
+            length=phase.data.seq_len,
             iterations=None if result.search is None else result.search.iterations,
             iterations_executed=result.iterations_executed,
             checkpoint_activations=phase.training.checkpoint_activations,

@@ -16,7 +16,7 @@ from implicit_blocks import registry
 from implicit_blocks._utils.devices import choose_device, device_name
 from implicit_blocks._utils.own_parts import install_extra
 from implicit_blocks.specs import load_spec
-from trainer.checkpoint.load import Checkpointer, Progress, list_checkpoints, load_checkpoint
+from trainer.checkpoint.load import Checkpointer, TrainingProgress, list_checkpoints, load_checkpoint
 from trainer.checkpoint.rng import seed_everything
 from trainer.distributed import Layout, Ranks, require_same_data, require_same_spec
 from trainer.errors import RunFolderError
@@ -28,7 +28,7 @@ from trainer.reporting.throughput import NUMBERS, REQUIRED, in_words
 from trainer.run.init_from import Origin, find_start
 from trainer.run.loop import Loop
 from trainer.run.parts import lay_out_model, make_parts
-from trainer.run.resume import go_on
+from trainer.run.resume import resume as resume_run
 from trainer.specs.run import RunSpec
 from trainer.storage.files import digest, write_json
 from trainer.storage.run_folder import (
@@ -68,12 +68,12 @@ class Run:
         can be resumed then. Raises :class:`~trainer.errors.NonFiniteLossError` where the loss stops being a
         number. With several processes all of them call this; one writes.
         """
-        self.ranks.on_main(self.folder.hold)  # it was let go of where this run has been trained before
+        self.ranks.run_on_rank0(self.folder.hold)  # it was let go of where this run has been trained before
         try:
             results = self.loop.run(stop_at=stop_at)
             if results is None:
                 return None
-            summary: dict[str, Any] = self.ranks.on_main(lambda: self._finish(results))
+            summary: dict[str, Any] = self.ranks.run_on_rank0(lambda: self._finish(results))
             return summary
         finally:
             self.folder.release()
@@ -96,16 +96,16 @@ class Run:
         )
         write_json(self.folder.summary_path, summary)
         for complaint in damaged[:_SHOWN]:
-            self.display.say(f"WARNING: {complaint}; the summary leaves it out")
+            self.display.log(f"WARNING: {complaint}; the summary leaves it out")
         if len(damaged) > _SHOWN:
-            self.display.say(f"WARNING: and {len(damaged) - _SHOWN} more lines of that kind")
+            self.display.log(f"WARNING: and {len(damaged) - _SHOWN} more lines of that kind")
         for phase in summary["phases"]:
             if phase["measured"] is not None:
-                self.display.say(in_words(phase["name"], phase["measured"]))
+                self.display.log(in_words(phase["name"], phase["measured"]))
         try:
             draw([read_run(self.folder.path, damaged=lambda _: None)], self.folder.report_path)
         except ImportError:
-            self.display.say(f"no picture: matplotlib is not installed ({install_extra('train')})")
+            self.display.log(f"no picture: matplotlib is not installed ({install_extra('train')})")
         return summary
 
 
@@ -150,15 +150,15 @@ def build(
     require_same_spec(ranks, dumped, options={"output": str(output), "resume": resume, "from": checkpoint})
     folder = RunFolder(ranks.broadcast(output if output is not None else default_folder(name)))
     if output is not None:
-        ranks.on_main(lambda: _claim(folder, resume=resume))
+        ranks.run_on_rank0(lambda: _claim(folder, resume=resume))
     with ExitStack() as refused:
         refused.callback(folder.release)
-        changes = ranks.on_main(lambda: _changes(folder, spec, resume=resume))
-        origin = ranks.on_main(lambda: _origin(spec, folder, changes, resume=resume))
+        changes = ranks.run_on_rank0(lambda: _changes(folder, spec, resume=resume))
+        origin = ranks.run_on_rank0(lambda: _origin(spec, folder, changes, resume=resume))
         if training.threads is not None:
             torch.set_num_threads(training.threads)
 
-        parts = ranks.together(lambda: make_parts(spec, origin=origin, processes=ranks.world_size))
+        parts = ranks.run_all(lambda: make_parts(spec, origin=origin, processes=ranks.world_size))
         model, data = parts.model, parts.sources[-1].identity()
         require_same_data(ranks, [source.identity() for source in parts.sources])
         layout = lay_out_model(spec, model, ranks)
@@ -171,7 +171,7 @@ def build(
         progress = _beginning(spec, origin, model=model, optimizer=optimizer, ranks=ranks)
         manifest = _manifest(spec, name=name, command=command, data=data, layout=layout, origin=origin)
         if resume:
-            progress = go_on(
+            progress = resume_run(
                 folder,
                 spec,
                 progress,
@@ -186,9 +186,9 @@ def build(
             )
         else:
             if output is None:  # another run may have been given the same name in the same second
-                folder = RunFolder(ranks.on_main(lambda: claim_folder(name)))
+                folder = RunFolder(ranks.run_on_rank0(lambda: claim_folder(name)))
                 refused.callback(folder.release)
-            ranks.on_main(lambda: folder.create(spec=dumped, manifest=manifest))
+            ranks.run_on_rank0(lambda: folder.create(spec=dumped, manifest=manifest))
         _warn(display, origin, folder)
 
         loop = Loop(
@@ -228,13 +228,13 @@ def _claim(folder: RunFolder, *, resume: bool) -> None:
 def _origin(spec: RunSpec, folder: RunFolder, changes: Sequence[str], *, resume: bool) -> Origin | None:
     """Find the weights of another run to begin with; None where there are none, or the run has begun."""
     if resume and list_checkpoints(folder.checkpoints):
-        if changed := [change for change in changes if change.startswith("training.start_from")]:
+        if changed := [change for change in changes if change.startswith("training.init_from")]:
             raise RunFolderError(
                 f"{folder.path} has begun already, so it can't be started from elsewhere "
                 f"({'; '.join(changed)}); leave that as it was, or start anew in another folder"
             )
         return None
-    return None if spec.training.start_from is None else find_start(spec.training.start_from, spec)
+    return None if spec.training.init_from is None else find_start(spec.training.init_from, spec)
 
 
 def _display(spec: RunSpec, given: Display | None, ranks: Ranks) -> Display:
@@ -247,9 +247,9 @@ def _display(spec: RunSpec, given: Display | None, ranks: Ranks) -> Display:
 def _warn(display: Display, origin: Origin | None, folder: RunFolder) -> None:
     """Say what is doubtful about the run's beginning."""
     for complaint in () if origin is None else origin.complaints:
-        display.say(f"WARNING: {complaint}")
+        display.log(f"WARNING: {complaint}")
     if folder.not_locked is not None:
-        display.say(
+        display.log(
             f"WARNING: {folder.path} can't be locked ({folder.not_locked}); "
             "see to it that no other process trains in it"
         )
@@ -262,14 +262,14 @@ def _beginning(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
-) -> Progress:
+) -> TrainingProgress:
     """Return where the run begins; what it takes over from ``origin`` beside the weights is loaded."""
-    start = spec.training.start_from
+    start = spec.training.init_from
     if origin is None or start is None:
-        return Progress()
+        return TrainingProgress()
     if start.optimizer:
         load_checkpoint(origin.path, model=model, optimizer=optimizer, verify=False, ranks=ranks)
-    return Progress(samples=origin.progress["samples"] if start.position and origin.progress else 0)
+    return TrainingProgress(samples=origin.progress["samples"] if start.position and origin.progress else 0)
 
 
 def _manifest(
@@ -292,7 +292,7 @@ def _manifest(
         processes=ranks.world_size,
         layout=layout.kind,
         data=data,
-        started_from=ranks.on_main(lambda: None if origin is None else origin.record()),
+        started_from=ranks.run_on_rank0(lambda: None if origin is None else origin.record()),
     )
 
 

@@ -70,28 +70,28 @@ def find_start(start: StartSpec, spec: RunSpec) -> Origin:
         require_fitting(origin.model, spec.model, path=origin.path)
     if None not in (origin.task, spec.data.task) and origin.task != spec.data.task:
         raise CheckpointError(
-            f"training.start_from: {origin.path} was trained for another task, {origin.task}; this run's is "
+            f"training.init_from: {origin.path} was trained for another task, {origin.task}; this run's is "
             f"{spec.data.task}; start from one on that, or from an exported folder to use the weights anyway"
         )
     more = [name for name in ("optimizer", "position") if getattr(start, name)]
     if more and origin.form != "checkpoint":
         raise ValueError(
-            f"training.start_from: {origin.path} holds weights only, no {' and no '.join(more)}; "
+            f"training.init_from: {origin.path} holds weights only, no {' and no '.join(more)}; "
             "give a run or a checkpoint, or set "
-            + " and ".join(f"training.start_from.{name}=false" for name in more)
+            + " and ".join(f"training.init_from.{name}=false" for name in more)
         )
     if start.optimizer:
         ours = spec.training.optimizer.kind
         if origin.optimizer not in (None, ours):
             raise ValueError(
-                f"training.start_from.optimizer: {origin.path} has the state of {origin.optimizer!r}, this "
-                f"run's optimizer is {ours!r}; set training.start_from.optimizer=false"
+                f"training.init_from.optimizer: {origin.path} has the state of {origin.optimizer!r}, this "
+                f"run's optimizer is {ours!r}; set training.init_from.optimizer=false"
             )
         if origin.model is not None and origin.model.kind != spec.model.kind:
             raise ValueError(
-                f"training.start_from.optimizer: the weights of {origin.path}, a model of kind "
+                f"training.init_from.optimizer: the weights of {origin.path}, a model of kind "
                 f"{origin.model.kind!r}, become others here, for which its optimizer has no state; "
-                "set training.start_from.optimizer=false"
+                "set training.init_from.optimizer=false"
             )
     return origin
 
@@ -99,7 +99,7 @@ def find_start(start: StartSpec, spec: RunSpec) -> Origin:
 def _find(path: Path) -> Origin:
     if not path.exists():
         raise ValueError(
-            f"training.start_from: there is nothing at {path}; give a run's folder, a checkpoint, a folder "
+            f"training.init_from: there is nothing at {path}; give a run's folder, a checkpoint, a folder "
             "for transformers or a file of safetensors"
         )
     if path.is_file():
@@ -116,7 +116,7 @@ def _find(path: Path) -> Origin:
         beside = read_model_spec(path / MODEL) if (path / MODEL).is_file() else None
         return Origin(path / SAFETENSORS, "safetensors", model=beside)
     raise ValueError(
-        f"training.start_from: {path} is no run, no checkpoint and no exported folder: it has no spec.yaml, "
+        f"training.init_from: {path} is no run, no checkpoint and no exported folder: it has no spec.yaml, "
         f"{STATE_FILE}, {CONFIG} or {SAFETENSORS}"
     )
 
@@ -145,10 +145,11 @@ def require_fitting(theirs: ModelSpec, ours: ModelSpec, *, path: Path) -> None:
     """
     skipped = ours.changeable | theirs.changeable | _NOT_OF_THE_WEIGHTS
     if isinstance(theirs, ExplicitLMSpec) and isinstance(ours, ImplicitLMSpec):
-        if ours.start != "embedding":
+        if ours.z_init != "embedding":
             raise CheckpointError(
-                f"training.start_from: {path} is of an explicit model; to begin where it ends, an implicit "
-                f"one must start its search at the embedding, not at {ours.start}; set model.start=embedding"
+                f"training.init_from: {path} is of an explicit model; to begin where it ends, an implicit "
+                f"one must start its search at the embedding, not at {ours.z_init}; set "
+                "model.z_init=embedding"
             )
         skipped |= {"kind", *(set(ImplicitLMSpec.model_fields) - set(ExplicitLMSpec.model_fields))}
         if ours.weight_norm:  # it is added without changing a weight
@@ -159,7 +160,7 @@ def require_fitting(theirs: ModelSpec, ours: ModelSpec, *, path: Path) -> None:
     )
     if found := list(filter(of_values, differences(old, new, "model"))):
         raise CheckpointError(
-            f"training.start_from: {path} is of another model ({'; '.join(found)}); "
+            f"training.init_from: {path} is of another model ({'; '.join(found)}); "
             "start from one of this model, or change the spec"
         )
 
@@ -173,7 +174,7 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
     """
     from implicit_blocks.checkpoints.folder import check_tensors, read_file
     from implicit_blocks.checkpoints.load_model import empty_state
-    from implicit_blocks.hf.folders import read_checkpoint
+    from implicit_blocks.hf.folders import read_pretrained
     from implicit_blocks.hf.pretrained import as_start
     from trainer.checkpoint.load import read_model_tensors
 
@@ -181,10 +182,10 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
     if origin.form == "transformers":
         if not isinstance(ours, ImplicitLMSpec | ExplicitLMSpec):
             raise ValueError(
-                f"training.start_from: a model of kind {ours.kind!r} can't begin with a folder for "
+                f"training.init_from: a model of kind {ours.kind!r} can't begin with a folder for "
                 "transformers; one of kind 'transformers' reads it as model.folder"
             )
-        found = read_checkpoint(origin.path)
+        found = read_pretrained(origin.path)
         theirs, tensors = found.spec, found.state
         require_fitting(theirs, ours, path=origin.path)
     elif origin.form == "checkpoint":
@@ -199,6 +200,6 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
     except ValueError as error:
         listed = str(error).partition("\n")[2]
         raise CheckpointError(
-            f"training.start_from: {origin.path} is of another model; its tensors, by this one's:\n{listed}"
+            f"training.init_from: {origin.path} is of another model; its tensors, by this one's:\n{listed}"
         ) from None
     return tensors

@@ -13,9 +13,9 @@ import torch
 from implicit_blocks.search.convergence_watch import adjoint_watch, expects_convergence, search_watch
 from implicit_blocks.specs import ModelSpec
 from trainer.callbacks import CallbackContext, Callbacks
-from trainer.callbacks.dispatch import Teller
-from trainer.checkpoint.load import Checkpointer, Progress
-from trainer.checkpoint.manager import Keeper
+from trainer.callbacks.dispatch import CallbackDispatcher
+from trainer.checkpoint.load import Checkpointer, TrainingProgress
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.data.prefetch import Prefetcher
 from trainer.data.source import DataSource, EvaluationSet, rank_share
 from trainer.distributed import Layout
@@ -33,7 +33,7 @@ from trainer.optim.schedules import Schedule
 from trainer.reporting.backends import BackendRecord
 from trainer.reporting.display import Display
 from trainer.reporting.metrics import epoch_row
-from trainer.reporting.throughput import Speedometer
+from trainer.reporting.throughput import ThroughputMeter
 from trainer.run.interrupt import Interrupt
 from trainer.run.step import StepResult, training_step
 from trainer.specs.run import Phase, RunSpec
@@ -60,7 +60,7 @@ class Loop:
         folder: RunFolder,
         display: Display,
         checkpointer: Checkpointer,
-        progress: Progress = Progress(),  # noqa: B008  # frozen
+        progress: TrainingProgress = TrainingProgress(),  # noqa: B008  # frozen
         callbacks: Callbacks | None = None,
     ) -> None:
         self.spec = spec
@@ -92,7 +92,7 @@ class Loop:
         self._checkpoint_activations: Callable[[str], None] | None = getattr(
             self.model, "checkpoint_activations", None
         )
-        self._speedometer = Speedometer(
+        self._throughput = ThroughputMeter(
             devices=self.ranks.world_size,
             device=self.device,
             peak=spec.training.peak_flops,
@@ -105,16 +105,16 @@ class Loop:
             is_main=self.ranks.is_main,
             rank=self.ranks.rank,
             folder=folder.path,
-            say=display.say,
+            log=display.log,
             stop=self.callbacks.stop,
         )
-        self._teller = Teller(self.callbacks, context, ranks=self.ranks)
-        self._keeper = Keeper(
+        self._dispatcher = CallbackDispatcher(self.callbacks, context, ranks=self.ranks)
+        self._manager = CheckpointManager(
             folder,
             checkpointer,
             layout=layout,
             display=display,
-            tell=self._teller.tell,
+            notify=self._dispatcher.notify,
             begun_at=progress.step,
             stops_at_failures=spec.training.on_failed_save == "stop",
         )
@@ -143,18 +143,18 @@ class Loop:
         try:
             finished, results = False, None
             with Interrupt() as self._interrupt:
-                self._teller.tell("on_start", step=self.progress.step, checkpoint=self.last_checkpoint)
+                self._dispatcher.notify("on_start", step=self.progress.step, checkpoint=self.last_checkpoint)
                 if self._owes_evaluation():
                     self._enter_phase(self.progress.step - 1)
                     self._evaluate()
                 while self.progress.step < end and not self._asked_to_stop():
                     self._one_step()
                     self._backends.update()
-                    self._keeper.attend()
+                    self._manager.poll()
                 self._save()
-                self._keeper.attend(wait=True)
-                self._teller.raise_failure()
-                self._keeper.require_records(self.progress.step)
+                self._manager.poll(wait=True)
+                self._dispatcher.raise_failure()
+                self._manager.require_records(self.progress.step)
                 if self.progress.step >= self.total_steps or self.callbacks.stop_reason is not None:
                     # A run resumed at its end has not been in its last phase yet.
                     self._enter_phase(max(0, self.progress.step - 1))
@@ -163,14 +163,14 @@ class Loop:
                     finished = results is not None
             if finished and self.spec.training.export_every is not None:
                 self._export()
-            self._teller.tell("on_end", step=self.progress.step, finished=finished)
-            self._teller.raise_failure()
+            self._dispatcher.notify("on_end", step=self.progress.step, finished=finished)
+            self._dispatcher.raise_failure()
             return results
         except CallbackError:
             self._save()
             raise
         finally:
-            self._keeper.end()
+            self._manager.end()
             self.loader.close()
             self.display.close()
             self.folder.metrics.close()
@@ -186,7 +186,7 @@ class Loop:
         first = self.progress.samples
         own, *following = self._own_ranges(step - 1, first)
         try:
-            batch = self.ranks.together(lambda: self.loader.batch(*own, following=following))
+            batch = self.ranks.run_all(lambda: self.loader.batch(*own, following=following))
         except ValueError as error:
             raise DataError(f"the data of step {step} can't be used: {error}") from error
         tokens = batch.tokens * self.ranks.world_size  # the ranks' shares are equal
@@ -197,7 +197,7 @@ class Loop:
             batch,
             precision=training.precision,
             micro_batch_size=training.sequences_at_once,
-            clip_norm=training.clip_norm,
+            max_grad_norm=training.max_grad_norm,
             last_tokens=self.spec.evaluation.last_tokens,
         )
         skipped = result.not_finite is not None
@@ -249,15 +249,15 @@ class Loop:
         )
         if training.non_finite == "stop" or error.skipped_before >= training.max_consecutive_skips:
             raise error
-        self.display.say(f"WARNING: {error.what}; the batch is skipped ({self.progress.skipped + 1} so far)")
+        self.display.log(f"WARNING: {error.what}; the batch is skipped ({self.progress.skipped + 1} so far)")
 
     def _asked_to_stop(self) -> bool:
         """Whether some rank was, by a signal, a callback, or a failed callback or save: all stop together."""
         asked = (
             self._interrupt.received or 0,
             self.callbacks.stop_reason is not None,
-            self._teller.failed,
-            self._keeper.must_stop,
+            self._dispatcher.failed,
+            self._manager.must_stop,
         )
         by_signal, by_callback, failed, not_saved = self.ranks.max(list(map(float, asked)))
         if by_signal:
@@ -286,14 +286,14 @@ class Loop:
         return self.sources[self.phases.index(phase)]
 
     def _loader_of(self, source: DataSource) -> Prefetcher:
-        return Prefetcher(source, workers=self.spec.training.loader_workers, pin=self.device.type == "cuda")
+        return Prefetcher(source, workers=self.spec.training.loader_threads, pin=self.device.type == "cuda")
 
     def _enter_phase(self, step: int) -> Phase:
         phase = self._phase_at(step)
         if phase.model != self._model_spec:
             self.model.reconfigure(phase.model)  # type: ignore[operator]  # the contract of language models
             self._model_spec = phase.model
-            self.display.say(f"phase {phase.name}: steps {phase.first_step + 1} to {phase.last_step}")
+            self.display.log(f"phase {phase.name}: steps {phase.first_step + 1} to {phase.last_step}")
         if phase is not self._phase:
             self._phase = phase
             if (source := self._source_of(phase)) is not self.data:
@@ -301,7 +301,7 @@ class Loop:
                 self.loader = self._loader_of(source)
             if self._checkpoint_activations is not None:
                 self._checkpoint_activations(phase.training.checkpoint_activations)
-            self._teller.tell("on_phase", step=step, phase=phase)
+            self._dispatcher.notify("on_phase", step=step, phase=phase)
         return phase
 
     # ------------------------------------------------------------------------------------ what is left behind
@@ -325,15 +325,15 @@ class Loop:
             **epoch_row(self.data.epochs(self.progress.samples)),
             "samples": self.progress.samples,
             "tokens_per_second": round(tokens / step_seconds, 1),
-            **self._speedometer.row(result, phase=phase, tokens=tokens, seconds=step_seconds),
+            **self._throughput.row(result, phase=phase, tokens=tokens, seconds=step_seconds),
             "step_seconds": round(step_seconds, 4),
-            "save_stall_seconds": round(self._keeper.take_stall(), 4),
+            "save_stall_seconds": round(self._manager.take_stall(), 4),
             "seconds": round(self.progress.seconds, 3),
         }
-        self._keeper.record(self.last_row)
+        self._manager.record(self.last_row)
         self.display.step(self.last_row)
         self._watch(result)
-        self._teller.tell("on_step", row=self.last_row)
+        self._dispatcher.notify("on_step", row=self.last_row)
 
     def _watch(self, result: StepResult) -> None:
         """Say once where the searches or the adjoints of the run don't converge."""
@@ -347,13 +347,13 @@ class Loop:
             (self._adjoint_watch, result.adjoint),
         ):
             if solves is not None and (message := watch.add(solves.non_converged)) is not None:
-                self.display.say(f"WARNING: {message}")
+                self.display.log(f"WARNING: {message}")
 
     def _save(self) -> None:
-        self._keeper.save(self.progress, seconds=self._seconds)
+        self._manager.save(self.progress, seconds=self._seconds)
 
     def _export(self) -> None:
-        self._keeper.export(self._model_spec, step=self.progress.step, length=self.spec.data.length)
+        self._manager.export(self._model_spec, step=self.progress.step, length=self.spec.data.seq_len)
 
     def _seconds(self) -> float:
         """Return how long the run has been trained, earlier starts included."""
@@ -367,7 +367,7 @@ class Loop:
             return last is None or last["step"] < self.progress.step
 
         due = self._due(self.spec.training.evaluate_every) and 0 < self.progress.step < self.total_steps
-        return due and self.ranks.on_main(missing)
+        return due and self.ranks.run_on_rank0(missing)
 
     def _evaluate(self) -> list[EvaluationResult] | None:
         """Evaluate the model, and write and show the results; None where a signal cut it short."""
@@ -388,7 +388,7 @@ class Loop:
                     stop=self._signalled,
                 )
         except EvaluationStopped:
-            self.display.say(f"the evaluation after step {self.progress.step} was cut short by a signal")
+            self.display.log(f"the evaluation after step {self.progress.step} was cut short by a signal")
             return None
         self.progress = replace(self.progress, seconds=self._seconds())
         if self.ranks.is_main:
@@ -398,21 +398,21 @@ class Loop:
         if results:
             words = self.spec.data.task is not None
             shown = table(results, last_tokens=evaluation.last_tokens, words=words)
-            self.display.say(f"evaluation after step {self.progress.step}\n{shown}")
-        self._teller.tell("on_evaluation", step=self.progress.step, results=results)
+            self.display.log(f"evaluation after step {self.progress.step}\n{shown}")
+        self._dispatcher.notify("on_evaluation", step=self.progress.step, results=results)
         return results
 
     @property
     def unsaved(self) -> bool:
         """Whether what was trained last is in no checkpoint, as where saves fail and the run goes on."""
-        return self.progress.step not in (0, self._keeper.saved_step)
+        return self.progress.step not in (0, self._manager.saved_step)
 
     @property
     def last_checkpoint(self) -> Path | None:
         """The newest checkpoint this loop wrote or started from."""
-        return self._keeper.last_checkpoint
+        return self._manager.last_checkpoint
 
     @property
     def stalled_seconds(self) -> float:
         """Seconds that saves have held up training since the loop began."""
-        return self._keeper.stalled_seconds
+        return self._manager.stalled_seconds

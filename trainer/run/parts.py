@@ -42,7 +42,7 @@ def make_parts(spec: RunSpec, *, origin: Origin | None, processes: int) -> Parts
     seed_everything(spec.training.seed)
     callbacks = Callbacks.build(spec.callbacks)
     own, *sources = _sources(spec)
-    sets = own.evaluation_sets(spec.evaluation.at(spec.data.length))
+    sets = own.evaluation_sets(spec.evaluation.at(spec.data.seq_len))
     require(
         isinstance(sets, Mapping) and all(isinstance(each, EvaluationSet) for each in sets.values()),
         own,
@@ -59,14 +59,14 @@ def make_parts(spec: RunSpec, *, origin: Origin | None, processes: int) -> Parts
 
 
 def lay_out_model(spec: RunSpec, model: nn.Module, ranks: Ranks) -> Layout:
-    """Lay the model out over the ranks; its work is recorded as CUDA graphs where spec and layout have it so.
+    """Lay the model out over the ranks; its work is captured as CUDA graphs where spec and layout have it so.
 
     Raises:
         ValueError: a layout that these ranks or this model can't have, or a model that records no graphs.
 
     """
     training = spec.training
-    layout = lay_out(model, training.parallel, ranks, phases=[phase.model for phase in spec.phase_specs()])
+    layout = lay_out(model, training.distributed, ranks, phases=[phase.model for phase in spec.phase_specs()])
     if training.cuda_graphs and ranks.device.type == "cuda" and layout.kind in ("none", "ddp"):
         _method(model, spec, "capture_graphs", "training.cuda_graphs=false")()
     return layout
@@ -91,7 +91,7 @@ def _model(spec: RunSpec) -> nn.Module:
     data = [spec.data, *(phase.data for phase in spec.phase_specs())]
     if any(getattr(each, "documents", "ignore") != "ignore" for each in data):
         getattr(model, "require_documents_apart", lambda: None)()
-    lengths = [*(each.length for each in data), *spec.evaluation.at(spec.data.length).lengths]
+    lengths = [*(each.seq_len for each in data), *spec.evaluation.at(spec.data.seq_len).lengths]
     getattr(model, "require_length", lambda length: None)(max(lengths))
     if spec.training.compile_layers:
         _method(model, spec, "compile_layers", "training.compile_layers=false")()

@@ -11,7 +11,7 @@ from torch import nn
 
 from implicit_blocks.specs import load_spec
 from trainer.checkpoint.load import (
-    Progress,
+    TrainingProgress,
     list_checkpoints,
     load_checkpoint,
     newest_sound_checkpoint,
@@ -28,7 +28,7 @@ from trainer.storage.run_folder import RunFolder, of_values
 _AFTER_TRAINING = (
     "evaluation.",
     "callbacks",
-    "training.parallel",
+    "training.distributed",
     "training.threads",
     "training.log_every",
     "training.export_every",
@@ -36,10 +36,10 @@ _AFTER_TRAINING = (
 """Fields of a spec that have an effect on a run that is finished."""
 
 
-def go_on(
+def resume(
     folder: RunFolder,
     spec: RunSpec,
-    beginning: Progress,
+    beginning: TrainingProgress,
     *,
     checkpoint: str | None,
     model: nn.Module,
@@ -49,7 +49,7 @@ def go_on(
     manifest: Mapping[str, Any],
     display: Display,
     ranks: Ranks,
-) -> Progress:
+) -> TrainingProgress:
     """Put model, optimizer, generators and the folder back to where a checkpoint has them; return how far.
 
     A run that was stopped before its first checkpoint starts again; its seed makes that the same run. Every
@@ -74,8 +74,8 @@ def go_on(
 
     """
     if not any(change.startswith("data") for change in changes):
-        ranks.on_main(lambda: folder.require_data(data))
-    path = ranks.on_main(lambda: _choose(folder, checkpoint, display))
+        ranks.run_on_rank0(lambda: folder.require_data(data))
+    path = ranks.run_on_rank0(lambda: _choose(folder, checkpoint, display))
     progress = beginning
     if path is not None:
         progress = load_checkpoint(
@@ -91,7 +91,7 @@ def go_on(
     finished = (
         progress.step == total_steps
         and bool(changes)
-        and ranks.on_main(lambda: _was_finished(folder, progress))
+        and ranks.run_on_rank0(lambda: _was_finished(folder, progress))
     )
     if finished and (useless := [change for change in changes if not _matters_after_training(change)]):
         raise RunFolderError(
@@ -116,17 +116,17 @@ def go_on(
             stored=not finished,
         )
 
-    ranks.on_main(tidy)
+    ranks.run_on_rank0(tidy)
     if path is None:
-        display.say(f"{folder.path} was stopped before its first checkpoint; it starts again")
+        display.log(f"{folder.path} was stopped before its first checkpoint; it starts again")
     else:
-        display.say(f"resumed {folder.path} after step {progress.step}")
+        display.log(f"resumed {folder.path} after step {progress.step}")
     for change in changes:
-        display.say(f"  changed since it was started: {change}")
+        display.log(f"  changed since it was started: {change}")
     if finished:
-        display.say(f"the run is finished: {folder.spec_path.name} keeps the spec that it was trained with")
-    if (told := _other_batches(spec, progress)) is not None:
-        display.say(f"WARNING: {told}")
+        display.log(f"the run is finished: {folder.spec_path.name} keeps the spec that it was trained with")
+    if (message := _other_batches(spec, progress)) is not None:
+        display.log(f"WARNING: {message}")
     return progress
 
 
@@ -134,18 +134,18 @@ def _warn_of_differences(folder: RunFolder, step: int, versions: Mapping[str, An
     """Say which metrics are missing, and which packages have changed since the run was trained last."""
     recorded = (folder.metrics.last_row() or {"step": 0})["step"]
     if recorded < step:
-        display.say(
+        display.log(
             f"WARNING: {folder.metrics.path} ends at step {recorded}, but the checkpoint is of step {step}: "
             f"the metrics of {step - recorded} steps are missing, in summaries and pictures too"
         )
     if changed := folder.version_changes(versions):
-        display.say(
+        display.log(
             f"WARNING: versions have changed since the run was trained last: {', '.join(changed)}; the run "
             "goes on, but its values may differ from those of an uninterrupted run"
         )
 
 
-def _other_batches(spec: RunSpec, progress: Progress) -> str | None:
+def _other_batches(spec: RunSpec, progress: TrainingProgress) -> str | None:
     """Say what it means that a run has seen more or less than so many steps of its spec come to, or None.
 
     So it is where the batch or the length was changed on a resume: what is left is counted in steps.
@@ -153,7 +153,7 @@ def _other_batches(spec: RunSpec, progress: Progress) -> str | None:
     planned = 0
     for phase in spec.phase_specs():
         steps = max(0, min(phase.last_step, progress.step) - phase.first_step)
-        planned += steps * phase.training.batch_size * phase.data.length
+        planned += steps * phase.training.batch_size * phase.data.seq_len
     if progress.tokens == planned:
         return None
     end = progress.tokens + spec.total_tokens - planned
@@ -165,7 +165,7 @@ def _other_batches(spec: RunSpec, progress: Progress) -> str | None:
     )
 
 
-def _was_finished(folder: RunFolder, progress: Progress) -> bool:
+def _was_finished(folder: RunFolder, progress: TrainingProgress) -> bool:
     """Whether the run has come to the end that the spec in its folder gives it."""
     old = load_spec(str(folder.spec_path))
     assert isinstance(old, RunSpec)
@@ -190,9 +190,9 @@ def _choose(folder: RunFolder, name: str | None, display: Display) -> Path | Non
         return None
     path, complaints = newest_sound_checkpoint(folder.checkpoints)
     for complaint in complaints:
-        display.say(f"WARNING: {complaint}")
+        display.log(f"WARNING: {complaint}")
     if complaints:
-        display.say(f"WARNING: going back to {path.name}, the newest checkpoint that is whole")
+        display.log(f"WARNING: going back to {path.name}, the newest checkpoint that is whole")
     return path
 
 
@@ -200,4 +200,4 @@ def _leave_later_checkpoints(folder: RunFolder, step: int, display: Display) -> 
     # They are damaged, or of a future that this run now leaves: a later resume must not jump there.
     for path in list_checkpoints(folder.checkpoints):
         if path.name > step_name(step):
-            display.say(f"set aside: {set_aside(path)}")
+            display.log(f"set aside: {set_aside(path)}")

@@ -87,7 +87,7 @@ def training_step(
     *,
     precision: str,
     micro_batch_size: int | None,
-    clip_norm: float | None,
+    max_grad_norm: float | None,
     last_tokens: int,
 ) -> StepResult:
     """Make one update from a global batch, of which ``batch`` is this rank's part, cut into micro-batches.
@@ -105,7 +105,7 @@ def training_step(
     for first in range(0, len(batch), size):
         part = batch.rows(first, first + size)
         share = int((part.labels != IGNORED).sum()) / scored_total
-        if share == 0.0 and ranks.alone:
+        if share == 0.0 and ranks.is_single:
             continue  # a mean over no label at all would be NaN
         part = part.to(ranks.device)
         labels_BL = part.labels
@@ -119,7 +119,7 @@ def training_step(
         tally.add(output.loss.detach() * share, output, part.labels, last_tokens)
 
     # One reading from the device for the check: the update must not be made with what isn't a number.
-    norm = layout.clip(math.inf if clip_norm is None else clip_norm)
+    norm = layout.clip(math.inf if max_grad_norm is None else max_grad_norm)
     totals = tally.over(ranks, norm=norm, at_once=size)
     if totals.not_finite is None:
         optimizer.step()

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from implicit_blocks.specs import ComponentSpec, Spec, refusal
+from implicit_blocks.specs import ComponentSpec, Spec, field_error
 from trainer.data import groups
 
 Probability = Annotated[float, Field(ge=0, le=1)]
@@ -23,7 +23,7 @@ class DataSpec(ComponentSpec):
     changeable: ClassVar[frozenset[str]] = frozenset()
     """Fields that a phase of training may change; any position can then be read with any of their values."""
 
-    length: PositiveInt
+    seq_len: PositiveInt
     """Tokens in a training sequence."""
 
     @property
@@ -47,13 +47,13 @@ class DataSpec(ComponentSpec):
             ValueError: the data are named but can't be used.
 
         """
-        return [f"{self.kind}, length {self.length:,}"]
+        return [f"{self.kind}, length {self.seq_len:,}"]
 
 
 class WordProblemSpec(DataSpec):
     """Prefix products in a finite group, optionally times a monoid: generated as they are needed."""
 
-    changeable: ClassVar[frozenset[str]] = frozenset({"length", "identity_probability"})
+    changeable: ClassVar[frozenset[str]] = frozenset({"seq_len", "identity_probability"})
 
     kind: Literal["word_problem"] = "word_problem"
     group: str | tuple[tuple[int, ...], ...]
@@ -89,7 +89,7 @@ class WordProblemSpec(DataSpec):
         monoid = "" if self.monoid is None else f" x monoid {named}"
         return [
             f"word problem over {self.group_name}{monoid}: {self.vocab_size} tokens, "
-            f"p = {self.identity_probability:g}, length {self.length}, made on the fly"
+            f"p = {self.identity_probability:g}, length {self.seq_len}, made on the fly"
         ]
 
     @field_validator("group", mode="before")
@@ -113,12 +113,12 @@ class WordProblemSpec(DataSpec):
 class CatbAbISpec(DataSpec):
     """bAbI's twenty tasks, their stories shuffled and put one behind the other."""
 
-    changeable: ClassVar[frozenset[str]] = frozenset({"length", "tasks"})
+    changeable: ClassVar[frozenset[str]] = frozenset({"seq_len", "tasks"})
 
     kind: Literal["catbabi"] = "catbabi"
     path: str | None = None
     """The archive en-valid-10k.tar.xz, or its folder; null in specs that leave it to the command line."""
-    length: PositiveInt = 200
+    seq_len: PositiveInt = 200
     """Tokens in a training sequence."""
     scoring: Literal["answers", "all"] = "answers"
     """What the loss of training is over: the answers alone (QA mode), or every next word. Accuracy is of the
@@ -145,7 +145,7 @@ class CatbAbISpec(DataSpec):
         counts = Counter(self.tasks or ())
         named = (str(task) if times == 1 else f"{task} ({times} times)" for task, times in counts.items())
         tasks = "" if self.tasks is None else f", of tasks {', '.join(named)}"
-        return [f"{self.kind}, length {self.length:,}{tasks}"]
+        return [f"{self.kind}, length {self.seq_len:,}{tasks}"]
 
 
 Documents = Literal["ignore", "reset"]
@@ -159,7 +159,7 @@ class TokensSpec(DataSpec):
     """File or folder of token ids; null in specs that leave it to the command line: `data.path=DIR`."""
     validation_path: str | None = None
     """The same for held-out text; null: the validation split beside the training split, if there is one."""
-    length: PositiveInt = 2048
+    seq_len: PositiveInt = 2048
     """Tokens in a training sequence."""
     documents: Documents = "ignore"
     """`reset` keeps the documents that share a row apart: states begin anew, attention doesn't look across,
@@ -203,7 +203,7 @@ class MixtureSpec(DataSpec):
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[MixtureSourceSpec, ...], Field(min_length=1)]
     """What is mixed."""
-    length: PositiveInt = 2048
+    seq_len: PositiveInt = 2048
     """Tokens in a training sequence, whatever its source."""
 
     @property
@@ -241,9 +241,9 @@ class MixtureSpec(DataSpec):
         """Give sources that say no length the mixture's."""
         if not isinstance(value, Mapping) or not isinstance(value.get("sources"), list | tuple):
             return value
-        length = value.get("length", cls.model_fields["length"].default)
+        length = value.get("seq_len", cls.model_fields["seq_len"].default)
         sources = [
-            {**source, "data": {"length": length, **source["data"]}}
+            {**source, "data": {"seq_len": length, **source["data"]}}
             if isinstance(source, Mapping) and isinstance(source.get("data"), Mapping)
             else source
             for source in value["sources"]
@@ -253,12 +253,14 @@ class MixtureSpec(DataSpec):
     @model_validator(mode="after")
     def _sources_fit(self) -> Self:
         for index, source in enumerate(self.sources):
-            if source.data.length != self.length:
-                message = f"the mixture's length is {self.length}; give this source the same, or leave it out"
-                raise refusal(message, "sources", index, "data", "length", value=source.data.length)
+            if source.data.seq_len != self.seq_len:
+                message = (
+                    f"the mixture's length is {self.seq_len}; give this source the same, or leave it out"
+                )
+                raise field_error(message, "sources", index, "data", "seq_len", value=source.data.seq_len)
             if self.names.index(self.names[index]) != index:
                 message = "another source has this name; give each its own"
-                raise refusal(message, "sources", index, "name", value=source.name)
+                raise field_error(message, "sources", index, "name", value=source.name)
         return self
 
 
@@ -280,7 +282,7 @@ class StreamSpec(DataSpec):
     """The token appended to each document; null: the usual one."""
     shuffle_buffer: NonNegativeInt = 10_000
     """Documents among which the next one is drawn; 0: they come as they stand."""
-    length: PositiveInt = 2048
+    seq_len: PositiveInt = 2048
     """Tokens in a training sequence."""
     documents: Documents = "ignore"
     """See the kind `tokens`."""

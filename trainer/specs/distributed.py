@@ -23,8 +23,8 @@ class Spread(NamedTuple):
     shards: int
 
 
-class ParallelSpec(Spec):
-    """The `training.parallel` section. A process that runs alone has everything and needs none of it.
+class DistributedSpec(Spec):
+    """The `training.distributed` section. A process that runs alone has everything and needs none of it.
 
     ``ddp`` keeps the whole state on every rank, ``fsdp`` a share of it, ``hsdp`` a share among the ranks of a
     group and the same in every group. Losses do not depend on it.
@@ -35,7 +35,7 @@ class ParallelSpec(Spec):
     (and on the CPU), else fsdp within one machine and hsdp over several. None refuses several processes."""
     shard_size: PositiveInt | None = None
     """hsdp: ranks that share one copy of the state; null: those of one machine."""
-    unit: Literal["loop", "layer"] = "loop"
+    unit: Literal["model", "layer"] = "model"
     """What is gathered together: the whole model once a step, however often the layers are iterated, or each
     layer whenever it is called, for models whose weights do not fit on one rank."""
     stopping: Literal["agreed", "fixed_budget"] = "agreed"
@@ -61,7 +61,8 @@ class ParallelSpec(Spec):
             return Spread("none", 1)
         if self.kind == "none":
             raise ValueError(
-                f"training.parallel.kind is none, but there are {ranks} processes; choose auto, ddp, fsdp or "
+                f"training.distributed.kind is none, but there are {ranks} processes; choose auto, ddp, fsdp "
+                "or "
                 "hsdp, or start one process"
             )
         kind: Kind
@@ -76,7 +77,7 @@ class ParallelSpec(Spec):
         shards = self.shard_size if self.shard_size is not None else ranks_a_machine
         if ranks % shards:
             raise ValueError(
-                f"training.parallel.shard_size {shards} does not divide the {ranks} processes; choose a "
+                f"training.distributed.shard_size {shards} does not divide the {ranks} processes; choose a "
                 "divisor"
             )
         return Spread(kind, shards)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from pydantic import Field, ValidationError
 
 from implicit_blocks._utils.hints import did_you_mean
-from implicit_blocks.specs import ModelSpec, Spec, merge, refusal, together
+from implicit_blocks.specs import ModelSpec, Spec, field_error, merge, merge_errors
 from implicit_blocks.specs.base import validate
 from trainer.optim.schedules import steps_of
 from trainer.specs.data import DataSpec
@@ -20,7 +20,7 @@ from trainer.specs.spans import Until, tokens_of
 from trainer.specs.training import TrainingSpec
 
 _Section = TypeVar("_Section", bound=Spec)
-_CHANGEABLE = {"batch_size", "micro_batch_size", "clip_norm", "checkpoint_activations", "optimizer"}
+_CHANGEABLE = {"batch_size", "micro_batch_size", "max_grad_norm", "checkpoint_activations", "optimizer"}
 
 
 class PhaseSpec(Spec):
@@ -34,11 +34,11 @@ class PhaseSpec(Spec):
     model: dict[str, Any] = Field(default_factory=dict)
     """Changes to the model's solver, gradient, stopping and at_evaluation."""
     training: dict[str, Any] = Field(default_factory=dict)
-    """Changes to batch_size, micro_batch_size, clip_norm, checkpoint_activations and
+    """Changes to batch_size, micro_batch_size, max_grad_norm, checkpoint_activations and
     optimizer.learning_rate."""
     data: dict[str, Any] = Field(default_factory=dict)
-    """Changes to the data, where their kind allows any: the length and identity_probability of word
-    problems, the length and tasks of catbAbI."""
+    """Changes to the data, where their kind allows any: the seq_len and identity_probability of word
+    problems, the seq_len and tasks of catbAbI."""
 
 
 class Phase(NamedTuple):
@@ -64,13 +64,13 @@ def plan(
 
     """
     if not phases:
-        total = min(_lengths(training, lambda tokens: -(-tokens // (training.batch_size * data.length))))
+        total = min(_lengths(training, lambda tokens: -(-tokens // (training.batch_size * data.seq_len))))
         return [Phase("train", 0, total, model, training, data)]
     changed = []
     for index, phase in enumerate(phases):
         if any(phase.name == other.name for other in phases[:index]):
             message = "another phase has this name, and records tell phases by their names; give another"
-            raise refusal(message, "phases", index, "name", value=phase.name)
+            raise field_error(message, "phases", index, "name", value=phase.name)
         try:
             changed.append(
                 (
@@ -80,8 +80,8 @@ def plan(
                 )
             )
         except ValidationError as error:
-            raise together([error], under=("phases", index)) from None
-    tokens_a_step = [own.batch_size * read.length for _, own, read in changed]
+            raise merge_errors([error], under=("phases", index)) from None
+    tokens_a_step = [own.batch_size * read.seq_len for _, own, read in changed]
     total = min(_lengths(training, lambda tokens: _steps_with(tokens, phases, tokens_a_step)))
     ends = _ends(phases, tokens_a_step, total)
     return [
@@ -97,7 +97,7 @@ def steps_of_tokens(tokens: int, phases: Sequence[Phase], *, from_the_end: bool 
     """
     steps, each = 0, 1
     for phase in reversed(phases) if from_the_end else phases:
-        each, span = phase.training.batch_size * phase.data.length, phase.last_step - phase.first_step
+        each, span = phase.training.batch_size * phase.data.seq_len, phase.last_step - phase.first_step
         if tokens <= span * each:
             break
         steps, tokens = steps + span, tokens - span * each
@@ -160,13 +160,13 @@ def _ends(phases: Sequence[PhaseSpec], tokens_a_step: Sequence[int], total_steps
             f"{len(phases)} phases don't fit into a run of length {total_steps}; "
             f"give it {len(phases)} steps or more, or leave phases out"
         )
-        raise refusal(message, "phases", value=phases)
+        raise field_error(message, "phases", value=phases)
     ends: list[int] = []
     start = tokens = 0
     for index, (phase, each) in enumerate(zip(phases, tokens_a_step, strict=True)):
         end = _end(phases, index, start=start, tokens=tokens, each=each, total_steps=total_steps)
         if complaint := _misplaced(phases, index, start=start, end=end, total_steps=total_steps):
-            raise refusal(complaint, "phases", index, "until", value=phase.until)
+            raise field_error(complaint, "phases", index, "until", value=phase.until)
         ends.append(end)
         start, tokens = end, tokens + (end - start) * each
     return ends
@@ -177,23 +177,23 @@ def _misplaced(
 ) -> str | None:
     """Say what is wrong with where a phase ends, if anything is."""
     phase, last = phases[index], index == len(phases) - 1
-    said = f"{end} ({phase.until})" if isinstance(phase.until, str) else str(end)
+    place = f"{end} ({phase.until})" if isinstance(phase.until, str) else str(end)
     if not last and phase.until is None:
         return "only the last phase may leave out where it ends; give a step, a share or tokens"
     if not last and end >= total_steps:
         return (
-            f"phase {phase.name!r} ends at step {said} of {total_steps}, so the next one never begins; "
+            f"phase {phase.name!r} ends at step {place} of {total_steps}, so the next one never begins; "
             "end it earlier, give a share such as 0.5, or lengthen the run"
         )
     if last and end != total_steps:
-        return f"the last phase ends at step {said} of {total_steps}; leave out where it ends"
+        return f"the last phase ends at step {place} of {total_steps}; leave out where it ends"
     if index and _goes_back(phase.until, phases[index - 1].until, start, total_steps):
         return (
             f"phase {phase.name!r} ends at {phase.until}, and the one before it at "
             f"{phases[index - 1].until}; each ends later than the one before"
         )
     if end <= start:
-        return f"phase {phase.name!r} begins at step {start} and ends at {said}; end it later"
+        return f"phase {phase.name!r} begins at step {start} and ends at {place}; end it later"
     return None
 
 
@@ -219,11 +219,11 @@ def _changed(section: str, spec: _Section, changes: Mapping[str, Any], allowed: 
     try:
         return validate(type(spec), merge(spec.model_dump(), changes)) if changes else spec
     except ValidationError as error:
-        raise together([error], under=(section,)) from None
+        raise merge_errors([error], under=(section,)) from None
 
 
 def _refuse_others(changes: Mapping[str, Any], allowed: Collection[str], *where: str, what: str) -> None:
     for key, value in changes.items():
         if key not in allowed:
             message = f"a phase can't change {key!r} of {what}; {did_you_mean(key, allowed)}"
-            raise refusal(message, *where, key, value=value, of_key=True)
+            raise field_error(message, *where, key, value=value, of_key=True)

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import PositiveInt, model_validator
 
 from implicit_blocks import registry
-from implicit_blocks.specs import BaseRunSpec, ModelSpec, Spec, refusal
+from implicit_blocks.specs import BaseRunSpec, ModelSpec, Spec, field_error
 from trainer.specs.callbacks import (
     BenchmarksSpec,
     CallbackSpec,
@@ -122,7 +122,7 @@ class RunSpec(BaseRunSpec):
     def total_tokens(self) -> int:
         """Tokens that the whole run sees, over all phases."""
         return sum(
-            (phase.last_step - phase.first_step) * phase.training.batch_size * phase.data.length
+            (phase.last_step - phase.first_step) * phase.training.batch_size * phase.data.seq_len
             for phase in self.phase_specs()
         )
 
@@ -183,14 +183,14 @@ class RunSpec(BaseRunSpec):
         needed, rows = self.data.vocab_size, getattr(self.model, "vocab_size", None)
         if needed is not None and rows is not None and rows < needed:
             message = f"the data have {needed} tokens; give {needed} or more, or leave it out"
-            raise refusal(message, "model", "vocab_size", value=rows)
+            raise field_error(message, "model", "vocab_size", value=rows)
         total_steps = self.total_steps
         try:
             self.schedule_spec().check(total_steps)
         except ValueError as error:
-            raise refusal(str(error), "training", "schedule", value=self.training.schedule) from None
-        shortest = min(self.evaluation.at(self.data.length).lengths)
+            raise field_error(str(error), "training", "schedule", value=self.training.schedule) from None
+        shortest = min(self.evaluation.at(self.data.seq_len).lengths)
         if shortest < self.evaluation.last_tokens:
             message = f"the shortest sequence evaluated has {shortest} tokens; give {shortest} or less"
-            raise refusal(message, "evaluation", "last_tokens", value=self.evaluation.last_tokens)
+            raise field_error(message, "evaluation", "last_tokens", value=self.evaluation.last_tokens)
         return self

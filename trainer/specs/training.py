@@ -7,9 +7,9 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from implicit_blocks.specs import ComponentSpec, Spec, refusal
+from implicit_blocks.specs import ComponentSpec, Spec, field_error
 from trainer.optim.schedules import steps_of
-from trainer.specs.distributed import ParallelSpec
+from trainer.specs.distributed import DistributedSpec
 from trainer.specs.init_from import Start
 from trainer.specs.spans import Span, tokens_of
 
@@ -118,7 +118,7 @@ class TrainingSpec(Spec):
     """Length of the run in steps."""
     max_tokens: PositiveInt | None = None
     """Length of the run in tokens, rounded up to whole steps. With both, the shorter one holds."""
-    start_from: Start | None = None
+    init_from: Start | None = None
     """Other weights to begin with than fresh ones: a run (its newest checkpoint), a checkpoint, a folder for
     transformers, a file of safetensors; or a mapping with that as `path`. Null: fresh ones."""
     batch_size: PositiveInt
@@ -127,7 +127,7 @@ class TrainingSpec(Spec):
     """Sequences that a rank takes at once; divides a larger `batch_size`. Null: its whole share."""
     seed: Seed = 0
     """Of the initial weights, the data and dropout."""
-    clip_norm: PositiveFloat | None = 1.0
+    max_grad_norm: PositiveFloat | None = 1.0
     """Largest norm of the gradient; null: not clipped. The paper doesn't state its own."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """Of the computation; weights and residuals are float32 in any case."""
@@ -137,7 +137,7 @@ class TrainingSpec(Spec):
     """Record the model's map as CUDA graphs: an iteration of the search is one launch, worth it where many
     small kernels keep the host busy. Weights and gradients are kept once more, in the type of their use;
     off a GPU, and with sharded weights, which move, it changes nothing."""
-    parallel: ParallelSpec = ParallelSpec()
+    distributed: DistributedSpec = DistributedSpec()
     """How the run is laid out over its processes."""
     checkpoint_activations: CheckpointActivations = "none"
     """What is computed again in backward instead of kept, for one more forward pass of what is
@@ -147,7 +147,7 @@ class TrainingSpec(Spec):
     """What makes a step of a gradient."""
     schedule: ScheduleSpec = WarmupConstantSqrtSpec()
     """Learning rate as a function of the step."""
-    loader_workers: NonNegativeInt = 1
+    loader_threads: NonNegativeInt = 1
     """Threads that prepare the next batches while a step runs; 0: none. The batches are the same."""
     log_every: PositiveInt = 10
     """Steps between lines of progress, where no terminal shows a bar; the metrics have every step."""
@@ -187,7 +187,7 @@ class TrainingSpec(Spec):
                 f"batch_size {self.batch_size} is not divisible by micro_batch_size {self.micro_batch_size}; "
                 "choose a divisor"
             )
-            raise refusal(message, "micro_batch_size", value=self.micro_batch_size)
+            raise field_error(message, "micro_batch_size", value=self.micro_batch_size)
         return self
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from implicit_blocks.specs import ModelSpec, refusal
+from implicit_blocks.specs import ModelSpec, field_error
 
 
 class TransformersSpec(ModelSpec):
@@ -47,13 +47,13 @@ class TransformersSpec(ModelSpec):
             raise ValueError("a model of transformers is made from one of two; give architecture or folder")
         if self.folder is None and not self.weights:
             message = "an architecture has no weights of its own; leave it out, or give a folder"
-            raise refusal(message, "weights", value=False, of_key=True)
+            raise field_error(message, "weights", value=False, of_key=True)
         if self.folder is None and self.vocab_size is None:
             message = "the data do not tell how many tokens there are; give it"
-            raise refusal(message, "vocab_size", value=None)
+            raise field_error(message, "vocab_size", value=None)
         if "vocab_size" in self.config:
             message = "the vocabulary is a field of the model itself; give model.vocab_size"
-            raise refusal(message, "config", "vocab_size", value=self.config["vocab_size"], of_key=True)
+            raise field_error(message, "config", "vocab_size", value=self.config["vocab_size"], of_key=True)
         return self
 
     def parameter_total(self) -> int:

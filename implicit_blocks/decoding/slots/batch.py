@@ -1,9 +1,9 @@
-"""Lanes on the device: their texts' states and searches, and what is done to some of them at once.
+"""Slots on the device: their texts' states and searches, and what is done to some of them at once.
 
 Everything lies in memory that stays where it is, and nothing here asks the device for a value, so that on a
-GPU each procedure is recorded as a graph, one for each number of lanes that take part.
+GPU each procedure is captured as a graph, one for each number of slots that take part.
 
-Shape legend: S lanes, R of them in a procedure, D model width, U injection width, V vocabulary.
+Shape legend: S slots, R of them in a procedure, D model width, U injection width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from implicit_blocks._utils.module_hooks import any_hooks
-from implicit_blocks.cuda.procedures import Recordings, put_
+from implicit_blocks.cuda.procedures import CapturedGraphs, put_
 from implicit_blocks.decoding.slots.fused_map import FusedMap, fused_map
-from implicit_blocks.decoding.slots.search import LaneSearch
+from implicit_blocks.decoding.slots.search import SlotSearch
 from implicit_blocks.interfaces import Window
 from implicit_blocks.models.backbone import BoundMap
 from implicit_blocks.models.implicit import LanguageModel
 from implicit_blocks.models.outputs import Encoded
-from implicit_blocks.models.sequence_state import Committed
+from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
 
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Places:
-    """The lanes of a procedure: all different; ``where_R`` are those meant, ``on_R`` those that go on."""
+    """The slots of a procedure: all different; ``where_R`` are those meant, ``on_R`` those that go on."""
 
     rows_R: Tensor
     where_R: Tensor
@@ -42,13 +42,13 @@ class Places:
     report_4R: Tensor  # token, iterations, residual, converged
 
 
-class LaneBatch:
-    """S lanes of one model; ``ContinuousDecoder`` says which of them do what.
+class SlotBatch:
+    """S slots of one model; ``ContinuousDecoder`` says which of them do what.
 
     Args:
         model: in evaluation mode.
-        lanes: S.
-        capacity: tokens of a lane.
+        max_batch_size: S.
+        max_seq_len: tokens of a slot.
         options: of the searches.
         graphs: record the procedures, unless modules have hooks, which nobody would call.
         state_dtype: of recurrent states; None: as the mixers keep them.
@@ -59,13 +59,13 @@ class LaneBatch:
         self,
         model: LanguageModel,
         *,
-        lanes: int,
-        capacity: int,
+        max_batch_size: int,
+        max_seq_len: int,
         options: SearchOptions,
         graphs: bool,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model, self.lanes, self.options = model, lanes, options
+        self.model, self.max_batch_size, self.options = model, max_batch_size, options
         embedding = model.embedding.weight
         self.device = embedding.device
         kind = self.device.type
@@ -73,65 +73,65 @@ class LaneBatch:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             self._autocast = torch.get_autocast_dtype(kind)
         if graphs and any_hooks(model.modules()):
-            _LOG.warning("modules of the model have hooks, so decoding is launched: a CUDA graph calls none")
+            _LOG.warning("modules of the model have hooks, so decoding runs eagerly: a CUDA graph calls none")
             graphs = False
-        self.recordings = Recordings() if graphs else None
+        self.captured = CapturedGraphs() if graphs else None
         self._places: dict[tuple[str, int], Places] = {}
         dtype = embedding.dtype
         if self._autocast is not None and dtype != torch.float64:
             dtype = self._autocast
-        self.weights = model.hold_weights()
+        self.weights = model.cache_weights()
         self.head = (embedding if model.head is None else model.head.weight).to(dtype)
         self.states = [
-            block.mixer.lanes(lanes, device=self.device, dtype=dtype, capacity=capacity)
+            block.mixer.slots(max_batch_size, device=self.device, dtype=dtype, max_seq_len=max_seq_len)
             for block in model.backbone.blocks()
         ]
         if state_dtype is not None:
             for states in self.states:
-                states.narrow(state_dtype)
-        solver, stopping = model.how_to_search(options) or (None, None)
-        self.search = LaneSearch(
+                states.set_dtype(state_dtype)
+        solver, stopping = model.search_config(options) or (None, None)
+        self.search = SlotSearch(
             solver,
             stopping,
-            lanes=lanes,
+            slots=max_batch_size,
             width=model.spec.d_model,
             device=self.device,
             dtype=model.stream_dtype,
             moving_average=options.moving_average,
         )
-        self.lengths_S = torch.zeros(lanes, dtype=torch.int64, device=self.device)
-        """Tokens that each lane has committed."""
+        self.lengths_S = torch.zeros(max_batch_size, dtype=torch.int64, device=self.device)
+        """Tokens that each slot has committed."""
         self.tokens_S = torch.zeros_like(self.lengths_S)
-        """The token that each lane is at."""
-        self.busy_S = torch.zeros(lanes, dtype=torch.bool, device=self.device)
+        """The token that each slot is at."""
+        self.busy_S = torch.zeros(max_batch_size, dtype=torch.bool, device=self.device)
         self.hidden_SD = torch.zeros_like(self.search.z)
-        """What the head reads: the map's value at each lane's last committed token."""
+        """What the head reads: the map's value at each slot's last committed token."""
         with self.precision():
             u, _ = model.inject(model.embedding(self.tokens_S[:1, None]), self.weights)
-        self.u_SU = None if u is None else u.new_zeros(lanes, u.shape[-1])
+        self.u_SU = None if u is None else u.new_zeros(max_batch_size, u.shape[-1])
         self.fused: FusedMap | None = None
         if graphs:
-            self.fused = fused_map(model, self.states, self.weights, capacity=capacity)
+            self.fused = fused_map(model, self.states, self.weights, max_seq_len=max_seq_len)
 
     def precision(self) -> torch.autocast:
-        """Return the autocast mode that the lanes were made in, for what is done to them later."""
+        """Return the autocast mode that the slots were made in, for what is done to them later."""
         on = self._autocast is not None
         return torch.autocast(self.device.type, dtype=self._autocast, enabled=on, cache_enabled=False)
 
     # ------------------------------------------------------------------------------------ prompts
 
-    def encode(self, lanes: Sequence[int], ids_BL: Tensor, *, window_length: int | None) -> Solution | None:
-        """Solve prompts of one length together and commit each to its lane; return how that went.
+    def encode(self, slots: Sequence[int], ids_BL: Tensor, *, window_length: int | None) -> Solution | None:
+        """Solve prompts of one length together and commit each to its slot; return how that went.
 
         A single one is written where it stays; of several, the keys and states are copied there.
         """
         blocks = self.model.backbone.blocks()
         batch, length = ids_BL.shape
         if batch == 1:
-            layers = tuple(states.enter(lanes[0]) for states in self.states)
-            state = Committed(1, 0, self.lengths_S.new_zeros(1), layers)
+            layers = tuple(states.prefill(slots[0]) for states in self.states)
+            state = SequenceState(1, 0, self.lengths_S.new_zeros(1), layers)
         else:
-            state = self.model.initial_state(batch, capacity=length)
+            state = self.model.initial_state(batch, max_seq_len=length)
         with self.precision():
             encoded: Encoded = self.model.encode(
                 self.model.embedding(ids_BL),
@@ -142,27 +142,27 @@ class LaneBatch:
                 weights=self.weights,
             )
         assert encoded.state is not None
-        for row, lane in enumerate(lanes):
+        for row, slot in enumerate(slots):
             index = torch.full((1,), row, device=self.device)
             for block, states, layer in zip(blocks, self.states, encoded.state.layers, strict=True):
-                states.settle(lane, layer if batch == 1 else block.mixer.select_rows(layer, index))
-            self.lengths_S[lane] = length
-            self.busy_S[lane] = True
-            self.hidden_SD[lane] = encoded.hidden_BLD[row, -1]
+                states.commit(slot, layer if batch == 1 else block.mixer.select_rows(layer, index))
+            self.lengths_S[slot] = length
+            self.busy_S[slot] = True
+            self.hidden_SD[slot] = encoded.hidden_BLD[row, -1]
             if encoded.solution is not None:
                 for name, value in _of_last_token(encoded.solution, row).items():
-                    getattr(self.search, name)[lane] = value
+                    getattr(self.search, name)[slot] = value
         return encoded.solution
 
-    def leave(self, lane: int) -> None:
-        """Let a lane rest."""
-        self.busy_S[lane] = False
-        self.lengths_S[lane] = 0
+    def leave(self, slot: int) -> None:
+        """Let a slot rest."""
+        self.busy_S[slot] = False
+        self.lengths_S[slot] = 0
 
     # ------------------------------------------------------------------------------------ procedures
 
     def places(self, what: str, size: int) -> Places:
-        """Return where the lanes of a procedure are to be named, and what it found is to be read."""
+        """Return where the slots of a procedure are to be named, and what it found is to be read."""
         key = ("step" if what == "step" else "choose", size)
         if key not in self._places:
             flags = torch.zeros(2, size, dtype=torch.bool, device=self.device)
@@ -180,7 +180,7 @@ class LaneBatch:
     def point(
         self, what: str, rows: Sequence[int], where: Sequence[bool] = (), on: Sequence[bool] = ()
     ) -> None:
-        """Name the lanes of the next calls of a procedure."""
+        """Name the slots of the next calls of a procedure."""
         places = self.places(what, len(rows))
         put_(places.rows_R, rows)
         if what != "step":
@@ -188,9 +188,9 @@ class LaneBatch:
             put_(places.on_R, on)
 
     def step(self, size: int, *, commit: bool = True) -> None:
-        """Call the map once on the lanes pointed at, and take its value in.
+        """Call the map once on the slots pointed at, and take its value in.
 
-        Lanes that search take a step; those whose search is ``done`` commit their token, and are done no
+        Slots that search take a step; those whose search is ``done`` commit their token, and are done no
         longer. ``commit`` False says that there are none of the latter.
         """
         places = self.places("step", size)
@@ -219,10 +219,10 @@ class LaneBatch:
     def _map(
         self, rows_R: Tensor, lengths_R: Tensor, committing_R: Tensor, *, commit: bool
     ) -> Callable[[Tensor], Tensor]:
-        """Return the map of these lanes; its first call commits."""
+        """Return the map of these slots; its first call commits."""
         if self.fused is not None:
             return self.fused.bind(rows_R, self.u_SU, lengths_R, committing_R)
-        index = None if len(rows_R) == self.lanes else rows_R
+        index = None if len(rows_R) == self.max_batch_size else rows_R
         owed = commit
 
         def call(z_RD: Tensor) -> Tensor:
@@ -241,7 +241,7 @@ class LaneBatch:
     def _bound(self, rows_R: Tensor, index_R: Tensor | None, z_RD: Tensor, lengths_R: Tensor) -> BoundMap:
         window = Window(
             batch_size=len(rows_R),
-            start=1,  # at least; how many each lane has is in the states
+            start=1,  # at least; how many each slot has is in the states
             length=1,
             positions_BL=lengths_R[:, None],
             dtype=self.model.stream_dtype,
@@ -249,13 +249,13 @@ class LaneBatch:
         return self.model.backbone.bind(
             window,
             u_BLU=None if self.u_SU is None else self.u_SU[rows_R][:, None],
-            states=tuple(states.at(index_R, lengths_R) for states in self.states),
+            states=tuple(states.gather(index_R, lengths_R) for states in self.states),
             start_BLD=z_RD[:, None],
             weights=self.weights,
         )
 
     def predict(self, size: int) -> None:
-        """Compute the logits of the lanes pointed at, and take the likeliest tokens."""
+        """Compute the logits of the slots pointed at, and take the likeliest tokens."""
         places = self.places("choose", size)
         self._do("predict", size, lambda: self._predict(places))
 
@@ -266,11 +266,11 @@ class LaneBatch:
         self.take_tokens(places, places.logits_RV.argmax(-1), places.where_R)
 
     def take_tokens(self, places: Places, tokens_R: Tensor, where_R: Tensor) -> None:
-        """Set the lanes' tokens where ``where_R`` says so."""
+        """Set the slots' tokens where ``where_R`` says so."""
         self.tokens_S[places.rows_R] = torch.where(where_R, tokens_R, self.tokens_S[places.rows_R])
 
     def begin(self, size: int) -> None:
-        """Report on the lanes' last tokens; begin to search for the new ones in those that go on."""
+        """Report on the slots' last tokens; begin to search for the new ones in those that go on."""
         places = self.places("choose", size)
         self._do("begin", size, lambda: self._begin(places))
 
@@ -291,10 +291,10 @@ class LaneBatch:
 
     def _do(self, name: str, size: int, procedure: Callable[[], None]) -> None:
         with self.precision():
-            if self.recordings is None:
+            if self.captured is None:
                 procedure()
             else:
-                self.recordings.do(name, size, procedure)
+                self.captured.do(name, size, procedure)
 
 
 def _of_last_token(solution: Solution, row: int) -> dict[str, Tensor]:

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count
-from implicit_blocks.cuda.procedures import Late, put_
-from implicit_blocks.decoding.prompts import check_model, check_prompts, check_stop_tokens, lay_out
+from implicit_blocks.cuda.host_copy import AsyncHostCopy
+from implicit_blocks.cuda.procedures import put_
+from implicit_blocks.decoding.prompts import check_model, check_prompts, check_stop_token_ids, lay_out
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
-from implicit_blocks.decoding.slots.batch import LaneBatch, Places
-from implicit_blocks.interfaces import LaneStates
+from implicit_blocks.decoding.slots.batch import Places, SlotBatch
+from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.models.implicit import LanguageModel
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
@@ -29,7 +30,7 @@ from implicit_blocks.solution import Solution
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to be continued: by ``max_new_tokens``, or up to the first of ``stop_tokens``.
+    """A prompt to be continued: by ``max_new_tokens``, or up to the first of ``stop_token_ids``.
 
     ``seed`` is of the generator that the row draws with.
     """
@@ -38,7 +39,7 @@ class Request:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
-    stop_tokens: Sequence[int] = ()
+    stop_token_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -62,18 +63,18 @@ TOGETHER = 8192  # tokens of prompts that are solved together at most
 
 
 class ContinuousDecoder:
-    """Continues any number of prompts, ``lanes`` of them at a time; each as it would be continued alone.
+    """Continues any number of prompts, ``max_batch_size`` at a time; each as it would be continued alone.
 
     ```python
-    decoder = ContinuousDecoder(model, lanes=16, capacity=512)
+    decoder = ContinuousDecoder(model, max_batch_size=16, max_seq_len=512)
     for prompt in prompts:
         decoder.submit(Request(prompt=prompt, max_new_tokens=100))
     for made in decoder.run():
         print(made.request, made.token)
     ```
 
-    A step calls the map once, on all busy lanes. States have their room from the start: the keys of
-    attention layers are written where they stay, and lanes are indexed, not copied. The busy lanes are
+    A step calls the map once, on all busy slots. States have their room from the start: the keys of
+    attention layers are written where they stay, and slots are indexed, not copied. The busy slots are
     filled up to one of ``buckets`` sizes, so that few shapes occur.
 
     Pays where searches are of unequal length or texts are; where every token takes the same number of
@@ -81,9 +82,10 @@ class ContinuousDecoder:
 
     Args:
         model: of this library, in evaluation mode; its weights must not change while texts are made.
-        lanes: texts in work at once.
-        capacity: tokens that a text may have, its prompt included.
-        buckets: sizes of a step, each at most ``lanes``; None: ``lanes`` and its halves, down to 1.
+        max_batch_size: texts in work at once.
+        max_seq_len: tokens that a text may have, its prompt included.
+        buckets: sizes of a step, each at most ``max_batch_size``; None: ``max_batch_size`` and its halves,
+            down to 1.
         window_length: of the windows that prompts are solved in; None: one.
         tolerance: of the searches, instead of the spec's; so are the next four, as in ``forward``.
         max_iterations: of each search.
@@ -97,7 +99,7 @@ class ContinuousDecoder:
             once, to multiples of 1/127 of its largest feature.
 
     Raises:
-        ValueError: for sizes that make no sense, a model in training mode, or a mixer that has no lanes.
+        ValueError: for sizes that make no sense, a model in training mode, or a mixer that has no slots.
 
     """
 
@@ -106,8 +108,8 @@ class ContinuousDecoder:
         self,
         model: LanguageModel,
         *,
-        lanes: int,
-        capacity: int,
+        max_batch_size: int,
+        max_seq_len: int,
         buckets: Sequence[int] | None = None,
         window_length: int | None = None,
         tolerance: float | None = None,
@@ -119,14 +121,20 @@ class ContinuousDecoder:
         state_dtype: torch.dtype | None = None,
     ) -> None:
         check_model(model)
-        for name, size in (("lanes", lanes), ("capacity", capacity), ("window_length", window_length)):
+        for name, size in (
+            ("max_batch_size", max_batch_size),
+            ("max_seq_len", max_seq_len),
+            ("window_length", window_length),
+        ):
             if size is not None:
                 require_count(name, size)
-        halves = {-(-lanes // (1 << times)) for times in range(lanes.bit_length() + 1)}
-        sizes = halves if buckets is None else {*buckets, lanes}
-        if not all(1 <= size <= lanes for size in sizes):
-            raise ValueError(f"buckets are {sorted(sizes)}; choose sizes from 1 to the {lanes} lanes")
-        self.model, self.capacity, self.buckets = model, capacity, sorted(sizes)
+        halves = {-(-max_batch_size // (1 << times)) for times in range(max_batch_size.bit_length() + 1)}
+        sizes = halves if buckets is None else {*buckets, max_batch_size}
+        if not all(1 <= size <= max_batch_size for size in sizes):
+            raise ValueError(
+                f"buckets are {sorted(sizes)}; choose sizes from 1 to the {max_batch_size} slots"
+            )
+        self.model, self.max_seq_len, self.buckets = model, max_seq_len, sorted(sizes)
         self.window_length = window_length
         self.device = model.embedding.weight.device
         self.on_gpu = self.device.type == "cuda"
@@ -137,34 +145,34 @@ class ContinuousDecoder:
             warm_start=warm_start,
             moving_average=moving_average,
         )
-        self.batch = LaneBatch(
+        self.batch = SlotBatch(
             model,
-            lanes=lanes,
-            capacity=capacity,
+            max_batch_size=max_batch_size,
+            max_seq_len=max_seq_len,
             options=options,
             graphs=graphs and self.on_gpu,
             state_dtype=state_dtype,
         )
-        self.texts: list[_Text | None] = [None] * lanes
+        self.texts: list[_Text | None] = [None] * max_batch_size
         self.waiting: deque[_Text] = deque()
         self.submitted = 0
         self.calls = 0
-        """Calls of the map on busy lanes so far, those for prompts left out."""
+        """Calls of the map on busy slots so far, those for prompts left out."""
         self.rows_called = 0
         """Rows of those calls, filled-up ones included."""
-        self._done: Late | None = None  # which lanes' searches had ended after the last call
+        self._done: AsyncHostCopy | None = None  # which slots' searches had ended after the last call
         self._chosen: deque[_Chosen] = deque()  # tokens on their way to the host
         self._rows: list[int] = []  # of the last call
         self.on_prompts: Callable[[list[int], Solution | None], None] | None = None
         """Called with the numbers of requests whose prompts were solved together, and how that went."""
 
     @property
-    def states(self) -> list[LaneStates]:
-        """Each layer's states of all lanes."""
+    def states(self) -> list[SlotStates]:
+        """Each layer's states of all slots."""
         return self.batch.states
 
     def submit(self, request: Request) -> int:
-        """Let a prompt wait for a lane; return its number, counted from 0.
+        """Let a prompt wait for a slot; return its number, counted from 0.
 
         Raises:
             ValueError: for a prompt that is empty, too long or has unknown tokens, stop tokens of which the
@@ -173,16 +181,16 @@ class ContinuousDecoder:
         """
         require_count("max_new_tokens", request.max_new_tokens)
         ids, _ = lay_out([request.prompt], device=self.device)
-        room = self.capacity - request.max_new_tokens
+        room = self.max_seq_len - request.max_new_tokens
         if room < 1:
             raise ValueError(
-                f"max_new_tokens is {request.max_new_tokens}, and the capacity {self.capacity} leaves no "
+                f"max_new_tokens is {request.max_new_tokens}, and max_seq_len {self.max_seq_len} leaves no "
                 "room for a prompt; ask for fewer, or raise the capacity"
             )
-        limit = f"the capacity {self.capacity} without the {request.max_new_tokens} to be made"
+        limit = f"max_seq_len {self.max_seq_len} without the {request.max_new_tokens} to be made"
         vocab_size = self.model.spec.vocab_size
         check_prompts(ids, vocab_size=vocab_size, max_length=room, limit=limit)
-        check_stop_tokens(request.stop_tokens, vocab_size=vocab_size)
+        check_stop_token_ids(request.stop_token_ids, vocab_size=vocab_size)
         self.waiting.append(_Text(self.submitted, request, ids))
         self.submitted += 1
         return self.submitted - 1
@@ -199,7 +207,7 @@ class ContinuousDecoder:
 
     @torch.no_grad()
     def step(self) -> list[NewToken]:
-        """Fill free lanes, call the map once, and return the tokens that have become known, or none.
+        """Fill free slots, call the map once, and return the tokens that have become known, or none.
 
         On a GPU the host is one call ahead of it: which searches have ended, and the tokens that were chosen,
         are read while the next call runs. The map is called once more where a search has ended, to commit
@@ -212,7 +220,7 @@ class ContinuousDecoder:
         committing = [] if self.on_gpu else self._committing()
         before = self._done
         self.batch.step(size, commit=self.on_gpu or bool(committing))
-        self._done = Late(self.batch.search.done)
+        self._done = AsyncHostCopy(self.batch.search.done)
         if self.on_gpu:
             committing = self._committing(before)
         self.calls += 1
@@ -220,20 +228,20 @@ class ContinuousDecoder:
         self._choose(committing)
         return self._collected(before=self.calls if self.on_gpu else None)
 
-    def _committing(self, done: Late | None = None) -> list[int]:
-        """Return the lanes that commit in the call after the one that ``done`` was read behind."""
-        in_work = [(lane, text) for lane, text in enumerate(self.texts) if text is not None]
+    def _committing(self, done: AsyncHostCopy | None = None) -> list[int]:
+        """Return the slots that commit in the call after the one that ``done`` was read behind."""
+        in_work = [(slot, text) for slot, text in enumerate(self.texts) if text is not None]
         if self.batch.search.solver is None:
-            return [lane for lane, _ in in_work]
+            return [slot for slot, _ in in_work]
         done = done if done is not None else self._done
         if done is None:
             return []
         flags = done.read()
-        return [lane for lane, text in in_work if flags[lane] and text.begun < self.calls]
+        return [slot for slot, text in in_work if flags[slot] and text.begun < self.calls]
 
     def _point(self) -> int:
-        """Point at the lanes of the next call; return how many, 0 where none is busy."""
-        busy = [lane for lane, text in enumerate(self.texts) if text is not None]
+        """Point at the slots of the next call; return how many, 0 where none is busy."""
+        busy = [slot for slot, text in enumerate(self.texts) if text is not None]
         if not busy:
             return 0
         size = next(size for size in self.buckets if size >= len(busy))
@@ -243,42 +251,42 @@ class ContinuousDecoder:
             self._rows = rows
         return size
 
-    def _filled_up(self, lanes: Sequence[int], size: int) -> list[int]:
-        """Return these lanes and others, idle ones first, in order; so many together."""
-        others = sorted((text is not None, n) for n, text in enumerate(self.texts) if n not in lanes)
-        return sorted([*lanes, *(lane for _, lane in others[: size - len(lanes)])])
+    def _filled_up(self, slots: Sequence[int], size: int) -> list[int]:
+        """Return these slots and others, idle ones first, in order; so many together."""
+        others = sorted((text is not None, n) for n, text in enumerate(self.texts) if n not in slots)
+        return sorted([*slots, *(slot for _, slot in others[: size - len(slots)])])
 
     # ------------------------------------------------------------------------------------ tokens
 
     def _admit(self) -> None:
-        """Solve the prompts that find free lanes, those of one length together; choose their first tokens."""
+        """Solve the prompts that find free slots, those of one length together; choose their first tokens."""
         while self.waiting:  # again, where a text ends with its first token
-            free = [lane for lane, text in enumerate(self.texts) if text is None]
-            entering = [(lane, self.waiting.popleft()) for lane in free[: len(self.waiting)]]
+            free = [slot for slot, text in enumerate(self.texts) if text is None]
+            entering = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
             if not entering:
                 return
             for group in _of_one_length(entering):
-                for lane, text in group:
-                    self.texts[lane] = text
-                lanes = [lane for lane, _ in group]
+                for slot, text in group:
+                    self.texts[slot] = text
+                slots = [slot for slot, _ in group]
                 ids = torch.cat([text.ids for _, text in group])
-                solution = self.batch.encode(lanes, ids, window_length=self.window_length)
+                solution = self.batch.encode(slots, ids, window_length=self.window_length)
                 if self.on_prompts is not None:
                     self.on_prompts([text.number for _, text in group], solution)
-                self._choose(lanes)
+                self._choose(slots)
 
-    def _choose(self, lanes: Sequence[int]) -> None:
-        """Choose the next token of lanes whose last is committed, and begin to search for its solution."""
-        if not lanes:
+    def _choose(self, slots: Sequence[int]) -> None:
+        """Choose the next token of slots whose last is committed, and begin to search for its solution."""
+        if not slots:
             return
-        size = next(size for size in self.buckets if size >= len(lanes))
-        rows = self._filled_up(lanes, size)
-        texts = {rows.index(lane): text for lane in lanes if (text := self.texts[lane]) is not None}
+        size = next(size for size in self.buckets if size >= len(slots))
+        rows = self._filled_up(slots, size)
+        texts = {rows.index(slot): text for slot in slots if (text := self.texts[slot]) is not None}
         for place, text in texts.items():
             text.begun = self.calls
             if text.chosen + 1 == text.request.max_new_tokens:
                 self.texts[rows[place]] = None
-        on = [place in texts and self.texts[lane] is not None for place, lane in enumerate(rows)]
+        on = [place in texts and self.texts[slot] is not None for place, slot in enumerate(rows)]
         self.batch.point("choose", rows, [place in texts for place in range(size)], on)
         self.batch.predict(size)
         places = self.batch.places("choose", size)
@@ -286,7 +294,7 @@ class ContinuousDecoder:
         self.batch.begin(size)
         kept = places.logits_RV.clone()
         logits = {place: kept[place] for place in texts}
-        self._chosen.append(_Chosen(self.calls, rows, texts, logits, Late(places.report_4R)))
+        self._chosen.append(_Chosen(self.calls, rows, texts, logits, AsyncHostCopy(places.report_4R)))
         for text in texts.values():
             text.chosen += 1
 
@@ -320,13 +328,13 @@ class ContinuousDecoder:
                     continue
                 token = int(tokens[place])
                 text.made += 1
-                text.ended = text.made == text.request.max_new_tokens or token in text.request.stop_tokens
+                text.ended = text.made == text.request.max_new_tokens or token in text.request.stop_token_ids
                 how = (int(iterations[place]), residual[place], bool(converged[place])) if searched else ()
                 made.append(NewToken(text.number, token, text.ended, chosen.logits[place], *how))
-                lane = chosen.rows[place]
-                if text.ended and self.texts[lane] is text:  # it went on, until its token was known
-                    self.texts[lane] = None
-                    self.batch.leave(lane)
+                slot = chosen.rows[place]
+                if text.ended and self.texts[slot] is text:  # it went on, until its token was known
+                    self.texts[slot] = None
+                    self.batch.leave(slot)
         return made
 
 
@@ -347,20 +355,20 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Tokens that were chosen behind a call of the map: of which texts, by their place among the lanes."""
+    """Tokens that were chosen behind a call of the map: of which texts, by their place among the slots."""
 
     call: int
     rows: list[int]
     texts: dict[int, _Text]
     logits: dict[int, Tensor]
-    report: Late
+    report: AsyncHostCopy
 
 
 def _of_one_length(entering: Sequence[tuple[int, _Text]]) -> Iterator[list[tuple[int, _Text]]]:
     """Yield texts whose prompts have the same number of tokens, not too many together."""
     by_length: dict[int, list[tuple[int, _Text]]] = defaultdict(list)
-    for lane, text in entering:
-        by_length[text.ids.shape[1]].append((lane, text))
+    for slot, text in entering:
+        by_length[text.ids.shape[1]].append((slot, text))
     for length, group in by_length.items():
         count = max(1, TOGETHER // length)
         yield from (group[first : first + count] for first in range(0, len(group), count))

@@ -1,6 +1,6 @@
 """Layers of single tokens in a few kernels each: what ``fused`` puts together to a map.
 
-Shape legend: S lanes, R rows of a step, each in a lane, D model width, U injection width.
+Shape legend: S slots, R rows of a step, each in a slot, D model width, U injection width.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from implicit_blocks.layers import Linear, RMSNorm, SwiGLU
 from implicit_blocks.mixers.attention.mixer import Attention
-from implicit_blocks.mixers.attention.slots import AttentionLanes
+from implicit_blocks.mixers.attention.slots import AttentionSlots
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
-from implicit_blocks.mixers.mamba2.slots import Mamba2Lanes
+from implicit_blocks.mixers.mamba2.slots import Mamba2Slots
 from implicit_blocks.models.block import Block
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class FusedStep:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A held linear map."""
+    """A linear map with cached weights."""
 
     weight: Tensor
     bias: Tensor | None
@@ -64,9 +64,9 @@ class FusedLayer:
 class FusedMamba2:
     """Mamba2 on (stream, what is still to be added to it), behind its norm."""
 
-    def __init__(self, mixer: Mamba2, states: Mamba2Lanes) -> None:
+    def __init__(self, mixer: Mamba2, states: Mamba2Slots) -> None:
         self.mixer, self.states = mixer, states
-        self.in_proj, self.out_proj = _held(mixer.in_proj), _held(mixer.out_proj)
+        self.in_proj, self.out_proj = _cached(mixer.in_proj), _cached(mixer.out_proj)
         self.conv_weight = mixer.conv.weight.detach().t().contiguous()
 
     def __call__(
@@ -128,9 +128,9 @@ class FusedMamba2:
 class FusedAttention:
     """Attention on (stream, what is still to be added to it), behind its norm."""
 
-    def __init__(self, mixer: Attention, states: AttentionLanes, tables: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, mixer: Attention, states: AttentionSlots, tables: tuple[Tensor, Tensor]) -> None:
         self.heads, self.states, self.tables = mixer.n_heads, states, tables
-        self.in_proj, self.out_proj = _held(mixer.in_proj), _held(mixer.out_proj)
+        self.in_proj, self.out_proj = _cached(mixer.in_proj), _cached(mixer.out_proj)
 
     def __call__(
         self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: FusedStep
@@ -178,7 +178,7 @@ class FusedAttention:
 class _SwiGLU:
     def __init__(self, mlp: nn.Module, gate_up: Tensor | None) -> None:
         assert isinstance(mlp, SwiGLU)
-        self.gate, self.up, self.out = _held(mlp.gate_proj), _held(mlp.up_proj), _held(mlp.out_proj)
+        self.gate, self.up, self.out = _cached(mlp.gate_proj), _cached(mlp.up_proj), _cached(mlp.out_proj)
         if gate_up is None:  # its layers make their weights ready themselves
             gate_up = torch.cat((self.gate.weight, self.up.weight))
         biases = [part.bias for part in (self.gate, self.up) if part.bias is not None]
@@ -202,7 +202,7 @@ class _SwiGLU:
         return z, Branch(self.out(silu_product(self.both(normed))))
 
 
-def _held(layer: nn.Module) -> _Matrix:
+def _cached(layer: nn.Module) -> _Matrix:
     assert isinstance(layer, Linear)
-    weight, bias = layer.prepared() if layer.held is None else layer.held
+    weight, bias = layer.prepared() if layer.cached is None else layer.cached
     return _Matrix(weight.detach().contiguous(), bias)

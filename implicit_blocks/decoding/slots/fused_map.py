@@ -2,7 +2,7 @@
 
 Layers of other makes, and layers that something has been hung on, are computed as everywhere else.
 
-Shape legend: S lanes, R rows of a step, each in a lane, D model width, U injection width.
+Shape legend: S slots, R rows of a step, each in a slot, D model width, U injection width.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ import torch
 from torch import Tensor, nn
 
 from implicit_blocks.decoding.slots.fused_layers import FusedAttention, FusedLayer, FusedMamba2, FusedStep
-from implicit_blocks.decoding.slots.search import LaneSearch
-from implicit_blocks.interfaces import LaneStates
+from implicit_blocks.decoding.slots.search import SlotSearch
+from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.layers import Linear, SwiGLU
 from implicit_blocks.mixers.attention.mixer import Attention
-from implicit_blocks.mixers.attention.slots import AttentionLanes
+from implicit_blocks.mixers.attention.slots import AttentionSlots
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
-from implicit_blocks.mixers.mamba2.slots import Mamba2Lanes
+from implicit_blocks.mixers.mamba2.slots import Mamba2Slots
 from implicit_blocks.models.block import Block
 from implicit_blocks.models.implicit import LanguageModel
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.rotary import rotation_tables
 from implicit_blocks.solvers import Picard
-from implicit_blocks.weights.cache import HeldWeights
+from implicit_blocks.weights.cache import WeightCache
 
 if TYPE_CHECKING:
-    from implicit_blocks.decoding.slots.batch import LaneBatch
+    from implicit_blocks.decoding.slots.batch import SlotBatch
 
 _LOG = logging.getLogger(__name__)
 
 
 def fused_map(
-    model: LanguageModel, states: Sequence[LaneStates], weights: HeldWeights, *, capacity: int
+    model: LanguageModel, states: Sequence[SlotStates], weights: WeightCache, *, max_seq_len: int
 ) -> FusedMap | None:
     """Return the map of this model in fused kernels; None, and a line in the log, where that can't be."""
     why = _obstacle(model, states)
@@ -45,10 +45,10 @@ def fused_map(
         _LOG.info("decoding computes layer by layer, without fused kernels: %s", why)
         return None
     note("steps of decoding", "our Triton kernels")
-    return FusedMap(model, states, weights, capacity=capacity)
+    return FusedMap(model, states, weights, max_seq_len=max_seq_len)
 
 
-def _obstacle(model: LanguageModel, states: Sequence[LaneStates]) -> str | None:
+def _obstacle(model: LanguageModel, states: Sequence[SlotStates]) -> str | None:
     """Return what stands in the way of fused kernels, or None."""
     if not available("triton"):
         return "Triton is not installed"
@@ -61,9 +61,9 @@ def _obstacle(model: LanguageModel, states: Sequence[LaneStates]) -> str | None:
         if type(block) is not Block or not mlp_fits:
             return f"its layers are not plain: {type(block).__name__} with {type(block.mlp).__name__}"
         mixer = block.mixer
-        if type(mixer) is Mamba2 and type(state) is Mamba2Lanes:
+        if type(mixer) is Mamba2 and type(state) is Mamba2Slots:
             sizes = [mixer.spec.head_dim, mixer.spec.d_state]
-        elif type(mixer) is Attention and type(state) is AttentionLanes:
+        elif type(mixer) is Attention and type(state) is AttentionSlots:
             sizes = [mixer.head_dim]
         else:
             return f"it mixes by {type(mixer).__name__}"
@@ -80,36 +80,35 @@ def _plain_linears(part: nn.Module) -> bool:
 
 
 class FusedMap:
-    """``f(z)`` of one token in each of some lanes; a call that commits replaces the states in place."""
+    """``f(z)`` of one token in each of some slots; a call that commits replaces the states in place."""
 
     def __init__(
-        self, model: LanguageModel, states: Sequence[LaneStates], weights: HeldWeights, *, capacity: int
+        self, model: LanguageModel, states: Sequence[SlotStates], weights: WeightCache, *, max_seq_len: int
     ) -> None:
         self.norm = model.backbone.norm
         self.layers: list[FusedLayer] = []
         tables: dict[Any, tuple[Tensor, Tensor]] = {}
         mlps = [block.mlp for block in model.backbone.blocks()]
-        both = [
-            weights.lay_together(mlp.gate_proj, mlp.up_proj) if isinstance(mlp, SwiGLU) else None
-            for mlp in mlps
-        ]
-        with weights.in_use():
+        both = [weights.fuse(mlp.gate_proj, mlp.up_proj) if isinstance(mlp, SwiGLU) else None for mlp in mlps]
+        with weights.activate():
             for block, state, gate_up in zip(model.backbone.blocks(), states, both, strict=True):
                 mixer: FusedMamba2 | FusedAttention
                 if isinstance(block.mixer, Mamba2):
-                    assert isinstance(state, Mamba2Lanes)
+                    assert isinstance(state, Mamba2Slots)
                     mixer = FusedMamba2(block.mixer, state)
                 else:
                     assert isinstance(block.mixer, Attention)
-                    assert isinstance(state, AttentionLanes)
-                    mixer = FusedAttention(block.mixer, state, _tables(block.mixer, tables, capacity, state))
+                    assert isinstance(state, AttentionSlots)
+                    mixer = FusedAttention(
+                        block.mixer, state, _tables(block.mixer, tables, max_seq_len, state)
+                    )
                 self.layers.append(FusedLayer(block, mixer, gate_up))
-        self.slots = _side_by_side([state for state in states if isinstance(state, Mamba2Lanes)])
+        self.entries = _side_by_side([state for state in states if isinstance(state, Mamba2Slots)])
 
     def bind(
         self, rows_R: Tensor, u_SU: Tensor | None, lengths_R: Tensor, committing_R: Tensor
     ) -> Callable[[Tensor], Tensor]:
-        """Return the map of these lanes, (R, D) → (R, D); its first call commits where it is to.
+        """Return the map of these slots, (R, D) → (R, D); its first call commits where it is to.
 
         Further ones, as some solvers make, see the states that this has left: those rows don't search.
         """
@@ -124,12 +123,12 @@ class FusedMap:
         return call
 
     def _move_on(self, step: FusedStep) -> None:
-        if self.slots is not None:
-            slots, taps = self.slots
-            slots[:, step.rows_R] = (slots[:, step.rows_R] + step.committing_R) % taps
+        if self.entries is not None:
+            entries, taps = self.entries
+            entries[:, step.rows_R] = (entries[:, step.rows_R] + step.committing_R) % taps
 
-    def step(self, batch: LaneBatch, rows_R: Tensor) -> None:
-        """Take a whole step of lanes whose search is plain Picard iteration: see ``searches``."""
+    def step(self, batch: SlotBatch, rows_R: Tensor) -> None:
+        """Take a whole step of slots whose search is plain Picard iteration: see ``searches``."""
         from implicit_blocks.ops.kernels.decoding_search import take_in, take_up
 
         search = batch.search
@@ -138,7 +137,7 @@ class FusedMap:
         assert stopping is not None
         z_RD, lengths, committing = take_up(search.z, batch.lengths_S, batch.busy_S, search.done, rows_R)
         fz_RD = self(z_RD, FusedStep(rows_R, batch.u_SU, lengths, committing))
-        slots, taps = self.slots or (None, 1)
+        entries, taps = self.entries or (None, 1)
         take_in(
             fz_RD,
             rows_R,
@@ -153,7 +152,7 @@ class FusedMap:
             converged_S=search.converged,
             done_S=search.done,
             lengths_S=batch.lengths_S,
-            slots_YS=slots,
+            entries_YS=entries,
             taps=taps,
             damping=solver.damping,
             tolerance=stopping.tolerance,
@@ -162,7 +161,7 @@ class FusedMap:
         )
 
     @staticmethod
-    def searches(search: LaneSearch) -> bool:
+    def searches(search: SlotSearch) -> bool:
         """Whether ``step`` takes the steps of this search."""
         plain = type(search.solver) is Picard and not search.solver.undamped_first
         return plain and search.averages is None
@@ -183,24 +182,24 @@ class FusedMap:
         return add_norm(z_RD, branch, self.norm.weight, eps=self.norm.eps, dtype=z_RD.dtype)[1]
 
 
-def _side_by_side(states: Sequence[Mamba2Lanes]) -> tuple[Tensor, int] | None:
-    """Lay the layers' next slots into one tensor, (layers, S), for one step forward to serve all."""
+def _side_by_side(states: Sequence[Mamba2Slots]) -> tuple[Tensor, int] | None:
+    """Lay the layers' next entries into one tensor, (layers, S), for one step forward to serve all."""
     if not states:
         return None
-    slots = torch.stack([state.next_S for state in states])
-    for state, own in zip(states, slots, strict=True):
+    entries = torch.stack([state.next_S for state in states])
+    for state, own in zip(states, entries, strict=True):
         state.next_S = own
-    return slots, states[0].taps_SWC.shape[1]
+    return entries, states[0].taps_SWC.shape[1]
 
 
 def _tables(
-    mixer: Attention, known: dict[Any, tuple[Tensor, Tensor]], capacity: int, states: AttentionLanes
+    mixer: Attention, known: dict[Any, tuple[Tensor, Tensor]], max_seq_len: int, states: AttentionSlots
 ) -> tuple[Tensor, Tensor]:
     """Return the rotations of all positions, (T, P / 2) each, made once for layers that share them."""
     key = (mixer.rope_theta, mixer.head_dim, mixer.rope_scaling)
     if key not in known:
         cos, sin = rotation_tables(
-            torch.arange(capacity, device=states.keys.device)[None],
+            torch.arange(max_seq_len, device=states.keys.device)[None],
             head_dim=mixer.head_dim,
             theta=mixer.rope_theta,
             dtype=torch.float32,

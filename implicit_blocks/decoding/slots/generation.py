@@ -22,17 +22,17 @@ EMPTY = {"iterations": 0, "residual": 0.0, "converged": True, "diverged": False}
 """What a solution says of elements that are padding."""
 
 
-class LaneGeneration:
-    """One generation, on as many lanes as it has rows; ``generate`` describes the options.
+class SlotGeneration:
+    """One generation, on as many slots as it has rows; ``generate`` describes the options.
 
     Args:
-        model: in evaluation mode; its mixers have lanes.
+        model: in evaluation mode; its mixers have slots.
         ids_BL: prompts, padded on either side.
         valid_BL: where they are real; None: everywhere.
         limits: tokens that each row gets at most, at least 1.
         sampling: the rule for choosing tokens.
         seeds: of each row.
-        stop_tokens: that end a row.
+        stop_token_ids: that end a row.
         pad_token: behind a row's end.
         window_length: of the prompts' windows.
         search: how the searches differ from the spec's.
@@ -48,18 +48,18 @@ class LaneGeneration:
         limits: Sequence[int],
         sampling: Sampling,
         seeds: Sequence[int],
-        stop_tokens: Sequence[int],
+        stop_token_ids: Sequence[int],
         pad_token: int,
         window_length: int | None,
         search: SearchOptions,
     ) -> None:
         self.ids, self.valid, self.pad_token = ids_BL, valid_BL, pad_token
-        self.stop_tokens = stop_tokens
+        self.stop_token_ids = stop_token_ids
         rows = [row if valid_BL is None else row[valid_BL[number]] for number, row in enumerate(ids_BL)]
         self.decoder = ContinuousDecoder(
             model,
-            lanes=len(rows),
-            capacity=max(len(row) + limit for row, limit in zip(rows, limits, strict=True)),
+            max_batch_size=len(rows),
+            max_seq_len=max(len(row) + limit for row, limit in zip(rows, limits, strict=True)),
             window_length=window_length,
             **asdict(search),
         )
@@ -67,7 +67,7 @@ class LaneGeneration:
         self._prompts: dict[int, tuple[Solution, int]] = {}
         for row, limit, seed in zip(rows, limits, seeds, strict=True):
             request = Request(
-                prompt=row, max_new_tokens=limit, sampling=sampling, seed=seed, stop_tokens=stop_tokens
+                prompt=row, max_new_tokens=limit, sampling=sampling, seed=seed, stop_token_ids=stop_token_ids
             )
             self.decoder.submit(request)
         self.made: list[list[NewToken]] = [[] for _ in rows]
@@ -80,7 +80,7 @@ class LaneGeneration:
             while not self._ready(number):
                 for new in self.decoder.step():
                     self.made[new.request].append(new)
-                    self.stopped[new.request] |= new.token in self.stop_tokens
+                    self.stopped[new.request] |= new.token in self.stop_token_ids
             if not any(len(row) > number for row in self.made):
                 return
             yield self._step(number)
@@ -103,12 +103,12 @@ class LaneGeneration:
         if some.iterations is None:
             return Step(tokens, active, logits)
 
-        def told(name: str) -> Tensor:
+        def gathered(name: str) -> Tensor:
             values = [EMPTY[name] if new is None else getattr(new, name) for new in news]
             return torch.tensor(values, device=device)
 
-        residual = told("residual").to(logits.dtype)
-        return Step(tokens, active, logits, told("iterations"), residual, told("converged"))
+        residual = gathered("residual").to(logits.dtype)
+        return Step(tokens, active, logits, gathered("iterations"), residual, gathered("converged"))
 
     # ------------------------------------------------------------------------------------ prompts
 

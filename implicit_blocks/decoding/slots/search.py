@@ -3,7 +3,7 @@
 What ``implicit_blocks.search.search`` does for tokens that begin together, for single tokens that begin
 whenever the one before them is done: the same iterates, the same rule, the same report.
 
-Shape legend: S lanes, R of them in a step, D model width.
+Shape legend: S slots, R of them in a step, D model width.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from implicit_blocks.ops.residual import (
 from implicit_blocks.specs import Stopping
 
 
-class LaneSearch:
-    """One search a lane.
+class SlotSearch:
+    """One search a slot.
 
-    ``z`` (S, D) is where each lane's map is to be called next; once a lane is ``done``, (S,) bool, it is the
+    ``z`` (S, D) is where each slot's map is to be called next; once a slot is ``done``, (S,) bool, it is the
     solution. ``iterations`` int64, ``residual`` and ``converged``, (S,), report as a ``Solution`` does.
 
     Args:
         solver: the update rule, None: nothing is searched for, and every start is the solution.
         stopping: tolerance, iterations, norm.
-        lanes: S.
+        slots: S.
         width: D.
         moving_average: α of an average over the iterates, or None.
 
@@ -46,42 +46,42 @@ class LaneSearch:
         solver: Solver | None,
         stopping: Stopping | None,
         *,
-        lanes: int,
+        slots: int,
         width: int,
         device: torch.device,
         dtype: torch.dtype,
         moving_average: float | None = None,
     ) -> None:
         self.solver, self.stopping, self.moving_average = solver, stopping, moving_average
-        self.z = torch.zeros(lanes, width, device=device, dtype=dtype)
+        self.z = torch.zeros(slots, width, device=device, dtype=dtype)
         self.best = torch.zeros_like(self.z)
         precision = torch.promote_types(dtype, torch.float32)
-        self.residual = torch.zeros(lanes, device=device, dtype=precision)
-        self.scale, self.scale_limit = initial_scale(self.z, (lanes,))
-        self.iterations = torch.zeros(lanes, device=device, dtype=torch.int64)
-        self.converged = torch.zeros(lanes, device=device, dtype=torch.bool)
+        self.residual = torch.zeros(slots, device=device, dtype=precision)
+        self.scale, self.scale_limit = initial_scale(self.z, (slots,))
+        self.iterations = torch.zeros(slots, device=device, dtype=torch.int64)
+        self.converged = torch.zeros(slots, device=device, dtype=torch.bool)
         self.done = torch.zeros_like(self.converged)
         self.state: Any = () if solver is None else pytree.tree_map(torch.clone, solver.init(self.z))
         self.averages = None if moving_average is None else (self.z.clone(), self.z.clone())
 
-    def begin(self, lanes_R: Tensor, start_RD: Tensor, where_R: Tensor | None = None) -> None:
-        """Begin a token in each of these lanes, or in those of them that ``where_R``, (R,) bool, names."""
-        where = torch.ones_like(lanes_R, dtype=torch.bool) if where_R is None else where_R
+    def begin(self, slots_R: Tensor, start_RD: Tensor, where_R: Tensor | None = None) -> None:
+        """Begin a token in each of these slots, or in those of them that ``where_R``, (R,) bool, names."""
+        where = torch.ones_like(slots_R, dtype=torch.bool) if where_R is None else where_R
         start = start_RD.to(self.z.dtype)
-        self._put(self.z, lanes_R, start, where)
-        self._put(self.best, lanes_R, start, where)
-        self._put(self.residual, lanes_R, torch.inf, where)
-        self._put(self.scale, lanes_R, SMALLEST_SCALE, where)
-        self._put(self.iterations, lanes_R, 0, where)
-        self._put(self.converged, lanes_R, False, where)
-        self._put(self.done, lanes_R, self.solver is None, where)
+        self._put(self.z, slots_R, start, where)
+        self._put(self.best, slots_R, start, where)
+        self._put(self.residual, slots_R, torch.inf, where)
+        self._put(self.scale, slots_R, SMALLEST_SCALE, where)
+        self._put(self.iterations, slots_R, 0, where)
+        self._put(self.converged, slots_R, False, where)
+        self._put(self.done, slots_R, self.solver is None, where)
         if self.solver is not None:
-            self._put_state(lanes_R, self.solver.init(start), where)
+            self._put_state(slots_R, self.solver.init(start), where)
 
     def take(self, rows_R: Tensor, fz_RD: Tensor, active_R: Tensor, f: Map) -> None:
-        """Take in what the map returned for these lanes' ``z``, where ``active_R`` says that they search.
+        """Take in what the map returned for these slots' ``z``, where ``active_R`` says that they search.
 
-        ``f`` is the map of the same lanes, for solvers that call it themselves.
+        ``f`` is the map of the same slots, for solvers that call it themselves.
         """
         assert self.solver is not None
         assert self.stopping is not None

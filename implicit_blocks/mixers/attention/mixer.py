@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear
-from implicit_blocks.mixers.attention.slots import AttentionLanes, LaneKeys
+from implicit_blocks.mixers.attention.slots import AttentionSlots, SlotKeys
 from implicit_blocks.ops.attention import ATTENTION, Blocks, attend, find_blocks
-from implicit_blocks.ops.attention.slots import attend_lanes
+from implicit_blocks.ops.attention.slots import attend_slots
 from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks.specs import AttentionSpec
 
@@ -81,10 +81,10 @@ class Attention(Mixer):
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
     def initial_state(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> AttentionState:
-        """Return an empty cache, with room for ``capacity`` tokens where given."""
-        shape = (batch_size, self.n_kv_heads, capacity or 0, self.head_dim)
+        """Return an empty cache, with room for ``max_seq_len`` tokens where given."""
+        shape = (batch_size, self.n_kv_heads, max_seq_len or 0, self.head_dim)
         return AttentionState(
             torch.zeros(shape, device=device, dtype=dtype), torch.zeros(shape, device=device, dtype=dtype), 0
         )
@@ -93,10 +93,12 @@ class Attention(Mixer):
         """Return the cache of these rows."""
         return AttentionState(state.keys[rows], state.values[rows], state.length)
 
-    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> AttentionLanes:
-        """Return room for the keys and values of every lane."""
-        shape = (count, self.n_kv_heads, capacity, self.head_dim)
-        return AttentionLanes(shape, device=device, dtype=dtype)
+    def slots(
+        self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int
+    ) -> AttentionSlots:
+        """Return room for the keys and values of every slot."""
+        shape = (count, self.n_kv_heads, max_seq_len, self.head_dim)
+        return AttentionSlots(shape, device=device, dtype=dtype)
 
     def truncate(self, state: AttentionState, length: int) -> AttentionState:
         """Return the cache of the first ``length`` tokens; one made with a capacity keeps it."""
@@ -124,25 +126,25 @@ class Attention(Mixer):
         return AttentionContext(cos, sin, mask, causal, blocks)
 
     def forward(
-        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | LaneKeys, context: AttentionContext
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | SlotKeys, context: AttentionContext
     ) -> Tensor:
         """Attend from the window to itself and to the committed tokens."""
         return self._attend(z_BLD, u_BLU, state, context)[0]
 
     def advance(
-        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | LaneKeys, context: AttentionContext
-    ) -> tuple[Tensor, AttentionState | LaneKeys]:
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | SlotKeys, context: AttentionContext
+    ) -> tuple[Tensor, AttentionState | SlotKeys]:
         """Attend, and keep the window's keys and values."""
         return self._attend(z_BLD, u_BLU, state, context)
 
     def _attend(
-        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | LaneKeys, context: AttentionContext
-    ) -> tuple[Tensor, AttentionState | LaneKeys]:
+        self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | SlotKeys, context: AttentionContext
+    ) -> tuple[Tensor, AttentionState | SlotKeys]:
         batch, length, _ = z_BLD.shape
         q, k, v = self._project(z_BLD, u_BLU, context)
-        after: AttentionState | LaneKeys
-        if isinstance(state, LaneKeys):
-            y, after = self._attend_lanes(q, k, v, state), state
+        after: AttentionState | SlotKeys
+        if isinstance(state, SlotKeys):
+            y, after = self._attend_slots(q, k, v, state), state
         else:
             end = state.length + length
             keys, values = _extend(state.keys, state.length, k), _extend(state.values, state.length, v)
@@ -159,10 +161,10 @@ class Attention(Mixer):
         out: Tensor = self.out_proj(y.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
         return out, after
 
-    def _attend_lanes(self, q: Tensor, k: Tensor, v: Tensor, state: LaneKeys) -> Tensor:
-        """Attend from one token in each lane, once its key and value stand behind the lane's tokens."""
+    def _attend_slots(self, q: Tensor, k: Tensor, v: Tensor, state: SlotKeys) -> Tensor:
+        """Attend from one token in each slot, once its key and value stand behind the slot's tokens."""
         state.put(k[:, :, 0], v[:, :, 0])
-        y = attend_lanes(
+        y = attend_slots(
             q[:, :, 0],
             state.keys_SKCP,
             state.values_SKCP,

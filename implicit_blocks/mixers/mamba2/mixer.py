@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks._utils.module_hooks import has_hooks
-from implicit_blocks._utils.padding import moved
+from implicit_blocks._utils.padding import permute
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
-from implicit_blocks.mixers.mamba2.slots import Mamba2Lanes
+from implicit_blocks.mixers.mamba2.slots import Mamba2Slots
 from implicit_blocks.mixers.short_conv import DepthwiseConv, DocumentsAround
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.backends import AUTO
@@ -45,7 +45,7 @@ class Mamba2Context(NamedTuple):
 
     Padding must not stand between two real tokens, those of the convolution's tail among them, and must not
     cut documents: the real tokens are then moved to the front (``order_BL``), which the other fields
-    describe, and back (``places_BL``). In a first window of one document padding on either side is like the
+    describe, and back (``inverse_BL``). In a first window of one document padding on either side is like the
     zeros before it.
     """
 
@@ -56,7 +56,7 @@ class Mamba2Context(NamedTuple):
     tail_documents_BW: Tensor | None = None
     initial_document_B: Tensor | None = None
     order_BL: Tensor | None = None
-    places_BL: Tensor | None = None
+    inverse_BL: Tensor | None = None
     u_rows_BL: Tensor | None = None
 
     @property
@@ -113,7 +113,7 @@ class Mamba2(Mixer):
         return self.d_inner + self.conv_width + self.n_heads
 
     def initial_state(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> Mamba2State:
         """Return zeros; the state's size does not depend on the number of tokens."""
         wide = torch.promote_types(dtype, torch.float32)
@@ -127,11 +127,11 @@ class Mamba2(Mixer):
         """Return the state of these rows."""
         return Mamba2State(state.conv_BWC[rows], state.h_BHPN[rows])
 
-    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> Mamba2Lanes:
-        """Return a state a lane; none depends on a length."""
-        return Mamba2Lanes(self, count, device=device, dtype=dtype)
+    def slots(self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int) -> Mamba2Slots:
+        """Return a state a slot; none depends on a length."""
+        return Mamba2Slots(self, count, device=device, dtype=dtype)
 
-    def reads_rows(self, window: Window) -> bool:
+    def supports_injection_table(self, window: Window) -> bool:
         """Whether the GPU's fused operator serves the window: it reads the injection where it stands."""
         half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.float32
         plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
@@ -150,7 +150,7 @@ class Mamba2(Mixer):
             return fused[0]
         gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
         y, _ = self._scan(gate, conv_in, dt, state, context, return_final_state=False)
-        return moved(y, context.places_BL)
+        return permute(y, context.inverse_BL)
 
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
@@ -170,7 +170,7 @@ class Mamba2(Mixer):
         y, h = self._scan(gate, conv_in, dt, state, context, return_final_state=True)
         assert h is not None
         tail = conv_tail(conv_in, state.conv_BWC, taps=self.spec.d_conv, last_taps_BW=context.last_taps_BW)
-        return moved(y, context.places_BL), Mamba2State(tail, h)
+        return permute(y, context.inverse_BL), Mamba2State(tail, h)
 
     def _fused(
         self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
@@ -229,7 +229,7 @@ class Mamba2(Mixer):
 
     def _project(self, z: Tensor, u: Tensor | None, context: Mamba2Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return gate, input of the convolution and dt, the real tokens first; padding feeds nothing in."""
-        z, u = moved(z, context.order_BL), moved(u, context.order_BL)
+        z, u = permute(z, context.order_BL), permute(u, context.order_BL)
         projected: Tensor = self.in_proj(z)
         if u is not None:
             projected = projected + (u if context.u_rows_BL is None else F.embedding(context.u_rows_BL, u))
@@ -291,13 +291,13 @@ def _context(window: Window, taps: int) -> Mamba2Context:
     # In a first window of one document padding on either side stays where it is, like the zeros before it.
     stays = begins and window.documents_BT is None and not window.gaps
     real = None if stays else window.real_first()
-    order = places = last = None
+    order = inverse = last = None
     if real is not None:
-        valid, order, places = real.valid_BL, real.order_BL, real.places_BL
+        valid, order, inverse = real.valid_BL, real.order_BL, real.inverse_BL
     if valid is not None:
         # The tail holds the last real inputs: with padding on the right they are not the window's last ones.
         index = torch.arange(1, window.length + 1, device=window.device)
         end = (valid * index).amax(1)  # how many tokens up to and with the last real one
         last = end[:, None] + torch.arange(taps - 1, device=window.device)
     around = DocumentsAround.of(window, taps=taps, real=real)
-    return Mamba2Context(begins, valid, last, *around, order, places, window.u_rows_BL)
+    return Mamba2Context(begins, valid, last, *around, order, inverse, window.u_rows_BL)

@@ -1,6 +1,6 @@
 """States of Mamba2 in rows that are each at a length of their own.
 
-Shape legend: S lanes, R of them in a step, W convolution taps, C convolved channels, H heads, P head width, N
+Shape legend: S slots, R of them in a step, W convolution taps, C convolved channels, H heads, P head width, N
 state width.
 """
 
@@ -11,60 +11,60 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from implicit_blocks.interfaces import LaneStates
+from implicit_blocks.interfaces import SlotStates
 
 if TYPE_CHECKING:
     from implicit_blocks.mixers.mamba2.mixer import Mamba2, Mamba2State
 
 
-class Mamba2Lanes(LaneStates):
-    """The convolution's last inputs, ``taps_SWC``, and the scan's ``h_SHPN`` of every lane.
+class Mamba2Slots(SlotStates):
+    """The convolution's last inputs, ``taps_SWC``, and the scan's ``h_SHPN`` of every slot.
 
-    The inputs take W slots in turn, of which ``next_S`` is the next: a step may write that of its own token
+    The inputs take W entries in turn, of which ``next_S`` is the next: a step may write that of its own token
     there, beside the W − 1 before it, and nothing reads it until the token is committed.
     """
 
-    def __init__(self, mixer: Mamba2, lanes: int, *, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, mixer: Mamba2, slots: int, *, device: torch.device, dtype: torch.dtype) -> None:
         self._new = mixer.initial_state(1, device=device, dtype=dtype)
         taps, channels = mixer.spec.d_conv, mixer.conv_width
-        self.taps_SWC = torch.zeros(lanes, taps, channels, device=device, dtype=dtype)
-        shape = (lanes, *self._new.h_BHPN.shape[1:])
+        self.taps_SWC = torch.zeros(slots, taps, channels, device=device, dtype=dtype)
+        shape = (slots, *self._new.h_BHPN.shape[1:])
         self.h_SHPN = torch.zeros(shape, device=device, dtype=self._new.h_BHPN.dtype)
-        self.next_S = torch.zeros(lanes, device=device, dtype=torch.int64)
+        self.next_S = torch.zeros(slots, device=device, dtype=torch.int64)
         self._order = torch.arange(1, taps, device=device)
-        self._lanes = torch.arange(lanes, device=device)
+        self._slots = torch.arange(slots, device=device)
 
-    def narrow(self, dtype: torch.dtype) -> None:
+    def set_dtype(self, dtype: torch.dtype) -> None:
         """Keep ``h`` in this type, not an integer: every token would be rounded to 8 bits again."""
-        super().narrow(dtype)
+        super().set_dtype(dtype)
         self.h_SHPN = self.h_SHPN.to(dtype)
 
-    def enter(self, lane: int) -> Mamba2State:
+    def prefill(self, slot: int) -> Mamba2State:
         """Return an empty state."""
         return self._new
 
-    def settle(self, lane: int, state: Mamba2State) -> None:
-        """Copy the state into its lane."""
-        self.taps_SWC[lane, 1:] = state.conv_BWC[0]
-        self.h_SHPN[lane] = state.h_BHPN[0]
-        self.next_S[lane] = 0
+    def commit(self, slot: int, state: Mamba2State) -> None:
+        """Copy the state into its slot."""
+        self.taps_SWC[slot, 1:] = state.conv_BWC[0]
+        self.h_SHPN[slot] = state.h_BHPN[0]
+        self.next_S[slot] = 0
 
-    def at(self, rows_R: Tensor | None, lengths_R: Tensor) -> Mamba2State:
-        """Return the states: those of all lanes where they lie, a copy of some."""
+    def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> Mamba2State:
+        """Return the states: those of all slots where they lie, a copy of some."""
         from implicit_blocks.mixers.mamba2.mixer import Mamba2State
 
-        rows = self._lanes if rows_R is None else rows_R
-        slots = (self.next_S[rows, None] + self._order) % self.taps_SWC.shape[1]
+        rows = self._slots if rows_R is None else rows_R
+        entries = (self.next_S[rows, None] + self._order) % self.taps_SWC.shape[1]
         h = self.h_SHPN if rows_R is None else self.h_SHPN[rows_R]
-        return Mamba2State(self.taps_SWC[rows[:, None], slots], h)
+        return Mamba2State(self.taps_SWC[rows[:, None], entries], h)
 
     def write(self, rows_R: Tensor | None, after: Mamba2State, committed_R: Tensor) -> None:
-        """Copy what was committed into its lanes; the convolution's input of the others may lie beside it."""
-        rows = self._lanes if rows_R is None else rows_R
-        taps, slots = self.taps_SWC.shape[1], self.next_S[rows]
+        """Copy what was committed into its slots; the convolution's input of the others may lie beside it."""
+        rows = self._slots if rows_R is None else rows_R
+        taps, entries = self.taps_SWC.shape[1], self.next_S[rows]
         if taps > 1:
-            self.taps_SWC[rows, slots] = after.conv_BWC[:, -1].to(self.taps_SWC.dtype)
-            self.next_S[rows] = (slots + committed_R) % taps
+            self.taps_SWC[rows, entries] = after.conv_BWC[:, -1].to(self.taps_SWC.dtype)
+            self.next_S[rows] = (entries + committed_R) % taps
         kept = self.h_SHPN if rows_R is None else self.h_SHPN[rows_R]
         h = torch.where(committed_R[:, None, None, None], after.h_BHPN.to(kept.dtype), kept)
         if rows_R is None:

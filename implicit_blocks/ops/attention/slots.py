@@ -1,6 +1,6 @@
-"""Attention of one query a row to keys that lie in lanes of a common buffer, each at its own length.
+"""Attention of one query a row to keys that lie in slots of a common buffer, each at its own length.
 
-Shape legend: S lanes, R of them in a step, H query heads, K key and value heads (dividing H), C room for
+Shape legend: S slots, R of them in a step, H query heads, K key and value heads (dividing H), C room for
 tokens, P head width.
 """
 
@@ -15,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.quantization import EightBits
 
-__all__ = ["BACKENDS", "attend_lanes"]
+__all__ = ["BACKENDS", "attend_slots"]
 
 
-def attend_lanes(
+def attend_slots(
     q_RHP: Tensor,
     keys_SKCP: Tensor,
     values_SKCP: Tensor,
@@ -31,21 +31,21 @@ def attend_lanes(
     own_values_RKP: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """Return ``softmax(q k^T / √P) v`` over the first ``lengths_R`` keys of each row's lane, (R, H, P).
+    """Return ``softmax(q k^T / √P) v`` over the first ``lengths_R`` keys of each row's slot, (R, H, P).
 
     Args:
         q_RHP: a query a row.
-        keys_SKCP: keys of all lanes, read where they lie.
-        values_SKCP: values of all lanes.
-        rows_R: int64, which lanes the rows are, all different; None: all of them in order.
+        keys_SKCP: keys of all slots, read where they lie.
+        values_SKCP: values of all slots.
+        rows_R: int64, which slots the rows are, all different; None: all of them in order.
         lengths_R: int64, how many keys count, at least 1.
         key_scales_SKC: of keys in 8 bits, which are made wide first.
         value_scales_SKC: of values in 8 bits.
         own_keys_RKP: with those in 8 bits, what the last key that counts was before: each row's own, which it
             sees as it is. A search that rounded it in every iteration could not get below what that does.
         own_values_RKP: the last value.
-        backend: ``each`` takes one lane after the other, and reads nothing that doesn't count; ``masked``
-            takes all lanes together, idle ones too, to the end of their room, in a fixed number of kernels.
+        backend: ``each`` takes one slot after the other, and reads nothing that doesn't count; ``masked``
+            takes all slots together, idle ones too, to the end of their room, in a fixed number of kernels.
             None: ``each`` on a CPU, else ``masked``.
 
     Raises:
@@ -56,7 +56,7 @@ def attend_lanes(
         backend = "each" if q_RHP.device.type == "cpu" else "masked"
     if backend not in BACKENDS:
         raise ValueError(f"unknown backend {backend!r}; choose one of {', '.join(sorted(BACKENDS))}")
-    note("attention in lanes", f"sdpa, {backend}")
+    note("attention in slots", f"sdpa, {backend}")
     keys = _Kept(keys_SKCP, key_scales_SKC, own_keys_RKP)
     values = _Kept(values_SKCP, value_scales_SKC, own_values_RKP)
     return BACKENDS[backend](q_RHP, keys, values, rows_R, lengths_R)
@@ -67,38 +67,38 @@ class _Kept(NamedTuple):
     scales: Tensor | None
     own_RKP: Tensor | None
 
-    def of(self, row: int, lane: int, length: int, dtype: torch.dtype) -> Tensor:
-        """Return what a row sees of its lane, (1, K, length, P)."""
-        part = self.whole[lane : lane + 1, :, :length]
+    def of(self, row: int, slot: int, length: int, dtype: torch.dtype) -> Tensor:
+        """Return what a row sees of its slot, (1, K, length, P)."""
+        part = self.whole[slot : slot + 1, :, :length]
         if self.scales is None:
             return part
-        part = EightBits(part, self.scales[lane : lane + 1, :, :length]).wide(dtype)
+        part = EightBits(part, self.scales[slot : slot + 1, :, :length]).wide(dtype)
         if self.own_RKP is not None:
             part[0, :, -1] = self.own_RKP[row]
         return part
 
     def of_all(self, rows: Tensor | None, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what every lane sees, and more."""
+        """Return what every slot sees, and more."""
         if self.scales is None:
             return self.whole
         wide = EightBits(self.whole, self.scales).wide(dtype)
         if self.own_RKP is not None:
-            lanes = torch.arange(len(wide), device=wide.device) if rows is None else rows
-            wide[lanes, :, lengths - 1] = self.own_RKP.to(dtype)
+            slots = torch.arange(len(wide), device=wide.device) if rows is None else rows
+            wide[slots, :, lengths - 1] = self.own_RKP.to(dtype)
         return wide
 
 
 def _each(q: Tensor, keys: _Kept, values: _Kept, rows: Tensor | None, lengths: Tensor) -> Tensor:
-    lanes = range(len(q)) if rows is None else rows.tolist()
+    slots = range(len(q)) if rows is None else rows.tolist()
     grouped = q.shape[1] != keys.whole.shape[1]
     found = [
         scaled_dot_product_attention(
             q[row, None, :, None],
-            keys.of(row, lane, length, q.dtype),
-            values.of(row, lane, length, q.dtype),
+            keys.of(row, slot, length, q.dtype),
+            values.of(row, slot, length, q.dtype),
             enable_gqa=grouped,
         )
-        for row, (lane, length) in enumerate(zip(lanes, lengths.tolist(), strict=True))
+        for row, (slot, length) in enumerate(zip(slots, lengths.tolist(), strict=True))
     ]
     return torch.cat(found)[:, :, 0]
 
@@ -106,7 +106,7 @@ def _each(q: Tensor, keys: _Kept, values: _Kept, rows: Tensor | None, lengths: T
 def _masked(q: Tensor, keys: _Kept, values: _Kept, rows: Tensor | None, lengths: Tensor) -> Tensor:
     room, dtype = keys.whole.shape, q.dtype
     seen = keys.of_all(rows, lengths, dtype), values.of_all(rows, lengths, dtype)
-    if rows is not None:  # queries and lengths go to their lanes, not lanes to their queries
+    if rows is not None:  # queries and lengths go to their slots, not slots to their queries
         q = q.new_zeros(room[0], *q.shape[1:]).index_copy(0, rows, q)
         lengths = lengths.new_ones(room[0]).index_copy(0, rows, lengths)
     counts = torch.arange(room[2], device=q.device) < lengths[:, None]

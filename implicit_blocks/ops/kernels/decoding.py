@@ -4,7 +4,7 @@ What a layer must cost there is reading its weights and states once; every furth
 So norms, injection, activation and residual are part of the matrix product beside them, and nothing is
 written to a state until a token is committed.
 
-Shape legend: S lanes, R rows of a step, each in a lane; K input, M output, D model, F hidden width.
+Shape legend: S slots, R rows of a step, each in a slot; K input, M output, D model, F hidden width.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch import Tensor
 class Mamba2Inputs(NamedTuple):
     """What Mamba2 does to its projection before the scan needs: convolution and step size.
 
-    ``slots_S`` int64 is which of the W slots of ``taps_SWC`` each lane's token takes: those of the tokens
+    ``entries_S`` int64 is which of the W entries of ``taps_SWC`` each slot's token takes: those of the tokens
     before it lie behind, the oldest first, and around the end. ``conv_weight_WC`` has the oldest tap first;
     channels lie side by side, as those that read it do.
     """
 
-    slots_S: Tensor
+    entries_S: Tensor
     taps_SWC: Tensor
     conv_weight_WC: Tensor
     conv_bias_C: Tensor | None
@@ -41,7 +41,7 @@ class Mamba2Inputs(NamedTuple):
     def pointers(self) -> tuple[Tensor | int, ...]:
         """Return the kernels' arguments for them."""
         bias = self.dt_bias_H if self.conv_bias_C is None else self.conv_bias_C
-        tensors = (self.slots_S, self.taps_SWC, self.conv_weight_WC, bias, self.dt_bias_H)
+        tensors = (self.entries_S, self.taps_SWC, self.conv_weight_WC, bias, self.dt_bias_H)
         return (*tensors, self.inner, self.taps_SWC.shape[2])
 
 
@@ -85,7 +85,7 @@ def linear_rows(
         norm_K: x is ``rms(x) · norm`` first.
         eps: of that norm.
         u_SM: row ``rows_R`` of it is added.
-        rows_R: int64, the lane of each row.
+        rows_R: int64, the slot of each row.
         z_RM: float32, added.
         mamba2: the result goes through ``prepare_mamba2``.
 
@@ -189,7 +189,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
 def mamba2_history(
     m,
     real,
-    slot,
+    entry,
     taps_ptr,
     conv_ptr,
     conv_bias_ptr,
@@ -206,7 +206,7 @@ def mamba2_history(
     step = real & (channel >= C)
     earlier = tl.load(dt_bias_ptr + channel - C, mask=step, other=0.0).to(tl.float32)
     for tap in tl.static_range(W - 1):
-        place = taps_ptr + (slot + 1 + tap) % W * C + channel
+        place = taps_ptr + (entry + 1 + tap) % W * C + channel
         before = tl.load(place, mask=convolved, other=0.0).to(tl.float32)
         earlier += before * tl.load(conv_ptr + tap * C + channel, mask=convolved, other=0.0).to(tl.float32)
     if HAS_BIAS:
@@ -215,12 +215,12 @@ def mamba2_history(
 
 
 @triton.jit
-def mamba2_prepared(y, newest, earlier, m, real, slot_ptr, inner, C):
+def mamba2_prepared(y, newest, earlier, m, real, entry_ptr, inner, C):
     """Write the convolution's input; return silu of gate and convolution, softplus of dt."""
     channel = m - inner
-    # The slot of the token itself: nobody reads it before the token is committed.
+    # The entry of the token itself: nobody reads it before the token is committed.
     convolved = real & (channel >= 0) & (channel < C)
-    tl.store(slot_ptr + channel, y.to(slot_ptr.dtype.element_ty), mask=convolved)
+    tl.store(entry_ptr + channel, y.to(entry_ptr.dtype.element_ty), mask=convolved)
     y = y * newest + earlier
     softplus = tl.where(y > 20.0, y, tl.log(1.0 + tl.exp(y)))
     return tl.where(channel >= C, softplus, y * tl.sigmoid(y))
@@ -240,7 +240,7 @@ def _linear_rows(
     out_ptr,
     M,
     eps,
-    slots_ptr,
+    entries_ptr,
     taps_ptr,
     conv_ptr,
     conv_bias_ptr,
@@ -268,14 +268,14 @@ def _linear_rows(
     total = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     gate = tl.zeros((BLOCK_M, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
-    lane = row
+    slot = row
     if HAS_U or MAMBA2:
-        lane = tl.load(rows_ptr + row)
+        slot = tl.load(rows_ptr + row)
     if MAMBA2:  # before the product, which hides how long this takes
-        slot = tl.load(slots_ptr + lane)
-        taps_ptr += lane * W * C
+        entry = tl.load(entries_ptr + slot)
+        taps_ptr += slot * W * C
         newest, earlier = mamba2_history(
-            m, real, slot, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, W, HAS_CONV_BIAS
+            m, real, entry, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, W, HAS_CONV_BIAS
         )
     for first in tl.static_range(0, K, BLOCK_K):
         inside = first + column < K
@@ -303,11 +303,11 @@ def _linear_rows(
             g += tl.load(gate_bias_ptr + m, mask=real, other=0.0).to(tl.float32)
         y *= g * tl.sigmoid(g)
     if HAS_U:
-        y += tl.load(u_ptr + lane * M + m, mask=real, other=0.0).to(tl.float32)
+        y += tl.load(u_ptr + slot * M + m, mask=real, other=0.0).to(tl.float32)
     if HAS_Z:
         y += tl.load(z_ptr + row * M + m, mask=real, other=0.0)
     if MAMBA2:
-        y = mamba2_prepared(y, newest, earlier, m, real, taps_ptr + slot * C, inner, C)
+        y = mamba2_prepared(y, newest, earlier, m, real, taps_ptr + entry * C, inner, C)
     tl.store(out_ptr + row * M + m, y, mask=real)
 
 

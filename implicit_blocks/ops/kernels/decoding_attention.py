@@ -1,11 +1,11 @@
-"""Attention of one token in each of a few rows to what its lane keeps, all between the projections at once.
+"""Attention of one token in each of a few rows to what its slot keeps, all between the projections at once.
 
 What it must cost is reading the keys and values that count, once. So a program takes one head of one row (and
 a part of its past, where there are few rows), blocks of the past are on their way while those before them are
 worked on, and nothing passes between threads on the way: each of a block's places has a maximum, a sum and a
 result of its own until the end.
 
-Shape legend: S lanes, R rows of a step, each in a lane; U projection width, H heads, K key and value heads,
+Shape legend: S slots, R rows of a step, each in a slot; U projection width, H heads, K key and value heads,
 P head width, T room for tokens.
 """
 
@@ -39,17 +39,17 @@ def attention_step(
     key_scales_SKT: Tensor | None = None,
     value_scales_SKT: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of one token in each row's lane to itself and those before it, (R, H · P).
+    """Return attention of one token in each row's slot to itself and those before it, (R, H · P).
 
-    Its key and value are written behind the lane's tokens, where they count once it is committed.
+    Its key and value are written behind the slot's tokens, where they count once it is committed.
 
     Args:
         projected_RU: q, k, v, contiguous.
-        u_SU: the injection of each lane; None: there is none, or it has been added.
-        rows_R: int64, the lane of each row, all different.
-        lengths_R: int64, tokens that each row's lane has committed.
-        keys_SKTP: rotated keys of all lanes, P a power of 2.
-        values_SKTP: values of all lanes.
+        u_SU: the injection of each slot; None: there is none, or it has been added.
+        rows_R: int64, the slot of each row, all different.
+        lengths_R: int64, tokens that each row's slot has committed.
+        keys_SKTP: rotated keys of all slots, P a power of 2.
+        values_SKTP: values of all slots.
         cos_TF: cosines of the rotation at each position, F = P / 2.
         sin_TF: sines.
         n_heads: H.
@@ -146,12 +146,12 @@ def _attention_step(
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    lane = tl.load(rows_ptr + row)
+    slot = tl.load(rows_ptr + row)
     length = tl.load(lengths_ptr + row)
     shared = head // (H // KV)
     p_ptr += row * U
-    u_ptr += lane * U
-    first_token = (lane * KV + shared) * T
+    u_ptr += slot * U
+    first_token = (slot * KV + shared) * T
     base = first_token * P
     kind = keys_ptr.dtype.element_ty
     whole, place = tl.arange(0, P), tl.arange(0, BLOCK_T)

@@ -1,6 +1,6 @@
 """Mamba2 of one token in each of a few rows, between its projections: convolution, then scan and gate.
 
-Shape legend: S lanes, R rows of a step, each in a lane; U projection width, I inner width, C convolved
+Shape legend: S slots, R rows of a step, each in a slot; U projection width, I inner width, C convolved
 channels, W taps, H heads, P head width, G groups, N state width.
 """
 
@@ -20,14 +20,14 @@ from implicit_blocks.ops.kernels.decoding import (
 
 
 def prepare_mamba2(projected_RU: Tensor, u_SU: Tensor | None, rows_R: Tensor, inputs: Mamba2Inputs) -> Tensor:
-    """Return ``[silu(gate), x, B, C, softplus(dt)]``, (R, U) float32, of one token in each row's lane.
+    """Return ``[silu(gate), x, B, C, softplus(dt)]``, (R, U) float32, of one token in each row's slot.
 
-    ``x, B, C`` are convolved, with SiLU. The token's inputs of the convolution are written to their slot.
+    ``x, B, C`` are convolved, with SiLU. The token's inputs of the convolution are written to their entry.
 
     Args:
         projected_RU: gate, x, B, C, dt, contiguous.
-        u_SU: the injection of each lane, or None.
-        rows_R: int64, the lane of each row, all different.
+        u_SU: the injection of each slot, or None.
+        rows_R: int64, the slot of each row, all different.
         inputs: of the convolution, and the bias of dt.
 
     """
@@ -62,11 +62,11 @@ def scan_step(
     norm_I: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``y · silu(gate)``, (R, I), of one token in each row's lane, and its squares in parts, (R, X).
+    """Return ``y · silu(gate)``, (R, I), of one token in each row's slot, and its squares in parts, (R, X).
 
     Args:
         prepared_RU: what ``prepare_mamba2`` returns.
-        rows_R: int64, the lane of each row, all different.
+        rows_R: int64, the slot of each row, all different.
         committing_R: bool, which rows commit: their ``h`` is replaced. Nobody else's is written.
         h_SHPN: states, P and N powers of 2.
         A_log_H: ``log(−A)``.
@@ -113,7 +113,7 @@ def _prepare_mamba2(
     rows_ptr,
     out_ptr,
     U,
-    slots_ptr,
+    entries_ptr,
     taps_ptr,
     conv_ptr,
     conv_bias_ptr,
@@ -129,15 +129,15 @@ def _prepare_mamba2(
     m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     real = m < U
     y = tl.load(p_ptr + row * U + m, mask=real, other=0.0).to(tl.float32)
-    lane = tl.load(rows_ptr + row)
+    slot = tl.load(rows_ptr + row)
     if HAS_U:
-        y += tl.load(u_ptr + lane * U + m, mask=real, other=0.0).to(tl.float32)
-    slot = tl.load(slots_ptr + lane)
-    taps_ptr += lane * W * C
+        y += tl.load(u_ptr + slot * U + m, mask=real, other=0.0).to(tl.float32)
+    entry = tl.load(entries_ptr + slot)
+    taps_ptr += slot * W * C
     newest, earlier = mamba2_history(
-        m, real, slot, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, W, HAS_BIAS
+        m, real, entry, taps_ptr, conv_ptr, conv_bias_ptr, dt_bias_ptr, inner, C, W, HAS_BIAS
     )
-    y = mamba2_prepared(y, newest, earlier, m, real, taps_ptr + slot * C, inner, C)
+    y = mamba2_prepared(y, newest, earlier, m, real, taps_ptr + entry * C, inner, C)
     tl.store(out_ptr + row * U + m, y, mask=real)
 
 
@@ -164,10 +164,10 @@ def _scan_step(
     part = tl.program_id(0) % (P // BLOCK_P)
     row = tl.program_id(1).to(tl.int64)
     inner: tl.constexpr = H * P
-    lane = tl.load(rows_ptr + row)
+    slot = tl.load(rows_ptr + row)
     p_ptr += row * U
     width, state = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N)
-    place = h_ptr + (lane * H + head) * P * N + width[:, None] * N + state[None, :]
+    place = h_ptr + (slot * H + head) * P * N + width[:, None] * N + state[None, :]
     h = tl.load(place, eviction_policy="evict_first").to(tl.float32)  # read once: caches are for the rest
     group = head // (H // G) * N + state
     gate = tl.load(p_ptr + head * P + width)

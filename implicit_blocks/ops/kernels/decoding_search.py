@@ -1,9 +1,9 @@
-"""What stands around the map in a step of decoding: lanes taken up, and the value of the map taken in.
+"""What stands around the map in a step of decoding: slots taken up, and the value of the map taken in.
 
 In plain operators these are some forty kernels of a microsecond or two; here they are one before the map and
 one behind it.
 
-Shape legend: S lanes, R rows of a step, each in a lane, D model width, Y layers.
+Shape legend: S slots, R rows of a step, each in a slot, D model width, Y layers.
 """
 
 from __future__ import annotations
@@ -58,21 +58,21 @@ def take_in(
     converged_S: Tensor,
     done_S: Tensor,
     lengths_S: Tensor,
-    slots_YS: Tensor | None,
+    entries_YS: Tensor | None,
     taps: int,
     damping: float,
     tolerance: float,
     max_iterations: int,
     relative: bool,
 ) -> None:
-    """Take a Picard step in the lanes that search; count the token, and keep ``f(z)``, in those that commit.
+    """Take a Picard step in the slots that search; count the token, and keep ``f(z)``, in those that commit.
 
-    The rule is that of ``LaneSearch.take``; all but the first four arguments are written to, in the rows'
-    lanes. ``slots_YS`` move on by one, modulo ``taps``, where a token is committed. ``scale_S`` is that of
+    The rule is that of ``SlotSearch.take``; all but the first four arguments are written to, in the rows'
+    slots. ``entries_YS`` move on by one, modulo ``taps``, where a token is committed. ``scale_S`` is that of
     the relative residual, float64.
     """
     width = fz_RD.shape[1]
-    layers = 1 if slots_YS is None else slots_YS.shape[0]
+    layers = 1 if entries_YS is None else entries_YS.shape[0]
     with on_device(fz_RD.device):
         _take_in[(len(rows_R),)](
             fz_RD,
@@ -88,7 +88,7 @@ def take_in(
             converged_S.view(torch.int8),
             done_S.view(torch.int8),
             lengths_S,
-            lengths_S if slots_YS is None else slots_YS,
+            lengths_S if entries_YS is None else entries_YS,
             busy_S.shape[0],
             width,
             layers,
@@ -98,7 +98,7 @@ def take_in(
             max_iterations,
             RELATIVE_FLOOR,
             RELATIVE=relative,
-            HAS_SLOTS=slots_YS is not None,
+            HAS_ENTRIES=entries_YS is not None,
             BLOCK=triton.next_power_of_2(width),
             BLOCK_Y=triton.next_power_of_2(layers),
             num_warps=4,
@@ -119,12 +119,12 @@ def _take_up(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.load(rows_ptr + row)
+    slot = tl.load(rows_ptr + row)
     column = tl.arange(0, BLOCK)
-    z = tl.load(z_ptr + lane * D + column, mask=column < D)
+    z = tl.load(z_ptr + slot * D + column, mask=column < D)
     tl.store(z_out_ptr + row * D + column, z, mask=column < D)
-    tl.store(lengths_out_ptr + row, tl.load(lengths_ptr + lane))
-    tl.store(committing_ptr + row, tl.load(busy_ptr + lane) & tl.load(done_ptr + lane))
+    tl.store(lengths_out_ptr + row, tl.load(lengths_ptr + slot))
+    tl.store(committing_ptr + row, tl.load(busy_ptr + slot) & tl.load(done_ptr + slot))
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _take_in(
     converged_ptr,
     done_ptr,
     lengths_ptr,
-    slots_ptr,
+    entries_ptr,
     S,
     D,
     Y,
@@ -152,52 +152,52 @@ def _take_in(
     max_iterations,
     floor,
     RELATIVE: tl.constexpr,
-    HAS_SLOTS: tl.constexpr,
+    HAS_ENTRIES: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_Y: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.load(rows_ptr + row)
+    slot = tl.load(rows_ptr + row)
     column = tl.arange(0, BLOCK)
     real = column < D
     committing = tl.load(committing_ptr + row) != 0
-    active = (tl.load(busy_ptr + lane) != 0) & (committing == 0)
+    active = (tl.load(busy_ptr + slot) != 0) & (committing == 0)
     fz = tl.load(fz_ptr + row * D + column, mask=real, other=0.0)
-    z = tl.load(z_ptr + lane * D + column, mask=real, other=0.0)
+    z = tl.load(z_ptr + slot * D + column, mask=real, other=0.0)
     step = fz - z
     squares = step.to(tl.float64) * step.to(tl.float64)  # float32 holds no squares of numbers above 2e19
     residual = tl.sqrt(tl.sum(squares))
     if RELATIVE:
         size = tl.sqrt(tl.sum(fz.to(tl.float64) * fz.to(tl.float64)))
-        scale = tl.load(scale_ptr + lane)
+        scale = tl.load(scale_ptr + slot)
         residual, scale = relative_residual(residual, size, scale, floor)
-        tl.store(scale_ptr + lane, scale, mask=active)
+        tl.store(scale_ptr + slot, scale, mask=active)
     residual = narrow(residual)
     finite = residual < float("inf")  # which NaN isn't either
-    before = tl.load(residual_ptr + lane)
+    before = tl.load(residual_ptr + slot)
     improved = active & (residual < before)
-    iterations = tl.load(iterations_ptr + lane) + active.to(tl.int64)
+    iterations = tl.load(iterations_ptr + slot) + active.to(tl.int64)
     reached = active & (residual <= tolerance)
     ended = active & (reached | (finite == 0) | (iterations >= max_iterations))
-    best = tl.load(best_ptr + lane * D + column, mask=real, other=0.0)
+    best = tl.load(best_ptr + slot * D + column, mask=real, other=0.0)
     best = tl.where(improved, fz, best)
     # as torch.lerp
     further = tl.where(damping < 0.5, z + damping * step, fz - step * (1.0 - damping))
     z = tl.where(active, tl.where(ended, best, further), z)
-    tl.store(best_ptr + lane * D + column, best, mask=real)
-    tl.store(z_ptr + lane * D + column, z, mask=real)
-    tl.store(residual_ptr + lane, tl.where(improved, residual, before))
-    tl.store(iterations_ptr + lane, iterations)
-    converged = (tl.load(converged_ptr + lane) != 0) | reached
-    tl.store(converged_ptr + lane, converged.to(tl.int8))
-    done = (tl.load(done_ptr + lane) != 0) | ended
-    tl.store(done_ptr + lane, (done & (committing == 0)).to(tl.int8))
+    tl.store(best_ptr + slot * D + column, best, mask=real)
+    tl.store(z_ptr + slot * D + column, z, mask=real)
+    tl.store(residual_ptr + slot, tl.where(improved, residual, before))
+    tl.store(iterations_ptr + slot, iterations)
+    converged = (tl.load(converged_ptr + slot) != 0) | reached
+    tl.store(converged_ptr + slot, converged.to(tl.int8))
+    done = (tl.load(done_ptr + slot) != 0) | ended
+    tl.store(done_ptr + slot, (done & (committing == 0)).to(tl.int8))
     if committing:
         sound = tl.abs(tl.sum(fz)) < float("inf")  # what overflows keeps the value that it had
-        tl.store(hidden_ptr + lane * D + column, tl.where(sound, fz, z), mask=real)
-        tl.store(lengths_ptr + lane, tl.load(lengths_ptr + lane) + 1)
-        if HAS_SLOTS:
+        tl.store(hidden_ptr + slot * D + column, tl.where(sound, fz, z), mask=real)
+        tl.store(lengths_ptr + slot, tl.load(lengths_ptr + slot) + 1)
+        if HAS_ENTRIES:
             layer = tl.arange(0, BLOCK_Y)
-            slot = slots_ptr + layer.to(tl.int64) * S + lane
-            moved = (tl.load(slot, mask=layer < Y, other=0) + 1) % taps
-            tl.store(slot, moved, mask=layer < Y)
+            entry = entries_ptr + layer.to(tl.int64) * S + slot
+            moved = (tl.load(entry, mask=layer < Y, other=0) + 1) % taps
+            tl.store(entry, moved, mask=layer < Y)

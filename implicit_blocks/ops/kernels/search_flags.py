@@ -19,9 +19,9 @@ from torch import Tensor
 class Flags(NamedTuple):
     """What the driver keeps of each element, (B, T, 1) or (B, 1), and what it reads of each row."""
 
-    seen: Tensor
-    measured: Tensor
-    own_residual: Tensor
+    last_residual: Tensor
+    lowest_residual: Tensor
+    token_residual: Tensor
     iterations: Tensor
     active: Tensor
     improved: Tensor
@@ -32,30 +32,45 @@ class Flags(NamedTuple):
 def updated(
     residual: Tensor,
     *,
-    seen: Tensor,
-    measured: Tensor,
-    own_residual: Tensor,
+    last_residual: Tensor,
+    lowest_residual: Tensor,
+    token_residual: Tensor,
     iterations: Tensor,
     active: Tensor,
-    before: Tensor | None,
+    prefix_residual: Tensor | None,
     tolerance: float,
 ) -> Flags:
     """Return the flags after a call with these residuals, as the driver's ``measure`` defines them.
 
-    All are contiguous float32, int64 ``iterations`` and bool ``active``; ``before`` (B, …, 1) is the largest
-    residual seen before each row's first element.
+    All are contiguous float32, int64 ``iterations`` and bool ``active``; ``prefix_residual`` (B, …, 1) is the
+    largest residual seen before each row's first element.
     """
     rows = residual.shape[0]
     tokens = residual.numel() // rows
     prefix = residual.ndim > 2
     counts = torch.empty(3, rows, dtype=torch.float32, device=residual.device)
-    kept = (seen, measured, own_residual, iterations, active, active)
+    kept = (last_residual, lowest_residual, token_residual, iterations, active, active)
     new = Flags(*[*map(torch.empty_like, kept), counts])
-    old = (residual, seen, measured, own_residual, iterations, active, measured if before is None else before)
+    old = (
+        residual,
+        last_residual,
+        lowest_residual,
+        token_residual,
+        iterations,
+        active,
+        lowest_residual if prefix_residual is None else prefix_residual,
+    )
     block = max(16, min(1024, triton.next_power_of_2(tokens)))
     with torch.cuda.device(residual.device):
         _update[(rows,)](
-            *old, *new, tokens, rows, tolerance, PREFIX=prefix, BEFORE=before is not None, BLOCK=block
+            *old,
+            *new,
+            tokens,
+            rows,
+            tolerance,
+            PREFIX=prefix,
+            BEFORE=prefix_residual is not None,
+            BLOCK=block,
         )
     return new
 
@@ -67,14 +82,14 @@ def _larger(a, b):
 
 @triton.jit
 def _update(
-    residual_ptr, seen_ptr, measured_ptr, own_ptr, iterations_ptr, active_ptr, before_ptr,
-    new_seen_ptr, new_measured_ptr, new_own_ptr, new_iterations_ptr, new_active_ptr, improved_ptr, counts_ptr,
+    residual_ptr, last_ptr, lowest_ptr, token_ptr, iterations_ptr, active_ptr, prefix_ptr,
+    new_last_ptr, new_lowest_ptr, new_token_ptr, new_iterations_ptr, new_active_ptr, improved_ptr, counts_ptr,
     T, rows, tolerance, PREFIX: tl.constexpr, BEFORE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     largest_before = tl.full((), 0.0, tl.float32)
     if BEFORE:
-        largest_before = tl.load(before_ptr + row)
+        largest_before = tl.load(prefix_ptr + row)
         largest_before = tl.where(largest_before == largest_before, largest_before, float("inf"))
     going = tl.full((), 0, tl.int32)
     better = tl.full((), 0, tl.int32)
@@ -85,20 +100,21 @@ def _update(
         at = row * T + token
         was = tl.load(active_ptr + at, mask=inside, other=0).to(tl.int1)
         residual = tl.load(residual_ptr + at, mask=inside, other=0.0)
-        seen = tl.where(was, residual, tl.load(seen_ptr + at, mask=inside, other=0.0))
-        tl.store(new_seen_ptr + at, seen, mask=inside)
-        largest = tl.where(seen == seen, seen, float("inf"))  # comparisons below then need no rule for NaN
+        last_residual = tl.where(was, residual, tl.load(last_ptr + at, mask=inside, other=0.0))
+        tl.store(new_last_ptr + at, last_residual, mask=inside)
+        # comparisons below then need no rule for NaN
+        largest = tl.where(last_residual == last_residual, last_residual, float("inf"))
         if PREFIX:
             largest = tl.maximum(tl.associative_scan(largest, 0, _larger), largest_before)
             largest_before = tl.max(largest, 0)
-        measured = tl.load(measured_ptr + at, mask=inside, other=0.0)
-        improved = inside & (largest < measured)
-        measured = tl.where(improved, largest, measured)
-        tl.store(new_measured_ptr + at, measured, mask=inside)
-        own = measured
+        lowest_residual = tl.load(lowest_ptr + at, mask=inside, other=0.0)
+        improved = inside & (largest < lowest_residual)
+        lowest_residual = tl.where(improved, largest, lowest_residual)
+        tl.store(new_lowest_ptr + at, lowest_residual, mask=inside)
+        own = lowest_residual
         if PREFIX:
-            own = tl.where(improved, seen, tl.load(own_ptr + at, mask=inside, other=0.0))
-        tl.store(new_own_ptr + at, own, mask=inside)
+            own = tl.where(improved, last_residual, tl.load(token_ptr + at, mask=inside, other=0.0))
+        tl.store(new_token_ptr + at, own, mask=inside)
         active = inside & (largest > tolerance) & (largest < float("inf"))
         tl.store(new_active_ptr + at, active, mask=inside)
         tl.store(improved_ptr + at, improved, mask=inside)

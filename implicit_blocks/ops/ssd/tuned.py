@@ -159,14 +159,14 @@ def tell(kernels: dict[str, Any]) -> list[str]:
 
     A tuner takes only what is among its own ways: another version of mamba-ssm may have others.
     """
-    told = []
+    applied = []
     for (name, key), wanted in FOUND.items():
         tuner: Any = kernels.get(name)
         ways = [way for way in getattr(tuner, "configs", ()) if _fits(way, wanted)]
         if ways and isinstance(getattr(tuner, "cache", None), dict):
             tuner.cache.setdefault(key, ways[0])
-            told.append(name)
-    return told
+            applied.append(name)
+    return applied
 
 
 def _fits(way: Any, wanted: dict[str, int]) -> bool:

@@ -21,7 +21,7 @@ MIXERS = {
 
 def model_of(kind: str = "implicit", mixer: str = "mamba2", **options) -> ib.ImplicitLM | ib.ExplicitLM:
     spec = ib.ImplicitLMSpec if kind == "implicit" else ib.ExplicitLMSpec
-    mlp = ib.SwiGLUSpec(d_hidden=24)
+    mlp = ib.SwiGLUSpec(d_ff=24)
     return ib.build(spec(vocab_size=11, d_model=16, n_layers=2, mixer=MIXERS[mixer], mlp=mlp, **options))
 
 

@@ -75,7 +75,7 @@ def test_it_is_the_unrolled_gradient(steps, mixer, start):
     tokens = torch.randint(0, 7, (3, 9))
     attention_mask = torch.ones_like(tokens)
     attention_mask[0, :4] = attention_mask[1, 6:] = 0
-    given = {"mixer": mixer, "start": start}
+    given = {"mixer": mixer, "z_init": start}
     ours, found = gradients(
         model_of(ReversibleGradientSpec(steps=steps, search=False), **given),
         tokens,

@@ -84,7 +84,7 @@ def test_trains_in_a_model(precision):
             d_model=D_MODEL,
             n_layers=2,
             mixer=RWKV7Spec(n_heads=2, head_dim=4),
-            mlp=ib.SwiGLUSpec(d_hidden=24),
+            mlp=ib.SwiGLUSpec(d_ff=24),
         )
     )
     tokens = torch.randint(0, 11, (3, 12))

@@ -118,7 +118,7 @@ def test_trains_in_a_model(iterations):
             d_model=D_MODEL,
             n_layers=2,
             mixer=SlidingWindowAttentionSpec(window=4, n_heads=4),
-            mlp=ib.SwiGLUSpec(d_hidden=24),
+            mlp=ib.SwiGLUSpec(d_ff=24),
         )
     )
     tokens = torch.randint(0, 11, (3, 12))

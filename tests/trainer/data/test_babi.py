@@ -36,7 +36,7 @@ def folder(tmp_path):
 
 
 def source(folder, **changes) -> CatbAbI:
-    return build(CatbAbISpec(path=str(folder), **{"length": 16, **changes}), seed=1)
+    return build(CatbAbISpec(path=str(folder), **{"seq_len": 16, **changes}), seed=1)
 
 
 def words(data: CatbAbI, ids: torch.Tensor) -> list[str]:
@@ -70,7 +70,7 @@ def test_an_epoch_has_every_story_once_in_an_order_of_its_own(folder):
     assert torch.equal(again.batch(3, 9).inputs, data.batch(3, 9).inputs)
     assert torch.equal(data.batch(4, 1).labels[0], data.batch(3, 2).labels[1])
     assert not torch.equal(
-        build(CatbAbISpec(path=str(folder), length=16), seed=2).batch(0, 4).inputs, data.batch(0, 4).inputs
+        build(CatbAbISpec(path=str(folder), seq_len=16), seed=2).batch(0, 4).inputs, data.batch(0, 4).inputs
     )
 
 
@@ -114,11 +114,11 @@ def test_a_task_that_is_named_several_times_has_its_stories_that_often(folder):
 
 
 @pytest.mark.parametrize(
-    ("tasks", "said"),
+    ("tasks", "message"),
     [([0], "greater than or equal to 1"), ([21], "less than or equal to 20"), ([], "at least 1 item")],
 )
-def test_tasks_that_bAbI_has_not_are_refused(tasks, said):
-    with pytest.raises(ValueError, match=said):
+def test_tasks_that_bAbI_has_not_are_refused(tasks, message):
+    with pytest.raises(ValueError, match=message):
         CatbAbISpec(tasks=tasks)
 
 
@@ -133,7 +133,7 @@ def small_run(folder, *, max_steps, **sections):
                 "n_layers": 1,
                 "mixer": {"kind": "mamba2", "d_state": 4, "head_dim": 8},
             },
-            "data": {"kind": "catbabi", "path": str(folder), "length": 16},
+            "data": {"kind": "catbabi", "path": str(folder), "seq_len": 16},
             "training": {
                 "max_steps": max_steps,
                 "batch_size": 4,
@@ -147,7 +147,7 @@ def small_run(folder, *, max_steps, **sections):
 
 
 def test_a_phase_reads_some_tasks_and_shorter_rows_first(folder, tmp_path):
-    first = {"name": "first", "until": 2, "data": {"tasks": [16], "length": 8}}
+    first = {"name": "first", "until": 2, "data": {"tasks": [16], "seq_len": 8}}
     spec = small_run(folder, max_steps=4, phases=[first, {"name": "all"}])
     assert [phase.data.tasks for phase in spec.phase_specs()] == [(16,), None]
     build_run(spec, output=tmp_path / "run", device="cpu").train()
@@ -172,7 +172,7 @@ def test_sets_are_scored_by_task(folder):
 
 def test_rows_of_a_task_have_answers_to_it_among_their_labels(folder):
     for length, task in product((3, 4, 5, 6, 7), TASKS):
-        of_task = source(folder, length=length).only(task)
+        of_task = source(folder, seq_len=length).only(task)
         labels = of_task.batch(0, of_task.samples).labels
         assert (
             (labels != IGNORED).any(1).all()

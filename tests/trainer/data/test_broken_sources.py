@@ -33,7 +33,7 @@ class Bits(DataSource):
 
     @property
     def length(self) -> int:
-        return self.spec.length
+        return self.spec.seq_len
 
     def batch(self, position: int, count: int) -> Any:
         bits = torch.randint(2, (count, self.length))
@@ -68,14 +68,14 @@ def _registered():
 SPEC = """\
 extends: word_problem_s3
 model: {d_model: 16, mixer: {d_state: 8, head_dim: 8}, at_evaluation: {stopping: {max_iterations: 8}}}
-data: {kind: test.bits, length: 6}
+data: {kind: test.bits, seq_len: 6}
 training: {max_steps: 2, batch_size: 4, threads: 1}
 evaluation: {lengths: [], identity_probabilities: [], sequences: 4, batch_size: 4, last_tokens: 2}
 """
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         ("pair", "returned a tuple; return a trainer.data.source.Batch"),
         ("one", "inputs (1, 6) of int64 and labels (1, 6) of int64; return"),
@@ -86,7 +86,7 @@ evaluation: {lengths: [], identity_probabilities: [], sequences: 4, batch_size: 
         ("nothing", "returned a NoneType; return a trainer.data.source.DataSource"),
     ],
 )
-def test_a_fault_is_named(fault, said, tmp_path, capsys):
+def test_a_fault_is_named(fault, message, tmp_path, capsys):
     file = tmp_path / "bits.yaml"
     file.write_text(SPEC)
     arguments = [
@@ -102,7 +102,7 @@ def test_a_fault_is_named(fault, said, tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith("error: ")
     assert "Bits" in error or "acme-bits" in error
-    assert said in error
+    assert message in error
 
 
 def test_the_faultless_one_trains(tmp_path):

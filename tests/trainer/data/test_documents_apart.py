@@ -29,7 +29,7 @@ def folder_of(tmp_path: Path, texts: list[str], *, shard_tokens: int = 1 << 20) 
         tokenizer=load_tokenizer("bytes"),
         shard_tokens=shard_tokens,
     )
-    tokenize(job, say=lambda text: None)
+    tokenize(job, log=lambda text: None)
     return tmp_path / "out"
 
 

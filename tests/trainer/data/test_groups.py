@@ -167,12 +167,12 @@ def test_refuses_a_table_that_is_no_group_s(table: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         group(table)
     with pytest.raises(ValueError, match=message):
-        WordProblemSpec(group=table, length=4)
+        WordProblemSpec(group=table, seq_len=4)
 
 
 def test_a_word_problem_over_a_table_is_that_over_its_name() -> None:
     by_table, by_name = (
-        WordProblemSpec(group=one, length=6, identity_probability=0.3) for one in (KLEIN, "Z2xZ2")
+        WordProblemSpec(group=one, seq_len=6, identity_probability=0.3) for one in (KLEIN, "Z2xZ2")
     )
     assert by_table.vocab_size == by_name.vocab_size == 4
     assert by_table.describe(sequences=1, vocab_size=4)[0].startswith("word problem over a table: 4 tokens")
@@ -180,7 +180,7 @@ def test_a_word_problem_over_a_table_is_that_over_its_name() -> None:
     assert torch.equal(first.inputs, second.inputs)
     assert torch.equal(first.labels, second.labels)
     with pytest.raises(ValueError, match="a group is a name such as S5, or a table of rows"):
-        WordProblemSpec(group=5, length=4)
+        WordProblemSpec(group=5, seq_len=4)
 
 
 def test_imports_no_torch() -> None:

@@ -108,12 +108,12 @@ def section(tmp_path: Path, **changes: Any) -> dict[str, Any]:
         {"weight": 1, "name": "small", "data": {"kind": "tokens", "path": str(tmp_path / "0.bin")}},
         {"weight": 3, "data": {"kind": "tokens", "path": str(tmp_path / "1.bin")}},
     ]
-    return {"kind": "mixture", "length": 10, "sources": sources, **changes}
+    return {"kind": "mixture", "seq_len": 10, "sources": sources, **changes}
 
 
 def test_specs(tmp_path: Path) -> None:
     spec = MixtureSpec.model_validate(section(tmp_path))
-    assert [source.data.length for source in spec.sources] == [10, 10]
+    assert [source.data.seq_len for source in spec.sources] == [10, 10]
     assert spec.names == ("small", "source1")
     assert MixtureSpec.model_validate(spec.model_dump()) == spec
     mixture = build(spec, seed=3, vocab_size=60_000)
@@ -134,13 +134,13 @@ def test_refuses_a_weight(tmp_path: Path, weight: float, capsys: pytest.CaptureF
     file = tmp_path / "run.yaml"
     file.write_text(f"extends: books_10m\ndata: {value!r}\n")
     assert main(["--spec", str(file), "--dry-run"]) == 2
-    assert "data.sources" in (said := capsys.readouterr().err)
-    assert "weight is above 0" in said
+    assert "data.sources" in (message := capsys.readouterr().err)
+    assert "weight is above 0" in message
 
 
 def test_refuses_sources_that_do_not_fit(tmp_path: Path) -> None:
     value = section(tmp_path)
-    value["sources"][1]["data"]["length"] = 20
+    value["sources"][1]["data"]["seq_len"] = 20
     with pytest.raises(SpecError, match="the mixture's length is 10; give this source the same"):
         MixtureSpec.model_validate(value)
     value = section(tmp_path)
@@ -158,7 +158,7 @@ def test_refuses_sources_that_do_not_fit(tmp_path: Path) -> None:
 def test_tokens_of_two_tokenizers_do_not_mix(tmp_path: Path) -> None:
     folders = [folder_of(tmp_path / str(number), ["a text " * 20]) for number in range(2)]
     sources = [{"weight": 1, "data": {"kind": "tokens", "path": str(folder)}} for folder in folders]
-    spec = MixtureSpec.model_validate({"kind": "mixture", "length": 10, "sources": sources})
+    spec = MixtureSpec.model_validate({"kind": "mixture", "seq_len": 10, "sources": sources})
     build(spec)
     manifest = json.loads((folders[1] / "train" / "manifest.json").read_text())
     manifest["tokenizer"]["sha256"] = "0" * 64
@@ -208,15 +208,15 @@ def test_the_task_is_that_of_all_sources(tmp_path: Path) -> None:
 def test_a_run_counts_the_epochs_of_its_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.yaml"
     settings = (
-        "model: {d_model: 16, n_layers: 1, vocab_size: 60000, mixer: {n_heads: 2}, mlp: {d_hidden: 16}}\n"
+        "model: {d_model: 16, n_layers: 1, vocab_size: 60000, mixer: {n_heads: 2}, mlp: {d_ff: 16}}\n"
         "training: {max_steps: 3, batch_size: 8, threads: 1, precision: float32}\n"
         "evaluation: {lengths: []}\n"
     )
     file.write_text(f"extends: books_10m_explicit\n{settings}data: {section(tmp_path)!r}\n")
     assert main(["--spec", str(file), "--dry-run"]) == 0
-    said = capsys.readouterr().out
-    assert "25.00% small: training: 101 tokens in 1 file of" in said
-    assert "the run takes 0.60 epochs" in said
+    message = capsys.readouterr().out
+    assert "25.00% small: training: 101 tokens in 1 file of" in message
+    assert "the run takes 0.60 epochs" in message
     assert main(["--spec", str(file), "--device", "cpu", "--output", str(tmp_path / "run")]) == 0
     last = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert last["epoch_small"] + last["epoch_source1"] * 10 == pytest.approx(24 / 10)

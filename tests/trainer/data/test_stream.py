@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_stream(folder: Path, **changes: Any) -> StreamData:
-    settings = {"dataset": str(folder), "tokenizer": "bytes", "length": 16, "shuffle_buffer": 20, **changes}
+    settings = {"dataset": str(folder), "tokenizer": "bytes", "seq_len": 16, "shuffle_buffer": 20, **changes}
     return build(StreamSpec.model_validate({"kind": "stream", **settings}), seed=3, vocab_size=257)
 
 
@@ -60,7 +60,7 @@ def test_a_stream_is_identified_by_its_tokenizer(folder: Path, tmp_path: Path) -
     source = {"kind": "stream", "dataset": str(folder), "shuffle_buffer": 20}
     names = ("bytes", str(tmp_path / "tokenizer.json"))
     sources = [{"weight": 1, "data": {**source, "tokenizer": name}} for name in names]
-    mixed = MixtureSpec.model_validate({"kind": "mixture", "length": 16, "sources": sources})
+    mixed = MixtureSpec.model_validate({"kind": "mixture", "seq_len": 16, "sources": sources})
     with pytest.raises(ValueError, match="'source0' and 'source1' of the mixture have different tokenizers"):
         mixture.build(mixed, vocab_size=257)
 
@@ -84,8 +84,8 @@ def first_document(row: torch.Tensor) -> int:
 
 def test_far_on_is_approximate_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "EXACT", 100)
-    exact = open_stream(folder, shuffle_buffer=0, length=128).batch(0, 70).inputs[-1]
-    data = open_stream(folder, shuffle_buffer=0, length=128)
+    exact = open_stream(folder, shuffle_buffer=0, seq_len=128).batch(0, 70).inputs[-1]
+    data = open_stream(folder, shuffle_buffer=0, seq_len=128)
     monkeypatch.setattr(stream, "EXACT", 10)
     with pytest.warns(ApproximateResumeWarning, match=r"dataset .* near sample 69, not exactly"):
         found = data.batch(69, 1).inputs[0]
@@ -131,7 +131,7 @@ def test_refuses(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_on_a_stream(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = ["model.d_model=16", "model.n_layers=1", "model.mixer.n_heads=2", "model.mlp.d_hidden=16"]
+    settings = ["model.d_model=16", "model.n_layers=1", "model.mixer.n_heads=2", "model.mlp.d_ff=16"]
     settings += [
         "model.vocab_size=257",
         "training.max_steps=4",
@@ -139,7 +139,7 @@ def test_a_run_on_a_stream(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
         "training.threads=1",
     ]
     settings += ["training.threads=1", "training.precision=float32", "training.checkpoint_every=2"]
-    settings += [f"data={{kind: stream, dataset: {folder}, tokenizer: bytes, length: 16}}"]
+    settings += [f"data={{kind: stream, dataset: {folder}, tokenizer: bytes, seq_len: 16}}"]
     run = ["--spec", "books_10m_explicit", *settings, "--device", "cpu"]
     assert main([*run, "--dry-run"]) == 0
     assert "where a run is resumed is approximate" in capsys.readouterr().out

@@ -38,18 +38,18 @@ def tokens(tmp_path: Path) -> Path:
 
 
 def test_finds_both_splits(tokens: Path) -> None:
-    data = build(TokensSpec(path=str(tokens), length=16), vocab_size=257)
+    data = build(TokensSpec(path=str(tokens), seq_len=16), vocab_size=257)
     assert data.path == tokens / "train"
     assert len(data.files.shards) == 2
     assert data.files.documents == 40
     source = data.evaluation_sets(WANTED)["L8"].source
     assert isinstance(source, TokenData)
     assert source.path == tokens / "validation"
-    assert build(TokensSpec(path=str(tokens / "train"), length=16)).evaluation_sets(WANTED) == {}
+    assert build(TokensSpec(path=str(tokens / "train"), seq_len=16)).evaluation_sets(WANTED) == {}
 
 
 def test_evaluation_reads_the_held_out_tokens_as_training_reads_its_own(tokens: Path) -> None:
-    spec = TokensSpec(path=str(tokens), length=16, documents="reset", check_sums=False)
+    spec = TokensSpec(path=str(tokens), seq_len=16, documents="reset", check_sums=False)
     data = build(spec)
     (batch,) = data.evaluation_sets(WANTED)["L8"].batches(4)
     assert batch.documents is not None
@@ -89,7 +89,7 @@ def test_epochs_are_counted(tokens: Path) -> None:
 def test_damaged_folders(tokens: Path, tmp_path: Path, capsys: Capture, damage: str, message: str) -> None:
     name, how = damage.split()
     path = tokens / "train" / name
-    spec = TokensSpec(path=str(tokens), length=16)
+    spec = TokensSpec(path=str(tokens), seq_len=16)
     build(spec)  # remembers the checksums
     if how == "cut":
         path.write_bytes(path.read_bytes()[:-8])
@@ -104,7 +104,7 @@ def test_damaged_folders(tokens: Path, tmp_path: Path, capsys: Capture, damage: 
     with pytest.raises(ValueError, match=message):
         build(spec)
     # Said before training starts, and by a dry run.
-    run = ["--spec", "llama_130m", f"data.path={tokens}", "data.length=16", "evaluation.last_tokens=2"]
+    run = ["--spec", "llama_130m", f"data.path={tokens}", "data.seq_len=16", "evaluation.last_tokens=2"]
     for more in (["--dry-run"], ["--device", "cpu", "--output", str(tmp_path / "run")]):
         assert main([*run, *more]) == 2
         assert capsys.readouterr().err.startswith("error: ")
@@ -131,41 +131,41 @@ def test_tokens_of_another_tokenizer(tmp_path: Path, tokens: Path) -> None:
     pytest.importorskip("tokenizers", reason="another tokenizer than bytes")
     other = write(tmp_path / "other", "--train-tokenizer", "270")
     file = str(other / "tokenizer.json")
-    build(TokensSpec(path=str(other), length=16, tokenizer=file))
-    build(TokensSpec(path=str(tokens), length=16, tokenizer="bytes"))
+    build(TokensSpec(path=str(other), seq_len=16, tokenizer=file))
+    build(TokensSpec(path=str(tokens), seq_len=16, tokenizer="bytes"))
     with pytest.raises(ValueError, match=r"were made by another tokenizer than .*tokenizer\.json \(SHA-256"):
-        build(TokensSpec(path=str(tokens), length=16, tokenizer=file))
-    mixed = build(TokensSpec(path=str(tokens), validation_path=str(other), length=16))
+        build(TokensSpec(path=str(tokens), seq_len=16, tokenizer=file))
+    mixed = build(TokensSpec(path=str(tokens), validation_path=str(other), seq_len=16))
     with pytest.raises(ValueError, match="were made by different tokenizers"):
         mixed.evaluation_sets(WANTED)
     np.arange(100, dtype="<u2").tofile(tmp_path / "raw.bin")
     with pytest.raises(ValueError, match=r"has no manifest\.json, so nothing says which tokenizer"):
-        build(TokensSpec(path=str(tmp_path / "raw.bin"), dtype="uint16", length=16, tokenizer="bytes"))
+        build(TokensSpec(path=str(tmp_path / "raw.bin"), dtype="uint16", seq_len=16, tokenizer="bytes"))
 
 
 def test_a_vocabulary_that_is_too_small(tokens: Path, capsys: Capture) -> None:
     with pytest.raises(ValueError, match=r"257 by their sidecar, but the model has vocab_size 256"):
-        build(TokensSpec(path=str(tokens), length=16), vocab_size=256)
+        build(TokensSpec(path=str(tokens), seq_len=16), vocab_size=256)
     assert main(["--spec", "books_10m", f"data.path={tokens}", "model.vocab_size=100", "--dry-run"]) == 2
     assert "set model.vocab_size=257" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_there_is(tokens: Path, capsys: Capture) -> None:
-    run = ["--spec", "books_10m", f"data.path={tokens}", "data.length=16", "training.max_tokens=null"]
+    run = ["--spec", "books_10m", f"data.path={tokens}", "data.seq_len=16", "training.max_tokens=null"]
     settings = ["training.max_steps=10", "training.batch_size=48", "data.documents=reset"]
     assert main([*run, *settings, "--dry-run"]) == 0
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     found = open_tokens(tokens)
     epochs = 480 / ((found.tokens - 1) // 16)
-    assert f"training: {found.tokens:,} tokens, 40 documents in 2 files of" in said
-    assert f"the run takes {epochs:.2f} epochs" in said
-    assert "10 documents in 1 file of" in said
-    assert "documents are kept apart" in said
+    assert f"training: {found.tokens:,} tokens, 40 documents in 2 files of" in message
+    assert f"the run takes {epochs:.2f} epochs" in message
+    assert "10 documents in 1 file of" in message
+    assert "documents are kept apart" in message
 
 
 def test_a_run_is_not_resumed_on_other_tokens(tmp_path: Path, tokens: Path, capsys: Capture) -> None:
-    settings = ["model.d_model=16", "model.n_layers=1", "model.mixer.n_heads=2", "model.mlp.d_hidden=16"]
-    settings += ["model.vocab_size=257", "data.length=16", "training.max_steps=5", "training.batch_size=4"]
+    settings = ["model.d_model=16", "model.n_layers=1", "model.mixer.n_heads=2", "model.mlp.d_ff=16"]
+    settings += ["model.vocab_size=257", "data.seq_len=16", "training.max_steps=5", "training.batch_size=4"]
     settings += ["training.threads=1", "training.precision=float32", "evaluation.lengths=[16]"]
     run = ["--spec", "books_10m_explicit", f"data.path={tokens}", *settings, "--device", "cpu"]
     output = ["--output", str(tmp_path / "run")]

@@ -220,7 +220,7 @@ def test_evaluation_sets(tmp_path: Path) -> None:
     train = write_tokens(tmp_path / "train.bin", range(100), vocab_size=100)
     valid = write_tokens(tmp_path / "valid.bin", range(41), vocab_size=100)
     wanted = SimpleNamespace(lengths=(4, 40), identity_probabilities=(), sequences=6, seed=9)
-    spec = TokensSpec(path=str(train), validation_path=str(valid), length=8)
+    spec = TokensSpec(path=str(train), validation_path=str(valid), seq_len=8)
     data = build(spec, seed=1, vocab_size=128)
     sets = data.evaluation_sets(wanted)
     assert {name: s.sequences for name, s in sets.items()} == {"L4": 6, "L40": 1}

@@ -277,7 +277,7 @@ def test_the_published_order_is_not_evaluated_on_training_data() -> None:
 
 
 def test_build() -> None:
-    spec = SimpleNamespace(group="A4", monoid=None, identity_probability=0.5, length=32, draw_order="fast")
+    spec = SimpleNamespace(group="A4", monoid=None, identity_probability=0.5, seq_len=32, draw_order="fast")
     stream = build(spec, seed=5, vocab_size=12)
     assert (stream.vocab_size, stream.length, stream.samples) == (12, 32, None)
     direct = WordProblemStream(WordProblem(group="A4", identity_probability=0.5), length=32, seed=5)

@@ -262,16 +262,16 @@ def save_kept_copies(ranks: Ranks, kind: str, folder: str) -> Any:
     from implicit_blocks import registry
     from implicit_blocks.specs import load_spec
     from trainer.checkpoint import staging as checkpoint_staging
-    from trainer.checkpoint.load import Checkpointer, Progress, load_checkpoint
+    from trainer.checkpoint.load import Checkpointer, TrainingProgress, load_checkpoint
     from trainer.distributed import lay_out
     from trainer.optim.optimizers import optimizer_state
-    from trainer.specs.distributed import ParallelSpec
+    from trainer.specs.distributed import DistributedSpec
 
     checkpoint_staging._lock = lambda memory: False  # there is no GPU to lock pages for
     spec: Any = load_spec("word_problem_s3", ["model.d_model=16", "model.mixer.head_dim=8"])
     torch.manual_seed(0)
     model = registry.build(spec.model)
-    lay_out(model, ParallelSpec.model_validate({"kind": kind, "shard_size": 1}), ranks)
+    lay_out(model, DistributedSpec.model_validate({"kind": kind, "shard_size": 1}), ranks)
     optimizer = registry.build(spec.training.optimizer, model=model)
     checkpointer = Checkpointer(
         Path(folder), model=model, optimizer=optimizer, spec_digest="", keep=3, ranks=ranks
@@ -289,7 +289,7 @@ def save_kept_copies(ranks: Ranks, kind: str, folder: str) -> Any:
             parameter.grad = torch.full_like(parameter, step) if given else None
         optimizer.step()
         saved[step] = values()
-        checkpointer.save(Progress(step=step))
+        checkpointer.save(TrainingProgress(step=step))
         checkpointer.wait()
     same = []
     for step in (3, 1, 2):
@@ -314,8 +314,8 @@ def talk(ranks: Ranks) -> Any:
         "gather": ranks.gather([ranks.rank, 0.5]),
         "objects": ranks.gather_objects({"rank": ranks.rank}),
         "broadcast": ranks.broadcast(f"of rank {ranks.rank}"),
-        "on_main": ranks.on_main(lambda: f"of rank {ranks.rank}"),
-        "together": ranks.together(lambda: ranks.rank),
+        "run_on_rank0": ranks.run_on_rank0(lambda: f"of rank {ranks.rank}"),
+        "together": ranks.run_all(lambda: ranks.rank),
     }
 
 
@@ -323,7 +323,7 @@ def fail_on_main(ranks: Ranks) -> Any:
     def act() -> None:
         raise ValueError("the folder is taken")
 
-    ranks.on_main(act)
+    ranks.run_on_rank0(act)
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ SPEC: dict[str, Any] = {
         "stopping": {"tolerance": 0.04, "max_iterations": 12},
         "at_evaluation": {"stopping": {"max_iterations": 16, "tolerance": 0.05}},
     },
-    "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "length": 12},
+    "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "seq_len": 12},
     "training": {
         "max_steps": 5,
         "batch_size": 4,
@@ -38,12 +38,12 @@ def varied(**training: Any) -> dict[str, Any]:
 
 def test_losses_are_those_of_one_process(processes: Any, tmp_path: Path) -> None:
     start = {"path": str(tmp_path / "1-first"), "optimizer": True, "position": True}
-    runs = {"1-first": varied(max_steps=3), "2-next": varied(start_from=start)}
+    runs = {"1-first": varied(max_steps=3), "2-next": varied(init_from=start)}
     rows = processes("train_each", world_size=1, runs=runs, folder=str(tmp_path))[0]["2-next"]["rows"]
     assert [row["samples"] for row in rows] == [24, 28, 40, 52, 64]  # 20 before it
     assert [row["tokens"] for row in rows] == [48, 96, 240, 384, 528]
 
-    layouts = {kind: varied(start_from=start, parallel={"kind": kind}) for kind in ("ddp", "fsdp")}
+    layouts = {kind: varied(init_from=start, distributed={"kind": kind}) for kind in ("ddp", "fsdp")}
     two = processes("train_each", runs=layouts, folder=str(tmp_path))[0]
     for name in layouts:
         for row, other in zip(two[name]["rows"], rows, strict=True):

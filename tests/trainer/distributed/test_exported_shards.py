@@ -23,7 +23,7 @@ def test_shards_are_put_together(
     monkeypatch.setattr(exporting, "_write_for_transformers", lambda *args: False)
     changes = {"training.max_steps": 2, "training.export_every": 2}
     build(small(changes), output=tmp_path / "one", device="cpu").train()
-    spec = small({**changes, "training.parallel.kind": "fsdp"}).model_dump(mode="json")
+    spec = small({**changes, "training.distributed.kind": "fsdp"}).model_dump(mode="json")
     processes("export_plainly", spec=spec, folder=str(tmp_path / "two"))
     one, two = (
         load_file(tmp_path / name / "exports" / "step-00000002" / "model.safetensors")

@@ -15,7 +15,7 @@ from trainer.specs.run import RunSpec
 MAMBA2 = {"mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8}}
 LLAMA = {
     "mixer": {"kind": "attention", "n_heads": 2},
-    "mlp": {"kind": "swiglu", "d_hidden": 24},
+    "mlp": {"kind": "swiglu", "d_ff": 24},
     "tie_embeddings": False,
 }
 MODELS = {"mamba2": MAMBA2, "llama": LLAMA}
@@ -30,12 +30,12 @@ SPEC: dict[str, Any] = {
         "stopping": {"tolerance": 0.07, "max_iterations": 14},
         "at_evaluation": {"stopping": {"max_iterations": 8, "tolerance": 0.05}},
     },
-    "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "length": 12},
+    "data": {"kind": "word_problem", "group": "S3", "identity_probability": 0.5, "seq_len": 12},
     "training": {
         "max_steps": 6,
         "batch_size": 8,
         "micro_batch_size": 2,
-        "clip_norm": 0.25,
+        "max_grad_norm": 0.25,
         "optimizer": {"kind": "adamw", "learning_rate": 2e-3},
         "schedule": {"kind": "warmup_linear"},
         "threads": 1,
@@ -60,10 +60,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-def spec_of(model: dict[str, Any], *, parallel: dict[str, Any] | None = None, **training: Any) -> Any:
+def spec_of(model: dict[str, Any], *, distributed: dict[str, Any] | None = None, **training: Any) -> Any:
     spec = deepcopy(SPEC)
     spec["model"] |= model
-    spec["training"] |= {"parallel": parallel or {}, **training}
+    spec["training"] |= {"distributed": distributed or {}, **training}
     return spec
 
 
@@ -91,10 +91,10 @@ def trained(request: Any, processes: Any, tmp_path_factory: Any) -> Any:
         "rows": list(read_metrics(single / "metrics.jsonl")),
         "evaluations": list(read_metrics(single / "evaluations.jsonl")),
     }
-    specs = {name: spec_of(model, parallel=layout) for name, layout in LAYOUTS.items()}
-    specs["checkpointed"] = spec_of(model, parallel={"kind": "fsdp"}, checkpoint_activations="layers")
+    specs = {name: spec_of(model, distributed=layout) for name, layout in LAYOUTS.items()}
+    specs["checkpointed"] = spec_of(model, distributed={"kind": "fsdp"}, checkpoint_activations="layers")
     specs["checkpointed_by_layer"] = spec_of(
-        model, parallel={"kind": "fsdp", "unit": "layer"}, checkpoint_activations="steps"
+        model, distributed={"kind": "fsdp", "unit": "layer"}, checkpoint_activations="steps"
     )
     return expected, processes("train_each", runs=specs, folder=str(folder))
 
@@ -145,7 +145,7 @@ def test_groups_of_ranks_that_share_the_state(processes: Any, tmp_path: Path) ->
     specs = {
         "single": spec_of(LLAMA, micro_batch_size=None, max_steps=3),
         "hsdp": spec_of(
-            LLAMA, parallel={"kind": "hsdp", "shard_size": 2}, micro_batch_size=None, max_steps=3
+            LLAMA, distributed={"kind": "hsdp", "shard_size": 2}, micro_batch_size=None, max_steps=3
         ),
     }
     alone = {"single": specs.pop("single")}
@@ -162,7 +162,9 @@ def test_the_mean_is_over_all_labels_however_they_are_spread(processes: Any, tmp
     runs = {}
     for kind in ("ddp", "fsdp"):
         for size in (None, 1, 2):  # 2: micro-batches of 2 and of 1 sequence
-            spec = spec_of(MAMBA2, parallel={"kind": kind}, micro_batch_size=size, batch_size=6, max_steps=3)
+            spec = spec_of(
+                MAMBA2, distributed={"kind": kind}, micro_batch_size=size, batch_size=6, max_steps=3
+            )
             spec["evaluation"]["sequences"] = 2
             runs[f"{kind}_{size}"] = spec
     alone = {"single": runs["ddp_None"]}
@@ -178,7 +180,7 @@ def test_weights_are_gathered_once_a_step_however_often_the_layers_are_iterated(
     processes: Any, tmp_path: Path
 ) -> None:
     def fixed(iterations: int, unit: str, **training: Any) -> Any:
-        spec = spec_of(LLAMA, parallel={"kind": "fsdp", "unit": unit}, max_steps=2, **training)
+        spec = spec_of(LLAMA, distributed={"kind": "fsdp", "unit": unit}, max_steps=2, **training)
         spec["model"]["stopping"] = {"tolerance": 0.0, "max_iterations": iterations}
         spec["model"]["gradient"] = {"kind": "phantom", "steps": 4}
         spec.pop("phases")
@@ -204,7 +206,7 @@ def test_weights_are_gathered_once_a_step_however_often_the_layers_are_iterated(
 
 def test_what_a_layout_exchanges_draws_and_keeps(processes: Any, tmp_path: Path) -> None:
     runs = {
-        kind: spec_of(MAMBA2, parallel={"kind": kind}, batch_size=9, micro_batch_size=1)
+        kind: spec_of(MAMBA2, distributed={"kind": kind}, batch_size=9, micro_batch_size=1)
         for kind in ("ddp", "fsdp")
     }
     every = processes("look_at_layouts", world_size=3, runs=runs, folder=str(tmp_path))
@@ -223,7 +225,7 @@ def test_an_exact_gradient_is_solved_by_each_rank_on_its_own(processes: Any, tmp
         "kind": "implicit_function",
         "stopping": {"tolerance": 1e-3, "max_iterations": 20},
     }
-    runs = {"ddp": spec, "fsdp": spec | {"training": spec["training"] | {"parallel": {"kind": "fsdp"}}}}
+    runs = {"ddp": spec, "fsdp": spec | {"training": spec["training"] | {"distributed": {"kind": "fsdp"}}}}
     single = processes("train_each", world_size=1, runs={"one": spec}, folder=str(tmp_path))
     two = processes("train_each", runs=runs, folder=str(tmp_path))
     for layout in runs:

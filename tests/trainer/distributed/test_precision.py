@@ -21,7 +21,7 @@ def each(small: Any, processes: Any, tmp_path: Path) -> Any:
     def train(changes: dict[str, Any], layouts: Any = tuple(LAYOUTS), scenario: str = "train_each") -> Any:
         plain = small(changes).model_dump(mode="json")
         runs = {
-            name: plain | {"training": plain["training"] | {"parallel": LAYOUTS[name]}} for name in layouts
+            name: plain | {"training": plain["training"] | {"distributed": LAYOUTS[name]}} for name in layouts
         }
         single = processes(scenario, world_size=1, runs={"one": plain}, folder=str(tmp_path))[0]["one"]
         return single, processes(scenario, runs=runs, folder=str(tmp_path))[0]

@@ -28,11 +28,11 @@ def plain(small: Any) -> Any:
 def test_a_process_alone_has_only_itself_to_talk_to(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     ranks = join("cpu")
-    assert (ranks.rank, ranks.world_size, ranks.is_main, ranks.alone) == (0, 1, True, True)
+    assert (ranks.rank, ranks.world_size, ranks.is_main, ranks.is_single) == (0, 1, True, True)
     assert ranks == Ranks(torch.device("cpu"))
     assert ranks.sum([1, 2]) == ranks.max([1, 2]) == [1.0, 2.0]
     assert ranks.gather([3.0]) == [[3.0]]
-    assert ranks.broadcast("x") == ranks.on_main(lambda: "x") == ranks.together(lambda: "x") == "x"
+    assert ranks.broadcast("x") == ranks.run_on_rank0(lambda: "x") == ranks.run_all(lambda: "x") == "x"
     ranks.barrier()
 
 
@@ -46,7 +46,7 @@ def test_ranks_talk(processes: Any) -> None:
     assert (first["any"], first["all"]) == (True, False)
     assert first["gather"] == [[0.0, 0.5], [1.0, 0.5]]
     assert first["objects"] == [{"rank": 0}, {"rank": 1}]
-    assert first["broadcast"] == first["on_main"] == "of rank 0"
+    assert first["broadcast"] == first["run_on_rank0"] == "of rank 0"
 
 
 def test_what_the_main_rank_is_refused_all_are(processes: Any) -> None:
@@ -65,18 +65,18 @@ def test_one_device_for_several_processes_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_ranks_that_disagree_on_the_spec_are_refused(plain: Any, processes: Any, tmp_path: Path) -> None:
-    specs = [plain(), plain({"training.seed": 3, "data.length": 16})]
+    specs = [plain(), plain({"training.seed": 3, "data.seq_len": 16})]
     for kind, words in processes("build_it", specs=specs, folder=str(tmp_path / "run")):
         assert kind == "ValueError"
         assert "not started with the same spec" in words
         assert "training.seed: 0 → 3" in words
-        assert "data.length: 12 → 16" in words
+        assert "data.seq_len: 12 → 16" in words
     assert not (tmp_path / "run").exists()
 
 
 def test_ranks_that_find_other_data_are_refused(plain: Any, processes: Any, tmp_path: Path) -> None:
     spec = plain({"model.vocab_size": 9})
-    spec["data"] = {"kind": "tokens", "path": "tokens", "length": 12}
+    spec["data"] = {"kind": "tokens", "path": "tokens", "seq_len": 12}
     spec["phases"], spec["evaluation"] = [], {"sequences": 2}
     for rank, tokens in enumerate((200, 200, 300)):
         folder = tmp_path / str(rank) / "tokens"
@@ -96,23 +96,23 @@ def test_ranks_that_find_other_data_are_refused(plain: Any, processes: Any, tmp_
     ("changes", "words"),
     [
         ({"training.batch_size": 7}, "batch_size 7 can't be shared equally by 2 processes"),
-        ({"training.parallel.kind": "none"}, "kind is none, but there are 2 processes"),
-        ({"training.parallel": {"kind": "hsdp", "shard_size": 3}}, "shard_size 3 does not divide the 2"),
+        ({"training.distributed.kind": "none"}, "kind is none, but there are 2 processes"),
+        ({"training.distributed": {"kind": "hsdp", "shard_size": 3}}, "shard_size 3 does not divide the 2"),
         (
             {
-                "training.parallel": {"kind": "fsdp", "unit": "layer"},
+                "training.distributed": {"kind": "fsdp", "unit": "layer"},
                 "model.gradient": {"kind": "implicit_function"},
             },
-            "set training.parallel.unit=loop",
+            "set training.distributed.unit=model",
         ),
     ],
 )
 def test_layouts_that_cannot_be_are_refused(
     plain: Any, processes: Any, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    for kind, said in processes("build_it", specs=[plain(changes)], folder=str(tmp_path / "run")):
+    for kind, message in processes("build_it", specs=[plain(changes)], folder=str(tmp_path / "run")):
         assert kind == "ValueError"
-        assert words in said
+        assert words in message
     assert not (tmp_path / "run").exists()
 
 
@@ -127,16 +127,16 @@ def test_what_fails_on_one_rank_ends_all(
     plain: Any, processes: Any, tmp_path: Path, what: str, first: Any, second: Any
 ) -> None:
     found = processes("fail_on_one_rank", spec=plain(), folder=str(tmp_path / "run"), what=what)
-    for (kind, said), (expected, words) in zip(found, (first, second), strict=True):
+    for (kind, message), (expected, words) in zip(found, (first, second), strict=True):
         assert kind == expected
-        assert words in said
+        assert words in message
 
 
-@pytest.mark.parametrize("parallel", [{"kind": "ddp"}, {"kind": "fsdp", "unit": "layer"}])
+@pytest.mark.parametrize("distributed", [{"kind": "ddp"}, {"kind": "fsdp", "unit": "layer"}])
 def test_a_rank_that_breaks_down_leaves_no_other_waiting(
-    plain: Any, processes: Any, tmp_path: Path, parallel: dict[str, Any]
+    plain: Any, processes: Any, tmp_path: Path, distributed: dict[str, Any]
 ) -> None:
-    spec = plain({"training.parallel": parallel})
+    spec = plain({"training.distributed": distributed})
     (waited, _), broken = processes("fail_on_one_rank", spec=spec, folder=str(tmp_path / "run"), what="crash")
     assert broken == ("RuntimeError", "a broken layer")
     assert waited.endswith("Error")

@@ -130,7 +130,7 @@ PARTS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
     "attention": {
         "mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2),
-        "mlp": ib.SwiGLUSpec(d_hidden=24),
+        "mlp": ib.SwiGLUSpec(d_ff=24),
     },
 }
 
@@ -199,7 +199,7 @@ def run_folder(tmp_path, small) -> Path:
     spec = small(
         {
             "model.vocab_size": 300,
-            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 16},
+            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "seq_len": 16},
             "training.max_steps": 2,
             "evaluation.lengths": [16],
         }

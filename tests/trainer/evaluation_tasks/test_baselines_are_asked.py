@@ -48,7 +48,7 @@ def test_a_baseline_is_asked(
     spec = small(
         {
             "model": model,
-            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 16},
+            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "seq_len": 16},
             "training.max_steps": 2,
             "evaluation.lengths": [16],
         }

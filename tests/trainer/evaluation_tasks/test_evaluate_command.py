@@ -17,7 +17,7 @@ from trainer.data.tokenizing.command import main as tokenize
 from trainer.data.tokens import write_tokens
 from trainer.errors import CallbackError
 from trainer.evaluation.command import PAPER_TASKS, main
-from trainer.evaluation.eval_model import find_subject
+from trainer.evaluation.eval_model import find_eval_model
 from trainer.run.build import build
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec
 
@@ -35,7 +35,7 @@ def test_a_run_s_model_is_that_of_its_last_phase(small, tmp_path):
     spec = small({"phases": [{"name": "first", "until": 1}, last], "training.max_steps": 2})
     run = build(spec, output=tmp_path / "run", device="cpu")
     run.train()
-    model = find_subject(tmp_path / "run").load()
+    model = find_eval_model(tmp_path / "run").load()
     assert model.evaluation_stopping.max_iterations == run.model.evaluation_stopping.max_iterations == 7
 
 
@@ -158,7 +158,7 @@ def test_tokens_that_would_give_another_perplexity_are_refused(small, tmp_path, 
     other = ["--tokenizer", str(tmp_path / "tokenizer.json"), "--end-of-document", "<eos>"]
     assert tokenize([*alone, str(tmp_path / "other"), *other, "--validation-fraction", "0.5"]) == 0
     write_tokens(tmp_path / "plain.bin", np.arange(500) % 257, vocab_size=257)
-    data = {"kind": "tokens", "path": str(tmp_path / "own"), "length": 16, "documents": "reset"}
+    data = {"kind": "tokens", "path": str(tmp_path / "own"), "seq_len": 16, "documents": "reset"}
     spec = small({"model.vocab_size": 257, "data": data, "training.max_steps": 1, "evaluation.lengths": [16]})
     build(spec, name="mine", output=tmp_path / "run", device="cpu").train()
     arguments = ["--checkpoint", tmp_path / "run", "--lengths", 16, "--limit", 2, "--device", "cpu"]
@@ -238,7 +238,7 @@ def test_a_baseline_of_transformers(architecture, small, benchmarks, tokenizer_f
                 "vocab_size": 300,
                 "config": sizes | own[architecture],
             },
-            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 16},
+            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "seq_len": 16},
             "training.max_steps": 1,
             "evaluation.lengths": [16],
         }
@@ -310,31 +310,31 @@ def build_rhyme(spec: RhymeSpec, *, data: Path) -> Any:
 def test_missing_files_are_all_named(exported, benchmarks, refused, tmp_path):
     (benchmarks / "piqa" / "valid.jsonl").unlink()
     (benchmarks / "arc" / "arc_easy_test_llmfoundry.jsonl").unlink()
-    said = refused(
+    message = refused(
         "--checkpoint", exported, "--data", benchmarks, "--output", tmp_path / "out",
         "--tasks", "piqa", "arc_easy", "winogrande", "hellaswg", "mine.yaml", "winogrande",
     )  # fmt: skip
-    assert "piqa: no file" in said
-    assert "arc_easy: no file" in said
-    assert "hellaswg: no evaluation task; did you mean 'hellaswag'?" in said
-    assert "lm_eval: no file mine.yaml" in said
-    assert "winogrande: named twice" in said
-    assert said.count("\n") == 6
+    assert "piqa: no file" in message
+    assert "arc_easy: no file" in message
+    assert "hellaswg: no evaluation task; did you mean 'hellaswag'?" in message
+    assert "lm_eval: no file mine.yaml" in message
+    assert "winogrande: named twice" in message
+    assert message.count("\n") == 6
 
 
 def test_a_tokenizer_larger_than_the_model(tmp_path, small_model, tokenizer_file, benchmarks, refused):
     from implicit_blocks.hf import from_library
 
     from_library(small_model(vocab_size=288)).save_pretrained(tmp_path / "small")
-    said = refused(
+    message = refused(
         "--checkpoint", tmp_path / "small", "--tokenizer", tokenizer_file, "--data", benchmarks,
         "--output", tmp_path / "out",
     )  # fmt: skip
-    assert "has 300 entries and the model 288" in said
+    assert "has 300 entries and the model 288" in message
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--checkpoint", "nowhere"], "there is nothing at nowhere"),
         (["--checkpoint", "{data}"], "is no run, no checkpoint and no exported folder"),
@@ -356,11 +356,11 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, small_model, tokenizer_file
         (["--checkpoint", "{exported}", "--device", "tpu9"], "is not a device's name"),
     ],
 )
-def test_what_cannot_be_done_is_said(arguments, said, exported, benchmarks, refused, tmp_path):
+def test_what_cannot_be_done_is_said(arguments, message, exported, benchmarks, refused, tmp_path):
     given = [argument.format(exported=exported, data=benchmarks) for argument in arguments]
     if "--tasks" not in given:
         given += ["--tasks", "piqa"]
-    assert said in refused(*given, "--data", benchmarks)
+    assert message in refused(*given, "--data", benchmarks)
 
 
 def test_explicit_models_have_no_self_iterations(tmp_path, benchmarks, tokenizer, refused):
@@ -371,32 +371,32 @@ def test_explicit_models_have_no_self_iterations(tmp_path, benchmarks, tokenizer
     from_library(ib.build(spec)).save_pretrained(tmp_path / "explicit")
     tokenizer.save_pretrained(tmp_path / "explicit")
     for options in (("--self-iterations", 1, 2), ("--tolerance", 0.1)):
-        said = refused("--checkpoint", tmp_path / "explicit", "--data", benchmarks, *options)
-        assert f"doesn't search for fixed points; leave {options[0]} out" in said
+        message = refused("--checkpoint", tmp_path / "explicit", "--data", benchmarks, *options)
+        assert f"doesn't search for fixed points; leave {options[0]} out" in message
 
 
 def test_weights_of_another_model(run_folder, exported, benchmarks, tokenizer_file, refused, tmp_path):
-    said = refused(
+    message = refused(
         "--checkpoint", exported / "model.safetensors", "--spec", run_folder / "spec.yaml",
         "--tokenizer", tokenizer_file, "--data", benchmarks, "--output", tmp_path / "out",
     )  # fmt: skip
-    assert "do not fit its configuration" in said
+    assert "do not fit its configuration" in message
 
 
 def test_a_damaged_item_is_named_before_the_model_is_asked(exported, benchmarks, refused, tmp_path):
     with (benchmarks / "piqa" / "valid.jsonl").open("a") as file:
         file.write('{"goal": ')
-    said = refused("--checkpoint", exported, "--data", benchmarks, "--output", tmp_path / "out")
-    assert "valid.jsonl, line 4: not JSON" in said
+    message = refused("--checkpoint", exported, "--data", benchmarks, "--output", tmp_path / "out")
+    assert "valid.jsonl, line 4: not JSON" in message
 
 
 def test_a_request_that_cannot_be_asked_leaves_nothing(exported, benchmarks, refused, tmp_path):
-    said = refused(
+    message = refused(
         "--checkpoint", exported, "--data", benchmarks, "--max-length", 2, "--output", tmp_path / "out"
     )
-    assert "maximum of 2 tokens" in said
-    assert "  piqa: a continuation has " in said
-    assert "  hellaswag: a continuation has " in said
+    assert "maximum of 2 tokens" in message
+    assert "  piqa: a continuation has " in message
+    assert "  hellaswag: a continuation has " in message
     assert not (tmp_path / "out").exists()
 
 
@@ -404,7 +404,7 @@ def test_a_run_on_bytes_is_asked_text(small, benchmarks, tokenizer_file, refused
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 60)
     text = [str(tmp_path / "text.txt"), "--workers", "1", "--tokenizer", "bytes"]
     assert tokenize([*text, "--output", str(tmp_path / "tokens")]) == 0
-    data = {"kind": "tokens", "path": str(tmp_path / "tokens"), "length": 12}
+    data = {"kind": "tokens", "path": str(tmp_path / "tokens"), "seq_len": 12}
     spec = small({"model.vocab_size": 257, "data": data, "training.max_steps": 1, "evaluation.lengths": [12]})
     build(spec, output=tmp_path / "run", device="cpu").train()
     common = ["--checkpoint", tmp_path / "run", "--data", benchmarks, "--tasks", "lambada", "--device", "cpu"]
@@ -430,7 +430,7 @@ def with_benchmarks(small, tmp_path, benchmarks, tokenizer_file, **changes: Any)
     return small(
         {
             "model.vocab_size": 300,
-            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 16},
+            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "seq_len": 16},
             "training.max_steps": 2,
             "evaluation.lengths": [16],
             "callbacks": [callback | changes],

@@ -16,11 +16,11 @@ KINDS = ("lambada", "hellaswag", "piqa", "arc_easy", "winogrande", "openbookqa",
 
 
 def asked(kinds, data) -> list[Any]:
-    from trainer.evaluation.scores import AskedTask
+    from trainer.evaluation.scores import EvalTask
 
     specs = [registry.entry("evaluation_task", kind).spec() for kind in kinds]
     return [
-        AskedTask(name=spec.kind, spec=spec, task=registry.build(spec, data=data), file=spec.locate(data))
+        EvalTask(name=spec.kind, spec=spec, task=registry.build(spec, data=data), file=spec.locate(data))
         for spec in specs
     ]
 
@@ -44,7 +44,7 @@ def assert_equal(found: list[tuple[float, bool]], expected: list[tuple[float, bo
     assert len(found) == len(expected) > 35
     ours, theirs = (torch.tensor([v for v, _ in rows], dtype=torch.float64) for rows in (found, expected))
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-    assert [likeliest for _, likeliest in found] == [likeliest for _, likeliest in expected]
+    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
 
 
 def test_log_likelihoods_are_those_of_lm_eval_s_own_backend(
@@ -80,7 +80,7 @@ def test_scores_are_lm_eval_s(small_model, tokenizer, benchmarks):
     answered = [sample["filtered_resps"][0] for sample in lambada.samples]
     mean = sum(value for value, _ in answered) / len(answered)
     assert lambada.metrics["perplexity"] == pytest.approx(math.exp(-mean))
-    assert lambada.metrics["acc"] == sum(likeliest for _, likeliest in answered) / len(answered)
+    assert lambada.metrics["acc"] == sum(is_greedy for _, is_greedy in answered) / len(answered)
     right, right_by_length = 0, 0
     for sample in hellaswag.samples:
         values = [value for value, _ in sample["filtered_resps"]]
@@ -193,9 +193,9 @@ def test_iterations_of_padding_do_not_count():
     )  # fmt: skip
     lm: Any = SimpleNamespace(_solutions=[])
     HarnessLM._note(lm, solution, torch.tensor([[1, 1, 0], [1, 0, 0]]))
-    told = HarnessLM.tally(lm)
-    assert told is not None
-    assert (told.token_iterations, told.iterations, told.iterations_max) == (2.0, 2.5, 3)
+    tally = HarnessLM.tally(lm)
+    assert tally is not None
+    assert (tally.token_iterations, tally.iterations, tally.iterations_max) == (2.0, 2.5, 3)
 
 
 def test_a_continuation_longer_than_the_maximum_is_refused(small_model, tokenizer):

@@ -28,13 +28,13 @@ def test_nothing_is_asked_while_a_request_does_not_fit(exported, benchmarks, ref
 
     longest = 8
     monkeypatch.setattr(scores, "_ask_one", None)
-    said = refused(
+    message = refused(
         "--checkpoint", exported, "--data", benchmarks, "--max-length", longest, "--output", tmp_path / "out",
         "--tasks", "lambada", "hellaswag",
     )  # fmt: skip
-    assert "hellaswag: a continuation has " in said
-    assert "lambada" not in said
-    assert "raise the maximum" in said
+    assert "hellaswag: a continuation has " in message
+    assert "lambada" not in message
+    assert "raise the maximum" in message
 
 
 def of_tasks(folder: Path) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def of_16_positions(small, tmp_path) -> Path:
     spec = small(
         {
             "model": {"kind": "transformers", "architecture": "gpt2", "config": config, "vocab_size": 300},
-            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 16},
+            "data": {"kind": "tokens", "path": str(tmp_path / "text.bin"), "seq_len": 16},
             "training.max_steps": 1,
             "evaluation.lengths": [16],
         }
@@ -81,11 +81,11 @@ def test_a_table_of_positions_limits_requests(
     run, tokens = of_16_positions, tmp_path / "text.bin"
     common = ["--checkpoint", run, "--data", benchmarks, "--tokenizer", tokenizer_file]
     common += ["--tasks", "winogrande", "lambada", "--output", tmp_path / "out", "--device", "cpu"]
-    said = refused(*common)
-    assert "maximum of 16 tokens" in said
-    assert "lambada: " in said
-    assert "requests are longer, up to " in said
-    assert "--max-length 16" in said
+    message = refused(*common)
+    assert "maximum of 16 tokens" in message
+    assert "lambada: " in message
+    assert "requests are longer, up to " in message
+    assert "--max-length 16" in message
     assert evaluate(*common, "--max-length", 4096) == 0  # cut by choice, to what the model reads
     assert of_tasks(tmp_path / "out")["lambada"]["truncated"] > 0
     measure = ["--checkpoint", run, "--tokens", tokens, "--limit", 2, "--device", "cpu", "--output"]

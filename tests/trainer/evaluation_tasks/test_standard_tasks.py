@@ -124,7 +124,7 @@ def test_packed_files_are_unpacked(benchmarks):
 
 
 @pytest.mark.parametrize(
-    ("kind", "text", "said"),
+    ("kind", "text", "message"),
     [
         ("piqa", '{"goal": "x", "sol1": "a"}\n', r"line 1: no item of piqa .*'sol2' is missing.*goal, sol1"),
         ("piqa", '{"goal": "x", "sol1": "a", "sol2": "b"}\n', "'label' is missing"),
@@ -151,10 +151,10 @@ def test_packed_files_are_unpacked(benchmarks):
         ),
     ],
 )
-def test_items_that_cannot_be_read_are_named(kind, text, said, tmp_path):
+def test_items_that_cannot_be_read_are_named(kind, text, message, tmp_path):
     path = tmp_path / "items.jsonl"
     path.write_text(text)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         read_items(kind, path)
 
 

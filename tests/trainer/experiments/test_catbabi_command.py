@@ -20,7 +20,7 @@ from trainer.experiments.runs import load_spec
 
 NARROW = [
     "model.vocab_size=40", "model.d_model=16", "model.mixer.d_state=4", "model.mixer.head_dim=8",
-    "data.length=16", "training.max_steps=3", "training.batch_size=4", "training.threads=1",
+    "data.seq_len=16", "training.max_steps=3", "training.batch_size=4", "training.threads=1",
     "phases.unrolled.model.gradient={kind: unrolled, steps: 2}",
     "model.at_evaluation.stopping.max_iterations=8", "evaluation.sequences=2",
 ]  # fmt: skip
@@ -58,10 +58,10 @@ def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
     assert explicit["search"] is None
     assert 1 <= implicit["search"]["iterations"] <= implicit["search"]["iterations_max"] <= 8
     assert (folder / "catbabi.png").read_bytes().startswith(b"\x89PNG")
-    said = capsys.readouterr().out
-    assert "qa20" in said
+    message = capsys.readouterr().out
+    assert "qa20" in message
     # Here all its stories are also those of another split.
-    assert "qa3_train.txt is missing: 0 stories of the set en stand in for it" in said
+    assert "qa3_train.txt is missing: 0 stories of the set en stand in for it" in message
     assert written["stand_ins"] == {"qa3_train.txt": 0}
 
     summary = folder / "runs/implicit-1-answers-0/summary.json"
@@ -129,7 +129,7 @@ def test_the_mean_of_tasks_weighs_them_alike_and_the_accuracy_answers():
 def test_answers_are_kept_by_the_length_of_their_rows(tmp_path, monkeypatch):
     monkeypatch.setattr(catbabi, "load_model", lambda finished, device: None)
     monkeypatch.setattr(catbabi, "ask", lambda model, source, **more: {"of": [source.length, more["rows"]]})
-    evaluation, data = SimpleNamespace(batch_size=8), SimpleNamespace(length=16)
+    evaluation, data = SimpleNamespace(batch_size=8), SimpleNamespace(seq_len=16)
     spec = SimpleNamespace(evaluation=evaluation, data=data, training=SimpleNamespace(precision="float32"))
     for length, rows in ((16, 2), (64, 2), (64, 3), (16, 2)):
         source = SimpleNamespace(length=length)

@@ -41,7 +41,7 @@ def spec(**model) -> RunSpec:
                 },
                 **model,
             },
-            "data": {"kind": "word_problem", "group": "Z2", "identity_probability": 0.5, "length": LENGTH},
+            "data": {"kind": "word_problem", "group": "Z2", "identity_probability": 0.5, "seq_len": LENGTH},
             "training": {
                 "max_steps": 30,
                 "batch_size": 16,

@@ -27,8 +27,8 @@ def test_an_interrupted_command_says_how_to_go_on(
     monkeypatch.setattr(jacobian, "carry_out", stopped)
     folder = tmp_path / "out"
     assert cli.main(["jacobian", "--output", str(folder)]) == INTERRUPTED
-    said = f"go on by the same command with --output {folder}" if began else "nothing was written"
-    assert capsys.readouterr().err == f"error: stopped; {said}\n"
+    message = f"go on by the same command with --output {folder}" if began else "nothing was written"
+    assert capsys.readouterr().err == f"error: stopped; {message}\n"
 
 
 def test_changes_are_asked_for_alike_by_all_that_train() -> None:
@@ -94,9 +94,9 @@ def test_what_ends_an_experiment_is_said_in_a_sentence(
 
     monkeypatch.setattr(jacobian, "carry_out", failed)
     assert cli.main(["jacobian", "--output", str(tmp_path / "out")]) == code
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert message in said
+    text = capsys.readouterr().err
+    assert text.startswith("error: ")
+    assert message in text
 
 
 def test_a_mistake_in_the_program_keeps_its_traceback(

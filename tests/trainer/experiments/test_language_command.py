@@ -17,7 +17,7 @@ from trainer.experiments.language import Settings, _plans, _training
 from trainer.experiments.language_picture import draw
 
 NARROW = [
-    "model.vocab_size=40", "model.d_model=16", "model.n_layers=1", "data.length=12", "data.dtype=uint16",
+    "model.vocab_size=40", "model.d_model=16", "model.n_layers=1", "data.seq_len=12", "data.dtype=uint16",
     "training.max_tokens=240", "training.batch_size=4", "training.precision=float32", "training.threads=1",
     "model.mixer.d_state=4", "model.mixer.head_dim=8", "evaluation.last_tokens=4",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ from implicit_blocks.registry import build
 from implicit_blocks.specs import AndersonSpec, BroydenSpec, ImplicitLMSpec, Mamba2Spec, PicardSpec
 from trainer.data.source import Batch
 from trainer.experiments.penalty import continued
-from trainer.experiments.searching import Way, reference
+from trainer.experiments.searching import SearchConfig, reference
 from trainer.experiments.solvers import compare, state_bytes
 from trainer.specs.run import RunSpec
 
@@ -24,15 +24,15 @@ def test_ways_that_mix_tokens_are_compared_by_rows_alone_and_the_model_is_left_a
     batch = Batch(inputs=ids, labels=ids)
     tight = reference(model, batch, 4)
     model.reconfigure(MODEL)
-    chosen = [Way("picard", PicardSpec()), Way("anderson", AndersonSpec(memory=2))]
+    chosen = [SearchConfig("picard", PicardSpec()), SearchConfig("anderson", AndersonSpec(memory=2))]
     rows = compare(model, batch, chosen, tight, tolerances=(1e-9, 0.5), max_iterations=3, repeats=1)
-    coupled = [way.name for way in chosen if way.solver.couples_tokens]
+    coupled = [config.name for config in chosen if config.solver.couples_tokens]
     expected = [
-        (way.name, scope, tolerance)
-        for way in chosen
-        for scope in way.scopes
+        (config.name, scope, tolerance)
+        for config in chosen
+        for scope in config.scopes
         for tolerance in (0.5, 1e-9)
-        if scope == "sequence" or way.name not in coupled
+        if scope == "sequence" or config.name not in coupled
     ]
     assert [(row["way"], row["scope"], row["tolerance"]) for row in rows] == expected
     tightest = [row for row in rows if row["way"] == "picard" and row["tolerance"] == 1e-9]
@@ -41,11 +41,11 @@ def test_ways_that_mix_tokens_are_compared_by_rows_alone_and_the_model_is_left_a
 
 
 def test_what_a_solver_keeps_is_told_for_a_token() -> None:
-    broyden = Way("", BroydenSpec(memory=5))
+    broyden = SearchConfig("", BroydenSpec(memory=5))
     assert state_bytes(broyden, "prefix", MODEL, length=12) == 12 * 8 * 4 + 14
     whole = broyden.solver.state_bytes(12 * 8, itemsize=4)
     assert state_bytes(broyden, "sequence", MODEL, length=12) == -(-whole // 12)
-    windows = Way("", BroydenSpec(memory=5), window_length=4)
+    windows = SearchConfig("", BroydenSpec(memory=5), window_length=4)
     of_window = broyden.solver.state_bytes(4 * 8, itemsize=4)
     assert state_bytes(windows, "sequence", MODEL, length=12) == -(-of_window // 4)
 
@@ -54,7 +54,7 @@ def test_a_model_is_trained_on_gently_as_its_last_phase_left_it() -> None:
     spec = RunSpec.model_validate(
         {
             "model": MODEL.model_dump(mode="json"),
-            "data": {"kind": "word_problem", "group": "S3", "length": 8},
+            "data": {"kind": "word_problem", "group": "S3", "seq_len": 8},
             "training": {
                 "max_tokens": 8000,
                 "batch_size": 4,
@@ -74,8 +74,8 @@ def test_a_model_is_trained_on_gently_as_its_last_phase_left_it() -> None:
         training = made.training
         assert (made.total_steps, training.batch_size, training.evaluate_every) == (7, 2, None)
         assert training.optimizer.learning_rate == 0.1 * 4e-3
-        assert training.start_from is not None
-        assert (training.start_from.path, made.phases, made.callbacks) == ("step", (), ())
+        assert training.init_from is not None
+        assert (training.init_from.path, made.phases, made.callbacks) == ("step", (), ())
         assert made.evaluation.sequences == 1
         gradient = made.model.gradient  # type: ignore[attr-defined]  # of an implicit model
         if weight:

@@ -66,7 +66,7 @@ def test_a_finished_run_without_its_last_checkpoint_is_not_measured(
 def test_a_finished_run_on_other_data_is_not_read(tmp_path: Path, small: Small) -> None:
     tokens = np.arange(400) % 6
     write_tokens(tmp_path / "text.bin", tokens, vocab_size=6)
-    data = {"kind": "tokens", "path": str(tmp_path / "text.bin"), "length": 12}
+    data = {"kind": "tokens", "path": str(tmp_path / "text.bin"), "seq_len": 12}
     model = {"model.vocab_size": 6, "evaluation.lengths": [12], "evaluation.identity_probabilities": []}
     spec = small({**CHANGES, **model, "data": data})
     finished = runs.train(spec, tmp_path / "one", name="one", device="cpu")

@@ -78,13 +78,13 @@ def test_a_spectrum_says_where_the_map_does_not_contract(monkeypatch: pytest.Mon
     model: Any = SimpleNamespace(
         embedding=lambda ids: ids,
         initial_state=lambda rows: None,
-        hold_weights=lambda: None,
+        cache_weights=lambda: None,
         bind=lambda *given, **more: (part, None),
     )
     z = torch.zeros(3, 4, 2)
     found = Reference(logits=z, z=z, converged=torch.tensor([True, False, True]))
-    told = spectrum(model, Batch(inputs=IDS, labels=IDS), found, positions=2)
-    assert told["positions"] == [0, 3]
-    assert told["above_one"] == pytest.approx(2 / 6)
-    assert (told["largest"], told["residual_largest"]) == (2.0, pytest.approx(0.02))
-    assert told["converged"] == pytest.approx(2 / 3)
+    result = spectrum(model, Batch(inputs=IDS, labels=IDS), found, positions=2)
+    assert result["positions"] == [0, 3]
+    assert result["above_one"] == pytest.approx(2 / 6)
+    assert (result["largest"], result["residual_largest"]) == (2.0, pytest.approx(0.02))
+    assert result["converged"] == pytest.approx(2 / 3)

@@ -27,7 +27,7 @@ def trained(tmp_path_factory):
                 "gradient": {"kind": "phantom", "steps": 2},
                 "stopping": {"max_iterations": 16},
             },
-            "data": {"kind": "word_problem", "group": "Z2", "identity_probability": 0.5, "length": LENGTH},
+            "data": {"kind": "word_problem", "group": "Z2", "identity_probability": 0.5, "seq_len": LENGTH},
             "training": {
                 "max_steps": 30,
                 "batch_size": 16,

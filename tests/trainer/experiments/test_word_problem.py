@@ -31,14 +31,14 @@ model:
   gradient: {kind: phantom, steps: 1}
   stopping: {tolerance: 0.05, max_iterations: 8}
   at_evaluation: {solver: {kind: picard, damping: 0.8}, stopping: {tolerance: 1.0e-2, max_iterations: 30}}
-data: {kind: word_problem, group: Z2, length: 8}
+data: {kind: word_problem, group: Z2, seq_len: 8}
 training:
   max_steps: 3
   batch_size: 8
   threads: 1
   optimizer: {kind: adamw, learning_rate: 1.0e-3}
 phases:
-  - {name: short, until: 1, data: {length: 2, identity_probability: 0.0}}
+  - {name: short, until: 1, data: {seq_len: 2, identity_probability: 0.0}}
   - {name: long}
 evaluation: {last_tokens: 2}
 """
@@ -142,7 +142,7 @@ def test_a_checkpoint_of_another_task_is_refused(
     tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "tokens.bin").write_bytes(bytes(200))
-    text = ["data={kind: tokens, path: tokens.bin, validation_path: tokens.bin, dtype: uint16, length: 8}"]
+    text = ["data={kind: tokens, path: tokens.bin, validation_path: tokens.bin, dtype: uint16, seq_len: 8}"]
     changes = ["training.max_steps=1", "model.vocab_size=2", "phases=[]"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
@@ -156,7 +156,7 @@ def test_a_checkpoint_of_another_task_is_refused(
     changes = ["training.max_steps=2", "evaluation.sequences=2", "data.group=Z4", "--device", "cpu"]
     assert train(["--spec", tiny, *changes, "--output", str(z4)]) == 0
     capsys.readouterr()
-    changes = [f"training.start_from={z4}", "data.group=Z2xZ2", "--device", "cpu"]
+    changes = [f"training.init_from={z4}", "data.group=Z2xZ2", "--device", "cpu"]
     assert train(["--spec", tiny, *changes, "--output", str(tmp_path / "other")]) == 2
     assert "was trained for another task, products in Z4; this run's is products in Z2xZ2" in (
         capsys.readouterr().err
@@ -185,9 +185,9 @@ def test_a_point_of_the_picture_is_the_mean_over_seeds() -> None:
 def test_a_step_is_wrong_by_itself_not_by_those_before_it() -> None:
     problem = WordProblem(group="Z5", monoid="EABX", identity_probability=0.9)
     source = WordProblemStream(problem, length=6, seed=0)
-    said = torch.tensor([[1, 3, 3, 0, 0, 7], [1, 1, 1, 1, 1, 1]])  # 7 stands for no element of Z5
+    message = torch.tensor([[1, 3, 3, 0, 0, 7], [1, 1, 1, 1, 1, 1]])  # 7 stands for no element of Z5
     tokens = torch.tensor([[1, 2, 1, 1, 0, 2], [1, 0, 0, 0, 0, 4]])
-    wrong = _wrong_steps(source, 4 * tokens + 2, 4 * said + 1)
+    wrong = _wrong_steps(source, 4 * tokens + 2, 4 * message + 1)
     assert wrong.tolist() == [[False, False, True, True, False, True], [False] * 5 + [True]]
     right = source.batch(0, 20)
     assert not _wrong_steps(source, right.inputs, right.labels).any()

@@ -71,8 +71,8 @@ def test_layers_go_up_from_what_a_shorter_length_took(trained: list[tuple[Any, .
 
 def test_the_accuracy_that_counts_is_at_the_training_length_and_the_first_p() -> None:
     tests = [row(32, 0.2, 0.1), row(8, 0.2, 0.7), row(8, 0.5, 0.9)]
-    told = summed_up(finished(3, tests), group="S3", model="llama", layers=2, length=8)
-    assert (told["accuracy_last"], told["seed"], len(told["tests"])) == (0.7, 3, 3)
+    summary = summed_up(finished(3, tests), group="S3", model="llama", layers=2, length=8)
+    assert (summary["accuracy_last"], summary["seed"], len(summary["tests"])) == (0.7, 3, 3)
     assert (
         summed_up(finished(3, tests), group="S3", model="llama", layers=2, length=16)["accuracy_last"] == 0.1
     )

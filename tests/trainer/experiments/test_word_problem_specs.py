@@ -36,7 +36,7 @@ def test_every_model_sees_the_same_data_in_the_same_order() -> None:
 
 
 def test_phases_are_cut_to_the_training_length() -> None:
-    lengths = [phase.data.length for phase in varied(BASE, model="mamba2", length=8).phase_specs()]
+    lengths = [phase.data.seq_len for phase in varied(BASE, model="mamba2", length=8).phase_specs()]
     assert lengths == [4, 8, 8, 8]
 
 
@@ -86,7 +86,7 @@ def test_changes_of_the_search_are_for_models_that_search() -> None:
 def test_a_change_of_the_width_is_of_all_models() -> None:
     change = ["model.d_model=128"]
     llama: Any = varied(BASE, model="implicit-llama", overrides=change)
-    assert (llama.model.d_model, llama.model.mixer.n_heads, llama.model.mlp.d_hidden) == (128, 2, 341)
+    assert (llama.model.d_model, llama.model.mixer.n_heads, llama.model.mlp.d_ff) == (128, 2, 341)
     pytest.importorskip("transformers", reason="transformers is not installed")
     baseline: Any = varied(BASE, model="transformers:mamba2", overrides=change)
     assert baseline.model.config["hidden_size"] == 128
@@ -113,7 +113,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         varied("word_problem_s3_transformers", model="mamba2")
     with pytest.raises(ValueError, match="group 'B5' is not known"):
         varied(BASE, model="mamba2", group="B5")
-    with pytest.raises(ValueError, match="length"):
+    with pytest.raises(ValueError, match="seq_len"):
         varied(BASE, model="mamba2", length=0)
 
 
@@ -157,8 +157,8 @@ def test_explicit_models_start_with_mamba2s_usual_heads() -> None:
 
 def test_what_is_mixed_is_changed_together() -> None:
     spec: Any = varied("word_problem_a5_mixed", model="mamba2", group="A4", length=16, seed=3)
-    assert (spec.data.length, spec.model.vocab_size, spec.training.seed) == (16, 12, 3)
-    assert {(source.data.group, source.data.length) for source in spec.data.sources} == {("A4", 16)}
+    assert (spec.data.seq_len, spec.model.vocab_size, spec.training.seed) == (16, 12, 3)
+    assert {(source.data.group, source.data.seq_len) for source in spec.data.sources} == {("A4", 16)}
     assert [source.data.identity_probability for source in spec.data.sources] == [0.9, 0.5, 0.2]
 
 

@@ -19,7 +19,7 @@ from trainer.data.manifest import TRAIN, VALIDATION, read_manifest, require_fini
 from trainer.data.tokenizing import Documents, Job, load_tokenizer, tokenize, train_tokenizer_for
 from trainer.data.tokenizing.documents import Format, find_sources
 from trainer.data.tokenizing.job import Result
-from trainer.data.tokenizing.progress import Progress
+from trainer.data.tokenizing.progress import TokenizationProgress
 from trainer.data.tokenizing.tokenizers import END_OF_DOCUMENT, BytesTokenizer, Tokenizer
 from trainer.reporting.display import counted
 
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.verify:
             return _verify(options.inputs)
-        with Progress(sys.stderr) as progress:
+        with TokenizationProgress(sys.stderr) as progress:
             _tokenize(options, progress)
         return 0
     except (ValueError, OSError) as error:
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse("stopped; the same command goes on with the finished shards", INTERRUPTED)
 
 
-def _tokenize(options: argparse.Namespace, progress: Progress) -> None:
+def _tokenize(options: argparse.Namespace, progress: TokenizationProgress) -> None:
     split = options.split or "train"
     documents = _documents(options, options.inputs, split)
     validation = None
@@ -102,12 +102,12 @@ def _tokenize(options: argparse.Namespace, progress: Progress) -> None:
     )
     job.check()  # before a tokenizer is trained
     job = replace(job, tokenizer=_tokenizer(options, documents, progress))
-    results = tokenize(job, say=progress.say, report=progress.report)
+    results = tokenize(job, log=progress.log, report=progress.report)
     for result in results:
         shards = f"{counted(result.documents, 'document')}, {counted(result.shards, 'shard')}"
-        progress.say(f"{result.folder}: {counted(result.tokens, 'token')}, {shards}")
-    _say_of_separator(job, results, progress)
-    progress.say(f"vocabulary {job.tokenizer.vocab_size:,}, {job.dtype}")
+        progress.log(f"{result.folder}: {counted(result.tokens, 'token')}, {shards}")
+    _log_separator(job, results, progress)
+    progress.log(f"vocabulary {job.tokenizer.vocab_size:,}, {job.dtype}")
 
 
 def _require_used(options: argparse.Namespace, documents: Documents, validation: Documents | None) -> None:
@@ -138,7 +138,7 @@ def _require_used(options: argparse.Namespace, documents: Documents, validation:
         raise ValueError(f"--shard-tokens is {options.shard_tokens:g}; give 1 or more")
 
 
-def _say_of_separator(job: Job, results: Sequence[Result], progress: Progress) -> None:
+def _log_separator(job: Job, results: Sequence[Result], progress: TokenizationProgress) -> None:
     """Say so where a separator was in no text file, such as a line break that stayed two letters."""
     parts = [part for part in (job.documents, job.validation) if part is not None]
     sources = [source for part in parts for source in part.sources]
@@ -147,7 +147,7 @@ def _say_of_separator(job: Job, results: Sequence[Result], progress: Progress) -
         return
     if sum(result.documents for result in results) <= len(sources):
         hint = "; in a shell a line break is $'\\n'" if "\\" in separator else ""
-        progress.say(f"the separator {separator!r} divides no file: each is one document{hint}")
+        progress.log(f"the separator {separator!r} divides no file: each is one document{hint}")
 
 
 def _documents(options: argparse.Namespace, inputs: Sequence[str], split: str) -> Documents:
@@ -160,7 +160,9 @@ def _documents(options: argparse.Namespace, inputs: Sequence[str], split: str) -
     )
 
 
-def _tokenizer(options: argparse.Namespace, documents: Documents, progress: Progress) -> Tokenizer:
+def _tokenizer(
+    options: argparse.Namespace, documents: Documents, progress: TokenizationProgress
+) -> Tokenizer:
     if options.tokenizer is not None:
         return load_tokenizer(options.tokenizer, end_of_document=options.end_of_document)
     if options.end_of_document not in (None, END_OF_DOCUMENT):
@@ -174,7 +176,7 @@ def _tokenizer(options: argparse.Namespace, documents: Documents, progress: Prog
         vocab_size=options.train_tokenizer,
         validation_fraction=options.validation_fraction,
         seed=options.seed or 0,
-        say=progress.say,
+        log=progress.log,
         report=progress.report,
     )
 

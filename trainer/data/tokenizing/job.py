@@ -34,7 +34,7 @@ from trainer.storage.lock import LOCK, FolderLock, LockedError
 _TASK = 1 << 20  # characters handed to a process at once
 _OURS = (LOCK, "tokenizer.json", "tokenizer_training.json")
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 Report = Callable[[float, int, int], None]
 """Hears the share of the inputs that has been read, and the documents and tokens written."""
 
@@ -115,7 +115,7 @@ class Result(NamedTuple):
 
 
 def tokenize(
-    job: Job, *, say: Say = print, report: Report = lambda share, documents, tokens: None
+    job: Job, *, log: Log = print, report: Report = lambda share, documents, tokens: None
 ) -> list[Result]:
     """Write the shards of a job, or what is missing of them.
 
@@ -136,19 +136,19 @@ def tokenize(
             if job.validation_fraction:
                 split = find_split(job.documents, fraction=job.validation_fraction, seed=job.seed)
                 if isinstance(split, AtPosition):
-                    say(f"one document: its end is held out, about {split.held_out:,} characters")
-                return _convert(job, job.documents, split, [TRAIN, VALIDATION], encode, say, report)
+                    log(f"one document: its end is held out, about {split.held_out:,} characters")
+                return _convert(job, job.documents, split, [TRAIN, VALIDATION], encode, log, report)
             repeats = None if job.validation is None else Repeats(job.validation)
             watch = None if repeats is None else repeats.watch
-            results = _convert(job, job.documents, OneSide(TRAIN), [TRAIN], encode, say, report, watch)
+            results = _convert(job, job.documents, OneSide(TRAIN), [TRAIN], encode, log, report, watch)
             if job.validation is not None:
                 if repeats is not None and repeats.count:
-                    say(
+                    log(
                         f"WARNING: {repeats.count:,} of {results[0].documents:,} training documents equal "
                         "held-out documents, which are therefore not unseen text"
                     )
                 held_out = OneSide(VALIDATION)
-                results += _convert(job, job.validation, held_out, [VALIDATION], encode, say, report)
+                results += _convert(job, job.validation, held_out, [VALIDATION], encode, log, report)
             return results
 
 
@@ -161,27 +161,27 @@ def _convert(
     split: Split,
     sides: Sequence[str],
     encode: Encode,
-    say: Say,
+    log: Log,
     report: Report,
     watch: Callable[[Iterator[Piece]], Iterator[Piece]] | None = None,
 ) -> list[Result]:
     """Read documents once and write each to its side."""
     folders = {side: job.output / side for side in sides}
     if all((folder / MANIFEST).is_file() for folder in folders.values()):
-        return [_kept(folder, say) for folder in folders.values()]
+        return [_kept(folder, log) for folder in folders.values()]
     writers = {
         side: ShardWriter(
             folder,
             dtype=job.dtype,
             vocab_size=job.tokenizer.vocab_size,
             shard_tokens=job.shard_tokens,
-            say=say,
+            log=log,
         )
         for side, folder in folders.items()
     }
     kept = sum(len(writer.finished) for writer in writers.values())
     if kept:
-        say(f"{counted(kept, 'finished shard')} in {job.output} kept")
+        log(f"{counted(kept, 'finished shard')} in {job.output} kept")
     share = 0.0
 
     def read(now: float) -> None:
@@ -273,9 +273,9 @@ def _result(folder: Path) -> Result:
     return Result(folder, manifest["tokens"], manifest["documents"], len(manifest["shards"]))
 
 
-def _kept(folder: Path, say: Say) -> Result:
+def _kept(folder: Path, log: Log) -> Result:
     verify(folder, again=True)
-    say(f"{folder} is finished; its checksums are right")
+    log(f"{folder} is finished; its checksums are right")
     return _result(folder)
 
 

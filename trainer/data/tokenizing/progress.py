@@ -11,7 +11,7 @@ from trainer.reporting.display import duration, magnitude
 _EVERY = 10.0  # seconds between lines where no terminal shows a bar
 
 
-class Progress:
+class TokenizationProgress:
     """Shows the share of the inputs that has been read, documents, tokens, their rate and the time left.
 
     Args:
@@ -38,7 +38,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def say(self, text: str) -> None:
+    def log(self, text: str) -> None:
         """Print a message."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)

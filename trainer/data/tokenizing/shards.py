@@ -54,7 +54,7 @@ class ShardWriter:
         dtype: of the ids.
         vocab_size: for the sidecars.
         shard_tokens: see above.
-        say: is told of shards that are no longer what they were, and are written again.
+        log: is told of shards that are no longer what they were, and are written again.
 
     """
 
@@ -65,12 +65,12 @@ class ShardWriter:
         dtype: Dtype,
         vocab_size: int,
         shard_tokens: int,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         self.folder, self._shard_tokens = folder, shard_tokens
         self._dtype, self._vocab_size = dtype, vocab_size
         folder.mkdir(parents=True, exist_ok=True)
-        self.finished = _finished(folder, dtype=dtype, vocab_size=vocab_size, say=say)
+        self.finished = _finished(folder, dtype=dtype, vocab_size=vocab_size, log=log)
         self.next_piece = self.finished[-1].next_piece if self.finished else 0
         self._file: IO[bytes] | None = None
         self._hash = hashlib.sha256()
@@ -195,7 +195,7 @@ def _create(path: Path) -> IO[bytes]:
 
 
 def _finished(
-    folder: Path, *, dtype: str, vocab_size: int, say: Callable[[str], None]
+    folder: Path, *, dtype: str, vocab_size: int, log: Callable[[str], None]
 ) -> list[FinishedShard]:
     """Find the shards that are finished and unchanged; later ones, and rests of others, are removed."""
     found: list[FinishedShard] = []
@@ -205,7 +205,7 @@ def _finished(
         if trouble is None:
             shard, trouble = _checked(sidecar, dtype=dtype, vocab_size=vocab_size)
         if shard is None:
-            say(f"{sidecar.with_suffix('.bin')} is written again: {trouble}")
+            log(f"{sidecar.with_suffix('.bin')} is written again: {trouble}")
             break
         found.append(shard)
     kept = {f"shard_{number:05d}" for number in range(len(found))}
@@ -217,12 +217,12 @@ def _finished(
 
 def _checked(sidecar: Path, *, dtype: str, vocab_size: int) -> tuple[FinishedShard | None, str]:
     try:
-        said = json.loads(sidecar.read_text(encoding="utf-8"))
-        if said.pop("count") != said["tokens"] or said.pop("dtype") != dtype:
+        stated = json.loads(sidecar.read_text(encoding="utf-8"))
+        if stated.pop("count") != stated["tokens"] or stated.pop("dtype") != dtype:
             return None, "its sidecar is of another kind"
-        if said.pop("vocab_size") != vocab_size:
+        if stated.pop("vocab_size") != vocab_size:
             return None, "it has another vocabulary"
-        shard = FinishedShard(**said)
+        shard = FinishedShard(**stated)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         return None, f"its sidecar can't be read ({error})"
     for file, sha256 in (

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.data.manifest import TRAIN
 from trainer.data.tokenizing.documents import Documents
-from trainer.data.tokenizing.job import Report, Say, described, locked
+from trainer.data.tokenizing.job import Log, Report, described, locked
 from trainer.data.tokenizing.splits import find_split, require_both_sides
 from trainer.data.tokenizing.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 from trainer.storage.files import write_atomically, write_json
@@ -24,7 +24,7 @@ def train_tokenizer_for(
     vocab_size: int,
     validation_fraction: float,
     seed: int,
-    say: Say,
+    log: Log,
     report: Report,
 ) -> Tokenizer:
     """Train the tokenizer of a job and keep it as ``tokenizer.json`` in its folder.
@@ -37,7 +37,7 @@ def train_tokenizer_for(
         vocab_size: see `train_tokenizer`.
         validation_fraction: see `trainer.data.tokenizing.Job`.
         seed: the same.
-        say: is given messages.
+        log: is given messages.
         report: is given the share of the inputs that has been read.
 
     Raises:
@@ -55,7 +55,7 @@ def train_tokenizer_for(
     if file.is_file():
         _require_same(file, record)
         tokenizer = load_tokenizer(file)
-        say(f"{file} was trained before: {tokenizer.vocab_size:,} ids")
+        log(f"{file} was trained before: {tokenizer.vocab_size:,} ids")
         return tokenizer
     split = find_split(documents, fraction=validation_fraction, seed=seed)
     counts = dict.fromkeys(("train", "validation") if validation_fraction else ("train",), 0)
@@ -66,7 +66,7 @@ def train_tokenizer_for(
             if side == TRAIN:
                 yield piece.text
 
-    say(f"training a tokenizer of {vocab_size:,} ids")
+    log(f"training a tokenizer of {vocab_size:,} ids")
     content = train_tokenizer(texts(), vocab_size=vocab_size)
     require_both_sides(counts)
     output.mkdir(parents=True, exist_ok=True)

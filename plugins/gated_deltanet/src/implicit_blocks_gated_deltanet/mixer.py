@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks import Mixer, Window
-from implicit_blocks._utils.padding import RealFirst, moved
+from implicit_blocks._utils.padding import PaddingPermutation, permute
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
 from implicit_blocks.mixers import DepthwiseConv, DocumentsAround
-from implicit_blocks.mixers.slots import RecurrentLanes
+from implicit_blocks.mixers.slots import RecurrentSlots
 from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
 from implicit_blocks_gated_deltanet.delta_rule import gated_delta_rule
 from implicit_blocks_gated_deltanet.kernels import gated_delta_rule_fla
@@ -40,11 +40,11 @@ class GatedDeltaNetContext(NamedTuple):
 
     Padding must not stand between the convolution's taps, nor between the state and the tokens after it. So
     where there is some, the real tokens of each row are moved to its front, and the result is moved back.
-    All else is said of the moved tokens.
+    All else is said of the permuted tokens.
     """
 
     begins: bool
-    real: RealFirst | None = None
+    real: PaddingPermutation | None = None
     last_taps_BW: Tensor | None = None  # where the W − 1 last real inputs stand in tail and window together
     documents_BL: Tensor | None = None
     tail_documents_BW: Tensor | None = None
@@ -98,7 +98,7 @@ class GatedDeltaNet(Mixer):
         return self.spec.value_width + self.conv_width + 2 * self.spec.n_heads
 
     def initial_state(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> GatedDeltaNetState:
         """Return zeros; the state's size does not depend on the number of tokens."""
         shape = (batch_size, self.spec.n_heads, self.spec.head_dim, self.value_dim)
@@ -111,9 +111,11 @@ class GatedDeltaNet(Mixer):
         """Return the state of these rows."""
         return GatedDeltaNetState(state.conv_BWC[rows], state.S_BHKV[rows])
 
-    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> RecurrentLanes:
-        """Return a state a lane; none depends on a length."""
-        return RecurrentLanes(self, count, device=device, dtype=dtype)
+    def slots(
+        self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int
+    ) -> RecurrentSlots:
+        """Return a state a slot; none depends on a length."""
+        return RecurrentSlots(self, count, device=device, dtype=dtype)
 
     def prepare(self, window: Window) -> GatedDeltaNetContext:
         """Find where the convolution's next tail comes from, and the documents around the window."""
@@ -145,7 +147,7 @@ class GatedDeltaNet(Mixer):
         if u is not None:
             projected = projected + u
         if context.real is not None:
-            projected = moved(projected, context.real.order_BL)
+            projected = permute(projected, context.real.order_BL)
         gate, conv_in, b, a = projected.split(
             (spec.value_width, self.conv_width, spec.n_heads, spec.n_heads), dim=-1
         )
@@ -186,7 +188,7 @@ class GatedDeltaNet(Mixer):
             )
         normed = self.norm(o).flatten(-2) * F.silu(gate)
         y: Tensor = self.out_proj(normed)
-        return y if context.real is None else moved(y, context.real.places_BL), conv_in, S
+        return y if context.real is None else permute(y, context.real.inverse_BL), conv_in, S
 
     def output_projections(self) -> Sequence[nn.Module]:
         """Return the output projection."""

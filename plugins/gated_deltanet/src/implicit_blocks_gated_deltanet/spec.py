@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import PositiveFloat, PositiveInt, model_validator
 
-from implicit_blocks.specs import MixerSpec, refusal
+from implicit_blocks.specs import MixerSpec, field_error
 
 
 class GatedDeltaNetSpec(MixerSpec):
@@ -47,7 +47,7 @@ class GatedDeltaNetSpec(MixerSpec):
         for low, high in (("dt_min", "dt_max"), ("a_min", "a_max")):
             least, most = getattr(self, low), getattr(self, high)
             if least > most:
-                raise refusal(f"{low} {least} is above {high} {most}; exchange them", low, value=least)
+                raise field_error(f"{low} {least} is above {high} {most}; exchange them", low, value=least)
         return self
 
     @property

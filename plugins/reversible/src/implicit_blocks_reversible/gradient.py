@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from implicit_blocks import GradientEstimator, Map, Solution
 from implicit_blocks.interfaces import SearchLike
-from implicit_blocks.registry.contracts import ContractError, describe
+from implicit_blocks.registry.contracts import ContractError, describe_component
 from implicit_blocks.search.search import still_at_padding
 from implicit_blocks.solution import Adjoint
 from implicit_blocks_reversible.solver import step, undo
@@ -182,7 +182,8 @@ class _Path:
         worst = float(error.nan_to_num(nan=torch.inf).max())
         if worst > self.rule.max_error:
             raise ReconstructionError(
-                f"{describe(self.rule)} could not undo its {self.rule.steps} steps: it missed the start by "
+                f"{describe_component(self.rule)} could not undo its {self.rule.steps} steps: it missed the "
+                "start by "
                 f"{worst:.1e} of the value, more than max_error {self.rule.max_error:.1e}; take fewer steps, "
                 "a smaller damping, or the unrolled gradient with checkpointing, and see that the map "
                 "returns the same value each time"

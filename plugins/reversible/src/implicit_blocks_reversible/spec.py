@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from implicit_blocks.specs import GradientSpec, SolverSpec, refusal
+from implicit_blocks.specs import GradientSpec, SolverSpec, field_error
 
 Damping = Annotated[float, Field(gt=0, lt=1)]
 """β in ``p_{m+1} = (1 - β) p_{m-1} + β f(p_m)``: at 1 the step could not be undone."""
@@ -63,5 +63,5 @@ class ReversibleGradientSpec(GradientSpec):
                 f"undoing {self.steps} steps of damping {self.damping} may lose more than max_error "
                 f"{self.max_error}; take at most {most}, or a smaller damping"
             )
-            raise refusal(message, "steps", value=self.steps)
+            raise field_error(message, "steps", value=self.steps)
         return self

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from implicit_blocks import Mixer, Window
-from implicit_blocks._utils.padding import RealFirst, moved
+from implicit_blocks._utils.padding import PaddingPermutation, permute
 from implicit_blocks.layers import Linear, at_least_float32
 from implicit_blocks.mixers import DocumentsAround
-from implicit_blocks.mixers.slots import RecurrentLanes
+from implicit_blocks.mixers.slots import RecurrentSlots
 from implicit_blocks_rwkv7.delta_rule import generalized_delta_rule
 from implicit_blocks_rwkv7.kernels import generalized_delta_rule_fla
 from implicit_blocks_rwkv7.spec import RWKV7Spec
@@ -44,11 +44,11 @@ class RWKV7Context(NamedTuple):
     """Whether the window begins a sequence; its padding and documents, None where there are none.
 
     Padding must not stand between a token and the one before it. So where there is some, the real tokens of
-    each row are moved to its front, and the result is moved back. All else is said of the moved tokens.
+    each row are moved to its front, and the result is moved back. All else is said of the permuted tokens.
     """
 
     begins: bool
-    real: RealFirst | None = None
+    real: PaddingPermutation | None = None
     documents_BL: Tensor | None = None
     same_before_BL: Tensor | None = None  # whether the token before is of the same document
     initial_document_B: Tensor | None = None
@@ -123,7 +123,7 @@ class RWKV7(Mixer):
         return sum(self.widths.values())
 
     def initial_state(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> RWKV7State:
         """Return zeros; the state's size does not depend on the number of tokens."""
         wide = torch.promote_types(dtype, torch.float32)
@@ -137,9 +137,11 @@ class RWKV7(Mixer):
         """Return the state of these rows."""
         return RWKV7State(state.last_BD[rows], state.S_BHKV[rows])
 
-    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> RecurrentLanes:
-        """Return a state a lane; none depends on a length."""
-        return RecurrentLanes(self, count, device=device, dtype=dtype)
+    def slots(
+        self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int
+    ) -> RecurrentSlots:
+        """Return a state a slot; none depends on a length."""
+        return RecurrentSlots(self, count, device=device, dtype=dtype)
 
     def prepare(self, window: Window) -> RWKV7Context:
         """Find the last real token, and the documents around the window."""
@@ -160,7 +162,7 @@ class RWKV7(Mixer):
         y, S = self._mix(z_BLD, u_BLU, state, context)
         if context.real is None:
             return y, RWKV7State(z_BLD[:, -1].clone(), S)
-        front = moved(z_BLD, context.real.order_BL)
+        front = permute(z_BLD, context.real.order_BL)
         inputs = torch.cat((state.last_BD[:, None].to(z_BLD.dtype), front), dim=1)
         rows = torch.arange(inputs.shape[0], device=inputs.device)
         return y, RWKV7State(inputs[rows, context.real.count_B], S)
@@ -170,7 +172,7 @@ class RWKV7(Mixer):
     ) -> tuple[Tensor, Tensor]:
         spec = self.spec
         if context.real is not None:
-            z, u = moved(z, context.real.order_BL), moved(u, context.real.order_BL)
+            z, u = permute(z, context.real.order_BL), permute(u, context.real.order_BL)
         projected = self._project(z, u, state, context)
         r, k, v = projected["r"], projected["k"], projected["v"]
         decay = at_least_float32(self.decay_up(torch.tanh(projected["decay"])))
@@ -208,7 +210,7 @@ class RWKV7(Mixer):
         normed = torch.addcmul(self.norm_bias.to(wide.dtype), normed, self.norm_weight.to(wide.dtype))
         bonus = (heads_r * self._heads(at_least_float32(self.rho)) * heads_k).sum(-1, keepdim=True) * heads_v
         y: Tensor = self.out_proj(gate * (normed + bonus.flatten(-2)))
-        return (y if context.real is None else moved(y, context.real.places_BL)), S
+        return (y if context.real is None else permute(y, context.real.inverse_BL)), S
 
     def _project(
         self, z: Tensor, u: Tensor | None, state: RWKV7State, context: RWKV7Context

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from implicit_blocks import Mixer, Window
-from implicit_blocks._utils.padding import RealFirst, moved
+from implicit_blocks._utils.padding import PaddingPermutation, permute
 from implicit_blocks.layers import Linear
 from implicit_blocks.ops.attention import attend
 from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks_sliding_window.band import BandMasks, attend_in_band, band_masks
-from implicit_blocks_sliding_window.lanes import LaneWindow, NewKeys, SlidingWindowLanes
+from implicit_blocks_sliding_window.slots import NewKeys, SlidingWindowSlots, SlotWindow
 from implicit_blocks_sliding_window.spec import SlidingWindowAttentionSpec
 from implicit_blocks_sliding_window.state import SlidingWindowState
 
@@ -31,14 +31,14 @@ class SlidingWindowContext(NamedTuple):
 
     Padding must not count in the distance between tokens. So where there is some, the real tokens of each row
     are moved to its front, attention runs over tokens without gaps, and the result is moved back. ``kept``
-    (B, S) are the earlier and moved tokens that the state after the window keeps. Both are None without
+    (B, S) are the earlier and permuted tokens that the state after the window keeps. Both are None without
     padding.
     """
 
     cos: Tensor
     sin: Tensor
     masks: BandMasks
-    real: RealFirst | None = None
+    real: PaddingPermutation | None = None
     kept: Tensor | None = None
 
 
@@ -71,7 +71,7 @@ class SlidingWindowAttention(Mixer):
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
     def initial_state(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> SlidingWindowState:
         """Return an empty state; it needs no room reserved, since it stops growing."""
         empty = torch.zeros(batch_size, self.n_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
@@ -81,12 +81,12 @@ class SlidingWindowAttention(Mixer):
         """Return the state of these rows."""
         return SlidingWindowState(state.keys[rows], state.values[rows])
 
-    def lanes(
-        self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int
-    ) -> SlidingWindowLanes:
-        """Return w − 1 slots a lane, whatever the capacity."""
+    def slots(
+        self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int
+    ) -> SlidingWindowSlots:
+        """Return w − 1 entries a slot, whatever the capacity."""
         shape = (count, self.n_kv_heads, self.window - 1, self.head_dim)
-        return SlidingWindowLanes(shape, device=device, dtype=dtype)
+        return SlidingWindowSlots(shape, device=device, dtype=dtype)
 
     def prepare(self, window: Window) -> SlidingWindowContext:
         """Make rotation tables, masks and the order of tokens, shared by layers of equal shape."""
@@ -121,18 +121,18 @@ class SlidingWindowAttention(Mixer):
         )
         return SlidingWindowContext(cos, sin, masks, real, kept)
 
-    def _kept(self, window: Window, real: RealFirst, earlier: int) -> Tensor:
+    def _kept(self, window: Window, real: PaddingPermutation, earlier: int) -> Tensor:
         """Return where the last real tokens stand among earlier and moved ones, (B, S)."""
-        slots = min(window.start + window.length, self.window - 1)
+        entries = min(window.start + window.length, self.window - 1)
         end = earlier + real.count_B[:, None]
-        # What would lie before the first slot is in a slot that `known` calls unused.
-        return (end - slots + torch.arange(slots, device=window.device)).clamp(min=0)
+        # What would lie before the first entry is in an entry that `known` calls unused.
+        return (end - entries + torch.arange(entries, device=window.device)).clamp(min=0)
 
     def forward(
         self,
         z_BLD: Tensor,
         u_BLU: Tensor | None,
-        state: SlidingWindowState | LaneWindow,
+        state: SlidingWindowState | SlotWindow,
         context: SlidingWindowContext,
     ) -> Tensor:
         """Attend from the window to itself and to the kept tokens."""
@@ -142,12 +142,12 @@ class SlidingWindowAttention(Mixer):
         self,
         z_BLD: Tensor,
         u_BLU: Tensor | None,
-        state: SlidingWindowState | LaneWindow,
+        state: SlidingWindowState | SlotWindow,
         context: SlidingWindowContext,
     ) -> tuple[Tensor, SlidingWindowState | NewKeys]:
-        """Attend, and keep the last w − 1 keys and values; of lanes, return the new ones."""
+        """Attend, and keep the last w − 1 keys and values; of slots, return the new ones."""
         y, keys, values = self._attend(z_BLD, u_BLU, state, context)
-        if isinstance(state, LaneWindow):
+        if isinstance(state, SlotWindow):
             return y, NewKeys(keys[:, :, -1:], values[:, :, -1:])
         return y, SlidingWindowState(self._last(keys, context), self._last(values, context))
 
@@ -155,7 +155,7 @@ class SlidingWindowAttention(Mixer):
         self,
         z: Tensor,
         u: Tensor | None,
-        state: SlidingWindowState | LaneWindow,
+        state: SlidingWindowState | SlotWindow,
         context: SlidingWindowContext,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the output, and keys and values of the kept tokens and the window's, (B, K, S + L, P)."""
@@ -164,19 +164,19 @@ class SlidingWindowAttention(Mixer):
         if u is not None:
             qkv = qkv + u
         if context.real is not None:
-            qkv = moved(qkv, context.real.order_BL)
+            qkv = permute(qkv, context.real.order_BL)
         heads = qkv.view(batch, length, self.n_heads + 2 * self.n_kv_heads, self.head_dim).transpose(1, 2)
         rotated = self.n_heads + self.n_kv_heads
         qk = rotate(heads[:, :rotated], context.cos, context.sin)
         q, k, v = qk[:, : self.n_heads], qk[:, self.n_heads :], heads[:, rotated:]
         keys = torch.cat((state[0].to(k.dtype), k), dim=2)
         values = torch.cat((state[1].to(v.dtype), v), dim=2)
-        if isinstance(state, LaneWindow):
+        if isinstance(state, SlotWindow):
             y = attend(q, keys, values, mask=state.seen_R1W)
         else:
             y = attend_in_band(q, keys, values, context.masks, window=self.window)
         out: Tensor = self.out_proj(y.transpose(1, 2).reshape(batch, length, self.n_heads * self.head_dim))
-        return out if context.real is None else moved(out, context.real.places_BL), keys, values
+        return out if context.real is None else permute(out, context.real.inverse_BL), keys, values
 
     def _last(self, x_BKTP: Tensor, context: SlidingWindowContext) -> Tensor:
         """Return the kept ones of earlier and new tokens, in storage of their own."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from implicit_blocks import Mixer, Window
 from implicit_blocks.layers import Linear, at_least_float32
-from implicit_blocks.mixers.slots import RecurrentLanes
+from implicit_blocks.mixers.slots import RecurrentSlots
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -64,7 +64,7 @@ class Template(Mixer):
         return (self.out_proj,)
 
     def initial_state(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> Tensor:
         """Return an empty memory, (B, H); it does not grow, so that no room need be reserved."""
         wide = torch.promote_types(dtype, torch.float32)
@@ -74,9 +74,11 @@ class Template(Mixer):
         """Return the memory of these rows."""
         return state[rows]
 
-    def lanes(self, count: int, *, device: torch.device, dtype: torch.dtype, capacity: int) -> RecurrentLanes:
-        """Return a memory a lane, for decoding texts of unlike lengths side by side."""
-        return RecurrentLanes(self, count, device=device, dtype=dtype)
+    def slots(
+        self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int
+    ) -> RecurrentSlots:
+        """Return a memory a slot, for decoding texts of unlike lengths side by side."""
+        return RecurrentSlots(self, count, device=device, dtype=dtype)
 
     def prepare(self, window: Window) -> Context:
         """Find padding and the beginnings of documents; once a window, whatever the number of layers."""

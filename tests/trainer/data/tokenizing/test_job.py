@@ -68,7 +68,7 @@ def read(folder: Path) -> list[list[int]]:
 
 def test_shards_hold_the_documents(tmp_path: Path) -> None:
     texts = write_rows(tmp_path / "rows.jsonl", 500)
-    (result,) = tokenize(job(tmp_path), say=lambda text: None)
+    (result,) = tokenize(job(tmp_path), log=lambda text: None)
     assert result.folder == tmp_path / "out" / "train"
     assert result.shards > 2
     assert [bytes(ids).decode() for ids in read(result.folder)] == texts
@@ -79,8 +79,8 @@ def test_shards_hold_the_documents(tmp_path: Path) -> None:
 def test_shards_do_not_depend_on_the_workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.tokenizing.job._TASK", 3_000)
     write_rows(tmp_path / "rows.jsonl", 600)
-    tokenize(job(tmp_path, "one", validation_fraction=0.1), say=lambda text: None)
-    tokenize(job(tmp_path, "two", validation_fraction=0.1, workers=2), say=lambda text: None)
+    tokenize(job(tmp_path, "one", validation_fraction=0.1), log=lambda text: None)
+    tokenize(job(tmp_path, "two", validation_fraction=0.1, workers=2), log=lambda text: None)
     assert contents(tmp_path / "one") == contents(tmp_path / "two")
 
 
@@ -90,7 +90,7 @@ def test_held_out_by_document(tmp_path: Path) -> None:
         file.write("".join(json.dumps({"text": text}) + "\n" for text in texts))  # every document twice
     sides = {}
     for seed in (1, 2):
-        tokenize(job(tmp_path, f"out{seed}", validation_fraction=0.2, seed=seed), say=lambda text: None)
+        tokenize(job(tmp_path, f"out{seed}", validation_fraction=0.2, seed=seed), log=lambda text: None)
         sides[seed] = [
             [bytes(ids).decode() for ids in read(tmp_path / f"out{seed}" / side)]
             for side in ("train", "validation")
@@ -106,7 +106,7 @@ def test_long_documents_go_on_in_the_next_shard(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("trainer.data.tokenizing.pieces.PIECE", 100)
     text = "".join(f"line {number}\n" for number in range(300))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "short"}))
-    (result,) = tokenize(job(tmp_path, shard_tokens=1000), say=lambda text: None)
+    (result,) = tokenize(job(tmp_path, shard_tokens=1000), log=lambda text: None)
     assert result.shards == 3
     manifest = read_manifest(result.folder)
     assert manifest is not None
@@ -179,12 +179,12 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> 
     with monkeypatch.context() as patch:
         patch.setattr(shards.ShardWriter, "_finish", finish)
         with pytest.raises(StoppedError):
-            tokenize(job(tmp_path), say=lambda text: None)
+            tokenize(job(tmp_path), log=lambda text: None)
 
 
 def test_goes_on_after_the_finished_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows.jsonl", 800)
-    tokenize(job(tmp_path, "whole"), say=lambda text: None)
+    tokenize(job(tmp_path, "whole"), log=lambda text: None)
     interrupted(tmp_path, monkeypatch, 3)
     folder = tmp_path / "out" / "train"
     assert len(list(folder.glob("shard_*.bin"))) == 3
@@ -192,18 +192,20 @@ def test_goes_on_after_the_finished_shards(tmp_path: Path, monkeypatch: pytest.M
     times = [path.stat().st_mtime_ns for path in kept]
     # A shard that was cut short meanwhile is written again, and those after it.
     (folder / "shard_00002.bin").write_bytes(b"cut")
-    said: list[str] = []
-    tokenize(job(tmp_path), say=said.append)
-    assert any("shard_00002.bin is written again: shard_00002.bin is missing, cut" in text for text in said)
-    assert any("2 finished shards" in text for text in said)
+    messages: list[str] = []
+    tokenize(job(tmp_path), log=messages.append)
+    assert any(
+        "shard_00002.bin is written again: shard_00002.bin is missing, cut" in text for text in messages
+    )
+    assert any("2 finished shards" in text for text in messages)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert [path.stat().st_mtime_ns for path in kept] == times
-    said.clear()
-    tokenize(job(tmp_path), say=said.append)
-    assert said == [f"{folder} is finished; its checksums are right"]
+    messages.clear()
+    tokenize(job(tmp_path), log=messages.append)
+    assert messages == [f"{folder} is finished; its checksums are right"]
     (folder / "shard_00001.bin").write_bytes(bytes(len((folder / "shard_00001.bin").read_bytes())))
     with pytest.raises(ValueError, match=r"shard_00001\.bin has been altered: its SHA-256 is"):
-        tokenize(job(tmp_path), say=said.append)
+        tokenize(job(tmp_path), log=messages.append)
 
 
 def test_refuses_to_go_on_with_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,10 +253,10 @@ def test_tokens_of_a_job_that_was_stopped_are_not_trained_on(
     for path in (tmp_path / "out", tmp_path / "out" / "train"):
         with pytest.raises(ValueError, match=r"was stopped before its end: .*train is not finished; run"):
             open_tokens(path)
-    tokenize(job(tmp_path), say=lambda text: None)
+    tokenize(job(tmp_path), log=lambda text: None)
     tokens = open_tokens(tmp_path / "out").tokens
     # The training split is finished, but not what is held out: nothing would be evaluated.
-    tokenize(job(tmp_path, "half", validation_fraction=0.5), say=lambda text: None)
+    tokenize(job(tmp_path, "half", validation_fraction=0.5), log=lambda text: None)
     (tmp_path / "half" / "validation" / "manifest.json").unlink()
     with pytest.raises(ValueError, match="validation is not finished"):
         open_tokens(tmp_path / "half")
@@ -319,9 +321,9 @@ def test_a_disk_that_fills_up_at_the_sidecar(tmp_path: Path, monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(shards, "write_json", full)
         with pytest.raises(DiskFullError, match=r"No space left on device.*1 finished"):
-            tokenize(job(tmp_path), say=lambda text: None)
-    tokenize(job(tmp_path), say=lambda text: None)
-    tokenize(job(tmp_path, "whole"), say=lambda text: None)
+            tokenize(job(tmp_path), log=lambda text: None)
+    tokenize(job(tmp_path), log=lambda text: None)
+    tokenize(job(tmp_path, "whole"), log=lambda text: None)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -332,7 +334,7 @@ def test_refuses_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(ValueError, match="workers is 0; give 1 or more"):
         tokenize(job(tmp_path, workers=0))
     with pytest.raises(ValueError, match="none of the 5 documents is for validation"):
-        tokenize(job(tmp_path, validation_fraction=1e-9), say=lambda text: None)
+        tokenize(job(tmp_path, validation_fraction=1e-9), log=lambda text: None)
     inputs = [str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "cli")]
     assert main([*inputs, "--tokenizer", "gone.json"]) == 2
     assert "there is no tokenizer gone.json" in capsys.readouterr().err
@@ -370,9 +372,9 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     inputs = [str(tmp_path / "rows.jsonl"), "--validation", str(tmp_path / "held_out.jsonl")]
     arguments = [*inputs, "--output", str(tmp_path / "out"), "--train-tokenizer", "300", "--workers", "1"]
     assert main(arguments) == 0
-    said = capsys.readouterr().err
-    assert "200 documents, 1 shard" in said
-    assert "vocabulary 300, uint16" in said
+    message = capsys.readouterr().err
+    assert "200 documents, 1 shard" in message
+    assert "vocabulary 300, uint16" in message
     tokenizer = load_tokenizer(tmp_path / "out" / "tokenizer.json")
     assert (tokenizer.vocab_size, tokenizer.end_of_document) == (300, 0)
     manifest = read_manifest(tmp_path / "out" / "validation")
@@ -390,15 +392,15 @@ def test_a_separator_that_divides_nothing_is_said(tmp_path: Path, capsys: pytest
     text = tmp_path / "a.txt"
     text.write_text("one\n\ntwo\n\nthree")
 
-    def said(separator: str, name: str) -> str:
+    def message(separator: str, name: str) -> str:
         output = str(tmp_path / name)
         options = ["--tokenizer", "bytes", "--workers", "1", "--output", output, "--separator", separator]
         assert main([str(text), *options]) == 0
         shown = capsys.readouterr()
         return shown.out + shown.err
 
-    assert "divides no file" not in said("\n\n", "breaks")
-    letters = said("\\n\\n", "letters")
+    assert "divides no file" not in message("\n\n", "breaks")
+    letters = message("\\n\\n", "letters")
     assert r"the separator '\\n\\n' divides no file" in letters
     assert r"in a shell a line break is $'\n'" in letters
     assert "1 document, 1 shard" in letters
@@ -407,9 +409,9 @@ def test_a_separator_that_divides_nothing_is_said(tmp_path: Path, capsys: pytest
 def test_a_split_without_validation_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 5)
     with pytest.raises(ValueError, match="none of the 5 documents is for validation"):
-        tokenize(job(tmp_path, validation_fraction=1e-9), say=lambda text: None)
+        tokenize(job(tmp_path, validation_fraction=1e-9), log=lambda text: None)
     assert not list((tmp_path / "out").rglob("shard_*"))
-    tokenize(job(tmp_path, validation_fraction=0.5), say=lambda text: None)
+    tokenize(job(tmp_path, validation_fraction=0.5), log=lambda text: None)
 
 
 @pytest.mark.parametrize("link", ["hard", "symbolic", "copy"])
@@ -438,16 +440,16 @@ def test_held_out_documents_that_are_trained_on_are_counted(tmp_path: Path) -> N
     texts = write_rows(tmp_path / "rows.jsonl", 200)
     held_out = tmp_path / "held_out.jsonl"
     held_out.write_text("".join(json.dumps({"text": f"{text}\n"}) + "\n" for text in ["new", *texts[:3]]))
-    said: list[str] = []
+    messages: list[str] = []
     validation = Documents(sources=find_sources([str(held_out)]))
-    tokenize(job(tmp_path, validation=validation), say=said.append)
-    assert [text for text in said if "WARNING" in text] == [
+    tokenize(job(tmp_path, validation=validation), log=messages.append)
+    assert [text for text in messages if "WARNING" in text] == [
         "WARNING: 3 of 200 training documents equal held-out documents, which are therefore not unseen text"
     ]
     held_out.write_text(json.dumps({"text": "new"}))
-    said.clear()
-    tokenize(job(tmp_path, "other", validation=validation), say=said.append)
-    assert not any("WARNING" in text for text in said)
+    messages.clear()
+    tokenize(job(tmp_path, "other", validation=validation), log=messages.append)
+    assert not any("WARNING" in text for text in messages)
 
 
 def test_another_tokenizer_in_the_folder_is_not_replaced(tmp_path: Path) -> None:
@@ -463,9 +465,9 @@ def test_data_without_validation_tokens_are_said_to_be(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three " * 10)
     options = ["--tokenizer", "bytes", "--workers", "1", "--output", str(tmp_path / "tokens")]
     assert main([str(tmp_path / "a.txt"), *options]) == 0
-    told = "\n".join(
-        TokensSpec(path=str(tmp_path / "tokens"), length=8).describe(sequences=5, vocab_size=8192)
+    report = "\n".join(
+        TokensSpec(path=str(tmp_path / "tokens"), seq_len=8).describe(sequences=5, vocab_size=8192)
     )
-    assert "1 document in 1 file" in told
-    assert "validation: none, so nothing is evaluated; tokenize with --validation" in told
-    assert "vocabulary 257, of the model 8,192" in told
+    assert "1 document in 1 file" in report
+    assert "validation: none, so nothing is evaluated; tokenize with --validation" in report
+    assert "vocabulary 257, of the model 8,192" in report

@@ -13,7 +13,7 @@ def test_pace_is_that_of_tokenizing_alone(monkeypatch: pytest.MonkeyPatch) -> No
     now = 0.0
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
     stream = io.StringIO()
-    shown = progress.Progress(stream)
+    shown = progress.TokenizationProgress(stream)
     for share in (0.0, 0.5, 1.0):  # a tokenizer is trained on the same text first, which takes 1000 seconds
         shown.report(share, 0, 0)
         now += 500.0

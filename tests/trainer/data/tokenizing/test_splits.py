@@ -77,7 +77,7 @@ def test_a_divided_document_is_continued_after_the_finished_shards(
             "validation_fraction": 0.3,
             "shard_tokens": 2000,
         }
-        tokenize(Job(output=tmp_path / name, documents=documents, **options), say=lambda text: None)
+        tokenize(Job(output=tmp_path / name, documents=documents, **options), log=lambda text: None)
         found = (tmp_path / name).rglob("shard_*.bin")
         return {path.relative_to(tmp_path / name).as_posix(): path.read_bytes() for path in found}
 

@@ -17,7 +17,7 @@ class ShiftContext(NamedTuple):
     """Where real tokens go and come from, (B, L), and where the last of them then stand, (B, S)."""
 
     order: Tensor | None = None
-    places: Tensor | None = None
+    inverse: Tensor | None = None
     last: Tensor | None = None
 
 
@@ -36,7 +36,7 @@ class Shift(ib.Mixer):
         return self.d_model
 
     def initial_state(
-        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, capacity: int | None = None
+        self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> Tensor:
         """Zeros."""
         return torch.zeros(batch_size, self.distance, self.d_model, device=device, dtype=dtype)
@@ -68,7 +68,7 @@ class Shift(ib.Mixer):
         x = x if context.order is None else _take(x, context.order)
         line = torch.cat((state.to(x.dtype), x), dim=1)
         y = self.out_proj(silu(x + line[:, : x.shape[1]]))
-        y = y if context.places is None else _take(y, context.places)
+        y = y if context.inverse is None else _take(y, context.inverse)
         last = line[:, -self.distance :].clone() if context.last is None else _take(line, context.last)
         return y, last
 

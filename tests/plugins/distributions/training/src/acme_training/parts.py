@@ -20,7 +20,7 @@ class Parity(DataSource):
 
     @property
     def length(self):
-        return self.spec.length
+        return self.spec.seq_len
 
     def batch(self, position, count):
         rows = []

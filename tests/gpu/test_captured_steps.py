@@ -14,7 +14,7 @@ pytestmark = [
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)},
-    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=96)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_ff=96)},
 }
 
 
@@ -30,7 +30,7 @@ def tokens(seed, rows=4, length=64, vocabulary=61):
 
 def bound(model, ids):
     """Return the map of these tokens and a start."""
-    state, weights = model.initial_state(len(ids)), model.hold_weights()
+    state, weights = model.initial_state(len(ids)), model.cache_weights()
     return model.bind(model.embedding(ids), state, weights=weights, ids_BL=ids)
 
 

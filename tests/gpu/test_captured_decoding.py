@@ -1,4 +1,4 @@
-"""Decoding by recorded steps: the tokens of decoding kernel by kernel, with nothing read on the way."""
+"""Decoding by captured steps: the tokens of decoding kernel by kernel, with nothing read on the way."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)},
     "mamba2-groups": {"mixer": ib.Mamba2Spec(d_state=16, head_dim=16, n_groups=2, bias=True)},
-    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_hidden=90)},
+    "attention": {"mixer": ib.AttentionSpec(n_heads=4, n_kv_heads=2), "mlp": ib.SwiGLUSpec(d_ff=90)},
 }
 
 
@@ -63,8 +63,8 @@ def prompts():
     return [torch.randint(61, (n,), generator=generator).tolist() for n in (6, 70, 1, 33, 2, 9)]
 
 
-def decode(model, *, lanes, fused=True, count=12, sampling=None, **options):
-    decoder = ContinuousDecoder(model, lanes=lanes, capacity=96, **options)
+def decode(model, *, slots, fused=True, count=12, sampling=None, **options):
+    decoder = ContinuousDecoder(model, max_batch_size=slots, max_seq_len=96, **options)
     if not fused:
         decoder.batch.fused = None
     for row, prompt in enumerate(prompts()):
@@ -85,44 +85,44 @@ def assert_same(found, expected, *, atol=2e-3):
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
-@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize("slots", [1, 2, 4])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_recorded_steps_make_the_tokens_of_launched_ones(mixer, lanes, fused, caplog):
+def test_recorded_steps_make_the_tokens_of_launched_ones(mixer, slots, fused, caplog):
     model = built(mixer)
-    decoder, found = decode(model, lanes=lanes, fused=fused)
+    decoder, found = decode(model, slots=slots, fused=fused)
     assert (decoder.batch.fused is not None) == fused
-    assert "can't be recorded" not in caplog.text
-    assert all_recorded(decoder)
-    assert_same(found, launched(mixer))
+    assert "can't be captured" not in caplog.text
+    assert all_captured(decoder)
+    assert_same(found, eager(mixer))
 
 
 def test_layers_of_two_mixers():
     parts = [MIXERS["mamba2"]["mixer"], MIXERS["attention"]["mixer"]]
     torch.manual_seed(0)
     model = ib.build(
-        ib.ImplicitLMSpec(vocab_size=61, d_model=64, n_layers=2, mixer=ib.ParallelSpec(mixers=parts))
+        ib.ImplicitLMSpec(vocab_size=61, d_model=64, n_layers=2, mixer=ib.HybridSpec(mixers=parts))
     )
     model = model.cuda().eval()
-    decoder, found = decode(model, lanes=4)
-    assert all_recorded(decoder)
-    assert_same(found, decode(model, lanes=4, graphs=False)[1])
+    decoder, found = decode(model, slots=4)
+    assert all_captured(decoder)
+    assert_same(found, decode(model, slots=4, graphs=False)[1])
 
 
-def all_recorded(decoder) -> bool:
+def all_captured(decoder) -> bool:
     """Whether all that was done more than once is recorded, and anything was."""
-    made = decoder.batch.recordings.graphs.values()
+    made = decoder.batch.captured.graphs.values()
     return bool(made) and None not in made
 
 
 @cache
-def launched(mixer):
-    return decode(built(mixer), lanes=4, graphs=False)[1]
+def eager(mixer):
+    return decode(built(mixer), slots=4, graphs=False)[1]
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_they_are_those_of_the_cpu_too(mixer):
     model = built(mixer)
-    _, found = decode(model, lanes=4, count=6)
+    _, found = decode(model, slots=4, count=6)
     for row, prompt in enumerate(prompts()):
         alone = ib.generate(model.cpu(), [prompt], max_new_tokens=6)
         assert [new.token for new in found[row]] == alone.tokens[0].tolist()
@@ -141,24 +141,24 @@ def test_they_are_those_of_the_cpu_too(mixer):
 )
 def test_knobs_and_sampling(knobs):
     model = built("mamba2")
-    assert_same(decode(model, lanes=4, **knobs)[1], decode(model, lanes=4, graphs=False, **knobs)[1])
+    assert_same(decode(model, slots=4, **knobs)[1], decode(model, slots=4, graphs=False, **knobs)[1])
 
 
 def test_a_solver_with_a_memory():
     stopping = ib.StoppingOverrides(tolerance=1e-4, max_iterations=50)
     model = built("attention", at_evaluation=ib.AtEvaluation(solver=ib.BroydenSpec(), stopping=stopping))
-    assert_same(decode(model, lanes=4)[1], decode(model, lanes=4, graphs=False)[1])
+    assert_same(decode(model, slots=4)[1], decode(model, slots=4, graphs=False)[1])
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_bfloat16(mixer):
     model = built(mixer)
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        for lanes in (1, 4):
-            _, found = decode(model, lanes=lanes, count=1)
-            _, expected = decode(model, lanes=lanes, count=1, graphs=False)
+        for slots in (1, 4):
+            _, found = decode(model, slots=slots, count=1)
+            _, expected = decode(model, slots=slots, count=1, graphs=False)
             assert_same(found, expected, atol=0.2)
-            decoder, found = decode(model, lanes=lanes, tolerance=0.02)
+            decoder, found = decode(model, slots=slots, tolerance=0.02)
             assert all(new.converged for row in found for new in row)
     assert {t.dtype for t in decoder.batch.weights.tensors() if t.ndim > 1} >= {torch.bfloat16}
 
@@ -166,10 +166,10 @@ def test_bfloat16(mixer):
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_generate_takes_them(mixer):
     model = built(mixer)
-    together = ib.generate(model, prompts(), max_new_tokens=8, stop_tokens=(3, 7))
+    together = ib.generate(model, prompts(), max_new_tokens=8, stop_token_ids=(3, 7))
     assert together.prompt.converged.all()
     for row, prompt in enumerate(prompts()):
-        alone = ib.generate(model.cpu(), [prompt], max_new_tokens=8, stop_tokens=(3, 7))
+        alone = ib.generate(model.cpu(), [prompt], max_new_tokens=8, stop_token_ids=(3, 7))
         length = int(alone.lengths[0])
         assert int(together.lengths[row]) == length
         assert together.tokens[row, :length].tolist() == alone.tokens[0, :length].tolist()
@@ -179,7 +179,7 @@ def test_a_long_past_is_shared_out():
     model = built("attention")
     made = []
     for graphs in (True, False):
-        decoder = ContinuousDecoder(model, lanes=2, capacity=3000, graphs=graphs, tolerance=1e-3)
+        decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=3000, graphs=graphs, tolerance=1e-3)
         for length in (2200, 40):
             prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(length))
             decoder.submit(Request(prompt=prompt, max_new_tokens=4))
@@ -190,28 +190,28 @@ def test_a_long_past_is_shared_out():
 
 def test_states_of_sixteen_bits():
     model = built("mamba2")
-    for lanes in (1, 4):
-        decoder, found = decode(model, lanes=lanes, count=2, state_dtype=torch.bfloat16)
+    for slots in (1, 4):
+        decoder, found = decode(model, slots=slots, count=2, state_dtype=torch.bfloat16)
         assert decoder.states[0].h_SHPN.dtype == torch.bfloat16
-        _, launched = decode(model, lanes=lanes, count=2, state_dtype=torch.bfloat16, graphs=False)
-        assert_same(found, launched, atol=2e-2)
+        _, eager = decode(model, slots=slots, count=2, state_dtype=torch.bfloat16, graphs=False)
+        assert_same(found, eager, atol=2e-2)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
 def test_keys_of_eight_bits(fused):
     model = built("attention")
-    for lanes in (1, 4):
-        decoder, found = decode(model, lanes=lanes, fused=fused, count=2, state_dtype=torch.int8)
+    for slots in (1, 4):
+        decoder, found = decode(model, slots=slots, fused=fused, count=2, state_dtype=torch.int8)
         assert decoder.states[0].keys.dtype == torch.int8
-        _, launched = decode(model, lanes=lanes, count=2, state_dtype=torch.int8, graphs=False)
-        assert_same(found, launched, atol=2e-2)
+        _, eager = decode(model, slots=slots, count=2, state_dtype=torch.int8, graphs=False)
+        assert_same(found, eager, atol=2e-2)
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_states_are_written_when_a_token_is_committed(mixer, fused):
     knobs = {"buckets": [4], "tolerance": 0.0, "max_iterations": 3}
-    decoder = ContinuousDecoder(built(mixer), lanes=4, capacity=96, **knobs)
+    decoder = ContinuousDecoder(built(mixer), max_batch_size=4, max_seq_len=96, **knobs)
     if not fused:
         decoder.batch.fused = None
     for prompt in prompts()[:4]:
@@ -220,13 +220,13 @@ def test_states_are_written_when_a_token_is_committed(mixer, fused):
     def committed():
         lengths = decoder.batch.lengths_S.tolist()
         for states in decoder.states:
-            for lane, length in enumerate(lengths):
+            for slot, length in enumerate(lengths):
                 if mixer == "attention":
-                    yield states.keys[lane, :, :length].clone()
-                    yield states.values[lane, :, :length].clone()
+                    yield states.keys[slot, :, :length].clone()
+                    yield states.values[slot, :, :length].clone()
                 else:
-                    yield states.h_SHPN[lane].clone()
-                    yield states.taps_SWC[lane].roll(-int(states.next_S[lane]), 0)[1:]
+                    yield states.h_SHPN[slot].clone()
+                    yield states.taps_SWC[slot].roll(-int(states.next_S[slot]), 0)[1:]
 
     decoder.step()
     lengths, before, commits = decoder.batch.lengths_S.clone(), [*committed()], 0
@@ -234,20 +234,20 @@ def test_states_are_written_when_a_token_is_committed(mixer, fused):
         decoder.step()
         after = [*committed()]
         same = list(map(torch.equal, after, before))
-        written = bool((decoder.batch.lengths_S != lengths).any())  # all lanes are at the same iteration
+        written = bool((decoder.batch.lengths_S != lengths).any())  # all slots are at the same iteration
         assert not any(same) if written else all(same)
         lengths, before, commits = decoder.batch.lengths_S.clone(), after, commits + written
     assert commits >= 4
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("lanes", [1, 4])
+@pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_steps_wait_for_nothing_and_move_nothing(mixer, lanes):
+def test_steps_wait_for_nothing_and_move_nothing(mixer, slots):
     decoder = ContinuousDecoder(
-        built(mixer), lanes=lanes, buckets=[lanes], capacity=96, tolerance=0.0, max_iterations=4
+        built(mixer), max_batch_size=slots, buckets=[slots], max_seq_len=96, tolerance=0.0, max_iterations=4
     )
-    for prompt in prompts()[:lanes]:
+    for prompt in prompts()[:slots]:
         decoder.submit(Request(prompt=prompt, max_new_tokens=20))
 
     def addresses():
@@ -264,6 +264,6 @@ def test_steps_wait_for_nothing_and_move_nothing(mixer, lanes):
         made = [new for _ in range(30) for new in decoder.step()]
     finally:
         set_sync_debug_mode("default")
-    assert len(made) >= 5 * lanes
+    assert len(made) >= 5 * slots
     assert addresses() == before
-    assert all_recorded(decoder)
+    assert all_captured(decoder)

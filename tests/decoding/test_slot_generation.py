@@ -1,4 +1,4 @@
-"""Generation by lanes, as a GPU does it: the same tokens and reports, from rows that don't wait."""
+"""Generation by slots, as a GPU does it: the same tokens and reports, from rows that don't wait."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from implicit_blocks.decoding import ContinuousDecoder, Request, generation
 
 
 @pytest.fixture
-def by_lanes(monkeypatch):
-    """Return what generates by lanes, on a CPU too."""
+def by_slots(monkeypatch):
+    """Return what generates by slots, on a CPU too."""
 
     def generate(*arguments, **options):
         with monkeypatch.context() as patch:
-            patch.setattr(generation, "on_lanes", lambda model: True)
+            patch.setattr(generation, "on_slots", lambda model: True)
             return ib.generate(*arguments, **options)
 
     return generate
@@ -23,13 +23,13 @@ def by_lanes(monkeypatch):
 
 @pytest.mark.parametrize(
     "options",
-    [{"stop_tokens": (4, 7), "pad_token": -1}, {"temperature": 1.5, "top_k": 6, "max_length": 11}],
+    [{"stop_token_ids": (4, 7), "pad_token": -1}, {"temperature": 1.5, "top_k": 6, "max_length": 11}],
     ids=["stops", "draws"],
 )
-def test_they_are_those_of_a_batch(family, tiny_model, prompts, by_lanes, options):
+def test_they_are_those_of_a_batch(family, tiny_model, prompts, by_slots, options):
     model = tiny_model(family)
     options = options | {"max_new_tokens": 5, "tolerance": 1e-2, "return_logits": True}
-    found, expected = (make(model, prompts, **options) for make in (by_lanes, ib.generate))
+    found, expected = (make(model, prompts, **options) for make in (by_slots, ib.generate))
     assert torch.equal(found.tokens, expected.tokens)
     assert torch.equal(found.lengths, expected.lengths)
     assert torch.equal(found.stopped, expected.stopped)
@@ -44,10 +44,10 @@ def test_they_are_those_of_a_batch(family, tiny_model, prompts, by_lanes, option
         torch.testing.assert_close(found.prompt.z[row, real], expected.prompt.z[row, real], atol=1e-5, rtol=0)
 
 
-def test_explicit_models_and_prompts_of_one_length(family, explicit_model, by_lanes):
+def test_explicit_models_and_prompts_of_one_length(family, explicit_model, by_slots):
     model = explicit_model(family)
     ids = torch.randint(19, (3, 5), generator=torch.Generator().manual_seed(1))
-    found, expected = (make(model, ids, max_new_tokens=4) for make in (by_lanes, ib.generate))
+    found, expected = (make(model, ids, max_new_tokens=4) for make in (by_slots, ib.generate))
     assert torch.equal(found.tokens, expected.tokens)
     assert found.iterations is None
     assert found.prompt is None
@@ -56,7 +56,7 @@ def test_explicit_models_and_prompts_of_one_length(family, explicit_model, by_la
 def test_recurrent_states_may_be_narrow(tiny_model):
     made = {}
     for dtype in (None, torch.bfloat16):
-        decoder = ContinuousDecoder(tiny_model("mamba2"), lanes=1, capacity=12, state_dtype=dtype)
+        decoder = ContinuousDecoder(tiny_model("mamba2"), max_batch_size=1, max_seq_len=12, state_dtype=dtype)
         decoder.submit(Request(prompt=[3, 1, 4, 1, 5], max_new_tokens=3))
         made[dtype] = torch.stack([new.logits for new in decoder.run()])
         assert {s.h_SHPN.dtype for s in decoder.states} == {dtype or torch.float32}

@@ -1,4 +1,4 @@
-"""What lanes keep: when it is written, and in how many bits."""
+"""What slots keep: when it is written, and in how many bits."""
 
 from __future__ import annotations
 
@@ -6,53 +6,55 @@ import pytest
 import torch
 
 from implicit_blocks.decoding import ContinuousDecoder, Request
-from implicit_blocks.ops.attention.slots import attend_lanes
+from implicit_blocks.ops.attention.slots import attend_slots
 from implicit_blocks.ops.quantization import eight_bits
 
 
-def committed(decoder, lane):
-    """Return a copy of what a lane's committed tokens have left."""
-    length = int(decoder.batch.lengths_S[lane])
+def committed(decoder, slot):
+    """Return a copy of what a slot's committed tokens have left."""
+    length = int(decoder.batch.lengths_S[slot])
     kept = []
     for states in decoder.states:
         if hasattr(states, "keys"):
-            kept += [states.keys[lane, :, :length], states.values[lane, :, :length]]
+            kept += [states.keys[slot, :, :length], states.values[slot, :, :length]]
         else:
-            taps = states.taps_SWC[lane].roll(-int(states.next_S[lane]), 0)
-            kept += [states.h_SHPN[lane], taps[1:]]  # the first slot is the next token's
+            taps = states.taps_SWC[slot].roll(-int(states.next_S[slot]), 0)
+            kept += [states.h_SHPN[slot], taps[1:]]  # the first entry is the next token's
     return length, [t.clone() for t in kept]
 
 
 def test_nothing_is_written_back_until_a_token_is_committed(family, tiny_model):
-    decoder = ContinuousDecoder(tiny_model(family), lanes=3, capacity=24, tolerance=1e-3)
+    decoder = ContinuousDecoder(tiny_model(family), max_batch_size=3, max_seq_len=24, tolerance=1e-3)
     for prompt in ([1, 2, 3], [4], [5, 6, 7, 8, 9]):
         decoder.submit(Request(prompt=prompt, max_new_tokens=5))
     decoder.step()
-    before = [committed(decoder, lane) for lane in range(3)]
+    before = [committed(decoder, slot) for slot in range(3)]
     commits = searching = 0
     while decoder.busy:
         decoder.step()
-        for lane, text in enumerate(decoder.texts):
+        for slot, text in enumerate(decoder.texts):
             if text is None:
                 continue
-            after = committed(decoder, lane)
-            if after[0] == before[lane][0]:
+            after = committed(decoder, slot)
+            if after[0] == before[slot][0]:
                 searching += 1
-                assert all(map(torch.equal, after[1], before[lane][1]))
+                assert all(map(torch.equal, after[1], before[slot][1]))
             else:
                 commits += 1
-                assert after[0] == before[lane][0] + 1
-                assert not any(map(torch.equal, after[1], before[lane][1]))
-            before[lane] = after
+                assert after[0] == before[slot][0] + 1
+                assert not any(map(torch.equal, after[1], before[slot][1]))
+            before[slot] = after
     assert commits >= 3 * 3
     assert searching > 2 * commits
 
 
-@pytest.mark.parametrize("lanes", [1, 4])
-def test_keys_of_eight_bits(tiny_model, prompts, lanes):
+@pytest.mark.parametrize("slots", [1, 4])
+def test_keys_of_eight_bits(tiny_model, prompts, slots):
     made, kept = {}, {}
     for dtype in (None, torch.int8):
-        decoder = ContinuousDecoder(tiny_model("attention"), lanes=lanes, capacity=16, state_dtype=dtype)
+        decoder = ContinuousDecoder(
+            tiny_model("attention"), max_batch_size=slots, max_seq_len=16, state_dtype=dtype
+        )
         for prompt in prompts:
             decoder.submit(Request(prompt=prompt, max_new_tokens=3))
         decoder.step()
@@ -82,22 +84,22 @@ def test_attention_reads_keys_of_eight_bits(rows):
     generator = torch.Generator().manual_seed(0)
     keys, values = (eight_bits(t) for t in torch.randn(2, 4, 2, 7, 6, generator=generator).unbind(0))
     lengths = torch.tensor([7, 1, 4, 2])
-    lanes = torch.arange(4) if rows is None else torch.tensor(rows)
-    q = torch.randn(len(lanes), 4, 6, generator=generator)
-    where = {"rows_R": None if rows is None else lanes, "lengths_R": lengths[lanes]}
-    wide = attend_lanes(q, keys.wide(q.dtype), values.wide(q.dtype), **where)
+    slots = torch.arange(4) if rows is None else torch.tensor(rows)
+    q = torch.randn(len(slots), 4, 6, generator=generator)
+    where = {"rows_R": None if rows is None else slots, "lengths_R": lengths[slots]}
+    wide = attend_slots(q, keys.wide(q.dtype), values.wide(q.dtype), **where)
     scales = {"key_scales_SKC": keys.scales, "value_scales_SKC": values.scales}
     for backend in ("each", "masked"):
-        found = attend_lanes(q, keys.codes, values.codes, backend=backend, **scales, **where)
+        found = attend_slots(q, keys.codes, values.codes, backend=backend, **scales, **where)
         torch.testing.assert_close(found, wide, msg=backend)
-    own = torch.randn(2, len(lanes), 2, 6, generator=generator).unbind()
+    own = torch.randn(2, len(slots), 2, 6, generator=generator).unbind()
     seen = [kept.wide(q.dtype) for kept in (keys, values)]
     for whole, new in zip(seen, own, strict=True):
-        whole[lanes, :, lengths[lanes] - 1] = new
-    wide = attend_lanes(q, *seen, **where)
+        whole[slots, :, lengths[slots] - 1] = new
+    wide = attend_slots(q, *seen, **where)
     scales |= {"own_keys_RKP": own[0], "own_values_RKP": own[1]}
     for backend in ("each", "masked"):
-        found = attend_lanes(q, keys.codes, values.codes, backend=backend, **scales, **where)
+        found = attend_slots(q, keys.codes, values.codes, backend=backend, **scales, **where)
         torch.testing.assert_close(found, wide, msg=backend)
 
 
@@ -106,20 +108,20 @@ def test_a_new_text_sees_nothing_of_the_last_one(tiny_model, dtype):
     states = (
         tiny_model("attention")
         .backbone.blocks()[0]
-        .mixer.lanes(2, device=torch.device("cpu"), dtype=torch.float32, capacity=6)
+        .mixer.slots(2, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=6)
     )
     if dtype is not None:
-        states.narrow(dtype)
+        states.set_dtype(dtype)
     for kept in (states.keys, states.values) if dtype is None else (states.key_scales, states.value_scales):
         kept[1] = torch.nan  # what overflowed in 16 bits
-    state = states.enter(1)
+    state = states.prefill(1)
     shape = (1, states.keys.shape[1], 2, states.keys.shape[3])
     state = type(state)(torch.ones(shape), torch.ones(shape), 2)
-    states.settle(1, state)
-    seen = states.at(None, torch.tensor([1, 2]))
+    states.commit(1, state)
+    seen = states.gather(None, torch.tensor([1, 2]))
     q = torch.randn(2, states.keys.shape[1], states.keys.shape[3])
     for backend in ("each", "masked"):
-        y = attend_lanes(
+        y = attend_slots(
             q,
             seen.keys_SKCP,
             seen.values_SKCP,
@@ -133,7 +135,7 @@ def test_a_new_text_sees_nothing_of_the_last_one(tiny_model, dtype):
 
 
 def test_types_that_no_state_is_kept_in_are_refused(tiny_model):
-    with pytest.raises(ValueError, match=r"Mamba2Lanes can't keep states in torch.int8; choose a floating"):
-        ContinuousDecoder(tiny_model("mamba2"), lanes=1, capacity=8, state_dtype=torch.int8)
+    with pytest.raises(ValueError, match=r"Mamba2Slots can't keep states in torch.int8; choose a floating"):
+        ContinuousDecoder(tiny_model("mamba2"), max_batch_size=1, max_seq_len=8, state_dtype=torch.int8)
     with pytest.raises(ValueError, match=r"can't be kept in torch.int16; choose torch.int8"):
-        ContinuousDecoder(tiny_model("attention"), lanes=1, capacity=8, state_dtype=torch.int16)
+        ContinuousDecoder(tiny_model("attention"), max_batch_size=1, max_seq_len=8, state_dtype=torch.int16)

@@ -1,8 +1,8 @@
-"""What a mixer must hold where it offers more than windows: tokens taken back, and lanes.
+"""What a mixer must hold where it offers more than windows: tokens taken back, and slots.
 
 Neither is asked for: a mixer that can't says so by ``ValueError``, as the base class does.
 
-Shape legend: S lanes, R of them in a step.
+Shape legend: S slots, R of them in a step.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks.interfaces import LaneStates, Mixer, Window
-from implicit_blocks.models.sequence_state import Committed
+from implicit_blocks.interfaces import Mixer, SlotStates, Window
+from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require
 from implicit_blocks.testing.mixer_runs import (
@@ -44,11 +44,11 @@ def truncate(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             "truncate",
             "truncates is False, yet truncate returned a state; say truncates = True, or raise ValueError",
         )
-    for capacity in (None, 2 * LENGTH):
+    for max_seq_len in (None, 2 * LENGTH):
         for kept in (1, 4, 8):
-            _, state = run(mixer, z, u, [4, LENGTH], start=begin(mixer, capacity=capacity))
+            _, state = run(mixer, z, u, [4, LENGTH], start=begin(mixer, max_seq_len=max_seq_len))
             state = mixer.truncate(state, kept)
-            start = Committed(BATCH, kept, torch.full((1,), kept), (state,))
+            start = SequenceState(BATCH, kept, torch.full((1,), kept), (state,))
             further, _ = run(mixer, z_other[:, kept:], u_other[:, kept:], [LENGTH - kept], start=start)
             joined = [torch.cat((a[:, :kept], b[:, kept:]), dim=1) for a, b in ((z, z_other), (u, u_other))]
             expected, _ = run(mixer, joined[0], joined[1], [kept, LENGTH])
@@ -57,7 +57,7 @@ def truncate(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                 error < TOLERANCE,
                 mixer,
                 "truncate",
-                f"tokens behind the first {kept} of {LENGTH} (capacity {capacity}) differ by {error:.1e} "
+                f"tokens behind the first {kept} of {LENGTH} (capacity {max_seq_len}) differ by {error:.1e} "
                 "from those of a text that never was longer; return the state as those tokens left it",
             )
 
@@ -65,35 +65,35 @@ def truncate(spec: MixerSpec, d_model: int = D_MODEL) -> None:
 PROMPTS = (2, 5, 1)
 STEPS: tuple[tuple[list[int] | None, list[int]], ...] = (
     (None, [0, 1, 2]),
-    ([2, 0], [2]),  # a lane whose search goes on is called, and commits nothing
+    ([2, 0], [2]),  # a slot whose search goes on is called, and commits nothing
     (None, [0, 1]),
     ([1], [1]),
-    ([0, 3, 2], [0, 2]),  # an idle lane fills a step up
+    ([0, 3, 2], [0, 2]),  # an idle slot fills a step up
     (None, [1, 2]),
 )
-"""The lanes of each call, None being all, and those that commit."""
+"""The slots of each call, None being all, and those that commit."""
 
 
 @torch.no_grad()
-def lanes(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that rows at lengths of their own are mixed as if alone, or that there are no lanes."""
+def slots(spec: MixerSpec, d_model: int = D_MODEL) -> None:
+    """Check that rows at lengths of their own are mixed as if alone, or that there are no slots."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     cpu = torch.device("cpu")
     try:
-        states = mixer.lanes(BATCH + 1, device=cpu, dtype=torch.float64, capacity=LENGTH)
+        states = mixer.slots(BATCH + 1, device=cpu, dtype=torch.float64, max_seq_len=LENGTH)
     except ValueError:
         return
     expected = [run(mixer, z[row : row + 1], u[row : row + 1], [LENGTH])[0][0] for row in range(BATCH)]
     lengths = torch.zeros(BATCH + 1, dtype=torch.int64)
     row_of = list(range(BATCH))
-    for lane, prompt in enumerate(PROMPTS):
-        _enter(mixer, states, lane, z[lane, :prompt], u[lane, :prompt])
-        lengths[lane] = prompt
+    for slot, prompt in enumerate(PROMPTS):
+        _prefill(mixer, states, slot, z[slot, :prompt], u[slot, :prompt])
+        lengths[slot] = prompt
     for step, (chosen, committing) in enumerate(STEPS):
-        if step == len(STEPS) - 1:  # the second lane's text has ended; another takes its place
+        if step == len(STEPS) - 1:  # the second slot's text has ended; another takes its place
             row_of[1] = 0
-            _enter(mixer, states, 1, z[0, :3], u[0, :3])
+            _prefill(mixer, states, 1, z[0, :3], u[0, :3])
             lengths[1] = 3
         rows = list(range(BATCH + 1)) if chosen is None else chosen
         index = None if chosen is None else torch.tensor(chosen)
@@ -101,37 +101,38 @@ def lanes(spec: MixerSpec, d_model: int = D_MODEL) -> None:
         window = Window(
             batch_size=len(rows), start=1, length=1, positions_BL=at[:, None], dtype=torch.float64
         )
-        state, context = states.at(index, at), mixer.prepare(window)
+        state, context = states.gather(index, at), mixer.prepare(window)
         tokens = [
-            torch.stack([x[row_of[lane], lengths[lane]] if lane < BATCH else x[0, 0] * 0 for lane in rows])
+            torch.stack([x[row_of[slot], lengths[slot]] if slot < BATCH else x[0, 0] * 0 for slot in rows])
             for x in (z, u)
         ]
         z_step, u_step = (x[:, None] for x in tokens)
         mixer(z_step.flip(0) - 1, u_step, state, context)  # an iterate on the way leaves nothing behind
         iterated = mixer(z_step, u_step, state, context)
         final, after = mixer.advance(z_step, u_step, state, context)
-        states.write(index, after, torch.tensor([lane in committing for lane in rows]))
-        for number, lane in enumerate(rows):
-            if lane == BATCH:
+        states.write(index, after, torch.tensor([slot in committing for slot in rows]))
+        for number, slot in enumerate(rows):
+            if slot == BATCH:
                 continue
-            wanted = expected[row_of[lane]][lengths[lane]]
+            wanted = expected[row_of[slot]][lengths[slot]]
             error = max(relative_error(y[number, 0], wanted) for y in (iterated, final))
             require(
                 error < TOLERANCE,
                 mixer,
-                "lanes",
-                f"call {step + 1}: the token behind {int(lengths[lane])} others in lane {lane} differs by "
-                f"{error:.1e} from that of its text alone; look at enter and settle, at what `at` gives for "
-                "some lanes and for all, and write where it was committed only",
+                "slots",
+                f"call {step + 1}: the token behind {int(lengths[slot])} others in slot {slot} differs by "
+                f"{error:.1e} from that of its text alone; look at enter and settle, at what `gather` gives "
+                "for "
+                "some slots and for all, and write where it was committed only",
             )
-        for lane in committing:
-            lengths[lane] += 1
+        for slot in committing:
+            lengths[slot] += 1
 
 
-def _enter(mixer: Mixer, states: LaneStates, lane: int, z_LD: Tensor, u_LU: Tensor) -> None:
-    """Commit a prompt to a lane, in two windows where it has several tokens."""
+def _prefill(mixer: Mixer, states: SlotStates, slot: int, z_LD: Tensor, u_LU: Tensor) -> None:
+    """Commit a prompt to a slot, in two windows where it has several tokens."""
     count = z_LD.shape[0]
-    start = Committed(1, 0, torch.zeros(1, dtype=torch.int64), (states.enter(lane),))
+    start = SequenceState(1, 0, torch.zeros(1, dtype=torch.int64), (states.prefill(slot),))
     cuts = [count] if count == 1 else [1, count]
     _, state = run(mixer, z_LD[None], u_LU[None], cuts, start=start)
-    states.settle(lane, state)
+    states.commit(slot, state)

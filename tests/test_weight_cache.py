@@ -13,11 +13,11 @@ import torch
 
 import implicit_blocks as ib
 from implicit_blocks.layers import Linear
-from implicit_blocks.weights.cache import HeldWeights
+from implicit_blocks.weights.cache import WeightCache
 
 SPECS = {
     "mamba2": {"mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8}},
-    "llama": {"mixer": {"kind": "attention", "n_heads": 2}, "mlp": {"kind": "swiglu", "d_hidden": 20}},
+    "llama": {"mixer": {"kind": "attention", "n_heads": 2}, "mlp": {"kind": "swiglu", "d_ff": 20}},
 }
 
 
@@ -86,10 +86,10 @@ def test_weights_that_are_used_without_being_joined_too(model: torch.nn.Module) 
     layer, z = model.backbone.layers[0], torch.randn(2, 16)
     projection = layer.mixer.in_proj
     expected = torch.autograd.grad(projection(z).sum(), list(projection.parameters()))
-    held = HeldWeights(model.backbone)
-    with held.in_use():
+    cached = WeightCache(model.backbone)
+    with cached.activate():
         total = projection(z).sum() / 2
-        held.join_gradients(layer)
+        cached.sync_layer_gradients(layer)
         total = total + projection(z).sum() / 2
     total.backward()
     for parameter, gradient in zip(projection.parameters(), expected, strict=True):
@@ -97,33 +97,33 @@ def test_weights_that_are_used_without_being_joined_too(model: torch.nn.Module) 
 
 
 def test_leaves_keep_their_own_gradients(model: torch.nn.Module) -> None:
-    """As those that a recorded graph works on."""
+    """As those that a captured graph works on."""
     layer = model.backbone.layers[0]
-    held = HeldWeights(layer)
-    leaves = held.copied().as_leaves(held)
-    with leaves.in_use():
-        leaves.join_gradients(layer)
-        used = [holder.held for holder, _ in leaves._held]
-    assert all(a is b for a, (_, b) in zip(used, leaves._held, strict=True))
+    cached = WeightCache(layer)
+    leaves = cached.copied().as_leaves(cached)
+    with leaves.activate():
+        leaves.sync_layer_gradients(layer)
+        used = [holder.cached for holder, _ in leaves._cached]
+    assert all(a is b for a, (_, b) in zip(used, leaves._cached, strict=True))
 
 
 @torch.no_grad()
 def test_weights_laid_together_are_parts_of_one() -> None:
     spec = {"kind": "implicit_lm", "d_model": 16, "n_layers": 1, "vocab_size": 32, **SPECS["llama"]}
     model = ib.build(ib.specs.ImplicitLMSpec.model_validate(spec))
-    weights, z = model.hold_weights(), torch.randn(2, 16)
+    weights, z = model.cache_weights(), torch.randn(2, 16)
     mlp = model.backbone.blocks()[0].mlp
-    with weights.in_use():
+    with weights.activate():
         expected = mlp.gate_proj(z), mlp.up_proj(z)
-    whole = weights.lay_together(mlp.gate_proj, mlp.up_proj)
+    whole = weights.fuse(mlp.gate_proj, mlp.up_proj)
     assert torch.equal(torch.nn.functional.linear(z, whole), torch.cat(expected, -1))
-    with weights.in_use():
+    with weights.activate():
         assert torch.equal(mlp.gate_proj(z), expected[0])
         assert torch.equal(mlp.up_proj(z), expected[1])
-        assert {part.held[0].untyped_storage().data_ptr() for part in (mlp.gate_proj, mlp.up_proj)} == {
+        assert {part.cached[0].untyped_storage().data_ptr() for part in (mlp.gate_proj, mlp.up_proj)} == {
             whole.untyped_storage().data_ptr()
         }
-    assert weights.lay_together(mlp.gate_proj, Linear(2, 2)) is None
+    assert weights.fuse(mlp.gate_proj, Linear(2, 2)) is None
 
 
 @torch.no_grad()
@@ -135,7 +135,7 @@ def test_a_model_that_another_thread_is_calling_refuses(model: torch.nn.Module) 
     within, go_on = Event(), Event()
 
     def other() -> None:
-        with torch.autocast("cpu", torch.bfloat16), HeldWeights(model.backbone, model.injection).in_use():
+        with torch.autocast("cpu", torch.bfloat16), WeightCache(model.backbone, model.injection).activate():
             within.set()
             go_on.wait(60)
 
@@ -179,12 +179,12 @@ def test_a_backward_pass_in_a_thread_of_its_own_uses_the_weights(model: torch.nn
 
         @staticmethod
         def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-            with HeldWeights(*modules).in_use():
+            with WeightCache(*modules).activate():
                 uses.append(get_ident())
             return gradient
 
     x = torch.ones(2, requires_grad=True)
-    with torch.no_grad(), HeldWeights(*modules).in_use(), ThreadPoolExecutor(1) as pool:
+    with torch.no_grad(), WeightCache(*modules).activate(), ThreadPoolExecutor(1) as pool:
         with torch.enable_grad():
             total = Again.apply(x).sum()
         pool.submit(total.backward).result(60)
