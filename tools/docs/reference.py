@@ -17,6 +17,7 @@ LIBRARY = {
     "implicit_blocks.solution": "Solutions",
     "implicit_blocks.models.implicit": "Language models",
     "implicit_blocks.search.search": "The search",
+    "implicit_blocks.search.convergence_watch": "Convergence warnings",
     "implicit_blocks.search.windowed": "The search in windows",
     "implicit_blocks.search.options": "Knobs of a call",
     "implicit_blocks.search.agreement": "Processes that stop together",
