@@ -1,39 +1,52 @@
-"""What is known of all rows and tokens of a search, once some of them have left its working set."""
+"""Row compaction: rows that are done leave the working set of a search."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from implicit_blocks.search.search import _Loop
 
+@dataclass(frozen=True)
+class RowCompaction:
+    """Decides when rows that are done leave the working set, and which ones stay.
 
-class FullResults:
-    """What is known of all rows and tokens, once some have left the working set."""
+    Args:
+        bucket_sizes: keep batches to at most four sizes (the full one, and its halves down to an eighth), for
+            compiled kernels and captured graphs. Rows that are done fill the batch up.
 
-    NAMES = ("best", "last_residual", "lowest_residual", "token_residual", "iterations")
+    """
 
-    def __init__(self, loop: _Loop) -> None:
-        self.rows = torch.arange(loop.shape[0], device=loop.z.device)
-        self.first = 0  # the first token that is still in the working set
-        self.values = {name: getattr(loop, name).clone() for name in self.NAMES}
-        self.trace: list[Tensor] = []
+    bucket_sizes: bool
 
-    def write(self, loop: _Loop) -> None:
-        """Write the working set into the whole."""
-        place = (self.rows, slice(self.first, None)) if self.first else self.rows
-        for name, whole in self.values.items():
-            whole[place] = getattr(loop, name)
-        for part in loop.newly_traced():
-            whole = part.new_full(self.values["lowest_residual"].shape, torch.nan)
-            whole[place] = part
-            self.trace.append(whole)
+    def pays(self, rows: int, *, size: int, full_size: int) -> bool:
+        """Whether dropping rows at least halves the working set.
 
-    def restore(self, loop: _Loop) -> None:
-        """Give the whole back to the loop."""
-        for name, whole in self.values.items():
-            setattr(loop, name, whole)
-        loop.trace = self.trace
+        Args:
+            rows: number of rows with active elements.
+            size: number of rows in the working set.
+            full_size: number of rows in the batch.
+
+        """
+        return rows > 0 and 2 * self._fewest(rows, full_size) <= size
+
+    def rows(self, active: Tensor, count: int, *, full_size: int) -> Tensor:
+        """Return the indices of the rows that stay, (R,) int64, in order.
+
+        Args:
+            active: which elements are active, (B, 1) or (B, T, 1).
+            count: number of rows with active elements.
+            full_size: number of rows in the batch.
+
+        """
+        going = active.flatten(1).any(1)
+        if not self.bucket_sizes:
+            return going.nonzero().squeeze(1)
+        size, fewest = going.numel(), self._fewest(count, full_size)
+        while size // 2 >= fewest:
+            size //= 2
+        return torch.argsort((~going).to(torch.uint8), stable=True)[:size].sort().values
+
+    def _fewest(self, rows: int, full_size: int) -> int:
+        return max(rows, full_size // 8) if self.bucket_sizes else rows

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import implicit_blocks as ib
-from implicit_blocks.search import search as driver
+from implicit_blocks.search.compaction import RowCompaction
 from implicit_blocks.testing.solvers import contraction
 
 
@@ -94,29 +94,23 @@ def test_rows_that_leave_take_their_padding_along(scope):
 
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 23, 100])
-def test_on_a_gpu_batches_have_four_sizes_in_all_searches(rows, scope, monkeypatch):
-    """Places left over are taken by rows that are done, which stand still: here in the CPU's arithmetic."""
-    init = driver._Loop.__init__
-
-    def as_on_a_gpu(self, *arguments):
-        init(self, *arguments)
-        self.bucket_sizes = True
-
-    monkeypatch.setattr(driver._Loop, "__init__", as_on_a_gpu)
+def test_bucketed_compaction_uses_four_batch_sizes_and_changes_no_result(rows, scope):
+    """Frozen rows that are done fill the batch up."""
+    bucketed = RowCompaction(bucket_sizes=True)
     z0 = torch.zeros(rows, 3, 2, dtype=torch.float64)
     options = {"tolerance": 1e-6, "max_iterations": 400, "scope": scope, "trace": True}
     sizes = set()
     for seed in range(4):
         rate = 0.95 * torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         if seed == 3:
-            rate[:-1] = 0.1  # all but one are done together
+            rate[:-1] = 0.1  # all but one converge at the same time
 
         def f(z, which, rate=rate):
             return rate[which].view(-1, 1, 1) * (torch.sin(z) - 1) + 1
 
         whole = search(**options, compact=False)(Counted(f), z0)
         counted = Counted(f)
-        found = search(**options)(counted, z0)
+        found = search(**options, compact=bucketed)(counted, z0)
         sizes |= set(counted.calls)
         for name in ("z", "iterations", "residual", "converged", "diverged"):
             assert torch.equal(getattr(found, name), getattr(whole, name)), name
@@ -323,46 +317,6 @@ def test_bad_shapes_are_refused():
         search(valid=torch.ones(2, 2, dtype=torch.bool))(lambda z: z, torch.zeros(2, 3, 4))
 
 
-# ------------------------------------------------------------------------------------------- solvers
-
-
-@given(
-    rate=st.floats(0.0, 0.95), seed=st.integers(0, 1000), rows=st.integers(1, 4), features=st.integers(1, 10)
-)
-@settings(max_examples=40, deadline=None)
-@pytest.mark.parametrize(
-    "solver",
-    [
-        ib.Picard(),
-        ib.Picard(damping=0.6),
-        ib.Anderson(),
-        ib.Anderson(memory=1),
-        ib.Broyden(),
-        ib.Broyden(memory=2),
-    ],
-)
-def test_solvers_find_the_fixed_points_of_random_contractions(solver, rate, seed, rows, features):
-    f, expected = contraction(rate, rows=rows, features=features, seed=seed)
-    solution = search(solver=solver, tolerance=1e-10, max_iterations=3000)(f, torch.zeros_like(expected))
-    assert solution.converged.all()
-    torch.testing.assert_close(solution.z, expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("linear", [True, False], ids=["linear", "nonlinear"])
-def test_anderson_saves_iterations_on_a_stiff_contraction(dtype, linear):
-    """At least 30 % of Picard's, here far more."""
-    affine, _ = contraction(0.98, features=40, dtype=dtype)
-    f = affine if linear else lambda z: torch.tanh(0.5 * affine(z)) * 2
-    z0, tolerance = torch.zeros(4, 40, dtype=dtype), 1e-5
-    picard = search(tolerance=tolerance, max_iterations=3000)(f, z0)
-    anderson = search(solver=ib.Anderson(), tolerance=tolerance, max_iterations=3000)(f, z0)
-    assert picard.converged.all()
-    assert anderson.converged.all()
-    print(picard.iterations, anderson.iterations)
-    assert (anderson.iterations <= 0.7 * picard.iterations).all()
-
-
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
 def test_a_residual_at_the_tolerance_has_converged(scope):
     stopping = ib.Stopping(tolerance=0.5, max_iterations=9, norm="absolute", scope=scope)
@@ -370,56 +324,3 @@ def test_a_residual_at_the_tolerance_has_converged(scope):
     assert solution.residual.tolist() == [0.5, 0.5]
     assert solution.converged.all()
     assert solution.iterations.tolist() == [1, 1]
-
-
-def test_anderson_falls_back_to_the_last_accepted_value():
-    """Where an extrapolated point is worse, the next call is at the last accepted f(z)."""
-    points = []
-
-    def f(z):
-        points.append(z.clone())
-        return torch.where(z > 1, -3.0 * z, 0.9 * z + 0.2)
-
-    search(solver=ib.Anderson(memory=2), tolerance=0.0, max_iterations=8)(f, torch.zeros(1, 1))
-    values = [0.2 + 0.9 * float(p) if float(p) <= 1 else -3.0 * float(p) for p in points]
-    residuals = [abs(v - float(p)) for v, p in zip(values, points, strict=True)]
-    accepted, rejected = 0, 0
-    for k in range(1, len(points) - 1):
-        if residuals[k] > residuals[accepted] and abs(float(points[k]) - values[k - 1]) > 1e-6:
-            rejected += 1
-            assert float(points[k + 1]) == pytest.approx(values[accepted], rel=1e-5)
-        else:
-            accepted = k
-    assert rejected > 0
-
-
-def test_anderson_at_the_fixed_point_stays_finite():
-    solution = search(solver=ib.Anderson(), tolerance=0.0, max_iterations=12)(
-        lambda z: torch.ones_like(z), torch.ones(2, 3)
-    )
-    assert torch.equal(solution.z, torch.ones(2, 3))
-    zero = search(solver=ib.Anderson(), tolerance=-0.0, max_iterations=12)(torch.zeros_like, torch.ones(2, 3))
-    assert torch.equal(zero.z, torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ib.Picard(damping=0.0),
-        lambda: ib.Picard(damping=1.1),
-        lambda: ib.Anderson(memory=0),
-        lambda: ib.Anderson(damping=2.0),
-        lambda: ib.Anderson(regularization=-1.0),
-        lambda: ib.Broyden(memory=0),
-        lambda: ib.JacobianPenalty(weight=0.0),
-        lambda: ib.JacobianPenalty(probes=0),
-        lambda: ib.JacobianPenalty(step=-1.0),
-        lambda: ib.Phantom(steps=0),
-        lambda: ib.Phantom(damping=0.0),
-        lambda: ib.Unrolled(steps=0),
-        lambda: ib.ImplicitFunction(stopping=ib.Stopping(scope="prefix")),
-    ],
-)
-def test_options_out_of_range_are_refused(make):
-    with pytest.raises(ValueError, match=r"choose|give"):
-        make()
