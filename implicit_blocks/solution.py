@@ -12,6 +12,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from implicit_blocks.cuda.host_copy import AsyncHostCopy
+
 
 @dataclass(frozen=True)
 class Adjoint:
@@ -112,6 +114,11 @@ class Solution:
             token_diverged=join("token_diverged"),
             penalty=None if windows[0].penalty is None else stack("penalty").mean(0),
         )
+
+    def some_diverged(self) -> bool:
+        """Whether some rows have diverged, but not all; copies one flag to the host."""
+        some = self.diverged.any() & ~self.diverged.all()
+        return bool(AsyncHostCopy().read(some) if some.is_cuda else some)
 
     def with_value(self, z: Tensor, *, adjoint: Adjoint | None = None) -> Solution:
         """Return the same report with another ``z`` (B, …); its adjoint is kept, unless another is given."""

@@ -57,8 +57,11 @@ class ImplicitFunction(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then attach the adjoint solve to one differentiated call."""
         found = search(f, z0)
-        f, rows = replace_diverged(f, z0, found)
-        z = (found.z if rows is None else found.z[rows]).detach().requires_grad_()
+        z, rows = found.z, None
+        if found.some_diverged():
+            f, rows = replace_diverged(f, z0, found)
+            z = z[rows]
+        z = z.detach().requires_grad_()
         fz = f(z)
         adjoint = Adjoint()
         if not fz.requires_grad:  # a map of nothing that is differentiated, not even of z

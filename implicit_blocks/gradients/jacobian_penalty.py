@@ -73,12 +73,12 @@ class JacobianPenalty(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Solve as the other estimator does, and measure the Jacobian there."""
         solution = self.gradient(f, z0, search)
-        f, rows = replace_diverged(f, z0, solution)
-        z, valid = solution.z.detach(), search.valid
-        if rows is not None:
+        z, valid, partial = solution.z.detach(), search.valid, solution.some_diverged()
+        if partial:
+            f, rows = replace_diverged(f, z0, solution)
             z, valid = z[rows], None if valid is None else valid[rows]
         size = jacobian_size(f, z, valid=valid, probes=self.probes, step=self.step)
-        if rows is not None:
+        if partial:
             size = restore_diverged(size, torch.zeros_like(size), solution)
         return replace(solution, penalty=self.weight * size)
 

@@ -43,8 +43,10 @@ class Phantom(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then take the differentiated steps."""
         solution = search(f, z0)
-        f, rows = replace_diverged(f, z0, solution)
-        z = solution.z if rows is None else solution.z[rows]
+        z, rows = solution.z, None
+        if solution.some_diverged():
+            f, rows = replace_diverged(f, z0, solution)
+            z = z[rows]
         if isinstance(f, SteppingMap):
             z = f.damped_steps(z, count=self.steps, damping=self.damping)
         else:

@@ -59,10 +59,10 @@ class Unrolled(GradientEstimator):
             )
 
         z, report = self._unroll(f, z0, search, search.valid)
-        sound, rows = replace_diverged(f, z0, report)
-        if rows is not None:
+        if report.some_diverged():
+            finite, rows = replace_diverged(f, z0, report)
             valid = None if search.valid is None else search.valid[rows]
-            z = restore_diverged(self._unroll(sound, z0[rows], search, valid)[0], z0, report)
+            z = restore_diverged(self._unroll(finite, z0[rows], search, valid)[0], z0, report)
         return report.with_value(z)
 
     def _unroll(

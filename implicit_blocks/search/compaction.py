@@ -1,11 +1,19 @@
-"""Row compaction: rows that are done leave the working set of a search."""
+"""Compaction: rows and tokens that are done leave the working set of a search.
+
+Shape legend: B rows, T tokens, R rows that stay.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from implicit_blocks.search.state import State
 
 
 @dataclass(frozen=True)
@@ -50,3 +58,55 @@ class RowCompaction:
 
     def _fewest(self, rows: int, full_size: int) -> int:
         return max(rows, full_size // 8) if self.bucket_sizes else rows
+
+
+def take_rows(state: State, index: Tensor) -> State:
+    """Return the state of the rows with these indices, (R,) int64."""
+    return _cut(state, lambda rows: rows[index])
+
+
+def drop_prefix(state: State, tokens: int) -> State:
+    """Return the state without the first ``tokens`` tokens, whose largest residual is kept."""
+    largest = state.status.last_residual[:, :tokens].amax(1, keepdim=True)  # NaN or Inf after a divergence
+    if state.prefix_residual is not None:
+        largest = torch.maximum(largest, state.prefix_residual)
+    rest = _cut(state._replace(prefix_residual=None), lambda rows: rows[:, tokens:].contiguous())
+    return rest._replace(prefix_residual=largest)
+
+
+def _cut(state: State, cut: Callable[[Tensor], Tensor]) -> State:
+    """Apply ``cut`` to all tensors, with the elements of the solver's laid out by row."""
+    leading = state.z.shape[:-1]
+
+    def cut_elements(leaf: Tensor) -> Tensor:
+        return cut(leaf.unflatten(0, leading)).flatten(0, len(leading) - 1)
+
+    solver = pytree.tree_map_only(Tensor, cut_elements, state.solver)
+    rest: State = pytree.tree_map_only(Tensor, cut, state._replace(solver=None))
+    return rest._replace(solver=solver)
+
+
+class FullResults:
+    """The results of all rows and tokens, once some have left the working set."""
+
+    def __init__(self, state: State) -> None:
+        self.rows = torch.arange(state.z.shape[0], device=state.z.device)
+        """The index in the batch of each row of the working set."""
+        self.first = 0
+        """The first token of the working set."""
+        self.best, self.status = pytree.tree_map(torch.clone, (state.best, state.status))
+
+    def write(self, state: State) -> None:
+        """Write the results of the working set to their places."""
+        new = pytree.tree_leaves((state.best, state.status))
+        for whole, part in zip(pytree.tree_leaves((self.best, self.status)), new, strict=True):
+            whole[self._place()] = part
+
+    def expand(self, residual: Tensor) -> Tensor:
+        """Return residuals of the working set as residuals of everything, NaN elsewhere."""
+        whole = residual.new_full(self.status.last_residual.shape, torch.nan)
+        whole[self._place()] = residual
+        return whole
+
+    def _place(self) -> Any:
+        return (self.rows, slice(self.first, None)) if self.first else self.rows

@@ -26,10 +26,10 @@ from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solver
 from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.averaging import MovingAverage
-from implicit_blocks.search.compaction import RowCompaction
+from implicit_blocks.search.compaction import FullResults, RowCompaction, drop_prefix, take_rows
 from implicit_blocks.search.lookahead import LookAhead, expects_all_active
 from implicit_blocks.search.prefix_commit import PrefixCommit
-from implicit_blocks.search.state import FullResults, State
+from implicit_blocks.search.state import State
 from implicit_blocks.search.status import StatusRule
 from implicit_blocks.search.trace import Trace
 from implicit_blocks.solution import Solution
@@ -244,14 +244,14 @@ class Loop:
             results = self.write_results()
             results.rows = results.rows[index]
             self.f = self.f.select_rows(index)
-            self.state = self.state.take_rows(index)
+            self.state = take_rows(self.state, index)
         if self.commit is not None and isinstance(self.f, SequenceMap):
             tokens = self.commit.tokens(self.state.status.active, remaining, self.read)
             if tokens:
                 self.write_results().first += tokens
                 prefix = self.state.best[:, :tokens]
                 self.f = self.f.after(prefix.reshape(*prefix.shape[:2], *self.z0.shape[2:]))
-                self.state = self.state.drop_prefix(tokens)
+                self.state = drop_prefix(self.state, tokens)
         self.all_active = remaining == self.state.status.active.numel()
 
     def write_results(self) -> FullResults:
