@@ -1,4 +1,4 @@
-"""Solvers in a search: they find the fixed points of contractions, and refuse options out of range."""
+"""Solvers in a search: fixed points of contractions, iterations saved, options out of range."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_solvers_find_the_fixed_points_of_random_contractions(solver, rate, seed
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("linear", [True, False], ids=["linear", "nonlinear"])
 def test_anderson_saves_iterations_on_a_stiff_contraction(dtype, linear):
-    """At least 30 % of Picard's, here far more."""
+    """It must save at least 30 % of Picard's iterations, and saves far more here."""
     affine, _ = contraction(0.98, features=40, dtype=dtype)
     f = affine if linear else lambda z: torch.tanh(0.5 * affine(z)) * 2
     z0, tolerance = torch.zeros(4, 40, dtype=dtype), 1e-5
@@ -53,7 +53,7 @@ def test_anderson_saves_iterations_on_a_stiff_contraction(dtype, linear):
 
 
 def test_anderson_falls_back_to_the_last_accepted_value():
-    """Where an extrapolated point is worse, the next call is at the last accepted f(z)."""
+    """If an extrapolated point is worse, the next call is at the last accepted f(z)."""
     points = []
 
     def f(z):
