@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from implicit_blocks._utils.validation import require_part
-from implicit_blocks.contract_checks import check_solution, shape_and_type
+from implicit_blocks.contract_checks import shape_and_type
 from implicit_blocks.gradients import Phantom
 from implicit_blocks.interfaces import GradientEstimator, Map, Solver
-from implicit_blocks.ops.transforms import is_forward_mode, is_transformed, is_vmapped
+from implicit_blocks.ops.transforms import is_transformed
 from implicit_blocks.search.convergence_watch import (
     ConvergenceWarning,
     ConvergenceWatch,
@@ -23,67 +23,12 @@ from implicit_blocks.search.convergence_watch import (
     expects_convergence,
     search_watch,
 )
-from implicit_blocks.search.search import Search
-from implicit_blocks.search.windowed import WindowedSearch
+from implicit_blocks.search.search import solve_fixed_point
 from implicit_blocks.solution import Solution
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
 
-
-def solve_fixed_point(
-    f: Map,
-    z0: Tensor,
-    *,
-    solver: Solver,
-    gradient: GradientEstimator,
-    stopping: Stopping,
-    window_length: int | None = None,
-    **search: Any,
-) -> Solution:
-    """Find ``z = f(z)``: with the gradient estimator if gradients are enabled, else with the search alone.
-
-    Args:
-        f: the map; a ``RowMap`` lets rows that are done leave the batch.
-        z0: the start, (B, …) with at least two dimensions.
-        solver: the update rule of the search.
-        gradient: how the fixed point is differentiated.
-        stopping: when the search ends.
-        window_length: number of tokens that are searched at a time (``WindowedSearch``); None: all.
-        **search: further options of ``Search``: ``valid``, ``trace``, ``compact``.
-
-    Raises:
-        NotImplementedError: within ``torch.export``, ``torch.func.vmap`` or forward-mode differentiation.
-
-    """
-    _refuse_transforms(gradient)
-    whole = Search(solver=solver, stopping=stopping, **search)
-    cut = window_length is not None and window_length < z0.shape[1]
-    bound = WindowedSearch(whole, window_length) if cut and window_length is not None else whole
-    if not torch.is_grad_enabled():
-        return bound(f, z0)
-    solution = gradient(f, z0, bound)
-    check_solution(gradient, solution, z0)
-    return solution
-
-
-def _refuse_transforms(gradient: GradientEstimator) -> None:
-    """Refuse transforms that fail deep inside the loop, or give the derivative of something else."""
-    if torch.compiler.is_exporting():
-        raise NotImplementedError(
-            "torch.export cannot capture a search for a fixed point, whose number of iterations depends on "
-            "the data; export one call of the map, or an explicit model"
-        )
-    if is_vmapped():
-        raise NotImplementedError(
-            "torch.func.vmap cannot map over a search for a fixed point, whose number of iterations depends "
-            "on the data; add the dimension to the batch, whose rows are solved independently"
-        )
-    if is_forward_mode() and not (torch.is_grad_enabled() and not gradient.searches):
-        raise NotImplementedError(
-            "forward-mode differentiation would go through the iterations of the search, not through the "
-            "gradient estimator; use reverse mode (backward, torch.func.grad, torch.func.vjp), or the "
-            "gradient Unrolled, which supports forward mode"
-        )
+__all__ = ["FixedPoint", "solve_fixed_point"]
 
 
 class FixedPoint(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.search.state import State
+from implicit_blocks.search.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,15 @@ class FullResults:
         self.first = 0
         """The first token of the working set."""
         self.best, self.status = pytree.tree_map(torch.clone, (state.best, state.status))
+
+    @classmethod
+    def of(cls, state: State, before: FullResults | None, trace: Trace | None) -> FullResults:
+        """Return the results after those of ``before``, with the working set's and its trace's."""
+        results = before if before is not None else cls(state)
+        results.write(state)
+        if trace is not None:
+            trace.flush(results.expand)
+        return results
 
     def write(self, state: State) -> None:
         """Write the results of the working set to their places."""

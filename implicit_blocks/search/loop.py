@@ -109,7 +109,7 @@ class Loop:
             if not early:
                 proposed, proposed_state = self.propose(fz)
             if iteration == 1:
-                self.check_state(proposed_state)
+                check_updated_state(self.solver, proposed_state, self.state.solver, improved.numel())
             self.all_active = remaining == improved.numel()
             if self.all_active:
                 self.state = self.state._replace(z=proposed, solver=proposed_state)
@@ -206,10 +206,6 @@ class Loop:
         """Whether the loop ends, given whether no element of this process is active."""
         return done if self.agree is None else self.agree(done)
 
-    def check_state(self, proposed: Any) -> None:
-        """Check that the solver's state has kept its layout."""
-        check_updated_state(self.solver, proposed, self.state.solver, self.state.z.shape[:-1].numel())
-
     def freeze(self, z: Tensor, solver_state: Any) -> State:
         """Return the state in which active elements move to ``z`` and the others keep their best value."""
         active = self.state.status.active
@@ -220,7 +216,7 @@ class Loop:
         try:
             solver_state = pytree.tree_map(choose, solver_state, self.state.solver)
         except (ValueError, RuntimeError):  # its layout may have changed after the first update
-            self.check_state(solver_state)
+            check_updated_state(self.solver, solver_state, self.state.solver, active.numel())
             raise
         return self.state._replace(z=torch.where(active, z, self.state.best), solver=solver_state)
 
@@ -241,31 +237,26 @@ class Loop:
             and isinstance(self.f, RowMap)
         ):
             index = self.compaction.rows(self.state.status.active, rows, full_size=full_size)
-            results = self.write_results()
-            results.rows = results.rows[index]
+            self.results = FullResults.of(self.state, self.results, self.trace)
+            self.results.rows = self.results.rows[index]
             self.f = self.f.select_rows(index)
             self.state = take_rows(self.state, index)
         if self.commit is not None and isinstance(self.f, SequenceMap):
             tokens = self.commit.tokens(self.state.status.active, remaining, self.read)
             if tokens:
-                self.write_results().first += tokens
+                self.results = FullResults.of(self.state, self.results, self.trace)
+                self.results.first += tokens
                 prefix = self.state.best[:, :tokens]
                 self.f = self.f.after(prefix.reshape(*prefix.shape[:2], *self.z0.shape[2:]))
                 self.state = drop_prefix(self.state, tokens)
         self.all_active = remaining == self.state.status.active.numel()
 
-    def write_results(self) -> FullResults:
-        """Return the results of all rows and tokens, also of those that have left."""
-        if self.results is None:
-            self.results = FullResults(self.state)
-        self.results.write(self.state)
-        if self.trace is not None:
-            self.trace.flush(self.results.expand)
-        return self.results
-
     def solution(self) -> Solution:
         """Return the solution of all rows and tokens."""
-        trace, found = None, self.state if self.results is None else self.write_results()
+        found: State | FullResults = self.state
+        trace = None
+        if self.results is not None:
+            found = FullResults.of(self.state, self.results, self.trace)
         if self.trace is not None:
             self.trace.flush(None)
             trace = self.trace.stack()

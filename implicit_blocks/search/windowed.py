@@ -11,15 +11,18 @@ Shape legend: B batch, L tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count
 from implicit_blocks.interfaces import Map, SequenceMap, Solver
-from implicit_blocks.search.search import Search
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
+
+if TYPE_CHECKING:
+    from implicit_blocks.search.search import Search
 
 
 @dataclass
