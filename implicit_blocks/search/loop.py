@@ -69,9 +69,8 @@ class Loop:
     trace: Trace | None = None
 
     def __post_init__(self) -> None:
-        self.leading = (
-            2 if self.stopping.scope == "prefix" else 1
-        )  # dimensions of a point before its features
+        # dimensions of a point before its features
+        self.leading = 2 if self.stopping.scope == "prefix" else 1
         self.results: FullResults | None = None
         self.lowest: list[float] = []  # lowest deciding residual of each call, where the kernel reports it
         self.reader = AsyncHostCopy() if self.z0.is_cuda else None
@@ -112,11 +111,12 @@ class Loop:
                 check_updated_state(self.solver, proposed_state, self.state.solver, improved.numel())
             self.all_active = remaining == improved.numel()
             if self.all_active:
+                fz = ahead
                 self.state = self.state._replace(z=proposed, solver=proposed_state)
             else:
+                fz = None
                 self.state = self.freeze(proposed, proposed_state)
                 self.shrink(remaining, rows)
-            fz = ahead if self.all_active else None
         return self.solution()
 
     # ------------------------------------------------------------------------------------ steps

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -54,6 +56,19 @@ def test_a_call_in_vain_changes_no_result(scope, solver):
             getattr(early, name), getattr(expected, name), rtol=0, atol=0, equal_nan=True, msg=name
         )
     assert len(calls) < len(more_calls)
+
+
+def test_a_call_in_vain_is_discarded_when_half_of_the_rows_leave():
+    """The compacted rows are all active again, but the early call was of all rows."""
+    rate = torch.tensor([0.1, 0.1, 0.1, 0.9], dtype=torch.float64).view(4, 1)
+    find = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(tolerance=1e-5, max_iterations=200))
+    f, early = (Contraction(rate, torch.ones(4, 3, dtype=torch.float64)) for _ in range(2))
+    expected = find(f, torch.zeros(4, 3, dtype=torch.float64))
+    found = replace(find, lookahead=always)(early, torch.zeros(4, 3, dtype=torch.float64))
+    assert f.calls[-1] == 1
+    assert early.calls.count(4) == f.calls.count(4) + 1
+    assert torch.equal(found.z, expected.z)
+    assert torch.equal(found.iterations, expected.iterations)
 
 
 def test_processes_that_agree_on_each_call_make_none_in_vain():
