@@ -67,7 +67,7 @@ def faulty(tmp_path_factory):
 
 
 BREAKS = {
-    "bare tensor": ("value", "returns a Solution", "return the search's with your value"),
+    "bare tensor": ("value", "returns a Solution", "return the search's solution with your value"),
     "detached": ("value", "value", "must carry the gradient"),
     "another point": ("value", "value", "not the fixed point"),
     "biased": ("formula", "formula", "differs from the oracle's"),

@@ -185,7 +185,7 @@ BREAKS = {
     "no state": (
         "window_splits",
         "mixes a window",
-        "return two things, the mixed window and the state after it",
+        "return a tuple of the mixed window and the state after it",
     ),
     "two from forward": ("causality", "mixes a window", "forward returned a tuple"),
     "batch mean": ("batch_independence", "batch independence", "alone differs"),

@@ -87,7 +87,7 @@ BREAKS = {
     "writes z": ("state_layout", "state layout", "not write into those given"),
     "own memory": ("selected_elements", "selected elements", "keep all memory in the state"),
     "half": ("low_precision", "next point", "float64 for a point that is a tensor (4, 12) of bfloat16"),
-    "no state": ("contractions", "next point", "return two things, the next point and the state"),
+    "no state": ("contractions", "next point", "return a tuple of the next point and the state"),
     "detaches": ("differentiable", "differentiable", "detach nothing"),
     "raises": ("best_survives", "best survives", "it raised FloatingPointError"),
     "raises later": ("divergence", "divergence", "it raised OverflowError"),

@@ -201,5 +201,5 @@ def test_a_benchmark_plugin_that_warns_of_several_processes_is_left_out(tmp_path
 def test_only_files_with_such_tests_are_read(program):
     found = program.files_with_the_mark()
     assert "tests/gpu/test_graphs.py" in found
-    assert "tests/test_overflow.py" in found
+    assert "tests/search/test_overflow.py" in found
     assert not [name for name in found if name.startswith("tests/specs")]

@@ -12,7 +12,7 @@ from torch import nn
 import implicit_blocks as ib
 from implicit_blocks.mixers import Mamba2
 from implicit_blocks.models.sequence_state import SequenceState
-from implicit_blocks.ops import cross_entropy, mamba2_mix, residual
+from implicit_blocks.ops import cross_entropy, mamba2_mix
 from implicit_blocks.ops.accelerated import load
 from implicit_blocks.ops.ssd import mamba_ssm
 from implicit_blocks.weights.cache import WeightCache
@@ -236,103 +236,3 @@ def test_mamba2_where_the_operator_needs_care(change):
         found = mixer(z, None, state, context)
     assert error(found, expected) < 2e-2
     assert len(called) == 2 * (change == "hook")
-
-
-@pytest.mark.parametrize("relative", [True, False], ids=["relative", "absolute"])
-@pytest.mark.parametrize("size", [1.0, 1e-30, 1e30], ids=str)
-@pytest.mark.parametrize("shape", [(5, 10_001), (3, 70, 64), (2, 5_000_000)], ids=str)
-def test_residual(shape, size, relative):
-    """By the kernel and by the operators, also where float32 holds no square of the numbers."""
-    from implicit_blocks.ops.kernels.residual import residuals
-
-    torch.manual_seed(0)
-    z, fz = (torch.randn(2, *shape, device="cuda") * size).unbind(0)
-    scale, limit = residual.initial_scale(z, (*shape[:-1], 1))
-    expected, grown = residual.norm(residual.difference(z, fz)), scale
-    if relative:
-        expected, grown = residual.relative_residual(residual.difference(z, fz), fz, scale, limit)
-    found, found_scale = residuals(z.contiguous(), fz.contiguous(), scale=scale, relative=relative)
-    torch.testing.assert_close(found, residual.narrow(expected, torch.float32), rtol=1e-5, atol=0)
-    torch.testing.assert_close(found_scale, grown, rtol=1e-5, atol=0)
-
-
-def test_residuals_that_are_not_finite_or_at_zero():
-    from implicit_blocks.ops.kernels.residual import residuals
-
-    fz = torch.zeros(4, 3, device="cuda")
-    fz[1, 2], fz[2, 0] = torch.nan, torch.inf
-    z = torch.zeros_like(fz)
-    z[3] = 1.0
-    scale, _ = residual.initial_scale(z, (4, 1))
-    found, _ = residuals(z, fz, scale=scale, relative=True)
-    assert found.flatten()[0] == 0
-    assert not found[1:3].isfinite().any()
-    assert found[3].isfinite()  # far from f(z) = 0, but not diverged
-
-
-def test_residuals_of_more_wide_elements_than_a_grid_s_second_number_counts():
-    from implicit_blocks.ops.kernels.residual import residuals
-
-    z, fz = torch.randn(2, 65_537, 4097, device="cuda", dtype=torch.bfloat16).unbind(0)
-    scale, _ = residual.initial_scale(z, (65_537, 1))
-    found = residuals(z, fz, scale=scale, relative=False)[0][-3:]
-    expected = (fz[-3:].double() - z[-3:].double()).norm(dim=-1, keepdim=True)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("scope", ["sequence", "prefix"])
-@pytest.mark.parametrize("norm", ["relative", "absolute"])
-def test_status_is_the_cpu_s_from_tiny_to_huge(norm, scope):
-    """Contracting and expanding maps of sizes whose squares float32 cannot hold."""
-    rate = torch.tensor([0.5, 2.0, 0.5, 2.0, 0.5, 9.0]).view(6, 1, 1)
-    offset = torch.tensor([1e30, 1e30, 1e-30, 1e-30, 1.0, 1.0]).view(6, 1, 1)
-    stopping = ib.Stopping(tolerance=1e-3, max_iterations=100, norm=norm, scope=scope)
-
-    def found(device):
-        a, b = rate.to(device), offset.to(device)
-        search = ib.Search(solver=ib.Picard(), stopping=stopping)
-        return search(lambda z: a * z + b, torch.zeros(6, 3, 8, device=device))
-
-    fused, plain = found("cuda"), found("cpu")
-    for name in ("converged", "diverged", "iterations"):
-        assert torch.equal(getattr(fused, name).cpu(), getattr(plain, name)), name
-
-
-@pytest.mark.parametrize("scope", ["sequence", "prefix"])
-@pytest.mark.parametrize("tokens", [40, 3000])
-def test_a_search_is_the_cpu_s(scope, tokens):
-    """Flags by a kernel against those by operators: rows of unequal difficulty, one token that diverges."""
-    rows = 5
-    rate = torch.linspace(0.2, 0.7, rows * tokens).view(rows, tokens, 1)
-    bad = torch.zeros(rows, tokens, 1, dtype=torch.bool)
-    bad[2, tokens // 2] = True
-
-    def found(device):
-        of = {name: t.to(device) for name, t in (("rate", rate), ("bad", bad))}
-
-        def f(z):
-            return torch.where(of["bad"] & (z > 1.4), torch.nan, of["rate"] * z + 1)
-
-        stopping = ib.Stopping(tolerance=1e-3, max_iterations=40, scope=scope)
-        search = ib.Search(solver=ib.Picard(damping=0.9), stopping=stopping, trace=True)
-        return search(f, torch.zeros(rows, tokens, 8, device=device))
-
-    fused, plain = found("cuda"), found("cpu")
-    assert plain.converged.any()
-    assert plain.diverged.sum() == 1
-    assert len(plain.iterations.unique()) > 1
-    for name in (
-        "iterations",
-        "converged",
-        "diverged",
-        "token_iterations",
-        "token_converged",
-        "token_diverged",
-    ):
-        ours, wanted = getattr(fused, name), getattr(plain, name)
-        assert (ours is None) == (wanted is None)
-        if wanted is not None:
-            assert torch.equal(ours.cpu(), wanted), name
-    for name in ("z", "residual", "trace"):
-        ours, wanted = getattr(fused, name).cpu(), getattr(plain, name)
-        torch.testing.assert_close(ours, wanted, rtol=1e-4, atol=1e-5, equal_nan=True)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from implicit_blocks import GradientEstimator, Map, Solution
 from implicit_blocks.interfaces import SearchLike
 from implicit_blocks.registry.contracts import ContractError, describe_component
-from implicit_blocks.search.search import still_at_padding
+from implicit_blocks.search.loop import still_at_padding
 from implicit_blocks.solution import Adjoint
 from implicit_blocks_reversible.solver import step, undo
 from implicit_blocks_reversible.spec import most_steps

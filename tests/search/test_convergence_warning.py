@@ -1,4 +1,4 @@
-"""One warning where many searches or adjoints of a training run don't converge, and none elsewhere."""
+"""Convergence warnings: one if many searches or adjoints in training don't converge, else none."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import implicit_blocks as ib
 from implicit_blocks.search.convergence_watch import SOLVES, ConvergenceWatch
 
 SLOW = 0.98
-"""A factor by which a map contracts so slowly that 10 iterations don't do."""
+"""A contraction rate that needs more than 10 iterations."""
 
 
 def train(layer: ib.FixedPoint, steps: int = 3 * SOLVES) -> list[str]:
-    """Return the warnings of some steps of training."""
+    """Return the warnings of some training steps."""
     x = torch.ones(4, 3, requires_grad=True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -30,13 +30,13 @@ def layer_of(factor: float, *, iterations: int = 10, tolerance: float = 1e-3, **
     return ib.FixedPoint(lambda z, x: factor * z + x, stopping=stopping, **options)
 
 
-def test_searches_that_do_not_converge_give_one_warning_with_the_share():
+def test_unconverged_searches_give_one_warning_with_their_share():
     (message,) = train(layer_of(SLOW))
     assert "100% of the searches of the last 20 training steps did not converge" in message
     assert "max_iterations" in message
 
 
-def test_adjoints_that_do_not_converge_give_one_too():
+def test_unconverged_adjoints_give_one_warning():
     stopping = ib.Stopping(tolerance=1e-6, max_iterations=3)
     layer = layer_of(0.5, iterations=64, gradient=ib.ImplicitFunction(stopping=stopping))
     (message,) = train(layer)
@@ -55,18 +55,18 @@ def test_adjoints_that_do_not_converge_give_one_too():
     ],
     ids=["converged", "converged adjoint", "bounded", "no tolerance", "unrolled"],
 )
-def test_nothing_else_does(layer):
+def test_converged_bounded_and_unrolled_layers_give_no_warning(layer):
     assert train(layer) == []
 
 
-def test_evaluation_gives_none():
+def test_evaluation_gives_no_warning():
     layer = layer_of(SLOW)
     with torch.no_grad():
         for _ in range(2 * SOLVES):
             layer(torch.ones(4, 3))
 
 
-def test_a_share_of_a_quarter_is_let_pass_and_later_steps_are_looked_at():
+def test_a_quarter_of_unconverged_rows_gives_no_warning_and_later_steps_are_watched():
     watch = ConvergenceWatch("searches", "do something")
     assert [watch.add(0.25) for _ in range(SOLVES)] == [None] * SOLVES
     assert [watch.add(0.3) for _ in range(SOLVES - 1)] == [None] * (SOLVES - 1)

@@ -1,4 +1,4 @@
-"""What is told of several windows together: of each row its worst."""
+"""``Solution``: joining windows, and its representation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def window(iterations, residual, converged, diverged):
     )
 
 
-def test_a_row_is_as_well_off_as_its_worst_token_in_any_window():
+def test_a_row_reports_its_worst_token_of_all_windows():
     yes, no = True, False
     first = window(
         [[3, 5], [2, 2], [1, 9]],
@@ -43,7 +43,7 @@ def test_a_row_is_as_well_off_as_its_worst_token_in_any_window():
         assert whole.token_diverged.any(1).tolist() == [False, False, True]
 
 
-def test_a_solution_is_shown_in_a_line_with_how_the_search_went():
+def test_a_solution_is_represented_by_one_line_with_its_status():
     yes, no = True, False
     shown = repr(
         window(
@@ -59,7 +59,7 @@ def test_a_solution_is_shown_in_a_line_with_how_the_search_went():
     )
 
 
-def test_an_output_is_shown_in_a_line():
+def test_a_model_output_is_represented_by_one_line():
     model = ib.build(ib.load_spec("word_problem_s3", ["model.d_model=32"]).model)
     tokens = torch.randint(6, (2, 5))
     out = model(tokens, labels=tokens)

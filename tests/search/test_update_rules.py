@@ -1,4 +1,4 @@
-"""Each update rule beside its formula, written out for one element in plain numbers."""
+"""Each update rule against its formula, written out in NumPy for one element."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def points_of(solver: ib.Solver, f, z: torch.Tensor, count: int) -> list[torch.T
 
 @pytest.mark.parametrize("regularization", [0.0, 1e-2])
 @pytest.mark.parametrize("damping", [1.0, 0.6])
-def test_anderson(damping, regularization):
+def test_anderson_is_its_formula(damping, regularization):
     """γ = argmin ‖g_k + Σ γ_j (g_j − g_k)‖² + ρ ‖γ‖²; then a damped step along the mixed g."""
     memory = 3
     f, expected = contraction(0.7, rows=2, features=6)
@@ -47,7 +47,7 @@ def test_anderson(damping, regularization):
             past = [*past, (value, g)][-memory:]
 
 
-def test_broyden():
+def test_broyden_is_its_formula():
     """B ← B + (s − B y) sᵀB / sᵀB y, from −I again whenever the memory is full; z ← z − B g."""
     memory, features = 3, 5
     f, expected = contraction(0.8, rows=2, features=features)
@@ -69,30 +69,30 @@ def test_broyden():
 
 
 def test_broyden_measures_growth_by_the_lowest_residual_since_its_memory_began():
-    """Residuals of 1, then 1e-3 without memory, then 1: 1000 times the lowest, though not of the first."""
+    """Residuals of 1, 1/2, 60: 120 times the lowest, though 60 times the first."""
     solver = ib.Broyden(memory=2)
     z = torch.zeros(1, 2, dtype=torch.float64)
     state = solver.init(z)
     offset = torch.tensor([[3e-3, 0.0]], dtype=torch.float64)
     accepted = z + offset
-    _, state = solver.update(z, accepted, state, None)  # no memory yet: this residual begins the count
+    _, state = solver.update(z, accepted, state, None)  # the first residual of the memory
     at = torch.tensor([[0.1, 0.0]], dtype=torch.float64)
     _, state = solver.update(at, at + offset / 2, state, None)
     assert state.bold_E.all()
     value = at + offset / 2
     far = torch.tensor([[0.2, 0.0]], dtype=torch.float64)
-    # 60 times the first residual, which counts no more than as a low: 120 times the lowest.
+    # 60 times the first residual and 120 times the lowest.
     back, state = solver.update(far, far + 60 * offset, state, None)
     assert torch.equal(back, value)
     assert not state.bold_E.any()
-    # What came of the dropped point is not learned from: the next step is Picard's, and so is what it counts.
+    # The dropped point does not enter the memory: the next step is Picard's, with its residual as the lowest.
     fz = back + 200 * offset
     following, state = solver.update(back, fz, state, None)
     torch.testing.assert_close(following, fz)
     assert float(state.lowest_E) == pytest.approx(float(200 * offset.norm()))
 
 
-def test_patience_is_counted_anew_after_each_shorter_step():
+def test_patience_restarts_after_each_shorter_step():
     solver = ib.PatientPicard(patience=2, factor=0.5, min_damping=0.1)
     z = torch.zeros(1, 2, dtype=torch.float64)
     state = solver.init(z)
@@ -100,5 +100,5 @@ def test_patience_is_counted_anew_after_each_shorter_step():
     for residual in (1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5):
         proposed, state = solver.update(z, z + residual, state, None)
         seen.append(float(proposed[0, 0]) / residual)
-    # A first low; two without one halve the step, two more once again; then a new low, and two without.
+    # A low; two residuals without a new low halve the step, and two more again; a new low, then two without.
     assert seen == [1.0, 1.0, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125]

@@ -1,4 +1,4 @@
-"""What overflows in half precision is one sequence's trouble: it has diverged, and no other notices."""
+"""Overflow in half precision: the sequence has diverged, and no other sequence changes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ GRADIENTS = {
     "unrolled-checkpointed": ib.UnrolledSpec(checkpointing=True),
 }
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-OVERFLOWS = 1  # the row that does
+OVERFLOWS = 1  # the row that overflows
 
 
 def made(mixer: str, dtype: torch.dtype, monkeypatch, *, first=OVERFLOWS, last=OVERFLOWS, **changes):
-    """Return a model that adds numbers to row 1 which its type can hold, but not what they are mapped to."""
+    """Return a model whose injection in row 1 is finite in its type, but not the map's value."""
     spec = ib.ImplicitLMSpec(vocab_size=19, d_model=16, n_layers=2, **MIXERS[mixer], **changes)
     torch.manual_seed(0)
     model = ib.ImplicitLM(spec)
@@ -51,7 +51,7 @@ def check_evaluation(model, ids, dtype, device="cpu"):
     with torch.no_grad(), torch.autocast(device, dtype=dtype):
         found = model(ids, labels=ids, return_state=True)
         alone = model(ids[:1], labels=ids[:1])
-        more = model(ids, state=found.state)  # a row that is lost stays lost, and alone
+        more = model(ids, state=found.state)  # the row stays diverged, and no other row diverges
     for output in (found, more):
         diverged = output.solution.diverged.tolist()
         assert diverged == [row == OVERFLOWS for row in range(len(ids))]
@@ -73,7 +73,7 @@ def check_training(model, ids, dtype, device="cpu"):
     for name, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all(), name
     moved = [p for name, p in model.named_parameters() if "in_proj" in name and p.grad.abs().max() > 0]
-    assert moved  # the others still teach
+    assert moved  # by the gradients of the other rows
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def ids():
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("search", [{}, {"window_length": 4}, {"commit_prefix": 2}], ids=str)
-def test_in_evaluation(mixer, dtype, search, ids, monkeypatch):
+def test_overflow_in_evaluation_affects_one_row(mixer, dtype, search, ids, monkeypatch):
     at_evaluation = ib.AtEvaluation(stopping=ib.StoppingOverrides(max_iterations=60), **search)
     check_evaluation(made(mixer, dtype, monkeypatch, at_evaluation=at_evaluation), ids, dtype)
 
@@ -92,11 +92,11 @@ def test_in_evaluation(mixer, dtype, search, ids, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("gradient", GRADIENTS.values(), ids=GRADIENTS)
-def test_in_training(mixer, dtype, gradient, ids, monkeypatch):
+def test_overflow_in_training_affects_one_row(mixer, dtype, gradient, ids, monkeypatch):
     check_training(made(mixer, dtype, monkeypatch, gradient=gradient), ids, dtype)
 
 
-def test_where_every_row_overflows_nothing_is_hidden(ids, monkeypatch):
+def test_the_loss_is_nan_if_every_row_overflows(ids, monkeypatch):
     model = made("mamba2", torch.float16, monkeypatch, first=0, last=2).train()
     with torch.autocast("cpu", dtype=torch.float16):
         output = model(ids, labels=ids)
@@ -104,18 +104,18 @@ def test_where_every_row_overflows_nothing_is_hidden(ids, monkeypatch):
     assert output.loss.isnan()
 
 
-class OneRowIsLost:
-    """A map of which one row is not finite from its second call on; the others go to 2."""
+class OneRowDiverges:
+    """A map with one row that is not finite from its second call on; the others converge to 2."""
 
     def __init__(self, rows):
         self.rows = rows
 
     def __call__(self, z):
-        lost = (self.rows == OVERFLOWS)[:, None] & (z > 0.5)
-        return torch.where(lost, torch.nan, 0.5 * z + 1)
+        diverged = (self.rows == OVERFLOWS)[:, None] & (z > 0.5)
+        return torch.where(diverged, torch.nan, 0.5 * z + 1)
 
     def select_rows(self, rows):
-        return OneRowIsLost(self.rows[rows])
+        return OneRowDiverges(self.rows[rows])
 
 
 @pytest.mark.parametrize(
@@ -123,20 +123,20 @@ class OneRowIsLost:
     [ib.Phantom(steps=2), ib.ImplicitFunction(), ib.JacobianPenalty()],
     ids=lambda gradient: type(gradient).__name__,
 )
-def test_a_lost_row_keeps_the_value_that_it_had(gradient):
+def test_a_diverged_row_keeps_its_best_value(gradient):
     search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(tolerance=1e-4, max_iterations=40))
     z0 = torch.zeros(3, 4, requires_grad=True)
-    solution = gradient(OneRowIsLost(torch.arange(3)), z0, search)
+    solution = gradient(OneRowDiverges(torch.arange(3)), z0, search)
     assert solution.diverged.tolist() == [False, True, False]
-    assert torch.equal(solution.z[OVERFLOWS], torch.ones(4))  # its one finite f(z), and no other row's
+    assert torch.equal(solution.z[OVERFLOWS], torch.ones(4))  # its one finite f(z), not another row's
     torch.testing.assert_close(solution.z[[0, 2]], torch.full((2, 4), 2.0), atol=1e-3, rtol=0)
 
 
-def test_unrolled_a_lost_row_keeps_its_start_and_the_others_their_gradient():
+def test_unrolled_a_diverged_row_keeps_its_start_and_the_others_their_gradient():
     def gradient_of(rows):
         z0 = torch.full((len(rows), 4), 0.2, requires_grad=True)
         search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping())
-        solution = ib.Unrolled(steps=4)(OneRowIsLost(rows), z0, search)
+        solution = ib.Unrolled(steps=4)(OneRowDiverges(rows), z0, search)
         solution.z.sum().backward()
         return solution, z0.grad
 
@@ -149,7 +149,7 @@ def test_unrolled_a_lost_row_keeps_its_start_and_the_others_their_gradient():
     assert torch.equal(grad[OVERFLOWS], torch.zeros(4))
 
 
-LARGE = 7  # the token that overflows, with every other one behind it
+LARGE = 7  # the token that overflows, as all tokens after it do
 
 
 def check_decoding(mixer, dtype, monkeypatch, device="cpu"):
@@ -160,7 +160,7 @@ def check_decoding(mixer, dtype, monkeypatch, device="cpu"):
         u, start = inject(self, x_BLD, weights)
         here = (x_BLD == self.embedding.weight[LARGE]).all(-1, keepdim=True)
         most = u.abs().amax(-1, keepdim=True).clamp(min=1e-3)
-        factor = 0.25 * torch.finfo(dtype).max / most  # wider than u: autocast divides in float32 on a GPU
+        factor = 0.25 * torch.finfo(dtype).max / most  # in float32 on a GPU, where autocast divides in it
         return torch.where(here, (u * factor).to(u.dtype), u), start
 
     monkeypatch.setattr(type(model), "inject", large)
@@ -178,7 +178,9 @@ def check_decoding(mixer, dtype, monkeypatch, device="cpu"):
         assert all(new.logits.isfinite().all() for new in together)
         if LARGE in prompt:
             converged = [new.converged for new in together]
-            assert not (any(converged) if device == "cpu" else all(converged))  # kernels' sums are wider
+            assert not (
+                any(converged) if device == "cpu" else all(converged)
+            )  # the kernels' sums have more range
             continue  # no fixed point, and nothing to compare
         assert [new.token for new in together] == [new.token for new in alone]
         for new, old in zip(together, alone, strict=True):
@@ -190,7 +192,7 @@ def check_decoding(mixer, dtype, monkeypatch, device="cpu"):
 @pytest.mark.parametrize(
     ("mixer", "attention"), [*((mixer, "each") for mixer in MIXERS), ("attention", "masked")]
 )
-def test_in_decoding(mixer, dtype, attention, monkeypatch):
+def test_overflow_in_decoding_affects_one_text(mixer, dtype, attention, monkeypatch):
     monkeypatch.setitem(slots.BACKENDS, "each", slots.BACKENDS[attention])  # on a GPU they are masked
     check_decoding(mixer, dtype, monkeypatch)
 
@@ -200,7 +202,7 @@ def test_in_decoding(mixer, dtype, attention, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
-def test_in_decoding_on_a_gpu(mixer, dtype, fused, monkeypatch):
+def test_overflow_in_decoding_on_a_gpu_affects_one_text(mixer, dtype, fused, monkeypatch):
     if not fused:
         monkeypatch.setattr(slot_batch, "fused_map", lambda *_, **__: None)
     check_decoding(mixer, dtype, monkeypatch, "cuda")
@@ -210,7 +212,7 @@ def test_in_decoding_on_a_gpu(mixer, dtype, fused, monkeypatch):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_on_a_gpu(mixer, dtype, ids, monkeypatch):
+def test_overflow_on_a_gpu_affects_one_row(mixer, dtype, ids, monkeypatch):
     at_evaluation = ib.AtEvaluation(stopping=ib.StoppingOverrides(max_iterations=60))
     model = made(mixer, dtype, monkeypatch, at_evaluation=at_evaluation).cuda()
     check_evaluation(model, ids.cuda(), dtype, "cuda")
@@ -231,14 +233,14 @@ PLAIN = {
 
 @pytest.mark.parametrize("solver", [ib.Picard(), ib.Anderson(memory=3)], ids=lambda s: type(s).__name__)
 @pytest.mark.parametrize("gradient", PLAIN.values(), ids=PLAIN)
-def test_a_plain_layer_learns_from_the_rows_that_have_not_diverged(gradient, solver):
-    """The weights' gradient is that of the other rows, though no row of this map can be left out."""
+def test_a_layer_learns_from_the_rows_that_have_not_diverged(gradient, solver):
+    """The weights' gradient is that of the other rows, though this map has no ``select_rows``."""
 
     def trained(inputs):
         torch.manual_seed(0)
         weight = torch.full((), 0.4, dtype=torch.float64, requires_grad=True)
         stopping = ib.Stopping(tolerance=1e-9, max_iterations=200)
-        # Towards a point near x where x is small; out of all bounds at the second call where x is 800.
+        # Converges to a point near small x; overflows in the second call if x is 800.
         layer = ib.FixedPoint(
             lambda z, x: weight * z.exp().mul(0.3) + x, solver=solver, gradient=gradient, stopping=stopping
         )

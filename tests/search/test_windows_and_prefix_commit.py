@@ -1,4 +1,4 @@
-"""The search in windows, and prefixes that are committed on the way: the same points, for fewer calls."""
+"""Windowed search and prefix commit: the same points for fewer calls."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def ids():
 
 
 def contexts(ids):
-    """Return texts with padding before, after and around them, and with several documents."""
+    """Return contexts without padding, with padding before and after the tokens, and with documents."""
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
     mask[1, 7:] = 0
@@ -58,6 +58,7 @@ def contexts(ids):
 
 
 def bound(model, ids, **context):
+    """Return the map of a window and where its search begins."""
     mask = context.get("attention_mask")
     return model.bind(
         model.embedding(ids),
@@ -70,7 +71,7 @@ def bound(model, ids, **context):
 
 @pytest.mark.parametrize("context", ["plain", "padding", "documents"])
 @torch.no_grad()
-def test_both_find_the_point_that_all_tokens_together_have(model, ids, context):
+def test_windows_and_prefix_commit_find_the_point_of_the_whole_sequence(model, ids, context):
     context = contexts(ids)[context]
     real = context.get("attention_mask", torch.ones_like(ids)).bool()
     expected = model(ids, **context)
@@ -83,7 +84,7 @@ def test_both_find_the_point_that_all_tokens_together_have(model, ids, context):
 
 
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
-def test_in_training_the_gradient_is_that_of_the_whole_sequence(model, ids, scope):
+def test_windows_have_the_gradient_of_the_whole_sequence(model, ids, scope):
     gradients = {}
     for window_length in (None, 4):
         stopping = ib.Stopping(tolerance=1e-10, max_iterations=300, scope=scope)
@@ -109,7 +110,7 @@ def test_in_training_the_gradient_is_that_of_the_whole_sequence(model, ids, scop
     ],
     ids=lambda spec: spec.kind,
 )
-def test_every_gradient_goes_with_windows(gradient, ids):
+def test_every_gradient_estimator_supports_windows(gradient, ids):
     spec = {"gradient": gradient, "stopping": ib.Stopping(tolerance=1e-9, max_iterations=300)}
     gradients = []
     for window_length in (None, 5):
@@ -122,7 +123,7 @@ def test_every_gradient_goes_with_windows(gradient, ids):
     torch.testing.assert_close(*gradients, atol=1e-7, rtol=1e-5)
 
 
-def test_dropout_draws_one_mask_for_all_windows(ids):
+def test_dropout_uses_one_mask_for_all_windows(ids):
     stopping = ib.Stopping(tolerance=1e-10, max_iterations=300)
     outputs = []
     for window_length in (None, 4):
@@ -133,8 +134,8 @@ def test_dropout_draws_one_mask_for_all_windows(ids):
 
 
 @torch.no_grad()
-def test_a_window_has_the_iterations_to_itself(model, ids):
-    """And costs a call more, that of the commit, which the last window does not need."""
+def test_each_window_has_max_iterations_and_one_call_for_its_commit(model, ids):
+    """The last window needs no commit."""
     calls = []
     f, start = bound(model, ids)
     compute, commit = type(f).compute, type(f).commit
@@ -151,13 +152,13 @@ def test_a_window_has_the_iterations_to_itself(model, ids):
     assert solution.z.shape == start.shape
 
 
-def test_a_map_that_cannot_be_cut_is_refused():
+def test_windows_refuse_a_map_that_cannot_be_cut():
     search = WindowedSearch(ib.Search(solver=ib.Picard(), stopping=ib.Stopping()), 2)
-    with pytest.raises(ValueError, match="offers first and after"):
+    with pytest.raises(ValueError, match="methods first and after"):
         search(lambda z: 0.5 * z, torch.ones(1, 4, 2))
 
 
-# ---------------------------------------------------------------------------------------- committed prefix
+# ---------------------------------------------------------------------------------------- prefix commit
 
 SOLVERS = [ib.Picard(), ib.Picard(damping=0.7), ib.Anderson(memory=2), ib.Broyden(memory=3)]
 
@@ -168,7 +169,7 @@ def prefix_search(solver, **options) -> ib.Search:
 
 
 def slow_to_the_right(model, ids, **context):
-    """Return a map whose tokens converge one after the other, and where to begin."""
+    """Return a map whose tokens converge one after the other, and a start."""
     f, start = bound(model, ids, **context)
     generator = torch.Generator().manual_seed(1)
     return f, start + torch.randn(start.shape, generator=generator, dtype=start.dtype)
@@ -177,7 +178,7 @@ def slow_to_the_right(model, ids, **context):
 @pytest.mark.parametrize("solver", SOLVERS, ids=["picard", "damped", "anderson", "broyden"])
 @pytest.mark.parametrize("context", ["padding"])
 @torch.no_grad()
-def test_what_is_committed_never_changes_and_the_rest_agrees(model, ids, solver, context, monkeypatch):
+def test_committed_tokens_are_bitwise_constant_and_the_others_agree(model, ids, solver, context, monkeypatch):
     f, start = slow_to_the_right(model, ids, **contexts(ids)[context])
     valid = f.window.valid_BL
     committed = []
@@ -189,12 +190,11 @@ def test_what_is_committed_never_changes_and_the_rest_agrees(model, ids, solver,
     assert committed
     assert all(z.shape[1] % 2 == 0 for z in committed)
     prefix = torch.cat(committed, dim=1)
-    assert torch.equal(found.z[:, : prefix.shape[1]], prefix)  # to the last bit
+    assert torch.equal(found.z[:, : prefix.shape[1]], prefix)  # bitwise
     assert torch.equal(found.z[:, : committed[0].shape[1]], plain.z[:, : committed[0].shape[1]])
     torch.testing.assert_close(found.z, plain.z, atol=1e-5, rtol=0)
-    assert torch.equal(
-        found.token_iterations, plain.token_iterations
-    )  # the solver remembers the right tokens
+    # The solver keeps the state of the right tokens.
+    assert torch.equal(found.token_iterations, plain.token_iterations)
     assert torch.equal(found.token_converged, plain.token_converged)
     assert found.converged.all()
     assert found.trace.shape[1:] == ids.shape
@@ -202,9 +202,9 @@ def test_what_is_committed_never_changes_and_the_rest_agrees(model, ids, solver,
 
 
 @torch.no_grad()
-def test_rows_and_prefixes_leave_in_any_order(model, ids):
+def test_rows_and_prefixes_can_leave_in_any_order(model, ids):
     f, start = slow_to_the_right(model, ids)
-    start[1] = prefix_search(ib.Picard())(f, start).z[1]  # done at once
+    start[1] = prefix_search(ib.Picard())(f, start).z[1]  # converged from the start
     start[2] = start[1]
     options = {"commit_prefix": 2, "moving_average": 0.9}
     both, neither = prefix_search(ib.Picard(), **options), prefix_search(ib.Picard(), moving_average=0.9)
@@ -216,14 +216,14 @@ def test_rows_and_prefixes_leave_in_any_order(model, ids):
 
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
 @torch.no_grad()
-def test_in_float32_rows_that_are_done_stay_to_the_bit_and_the_others_agree(model, scope, monkeypatch):
-    """Products over fewer rows may be added up in another order."""
+def test_compaction_in_float32_keeps_converged_rows_bitwise_and_the_others_agree(model, scope, monkeypatch):
+    """Products of fewer rows may add their terms in another order."""
     model.float()
     ids = torch.randint(19, (8, LENGTH), generator=torch.Generator().manual_seed(5))
     f, start = bound(model, ids)
     stopping = ib.Stopping(tolerance=1e-5, max_iterations=300, scope=scope)
     search = ib.Search(solver=ib.Picard(damping=0.7), stopping=stopping)
-    start[:5] = search(f, start).z[:5]  # done at once
+    start[:5] = search(f, start).z[:5]  # converged from the start
     left = []
     select = type(f).select_rows
     monkeypatch.setattr(type(f), "select_rows", lambda self, rows: left.append(rows) or select(self, rows))
@@ -238,7 +238,7 @@ def test_in_float32_rows_that_are_done_stay_to_the_bit_and_the_others_agree(mode
 
 
 @torch.no_grad()
-def test_a_row_that_diverges_does_not_hold_the_others_up(ids):
+def test_prefix_commit_is_not_blocked_by_a_diverged_row(ids):
     model = made("mamba2")
     f, start = slow_to_the_right(model, ids)
     poisoned = f.u_BLU.clone()
@@ -252,7 +252,7 @@ def test_a_row_that_diverges_does_not_hold_the_others_up(ids):
 
 
 class Chain:
-    """A chain of rotations: token t settles after t iterations; at ``poison``, (row, token), it is NaN."""
+    """A chain of rotations: token t converges after t iterations; it is NaN at ``poison``, (row, token)."""
 
     def __init__(self, work, before=None, *, poison=None):
         self.work, self.before, self.poison = work, before, poison
@@ -274,7 +274,7 @@ class Chain:
 
 
 @torch.no_grad()
-def test_what_diverged_is_remembered_behind_any_number_of_commits():
+def test_divergence_is_known_after_any_number_of_commits():
     found = {}
     for name, changes in (("plain", {}), ("prefix", {"commit_prefix": 4})):
         chain = Chain([], poison=(1, 2))
@@ -292,11 +292,11 @@ EASY, LOST = 1, 2
 
 
 class Rows(Chain):
-    """Chains of which rows may leave; ``left`` says which stay, and how many tokens had been committed."""
+    """Chains with ``select_rows``; ``left`` records the rows that stay and the number of remaining tokens."""
 
     def __init__(self, left, before=None, *, kind):
         super().__init__([], before)
-        self.left, self.kind = left, kind  # (rows, tokens to go): a link of the chain, "easy" or "lost"
+        self.left, self.kind = left, kind  # (rows, remaining tokens): 0 for a link of the chain, EASY or LOST
 
     def __call__(self, z):
         fz = torch.where(self.kind[:, :, None] == EASY, 0.5, super().__call__(z))
@@ -311,10 +311,10 @@ class Rows(Chain):
 
 
 @torch.no_grad()
-def test_rows_that_leave_behind_a_commit_take_along_what_diverged_before_it():
+def test_rows_that_leave_after_a_commit_keep_the_divergence_before_it():
     kind = torch.zeros(6, 32, dtype=torch.int8)
     kind[0, 2] = LOST
-    kind[1:3, 12:] = EASY  # done early, but behind a commit
+    kind[1:3, 12:] = EASY  # converged early, but after a committed prefix
     search, start, left = prefix_search(ib.Picard()), torch.zeros(6, 32, 3).double(), []
     found = replace(search, commit_prefix=4)(Rows(left, kind=kind), start)
     expected = replace(search, compact=False)(Rows([], kind=kind), start)
@@ -327,7 +327,7 @@ def test_rows_that_leave_behind_a_commit_take_along_what_diverged_before_it():
 
 
 @torch.no_grad()
-def test_it_saves_work_where_tokens_wait_for_each_other():
+def test_prefix_commit_and_windows_save_work_if_tokens_converge_one_after_the_other():
     work, values = {}, {}
     for name, changes in (("plain", {}), ("prefix", {"commit_prefix": 4})):
         chain = Chain([])
@@ -345,7 +345,7 @@ def test_it_saves_work_where_tokens_wait_for_each_other():
 # ------------------------------------------------------------------------------------------------- specs
 
 
-def test_the_spec_says_which_and_refuses_what_does_not_go_together():
+def test_the_spec_refuses_prefix_commit_with_scope_sequence_and_empty_windows():
     with pytest.raises(ValueError, match="scope 'sequence' does not look at"):
         ib.ImplicitLMSpec(
             vocab_size=19,
@@ -358,7 +358,7 @@ def test_the_spec_says_which_and_refuses_what_does_not_go_together():
         made("mamba2", window_length=0)
 
 
-def test_a_phase_may_switch_windows_on(tmp_path):
+def test_a_phase_can_set_the_window_length(tmp_path):
     from trainer.run.build import build
     from trainer.specs.run import RunSpec
 

@@ -1,4 +1,4 @@
-"""The loop: what is measured, when it stops, what is frozen, what is returned."""
+"""The loop of a search: measuring, stopping, freezing, compaction, and the returned solution."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import implicit_blocks as ib
-from implicit_blocks.search import search as driver
+from implicit_blocks.search.compaction import RowCompaction
 from implicit_blocks.testing.solvers import contraction
 
 
@@ -19,7 +19,7 @@ def search(**options) -> ib.Search:
 
 
 class Counted:
-    """A map that counts its calls and offers its rows, for compaction."""
+    """A map that counts its calls and has ``select_rows``, for compaction."""
 
     def __init__(self, f, calls=None, rows=None):
         self.f, self.calls, self.rows = f, calls if calls is not None else [], rows
@@ -36,12 +36,12 @@ RATES = torch.tensor([0.1, 0.5, 0.9, 0.97], dtype=torch.float64)
 
 
 def scaled(z, rows):
-    """Contracts each row at a rate of its own, towards 1."""
+    """Contract each row towards 1, each at a different rate."""
     rate = RATES[rows].view(-1, *[1] * (z.ndim - 1))
     return rate * z + (1 - rate)
 
 
-def test_each_row_stops_by_itself_and_reports_its_own_residual():
+def test_each_row_stops_independently_and_reports_its_residual():
     f = Counted(scaled)
     z0 = torch.zeros(4, 3, dtype=torch.float64)
     solution = search(tolerance=1e-6, max_iterations=500, compact=False)(f, z0)
@@ -54,14 +54,14 @@ def test_each_row_stops_by_itself_and_reports_its_own_residual():
 
 
 def curved(z, rows):
-    """Each entry with a fixed point of its own, so that Anderson too takes some iterations."""
+    """Give each entry a different fixed point, so that Anderson too takes some iterations."""
     offset = torch.arange(z[0].numel(), dtype=z.dtype).view(z.shape[1:]) / 3
     return scaled(torch.sin(z) + offset, rows)
 
 
 @pytest.mark.parametrize("solver", [ib.Picard(), ib.Picard(damping=0.7), ib.Anderson(memory=2)])
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
-def test_rows_that_are_done_leave_the_batch_and_nothing_else_changes(solver, scope):
+def test_compaction_drops_converged_rows_and_changes_no_result(solver, scope):
     z0 = torch.zeros(4, 3, 2, dtype=torch.float64)
     options = {"solver": solver, "tolerance": 1e-8, "max_iterations": 900, "scope": scope, "trace": True}
     f = Counted(curved)
@@ -78,7 +78,7 @@ def test_rows_that_are_done_leave_the_batch_and_nothing_else_changes(solver, sco
 
 
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
-def test_rows_that_leave_take_their_padding_along(scope):
+def test_compaction_keeps_the_padding_of_each_row(scope):
     valid = torch.tensor([[1, 0, 0], [0, 0, 1], [0, 1, 1], [1, 1, 0]], dtype=torch.bool)
     z0 = torch.zeros(4, 3, 2, dtype=torch.float64)
     options = {"valid": valid, "tolerance": 1e-8, "max_iterations": 900, "scope": scope}
@@ -94,29 +94,23 @@ def test_rows_that_leave_take_their_padding_along(scope):
 
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
 @pytest.mark.parametrize("rows", [1, 2, 7, 8, 23, 100])
-def test_on_a_gpu_batches_have_four_sizes_in_all_searches(rows, scope, monkeypatch):
-    """Places left over are taken by rows that are done, which stand still: here in the CPU's arithmetic."""
-    init = driver._Loop.__init__
-
-    def as_on_a_gpu(self, *arguments):
-        init(self, *arguments)
-        self.bucket_sizes = True
-
-    monkeypatch.setattr(driver._Loop, "__init__", as_on_a_gpu)
+def test_bucketed_compaction_uses_four_batch_sizes_and_changes_no_result(rows, scope):
+    """Frozen rows that are done fill the batch up."""
+    bucketed = RowCompaction(bucket_sizes=True)
     z0 = torch.zeros(rows, 3, 2, dtype=torch.float64)
     options = {"tolerance": 1e-6, "max_iterations": 400, "scope": scope, "trace": True}
     sizes = set()
     for seed in range(4):
         rate = 0.95 * torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         if seed == 3:
-            rate[:-1] = 0.1  # all but one are done together
+            rate[:-1] = 0.1  # all but one converge at the same time
 
         def f(z, which, rate=rate):
             return rate[which].view(-1, 1, 1) * (torch.sin(z) - 1) + 1
 
         whole = search(**options, compact=False)(Counted(f), z0)
         counted = Counted(f)
-        found = search(**options)(counted, z0)
+        found = search(**options, compact=bucketed)(counted, z0)
         sizes |= set(counted.calls)
         for name in ("z", "iterations", "residual", "converged", "diverged"):
             assert torch.equal(getattr(found, name), getattr(whole, name)), name
@@ -129,14 +123,14 @@ def test_on_a_gpu_batches_have_four_sizes_in_all_searches(rows, scope, monkeypat
     assert min(sizes) <= max(1, rows // 4)
 
 
-def test_a_frozen_value_never_changes_by_a_bit():
+def test_a_frozen_value_is_bitwise_constant():
     z0 = torch.zeros(4, 3, dtype=torch.float64)
     alone = search(tolerance=1e-3, max_iterations=500)(lambda z: scaled(z, torch.arange(1)), z0[:1])
     together = search(tolerance=1e-3, max_iterations=500, compact=False)(Counted(scaled), z0)
     assert torch.equal(alone.z[0], together.z[0])
 
 
-def test_residual_is_of_the_undamped_map():
+def test_the_residual_is_that_of_the_undamped_map():
     f, _ = contraction(0.5)
     z0 = torch.ones(4, 12, dtype=torch.float64)
     solution = search(solver=ib.Picard(damping=0.1), tolerance=0.0, max_iterations=1)(f, z0)
@@ -146,15 +140,15 @@ def test_residual_is_of_the_undamped_map():
     torch.testing.assert_close(absolute.residual, (f(z0) - z0).norm(dim=1))
 
 
-def test_residual_is_measured_in_float32_for_bfloat16():
+def test_the_residual_of_bfloat16_is_float32():
     f, _ = contraction(0.5, dtype=torch.bfloat16)
     solution = search(tolerance=0.0, max_iterations=3)(f, torch.zeros(4, 12, dtype=torch.bfloat16))
     assert solution.z.dtype == torch.bfloat16
     assert solution.residual.dtype == torch.float32
 
 
-def test_lowest_residual_is_returned_when_iterations_run_out():
-    """A map that first approaches, then leaves: the best value is not the last."""
+def test_the_value_with_the_lowest_residual_is_returned_when_iterations_run_out():
+    """The map first converges, then diverges, so that its best value is not the last."""
     values = iter([1.0, 1.5, 1.6, 3.0, 9.0])
     solution = search(tolerance=0.0, max_iterations=5, norm="absolute")(
         lambda z: torch.full_like(z, next(values)), torch.zeros(2, 1)
@@ -165,7 +159,7 @@ def test_lowest_residual_is_returned_when_iterations_run_out():
     torch.testing.assert_close(solution.residual, torch.full((2,), 0.1))
 
 
-def test_the_last_call_counts_where_iterations_run_out():
+def test_the_last_call_counts_when_iterations_run_out():
     z0 = torch.zeros(2, 3, dtype=torch.float64)
     solution = search(tolerance=0.0, max_iterations=4)(lambda z: 0.5 * z + 1, z0)
     assert torch.equal(solution.z, torch.full_like(z0, 1 + 0.5 + 0.25 + 0.125))
@@ -173,7 +167,7 @@ def test_the_last_call_counts_where_iterations_run_out():
 
 
 class Counting(ib.Solver):
-    """Picard that counts its steps, and keeps what it last returned for the test to see."""
+    """Picard that counts its steps; ``given`` is the state that it last received."""
 
     def init(self, z0_EF):
         return torch.zeros(len(z0_EF), dtype=torch.int64)
@@ -184,33 +178,33 @@ class Counting(ib.Solver):
 
 
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
-def test_the_state_of_what_is_done_stands_still(scope):
+def test_the_solver_state_of_frozen_elements_does_not_change(scope):
     solver = Counting()
     z0 = torch.zeros(4, 3, 2, dtype=torch.float64)
     options = {"tolerance": 1e-6, "max_iterations": 500, "scope": scope}
     solution = search(solver=solver, compact=False, **options)(Counted(scaled), z0)
     iterations = solution.iterations if scope == "sequence" else solution.token_iterations.flatten()
-    # What the solver is given before the last call: the steps of those done before, and of the others.
+    # Before the last call, frozen elements have all their steps but the last, active ones all so far.
     assert torch.equal(solver.given, (iterations - 1).clamp(max=iterations.max() - 2))
 
 
 @pytest.mark.parametrize("norm", ["relative", "absolute"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
-def test_divergence_costs_one_row_and_keeps_its_best(norm, value):
+def test_a_diverged_row_keeps_its_best_value_and_affects_no_other_row(norm, value):
     def f(z):
         fz = 0.5 * z + 1
         fz[1] = torch.where(z[1] > 1.4, value, fz[1])
         return fz
 
     solution = search(tolerance=1e-6, max_iterations=100, norm=norm)(f, torch.zeros(3, 2))
-    assert solution.iterations[1] == 3 < solution.iterations[0]  # it leaves at once
+    assert solution.iterations[1] == 3 < solution.iterations[0]  # it leaves immediately
     assert solution.diverged.tolist() == [False, True, False]
     assert solution.converged.tolist() == [True, False, True]
     assert torch.equal(solution.z[1], torch.full((2,), 1.5))
     torch.testing.assert_close(solution.z[0], torch.full((2,), 2.0), atol=1e-4, rtol=0)
 
 
-def test_divergence_in_the_first_call_returns_the_start():
+def test_a_row_that_diverges_in_the_first_call_returns_its_start():
     solution = search(max_iterations=4)(lambda z: z * torch.inf, torch.ones(2, 3))
     assert solution.diverged.all()
     assert torch.equal(solution.z, torch.ones(2, 3))
@@ -221,14 +215,14 @@ def test_divergence_in_the_first_call_returns_the_start():
 
 
 def causal_map(z):
-    """Each token contracts towards the mean of the tokens up to it, at its own rate."""
+    """Contract each token towards the mean of the tokens up to it, each at a different rate."""
     length = z.shape[1]
     mean = z.cumsum(1) / torch.arange(1, length + 1, dtype=z.dtype)[:, None]
     rate = torch.linspace(0.2, 0.8, length, dtype=z.dtype)[:, None]
     return rate * mean + (1 - rate) * torch.linspace(1, 2, length, dtype=z.dtype)[:, None]
 
 
-def test_prefix_scope_freezes_in_order_and_reports_each_token():
+def test_prefix_scope_freezes_tokens_in_order_and_reports_each():
     z0 = torch.zeros(2, 6, 3, dtype=torch.float64)
     solution = search(scope="prefix", tolerance=1e-6, max_iterations=200)(causal_map, z0)
     assert solution.token_converged.all()
@@ -241,7 +235,7 @@ def test_prefix_scope_freezes_in_order_and_reports_each_token():
 
 @given(cut=st.integers(1, 5), seed=st.integers(0, 50))
 @settings(max_examples=20, deadline=None)
-def test_prefix_scope_is_independent_of_what_follows(cut, seed):
+def test_prefix_scope_results_do_not_depend_on_later_tokens(cut, seed):
     z0 = torch.randn(2, 6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     options = {"scope": "prefix", "tolerance": 1e-3, "max_iterations": 100}
 
@@ -254,10 +248,10 @@ def test_prefix_scope_is_independent_of_what_follows(cut, seed):
     assert torch.equal(whole.token_iterations[:, :cut], part.token_iterations)
 
 
-def test_prefix_scope_does_not_hide_a_token_in_the_norm_of_a_long_sequence():
+def test_prefix_scope_reports_one_unconverged_token_of_a_long_sequence():
     def f(z):
         fz = torch.ones_like(z)
-        fz[:, 50] = -z[:, 50] + 1  # never settles
+        fz[:, 50] = -z[:, 50] + 1  # never converges
         return fz
 
     z0 = torch.full((1, 100, 4), 0.8)
@@ -268,7 +262,7 @@ def test_prefix_scope_does_not_hide_a_token_in_the_norm_of_a_long_sequence():
     assert not solution.token_converged[0, 50:].any()
 
 
-def test_prefix_scope_after_a_diverged_token():
+def test_tokens_after_a_diverged_token_do_not_converge():
     def f(z):
         fz = 0.5 * z + 1
         fz[0, 2] = torch.where(z[0, 2] > 1, torch.nan, fz[0, 2])
@@ -282,17 +276,17 @@ def test_prefix_scope_after_a_diverged_token():
 
 @pytest.mark.parametrize("solver", [ib.Picard(), ib.Anderson(memory=2)])
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
-def test_padding_counts_in_no_norm(scope, solver):
+def test_padding_enters_no_norm(scope, solver):
     valid = torch.ones(2, 6, dtype=torch.bool)
     valid[0, 4:] = False
 
     def f(z):
         fz = causal_map(z)
-        fz[0, 4:] = -10 * z[0, 4:] + 7  # what stands at padding never settles
+        fz[0, 4:] = -10 * z[0, 4:] + 7  # padding never converges
         return fz
 
     z0 = torch.zeros(2, 6, 3, dtype=torch.float64)
-    z0[0, 4:] = 1e3  # stands still, and must not make the others' residuals look small
+    z0[0, 4:] = 1e3  # must not enter the norm of the other tokens' residuals
     options = {"scope": scope, "tolerance": 1e-5, "max_iterations": 100, "solver": solver}
     padded = search(**options, valid=valid)(f, z0)
     alone = search(**options)(
@@ -304,7 +298,7 @@ def test_padding_counts_in_no_norm(scope, solver):
     assert padded.iterations[0] == alone.iterations[0]
 
 
-def test_trace_has_every_residual():
+def test_the_trace_contains_every_residual():
     solution = search(tolerance=1e-4, max_iterations=100, trace=True)(
         Counted(scaled), torch.zeros(4, 3).double()
     )
@@ -314,53 +308,13 @@ def test_trace_has_every_residual():
     torch.testing.assert_close(last, solution.residual)
 
 
-def test_bad_shapes_are_refused():
+def test_wrong_shapes_are_refused():
     with pytest.raises(ValueError, match="at least one more dimension"):
         search()(lambda z: z, torch.zeros(3))
     with pytest.raises(ValueError, match="use scope 'sequence'"):
         search(scope="prefix")(lambda z: z, torch.zeros(3, 4))
     with pytest.raises(ValueError, match="one flag a token"):
         search(valid=torch.ones(2, 2, dtype=torch.bool))(lambda z: z, torch.zeros(2, 3, 4))
-
-
-# ------------------------------------------------------------------------------------------- solvers
-
-
-@given(
-    rate=st.floats(0.0, 0.95), seed=st.integers(0, 1000), rows=st.integers(1, 4), features=st.integers(1, 10)
-)
-@settings(max_examples=40, deadline=None)
-@pytest.mark.parametrize(
-    "solver",
-    [
-        ib.Picard(),
-        ib.Picard(damping=0.6),
-        ib.Anderson(),
-        ib.Anderson(memory=1),
-        ib.Broyden(),
-        ib.Broyden(memory=2),
-    ],
-)
-def test_solvers_find_the_fixed_points_of_random_contractions(solver, rate, seed, rows, features):
-    f, expected = contraction(rate, rows=rows, features=features, seed=seed)
-    solution = search(solver=solver, tolerance=1e-10, max_iterations=3000)(f, torch.zeros_like(expected))
-    assert solution.converged.all()
-    torch.testing.assert_close(solution.z, expected, atol=1e-6, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("linear", [True, False], ids=["linear", "nonlinear"])
-def test_anderson_saves_iterations_on_a_stiff_contraction(dtype, linear):
-    """At least 30 % of Picard's, here far more."""
-    affine, _ = contraction(0.98, features=40, dtype=dtype)
-    f = affine if linear else lambda z: torch.tanh(0.5 * affine(z)) * 2
-    z0, tolerance = torch.zeros(4, 40, dtype=dtype), 1e-5
-    picard = search(tolerance=tolerance, max_iterations=3000)(f, z0)
-    anderson = search(solver=ib.Anderson(), tolerance=tolerance, max_iterations=3000)(f, z0)
-    assert picard.converged.all()
-    assert anderson.converged.all()
-    print(picard.iterations, anderson.iterations)
-    assert (anderson.iterations <= 0.7 * picard.iterations).all()
 
 
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
@@ -370,56 +324,3 @@ def test_a_residual_at_the_tolerance_has_converged(scope):
     assert solution.residual.tolist() == [0.5, 0.5]
     assert solution.converged.all()
     assert solution.iterations.tolist() == [1, 1]
-
-
-def test_anderson_falls_back_to_the_last_accepted_value():
-    """Where an extrapolated point is worse, the next call is at the last accepted f(z)."""
-    points = []
-
-    def f(z):
-        points.append(z.clone())
-        return torch.where(z > 1, -3.0 * z, 0.9 * z + 0.2)
-
-    search(solver=ib.Anderson(memory=2), tolerance=0.0, max_iterations=8)(f, torch.zeros(1, 1))
-    values = [0.2 + 0.9 * float(p) if float(p) <= 1 else -3.0 * float(p) for p in points]
-    residuals = [abs(v - float(p)) for v, p in zip(values, points, strict=True)]
-    accepted, rejected = 0, 0
-    for k in range(1, len(points) - 1):
-        if residuals[k] > residuals[accepted] and abs(float(points[k]) - values[k - 1]) > 1e-6:
-            rejected += 1
-            assert float(points[k + 1]) == pytest.approx(values[accepted], rel=1e-5)
-        else:
-            accepted = k
-    assert rejected > 0
-
-
-def test_anderson_at_the_fixed_point_stays_finite():
-    solution = search(solver=ib.Anderson(), tolerance=0.0, max_iterations=12)(
-        lambda z: torch.ones_like(z), torch.ones(2, 3)
-    )
-    assert torch.equal(solution.z, torch.ones(2, 3))
-    zero = search(solver=ib.Anderson(), tolerance=-0.0, max_iterations=12)(torch.zeros_like, torch.ones(2, 3))
-    assert torch.equal(zero.z, torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: ib.Picard(damping=0.0),
-        lambda: ib.Picard(damping=1.1),
-        lambda: ib.Anderson(memory=0),
-        lambda: ib.Anderson(damping=2.0),
-        lambda: ib.Anderson(regularization=-1.0),
-        lambda: ib.Broyden(memory=0),
-        lambda: ib.JacobianPenalty(weight=0.0),
-        lambda: ib.JacobianPenalty(probes=0),
-        lambda: ib.JacobianPenalty(step=-1.0),
-        lambda: ib.Phantom(steps=0),
-        lambda: ib.Phantom(damping=0.0),
-        lambda: ib.Unrolled(steps=0),
-        lambda: ib.ImplicitFunction(stopping=ib.Stopping(scope="prefix")),
-    ],
-)
-def test_options_out_of_range_are_refused(make):
-    with pytest.raises(ValueError, match=r"choose|give"):
-        make()

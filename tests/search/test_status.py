@@ -1,4 +1,4 @@
-"""What ``converged`` and ``diverged`` promise, from tiny numbers to those near overflow."""
+"""``converged`` and ``diverged``: their contracts, from tiny numbers to those near overflow."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_norm_neither_overflows_nor_underflows(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_a_residual_is_finite_exactly_where_its_norms_are(dtype):
+def test_a_residual_is_finite_if_and_only_if_its_norms_are(dtype):
     largest = torch.finfo(dtype).max
     fz = torch.tensor([[torch.inf, 1.0], [torch.nan, 1.0], [largest, -largest], [0.0, 0.0]], dtype=dtype)
     z = torch.tensor([[1.0, 1.0], [1.0, 1.0], [0.5 * largest, 1.0], [0.0, 0.0]], dtype=dtype)
@@ -64,7 +64,7 @@ def test_a_residual_is_finite_exactly_where_its_norms_are(dtype):
         assert not finite[2]
     else:
         assert float(found[2]) == pytest.approx(1.25**0.5 / 2**0.5, rel=0.01)
-    assert float(found[3]) == 0  # at rest in 0
+    assert float(found[3]) == 0  # a fixed point in 0
 
 
 def test_the_scale_is_the_largest_value_so_far_up_to_1():
@@ -132,9 +132,9 @@ def test_a_solution_of_zero_converges():
         solution = solved(lambda z: 0.5 * z, torch.full((2, 4), size), max_iterations=150)
         assert solution.converged.all()
         assert (solution.z.abs() < 1e-9 * max(size, 1)).all()
-    at_once = solved(torch.zeros_like, torch.full((2, 4), 1e30))
-    assert at_once.converged.all()
-    assert at_once.iterations.tolist() == [2, 2]
+    constant = solved(torch.zeros_like, torch.full((2, 4), 1e30))
+    assert constant.converged.all()
+    assert constant.iterations.tolist() == [2, 2]
 
 
 def test_a_value_near_overflow_that_maps_to_itself_converges():
@@ -146,15 +146,15 @@ def test_a_value_near_overflow_that_maps_to_itself_converges():
         assert solution.iterations.tolist() == [2]
 
 
-def test_what_overflows_in_float16_between_two_points_does_not_diverge():
-    """From 60 000 to −30 000 is more than float16 can hold."""
+def test_an_overflowing_difference_of_float16_points_does_not_diverge():
+    """The difference of 60 000 and −30 000 is not finite in float16."""
     solution = solved(lambda z: -0.5 * z + 10, torch.full((1, 4), 6e4, dtype=torch.float16), tolerance=0.05)
     assert solution.converged.all()
 
 
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 def test_an_extrapolation_beyond_the_type_does_not_diverge(solver):
-    """From the first two values the secant goes to 300 000; the fixed point is 60 000."""
+    """The secant of the first two values leads to 300 000; the fixed point is 60 000."""
     z0 = torch.zeros(2, 4, dtype=torch.float16)
     solution = solved(lambda z: (0.9 * z + 3e4).clamp(max=6e4), z0, solver=solver)
     assert solution.converged.all()
@@ -170,7 +170,7 @@ def test_a_jacobian_penalty_does_not_depend_on_the_size_of_the_solution(size):
 
 @dataclass
 class Growing:
-    """A map of sequences that grows, for searches in windows."""
+    """A linear map of sequences, for windowed searches; it expands if ``rate`` is above 1."""
 
     rate: float
     tokens: int
@@ -186,7 +186,7 @@ class Growing:
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_windows_that_grow_do_not_converge(scope):
+def test_windows_of_an_expanding_map_do_not_converge(scope):
     from implicit_blocks.search.windowed import WindowedSearch
 
     for rate, converges in ((2.0, False), (0.5, True)):
@@ -198,7 +198,7 @@ def test_windows_that_grow_do_not_converge(scope):
 
 
 @pytest.mark.parametrize("scope", SCOPES)
-def test_a_report_of_a_large_pair_does_not_converge(scope):
+def test_a_report_of_large_unequal_values_is_not_converged(scope):
     z = torch.full((2, 3, 4), 1e25)
     search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(tolerance=0.05, scope=scope))
     assert not search.report(z, 2 * z, iterations=3).converged.any()
@@ -208,12 +208,12 @@ def test_a_report_of_a_large_pair_does_not_converge(scope):
 
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 1e25])
 def test_an_adjoint_reports_its_own_status(size):
-    """The gradient of a loss may be tiny: its adjoint takes as many iterations as that of any other."""
+    """The adjoint of a tiny gradient takes as many iterations as that of any other."""
 
     def backward(rate):
         layer = ib.FixedPoint(
             lambda z, x: rate * z + x,
-            solver=ib.Broyden(),  # finds the fixed point also where the map grows
+            solver=ib.Broyden(),  # finds the fixed point of expanding maps too
             gradient=ib.ImplicitFunction(stopping=ib.Stopping(tolerance=1e-3, max_iterations=100)),
         )
         x = torch.linspace(1, 2, 32).view(4, 8).requires_grad_()
@@ -242,11 +242,11 @@ KINDS = (
     "wild",
     "no_fixed_point",
 )
-LINEAR, TANH = 5, 7  # how many of them are linear; up to which they are tanh
+LINEAR, TANH = 5, 7  # the number of kinds up to the last linear one, and up to the last tanh
 
 
 class Maps:
-    """Rows of all kinds and sizes, which keep a record of what their calls returned.
+    """Rows of all kinds and sizes, with statistics of the values that they returned.
 
     Each row has a matrix A, an offset b and a size m: ``A z + b``, ``m tanh(A z / m + b / m)`` or
     ``z + (|z| + m) / 2``. Tokens and rows are independent.
@@ -271,7 +271,7 @@ class Maps:
         size = 10 ** uniform(low, high, rows, 1, 1)
         self.start = (size * uniform(-1, 1, rows, TOKENS, FEATURES)).to(dtype)
         self.start[uniform(0, 1, rows) < 0.5] = 0.0
-        # What the oracle computes with in float64 are the numbers that the map has.
+        # The oracle computes in float64 with the rounded numbers that the map has.
         self.matrix, self.size = matrix.to(dtype), size.to(dtype)
         self.offset = (size * uniform(0.2, 1, rows, TOKENS, FEATURES)).to(dtype)
         self.slope = torch.where(self.kind == 7, 1.5, rate.clamp(min=1.0))
@@ -286,7 +286,7 @@ class Maps:
         return uniform(*bounds.get(kind, (0.3, 0.9)))
 
     def mapped(self, z, dtype):
-        """Return the value in this type, as autograd may differentiate it."""
+        """Return the map's values, computed in this type."""
         matrix, offset, size = (t.to(dtype) for t in (self.matrix, self.offset, self.size))
         linear, curved, free = (
             slice(EACH * a, EACH * b) for a, b in ((0, LINEAR), (LINEAR, TANH), (TANH, len(KINDS)))
@@ -310,18 +310,18 @@ class Maps:
         fz = torch.where((self.lost_at <= self.calls)[:, None, None], torch.nan, fz)
         with torch.no_grad():
             found = fz.double()
-            self.finite &= (found.abs() < 0.25 * torch.finfo(z.dtype).max).all(-1)  # NaN isn't either
+            self.finite &= (found.abs() < 0.25 * torch.finfo(z.dtype).max).all(-1)  # False for NaN
             self.largest = torch.fmax(self.largest, found.nan_to_num(posinf=0, neginf=0).norm(dim=-1))
         return fz
 
 
 def by_element(value, scope):
-    """Lay (B, L, F) out as elements, (E, F)."""
+    """Reshape (B, L, F) to elements, (E, F)."""
     return value.flatten(0, 1) if scope == "prefix" else value.flatten(1)
 
 
 def check_status(maps, solution, value, *, scope, dtype, tolerance, steps=1):
-    """Hold a solution's status to the same maps in float64."""
+    """Compare a solution's status with the same maps in float64."""
     per_row = TOKENS if scope == "prefix" else 1
     converged = (solution.token_converged if scope == "prefix" else solution.converged).flatten()
     diverged = (solution.token_diverged if scope == "prefix" else solution.diverged).flatten()
@@ -333,7 +333,7 @@ def check_status(maps, solution, value, *, scope, dtype, tolerance, steps=1):
     bounded = (kind == 0) | (kind == 5) | (kind == 6)
     assert not (diverged & bounded).any(), "diverged, but the map is bounded"
 
-    # A value f(z) with ‖f(z) − z‖ ≤ tolerance ‖f(z)‖ is mapped no farther than the map's slope allows.
+    # If ‖f(z) − z‖ ≤ tolerance ‖f(z)‖, the slope of the map bounds the residual at f(z).
     wide = value.detach().double()
     miss = by_element(maps.mapped(wide, torch.float64) - wide, scope).norm(dim=1)
     size = by_element(wide, scope).norm(dim=1)
@@ -343,7 +343,7 @@ def check_status(maps, solution, value, *, scope, dtype, tolerance, steps=1):
     rounding = 8 * FEATURES * torch.finfo(dtype).eps * (slope * size + offset)
     allowed = slope**steps * (tolerance * (size + 1e-9 * largest) + rounding) + torch.finfo(dtype).tiny
     checked = converged & (kind != 4)
-    assert (miss <= 1.05 * allowed)[checked].all(), "converged, but the map moves the value farther"
+    assert (miss <= 1.05 * allowed)[checked].all(), "converged, but the residual at the value is larger"
 
     lost_at = maps.lost_at.repeat_interleave(per_row)
     iterations = (solution.token_iterations if scope == "prefix" else solution.iterations).flatten()
@@ -351,9 +351,9 @@ def check_status(maps, solution, value, *, scope, dtype, tolerance, steps=1):
 
 
 def check_adjoint(maps, solution, g, *, dtype, tolerance):
-    """Hold the status of an adjoint of linear rows to ``a = g + Aᵀ a`` in float64."""
+    """Compare the status of an adjoint of linear rows with ``a = g + Aᵀ a`` in float64."""
     adjoint = solution.adjoint.solution
-    linear = (maps.kind < LINEAR - 1) & ~solution.diverged  # a row that has diverged has no gradient
+    linear = (maps.kind < LINEAR - 1) & ~solution.diverged  # rows that have diverged have no gradient
     a, matrix = adjoint.z.double()[linear], maps.matrix.double()[linear]
     target = g.double()[linear]
     miss = (target + torch.einsum("bji,blj->bli", matrix, a) - a).flatten(1).norm(dim=1)
@@ -377,7 +377,7 @@ def check_maps(seed, dtype, scope, solver, gradient):
         solution = ib.Search(solver=solver, stopping=stopping)(maps, z0)
         check_status(maps, solution, solution.z, scope=scope, dtype=dtype, tolerance=tolerance)
         picard = isinstance(solver, ib.Picard) and solver.damping == 1
-        if precise and picard:  # every contraction is found
+        if precise and picard:  # the fixed point of every contraction
             assert solution.converged[(maps.kind == 0) | (maps.kind == 5)].all()
         if precise and isinstance(solver, ib.Picard):
             assert not solution.converged[(maps.kind == 1) | (maps.kind == 2) | (maps.kind == 7)].any()
@@ -387,12 +387,12 @@ def check_maps(seed, dtype, scope, solver, gradient):
             return
         last = []
 
-        def recorded(z):
+        def keep_last(z):
             last[:] = [maps(z)]
             return last[0]
 
-        solution = solve_fixed_point(recorded, z0, solver=solver, gradient=gradient, stopping=stopping)
-        if not solution.diverged.any():  # else the last call is of the other rows alone
+        solution = solve_fixed_point(keep_last, z0, solver=solver, gradient=gradient, stopping=stopping)
+        if not solution.diverged.any():  # otherwise the last call contains only the other rows
             check_status(maps, solution, last[0], scope=scope, dtype=dtype, tolerance=tolerance)
         return
     solution = solve_fixed_point(maps, z0, solver=solver, gradient=gradient, stopping=stopping)
@@ -410,7 +410,7 @@ def check_maps(seed, dtype, scope, solver, gradient):
 
 
 def cases(covering):
-    """Return every combination, or every fourth of those with a gradient."""
+    """Return all combinations, or with ``covering`` every fourth one of those with a gradient."""
     names = itertools.product(DTYPES, SCOPES, SOLVERS, GRADIENTS)
     chosen = [
         case for number, case in enumerate(names) if not covering or "search" in case or number % 4 == 0
@@ -420,13 +420,13 @@ def cases(covering):
 
 
 @pytest.mark.parametrize(("dtype", "scope", "solver", "gradient"), cases(covering=True))
-def test_the_status_is_that_of_an_oracle_in_float64(dtype, scope, solver, gradient):
+def test_the_status_agrees_with_an_oracle_in_float64(dtype, scope, solver, gradient):
     check_maps(0, dtype, scope, solver, gradient)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "scope", "solver", "gradient"), cases(covering=False))
-def test_the_status_is_that_of_an_oracle_in_float64_for_many_maps(dtype, scope, solver, gradient):
+def test_the_status_agrees_with_an_oracle_in_float64_for_many_maps(dtype, scope, solver, gradient):
     for seed in range(40):
         check_maps(seed, dtype, scope, solver, gradient)
 
@@ -434,8 +434,8 @@ def test_the_status_is_that_of_an_oracle_in_float64_for_many_maps(dtype, scope, 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("solver", SOLVERS.values(), ids=SOLVERS)
 @pytest.mark.parametrize("norm", ["relative", "absolute"])
-def test_decoding_s_search_reports_the_same(norm, solver, dtype):
-    """Iterations and status of its slots are those of the driver's rows."""
+def test_the_search_of_slots_has_the_status_of_the_loop(norm, solver, dtype):
+    """Slots have the iterations, status and residuals that a search reports for rows."""
     stopping = ib.Stopping(tolerance=1e-3, max_iterations=120, norm=norm)
     maps, again = Maps(0, dtype), Maps(0, dtype)
     expected = ib.Search(solver=solver, stopping=stopping)(maps, maps.start)

@@ -1,4 +1,4 @@
-"""How many operators the driver calls in an iteration, besides the map's own."""
+"""The number of operators that the loop calls per iteration, besides the map's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MOST = 20
 
 
 class Counter(TorchDispatchMode):
-    """Counts the operators called between two calls of a map: those of each iteration but the last."""
+    """Counts the operators called between two calls of a map, for each iteration but the last."""
 
     def __init__(self):
         super().__init__()
@@ -35,14 +35,14 @@ class Counter(TorchDispatchMode):
 
 
 def rates(elements_leave):
-    """Contraction rates: elements that leave one after the other, or none for long."""
+    """Return contraction rates with which elements leave one after the other, or none leaves."""
     return torch.linspace(0.1, 0.9, 12).view(4, 3, 1) if elements_leave else torch.full((4, 3, 1), 0.9)
 
 
 @pytest.mark.parametrize("elements_leave", [False, True], ids=["none-leaves", "some-leave"])
 @pytest.mark.parametrize("solver", [ib.Picard(), ib.Picard(damping=0.8)], ids=["plain", "damped"])
 @pytest.mark.parametrize("scope", ["sequence", "prefix"])
-def test_an_iteration_takes_few_operators(scope, solver, elements_leave):
+def test_an_iteration_calls_at_most_20_operators(scope, solver, elements_leave):
     rate = rates(elements_leave)
     stopping = ib.Stopping(tolerance=1e-3, max_iterations=40, scope=scope)
     with Counter() as counter:
@@ -50,5 +50,5 @@ def test_an_iteration_takes_few_operators(scope, solver, elements_leave):
         solution = ib.Search(solver=solver, stopping=stopping, trace=True)(f, torch.zeros(4, 3, 8))
     assert len(counter.counts) > 8
     assert (solution.iterations.unique().numel() > 1) == elements_leave
-    own = 1 if solver.damping < 1 else 0  # the solver's step is not the driver's
-    assert max(counter.counts[:-1]) - own <= MOST
+    of_solver = 1 if solver.damping < 1 else 0
+    assert max(counter.counts[:-1]) - of_solver <= MOST
