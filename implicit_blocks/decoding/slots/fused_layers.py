@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from implicit_blocks.layers import Linear, RMSNorm, SwiGLU
 from implicit_blocks.mixers.attention.mixer import Attention
-from implicit_blocks.mixers.attention.slots import AttentionSlots
+from implicit_blocks.mixers.attention.state import AttentionSlots
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
-from implicit_blocks.mixers.mamba2.slots import Mamba2Slots
-from implicit_blocks.models.block import Block
+from implicit_blocks.mixers.mamba2.state import Mamba2Slots
+from implicit_blocks.models.backbone import Block
 
 if TYPE_CHECKING:
     from implicit_blocks.ops.kernels.decoding import Branch

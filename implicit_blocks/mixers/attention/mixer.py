@@ -16,23 +16,11 @@ from torch import Tensor, nn
 
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear
-from implicit_blocks.mixers.attention.slots import AttentionSlots, SlotKeys
+from implicit_blocks.mixers.attention.state import AttentionSlots, AttentionState, SlotKeys
 from implicit_blocks.ops.attention import ATTENTION, Blocks, attend, find_blocks
 from implicit_blocks.ops.attention.slots import attend_slots
 from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks.specs import AttentionSpec
-
-
-class AttentionState(NamedTuple):
-    """Keys (rotated) and values of the committed tokens, (B, K, C, P), of which the first ``length`` count.
-
-    C is ``length`` itself, or a capacity reserved for inference: a window then writes behind the committed
-    tokens, and committing it moves ``length``.
-    """
-
-    keys: Tensor
-    values: Tensor
-    length: int
 
 
 class AttentionContext(NamedTuple):

@@ -20,7 +20,7 @@ from implicit_blocks._utils.module_hooks import has_hooks
 from implicit_blocks._utils.padding import permute
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
-from implicit_blocks.mixers.mamba2.slots import Mamba2Slots
+from implicit_blocks.mixers.mamba2.state import Mamba2Slots, Mamba2State
 from implicit_blocks.mixers.short_conv import DepthwiseConv, DocumentsAround
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.backends import AUTO
@@ -28,16 +28,6 @@ from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv, conv_tail
 from implicit_blocks.ops.ssd import SSD, ssd
 from implicit_blocks.ops.transforms import is_differentiated_forward
 from implicit_blocks.specs import Mamba2Spec
-
-
-class Mamba2State(NamedTuple):
-    """What committed tokens leave: the convolution's last inputs, (B, W − 1, C), the scan's h, (B, H, P, N).
-
-    ``h`` is kept in float32 or better.
-    """
-
-    conv_BWC: Tensor
-    h_BHPN: Tensor
 
 
 class Mamba2Context(NamedTuple):
@@ -150,7 +140,7 @@ class Mamba2(Mixer):
             return fused[0]
         gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
         y, _ = self._scan(gate, conv_in, dt, state, context, return_final_state=False)
-        return permute(y, context.inverse_BL)
+        return y if context.inverse_BL is None else permute(y, context.inverse_BL)
 
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
@@ -170,7 +160,8 @@ class Mamba2(Mixer):
         y, h = self._scan(gate, conv_in, dt, state, context, return_final_state=True)
         assert h is not None
         tail = conv_tail(conv_in, state.conv_BWC, taps=self.spec.d_conv, last_taps_BW=context.last_taps_BW)
-        return permute(y, context.inverse_BL), Mamba2State(tail, h)
+        y = y if context.inverse_BL is None else permute(y, context.inverse_BL)
+        return y, Mamba2State(tail, h)
 
     def _fused(
         self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
@@ -213,9 +204,9 @@ class Mamba2(Mixer):
         return has_hooks(self.norm) or not all(t is None or t.is_contiguous() for t in small)
 
     def _fusible(self, device: torch.device, length: int, plain: bool) -> bool:
-        if (self.spec.backend, self.spec.conv_backend) != (AUTO, AUTO):
+        if device.type != "cuda" or not plain or (self.spec.backend, self.spec.conv_backend) != (AUTO, AUTO):
             return False
-        return mamba2_mix.eligible(device, length, plain, self.spec.d_conv, self._sizes())
+        return mamba2_mix.eligible(length, self.spec.d_conv, self._sizes())
 
     def _sizes(self) -> mamba2_mix.Mamba2Sizes:
         return mamba2_mix.Mamba2Sizes(
@@ -229,7 +220,8 @@ class Mamba2(Mixer):
 
     def _project(self, z: Tensor, u: Tensor | None, context: Mamba2Context) -> tuple[Tensor, Tensor, Tensor]:
         """Return gate, input of the convolution and dt, the real tokens first; padding feeds nothing in."""
-        z, u = permute(z, context.order_BL), permute(u, context.order_BL)
+        if context.order_BL is not None:
+            z, u = permute(z, context.order_BL), permute(u, context.order_BL)
         projected: Tensor = self.in_proj(z)
         if u is not None:
             projected = projected + (u if context.u_rows_BL is None else F.embedding(context.u_rows_BL, u))
@@ -299,5 +291,7 @@ def _context(window: Window, taps: int) -> Mamba2Context:
         index = torch.arange(1, window.length + 1, device=window.device)
         end = (valid * index).amax(1)  # how many tokens up to and with the last real one
         last = end[:, None] + torch.arange(taps - 1, device=window.device)
-    around = DocumentsAround.of(window, taps=taps, real=real)
+    around = DocumentsAround()
+    if window.documents_BT is not None:
+        around = DocumentsAround.of(window, taps=taps, real=real)
     return Mamba2Context(begins, valid, last, *around, order, inverse, window.u_rows_BL)

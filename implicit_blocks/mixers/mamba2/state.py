@@ -6,7 +6,7 @@ state width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,17 @@ from torch import Tensor
 from implicit_blocks.interfaces import SlotStates
 
 if TYPE_CHECKING:
-    from implicit_blocks.mixers.mamba2.mixer import Mamba2, Mamba2State
+    from implicit_blocks.mixers.mamba2.mixer import Mamba2
+
+
+class Mamba2State(NamedTuple):
+    """What committed tokens leave: the convolution's last inputs, (B, W − 1, C), the scan's h, (B, H, P, N).
+
+    ``h`` is kept in float32 or better.
+    """
+
+    conv_BWC: Tensor
+    h_BHPN: Tensor
 
 
 class Mamba2Slots(SlotStates):
@@ -51,8 +61,6 @@ class Mamba2Slots(SlotStates):
 
     def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> Mamba2State:
         """Return the states: those of all slots where they lie, a copy of some."""
-        from implicit_blocks.mixers.mamba2.mixer import Mamba2State
-
         rows = self._slots if rows_R is None else rows_R
         entries = (self.next_S[rows, None] + self._order) % self.taps_SWC.shape[1]
         h = self.h_SHPN if rows_R is None else self.h_SHPN[rows_R]

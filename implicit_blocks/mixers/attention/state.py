@@ -15,6 +15,18 @@ from implicit_blocks.interfaces import SlotStates, State
 from implicit_blocks.ops.quantization import eight_bits
 
 
+class AttentionState(NamedTuple):
+    """Keys (rotated) and values of the committed tokens, (B, K, C, P), of which the first ``length`` count.
+
+    C is ``length`` itself, or a capacity reserved for inference: a window then writes behind the committed
+    tokens, and committing it moves ``length``.
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: int
+
+
 class SlotKeys(NamedTuple):
     """Keys and values of all slots, (S, K, C, P); the slots of a step, (R,), and the tokens each has, (R,).
 
@@ -76,8 +88,6 @@ class AttentionSlots(SlotStates):
 
         For 8 bits an empty state: a prompt is solved with its keys as they are, which are rounded once.
         """
-        from implicit_blocks.mixers.attention.mixer import AttentionState
-
         if self.key_scales is not None:
             nothing = self.keys[slot : slot + 1, :, :0].to(self._wide)
             return AttentionState(nothing, nothing, 0)
