@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -53,8 +54,13 @@ class Backend:
 
     @property
     def installed(self) -> bool:
-        """Whether what it needs can be imported."""
+        """Whether its module can be imported; the first access imports it."""
         return not self.module or available(self.module)
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the package of its module exists, without importing it."""
+        return not self.module or find_spec(self.module.partition(".")[0]) is not None
 
 
 class Operation:
@@ -70,6 +76,7 @@ class Operation:
         self.name = name
         self.backends = backends
         self.names = tuple(backend.name for backend in backends)
+        self._present = tuple(backend for backend in backends if backend.is_present)
         _OPERATIONS[name] = self
 
     def choose(self, wanted: str, *inputs: Any) -> Backend:
@@ -82,7 +89,7 @@ class Operation:
         """
         if wanted != AUTO:
             return self._named(wanted, *inputs)
-        for backend in self.backends:
+        for backend in self._present:
             if backend.pays(*inputs) and not backend.refuses(*inputs) and backend.installed:
                 note(self.name, backend.name)
                 return backend

@@ -47,13 +47,13 @@ ONE_CHUNK = 256  # tokens, at most; with more, states between chunks cost less t
 WALKED_STATE = 64 * 128  # entries of a head's state that a program keeps in registers
 
 
-def eligible(device: torch.device, length: int, plain: bool, taps: int, sizes: Mamba2Sizes) -> bool:
-    """Whether a window may be one for the operator; ``plain``: begins its sequence, no padding, no documents.
+def eligible(length: int, taps: int, sizes: Mamba2Sizes) -> bool:
+    """Whether a window of a GPU that begins its sequence, without padding or documents, suits the operator.
 
-    Asked before the projection, whose type decides: from the window's ``device``, place and ``length``, the
-    ``taps`` of the convolution and the ``sizes`` of the scan.
+    The criteria are known before the projection: the window's ``length``, the ``taps`` of the convolution and
+    the ``sizes`` of the scan. ``suits`` then checks the projection itself.
     """
-    if not (plain and device.type == "cuda") or taps != TAPS or length < SHORTEST:
+    if taps != TAPS or length < SHORTEST:
         return False
     if not available("triton"):
         return False

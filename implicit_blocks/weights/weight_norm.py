@@ -198,7 +198,9 @@ def fused(
     without weight norm, off the GPU, or in other precisions than the kernels'. Those of a group, by its
     number, come from one node of autograd, which goes backwards once.
     """
-    if not available("triton") or torch.compiler.is_compiling():  # the kernels read addresses from a table
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+        return {}  # the kernels read addresses from a table, which a compiler cannot trace
+    if not available("triton"):
         return {}
     from implicit_blocks.ops.kernels.weight_norm import LARGEST_ROW, Layout, normed_weights
 

@@ -1,6 +1,6 @@
 """The chunked SSD algorithm in functional torch operators, differentiated by autograd.
 
-The readable form of :mod:`implicit_blocks.ops.ssd.chunked`, which computes the same with a hand-written
+The readable form of :mod:`implicit_blocks.ops.ssd.scan`, which computes the same with a hand-written
 backward pass. Every operator here can be transformed again, so this is also the form for second
 derivatives, forward mode and ``torch.func``.
 
@@ -11,7 +11,7 @@ Q length of one chunk (i, j are positions in it, written as two Qs).
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.ssd.recurrence import LOWEST_LOG_DECAY, accumulation_dtype
+from implicit_blocks.ops.ssd.tiles import LOWEST_LOG_DECAY, accumulation_dtype
 
 
 def ssd_chunked_autograd(

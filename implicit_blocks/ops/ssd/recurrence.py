@@ -6,13 +6,7 @@ Shapes: B batch, L length, H heads, P head width, G groups (H is a multiple of G
 import torch
 from torch import Tensor
 
-# exp of less is zero, in float64 too.
-LOWEST_LOG_DECAY = -800.0
-
-
-def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the type in which decays and states are kept: float64 if any input has it, else float32."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+from implicit_blocks.ops.ssd.tiles import accumulation_dtype
 
 
 def ssd_recurrence(

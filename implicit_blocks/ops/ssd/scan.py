@@ -1,23 +1,138 @@
-"""The chunked SSD scan with a hand-written backward pass: the plain default.
+"""Mamba2's state-space scan (SSD): the choice of a backend, and the plain chunked implementation.
 
-Same mathematics as :mod:`implicit_blocks.ops.ssd.chunked_autograd`, which is the one to read first. What is
-kept for the backward pass is the inputs and a few states; everything of size Q × Q is computed again.
+T. Dao and A. Gu, "Transformers are SSMs", ICML 2024. The plain implementation computes what
+:mod:`implicit_blocks.ops.ssd.chunked_autograd` does, which is easier to read, with a hand-written backward
+pass. It keeps the inputs and a few states for backward and recomputes everything of size Q × Q.
+
+Shapes: B batch, L length, H heads, P head width, G groups of heads that share B and C (H is a multiple of G),
+N state width, Q tokens per chunk.
 """
 
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from implicit_blocks.ops.backends import AUTO, Backend, Operation
+from implicit_blocks.ops.ssd import fla, mamba_ssm
 from implicit_blocks.ops.ssd.chunked_autograd import ssd_chunked_autograd
-from implicit_blocks.ops.ssd.step import ssd_step
-from implicit_blocks.ops.ssd.tiles import BackwardRows, Rows
-from implicit_blocks.ops.ssd.window import DecayGradients, Inputs, Window
+from implicit_blocks.ops.ssd.recurrence import ssd_recurrence
+from implicit_blocks.ops.ssd.tiles import (
+    BackwardRows,
+    DecayGradients,
+    Inputs,
+    Rows,
+    Window,
+    accumulation_dtype,
+)
 from implicit_blocks.ops.transforms import is_transformed, without_autocast
 
 # Chunks to a kept state. Keeping every state costs twice the memory of x at 130M widths. The backward pass
 # computes those between again, in the cache: a quarter of the memory for 3 % more time.
 KEEP_EVERY = 4
+
+
+def ssd(
+    x_BLHP: Tensor,
+    dt_BLH: Tensor,
+    A_H: Tensor,
+    B_BLGN: Tensor,
+    C_BLGN: Tensor,
+    *,
+    initial_state_BHPN: Tensor | None = None,
+    chunk_size: int = 64,
+    documents_BL: Tensor | None = None,
+    initial_document_B: Tensor | None = None,
+    return_final_state: bool = False,
+    backend: str = AUTO,
+) -> tuple[Tensor, Tensor | None]:
+    """Scan ``h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t`` over a window of tokens.
+
+    The ``D`` skip connection, the convolution and softplus are the caller's. A token with ``dt == 0`` leaves
+    the state untouched (padding). The state given is never written to.
+
+    Args:
+        x_BLHP: inputs, any float type; any strides. L is at least 1.
+        dt_BLH: step sizes, at least 0 (softplus already applied).
+        A_H: decay rates, negative.
+        B_BLGN: input maps, shared by the H/G heads of a group.
+        C_BLGN: output maps, likewise.
+        initial_state_BHPN: the state after the tokens before the window; None is zero.
+        chunk_size: tokens handled by dense products at once; a matter of speed and memory, not of values
+            beyond rounding.
+        documents_BL: a number for each token's document, non-decreasing along a row; the state is cut where
+            it changes. None: each row is one document.
+        initial_document_B: the document that the initial state belongs to; None: the first token's.
+        return_final_state: whether to return the state after the last token.
+        backend: ``auto`` takes mamba-ssm's kernels or fla's where they are installed and suit the inputs (a
+            GPU, 16-bit floats), else ``torch``; a name of ``SSD.names`` takes that one or raises.
+
+    Returns:
+        ``y_BLHP`` in the type of x, and the final state (in float32, or in float64 if any input is), or
+        None where it was not asked for. Decays and states are accumulated in that type whatever the inputs'.
+
+    Raises:
+        ValueError: for an unknown backend or one that can't run these inputs, or shapes that don't fit
+            together.
+        ImportError: for a backend asked for by name whose package is missing.
+
+    """
+    _check_shapes(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, initial_state_BHPN, chunk_size, documents_BL)
+    found: tuple[Tensor, Tensor | None] = SSD.choose(backend, x_BLHP, initial_state_BHPN, documents_BL).run(
+        x_BLHP,
+        dt_BLH,
+        A_H,
+        B_BLGN,
+        C_BLGN,
+        initial_state_BHPN=initial_state_BHPN,
+        chunk_size=chunk_size,
+        documents_BL=documents_BL,
+        initial_document_B=initial_document_B,
+        return_final_state=return_final_state,
+    )
+    return found
+
+
+def _check_shapes(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    chunk_size: int,
+    documents: Tensor | None,
+) -> None:
+    if x.ndim != 4 or x.shape[1] < 1:
+        raise ValueError(f"x must be (B, L, H, P) with L at least 1, but has shape {tuple(x.shape)}")
+    batch, length, heads, width = x.shape
+    if B.ndim != 4 or B.shape[:2] != (batch, length) or B.shape != C.shape:
+        raise ValueError(
+            f"B and C must both be (B, L, G, N) with (B, L) = {(batch, length)}, "
+            f"but have shapes {tuple(B.shape)} and {tuple(C.shape)}"
+        )
+    if heads % B.shape[2]:
+        raise ValueError(
+            f"{heads} heads cannot be shared out to {B.shape[2]} groups; choose a divisor of {heads}"
+        )
+    if dt.shape != (batch, length, heads) or A.shape != (heads,):
+        raise ValueError(
+            f"dt must have shape {(batch, length, heads)} and A {(heads,)}, to go with x of shape "
+            f"{tuple(x.shape)}, but they have {tuple(dt.shape)} and {tuple(A.shape)}"
+        )
+    if state is not None and state.shape != (batch, heads, width, B.shape[3]):
+        raise ValueError(
+            f"the initial state must have shape (B, H, P, N) = {(batch, heads, width, B.shape[3])}, "
+            f"but has {tuple(state.shape)}"
+        )
+    if documents is not None and documents.shape != (batch, length):
+        raise ValueError(f"documents must have shape {(batch, length)}, but have {tuple(documents.shape)}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size must be at least 1, but is {chunk_size}")
+
+
+# ------------------------------------------------------------------------------------ plain implementation
 
 
 def ssd_chunked(
@@ -61,6 +176,43 @@ def ssd_chunked(
     arguments = (*inputs, initial_state_BHPN, chunk_size, return_final_state)
     y, h = _ChunkedScan.apply(*arguments)  # type: ignore[no-untyped-call] # torch leaves it untyped
     return y, h
+
+
+def ssd_step(
+    x_BLHP: Tensor,
+    dt_BLH: Tensor,
+    A_H: Tensor,
+    B_BLGN: Tensor,
+    C_BLGN: Tensor,
+    *,
+    initial_state_BHPN: Tensor | None = None,
+    documents_BL: Tensor | None = None,
+    initial_document_B: Tensor | None = None,
+    return_final_state: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Scan a window of length 1 in a handful of operators, where nothing is left to chunk.
+
+    Arguments and results are those of :func:`implicit_blocks.ops.ssd.ssd`, L = 1.
+    """
+    batch, _, heads, width = x_BLHP.shape
+    groups, d_state = B_BLGN.shape[2:]
+    dtype = accumulation_dtype(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN)
+    # Groups beside the batch, the heads of a group and their width folded: (B·G, R·P, ·).
+    dt_BH1 = dt_BLH.to(dtype).view(batch, heads, 1)
+    x_dt = (x_BLHP.to(dtype).reshape(batch, heads, width) * dt_BH1).view(batch * groups, -1, 1)
+    B_b1N = B_BLGN.to(dtype).reshape(batch * groups, 1, d_state)
+    C_bN1 = C_BLGN.to(dtype).reshape(batch * groups, d_state, 1)
+    if initial_state_BHPN is None:
+        before = x_dt.new_zeros(batch, heads, width, d_state)
+    else:
+        before = initial_state_BHPN.to(dtype)
+    if documents_BL is not None and initial_document_B is not None:
+        same_B = documents_BL[:, 0] == initial_document_B
+        before = torch.where(same_B[:, None, None, None], before, 0.0)
+    decay_BH11 = torch.exp(dt_BH1 * A_H.to(dtype)[:, None])[..., None]
+    h_bFN = (before * decay_BH11).reshape(x_dt.shape[0], -1, d_state) + x_dt * B_b1N
+    y_BLHP = torch.bmm(h_bFN, C_bN1).view(x_BLHP.shape).to(x_BLHP.dtype)
+    return y_BLHP, h_bFN.view(batch, heads, width, d_state) if return_final_state else None
 
 
 def _scan(
@@ -198,3 +350,29 @@ def _differentiable_gradients(
     )
     given = [next(gradients) if t is not None and t.requires_grad else None for t in (*inputs[:5], initial)]
     return *given[:5], None, None, given[5]
+
+
+# ------------------------------------------------------------------------------------ backends
+
+
+def _own_precision(scan: Any) -> Any:
+    """Switch autocast off within a plain backend, which chooses its types itself."""
+
+    @wraps(scan)
+    def run(x_BLHP: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        with without_autocast(x_BLHP.device.type):
+            found: tuple[Tensor, Tensor | None] = scan(x_BLHP, *tensors, **options)
+            return found
+
+    return run
+
+
+SSD = Operation(
+    "ssd",
+    mamba_ssm.BACKEND,
+    fla.BACKEND,
+    Backend("torch", _own_precision(ssd_chunked)),
+    # What the others are tested against: readable, and slow.
+    Backend("chunked_autograd", _own_precision(ssd_chunked_autograd)),
+    Backend("recurrence", _own_precision(ssd_recurrence)),
+)
