@@ -51,7 +51,7 @@ def a_model():
             lambda: ib.generate(a_model().eval(), [[1]], max_new_tokens=1.5),
             "max_new_tokens is 1.5; choose a whole number",
         ),
-        (lambda: a_model().checkpoint_activations("step"), "is 'step'; choose 'none', 'steps' or 'layers'"),
+        (lambda: a_model().checkpoint_activations("step"), "got 'step'; choose 'none', 'steps' or 'layers'"),
     ],
 )
 def test_an_option_out_of_range_is_refused(make, message):

@@ -12,7 +12,7 @@ from implicit_blocks.checkpoints.find import BYTES
 from implicit_blocks.checkpoints.load_model import load_model, tokenizer_of
 from implicit_blocks.decoding.generated import Generated
 from implicit_blocks.decoding.generation import Options, generate
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.language_model import LanguageModel
 
 
 class Language(NamedTuple):

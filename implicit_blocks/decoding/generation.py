@@ -6,7 +6,7 @@ Shape legend: B batch, L tokens of the longest prompt, N new tokens, D model wid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ from implicit_blocks.decoding.prompts import (
 )
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
 from implicit_blocks.decoding.slots.generation import SlotGeneration
-from implicit_blocks.models.implicit import LanguageModel
-from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
 
 
-class Options(TypedDict, total=False):
-    """The options of ``stream``, as ``generate`` describes them."""
+class Options(SearchKwargs, total=False):
+    """The options of ``stream``: those of ``generate``, which describes them."""
 
     max_new_tokens: int
     attention_mask: Tensor | None
@@ -40,11 +40,6 @@ class Options(TypedDict, total=False):
     pad_token: int
     max_length: int | None
     window_length: int | None
-    tolerance: float | None
-    max_iterations: int | None
-    damping: float | None
-    warm_start: bool
-    moving_average: float | None
 
 
 @torch.no_grad()
@@ -62,13 +57,9 @@ def generate(
     pad_token: int = 0,
     max_length: int | None = None,
     window_length: int | None = None,
-    tolerance: float | None = None,
-    max_iterations: int | None = None,
-    damping: float | None = None,
-    warm_start: bool = False,
-    moving_average: float | None = None,
     return_logits: bool = False,
     on_step: Callable[[Step], None] | None = None,
+    **search: Unpack[SearchKwargs],
 ) -> Generated:
     """Continue prompts, each as it would be continued alone.
 
@@ -89,13 +80,10 @@ def generate(
         max_length: tokens that a row may have, the prompt included: longer prompts are refused, and rows end
             there. None: no limit.
         window_length: of the windows that the prompts are solved in; None: one.
-        tolerance: of the searches, instead of the spec's; so are the next four, as in ``forward``.
-        max_iterations: of each search.
-        damping: of the solver.
-        warm_start: begin each token's search at the solution of the one before.
-        moving_average: α of an average over the iterates, for noisy maps.
         return_logits: keep the logits of all tokens: B · N · V numbers.
         on_step: called with every step as soon as it is made.
+        search: ``tolerance``, ``max_iterations``, ``damping``, ``warm_start`` and ``moving_average`` of the
+            searches, instead of the spec's (``SearchOptions``).
 
     Returns:
         Generated: tokens (B, N) int64, how each search went, and on request logits (B, N, V).
@@ -105,24 +93,21 @@ def generate(
             or a model in training mode.
 
     """
-    options: Options = {
-        "max_new_tokens": max_new_tokens,
-        "attention_mask": attention_mask,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "stop_token_ids": stop_token_ids,
-        "pad_token": pad_token,
-        "max_length": max_length,
-        "window_length": window_length,
-        "tolerance": tolerance,
-        "max_iterations": max_iterations,
-        "damping": damping,
-        "warm_start": warm_start,
-        "moving_average": moving_average,
-    }
-    run = _Run(model, prompts, **options)
+    run = _Run(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        attention_mask=attention_mask,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_token_ids=stop_token_ids,
+        pad_token=pad_token,
+        max_length=max_length,
+        window_length=window_length,
+        **search,
+    )
     steps = []
     for step in run.steps():
         if on_step is not None:
@@ -140,44 +125,46 @@ def stream(model: LanguageModel, prompts: Prompts, **options: Unpack[Options]) -
 
 
 class _Run:
-    """One generation: what was asked for, checked, and how it goes."""
+    """One generation: its validated options and its progress."""
 
-    def __init__(self, model: LanguageModel, prompts: Prompts, **options: Unpack[Options]) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int = 0,
+        attention_mask: Tensor | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | Sequence[int] = 0,
+        stop_token_ids: Sequence[int] = (),
+        pad_token: int = 0,
+        max_length: int | None = None,
+        window_length: int | None = None,
+        **search: Unpack[SearchKwargs],
+    ) -> None:
         check_model(model)
-        self.count = options.get("max_new_tokens", 0)
-        require_count("max_new_tokens", self.count)
-        self.model, self.device = model, model.embedding.weight.device
-        max_length = options.get("max_length")
-        self.ids, mask = lay_out(prompts, options.get("attention_mask"), device=self.device)
+        require_count("max_new_tokens", max_new_tokens)
+        self.model, self.count, self.pad_token = model, max_new_tokens, pad_token
+        self.device = model.embedding.weight.device
+        self.window_length, self.search = window_length, SearchOptions(**search)
+        self.ids, mask = lay_out(prompts, attention_mask, device=self.device)
         self.valid = check_prompts(self.ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
         if self.valid is not None:
-            self.ids = self.ids.masked_fill(~self.valid, 0)  # what stands at padding may be no token
+            self.ids = self.ids.masked_fill(~self.valid, 0)  # IDs at padding may be outside the vocabulary
         batch, length = self.ids.shape
-        self.sampling = Sampling(
-            temperature=options.get("temperature", 0.0),
-            top_k=options.get("top_k"),
-            top_p=options.get("top_p"),
+        self.sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        self.seeds = seeds_of(seed, batch)
+        self.uniform_BN = (
+            uniforms(self.seeds, self.count, device=self.device) if self.sampling.draws else None
         )
-        seeds = seeds_of(options.get("seed", 0), batch)
-        self.uniform_BN = uniforms(seeds, self.count, device=self.device) if self.sampling.draws else None
-        stop_token_ids = check_stop_token_ids(
-            options.get("stop_token_ids", ()), vocab_size=model.spec.vocab_size
-        )
-        self.stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64, device=self.device)
-        self.pad_token = options.get("pad_token", 0)
+        self.stops = check_stop_token_ids(stop_token_ids, vocab_size=model.spec.vocab_size)
+        self.stop_token_ids = torch.tensor(self.stops, dtype=torch.int64, device=self.device)
         lengths = self.ids.new_full((batch,), length) if self.valid is None else self.valid.sum(1)
         self.limit_B = lengths.new_full((batch,), self.count)
         if max_length is not None:
             self.limit_B = self.limit_B.minimum(max_length - lengths)
-        self.window_length = options.get("window_length")
-        self.search = SearchOptions(
-            tolerance=options.get("tolerance"),
-            max_iterations=options.get("max_iterations"),
-            damping=options.get("damping"),
-            warm_start=options.get("warm_start", False),
-            moving_average=options.get("moving_average"),
-        )
-        self.seeds, self.stops = seeds, stop_token_ids
         self.prompt: Solution | None = None
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=self.device)
 

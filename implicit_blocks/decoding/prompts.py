@@ -11,7 +11,7 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.language_model import LanguageModel
 
 Prompts = Tensor | Sequence[Sequence[int] | Tensor]
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from implicit_blocks.decoding.prompts import check_model, check_prompts, lay_out, token_rows
-from implicit_blocks.models.implicit import LanguageModel
-from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
 
 
@@ -50,11 +51,7 @@ def score(
     *,
     max_length: int | None = None,
     window_length: int | None = None,
-    tolerance: float | None = None,
-    max_iterations: int | None = None,
-    damping: float | None = None,
-    warm_start: bool = False,
-    moving_average: float | None = None,
+    **search: Unpack[SearchKwargs],
 ) -> Scored:
     """Return how likely each continuation is behind its prompt, as it would be alone.
 
@@ -67,11 +64,8 @@ def score(
         continuations: as many, at least one token each.
         max_length: tokens that prompt and continuation may have together; None: any number.
         window_length: of the windows; None: one.
-        tolerance: of the search, instead of the spec's; so are the next four, as in ``forward``.
-        max_iterations: of the search.
-        damping: of the solver.
-        warm_start: begin each window at the solution of the token before.
-        moving_average: α of an average over the iterates, for noisy maps.
+        search: ``tolerance``, ``max_iterations``, ``damping``, ``warm_start`` and ``moving_average`` of the
+            search, instead of the spec's (``SearchOptions``).
 
     Raises:
         ValueError: for lists that do not match, are empty, too long or have unknown tokens, or a model in
@@ -93,13 +87,7 @@ def score(
         model.embedding(ids[:, :-1]),
         attention_mask=None if valid is None else valid[:, :-1],
         window_length=window_length,
-        search=SearchOptions(
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            damping=damping,
-            warm_start=warm_start,
-            moving_average=moving_average,
-        ),
+        search=SearchOptions(**search),
     )
     lengths = torch.tensor([len(row) for row in forced], device=device)
     count = int(lengths.max())

@@ -22,7 +22,7 @@ from implicit_blocks.decoding.slots.fused_map import FusedMap, fused_map
 from implicit_blocks.decoding.slots.search import SlotSearch
 from implicit_blocks.interfaces import Window
 from implicit_blocks.models.backbone import BoundMap
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.outputs import Encoded
 from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.search.options import SearchOptions
@@ -89,7 +89,7 @@ class SlotBatch:
         if state_dtype is not None:
             for states in self.states:
                 states.set_dtype(state_dtype)
-        solver, stopping = model.search_config(options) or (None, None)
+        solver, stopping = model.search_config(options)
         self.search = SlotSearch(
             solver,
             stopping,
@@ -107,7 +107,7 @@ class SlotBatch:
         self.hidden_SD = torch.zeros_like(self.search.z)
         """What the head reads: the map's value at each slot's last committed token."""
         with self.precision():
-            u, _ = model.inject(model.embedding(self.tokens_S[:1, None]), self.weights)
+            u = model.inject(model.embedding(self.tokens_S[:1, None]), self.weights)
         self.u_SU = None if u is None else u.new_zeros(max_batch_size, u.shape[-1])
         self.fused: FusedMap | None = None
         if graphs:
@@ -281,7 +281,8 @@ class SlotBatch:
         for place, value in zip(places.report_4R, reported, strict=True):
             place.copy_(value)
         on, ended = places.where_R & places.on_R, places.where_R & ~places.on_R
-        u, start = self.model.inject(self.model.embedding(tokens[:, None]), self.weights)
+        x_R1D = self.model.embedding(tokens[:, None])
+        u, start = self.model.inject(x_R1D, self.weights), self.model.start(x_R1D)
         if u is not None and self.u_SU is not None:
             self.u_SU[rows] = torch.where(on[:, None], u[:, 0], self.u_SU[rows])
         warm = self.options.warm_start and u is not None

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -23,8 +24,8 @@ from implicit_blocks.decoding.prompts import check_model, check_prompts, check_s
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
 from implicit_blocks.decoding.slots.batch import Places, SlotBatch
 from implicit_blocks.interfaces import SlotStates
-from implicit_blocks.models.implicit import LanguageModel
-from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
 
 
@@ -87,16 +88,13 @@ class ContinuousDecoder:
         buckets: sizes of a step, each at most ``max_batch_size``; None: ``max_batch_size`` and its halves,
             down to 1.
         window_length: of the windows that prompts are solved in; None: one.
-        tolerance: of the searches, instead of the spec's; so are the next four, as in ``forward``.
-        max_iterations: of each search.
-        damping: of the solver.
-        warm_start: begin each token's search at the solution of the one before.
-        moving_average: α of an average over the iterates, for noisy maps.
         graphs: record steps as CUDA graphs, on a GPU, one for each of ``buckets``: a step is one launch then.
         state_dtype: of states. ``torch.bfloat16`` is for those that a scan carries from token to token, such
             as Mamba2's, else in float32 or better: half as much to read, and rounded at every token.
             ``torch.int8`` is for keys and values: half as much to read as in 16 bits, each head's rounded
             once, to multiples of 1/127 of its largest feature.
+        search: ``tolerance``, ``max_iterations``, ``damping``, ``warm_start`` and ``moving_average`` of the
+            searches, instead of the spec's (``SearchOptions``).
 
     Raises:
         ValueError: for sizes that make no sense, a model in training mode, or a mixer that has no slots.
@@ -112,13 +110,9 @@ class ContinuousDecoder:
         max_seq_len: int,
         buckets: Sequence[int] | None = None,
         window_length: int | None = None,
-        tolerance: float | None = None,
-        max_iterations: int | None = None,
-        damping: float | None = None,
-        warm_start: bool = False,
-        moving_average: float | None = None,
         graphs: bool = True,
         state_dtype: torch.dtype | None = None,
+        **search: Unpack[SearchKwargs],
     ) -> None:
         check_model(model)
         for name, size in (
@@ -138,18 +132,11 @@ class ContinuousDecoder:
         self.window_length = window_length
         self.device = model.embedding.weight.device
         self.on_gpu = self.device.type == "cuda"
-        options = SearchOptions(
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            damping=damping,
-            warm_start=warm_start,
-            moving_average=moving_average,
-        )
         self.batch = SlotBatch(
             model,
             max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
-            options=options,
+            options=SearchOptions(**search),
             graphs=graphs and self.on_gpu,
             state_dtype=state_dtype,
         )

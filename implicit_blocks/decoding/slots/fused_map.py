@@ -19,11 +19,11 @@ from implicit_blocks.decoding.slots.search import SlotSearch
 from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.layers import Linear, SwiGLU
 from implicit_blocks.mixers.attention.mixer import Attention
-from implicit_blocks.mixers.attention.slots import AttentionSlots
+from implicit_blocks.mixers.attention.state import AttentionSlots
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
-from implicit_blocks.mixers.mamba2.slots import Mamba2Slots
-from implicit_blocks.models.block import Block
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.mixers.mamba2.state import Mamba2Slots
+from implicit_blocks.models.backbone import Block
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.rotary import rotation_tables

@@ -14,7 +14,7 @@ from torch import Tensor
 from implicit_blocks.decoding.generated import Step
 from implicit_blocks.decoding.sampling import Sampling
 from implicit_blocks.decoding.slots.continuous import ContinuousDecoder, NewToken, Request
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
 

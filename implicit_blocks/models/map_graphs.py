@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, proxy, ref
 
 import torch
@@ -19,27 +19,14 @@ from torch import Tensor, nn
 from implicit_blocks._utils.module_hooks import any_hooks
 from implicit_blocks.cuda.buffer_pool import BufferPool
 from implicit_blocks.cuda.capture import capture, forgetting_casts, leaves_of_its_own
-from implicit_blocks.models.block import BlockContext
+from implicit_blocks.models.backbone import ONE_CALL, BlockContext, BoundMap, Steps
 from implicit_blocks.ops.transforms import first_derivatives_only
 from implicit_blocks.weights.cache import WeightCache, modules_of
-
-if TYPE_CHECKING:
-    from implicit_blocks.models.backbone import BoundMap
 
 _LOG = logging.getLogger(__name__)
 
 MOST = 8  # graphs of a kind: shapes of training, evaluation, and the batches that converged rows have left
 VALUES = 3  # of the map, in a search: the point, its value, and the point before, still being looked at
-
-
-class Steps(NamedTuple):
-    """Calls of a map one after the other: ``calls`` times ``z ← (1 − λ) z + λ f(z)``, λ the damping."""
-
-    calls: int = 1
-    damping: float = 1.0
-
-
-ONE_CALL = Steps()
 
 
 class MapGraphs:
