@@ -205,7 +205,7 @@ class SlotBatch:
         busy, z_RD = self.busy_S[rows_R], search.z[rows_R]
         committing = busy & search.done[rows_R]
         lengths = self.lengths_S[rows_R]
-        f = self._map(rows_R, lengths, committing, commit=commit)
+        f = _slot_map(self, rows_R, lengths, committing, commit=commit)
         fz_RD = f(z_RD)
         if search.solver is not None:
             search.take(rows_R, fz_RD, busy & ~committing, f)
@@ -215,44 +215,6 @@ class SlotBatch:
             self.hidden_SD[rows_R] = torch.where(committing[:, None], fz_RD, self.hidden_SD[rows_R])
             self.lengths_S[rows_R] = lengths + committing
             search.done[rows_R] &= ~committing
-
-    def _map(
-        self, rows_R: Tensor, lengths_R: Tensor, committing_R: Tensor, *, commit: bool
-    ) -> Callable[[Tensor], Tensor]:
-        """Return the map of these slots; its first call commits."""
-        if self.fused is not None:
-            return self.fused.bind(rows_R, self.u_SU, lengths_R, committing_R)
-        index = None if len(rows_R) == self.max_batch_size else rows_R
-        owed = commit
-
-        def call(z_RD: Tensor) -> Tensor:
-            nonlocal owed
-            if not owed:  # a solver's own call may follow that which commits, and must not undo it
-                f = self._bound(rows_R, index, z_RD, lengths_R + committing_R if commit else lengths_R)
-                return f.compute(z_RD[:, None])[:, 0]
-            owed = False
-            mapped, after = self._bound(rows_R, index, z_RD, lengths_R).commit(z_RD[:, None])
-            for states, layer in zip(self.states, after, strict=True):
-                states.write(index, layer, committing_R)
-            return mapped[:, 0]
-
-        return call
-
-    def _bound(self, rows_R: Tensor, index_R: Tensor | None, z_RD: Tensor, lengths_R: Tensor) -> BoundMap:
-        window = Window(
-            batch_size=len(rows_R),
-            start=1,  # at least; how many each slot has is in the states
-            length=1,
-            positions_BL=lengths_R[:, None],
-            dtype=self.model.stream_dtype,
-        )
-        return self.model.backbone.bind(
-            window,
-            u_BLU=None if self.u_SU is None else self.u_SU[rows_R][:, None],
-            states=tuple(states.gather(index_R, lengths_R) for states in self.states),
-            start_BLD=z_RD[:, None],
-            weights=self.weights,
-        )
 
     def predict(self, size: int) -> None:
         """Compute the logits of the slots pointed at, and take the likeliest tokens."""
@@ -296,6 +258,48 @@ class SlotBatch:
                 procedure()
             else:
                 self.captured.do(name, size, procedure)
+
+
+def _slot_map(
+    batch: SlotBatch, rows_R: Tensor, lengths_R: Tensor, committing_R: Tensor, *, commit: bool
+) -> Callable[[Tensor], Tensor]:
+    """Return the map of the slots ``rows_R``, (R, D) → (R, D); its first call commits."""
+    if batch.fused is not None:
+        return batch.fused.bind(rows_R, batch.u_SU, lengths_R, committing_R)
+    index = None if len(rows_R) == batch.max_batch_size else rows_R
+    pending = commit
+
+    def call(z_RD: Tensor) -> Tensor:
+        nonlocal pending
+        if not pending:  # a solver's own call may follow the call that commits, and must not undo it
+            f = _bound_map(batch, rows_R, index, z_RD, lengths_R + committing_R if commit else lengths_R)
+            return f.compute(z_RD[:, None])[:, 0]
+        pending = False
+        mapped, after = _bound_map(batch, rows_R, index, z_RD, lengths_R).commit(z_RD[:, None])
+        for states, layer in zip(batch.states, after, strict=True):
+            states.write(index, layer, committing_R)
+        return mapped[:, 0]
+
+    return call
+
+
+def _bound_map(
+    batch: SlotBatch, rows_R: Tensor, index_R: Tensor | None, z_RD: Tensor, lengths_R: Tensor
+) -> BoundMap:
+    window = Window(
+        batch_size=len(rows_R),
+        start=1,  # at least; the states hold the length of each slot
+        length=1,
+        positions_BL=lengths_R[:, None],
+        dtype=batch.model.stream_dtype,
+    )
+    return batch.model.backbone.bind(
+        window,
+        u_BLU=None if batch.u_SU is None else batch.u_SU[rows_R][:, None],
+        states=tuple(states.gather(index_R, lengths_R) for states in batch.states),
+        start_BLD=z_RD[:, None],
+        weights=batch.weights,
+    )
 
 
 def _of_last_token(solution: Solution, row: int) -> dict[str, Tensor]:

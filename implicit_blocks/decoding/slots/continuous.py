@@ -277,31 +277,13 @@ class ContinuousDecoder:
         self.batch.point("choose", rows, [place in texts for place in range(size)], on)
         self.batch.predict(size)
         places = self.batch.places("choose", size)
-        self._draw(places, texts)
+        _draw(self.batch, places, texts)
         self.batch.begin(size)
         kept = places.logits_RV.clone()
         logits = {place: kept[place] for place in texts}
         self._chosen.append(_Chosen(self.calls, rows, texts, logits, AsyncHostCopy(places.report_4R)))
         for text in texts.values():
             text.chosen += 1
-
-    def _draw(self, places: Places, texts: dict[int, _Text]) -> None:
-        """Draw tokens for the texts that want it, those with one rule at once."""
-        by_rule: dict[Sampling, list[int]] = defaultdict(list)
-        for place, text in texts.items():
-            if text.request.sampling.draws:
-                by_rule[text.request.sampling].append(place)
-        for sampling, drawing in by_rule.items():
-            zero = torch.zeros((), dtype=torch.float64, device=self.device)
-            uniform = [zero] * len(places.rows_R)
-            for place in drawing:
-                numbers = texts[place].uniform_N
-                assert numbers is not None
-                uniform[place] = numbers[texts[place].chosen]
-            where = torch.zeros_like(places.where_R)
-            put_(where, [place in drawing for place in range(len(uniform))])
-            chosen = sampling.choose(places.logits_RV, torch.stack(uniform))
-            self.batch.take_tokens(places, chosen, where)
 
     def _collected(self, *, before: int | None = None) -> list[NewToken]:
         """Return the tokens chosen before this call, or all; end the texts that they stop."""
@@ -359,3 +341,22 @@ def _of_one_length(entering: Sequence[tuple[int, _Text]]) -> Iterator[list[tuple
     for length, group in by_length.items():
         count = max(1, TOGETHER // length)
         yield from (group[first : first + count] for first in range(0, len(group), count))
+
+
+def _draw(batch: SlotBatch, places: Places, texts: dict[int, _Text]) -> None:
+    """Sample tokens for the texts that request it; texts with the same rule are sampled together."""
+    by_rule: dict[Sampling, list[int]] = defaultdict(list)
+    for place, text in texts.items():
+        if text.request.sampling.draws:
+            by_rule[text.request.sampling].append(place)
+    for sampling, drawing in by_rule.items():
+        zero = torch.zeros((), dtype=torch.float64, device=batch.device)
+        uniform = [zero] * len(places.rows_R)
+        for place in drawing:
+            numbers = texts[place].uniform_N
+            assert numbers is not None
+            uniform[place] = numbers[texts[place].chosen]
+        where = torch.zeros_like(places.where_R)
+        put_(where, [place in drawing for place in range(len(uniform))])
+        chosen = sampling.choose(places.logits_RV, torch.stack(uniform))
+        batch.take_tokens(places, chosen, where)
