@@ -27,7 +27,7 @@ def a_model():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ib.Phantom(steps=2.5), "steps is 2.5; choose a whole number, at least 1"),
+        (lambda: ib.Phantom(steps=2.5), "steps is 2.5; choose an integer of at least 1"),
         (lambda: ib.Anderson(memory="5"), "memory is '5'; choose a whole number"),
         (lambda: ib.Anderson(regularization=float("nan")), "regularization is nan; choose 0 or more"),
         (lambda: ib.ImplicitFunction(solver="picard"), "solver is 'picard'; give a Solver such as Anderson"),

@@ -33,15 +33,15 @@ from implicit_blocks.specs import Mamba2Spec
 class Mamba2Context(NamedTuple):
     """Whether the window begins a sequence; its padding and documents, None where there are none.
 
-    Padding must not stand between two real tokens, those of the convolution's tail among them, and must not
-    cut documents: the real tokens are then moved to the front (``order_BL``), which the other fields
-    describe, and back (``inverse_BL``). In a first window of one document padding on either side is like the
-    zeros before it.
+    No padding may separate two real tokens, including those of the convolution's tail, or divide documents.
+    Where it does, the real tokens are moved to the front (``order_BL``) and back (``inverse_BL``); the other
+    fields then describe the permuted tokens. In a first window with a single document, padding on either side
+    has the effect of the zeros before the sequence.
     """
 
     begins: bool
     valid_BL: Tensor | None = None
-    last_taps_BW: Tensor | None = None  # where the W − 1 last real inputs stand in tail and window together
+    last_taps_BW: Tensor | None = None  # indices of the W − 1 last real inputs in tail and window together
     documents_BL: Tensor | None = None
     tail_documents_BW: Tensor | None = None
     initial_document_B: Tensor | None = None
@@ -60,12 +60,12 @@ class Mamba2(Mixer):
 
     ``[gate, x, B, C, dt] = W z + u``; ``x, B, C`` go through the convolution and SiLU; ``dt = softplus(dt +
     dt_bias)``, ``A = −exp(A_log)``; ``h_t = exp(A dt_t) h_{t−1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t + D x_t``;
-    ``rms(y · silu(gate)) · w``, then the output projection. The H / G heads of a group share B and C, and the
-    norm takes each group by itself, unless the spec says otherwise. ``A``, ``dt`` and the state are kept in
-    float32 or better, whatever the type of the projections.
+    ``rms(y · silu(gate)) · w``, then the output projection. The H / G heads of a group share B and C, and
+    each group has its own norm, unless the spec sets ``norm_groups``. ``A``, ``dt`` and the state are in
+    float32 or better, for any dtype of the projections.
 
     Args:
-        spec: widths, and ranges of the initial A and dt.
+        spec: widths, and the ranges of the initial A and dt.
         d_model: width of the residual stream.
 
     """
@@ -118,17 +118,17 @@ class Mamba2(Mixer):
         return Mamba2State(state.conv_BWC[rows], state.h_BHPN[rows])
 
     def slots(self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int) -> Mamba2Slots:
-        """Return a state a slot; none depends on a length."""
+        """Return one state per slot; its size does not depend on ``max_seq_len``."""
         return Mamba2Slots(self, count, device=device, dtype=dtype)
 
     def supports_injection_table(self, window: Window) -> bool:
-        """Whether the GPU's fused operator serves the window: it reads the injection where it stands."""
+        """Whether the GPU's fused operator runs the window: it reads the injection from the table."""
         half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.float32
         plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
         return half and self._fusible(window.device, window.length, plain)
 
     def prepare(self, window: Window) -> Mamba2Context:
-        """Find where the convolution's next tail comes from, and the documents around the window."""
+        """Return the indices of the convolution's next tail, and the documents around the window."""
         taps = self.spec.d_conv
         return window.once(("mamba2", taps), lambda: _context(window, taps))
 
@@ -166,7 +166,7 @@ class Mamba2(Mixer):
     def _fused(
         self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
     ) -> tuple[Tensor, Tensor | None, Tensor] | None:
-        """Return output, state and projection by the GPU's fused operator; None where it does not serve."""
+        """Return output, state and projection by the GPU's fused operator; None where it does not apply."""
         if not self._fusible(z.device, z.shape[1], context.plain) or is_differentiated_forward():
             return None
         if self._is_watched_or_strided():
@@ -174,8 +174,7 @@ class Mamba2(Mixer):
         projected: Tensor = self.in_proj(z)
         if not mamba2_mix.suits(projected):
             return None
-        # With gradients the operator takes the projection behind it along, unless something wraps it or is
-        # to be called with it.
+        # With gradients the operator includes the output projection, unless that is wrapped or has hooks.
         plain = isinstance(self.out_proj, Linear) and not has_hooks(self.out_proj)
         last = self.out_proj if plain and torch.is_grad_enabled() else None
         out_weight, out_bias = (None, None) if last is None else last.current()
@@ -197,7 +196,7 @@ class Mamba2(Mixer):
         return mixed if last is not None else self.out_proj(mixed), h, projected
 
     def _is_watched_or_strided(self) -> bool:
-        """Whether the operator would pass over hooks of the norm, or strides of parameters."""
+        """Whether the norm has hooks or parameters are strided, which the fused operator ignores."""
         if torch.compiler.is_compiling():
             return False
         small = (self.conv.weight, self.conv.bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
@@ -219,7 +218,7 @@ class Mamba2(Mixer):
         )
 
     def _project(self, z: Tensor, u: Tensor | None, context: Mamba2Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gate, input of the convolution and dt, the real tokens first; padding feeds nothing in."""
+        """Return gate, input of the convolution and dt, the real tokens first; padding contributes zeros."""
         if context.order_BL is not None:
             z, u = permute(z, context.order_BL), permute(u, context.order_BL)
         projected: Tensor = self.in_proj(z)
@@ -262,7 +261,7 @@ class Mamba2(Mixer):
             -torch.exp(at_least_float32(self.A_log)),
             B.unflatten(-1, (groups, -1)),
             C.unflatten(-1, (groups, -1)),
-            initial_state_BHPN=None if context.begins else state.h_BHPN,  # zeros, which cost products
+            initial_state_BHPN=None if context.begins else state.h_BHPN,  # skip the products with zeros
             chunk_size=self.spec.chunk_size,
             documents_BL=context.documents_BL,
             initial_document_B=context.initial_document_B,
@@ -280,16 +279,16 @@ class Mamba2(Mixer):
 
 def _context(window: Window, taps: int) -> Mamba2Context:
     begins, valid = window.start == 0, window.valid_BL
-    # In a first window of one document padding on either side stays where it is, like the zeros before it.
+    # In a first window of one document padding on either side acts like the zeros before the sequence.
     stays = begins and window.documents_BT is None and not window.gaps
     real = None if stays else window.real_first()
     order = inverse = last = None
     if real is not None:
         valid, order, inverse = real.valid_BL, real.order_BL, real.inverse_BL
     if valid is not None:
-        # The tail holds the last real inputs: with padding on the right they are not the window's last ones.
+        # The tail holds the last real inputs: with padding on the right these are not the window's last ones.
         index = torch.arange(1, window.length + 1, device=window.device)
-        end = (valid * index).amax(1)  # how many tokens up to and with the last real one
+        end = (valid * index).amax(1)  # number of tokens up to and including the last real one
         last = end[:, None] + torch.arange(taps - 1, device=window.device)
     around = DocumentsAround()
     if window.documents_BT is not None:
