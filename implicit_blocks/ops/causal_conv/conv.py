@@ -20,7 +20,7 @@ from implicit_blocks.ops.backends import AUTO, Backend, Operation
 from implicit_blocks.ops.causal_conv import cuda, fla
 from implicit_blocks.ops.transforms import is_transformed
 
-# Bytes of one intermediate of a tile on a CPU; four of them are alive at once.
+# Bytes of one intermediate of a tile on a CPU; four of them exist at the same time.
 TILE_BYTES = 1 << 18
 
 
@@ -41,22 +41,22 @@ def causal_conv(
 
     Args:
         x_BLC: the window's inputs.
-        weight_CW: taps, oldest first, as in ``nn.Conv1d``'s ``weight[:, 0]``.
+        weight_CW: taps, oldest first, as ``weight[:, 0]`` of ``nn.Conv1d``.
         bias_C: added to every output.
         tail_BWC: the W-1 inputs before the window, (B, W-1, C); None is zeros.
         activation: "silu", applied to the result, or None.
-        documents_BL: a number for each token's document; taps on another document's tokens count as zero.
+        documents_BL: the number of each token's document; taps on tokens of other documents count as zero.
         tail_documents_BW: the documents of the tail's tokens, (B, W-1); None: the first token's.
-        backend: ``auto`` takes causal-conv1d's kernels or fla's where they are installed and suit the inputs,
-            else ``torch``; a name of ``CAUSAL_CONV.names`` takes that one or raises.
+        backend: ``auto`` uses causal-conv1d's kernels or fla's where they are installed and support the
+            inputs, else ``torch``; a name of ``CAUSAL_CONV.names`` uses that backend or raises.
 
     Returns:
-        y_BLC, in the type of x.
+        y_BLC, in the dtype of x.
 
     Raises:
         ValueError: if the tail or the weight does not fit, the activation or the backend is unknown, or the
-            backend asked for can't run these inputs.
-        ImportError: for a backend asked for by name whose package is missing.
+            requested backend does not support these inputs.
+        ImportError: for a requested backend whose package is missing.
 
     """
     channels, taps = weight_CW.shape
@@ -117,7 +117,7 @@ def conv_tail(
         x_BLC: the window's inputs, any length.
         tail_BWC: the W-1 inputs before the window, (B, W-1, C); None is zeros.
         taps: W.
-        last_taps_BW: where each row's last W-1 real inputs stand in tail and window together, (B, W-1) int64;
+        last_taps_BW: indices of each row's last W-1 real inputs in tail and window together, (B, W-1) int64;
             None: at the end.
 
     """
@@ -150,7 +150,7 @@ def convolve(
 ) -> Tensor:
     """Convolve ``full``, the W-1 inputs before the window and the window: T = W-1 + L tokens give L outputs.
 
-    ``same_BLW`` says which taps of a token lie in its own document; None: all.
+    ``same_BLW`` marks the taps of a token that are in its own document; None: all.
     """
     taps = weight_CW.shape[1]
     length = full_BTC.shape[1] - (taps - 1)
@@ -167,11 +167,11 @@ def convolve(
 
 
 class TiledConvolution(torch.autograd.Function):
-    """One node of the graph: arguments x, tail, weight, bias, silu, same."""
+    """The convolution as one autograd node; its arguments are x, tail, weight, bias, silu, same."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        """Convolve, and keep the inputs alone."""
+        """Convolve, and save only the inputs."""
         x, tail, weight, bias, silu, same = arguments
         ctx.save_for_backward(x, tail, weight, bias, same)
         ctx.silu = silu
@@ -199,7 +199,7 @@ def convolve_tiled(
     silu: bool,
     same_BLW: Tensor | None,
 ) -> Tensor:
-    """Compute the outputs, without a graph."""
+    """Compute the outputs without an autograd graph."""
     dtype = torch.promote_types(x_BLC.dtype, torch.float32)
     weight_WC = weight_CW.to(dtype).t().contiguous()
     y_BLC = torch.empty(x_BLC.shape, dtype=x_BLC.dtype, device=x_BLC.device)
@@ -250,7 +250,7 @@ def _gradients(
 
 
 def _tiles(x_BLC: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Cut batch and length so that a tile fits the cache; accelerators take everything at once."""
+    """Cut batch and length so that a tile fits the cache; accelerators use a single tile."""
     batch, length, channels = x_BLC.shape
     rows, tokens = batch, length
     if x_BLC.device.type == "cpu":
@@ -263,7 +263,7 @@ def _tiles(x_BLC: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _with_history(x_BLC: Tensor, tail_BWC: Tensor, rows: slice, tokens: slice) -> Tensor:
-    """Return a tile's inputs and the W-1 before them; a view wherever the tail is not needed."""
+    """Return a tile's inputs and the W-1 preceding ones; a view where the tail is not needed."""
     history = tail_BWC.shape[1]
     if tokens.start >= history:
         return x_BLC[rows, tokens.start - history : tokens.stop]

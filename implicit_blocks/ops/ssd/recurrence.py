@@ -1,4 +1,4 @@
-"""The SSD recurrence, one token after the other: the oracle every other backend is tested against.
+"""The SSD recurrence, token by token: the reference for the tests of all other backends.
 
 Shapes: B batch, L length, H heads, P head width, G groups (H is a multiple of G), N state width.
 """
@@ -24,8 +24,8 @@ def ssd_recurrence(
 ) -> tuple[Tensor, Tensor | None]:
     """Run ``h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t`` literally (Mamba2, eq. 1).
 
-    Arguments and results are those of :func:`implicit_blocks.ops.ssd.ssd`; ``chunk_size`` has no meaning
-    here. Slow (several operator calls a token, and as many nodes in the graph): for tests, not for training.
+    Arguments and results are those of :func:`implicit_blocks.ops.ssd.ssd`; ``chunk_size`` has no effect.
+    Slow (several operator calls and autograd nodes per token): for tests, not for training.
     """
     del chunk_size
     batch, length, heads, width = x_BLHP.shape

@@ -28,8 +28,8 @@ from implicit_blocks.ops.ssd.tiles import (
 )
 from implicit_blocks.ops.transforms import is_transformed, without_autocast
 
-# Chunks to a kept state. Keeping every state costs twice the memory of x at 130M widths. The backward pass
-# computes those between again, in the cache: a quarter of the memory for 3 % more time.
+# Chunks per saved state. Saving every state costs twice the memory of x at 130M widths. The backward pass
+# recomputes the states between in the cache: a quarter of the memory for 3 % more time.
 KEEP_EVERY = 4
 
 
@@ -59,23 +59,23 @@ def ssd(
         B_BLGN: input maps, shared by the H/G heads of a group.
         C_BLGN: output maps, likewise.
         initial_state_BHPN: the state after the tokens before the window; None is zero.
-        chunk_size: tokens handled by dense products at once; a matter of speed and memory, not of values
-            beyond rounding.
-        documents_BL: a number for each token's document, non-decreasing along a row; the state is cut where
-            it changes. None: each row is one document.
-        initial_document_B: the document that the initial state belongs to; None: the first token's.
+        chunk_size: number of tokens per dense product; it affects speed and memory, and values only by
+            rounding.
+        documents_BL: the number of each token's document, non-decreasing along a row; the state is reset
+            where it changes. None: each row is one document.
+        initial_document_B: the document of the initial state; None: the first token's.
         return_final_state: whether to return the state after the last token.
-        backend: ``auto`` takes mamba-ssm's kernels or fla's where they are installed and suit the inputs (a
-            GPU, 16-bit floats), else ``torch``; a name of ``SSD.names`` takes that one or raises.
+        backend: ``auto`` uses mamba-ssm's kernels or fla's where they are installed and support the inputs (a
+            GPU, 16-bit floats), else ``torch``; a name of ``SSD.names`` uses that backend or raises.
 
     Returns:
-        ``y_BLHP`` in the type of x, and the final state (in float32, or in float64 if any input is), or
-        None where it was not asked for. Decays and states are accumulated in that type whatever the inputs'.
+        ``y_BLHP`` in the dtype of x, and on request the final state, else None. The state is in float32, or
+        in float64 if any input is; decays and states are accumulated in that dtype.
 
     Raises:
-        ValueError: for an unknown backend or one that can't run these inputs, or shapes that don't fit
-            together.
-        ImportError: for a backend asked for by name whose package is missing.
+        ValueError: for an unknown backend or one that does not support these inputs, or shapes that do not
+            fit together.
+        ImportError: for a requested backend whose package is missing.
 
     """
     _check_shapes(x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, initial_state_BHPN, chunk_size, documents_BL)
@@ -114,7 +114,7 @@ def _check_shapes(
         )
     if heads % B.shape[2]:
         raise ValueError(
-            f"{heads} heads cannot be shared out to {B.shape[2]} groups; choose a divisor of {heads}"
+            f"{heads} heads cannot be divided into {B.shape[2]} groups; choose a divisor of {heads}"
         )
     if dt.shape != (batch, length, heads) or A.shape != (heads,):
         raise ValueError(
@@ -190,7 +190,7 @@ def ssd_step(
     initial_document_B: Tensor | None = None,
     return_final_state: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scan a window of length 1 in a handful of operators, where nothing is left to chunk.
+    """Scan a window of length 1 by one step of the recurrence, in a handful of operators.
 
     Arguments and results are those of :func:`implicit_blocks.ops.ssd.ssd`, L = 1.
     """
@@ -218,7 +218,7 @@ def ssd_step(
 def _scan(
     window: Window, initial: Tensor | None, *, return_final_state: bool, keep_states: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return y, the final state, and, if wanted, the state before every KEEP_EVERY-th chunk but the first."""
+    """Return y, the final state, and on request the state before every KEEP_EVERY-th chunk but the first."""
     x, dtype = window.inputs.x, window.dtype
     y = torch.empty(window.x_BKQHP.shape, dtype=x.dtype, device=x.device)
     final = torch.empty(window.state_shape, dtype=dtype, device=x.device) if return_final_state else None
@@ -240,7 +240,7 @@ def _scan(
                 break
             if kept is not None and following % KEEP_EVERY == 0:
                 after = kept[following // KEEP_EVERY - 1, rows]
-            else:  # in place where possible, but neither into the caller's state nor into a kept one
+            else:  # in place where possible, but neither in the caller's state nor in a saved one
                 after = buffer = tiles.new_state() if buffer is None else buffer
             tiles.next_state(k, h, after)
             h = after
@@ -252,7 +252,7 @@ def _rows_of(state: Tensor | None, rows: slice, dtype: torch.dtype) -> Tensor | 
 
 
 class _ChunkedScan(torch.autograd.Function):
-    """The scan as one node of the graph."""
+    """The scan as one autograd node."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None]:
@@ -332,7 +332,7 @@ def _gradients(
 def _differentiable_gradients(
     inputs: Inputs, initial: Tensor | None, chunk_size: int, dy: Tensor | None, dfinal: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Compute the same with operators that can be differentiated once more (``create_graph=True``)."""
+    """Compute the same gradients with differentiable operators, for ``create_graph=True``."""
     y, final = ssd_chunked_autograd(
         *inputs[:5],
         initial_state_BHPN=initial,
@@ -356,7 +356,7 @@ def _differentiable_gradients(
 
 
 def _own_precision(scan: Any) -> Any:
-    """Switch autocast off within a plain backend, which chooses its types itself."""
+    """Disable autocast within a plain backend, which chooses its dtypes itself."""
 
     @wraps(scan)
     def run(x_BLHP: Tensor, *tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
@@ -372,7 +372,7 @@ SSD = Operation(
     mamba_ssm.BACKEND,
     fla.BACKEND,
     Backend("torch", _own_precision(ssd_chunked)),
-    # What the others are tested against: readable, and slow.
+    # References for the tests: readable and slow.
     Backend("chunked_autograd", _own_precision(ssd_chunked_autograd)),
     Backend("recurrence", _own_precision(ssd_recurrence)),
 )

@@ -17,23 +17,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-# exp of less is zero, in float64 too.
+# The exponential of smaller values is zero, also in float64.
 LOWEST_LOG_DECAY = -800.0
 
 
 def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the type in which decays and states are kept: float64 if any input has it, else float32."""
+    """Return the dtype of decays and states: float64 if any input has it, else float32."""
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-# Bytes of the largest intermediate of a tile, on a CPU; some six of them are alive at once. Half and twice as
-# many cost about the same, at 130M widths and with many rows of small heads; an eighth costs 30 % more.
+# Bytes of the largest intermediate of a tile on a CPU; about six of them exist at the same time. Half and
+# twice the size cost about the same, at 130M widths and with many rows of small heads; an eighth of it costs
+# 30 % more.
 
 TILE_BYTES = 1 << 20
 
 
 class Inputs(NamedTuple):
-    """A window as it was given; :func:`implicit_blocks.ops.ssd.ssd` says what each is."""
+    """The arguments of a scan, as :func:`implicit_blocks.ops.ssd.ssd` documents them."""
 
     x: Tensor
     dt: Tensor
@@ -47,8 +48,8 @@ class Inputs(NamedTuple):
 class Window:
     """A window cut into K chunks of equal length, with its decays and Gram matrices.
 
-    The chunks are as few as ``chunk_size`` allows and equally long; fewer than K tokens of padding, with a
-    step size of zero, fill the last.
+    There are as few chunks as ``chunk_size`` allows, all of the same length; fewer than K tokens of padding,
+    with a step size of zero, fill the last one.
     """
 
     def __init__(self, inputs: Inputs, chunk_size: int) -> None:
@@ -61,9 +62,9 @@ class Window:
         self.x_BKQHP = self.cut(inputs.x)
 
         dt_BHKQ = self.cut(inputs.dt).permute(0, 3, 1, 2)
-        # Log decays are summed in float64: only their differences count, and a float32 sum over strong decays
-        # has lost the digits of the weak ones. Even a float64 sum has, over absurd ones; what is cut off here
-        # decays to zero in float64 all the same.
+        # Log decays are summed in float64: only their differences matter, and a float32 sum over strong
+        # decays loses the digits of the weak ones. Even a float64 sum does for extreme decays; the values
+        # that are clamped here decay to zero in float64 anyway.
         log_decay = dt_BHKQ.double() * inputs.A.double()[:, None, None]
         self.cut_off_BHKQ = log_decay < LOWEST_LOG_DECAY
         self.log_decay_BHKQ = log_decay.clamp_(min=LOWEST_LOG_DECAY).cumsum(3)
@@ -100,7 +101,7 @@ class Window:
         return self.batch, self.heads, self.width, self.d_state
 
     def row_slices(self) -> list[slice]:
-        """Cut the batch so that a tile fits the cache; accelerators take all rows at once."""
+        """Cut the batch so that a tile fits the cache; accelerators use all rows in one tile."""
         rows = self.batch
         if self.inputs.x.device.type == "cpu":
             widest = max(self.chunk, self.width)
@@ -109,30 +110,30 @@ class Window:
         return [slice(start, min(start + rows, self.batch)) for start in range(0, self.batch, rows)]
 
     def cut(self, t_BL: Tensor) -> Tensor:
-        """Cut (B, L, …) into (B, K, Q, …), padded by zeros; a view where nothing needs padding."""
+        """Cut (B, L, …) into (B, K, Q, …), padded by zeros; a view where no padding is needed."""
         if self.padding:
             t_BL = pad(t_BL, (0, 0) * (t_BL.ndim - 2) + (0, self.padding))
         return t_BL.view(t_BL.shape[0], self.chunks, self.chunk, *t_BL.shape[2:])
 
     def by_chunk(self, t_BLGN: Tensor) -> Tensor:
-        """Bring B or C to (K, B·G, Q, N), in the type of the accumulation."""
+        """Arrange B or C as (K, B·G, Q, N), in the dtype of the accumulation."""
         t = self.cut(t_BLGN).to(self.dtype).permute(1, 0, 3, 2, 4)
         return t.reshape(self.chunks, self.batch * self.groups, self.chunk, self.d_state)
 
     def from_chunks(self, t_KbQN: Tensor) -> Tensor:
-        """Undo :meth:`by_chunk`, but for the type: (B, L, G, N)."""
+        """Invert :meth:`by_chunk` except for the dtype: (B, L, G, N)."""
         t = t_KbQN.view(self.chunks, self.batch, self.groups, self.chunk, self.d_state).permute(1, 0, 3, 2, 4)
         return t.flatten(1, 2)[:, : self.length]
 
     def finish_gradients(self, given: "DecayGradients", dgram_KbQQ: Tensor) -> tuple[Tensor, Tensor]:
-        """Complete the gradients that the tiles left in parts: of dt and A.
+        """Combine the partial gradients of the tiles to those of dt and A.
 
         Also masks the gradient of the Gram matrices, in place.
         """
         dgram_KbQQ.tril_()
         self._cut_documents(dgram_KbQQ)
-        # A token's decay is passed by everything that goes from an earlier token, or the state before the
-        # chunk, to itself or a later token, or the state after it.
+        # A token's decay applies to all paths from an earlier token, or the state before the chunk, to the
+        # token itself, a later token, or the state after the chunk.
         from_start, to_end = given.from_start.double(), given.to_end.double()
         da_BHKQ = given.within + from_start.flip(3).cumsum(3).flip(3) + (to_end.cumsum(3) - to_end)
         da_BHKQ += given.through[..., None]
@@ -150,9 +151,9 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class DecayGradients:
-    """Parts of the gradients of log decays and step sizes, gathered tile by tile: (B, H, K, Q)."""
+    """Partial gradients of log decays and step sizes, accumulated by tile: (B, H, K, Q)."""
 
-    within: Tensor  # what passes a token's decay from other tokens of the chunk to it or others
+    within: Tensor  # paths between tokens of the chunk
     from_start: Tensor  # from the state before the chunk to a token
     to_end: Tensor  # from a token to the state after its chunk
     through: Tensor  # from state to state, (B, H, K)
@@ -160,7 +161,7 @@ class DecayGradients:
 
     @classmethod
     def zeros(cls, window: Window) -> "DecayGradients":
-        """Nothing gathered yet."""
+        """Return zeros."""
         per_chunk = window.dt_BHKQ.new_zeros(window.dt_BHKQ.shape[:3])
         return cls(
             within=torch.zeros_like(window.dt_BHKQ),
@@ -180,7 +181,7 @@ class Rows:
         self.chunk, self.heads, self.width = window.chunk, window.heads, window.width
         self.groups, self.d_state, self.dtype = window.groups, window.d_state, window.dtype
         self.x = window.x_BKQHP[rows].unbind(1)
-        # In two parts of the tile's own type: float64 differences would need a float64 tile to pass through.
+        # Two terms in the tile's own dtype: float64 differences would need a float64 tile.
         log_decay = window.log_decay_BHKQ[rows].to(self.dtype)
         self.log_decay = log_decay.unbind(2)
         self.log_decay_rest: tuple[Tensor, ...] | None = None
@@ -245,14 +246,14 @@ class Rows:
         self.fold_state(out_BHPN).baddbmm_(weighted_bQF.mT, self.B[k])
 
     def fold(self, t_BQHP: Tensor) -> Tensor:
-        """Fold the heads of each group: (b, Q, F)."""
+        """Fold the heads of each group into (b, Q, F)."""
         if self.groups == 1:
             return t_BQHP.view(self.batch, self.chunk, -1)
         t = t_BQHP.view(self.batch, self.chunk, self.groups, -1).transpose(1, 2)
         return t.reshape(self.batch * self.groups, self.chunk, -1)
 
     def unfold(self, t_bQF: Tensor) -> Tensor:
-        """Undo the folding: (B, Q, H, P)."""
+        """Invert ``fold``: (B, Q, H, P)."""
         if self.groups > 1:
             t_bQF = t_bQF.view(self.batch, self.groups, self.chunk, -1).transpose(1, 2).contiguous()
         return t_bQF.view(self.batch, self.chunk, self.heads, self.width)
@@ -263,7 +264,7 @@ class Rows:
 
 
 class BackwardRows(Rows):
-    """The same rows, walked backwards; the gradient of the state travels along."""
+    """The same rows in reverse order, with the gradient of the state."""
 
     def __init__(self, window: Window, rows: slice, dfinal_BHPN: Tensor | None) -> None:
         super().__init__(window, rows)
@@ -289,9 +290,10 @@ class BackwardRows(Rows):
         dgram_b1QQ: Tensor,
         decay: DecayGradients,
     ) -> None:
-        """Write a tile's gradients, and turn that of the state after the chunk into that of the state before.
+        """Write a tile's gradients, and update the state's gradient from after the chunk to before it.
 
-        ``dB`` and ``dC`` get what passes the states; what passes the Gram matrix follows from ``dgram``.
+        ``dB`` and ``dC`` receive the gradients through the states; those through the Gram matrix follow from
+        ``dgram``.
         """
         x_BQHP, dt_BHQ = self.x[k].to(self.dtype), self.dt[k]
         dy_BQHP = dy_BQHP.to(self.dtype)
@@ -303,12 +305,12 @@ class BackwardRows(Rows):
         torch.bmm(dy_hQP, self.by_head_hQP.mT, out=self.pairs_hQQ)
         self.pairs_bRQQ.mul_(self.decay_bRQQ)
         torch.sum(self.pairs_bRQQ, 1, keepdim=True, out=dgram_b1QQ)
-        # The gradient of the log decay from j to i; the diagonal decays nothing.
+        # The gradient of the log decay from j to i; the diagonal has no decay.
         self.pairs_bRQQ.mul_(self.gram_strict[k])
         self.decay_bRQQ.mul_(self.gram[k])
         torch.bmm(self.decay_hQQ.mT, dy_hQP, out=self.by_head_hQP)
-        # Token t's decay is passed from every j < t to every i ≥ t. Differences of sums of rows and columns
-        # would be cheaper, but their rounding drowns what passes a strong decay.
+        # Token t's decay applies from every j < t to every i ≥ t. Differences of sums of rows and columns
+        # would be cheaper, but their rounding errors exceed the gradients through a strong decay.
         torch.bmm(self.suffix_hQQ, self.pairs_hQQ, out=self.decay_hQQ)
         torch.sum(self.decay_BHQQ.tril_(-1), 3, out=decay.within[self.rows, :, k])
         dx_dt_BQHP = self.by_head_BHQP.transpose(1, 2)
@@ -354,5 +356,5 @@ class BackwardRows(Rows):
 
 
 def _per_token(t_BHQ: Tensor) -> Tensor:
-    """Bring a number a head and token beside (B, Q, H, P)."""
+    """Reshape (B, H, Q) to broadcast with (B, Q, H, P)."""
     return t_BHQ.transpose(1, 2)[..., None]
