@@ -148,7 +148,8 @@ class _Run:
         require_count("max_new_tokens", max_new_tokens)
         self.model, self.count, self.pad_token = model, max_new_tokens, pad_token
         self.device = model.embedding.weight.device
-        self.window_length, self.search = window_length, SearchOptions(**search)
+        self.window_length = window_length
+        self.search_kwargs, self.search = search, SearchOptions(**search) if search else None
         self.ids, mask = lay_out(prompts, attention_mask, device=self.device)
         self.valid = check_prompts(self.ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
         if self.valid is not None:
@@ -184,7 +185,7 @@ class _Run:
             stop_token_ids=self.stops,
             pad_token=self.pad_token,
             window_length=self.window_length,
-            search=self.search,
+            **self.search_kwargs,
         )
         for step in slots.steps():
             self.prompt = self.prompt or slots.prompt

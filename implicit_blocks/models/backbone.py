@@ -85,16 +85,6 @@ class Block(nn.Module):
         hidden: Tensor = self.mlp(self.mlp_norm(z))
         return Stream(z, hidden if second is None else hidden * second)
 
-    def dropout_masks(self, z_BLD: Tensor, probability: float) -> tuple[Tensor, Tensor] | None:
-        """Draw the masks of one forward pass, scaled to keep the mean; all its iterations share them."""
-        if probability == 0:
-            return None
-
-        def draw() -> Tensor:
-            return torch.empty_like(z_BLD).bernoulli_(1 - probability).div_(1 - probability)
-
-        return draw(), draw()
-
     def output_projections(self) -> list[nn.Module]:
         """Return the layers that write into the residual stream."""
         projections = list(self.mixer.output_projections())
@@ -189,7 +179,9 @@ class Backbone(nn.Module):
         """Return the map of a window, which has one set of weights, masks and dropout in all its calls."""
         dropout = self.dropout if self.training else 0.0
         contexts = tuple(
-            BlockContext(block.mixer.prepare(window), block.dropout_masks(start_BLD, dropout))
+            BlockContext(
+                block.mixer.prepare(window), dropout_masks(start_BLD, dropout) if dropout > 0 else None
+            )
             for block in self.blocks()
         )
         return BoundMap(self, window, u_BLU, states, contexts, weights)
@@ -316,6 +308,15 @@ class BoundMap:
             states=states,
             contexts=tuple(map(context, self.backbone.blocks(), self.contexts)),
         )
+
+
+def dropout_masks(z_BLD: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+    """Draw a block's masks for one forward pass, scaled to keep the mean; all its iterations share them."""
+
+    def draw() -> Tensor:
+        return torch.empty_like(z_BLD).bernoulli_(1 - probability).div_(1 - probability)
+
+    return draw(), draw()
 
 
 def _recomputed(function: Callable[..., Value], *arguments: Any) -> Value:

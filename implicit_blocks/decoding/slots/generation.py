@@ -6,7 +6,7 @@ Shape legend: B batch, L tokens of the longest prompt, D model width, V vocabula
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from implicit_blocks.decoding.generated import Step
 from implicit_blocks.decoding.sampling import Sampling
 from implicit_blocks.decoding.slots.continuous import ContinuousDecoder, NewToken, Request
 from implicit_blocks.models.language_model import LanguageModel
-from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.search.options import SearchKwargs
 from implicit_blocks.solution import Solution
 
 EMPTY = {"iterations": 0, "residual": 0.0, "converged": True, "diverged": False}
@@ -51,7 +51,7 @@ class SlotGeneration:
         stop_token_ids: Sequence[int],
         pad_token: int,
         window_length: int | None,
-        search: SearchOptions,
+        **search: Unpack[SearchKwargs],
     ) -> None:
         self.ids, self.valid, self.pad_token = ids_BL, valid_BL, pad_token
         self.stop_token_ids = stop_token_ids
@@ -61,7 +61,7 @@ class SlotGeneration:
             max_batch_size=len(rows),
             max_seq_len=max(len(row) + limit for row, limit in zip(rows, limits, strict=True)),
             window_length=window_length,
-            **asdict(search),
+            **search,
         )
         self.decoder.on_prompts = self._keep
         self._prompts: dict[int, tuple[Solution, int]] = {}
