@@ -47,7 +47,7 @@ def test_no_more_tokens_are_taken_back_than_there_are():
     state = model(torch.zeros(1, 3, dtype=torch.int64), return_state=True).state
     assert state.truncate(3, model.backbone).length == 0
     for tokens in (4, -1):
-        with pytest.raises(ValueError, match=f"{tokens} tokens cannot be taken back from the 3"):
+        with pytest.raises(ValueError, match=f"{tokens} tokens cannot be removed from the 3"):
             state.truncate(tokens, model.backbone)
 
 

@@ -456,7 +456,7 @@ def test_the_loss_without_logits_is_the_same():
         strict=True,
     ):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-7)
-    with pytest.raises(ValueError, match="give labels"):
+    with pytest.raises(ValueError, match="requires labels"):
         model(ids, return_logits=False)
 
 

@@ -32,7 +32,7 @@ def test_padding_counts_for_nothing_wherever_it_stands(row):
     [
         ({"input_ids": torch.zeros(3, dtype=torch.int64)}, "give \\(batch, tokens\\)"),
         ({"input_ids": torch.zeros(3, 0, dtype=torch.int64)}, "neither of them 0"),
-        ({"input_ids": torch.zeros(1, 3)}, "input_ids are torch.float32; give tokens, as int64"),
+        ({"input_ids": torch.zeros(1, 3)}, "input_ids are torch.float32; give token IDs as int64"),
         ({"input_ids": torch.tensor([[0, 999]])}, "have token 999, and the model knows 0 to"),
         ({"input_ids": torch.tensor([[0, -1]])}, "have token -1, and the model knows 0 to"),
         ({"input_ids": torch.zeros(1, 3, dtype=torch.int64), "window_length": 0}, "choose at least 1"),
@@ -43,7 +43,7 @@ def test_padding_counts_for_nothing_wherever_it_stands(row):
         ({"input_ids": [[0, 1]]}, "input_ids is a list; give a tensor"),
         (
             {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.zeros(1, 3)},
-            "labels are torch.float32; give tokens",
+            "labels are torch.float32; give token IDs",
         ),
         (
             {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "labels": torch.tensor([[-100, -1]])},

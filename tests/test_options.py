@@ -27,8 +27,8 @@ def a_model():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ib.Phantom(steps=2.5), "steps is 2.5; choose a whole number, at least 1"),
-        (lambda: ib.Anderson(memory="5"), "memory is '5'; choose a whole number"),
+        (lambda: ib.Phantom(steps=2.5), "steps is 2.5; choose an integer of at least 1"),
+        (lambda: ib.Anderson(memory="5"), "memory is '5'; choose an integer"),
         (lambda: ib.Anderson(regularization=float("nan")), "regularization is nan; choose 0 or more"),
         (lambda: ib.ImplicitFunction(solver="picard"), "solver is 'picard'; give a Solver such as Anderson"),
         (lambda: ib.ImplicitFunction(stopping=1e-3), "stopping is 0.001; give a Stopping such as"),
@@ -46,12 +46,12 @@ def a_model():
             r"valid has shape \(2, 2\) .* starts with \(2, 3\)",
         ),
         (lambda: solved(window_length=0), "window_length is 0; choose at least 1"),
-        (lambda: solved(window_length=1.5), "window_length is 1.5; choose a whole number"),
+        (lambda: solved(window_length=1.5), "window_length is 1.5; choose an integer"),
         (
             lambda: ib.generate(a_model().eval(), [[1]], max_new_tokens=1.5),
-            "max_new_tokens is 1.5; choose a whole number",
+            "max_new_tokens is 1.5; choose an integer",
         ),
-        (lambda: a_model().checkpoint_activations("step"), "is 'step'; choose 'none', 'steps' or 'layers'"),
+        (lambda: a_model().checkpoint_activations("step"), "got 'step'; choose 'none', 'steps' or 'layers'"),
     ],
 )
 def test_an_option_out_of_range_is_refused(make, message):

@@ -90,7 +90,7 @@ def test_what_one_mixer_can_t_the_whole_can_t():
     heads = ib.AttentionSpec(n_heads=4)
     assert ib.build(ib.HybridSpec(mixers=(heads, heads)), d_model=16).truncates
     assert not ib.build(HYBRID, d_model=16).truncates
-    with pytest.raises(ValueError, match=r"can't keep states in torch\.int8"):
+    with pytest.raises(ValueError, match=r"cannot store states in torch\.int8"):
         ContinuousDecoder(
             ib.build(spec_of(HYBRID)).eval(), max_batch_size=2, max_seq_len=8, state_dtype=torch.int8
         )

@@ -12,8 +12,8 @@ from torch import nn
 
 import implicit_blocks as ib
 from implicit_blocks.cuda import capture as recording
-from implicit_blocks.cuda import map_graphs as graphs
 from implicit_blocks.cuda.capture import leaves_of_its_own
+from implicit_blocks.models import map_graphs as graphs
 
 
 @pytest.fixture

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from typing import get_type_hints
 
 import pytest
 import torch
 
 import implicit_blocks as ib
 from implicit_blocks.decoding import generation
-from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.search.options import SearchKwargs, SearchOptions
 
 MIXERS = {
     "mamba2": {"mixer": ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4)},
@@ -194,19 +195,31 @@ def test_impossible_knobs_are_refused(model, ids):
     )
 
 
-def test_every_public_call_that_searches_spells_out_the_same_knobs():
-    """Named and typed where they are given: transformers reads forward's names, editors complete them."""
-    modeling = pytest.importorskip("implicit_blocks.hf.modeling", reason="transformers is not installed")
-    models = modeling.ImplicitMamba2Model, modeling.ImplicitMamba2ForCausalLM
-    forwards = [kind.forward for kind in (ib.ImplicitLM, *models)]
-    calls = [*forwards, ib.generate, ib.score, ib.decoding.ContinuousDecoder.__init__]
-    fields = {field.name: (field.default, field.type) for field in dataclasses.fields(SearchOptions)}
+def test_search_kwargs_are_the_fields_of_search_options():
+    assert get_type_hints(SearchKwargs) == get_type_hints(SearchOptions)
+
+
+def test_every_public_call_that_searches_accepts_search_kwargs():
+    calls = [
+        *(kind.forward for kind in (ib.ImplicitLM, ib.ExplicitLM)),
+        *(ib.generate, ib.score, ib.decoding.ContinuousDecoder.__init__),
+    ]
     for call in calls:
         parameters = inspect.signature(call).parameters
-        found = {name: (p.default, p.annotation) for name, p in parameters.items() if name in fields}
-        assert list(found.items()) == list(fields.items()), call.__qualname__
+        assert parameters["search"].annotation == "Unpack[SearchKwargs]", call.__qualname__
         assert "window_length" in parameters
-    assert {*fields, "window_length"} < set(generation.Options.__annotations__)  # stream's
+    assert {*SearchOptions.names(), "window_length"} < {*get_type_hints(generation.Options)}  # stream's
+
+
+def test_transformers_classes_name_the_search_options():
+    """Transformers validates the keyword arguments of ``generate`` by the parameters of ``forward``."""
+    modeling = pytest.importorskip("implicit_blocks.hf.modeling", reason="transformers is not installed")
+    fields = {field.name: (field.default, field.type) for field in dataclasses.fields(SearchOptions)}
+    for kind in (modeling.ImplicitMamba2Model, modeling.ImplicitMamba2ForCausalLM):
+        parameters = inspect.signature(kind.forward).parameters
+        found = {name: (p.default, p.annotation) for name, p in parameters.items() if name in fields}
+        assert list(found.items()) == list(fields.items()), kind.__qualname__
+        assert "window_length" in parameters
 
 
 def test_an_explicit_model_has_no_search_and_no_warm_start(ids):

@@ -143,7 +143,7 @@ def test_a_model_that_another_thread_is_calling_refuses(model: torch.nn.Module) 
     thread.start()
     try:
         assert within.wait(60)
-        with pytest.raises(RuntimeError, match="in use by another thread; let threads call it in turn"):
+        with pytest.raises(RuntimeError, match="in use by another thread; protect its calls by a lock"):
             model(tokens)
         assert torch.equal(its_own(tokens).logits, alone)
     finally:

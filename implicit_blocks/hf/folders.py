@@ -18,7 +18,7 @@ from implicit_blocks.checkpoints.folder import check_tensors, read_config, read_
 from implicit_blocks.checkpoints.load_model import empty_state
 from implicit_blocks.hf import pretrained as ordinary
 from implicit_blocks.hf import published
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weights.weight_norm import WeightNorm

@@ -25,7 +25,7 @@ from implicit_blocks.hf.generation import ImplicitGenerationMixin
 from implicit_blocks.hf.inputs import check_options, documents_of, mask_of_these, one_cache
 from implicit_blocks.hf.remote_code import write_shim
 from implicit_blocks.layers import Linear, at_least_float32
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution

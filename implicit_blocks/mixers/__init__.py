@@ -1,4 +1,4 @@
-"""Mixers: how a window of tokens is mixed, one a file."""
+"""Mixers: the parts of a layer that mix the tokens of a window."""
 
 from implicit_blocks.mixers.attention.mixer import Attention
 from implicit_blocks.mixers.hybrid import Hybrid, HybridSlots

@@ -86,7 +86,7 @@ def test_what_a_recording_failed_in_takes_no_other(monkeypatch, caplog):
     assert pools == [(0, 1), (0, 2), (0, 2)]
     assert [graph is None for graph in captured.graphs.values()] == [True, False, False]
     assert "".join(done) == "abcaabca"  # the broken one is tried, and then launched; replays do nothing here
-    assert "a of 2 slots can't be captured" in caplog.text
+    assert "a of 2 slots cannot be captured" in caplog.text
 
 
 def test_modules_with_hooks_are_called(captured, tiny_model, caplog):

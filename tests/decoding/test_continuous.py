@@ -203,7 +203,7 @@ def test_what_makes_no_sense_is_refused(tiny_model, many):
         decoder.submit(Request(prompt=[1], max_new_tokens=8))
     with pytest.raises(ValueError, match="stop_token_ids have -1, and the model knows 0 to 18"):
         decoder.submit(Request(prompt=[1], max_new_tokens=1, stop_token_ids=[-1]))
-    with pytest.raises(ValueError, match="a seed is None; choose whole numbers"):
+    with pytest.raises(ValueError, match="a seed is None; choose integers"):
         decoder.submit(Request(prompt=[1], max_new_tokens=1, seed=None))
     assert not decoder.busy
     with pytest.raises(ValueError, match="training mode"):

@@ -135,7 +135,7 @@ def test_a_new_text_sees_nothing_of_the_last_one(tiny_model, dtype):
 
 
 def test_types_that_no_state_is_kept_in_are_refused(tiny_model):
-    with pytest.raises(ValueError, match=r"Mamba2Slots can't keep states in torch.int8; choose a floating"):
+    with pytest.raises(ValueError, match=r"Mamba2Slots cannot store states in torch.int8; choose a floating"):
         ContinuousDecoder(tiny_model("mamba2"), max_batch_size=1, max_seq_len=8, state_dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"can't be kept in torch.int16; choose torch.int8"):
+    with pytest.raises(ValueError, match=r"cannot be stored in torch.int16; choose torch.int8"):
         ContinuousDecoder(tiny_model("attention"), max_batch_size=1, max_seq_len=8, state_dtype=torch.int16)

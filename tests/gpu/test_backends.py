@@ -96,7 +96,7 @@ def test_scan_of_one_token(backend, dtype, documents):
     """Without gradients: the step of decoding. The state that was given stays as it was."""
     backend_of(SSD, backend)
     if backend == "fla" and documents:
-        pytest.skip("it takes one document a row, and says so")
+        pytest.skip("it supports one document per row, and says so")
     tensors = scan_inputs(SHAPES["B5-L1-H24-P64-G1-N128"])
     for name in ("x", "B", "C"):
         tensors[name] = tensors[name].to(dtype)

@@ -91,7 +91,7 @@ def test_recorded_steps_make_the_tokens_of_launched_ones(mixer, slots, fused, ca
     model = built(mixer)
     decoder, found = decode(model, slots=slots, fused=fused)
     assert (decoder.batch.fused is not None) == fused
-    assert "can't be captured" not in caplog.text
+    assert "cannot be captured" not in caplog.text
     assert all_captured(decoder)
     assert_same(found, eager(mixer))
 

@@ -198,7 +198,7 @@ def test_cropping_takes_back_the_last_tokens(lively_model, ids, max_seq_len):
         found = model(more, **{name: copy.deepcopy(cache)}, **knobs).logits
         expected = model(more, **{name: copy.deepcopy(shorter)}).logits
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="6 tokens cannot be taken back from the 5"):
+    with pytest.raises(ValueError, match="6 tokens cannot be removed from the 5"):
         cache.crop(-6)
 
 

@@ -193,16 +193,17 @@ def published_folder(case: Path, folder: Path, kind: str = "one file") -> Path:
 def by_the_published_rule(model: Any, ids: torch.Tensor, tolerance: float) -> torch.Tensor:
     """Step by token, damped, until ``‖f(z) − z‖ / (‖z‖ + 1e-6)`` is under the tolerance; map once more."""
 
-    def solve_window(f: Any, z: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def solve(f: Any, z: torch.Tensor, **_: Any) -> ib.Solution:
         for _ in range(399):
             fz = f(z)
             residual = (fz - z).norm() / (1e-6 + z.norm())
             z = z + 0.8 * (fz - z)
             if residual < tolerance:
                 break
-        return z, None
+        unknown = torch.zeros(len(z))
+        return ib.Solution(z, unknown, unknown, unknown, unknown)
 
-    model.solve_window = solve_window
+    model.solve = solve
     return model(ids, window_length=1).logits
 
 

@@ -167,7 +167,7 @@ def test_text_where_there_is_no_tokenizer(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", str(run), "the cat"]) == 2
-    assert "'the cat' is no row of token ids, and there is no tokenizer" in capsys.readouterr().err
+    assert "'the cat' is not a list of token IDs, and no tokenizer was found" in capsys.readouterr().err
     assert main(["generate", str(run), "5", "--tokenizer", str(tmp_path)]) == 2
     assert "there is no tokenizer at" in capsys.readouterr().err
 

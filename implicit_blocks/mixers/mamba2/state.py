@@ -1,4 +1,4 @@
-"""States of Mamba2 in rows that are each at a length of their own.
+"""The state of Mamba2, of a batch and in slots.
 
 Shape legend: S slots, R of them in a step, W convolution taps, C convolved channels, H heads, P head width, N
 state width.
@@ -6,7 +6,7 @@ state width.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,14 +14,24 @@ from torch import Tensor
 from implicit_blocks.interfaces import SlotStates
 
 if TYPE_CHECKING:
-    from implicit_blocks.mixers.mamba2.mixer import Mamba2, Mamba2State
+    from implicit_blocks.mixers.mamba2.mixer import Mamba2
+
+
+class Mamba2State(NamedTuple):
+    """The state after committed tokens: the convolution's last inputs, (B, W − 1, C), and h, (B, H, P, N).
+
+    ``h`` is in float32 or better.
+    """
+
+    conv_BWC: Tensor
+    h_BHPN: Tensor
 
 
 class Mamba2Slots(SlotStates):
     """The convolution's last inputs, ``taps_SWC``, and the scan's ``h_SHPN`` of every slot.
 
-    The inputs take W entries in turn, of which ``next_S`` is the next: a step may write that of its own token
-    there, beside the W − 1 before it, and nothing reads it until the token is committed.
+    The inputs form a ring of W entries; ``next_S`` is the next one to write. A step writes the input of its
+    own token there, after the W − 1 preceding ones, and nothing reads it until the token is committed.
     """
 
     def __init__(self, mixer: Mamba2, slots: int, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -35,7 +45,7 @@ class Mamba2Slots(SlotStates):
         self._slots = torch.arange(slots, device=device)
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Keep ``h`` in this type, not an integer: every token would be rounded to 8 bits again."""
+        """Store ``h`` in this floating dtype; with integers every token would round it to 8 bits again."""
         super().set_dtype(dtype)
         self.h_SHPN = self.h_SHPN.to(dtype)
 
@@ -50,16 +60,14 @@ class Mamba2Slots(SlotStates):
         self.next_S[slot] = 0
 
     def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> Mamba2State:
-        """Return the states: those of all slots where they lie, a copy of some."""
-        from implicit_blocks.mixers.mamba2.mixer import Mamba2State
-
+        """Return the states: a view for all slots, a copy for some."""
         rows = self._slots if rows_R is None else rows_R
         entries = (self.next_S[rows, None] + self._order) % self.taps_SWC.shape[1]
         h = self.h_SHPN if rows_R is None else self.h_SHPN[rows_R]
         return Mamba2State(self.taps_SWC[rows[:, None], entries], h)
 
     def write(self, rows_R: Tensor | None, after: Mamba2State, committed_R: Tensor) -> None:
-        """Copy what was committed into its slots; the convolution's input of the others may lie beside it."""
+        """Copy committed states into their slots; the other slots may get an input that is never read."""
         rows = self._slots if rows_R is None else rows_R
         taps, entries = self.taps_SWC.shape[1], self.next_S[rows]
         if taps > 1:

@@ -1,8 +1,8 @@
 """The map of a model captured as CUDA graphs: an iteration of the search is then one launch.
 
-A map of 24 layers is some 400 kernels, and its backward twice as many. Launched one by one they keep the host
-busy for longer than the GPU needs for the work (Mamba2 130M, 8 × 2048 tokens on an H100: 32 ms of launching
-for 19 ms of work).
+A map of 24 layers has some 400 kernels, and its backward twice as many. Launching them one by one takes
+longer than the GPU needs to run them (Mamba2 130M, 8 × 2048 tokens on an H100: 32 ms of launches for 19 ms of
+work).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 from weakref import ReferenceType, proxy, ref
 
 import torch
@@ -19,43 +19,31 @@ from torch import Tensor, nn
 from implicit_blocks._utils.module_hooks import any_hooks
 from implicit_blocks.cuda.buffer_pool import BufferPool
 from implicit_blocks.cuda.capture import capture, forgetting_casts, leaves_of_its_own
-from implicit_blocks.models.block import BlockContext
+from implicit_blocks.models.backbone import ONE_CALL, BlockContext, BoundMap, Steps
 from implicit_blocks.ops.transforms import first_derivatives_only
 from implicit_blocks.weights.cache import WeightCache, modules_of
 
-if TYPE_CHECKING:
-    from implicit_blocks.models.backbone import BoundMap
-
 _LOG = logging.getLogger(__name__)
 
-MOST = 8  # graphs of a kind: shapes of training, evaluation, and the batches that converged rows have left
-VALUES = 3  # of the map, in a search: the point, its value, and the point before, still being looked at
-
-
-class Steps(NamedTuple):
-    """Calls of a map one after the other: ``calls`` times ``z ← (1 − λ) z + λ f(z)``, λ the damping."""
-
-    calls: int = 1
-    damping: float = 1.0
-
-
-ONE_CALL = Steps()
+MOST = 8  # graphs of a kind: shapes of training, evaluation, and compacted batches
+VALUES = 3  # buffers of a search: the point, its value, and the previous point, which is still read
 
 
 class MapGraphs:
-    """Graphs of a model's map, one a shape, without gradients for searches and with them for what follows.
+    """CUDA graphs of a model's map, one per shape: without gradients for searches, with them for steps.
 
-    What follows a search, a few steps in a row, is one graph: points and gradients that only the next step
-    reads are never copied, and the weights' gradients leave it once.
+    The differentiated steps after a search are one graph: points and gradients that only the next step reads
+    are never copied, and the weights' gradients are copied once.
 
-    They serve plain windows: those that begin their sequences, without padding or documents; any other is
-    computed as if there were no graphs, and so is, with a line in the log, a map that can't be captured, or
-    whose modules have hooks, which nobody would call. A call whose ``z`` is a leaf that takes a gradient is
-    too: a graph goes backwards once, and gradients that are solved for ask for many products with one
-    Jacobian. Weights, injection and the masks of dropout are copied into buffers of the graphs once a pass,
-    ``z`` where it isn't there.
+    Graphs run plain windows, which begin their sequences and have no padding or documents. Other windows run
+    eagerly, and so do, with a line in the log, maps that cannot be captured or whose modules have hooks: a
+    graph does not call hooks. A call whose ``z`` is a leaf that requires gradients runs eagerly as well: a
+    graph runs backward once, and implicit gradients need many products with one Jacobian. Weights, injection
+    and dropout masks are copied into the buffers of the graphs once per pass, ``z`` unless it is already
+    there.
 
-    Nothing here holds the backbone, which holds this: both go with the last reference to the model.
+    No reference to the backbone is kept here, because the backbone refers to this object: both are freed with
+    the last reference to the model.
     """
 
     def __init__(self) -> None:
@@ -64,13 +52,13 @@ class MapGraphs:
         self._buffers: dict[Hashable, _Buffers] = {}
         self._refused: set[Hashable] = set()
         self._memory: tuple[int, ...] = ()
-        self._pool: Any = None  # of all searches, whose graphs leave nothing in it, and of one step
-        self._beside: _StepGraph | None = None  # this: no search is replayed while it awaits its backward
+        self._pool: Any = None  # shared by all searches, whose graphs keep nothing in it, and one step
+        self._beside: _StepGraph | None = None  # this step: no search is replayed before its backward has run
         self._hooks_told = False
         self._last: tuple[ReferenceType[BoundMap], _SearchGraph, torch.dtype | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MapGraphs:
-        return MapGraphs()  # a graph works on the memory that it was captured with
+        return MapGraphs()  # a graph uses the memory that it was captured with
 
     def __getstate__(self) -> dict[str, Any]:
         return {}
@@ -79,14 +67,14 @@ class MapGraphs:
         self.__init__()  # type: ignore[misc]  # the empty state of a copy
 
     def call(self, f: BoundMap, z_BLD: Tensor, steps: Steps = ONE_CALL) -> Tensor:
-        """Return where steps lead, from a graph where there is one or one can be made.
+        """Return the point after ``steps``, by a graph where one exists or can be captured.
 
-        Without gradients that must be one call, undamped.
+        Without gradients ``steps`` must be one undamped call.
         """
         if self._beside is not None and self._beside.in_use and not torch.is_grad_enabled():
-            return f.compute(z_BLD, steps)  # a search's graph would write over what backward reads
+            return f.compute(z_BLD, steps)  # a search's graph would overwrite tensors that backward reads
         if torch.is_grad_enabled() and z_BLD.requires_grad and z_BLD.is_leaf:
-            return f.compute(z_BLD, steps)  # of a point of its own the caller asks for many products
+            return f.compute(z_BLD, steps)  # the caller computes many products with the Jacobian at this leaf
         try:
             if (search := self._once_more(f, z_BLD)) is not None:
                 return search.call(z_BLD, self._pool)
@@ -95,15 +83,17 @@ class MapGraphs:
                 return f.compute(z_BLD, steps)
             return self._call(f, z_BLD, key, steps)
         except _NotCapturedError as error:
-            _LOG.warning("the map can't be captured as a CUDA graph, so it runs eagerly: %s", error.__cause__)
+            _LOG.warning(
+                "the map cannot be captured as a CUDA graph, so it runs eagerly: %s", error.__cause__
+            )
             self._refused.add((_key(f, z_BLD), torch.is_grad_enabled()))
-            self._last = self._pool = None  # a pool that a capture failed in may take no other
+            self._last = self._pool = None  # a pool in which a capture failed cannot be used again
             return f.compute(z_BLD, steps)
 
     def _once_more(self, f: BoundMap, z_BLD: Tensor) -> _SearchGraph | None:
-        """Return the graphs of the last call in a search, where this one is of the same map.
+        """Return the graphs of the last call in a search, if this call is of the same map.
 
-        The device waits for the host between two iterations, and this is what the host is spared.
+        The device waits for the host between two iterations; this shortcut saves the host's work.
         """
         if self._last is None or torch.is_grad_enabled():
             return None
@@ -115,8 +105,8 @@ class MapGraphs:
         if buffers is None:
             return f.compute(z_BLD, steps)
         if torch.is_grad_enabled():
-            # What a search found carries no gradient, nor does what is frozen, as long as it is. All of a
-            # pass's steps read the same buffers.
+            # The result of a search and frozen parameters require no gradient. All steps of a pass read the
+            # same buffers.
             given = _inputs(f, z_BLD)
             kind = (key, f.backbone.training, tuple(t.requires_grad for t in given), steps)
             if kind not in self._steps and len(self._steps) >= MOST:
@@ -126,7 +116,7 @@ class MapGraphs:
             if step is None:
                 if len(ready) >= MOST:
                     return f.compute(z_BLD, steps)
-                # Activations stay between forward and backward: every graph but one has a pool of its own.
+                # Activations are kept between forward and backward: every graph but one has its own pool.
                 pool = self._shared_pool() if self._beside is None else torch.cuda.graph_pool_handle()
                 step = _StepGraph(buffers.bind(f, with_gradients=True), z_BLD, steps, pool)
                 self._beside = self._beside or step
@@ -146,9 +136,9 @@ class MapGraphs:
         return self._pool
 
     def _loaded(self, f: BoundMap, key: Hashable) -> _Buffers | None:
-        """Return the buffers of a key with what this pass reads in them.
+        """Return the buffers of a key, filled with the tensors of this pass.
 
-        None while another pass's backward still needs what is in them.
+        None while the backward of another pass still needs their content.
         """
         buffers = self._buffers.get(key)
         if buffers is not None and buffers.hold(f):
@@ -159,10 +149,12 @@ class MapGraphs:
         if any_hooks(parts):
             if not self._hooks_told:
                 self._hooks_told = True
-                _LOG.warning("modules of the map have hooks, so it runs eagerly: a CUDA graph calls none")
+                _LOG.warning(
+                    "modules of the map have hooks, so it runs eagerly: a CUDA graph does not call hooks"
+                )
             return None
         memory = _memory_of(parts)
-        if memory != self._memory:  # the model has moved: nothing captured is worth anything
+        if memory != self._memory:  # the model's memory has moved: all graphs are invalid
             self._searches, self._steps, self._buffers, self._memory = {}, {}, {}, memory
             self._pool = self._beside = buffers = None
         if buffers is None:
@@ -176,24 +168,24 @@ class MapGraphs:
 
 
 class _NotCapturedError(RuntimeError):
-    """What a graph cannot hold, such as asking for a value; the cause says what."""
+    """An operation that cannot be captured, such as reading a value; the cause is the original error."""
 
 
 def _memory_of(parts: list[nn.Module]) -> tuple[int, ...]:
-    """Return where modules' parameters and buffers lie, asked for while the device waits for a pass."""
+    """Return the addresses of modules' parameters and buffers; the device waits for this function."""
     held = [(part._parameters, part._buffers) for part in parts]
     return tuple(t.data_ptr() for pair in held for own in pair for t in own.values() if t is not None)
 
 
 def _inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
-    """Return all that the value may depend on: z, injection, cached weights, parameters."""
+    """Return all tensors that the value may depend on: z, injection, cached weights, parameters."""
     u = [] if f.u_BLU is None else [f.u_BLU]
     every = [p for part in modules_of(f.backbone) for p in part._parameters.values() if p is not None]
-    return [z_BLD, *u, *f.weights.tensors(), *dict.fromkeys(every)]  # a shared one once
+    return [z_BLD, *u, *f.weights.tensors(), *dict.fromkeys(every)]  # shared parameters once
 
 
 def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
-    """Return what two calls must share to share a graph, or None where the window is not plain."""
+    """Return the key of the graph that serves a call, or None where the window is not plain."""
     window = f.window
     plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
     if not plain:
@@ -203,7 +195,7 @@ def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
 
 
 def _given(f: BoundMap) -> list[tuple[Hashable, Tensor]]:
-    """Return what a pass brings beside the weights: injection, its rows, the masks of dropout."""
+    """Return the inputs of a pass beside the weights: injection, its row indices, dropout masks."""
     named = [("u", f.u_BLU), ("rows", f.window.u_rows_BL)]
     masks = [
         ((layer, at), mask)
@@ -218,7 +210,7 @@ def _autocast() -> torch.dtype | None:
 
 
 class _Weights:
-    """A copy of cached weights, shared by the graphs that use weights of these types."""
+    """A copy of cached weights, shared by the graphs that use weights of these shapes and dtypes."""
 
     def __init__(self, cached: WeightCache) -> None:
         self.copy = cached.copied()
@@ -230,7 +222,7 @@ class _Weights:
         ]
 
     def hold(self, cached: WeightCache) -> bool:
-        """Whether these are the weights that were copied last."""
+        """Whether these weights were copied last."""
         return self._of is not None and self._of() is cached
 
     def load(self, cached: WeightCache) -> None:
@@ -240,7 +232,7 @@ class _Weights:
 
 
 class _Buffers:
-    """What graphs of one shape read: weights, injection, masks of dropout."""
+    """The input buffers of graphs of one shape: weights, injection, dropout masks."""
 
     def __init__(self, f: BoundMap, weights: _Weights | None) -> None:
         with torch.inference_mode(False), torch.no_grad():
@@ -249,14 +241,14 @@ class _Buffers:
         self._of: list[ReferenceType[Tensor]] = []
 
     def hold(self, f: BoundMap) -> bool:
-        """Whether the buffers hold what this map reads."""
+        """Whether the buffers contain the inputs of this map."""
         if not self.weights.hold(f.weights):
             return False
         return all(known() is t for known, (_, t) in zip(self._of, _given(f), strict=True))
 
     @torch.no_grad()
     def load(self, f: BoundMap) -> None:
-        """Take what a pass reads."""
+        """Copy the inputs of a pass into the buffers."""
         self.weights.load(f.weights)
         given = _given(f)
         for name, t in given:
@@ -264,7 +256,7 @@ class _Buffers:
         self._of = [ref(t) for _, t in given]
 
     def bind(self, f: BoundMap, *, with_gradients: bool) -> BoundMap:
-        """Return the map on these buffers; with gradients they are leaves on the same memory."""
+        """Return the map on these buffers; with gradients they are autograd leaves on the same memory."""
         weights, own = self.weights.copy, self._own
         u = own.get("u")
         if with_gradients:
@@ -274,7 +266,7 @@ class _Buffers:
                 if u is None
                 else u.detach().requires_grad_(f.u_BLU is not None and f.u_BLU.requires_grad)
             )
-        # The states before a sequence's first token and the rotations are the same in every such window.
+        # The initial states and the rotations are the same in every plain window.
         window, mixers = f.window, [context.mixer for context in f.contexts]
         if "rows" in own:
             window = replace(window, u_rows_BL=own["rows"], shared={})
@@ -283,23 +275,25 @@ class _Buffers:
             BlockContext(mixer, None if context.masks is None else (own[layer, 0], own[layer, 1]))
             for layer, (mixer, context) in enumerate(zip(mixers, f.contexts, strict=True))
         )
-        backbone: Any = proxy(f.backbone)  # which holds the graphs: only the collector would find the circle
+        backbone: Any = proxy(
+            f.backbone
+        )  # it refers to the graphs: a weak reference avoids a reference cycle
         return replace(f, backbone=backbone, window=window, contexts=contexts, weights=weights, u_BLU=u)
 
 
 class _SearchGraph:
-    """Calls of the map without gradients: computed the first time, then captured and replayed.
+    """Calls of the map without gradients: eager the first time, then captured and replayed.
 
-    Compilers and tuners of kernels run at the first call; they could not while a graph is captured. Values
-    lie in buffers that are lent to the caller, and where a call is given the value of another, as an undamped
-    iteration gives it, the graph reads it there: at 512 × 256 tokens of width 256, copying points in and out
-    took a twentieth of a step. A graph knows two addresses, so there is one for each two that meet; and one
-    for each mode, since a mixer of others' may compute otherwise in training.
+    The first call compiles and tunes kernels, which is impossible during a capture. Values are returned in
+    buffers of a pool. Where the input of a call is the value of another, as in an undamped iteration, the
+    graph reads it in place: at 512 × 256 tokens of width 256, copying points in and out took 5 % of a step. A
+    graph has two fixed addresses, so there is one for each pair of buffers; and one for each mode, because a
+    third-party mixer may compute something else in training.
     """
 
     def __init__(self, f: BoundMap, z_BLD: Tensor) -> None:
         with torch.inference_mode(False):
-            self._z = z_BLD.detach().clone(memory_format=torch.contiguous_format)  # points from elsewhere
+            self._z = z_BLD.detach().clone(memory_format=torch.contiguous_format)  # for other points
         self._values = BufferPool(self._z, VALUES)
         self._kept: Tensor | None = None
         self._f = f
@@ -307,12 +301,12 @@ class _SearchGraph:
         self._ready: set[bool] = set()
 
     def takes(self, z_BLD: Tensor) -> bool:
-        """Whether the graphs are of such points."""
+        """Whether the graphs accept points of this shape, dtype and device."""
         own = self._z
         return z_BLD.shape == own.shape and z_BLD.dtype == own.dtype and z_BLD.device == own.device
 
     def call(self, z_BLD: Tensor, pool: Any) -> Tensor:
-        """Return ``f(z)``, which nothing overwrites while it is held."""
+        """Return ``f(z)``; it is not overwritten as long as it is referenced."""
         given, free = self._values.index_of(z_BLD), self._values.free()
         if given is None:
             self._z.copy_(z_BLD)
@@ -325,7 +319,7 @@ class _SearchGraph:
         return self._values.acquire(free) if free is not None else self._spare().clone()
 
     def _first(self, given: int | None, free: int | None, training: bool, pool: Any) -> None:
-        """Compute the first call of a mode, and record and replay that of each two buffers."""
+        """Run the first call of a mode eagerly; capture and replay the first call of each pair of buffers."""
         point = self._z if given is None else self._values.acquire(given)
         value = self._spare() if free is None else self._values.acquire(free)
         if training not in self._ready:
@@ -337,7 +331,7 @@ class _SearchGraph:
         graph.replay()
 
     def _spare(self) -> Tensor:
-        """Return the buffer that takes a value while all others are lent."""
+        """Return the buffer for a value while all others are in use."""
         if self._kept is None:
             with torch.inference_mode(False):
                 self._kept = torch.empty_like(self._z)
@@ -354,7 +348,7 @@ class _SearchGraph:
 
 
 class _StepGraph:
-    """Steps with gradients, forward and backward captured; of one call at a time may backward be to come."""
+    """Differentiated steps with captured forward and backward; one call at a time may await its backward."""
 
     def __init__(self, f: BoundMap, z_BLD: Tensor, steps: Steps, pool: Any) -> None:
         self._z = z_BLD.detach().clone().requires_grad_(z_BLD.requires_grad)
@@ -370,7 +364,7 @@ class _StepGraph:
         f, given = self._f, _inputs(self._f, self._z)
         leaves = [t for t in given if t.requires_grad]
         with forgetting_casts():
-            # Later steps differ from the first by the gradient of their z: there is no third to compile.
+            # Later steps differ from the first in the gradient of their z: two steps compile everything.
             out = f.compute(self._z, Steps(min(self._steps.calls, 2), self._steps.damping))
             torch.autograd.grad(out, leaves, torch.zeros_like(out), allow_unused=True)
         del out
@@ -387,11 +381,11 @@ class _StepGraph:
 
     @property
     def in_use(self) -> bool:
-        """Whether a call's backward is still to come."""
+        """Whether the backward of a call has yet to run."""
         return self._call is not None and self._call() is not None
 
     def call(self, given: list[Tensor]) -> Tensor:
-        """Return where the steps lead, with its gradient, from what ``_inputs`` gives, z first."""
+        """Return the point after the steps, with its gradient, given the tensors of ``_inputs``, z first."""
         value: Tensor = _Step.apply(self, *given)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return value
 
@@ -403,20 +397,20 @@ class _StepGraph:
         return self._out.clone()
 
     def replay_backward(self, dout: Tensor, call: _Call, given: list[bool]) -> list[Tensor | None]:
-        """Return the gradients of the inputs; ``given`` says which of them keep theirs as it is."""
+        """Return the gradients of the inputs; those of leaves, as flagged in ``given``, are copied."""
         if self._call is None or self._call() is not call:
             raise RuntimeError(
-                "backward a second time through a map captured as a CUDA graph, whose activations are gone; "
-                "keep the gradients of the first, or model.capture_graphs(False)"
+                "backward ran a second time through a map captured as a CUDA graph, whose activations are "
+                "gone; keep the gradients of the first backward, or call model.capture_graphs(False)"
             )
         self._dout.copy_(dout)
         self._backward.replay()
         self._call = None
-        # Autograd may keep a leaf's gradient as it is given: that must be no buffer of the graph's.
+        # Autograd may keep the tensor it is given as a leaf's gradient: it must not be a buffer of the graph.
         kept = [g for g, leaf in zip(self._grads, given, strict=True) if leaf and g is not None]
         own = [torch.empty_like(g) for g in kept]
         if own:
-            torch._foreach_copy_(own, kept)  # hundreds of small ones: not a launch each
+            torch._foreach_copy_(own, kept)  # one launch for hundreds of small tensors
         copies = iter(own)
         return [
             None if g is None else next(copies) if leaf else g.detach()
@@ -425,7 +419,7 @@ class _StepGraph:
 
 
 class _Call:
-    """Stands for one forward replay; alive as long as its backward may come."""
+    """A token for one forward replay; it is alive as long as its backward may run."""
 
 
 class _Step(torch.autograd.Function):
@@ -438,7 +432,7 @@ class _Step(torch.autograd.Function):
     @staticmethod
     @first_derivatives_only(
         "a map captured as a CUDA graph",
-        "switch captured graphs off by model.capture_graphs(False)",
+        "disable captured graphs with model.capture_graphs(False)",
     )
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *ctx.graph.replay_backward(dout, ctx.call, ctx.leaves))

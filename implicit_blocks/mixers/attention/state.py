@@ -1,4 +1,4 @@
-"""Keys and values of rows that are each at a length of their own.
+"""The keys and values of attention, of a batch and in slots.
 
 Shape legend: S slots, R of them in a step, H query heads, K key and value heads, C room for tokens, P head
 width.
@@ -15,11 +15,24 @@ from implicit_blocks.interfaces import SlotStates, State
 from implicit_blocks.ops.quantization import eight_bits
 
 
+class AttentionState(NamedTuple):
+    """Keys (rotated) and values of the committed tokens, (B, K, C, P), of which the first ``length`` count.
+
+    C is ``length``, or the room reserved for inference: a window then writes after the committed tokens, and
+    committing it increases ``length``.
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: int
+
+
 class SlotKeys(NamedTuple):
     """Keys and values of all slots, (S, K, C, P); the slots of a step, (R,), and the tokens each has, (R,).
 
-    A step writes each slot's key and value behind its tokens, and attends where they lie: slots are indexed,
-    never copied. Committing the token is to count it. Those of 8 bits have scales, (S, K, C).
+    A step writes each slot's key and value after its tokens and attends in place: slots are indexed, never
+    copied. A token is committed by increasing the slot's length. 8-bit keys and values have scales,
+    (S, K, C).
     """
 
     keys_SKCP: Tensor
@@ -30,7 +43,7 @@ class SlotKeys(NamedTuple):
     value_scales_SKC: Tensor | None = None
 
     def put(self, keys_RKP: Tensor, values_RKP: Tensor) -> None:
-        """Write the key and value of a token behind those of each slot."""
+        """Write the key and value of one token after those of each slot."""
         slots = self.rows_R
         if slots is None:
             slots = torch.arange(len(keys_RKP), device=keys_RKP.device)
@@ -45,7 +58,7 @@ class SlotKeys(NamedTuple):
 
 
 class AttentionSlots(SlotStates):
-    """Room for ``max_seq_len`` tokens in each of ``slots`` slots, reserved at once."""
+    """Keys and values of all slots, preallocated: (slots, K, max_seq_len, P)."""
 
     def __init__(self, shape: tuple[int, int, int, int], *, device: torch.device, dtype: torch.dtype) -> None:
         self._wide = dtype
@@ -55,39 +68,38 @@ class AttentionSlots(SlotStates):
         self.value_scales: Tensor | None = None
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Keep keys and values in 8 bits, with a scale of each head and token, if that is asked for.
+        """Store keys and values in 8 bits for ``torch.int8``, with one scale per head and token.
 
-        Floating types are the scans' affair: keys and values are in that of the computation.
+        A floating dtype has no effect: it concerns recurrent states, and keys and values have the dtype of
+        the computation.
 
         Raises:
-            ValueError: for integers of other sizes.
+            ValueError: for other integer dtypes.
 
         """
         if dtype.is_floating_point:
             return
         if dtype != torch.int8:
-            raise ValueError(f"keys and values can't be kept in {dtype}; choose torch.int8")
+            raise ValueError(f"keys and values cannot be stored in {dtype}; choose torch.int8")
         self.keys, self.values = (torch.zeros_like(kept, dtype=dtype) for kept in (self.keys, self.values))
         scales = torch.zeros(2, *self.keys.shape[:-1], device=self.keys.device)
         self.key_scales, self.value_scales = scales.unbind()
 
     def prefill(self, slot: int) -> State:
-        """Return the slot's own part of the room, so that a prompt is written where it stays.
+        """Return a view of the slot's memory, so that a prompt is written in place.
 
-        For 8 bits an empty state: a prompt is solved with its keys as they are, which are rounded once.
+        With 8 bits it returns an empty state: a prompt is solved with unrounded keys, which are rounded once.
         """
-        from implicit_blocks.mixers.attention.mixer import AttentionState
-
         if self.key_scales is not None:
             nothing = self.keys[slot : slot + 1, :, :0].to(self._wide)
             return AttentionState(nothing, nothing, 0)
         return AttentionState(self.keys[slot : slot + 1], self.values[slot : slot + 1], 0)
 
     def commit(self, slot: int, state: State) -> None:
-        """Copy the prompt to its slot, unless it was written there.
+        """Copy the prompt to its slot, unless it was written there in place.
 
-        What an earlier text has left behind it is wiped out: attention to masked keys multiplies them by 0,
-        and what overflowed would be NaN in this text too.
+        The rest of the slot is zeroed: attention multiplies masked keys by 0, so that an overflow in an
+        earlier text would give NaN in this one.
         """
         for kept in (self.keys, self.values, self.key_scales, self.value_scales):
             if kept is not None:
@@ -103,8 +115,8 @@ class AttentionSlots(SlotStates):
         self.keys[slot, :, : state.length], self.values[slot, :, : state.length] = new
 
     def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> SlotKeys:
-        """Return the slots, by their index."""
+        """Return all slots and the indices of those in the step."""
         return SlotKeys(self.keys, self.values, rows_R, lengths_R, self.key_scales, self.value_scales)
 
     def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
-        """There is nothing to do: what stands behind a slot's tokens is committed by counting it."""
+        """Do nothing: the token is already stored, and increasing the slot's length commits it."""
