@@ -34,9 +34,9 @@ CASES = int(os.environ.get("FUZZ_CASES", "10000"))
 PROGRAMS: dict[str, Any] = {
     "implicit_blocks": implicit_blocks.__main__,
     "trainer": trainer.cli.train,
-    "trainer.tokenize": trainer.tokenize,
-    "trainer.evaluate": trainer.evaluate,
-    "trainer.report": trainer.report,
+    "trainer.tokenize": trainer.data.tokenizing.command,
+    "trainer.evaluate": trainer.evaluation.command,
+    "trainer.report": trainer.reporting.report,
     "trainer.experiments": trainer.experiments.cli,
 }
 EXIT_CODES = {0, 1, 2, 3, 4, 75, 130}
@@ -270,7 +270,7 @@ def _nothing_trains(monkeypatch: pytest.MonkeyPatch) -> None:
 
     drawn: list[Path] = []
     draw = trainer.reporting.report.draw
-    monkeypatch.setattr(trainer.report, "draw", draw_some)
+    monkeypatch.setattr(trainer.reporting.report, "draw", draw_some)
     for name in ("trainer.run.build.build", "trainer.experiments.runs.build"):
         monkeypatch.setattr(name, refuse)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -366,7 +366,7 @@ class Maker:
             )
         if key == "validation_fraction":
             return rng.choice(["0.1", "0", "1", "-1", "nan", "2"])
-        if action.type in (int, float, trainer.evaluate._positive):
+        if action.type in (int, float, trainer.evaluation.command._positive):
             return rng.choice(SMALL if key in GROW or "iterations" in key or "steps" in key else NUMBERS)
         return rng.choice(INPUTS)
 

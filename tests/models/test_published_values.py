@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import implicit_blocks as ib
 from implicit_blocks.hf.published import import_spec, import_tensors
 
-REFERENCE = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "reference"
+REFERENCE = Path(__file__).resolve().parents[3] / "shared" / "fixtures" / "reference"
 CASES = sorted(  # the other folders hold other architectures, in configuration formats of their own
     path.parent.name
     for path in REFERENCE.glob("*/config.json")

@@ -11,7 +11,7 @@ import pytest
 
 from implicit_blocks._utils import own_parts
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SCRIPT = Path(__file__).parent.parent / "tools" / "create_venv.sh"
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "create_venv.sh"
 
 
 def create(folder, *python):
