@@ -1,4 +1,4 @@
-"""Options out of their range are refused where they are given, each in a sentence."""
+"""Options of components: invalid values are refused, and defaults equal those of the specs."""
 
 import pytest
 import torch
@@ -27,41 +27,41 @@ def a_model():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ib.Phantom(steps=2.5), "steps is 2.5; choose a whole number, at least 1"),
-        (lambda: ib.Anderson(memory="5"), "memory is '5'; choose a whole number"),
-        (lambda: ib.Anderson(regularization=float("nan")), "regularization is nan; choose 0 or more"),
-        (lambda: ib.ImplicitFunction(solver="picard"), "solver is 'picard'; give a Solver such as Anderson"),
-        (lambda: ib.ImplicitFunction(stopping=1e-3), "stopping is 0.001; give a Stopping such as"),
-        (lambda: ib.JacobianPenalty(gradient="phantom"), "gradient is 'phantom'; give a GradientEstimator"),
-        (lambda: ib.JacobianPenalty(gradient=ib.Unrolled()), "ends after a fixed number of steps"),
-        (lambda: ib.Broyden(memory=0), "memory is 0; choose at least 1"),
-        (lambda: searched(moving_average=2.0), r"moving_average is 2.0; choose a number in \(0, 1\]"),
-        (lambda: searched(commit_prefix=0), "commit_prefix is 0; choose at least 1"),
+        (lambda: ib.Phantom(steps=2.5), "steps .*2.5"),
+        (lambda: ib.Anderson(memory="5"), "memory .*'5'"),
+        (lambda: ib.Anderson(regularization=float("nan")), "regularization .*nan"),
+        (lambda: ib.ImplicitFunction(solver="picard"), "solver .*'picard'.*Anderson"),
+        (lambda: ib.ImplicitFunction(stopping=1e-3), "stopping .*0.001.*Stopping"),
+        (lambda: ib.JacobianPenalty(gradient="phantom"), "gradient .*'phantom'.*GradientEstimator"),
+        (lambda: ib.JacobianPenalty(gradient=ib.Unrolled()), "[uU]nrolled|fixed number of steps"),
+        (lambda: ib.Broyden(memory=0), "memory .*0.*at least 1"),
+        (lambda: searched(moving_average=2.0), r"moving_average .*2.0.*\(0, 1\]"),
+        (lambda: searched(commit_prefix=0), "commit_prefix .*0.*at least 1"),
         (
             lambda: searched(valid=torch.ones(2, 3)),
-            "of torch.float32, .* give one flag a token, as torch.bool",
+            "torch.float32.*torch.bool",
         ),
         (
             lambda: searched(valid=torch.ones(2, 2).bool()),
-            r"valid has shape \(2, 2\) .* starts with \(2, 3\)",
+            r"valid .*\(2, 2\) .*\(2, 3\)",
         ),
-        (lambda: solved(window_length=0), "window_length is 0; choose at least 1"),
-        (lambda: solved(window_length=1.5), "window_length is 1.5; choose a whole number"),
+        (lambda: solved(window_length=0), "window_length .*0.*at least 1"),
+        (lambda: solved(window_length=1.5), "window_length .*1.5"),
         (
             lambda: ib.generate(a_model().eval(), [[1]], max_new_tokens=1.5),
-            "max_new_tokens is 1.5; choose a whole number",
+            "max_new_tokens .*1.5",
         ),
-        (lambda: a_model().checkpoint_activations("step"), "is 'step'; choose 'none', 'steps' or 'layers'"),
+        (lambda: a_model().checkpoint_activations("step"), "'step'.*none"),
     ],
 )
-def test_an_option_out_of_range_is_refused(make, message):
+def test_an_option_out_of_range_is_refused_with_its_value(make, message):
     with pytest.raises(ValueError, match=message):
         make()
 
 
 @pytest.mark.parametrize("family", ["solver", "gradient"])
-def test_a_component_begins_with_the_same_options_as_its_spec(family):
-    """Said twice, for Python and for YAML, and printed alike."""
+def test_a_components_defaults_equal_its_specs_defaults(family):
+    """Defaults are written twice, in the class and in the spec."""
     for kind in registry.kinds(family):
         of_spec = ib.build(registry.entry(family, kind).spec())
         assert repr(type(of_spec)()) == repr(of_spec)

@@ -1,4 +1,4 @@
-"""Reading what several processes wrote: whole tensors, and no code."""
+"""Sharded checkpoints: tensors are read whole, and reading executes no code."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def saved(tmp_path: Path) -> tuple[Path, nn.Module]:
 
 
 def seal(path: Path, *, step: int | None = None, **changes: Any) -> None:
-    """Write the state anew, with the checksums of the files as they are now."""
+    """Rewrite the state with the checksums of the current files."""
     state = {key: value for key, value in read_json(path / STATE_FILE).items() if key != "digest"} | changes
     if step is not None:
         state["progress"]["step"] = step
@@ -59,7 +59,7 @@ def seal(path: Path, *, step: int | None = None, **changes: Any) -> None:
 
 
 def as_format_2(path: Path) -> None:
-    """Make a checkpoint one of format 2: its index is the pickle that torch writes."""
+    """Convert a checkpoint to format 2, whose index is the pickle that torch writes."""
     tensors = read_whole_tensors(path)
     for file in [*path.glob("*.distcp"), path / INDEX]:
         file.unlink()
@@ -68,7 +68,7 @@ def as_format_2(path: Path) -> None:
     seal(path, format=2)
 
 
-def test_tensors_come_back_with_their_types(saved: tuple[Path, nn.Module]) -> None:
+def test_saved_tensors_are_read_back_with_their_dtypes(saved: tuple[Path, nn.Module]) -> None:
     path, model = saved
     for found in (read_whole_tensors(path, prefix="model/"), read_model_tensors(path)):
         assert found.keys() == model.state_dict().keys()
@@ -102,7 +102,7 @@ def test_a_checkpoint_of_format_2_is_read(saved: tuple[Path, nn.Module]) -> None
     assert torch.equal(other.state_dict()["0.weight"], model.state_dict()["0.weight"])
 
 
-# ------------------------------------------------------------------------------------ pickles that attack
+# ------------------------------------------------------------------------------------ malicious pickles
 
 
 def _text(value: str) -> bytes:
@@ -110,7 +110,7 @@ def _text(value: str) -> bytes:
 
 
 def _name(module: str, name: str) -> bytes:
-    """STACK_GLOBAL of protocol 4, which may have dots in its name."""
+    """Return STACK_GLOBAL of protocol 4, whose name may contain dots."""
     return _text(module) + _text(name) + b"\x93"
 
 
@@ -156,7 +156,7 @@ ATTACKS: dict[str, bytes] = {
 
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_an_index_runs_no_code(
+def test_a_malicious_pickled_index_executes_no_code(
     saved: tuple[Path, nn.Module], monkeypatch: pytest.MonkeyPatch, attack: bytes
 ) -> None:
     path, _ = saved
@@ -166,9 +166,9 @@ def test_an_index_runs_no_code(
     (path / PICKLED_INDEX).write_bytes(attack + b"." * bool(attack))
     seal(path)
     for read in (read_whole_tensors, read_model_tensors, tensor_index):
-        with pytest.raises(ValueError, match=r"\.metadata cannot be read as an index of tensors: "):
-            read(path)  # type: ignore[operator]  # they differ in what they return
-    with pytest.raises(ValueError, match=r"cannot be read as an index"):
+        with pytest.raises(ValueError, match=r"\.metadata .*index"):
+            read(path)  # type: ignore[operator]  # the functions return different types
+    with pytest.raises(ValueError, match="index"):
         load_checkpoint(path, model=small_model())
     assert not (path / "ran").exists()
     for name, values in before.items():
@@ -186,24 +186,24 @@ def _edit(index: dict[str, Any], **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (lambda index: [], "it is not a JSON object of format 1"),
-        (lambda index: {**index, "format": 2}, "it is not a JSON object of format 1"),
-        (lambda index: {**index, "tensors": []}, "tensors is not a mapping"),
-        (lambda index: _edit(index, dtype="os.system"), "unknown type 'os.system'"),
-        (lambda index: _edit(index, shape=[2, -3]), "sizes that are not whole numbers"),
-        (lambda index: _edit(index, shape=[2, True]), "sizes that are not whole numbers"),
-        (lambda index: _edit(index, shape=[20, 30]), "do not make up its shape"),
-        (lambda index: _edit(index, offsets=[1, 0]), "lies outside of its shape"),
-        (lambda index: _edit(index, offsets=[0]), "another number of dimensions"),
-        (lambda index: _edit(index, chunks=[]), "do not make up its shape"),
-        (lambda index: _edit(index, chunks=7), "has no list of chunks"),
-        (lambda index: _edit(index, bytes=3), "fewer bytes than its shape takes"),
-        (lambda index: _edit(index, file="../elsewhere.distcp"), "is not a file of this folder"),
-        (lambda index: _edit(index, file="/etc/passwd"), "is not a file of this folder"),
-        (lambda index: _edit(index, file=["x"]), "is not a file of this folder"),
+        (lambda index: [], "format 1"),
+        (lambda index: {**index, "format": 2}, "format 1"),
+        (lambda index: {**index, "tensors": []}, "tensors .*mapping"),
+        (lambda index: _edit(index, dtype="os.system"), "'os.system'"),
+        (lambda index: _edit(index, shape=[2, -3]), "sizes"),
+        (lambda index: _edit(index, shape=[2, True]), "sizes"),
+        (lambda index: _edit(index, shape=[20, 30]), "shape"),
+        (lambda index: _edit(index, offsets=[1, 0]), "outside"),
+        (lambda index: _edit(index, offsets=[0]), "dimensions"),
+        (lambda index: _edit(index, chunks=[]), "shape"),
+        (lambda index: _edit(index, chunks=7), "chunks"),
+        (lambda index: _edit(index, bytes=3), "bytes"),
+        (lambda index: _edit(index, file="../elsewhere.distcp"), "not a file"),
+        (lambda index: _edit(index, file="/etc/passwd"), "not a file"),
+        (lambda index: _edit(index, file=["x"]), "not a file"),
     ],
 )
-def test_an_invalid_index_is_refused(
+def test_an_invalid_json_index_is_refused(
     saved: tuple[Path, nn.Module], change: Callable[[Any], Any], complaint: str
 ) -> None:
     path, _ = saved
@@ -215,14 +215,14 @@ def test_an_invalid_index_is_refused(
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (b"", r"tensors\.json is cut short or not JSON"),
-        (b"\xff\xfe", r"tensors\.json is cut short or not JSON"),
-        (b"[" * 200_000, r"tensors\.json is nested too deeply"),
-        (None, r"holds no tensors: tensors\.json is missing"),
+        (b"", r"tensors\.json .*JSON"),
+        (b"\xff\xfe", r"tensors\.json .*JSON"),
+        (b"[" * 200_000, r"tensors\.json .*nested"),
+        (None, r"tensors\.json .*missing"),
     ],
     ids=["empty", "no text", "nested", "missing"],
 )
-def test_a_damaged_index_is_named(
+def test_a_damaged_json_index_is_refused_by_name(
     saved: tuple[Path, nn.Module], content: bytes | None, complaint: str
 ) -> None:
     path, _ = saved
@@ -233,7 +233,7 @@ def test_a_damaged_index_is_named(
         tensor_index(path)
 
 
-def test_tensors_that_are_pickles_of_more_are_refused(
+def test_a_malicious_tensor_file_executes_no_code(
     saved: tuple[Path, nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, _ = saved
@@ -242,25 +242,25 @@ def test_tensors_that_are_pickles_of_more_are_refused(
     for content in (ATTACKS["os.system"] + b".", b"", b"PK\x03\x04" + bytes(200)):
         file.write_bytes(content.ljust(file.stat().st_size, b"\0"))
         seal(path)
-        with pytest.raises(ValueError, match=r"cannot be read; a file is missing or cut short"):
+        with pytest.raises(ValueError, match=r"missing or cut short"):
             load_checkpoint(path, model=small_model())
-        with pytest.raises(ValueError, match=r"cannot be read; a file is missing or cut short"):
+        with pytest.raises(ValueError, match=r"missing or cut short"):
             read_model_tensors(path)
     assert not (path / "ran").exists()
 
 
-def test_a_record_of_files_stays_in_its_folder(saved: tuple[Path, nn.Module]) -> None:
+def test_a_checkpoint_cannot_list_files_outside_its_directory(saved: tuple[Path, nn.Module]) -> None:
     path, _ = saved
     shutil.copy(path / INDEX, path.parent / "elsewhere")
     state = {key: value for key, value in read_json(path / STATE_FILE).items() if key != "digest"}
     state["files"]["../elsewhere"] = state["files"][INDEX]
     write_json(path / STATE_FILE, {**state, "digest": digest(state)})
-    with pytest.raises(CheckpointError, match=r"'\.\./elsewhere' is not the name of a file in it"):
+    with pytest.raises(CheckpointError, match=r"'\.\./elsewhere'"):
         verify_checkpoint(path)
 
 
-def test_a_checkpoint_of_another_format_says_so(saved: tuple[Path, nn.Module]) -> None:
+def test_an_unknown_checkpoint_format_is_refused(saved: tuple[Path, nn.Module]) -> None:
     path, _ = saved
     seal(path, format=1)
-    with pytest.raises(CheckpointError, match="has format 1, this version reads format 2 and 3; resume with"):
+    with pytest.raises(CheckpointError, match=r"format 1.*2 and 3"):
         verify_checkpoint(path)

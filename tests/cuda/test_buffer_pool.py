@@ -1,4 +1,4 @@
-"""Buffers that are lent: who holds one, or a view of one, never sees it overwritten."""
+"""Buffer pool: a buffer is not reused while a caller, a view or autograd refers to it."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import torch
 from implicit_blocks.cuda.buffer_pool import BufferPool
 
 
-def test_a_loan_or_a_view_of_it_keeps_a_buffer():
+def test_a_buffer_stays_acquired_while_a_view_of_it_exists():
     buffers = BufferPool(torch.zeros(2, 3), 2)
     assert buffers.free() == 0
-    loan = buffers.acquire(0)
+    acquired = buffers.acquire(0)
     assert buffers.free() == 1
-    view = loan.view(3, 2).transpose(0, 1)
-    del loan
+    view = acquired.view(3, 2).transpose(0, 1)
+    del acquired
     assert buffers.free() == 1
     second = buffers.acquire(1)
     assert buffers.free() is None
@@ -22,22 +22,22 @@ def test_a_loan_or_a_view_of_it_keeps_a_buffer():
     assert second.shape == (2, 3)
 
 
-def test_what_autograd_saved_keeps_a_buffer():
+def test_a_buffer_stays_acquired_while_autograd_needs_it():
     buffers = BufferPool(torch.zeros(2, 3), 1)
     weight = torch.ones(2, 3, requires_grad=True)
-    product = buffers.acquire(0) * weight  # saves the loan for the weight's gradient
+    product = buffers.acquire(0) * weight  # autograd saves the buffer for the weight's gradient
     assert buffers.free() is None
     product.sum().backward()
     assert buffers.free() == 0
 
 
-def test_a_point_is_known_where_it_is_a_whole_buffer_laid_out_alike():
+def test_index_of_finds_only_whole_buffers_of_the_same_layout():
     buffers = BufferPool(torch.zeros(4, 6), 3)
-    loan = buffers.acquire(2)
-    assert buffers.index_of(loan) == 2
-    assert buffers.index_of(loan.view(-1).view(4, 6)) == 2
-    assert buffers.index_of(loan[:2]) is None
-    assert buffers.index_of(loan.view(6, 4)) is None
-    assert buffers.index_of(loan.clone()) is None
+    acquired = buffers.acquire(2)
+    assert buffers.index_of(acquired) == 2
+    assert buffers.index_of(acquired.view(-1).view(4, 6)) == 2
+    assert buffers.index_of(acquired[:2]) is None
+    assert buffers.index_of(acquired.view(6, 4)) is None
+    assert buffers.index_of(acquired.clone()) is None
     with torch.inference_mode():
-        assert buffers.index_of(loan.detach()) == 2
+        assert buffers.index_of(acquired.detach()) == 2

@@ -1,4 +1,4 @@
-"""What captures of the map lean on: leaves of autograd and work spaces of cuBLAS of their own."""
+"""CUDA graphs of the map, with captures simulated on the CPU: what is captured, memory pools, lifetimes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import implicit_blocks as ib
-from implicit_blocks.cuda import capture as recording
+from implicit_blocks.cuda import capture as capturing
 from implicit_blocks.cuda import map_graphs as graphs
 from implicit_blocks.cuda.capture import leaves_of_its_own
 
@@ -25,7 +25,7 @@ def module():
     return made
 
 
-def test_other_leaves_on_the_same_memory_while_it_lasts(module):
+def test_leaves_of_its_own_share_memory_and_are_temporary(module):
     before = list(module.parameters())
     x = torch.randn(4, 3)
     expected = torch.autograd.grad(module(x).square().sum(), before[0])
@@ -40,15 +40,15 @@ def test_other_leaves_on_the_same_memory_while_it_lasts(module):
     assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
 
 
-def test_the_parameters_are_back_after_an_error(module):
+def test_leaves_of_its_own_restores_parameters_after_an_error(module):
     before = list(module.parameters())
     with pytest.raises(RuntimeError), leaves_of_its_own(module):
         raise RuntimeError
     assert all(a is b for a, b in zip(module.parameters(), before, strict=True))
 
 
-def test_a_recording_begins_and_ends_without_work_spaces_of_cublas(monkeypatch):
-    """One that several graphs write to stood among what one of them had left for its backward."""
+def test_capture_clears_cublas_workspaces_before_and_after(monkeypatch):
+    """A workspace shared by several graphs could overlap activations that one of them saved for backward."""
     done = []
 
     @contextmanager
@@ -58,41 +58,41 @@ def test_a_recording_begins_and_ends_without_work_spaces_of_cublas(monkeypatch):
         done.append("end")
 
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(recording, "clear_cublas_workspaces", lambda: done.append("forget"))
-    with recording.capture(None, (0, 1)):
+    monkeypatch.setattr(capturing, "clear_cublas_workspaces", lambda: done.append("clear"))
+    with capturing.capture(None, (0, 1)):
         done.append("launch")
-    assert done == ["forget", "begin", "launch", "end", "forget"]
+    assert done == ["clear", "begin", "launch", "end", "clear"]
     done.clear()
-    with pytest.raises(ZeroDivisionError), recording.capture(None, (0, 1)):
+    with pytest.raises(ZeroDivisionError), capturing.capture(None, (0, 1)):
         raise ZeroDivisionError
-    assert done == ["forget", "begin", "forget"]
+    assert done == ["clear", "begin", "clear"]
 
 
-def test_nothing_is_collected_while_something_is_recorded(monkeypatch):
-    """To destroy graphs that nothing leads to any more is not permitted then, and ends the capture."""
+def test_capture_disables_garbage_collection(monkeypatch):
+    """CUDA does not permit destroying an unreachable graph during a capture, and ends the capture."""
 
     @contextmanager
     def capture(graph, **options):
-        seen.append(gc.isenabled())
+        enabled.append(gc.isenabled())
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(recording, "clear_cublas_workspaces", lambda: None)
-    seen = []
-    with pytest.raises(ZeroDivisionError), recording.capture(None, (0, 1)):
+    monkeypatch.setattr(capturing, "clear_cublas_workspaces", lambda: None)
+    enabled = []
+    with pytest.raises(ZeroDivisionError), capturing.capture(None, (0, 1)):
         raise ZeroDivisionError
-    assert seen == [False]
+    assert enabled == [False]
     assert gc.isenabled()
     gc.disable()
     try:
-        with recording.capture(None, (0, 1)):
+        with capturing.capture(None, (0, 1)):
             pass
         assert not gc.isenabled()
     finally:
         gc.enable()
 
 
-def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_once(monkeypatch):
+def test_every_differentiated_call_gets_its_own_graph_and_memory_pool(monkeypatch):
     captured, pools = [], []
 
     class Step:
@@ -134,7 +134,7 @@ def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_onc
         points.append(made.call(f, points[-1].detach() if points[-1] is z else points[-1]))
     torch.testing.assert_close(points[3], f.compute(points[2]))
     assert captured == [False, True, True]
-    with torch.no_grad():  # one of them lies in the searches' memory, which may not be used now
+    with torch.no_grad():  # a step graph uses the memory pool of the searches until its backward
         made.call(f, z)
     assert not searched
     for steps in made._steps.values():
@@ -150,15 +150,15 @@ def test_all_of_a_pass_s_differentiated_calls_are_recorded_and_none_twice_at_onc
 
 
 class Graph:
-    """Stands for a CUDA graph where there is no GPU: what is captured is computed, and replays do nothing."""
+    """Replaces a CUDA graph on the CPU: a capture computes eagerly, and a replay does nothing."""
 
     def replay(self):
         pass
 
 
 @pytest.fixture
-def without_a_gpu(monkeypatch):
-    """Have captures go through on the CPU; how often one was begun is what it gives."""
+def captures(monkeypatch):
+    """Simulate captures on the CPU; return the list of the captures begun."""
     begun = []
 
     @contextmanager
@@ -170,13 +170,13 @@ def without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(recording, "clear_cublas_workspaces", lambda: None)
+    monkeypatch.setattr(capturing, "clear_cublas_workspaces", lambda: None)
     return begun
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("damping", [0.8, 1.0])
-def test_steps_behind_a_search_are_one_graph(without_a_gpu, count, damping):
+def test_phantom_steps_are_captured_as_one_graph(captures, count, damping):
     torch.manual_seed(0)
     mixer = ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)
     model = ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=1, mixer=mixer))
@@ -187,7 +187,7 @@ def test_steps_behind_a_search_are_one_graph(without_a_gpu, count, damping):
     made = graphs.MapGraphs()
     value = made.call(f, z, steps)
     torch.testing.assert_close(value, f.compute(z, steps), rtol=0, atol=0)
-    assert len(without_a_gpu) == 2  # forward and backward, however many steps
+    assert len(captures) == 2  # forward and backward, for any number of steps
     (graph,) = next(iter(made._steps.values()))
     assert graph.in_use
     value.sum().backward()
@@ -195,13 +195,13 @@ def test_steps_behind_a_search_are_one_graph(without_a_gpu, count, damping):
     assert all(p.grad is not None for p in model.backbone.parameters())
     f, _ = model.bind(model.embedding(ids), model.initial_state(2), weights=model.cache_weights())
     made.call(f, z, steps)
-    assert len(without_a_gpu) == 2
+    assert len(captures) == 2
     made.call(f, z, steps._replace(damping=0.5))
-    assert len(without_a_gpu) == 4
+    assert len(captures) == 4
 
 
 @pytest.mark.parametrize("layers", [1, 2])
-def test_a_graph_drops_what_the_pass_drops_that_it_is_replayed_for(without_a_gpu, layers):
+def test_a_replayed_graph_uses_the_dropout_masks_of_the_current_pass(captures, layers):
     torch.manual_seed(0)
     mixer = ib.Mamba2Spec(d_state=16, head_dim=16, chunk_size=16)
     fields = {"vocab_size": 61, "d_model": 32, "n_layers": layers, "mixer": mixer, "dropout": 0.3}
@@ -217,19 +217,19 @@ def test_a_graph_drops_what_the_pass_drops_that_it_is_replayed_for(without_a_gpu
         (graph,) = next(iter(made._steps.values()))
         (search,) = made._searches.values()
         with torch.no_grad():
-            # What a replay computes: the map on the graph's own memory.
+            # A replay computes the map on the graph's own memory.
             seen.append(graph._f.compute(z, steps))
             torch.testing.assert_close(seen[-1], f.compute(z, steps), rtol=0, atol=0)
             torch.testing.assert_close(search._f.compute(z), f.compute(z), rtol=0, atol=0)
     assert not torch.allclose(*seen)
-    captured = len(without_a_gpu)
-    model.eval()  # without masks: graphs of its own
+    before = len(captures)
+    model.eval()  # without dropout masks other graphs are captured
     f, start = model.bind(model.embedding(ids), model.initial_state(2), weights=model.cache_weights())
     torch.testing.assert_close(made.call(f, start.detach(), steps), f.compute(start, steps), rtol=0, atol=0)
-    assert len(without_a_gpu) == captured + 2
+    assert len(captures) == before + 2
 
 
-def test_a_pool_that_a_recording_failed_in_takes_no_other(without_a_gpu, monkeypatch, caplog):
+def test_a_memory_pool_is_not_reused_after_a_failed_capture(captures, monkeypatch, caplog):
     handles, pools, broken = iter(range(1, 9)), [], [False]
 
     @contextmanager
@@ -265,9 +265,9 @@ def test_a_pool_that_a_recording_failed_in_takes_no_other(without_a_gpu, monkeyp
     assert pools == [(0, 1), (0, 1), (0, 2)]
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
-def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch, without_a_gpu):
-    """Compiled code is bound to whether autocast remembers casts, which captures may not have it do."""
+@pytest.mark.filterwarnings("ignore")  # the compiler's own warnings
+def test_no_compilation_happens_during_a_capture(monkeypatch, captures):
+    """Compiled code depends on whether autocast caches casts; captures disable that cache."""
     compiled, inside = [], []
 
     def backend(module, inputs):
@@ -300,7 +300,8 @@ def test_nothing_is_compiled_while_a_graph_is_recorded(monkeypatch, without_a_gp
         made.call(f, made.call(f, start.detach()))
         made.call(f, start.detach(), graphs.Steps(4, 0.8))
     assert compiled
-    assert len(inside) == 2 + 2 * 3  # two pairs of buffers; both ways of two calls and of four steps
+    # Two pairs of buffers; forward and backward of two calls and of four steps.
+    assert len(inside) == 2 + 2 * 3
     assert not any(inside)
 
 
@@ -315,7 +316,7 @@ def small(**changes):
     return ib.build(ib.ImplicitLMSpec(vocab_size=61, d_model=32, n_layers=1, mixer=mixer, **changes))
 
 
-def test_a_model_and_its_recordings_go_without_the_collector(without_a_gpu):
+def test_a_model_and_its_graphs_are_freed_by_reference_counting(captures):
     model = small()
     made = model.backbone.graphs = graphs.MapGraphs()
     f, z = bound(model)
@@ -334,7 +335,7 @@ def test_a_model_and_its_recordings_go_without_the_collector(without_a_gpu):
         gc.enable()
 
 
-def test_what_is_thawed_later_gets_its_gradient(without_a_gpu):
+def test_a_parameter_unfrozen_after_a_capture_gets_its_gradient(captures):
     model, made = small(), graphs.MapGraphs()
     frozen = model.backbone.blocks()[0].mixer.out_proj.parametrizations.weight.original1
     for thawed in (False, True, False):
@@ -343,22 +344,22 @@ def test_what_is_thawed_later_gets_its_gradient(without_a_gpu):
         made.call(f, z.detach()).sum().backward()
         assert (frozen.grad is not None) == thawed
         model.zero_grad(set_to_none=True)
-    assert len(without_a_gpu) == 4  # one that knows it frozen, one that doesn't
+    assert len(captures) == 4  # one graph for the frozen parameter, one for the trained parameter
     assert len(made._steps) == 2
 
 
-def test_a_mixer_may_compute_otherwise_in_training(without_a_gpu):
+def test_training_and_evaluation_modes_are_captured_separately(captures):
     model, made = small(), graphs.MapGraphs()
     for training in (True, False, True, False):
         f, z = bound(model.train(training))
         with torch.no_grad():
             made.call(f, z)
             made.call(f, z)
-    assert len(without_a_gpu) == 2
+    assert len(captures) == 2
 
 
 @pytest.mark.parametrize("where", ["layer", "norm", "everywhere"])
-def test_modules_with_hooks_are_called(without_a_gpu, where, caplog):
+def test_modules_with_hooks_run_eagerly(captures, where, caplog):
     model, made, called = small(), graphs.MapGraphs(), []
 
     def search():
@@ -369,8 +370,8 @@ def test_modules_with_hooks_are_called(without_a_gpu, where, caplog):
         made.call(f, z.detach()).sum().backward()
 
     search()
-    captured = len(without_a_gpu)
-    assert captured
+    before = len(captures)
+    assert before
     if where == "everywhere":
         handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: called.append(1))
     else:
@@ -380,28 +381,28 @@ def test_modules_with_hooks_are_called(without_a_gpu, where, caplog):
     search()
     search()
     assert len(called) >= 8
-    assert len(without_a_gpu) == captured
-    assert caplog.text.count("modules of the map have hooks") == 1
+    assert len(captures) == before
+    assert caplog.text.count("hooks") == 1
     handle.remove()
     called.clear()
     search()
     assert not called
 
 
-def test_gradients_that_are_solved_for_search_in_a_recording_alone(without_a_gpu):
-    """They ask for many products with the Jacobian of one call, and a graph goes backwards once."""
+def test_implicit_function_gradients_use_graphs_only_for_the_search(captures):
+    """The adjoint solve needs many Jacobian products of one call; a graph runs backward once."""
     made = graphs.MapGraphs()
     f, z = bound(small())
     search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(tolerance=0.0, max_iterations=3))
     gradient = ib.ImplicitFunction(stopping=ib.Stopping(tolerance=0.0, max_iterations=4))
     gradient(lambda point: made.call(f, point), z.detach(), search).z.sum().backward()
-    assert without_a_gpu
+    assert captures
     assert made._searches
     assert not made._steps
 
 
-def test_buffers_that_share_weights_know_whose_they_are(without_a_gpu):
-    """Two windows of one model, of two lengths: they have one copy of the weights."""
+def test_buffers_that_share_weights_track_their_current_owner(captures):
+    """The windows of one model have one copy of the weights, whatever their length."""
     model, made = small(), graphs.MapGraphs()
     first, z = bound(model)
     with torch.no_grad():

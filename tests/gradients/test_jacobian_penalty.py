@@ -1,4 +1,4 @@
-"""The penalty on the Jacobian: against the dense one, in its gradient, and in training."""
+"""The Jacobian penalty: its value and gradient against the dense Jacobian, and its effect in training."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ DOUBLE = torch.float64
 
 
 def dense_size(f, z: torch.Tensor) -> torch.Tensor:
-    """Return ``‖J‖²_F / d`` of every row, from the whole Jacobian."""
+    """Return ``‖J‖²_F / d`` of every row, computed from the dense Jacobian."""
     sizes = []
     for row in range(z.shape[0]):
         jacobian = torch.autograd.functional.jacobian(
@@ -22,7 +22,7 @@ def dense_size(f, z: torch.Tensor) -> torch.Tensor:
     return torch.stack(sizes)
 
 
-def test_the_estimate_is_that_of_the_dense_jacobian():
+def test_the_jacobian_estimate_matches_the_dense_jacobian():
     weight = (torch.randn(20, 20, dtype=DOUBLE) / 5).requires_grad_()
 
     def f(z):
@@ -36,8 +36,8 @@ def test_the_estimate_is_that_of_the_dense_jacobian():
     assert (of_dense - of_estimate).norm() < 0.1 * of_dense.norm()
 
 
-def test_one_probe_is_exact_where_the_jacobian_is_diagonal():
-    """Signs square to 1: what is left is the error of the differences, quadratic in their length."""
+def test_one_probe_is_exact_for_a_diagonal_jacobian():
+    """Random signs square to 1, so only the error of the differences remains: quadratic in their step."""
     z = torch.randn(2, 5, 4, dtype=DOUBLE)
     expected = torch.cos(z).square().flatten(1).mean(1)
     errors = [(jacobian_size(torch.sin, z, step=step) - expected).abs().max() for step in (1e-2, 1e-3)]
@@ -45,7 +45,7 @@ def test_one_probe_is_exact_where_the_jacobian_is_diagonal():
     assert errors[1] < 0.02 * errors[0]
 
 
-def test_padding_is_left_out():
+def test_the_jacobian_estimate_ignores_padding():
     z, valid = torch.randn(2, 6, 4, dtype=DOUBLE), torch.ones(2, 6, dtype=torch.bool)
     valid[0, 4:] = False
 
@@ -58,8 +58,8 @@ def test_padding_is_left_out():
 
 
 @pytest.mark.parametrize("mixer", [ib.Mamba2Spec(d_state=4, head_dim=8), ib.AttentionSpec(n_heads=2)])
-def test_training_with_it_makes_the_jacobian_smaller(mixer):
-    """On the penalty alone, so that nothing else moves it; for every mixer, as it needs first derivatives."""
+def test_training_on_the_penalty_shrinks_the_jacobian(mixer):
+    """Only the penalty is trained, so nothing else changes the Jacobian."""
     spec = ib.ImplicitLMSpec(
         vocab_size=7, d_model=16, n_layers=1, mixer=mixer, gradient=ib.JacobianPenaltySpec(weight=1.0)
     )
@@ -77,8 +77,8 @@ def test_training_with_it_makes_the_jacobian_smaller(mixer):
     assert sum(sizes[-3:]) < 0.7 * sum(sizes[:3])
 
 
-def test_the_trainer_adds_it_to_what_it_differentiates(tmp_path):
-    """The loss that is reported stays the data's; the weights go another way."""
+def test_the_trainer_adds_the_penalty_to_the_differentiated_loss(tmp_path):
+    """With the penalty, training leads to other weights."""
     from trainer.run.build import build
     from trainer.specs.run import RunSpec
 
@@ -115,10 +115,8 @@ def test_the_trainer_adds_it_to_what_it_differentiates(tmp_path):
     assert any(not torch.equal(weights["with"][key], value) for key, value in weights["without"].items())
 
 
-def test_differences_are_as_long_as_the_row_says_its_padding_left_out():
+def test_probe_steps_scale_with_the_rms_of_a_rows_real_features():
     """Each real feature moves by ``step`` times the root mean square of the row's real features."""
-    from implicit_blocks.gradients.jacobian_penalty import jacobian_size
-
     z = torch.tensor([[[3.0], [4.0], [0.0]], [[1.0], [1.0], [50.0]], [[0.0], [0.0], [0.0]]])
     valid = torch.tensor([[True, True, True], [True, True, False], [True, True, True]])
     points = []
@@ -128,7 +126,7 @@ def test_differences_are_as_long_as_the_row_says_its_padding_left_out():
         return point
 
     jacobian_size(f, z, valid=valid, step=0.1)
-    lengths = [0.1 * (25 / 3) ** 0.5, 0.1, 0.1]  # of a row of zeros: the step itself
+    lengths = [0.1 * (25 / 3) ** 0.5, 0.1, 0.1]  # a row of zeros moves by the step itself
     for point in points:
         moved = (point - z).abs().squeeze(2)
         expected = torch.tensor(lengths)[:, None] * valid

@@ -1,6 +1,6 @@
-"""Gradients of unrolled Anderson steps, also of many more steps than it takes to converge.
+"""Gradients of unrolled Anderson steps, including many steps past convergence.
 
-Shape legend: S seeds, each a row of the batch with a map of its own, F features.
+Shape legend: S seeds (each a row of the batch with its own map), F features.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SEEDS = 300
 
 @dataclass
 class Problems:
-    """``tanh(W z + x)``, with a W and an x for each seed, and a weighted sum of z as its loss."""
+    """Maps ``tanh(W z + x)`` with W and x per seed; the loss is a weighted sum of z."""
 
     parameters: Tensor  # (S, F, F + 1): W and x
     loss_weight: Tensor  # (S, F)
@@ -26,7 +26,7 @@ class Problems:
 
     @classmethod
     def drawn(cls, *, size: float, width: int, dtype: torch.dtype, autocast: bool = False) -> Problems:
-        """Draw them, ``size`` being the norm of W."""
+        """Draw the problems; ``size`` is the norm of W."""
         drawn = torch.randn(SEEDS, width, width + 2, generator=torch.Generator().manual_seed(0)).double()
         weight, x, loss_weight = drawn.split([width, 1, 1], dim=2)
         weight = size * weight / torch.linalg.matrix_norm(weight, 2, keepdim=True)
@@ -68,10 +68,10 @@ class Problems:
     [(torch.float32, False, 1e-4), (torch.float64, False, 1e-7), (torch.float32, True, 0.2)],
     ids=["float32", "float64", "autocast"],
 )
-def test_steps_past_convergence_keep_the_gradient(
+def test_anderson_gradients_stay_exact_past_convergence(
     dtype: torch.dtype, autocast: bool, bound: float, width: int
 ) -> None:
-    """300 seeds, each against finite differences along its gradient, where what is too large shows."""
+    """Each of 300 gradients is compared with finite differences along itself, where excess length shows."""
     problems, solver = (
         Problems.drawn(size=0.5, width=width, dtype=dtype, autocast=autocast),
         ib.Anderson(memory=3),
@@ -84,8 +84,8 @@ def test_steps_past_convergence_keep_the_gradient(
 
 @pytest.mark.parametrize("damping", [1.0, 0.7])
 @pytest.mark.parametrize("size", [0.5, 0.95, 2.0])
-def test_they_are_exact_in_any_direction(size: float, damping: float) -> None:
-    """Also with more memory than features, and where Picard does not converge."""
+def test_anderson_gradients_are_exact_in_random_directions(size: float, damping: float) -> None:
+    """With more memory than features, including maps on which Picard does not converge."""
     problems, solver = (
         Problems.drawn(size=size, width=3, dtype=torch.float64),
         ib.Anderson(memory=5, damping=damping),
@@ -94,14 +94,14 @@ def test_they_are_exact_in_any_direction(size: float, damping: float) -> None:
     directions = torch.randn_like(found)
     error = (found * directions).flatten(1).sum(1) - problems.slopes(solver, 60, directions)
     error = error.abs() / found.flatten(1).norm(dim=1).clamp(min=1)
-    # Where the steps don't converge (a few with ‖W‖ = 2), differences of 1e-6 lead to other points.
+    # Some steps with ‖W‖ = 2 do not converge; there differences of 1e-6 lead to other points.
     converged = problems.solved(solver, 60, problems.parameters.requires_grad_()).residual < 1e-10
     assert converged.sum() >= (SEEDS if size < 1 else 0.9 * SEEDS)
     assert error[converged].max() < 1e-6
 
 
-def test_differences_of_exactly_zero_have_no_derivative() -> None:
-    """A map of few values repeats its residuals to the bit, and the Gram matrix of differences is 0."""
+def test_repeated_residuals_keep_the_anderson_gradient() -> None:
+    """A map with few distinct values repeats its residuals, so the Gram matrix of differences is 0."""
     x = torch.tensor([[0.3, -0.2]], requires_grad=True)
     layer = ib.FixedPoint(
         lambda z, x: x + (0.5 * z).bfloat16().float(),
@@ -112,12 +112,12 @@ def test_differences_of_exactly_zero_have_no_derivative() -> None:
     torch.testing.assert_close(gradient, torch.full_like(x, 2.0), rtol=2e-2, atol=0)
 
 
-def test_values_are_the_same_with_and_without_gradients() -> None:
+def test_anderson_values_are_equal_with_and_without_autograd() -> None:
     x, rule, points = torch.randn(4, 8), ib.Anderson(memory=3), []
-    for recorded in (True, False):
-        z = torch.zeros(4, 8, requires_grad=recorded)
+    for differentiated in (True, False):
+        z = torch.zeros(4, 8, requires_grad=differentiated)
         state = rule.init(z)
-        with torch.set_grad_enabled(recorded):
+        with torch.set_grad_enabled(differentiated):
             for _ in range(24):
                 fz = torch.tanh(0.5 * z.roll(1, 1) + x)
                 z, state = rule.update(z, fz, state, torch.tanh)

@@ -1,4 +1,4 @@
-"""Mixers side by side: what a hybrid computes, learns, costs and refuses, and that it decodes and travels."""
+"""Hybrid mixers: output, training, decoding, costs, errors, YAML and pretrained folders."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def model() -> ib.ImplicitLM:
     return model
 
 
-def test_its_output_is_the_sum_of_its_mixers():
+def test_a_hybrids_output_is_the_sum_of_its_mixers():
     hybrid = ib.build(HYBRID, d_model=16)
     attention, mamba2 = hybrid.mixers
     z = torch.randn(2, 5, 16)
@@ -50,15 +50,15 @@ def test_its_output_is_the_sum_of_its_mixers():
     torch.testing.assert_close(after[1].h_BHPN, of_second.h_BHPN)
 
 
-def test_token_by_token_is_side_by_side(model):
+def test_a_hybrids_logits_do_not_depend_on_the_window_length(model):
     tokens = torch.randint(19, (3, 9))
     with torch.no_grad():
-        together, in_turn = model(tokens), model(tokens, window_length=1)
-    assert together.solution.converged.all()
-    torch.testing.assert_close(together.logits, in_turn.logits, atol=1e-4, rtol=0)
+        simultaneous, sequential = model(tokens), model(tokens, window_length=1)
+    assert simultaneous.solution.converged.all()
+    torch.testing.assert_close(simultaneous.logits, sequential.logits, atol=1e-4, rtol=0)
 
 
-def test_it_learns():
+def test_a_hybrid_model_learns():
     torch.manual_seed(0)
     spec = spec_of(HYBRID, stopping=ib.Stopping(tolerance=1e-2, max_iterations=8))
     model = ib.build(spec)
@@ -74,7 +74,7 @@ def test_it_learns():
     assert losses[-1] < 0.5 * losses[0]
 
 
-def test_continuous_decoding_gives_the_tokens_of_generate(model):
+def test_continuous_decoding_of_a_hybrid_gives_the_tokens_of_generate(model):
     prompts = [[0, 3, 2], [5], [1, 4, 7, 7]]
     made = ib.generate(model, prompts, max_new_tokens=5).tokens
     decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=12)
@@ -86,17 +86,17 @@ def test_continuous_decoding_gives_the_tokens_of_generate(model):
     assert [texts[number] for number in range(3)] == made.tolist()
 
 
-def test_what_one_mixer_can_t_the_whole_can_t():
+def test_a_hybrid_supports_only_what_all_its_mixers_support():
     heads = ib.AttentionSpec(n_heads=4)
     assert ib.build(ib.HybridSpec(mixers=(heads, heads)), d_model=16).truncates
     assert not ib.build(HYBRID, d_model=16).truncates
-    with pytest.raises(ValueError, match=r"can't keep states in torch\.int8"):
+    with pytest.raises(ValueError, match=r"torch\.int8"):
         ContinuousDecoder(
             ib.build(spec_of(HYBRID)).eval(), max_batch_size=2, max_seq_len=8, state_dtype=torch.int8
         )
 
 
-def test_costs_and_tree_are_those_of_the_built_model():
+def test_counted_costs_and_tree_of_a_hybrid_match_the_built_model():
     spec = spec_of(HYBRID)
     shapes = {name: tuple(p.shape) for name, p in ib.build(spec).named_parameters()}
     assert model_tree(spec).shapes() == shapes
@@ -109,14 +109,14 @@ def test_costs_and_tree_are_those_of_the_built_model():
     assert whole.injection == sum(part.injection for part in alone)
 
 
-def test_what_does_not_fit_is_refused_by_place():
-    with pytest.raises(ValueError, match="at least 2 items"):
+def test_invalid_hybrid_specs_are_refused_with_their_path():
+    with pytest.raises(ValueError, match="at least 2"):
         ib.HybridSpec(mixers=(ib.AttentionSpec(n_heads=4),))
-    with pytest.raises(ValueError, match=r"mixers\.1: d_model 16 is not divisible by n_heads 3"):
+    with pytest.raises(ValueError, match=r"mixers\.1: .*d_model 16 .*n_heads 3"):
         spec_of(ib.HybridSpec(mixers=(ib.AttentionSpec(n_heads=4), ib.AttentionSpec(n_heads=3))))
 
 
-def test_it_is_a_spec_in_yaml_whose_parts_can_be_changed(tmp_path):
+def test_a_hybrid_in_yaml_accepts_overrides_of_its_parts(tmp_path):
     path = tmp_path / "hybrid.yaml"
     path.write_text(
         "extends: word_problem_s3\nmodel:\n  mixer:\n    kind: hybrid\n    mixers:\n"
@@ -127,14 +127,14 @@ def test_it_is_a_spec_in_yaml_whose_parts_can_be_changed(tmp_path):
     assert mixer.mixers[1].d_state == 32
 
 
-def test_it_travels_as_a_folder_of_transformers(model, tmp_path):
+def test_a_hybrid_is_saved_and_loaded_as_a_pretrained_folder(model, tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")
     from implicit_blocks.hf import from_library
 
     named = model.spec.mixer.model_copy(
         update={"mixers": (ib.AttentionSpec(n_heads=4, backend="torch"), HYBRID.mixers[1])}
     )
-    assert named.portable() == HYBRID  # a choice of backend stays behind, in each part
+    assert named.portable() == HYBRID  # the choice of a backend is not saved, in any part
     from_library(model).save_pretrained(tmp_path)
     again = ib.load_model(tmp_path)
     assert again.spec.mixer == HYBRID

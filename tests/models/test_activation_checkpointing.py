@@ -1,4 +1,4 @@
-"""Activations computed again in backward: equal gradients, less kept, each layer called once more."""
+"""Activation checkpointing: equal gradients, fewer saved activations, one more call of each layer."""
 
 from __future__ import annotations
 
@@ -37,72 +37,71 @@ def model_of(mixer, gradient, **changes):
 
 
 def gradients(model, checkpoint):
-    """Loss and gradients of a pass, the bytes kept for backward, and how often the first layer is called."""
+    """Return the loss, the gradients, the bytes saved for backward, and the calls of the first layer."""
     model.backbone.activation_checkpointing = checkpoint
-    kept = {}
+    saved = {}
     calls = []
     block = model.backbone.blocks()[0]
     hook = block.register_forward_pre_hook(lambda *_: calls.append(torch.is_grad_enabled()))
 
     def pack(tensor):
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     torch.manual_seed(1)
     ids = torch.randint(0, 11, (2, 12))
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(ids, labels=ids, return_logits=False).loss
-    held = sum(kept.values())
     loss.backward()
     hook.remove()
     found = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    return loss.detach(), found, held, calls
+    return loss.detach(), found, sum(saved.values()), calls
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 @pytest.mark.parametrize("gradient", GRADIENTS, ids=lambda g: "explicit" if g is None else g["kind"])
 @pytest.mark.parametrize("mixer", [MAMBA2, ATTENTION], ids=lambda m: m["kind"])
-def test_gradients_are_equal_and_less_is_kept(mixer, gradient, dropout):
+def test_activation_checkpointing_keeps_gradients_and_saves_memory(mixer, gradient, dropout):
     model = model_of(mixer, gradient, dropout=dropout)
-    loss, expected, all_kept, _ = gradients(model, "none")
+    loss, expected, saved_without, _ = gradients(model, "none")
     for checkpoint in ("steps", "layers"):
-        again, found, kept, _ = gradients(model, checkpoint)
-        assert torch.equal(again, loss)
+        recomputed, found, saved, _ = gradients(model, checkpoint)
+        assert torch.equal(recomputed, loss)
         for name, value in expected.items():
             assert torch.allclose(found[name], value, rtol=1e-12, atol=1e-15), name
-        assert kept < 0.8 * all_kept
+        assert saved < 0.8 * saved_without
 
 
 @pytest.mark.parametrize("mixer", [MAMBA2, ATTENTION], ids=lambda m: m["kind"])
-def test_the_search_keeps_nothing_for_backward(mixer):
-    """Activations are those of the phantom steps, and as many times those of one."""
+def test_the_search_saves_no_activations_for_backward(mixer):
+    """The saved bytes grow with the phantom steps, by the same amount each, and not with the iterations."""
 
-    def kept(steps, iterations):
+    def saved_bytes(steps, iterations):
         stopping = {"tolerance": 1e-30, "max_iterations": iterations}
         model = model_of(mixer, {"kind": "phantom", "steps": steps}, stopping=stopping)
-        _, _, held, calls = gradients(model, "none")
+        _, _, saved, calls = gradients(model, "none")
         assert calls.count(False) == iterations
-        return held
+        return saved
 
-    one, two, three = (kept(steps, 3) for steps in (1, 2, 3))
-    assert kept(2, 12) == two
+    one, two, three = (saved_bytes(steps, 3) for steps in (1, 2, 3))
+    assert saved_bytes(2, 12) == two
     assert two > 1.4 * one
     assert three - two == pytest.approx(two - one, rel=0.02)
 
 
 @pytest.mark.parametrize("checkpoint", ["steps", "layers"])
-def test_each_differentiated_layer_is_called_once_more_and_the_search_is_not(checkpoint):
+def test_checkpointing_recomputes_phantom_steps_but_not_the_search(checkpoint):
     model = model_of(MAMBA2, {"kind": "phantom", "steps": STEPS})
     _, _, _, plain = gradients(model, "none")
-    _, _, _, again = gradients(model, checkpoint)
+    _, _, _, checkpointed = gradients(model, checkpoint)
     assert plain.count(True) == STEPS
-    assert again.count(True) == 2 * STEPS
-    assert again.count(False) == plain.count(False)
+    assert checkpointed.count(True) == 2 * STEPS
+    assert checkpointed.count(False) == plain.count(False)
 
 
-def test_a_search_that_ends_by_agreement_goes_on_without_moving():
-    # Stands for another process that needs more iterations than this one.
+def test_waiting_for_another_process_does_not_change_a_converged_search():
+    # Simulates another process that needs more iterations than this one.
     model = model_of(
         ATTENTION, {"kind": "phantom", "steps": 1}, stopping={"tolerance": 0.3, "max_iterations": 32}
     )
@@ -118,7 +117,7 @@ def test_a_search_that_ends_by_agreement_goes_on_without_moving():
     assert torch.equal(alone.z, together.z)
 
 
-def test_a_fixed_budget_uses_all_iterations():
+def test_a_fixed_budget_calls_the_map_max_iterations_times():
     from implicit_blocks.search.agreement import fixed_budget
 
     model = model_of(

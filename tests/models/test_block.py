@@ -1,4 +1,4 @@
-"""The layers around a mixer."""
+"""The block around a mixer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import implicit_blocks as ib
 
 
-def test_dropout_keeps_the_mean_and_draws_for_each_branch():
+def test_block_dropout_keeps_the_mean_and_draws_a_mask_per_branch():
     spec = ib.ExplicitLMSpec(vocab_size=5, d_model=16, n_layers=1, mixer=ib.AttentionSpec(n_heads=2))
     (block,) = ib.build(spec).backbone.blocks()
     first, second = block.dropout_masks(torch.ones(64, 16, 16), 0.2)

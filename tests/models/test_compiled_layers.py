@@ -1,4 +1,4 @@
-"""The map under a compiler: whole, without a break, and with the values it has without."""
+"""Compiled layers: no graph breaks, and the values and gradients of eager layers."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def built(mixer):
     return ib.build(spec)
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's own: deprecated names, gradients of what is no leaf
+@pytest.mark.filterwarnings("ignore")  # the compiler's own: deprecated names, gradients of non-leaf tensors
 @pytest.mark.parametrize(
     "mixer", [pytest.param("mamba2", marks=pytest.mark.slow), "mamba2-one-chunk", "attention"]
 )
-def test_layers_compile_whole(mixer):
+def test_layers_compile_without_graph_breaks(mixer):
     torch.compiler.reset()
     plain, compiled = built(mixer).train(), built(mixer).train()
     for block in compiled.backbone.blocks():
-        # What compile_layers does, but breaks are refused, and no code is made of the compiler's operators.
+        # As in compile_layers, but graph breaks are errors, and no code is generated.
         block.compile(dynamic=False, fullgraph=True, backend="aot_eager_decomp_partition")
     ids = torch.randint(61, (2, 24))
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""Damped steps that a map takes by itself are its calls and the sums behind them, values and gradients."""
+"""Damped steps taken by the map itself equal separate calls and sums, in values and gradients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def one_by_one(f, z, count, damping):
 @pytest.mark.parametrize("checkpoint", ["none", "steps", "layers"])
 @pytest.mark.parametrize(("count", "damping"), [(1, 0.8), (3, 0.8), (2, 0.3), (2, 1.0)])
 @pytest.mark.parametrize("parts", [MAMBA2, ATTENTION], ids=["mamba2", "attention"])
-def test_they_are_the_same_to_the_last_bit(parts, count, damping, checkpoint):
+def test_damped_steps_equal_separate_calls_bit_for_bit(parts, count, damping, checkpoint):
     model = built(parts=parts)
     f, z = bound(model)
     expected = one_by_one(f, z, count, damping)
@@ -52,12 +52,12 @@ def test_they_are_the_same_to_the_last_bit(parts, count, damping, checkpoint):
     torch.testing.assert_close(gradients(model, found), wanted, rtol=0, atol=0)
 
 
-def test_phantom_steps_are_taken_by_a_map_that_can():
+def test_phantom_gives_equal_results_with_and_without_a_stepping_map():
     model = built()
     f, z = bound(model)
     search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(max_iterations=4))
     phantom = ib.Phantom(steps=3, damping=0.7)
-    expected = phantom(lambda z: f(z), z, search)  # a function alone can't
+    expected = phantom(lambda z: f(z), z, search)  # a function has no damped_steps
     wanted = gradients(model, expected.z)
     f, z = bound(model)
     found = phantom(f, z, search)
@@ -65,7 +65,7 @@ def test_phantom_steps_are_taken_by_a_map_that_can():
     torch.testing.assert_close(gradients(model, found.z), wanted, rtol=0, atol=0)
 
 
-def test_any_map_may_take_its_steps_itself():
+def test_phantom_uses_the_damped_steps_of_any_map_that_has_them():
     class Halved:
         taken = None
 
@@ -85,17 +85,17 @@ def test_any_map_may_take_its_steps_itself():
     torch.testing.assert_close(found.z, ib.Phantom(steps=2, damping=0.5)(f.__call__, z, search).z)
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
+@pytest.mark.filterwarnings("ignore")  # the compiler's own warnings
 @pytest.mark.parametrize(("layers", "inputs"), [(1, 3), (2, 4)])
-def test_a_compiled_step_is_part_of_the_norm_and_reads_its_point_once(layers, inputs):
-    """Of one layer the point is what the norm's sum reads anyway: branch, point and weight are all."""
+def test_a_compiled_norm_includes_the_damped_step(layers, inputs):
+    """With one layer the norm's residual sum reads the point already: branch, point and weight suffice."""
     model = built(layers)
     f, z = bound(model)
     expected = one_by_one(f, z, 3, 0.8)
     wanted = gradients(model, expected)
     forward, backward = [], []
 
-    def kept(graphs):
+    def recorder(graphs):
         def compiler(module, given):
             graphs.append(sum(t.ndim == 3 for t in given) if graphs is backward else len(given))
             return module
@@ -104,7 +104,7 @@ def test_a_compiled_step_is_part_of_the_norm_and_reads_its_point_once(layers, in
 
     torch.compiler.reset()
     model.backbone.norm.compile(
-        backend=aot_autograd(fw_compiler=kept(forward), bw_compiler=kept(backward)), dynamic=False
+        backend=aot_autograd(fw_compiler=recorder(forward), bw_compiler=recorder(backward)), dynamic=False
     )
     f, z = bound(model)
     forward.clear()
@@ -112,5 +112,5 @@ def test_a_compiled_step_is_part_of_the_norm_and_reads_its_point_once(layers, in
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients(model, found), wanted)
     torch.compiler.reset()
-    assert forward == [inputs, inputs]  # points without a gradient, and those with
+    assert forward == [inputs, inputs]  # a point without a gradient, and points with one
     assert len(backward) == 2

@@ -1,4 +1,4 @@
-"""Injections looked up in a table of the vocabulary's are those computed token by token."""
+"""Injections looked up in a table over the vocabulary equal those computed per token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def built(**changes):
 
 @pytest.fixture
 def tables(monkeypatch):
-    """Let Mamba2 read tables where it would on a GPU; the models' maps say whether they did."""
+    """Let Mamba2 read tables as on a GPU; return the list of the maps that models bind."""
     monkeypatch.setattr(Mamba2, "supports_injection_table", lambda mixer, window: window.start == 0)
     seen = []
     bind = ib.ImplicitLM.bind
@@ -49,9 +49,9 @@ def loss_and_gradients(model, ids, **options):
 
 
 @pytest.mark.parametrize("start", ["zeros", "embedding"])
-def test_training_is_the_same(tables, monkeypatch, start):
+def test_training_with_an_injection_table_equals_training_without(tables, monkeypatch, start):
     ids = torch.randint(7, (6, 20))
-    ids[1:, 5:] = ids[1:, :1]  # rows of unequal difficulty, which leave the batch at different times
+    ids[1:, 5:] = ids[1:, :1]  # rows of unequal difficulty leave the batch at different times
     model = built(z_init=start)
     by_row = loss_and_gradients(model, ids)
     assert [f.by_row for f in tables] == [True]
@@ -62,7 +62,7 @@ def test_training_is_the_same(tables, monkeypatch, start):
     torch.testing.assert_close(by_row, by_token, rtol=1e-7, atol=1e-10)
 
 
-def test_windows_and_what_is_committed_are_the_same(tables, monkeypatch):
+def test_windows_and_committed_states_are_equal_with_an_injection_table(tables, monkeypatch):
     ids = torch.randint(7, (8, 24))
     model = built(stopping=ib.Stopping(tolerance=1e-9, max_iterations=10)).eval()  # 40 in evaluation
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_windows_and_what_is_committed_are_the_same(tables, monkeypatch):
     torch.testing.assert_close(found.state.layers, expected.state.layers, rtol=1e-7, atol=1e-10)
 
 
-def test_tokens_that_are_committed_on_the_way_take_their_rows_with_them(tables):
+def test_injection_tables_follow_selected_rows_and_committed_prefixes(tables):
     ids = torch.randint(7, (8, 24))
     model = built().eval()
     with torch.no_grad():
@@ -89,12 +89,12 @@ def test_tokens_that_are_committed_on_the_way_take_their_rows_with_them(tables):
         torch.testing.assert_close(late(z[:, 8:]), whole[:, 8:])
 
 
-def test_a_table_is_for_few_words_that_are_looked_up_and_nothing_else():
+def test_injection_tables_are_used_only_for_small_plain_embeddings():
     few = nn.Embedding(60, 32)
     assert pays_by_token(few, 480)
     assert not pays_by_token(few, 479)
     assert not pays_by_token(nn.Embedding(65, 32), 1 << 20)
-    few.register_forward_hook(lambda module, given, x: x + torch.randn_like(x))  # as NEFTune adds noise
+    few.register_forward_hook(lambda module, given, x: x + torch.randn_like(x))  # NEFTune adds noise this way
     assert not pays_by_token(few, 480)
 
     class Tuned(nn.Embedding):

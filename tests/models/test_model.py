@@ -1,4 +1,4 @@
-"""Language models: windows, padding, precision, weight norm, dropout, initialization."""
+"""Language models: windows, independence of rows, weights, initialization, dropout, precision, loss."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def spec_of(mixer, *, tolerance=1e-12, max_iterations=400, **changes):
 
 
 def contracting(mixer, dtype=torch.float64, **changes):
-    """Return a model that converges fast: the injection outweighs z going in, the layers z going out."""
+    """Return a model that converges fast: its layers read z weakly and write their output strongly."""
     model = ib.build(spec_of(mixer, **changes))
     with torch.no_grad():
         for block in model.backbone.blocks():
@@ -48,7 +48,7 @@ def tokens(rows=3, length=LENGTH):
 @pytest.mark.parametrize(
     ("dtype", "tolerance", "error"), [(torch.float64, 1e-12, 1e-9), (torch.float32, 1e-6, 1e-4)]
 )
-def test_simultaneous_sequential_and_any_window_agree(mixer, dtype, tolerance, error):
+def test_logits_do_not_depend_on_the_window_length(mixer, dtype, tolerance, error):
     model = contracting(mixer, dtype, tolerance=tolerance).eval()
     ids = tokens()
     with torch.no_grad():
@@ -65,9 +65,9 @@ def test_simultaneous_sequential_and_any_window_agree(mixer, dtype, tolerance, e
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_windows_never_recompute_the_tokens_before_them(mixer):
+def test_a_window_never_recomputes_earlier_tokens(mixer):
     model = contracting(mixer, tolerance=1e-6).eval()
-    seen = []
+    lengths = []
     forward, advance = (
         type(model.backbone.blocks()[0].mixer).forward,
         type(model.backbone.blocks()[0].mixer).advance,
@@ -75,7 +75,7 @@ def test_windows_never_recompute_the_tokens_before_them(mixer):
 
     def watch(method):
         def call(self, z, u, state, context):
-            seen.append(z.shape[1])
+            lengths.append(z.shape[1])
             return method(self, z, u, state, context)
 
         return call
@@ -87,14 +87,14 @@ def test_windows_never_recompute_the_tokens_before_them(mixer):
         torch.no_grad(),
     ):
         out = model(tokens(1), window_length=2)
-    assert set(seen) == {2, 1}  # eleven tokens: five windows of two, one of one
+    assert set(lengths) == {2, 1}  # eleven tokens: five windows of two tokens, one of one
     starts = range(0, LENGTH, 2)
     per_window = [int(out.solution.token_iterations[0, s : s + 2].max()) + 1 for s in starts]
-    assert len(seen) == 2 * sum(per_window)  # layers × (iterations + the last call)
+    assert len(lengths) == 2 * sum(per_window)  # layers × (iterations + the last call)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_calls_of_a_training_step_and_of_an_evaluation(mixer):
+def test_training_calls_the_map_s_plus_k_times_and_evaluation_s_plus_1(mixer):
     model = contracting(
         mixer, stopping=ib.Stopping(tolerance=0.0, max_iterations=6), max_iterations=9, tolerance=0.0
     )
@@ -109,7 +109,7 @@ def test_calls_of_a_training_step_and_of_an_evaluation(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_capacity_reserved_for_inference_changes_nothing(mixer):
+def test_a_reserved_max_seq_len_does_not_change_logits(mixer):
     model = contracting(mixer).eval()
     ids = tokens()
     with torch.no_grad():
@@ -124,8 +124,7 @@ def test_capacity_reserved_for_inference_changes_nothing(mixer):
     assert state.length == LENGTH
 
 
-def test_exact_gradients_flow_through_committed_states():
-    """IFT chained over windows is the gradient of one window."""
+def test_ift_gradients_through_windows_equal_those_of_one_window():
     tight = ib.Stopping(tolerance=1e-12, max_iterations=300)
     for mixer in MIXERS:
         gradient = ib.ImplicitFunctionSpec(stopping=tight)
@@ -142,8 +141,8 @@ def test_exact_gradients_flow_through_committed_states():
 
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("tolerance", [1e-2, 1e-6])
-def test_a_row_does_not_depend_on_batch_mates_later_tokens_or_padding(mixer, tolerance):
-    """Even at a loose tolerance, where a joint stopping rule would show."""
+def test_a_rows_answer_does_not_depend_on_batch_mates_later_tokens_or_padding(mixer, tolerance):
+    """Also at a loose tolerance, where a joint stopping rule would change answers."""
     model = contracting(mixer, tolerance=tolerance).eval()
     ids = tokens()
     with torch.no_grad():
@@ -166,7 +165,7 @@ def test_a_row_does_not_depend_on_batch_mates_later_tokens_or_padding(mixer, tol
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_ragged_prompts_continue_as_each_would_alone(mixer):
+def test_padded_prompts_continue_as_they_would_alone(mixer):
     model = contracting(mixer).eval()
     ids, more = tokens(), tokens(3, 4)
     lengths = [3, 8, 11]
@@ -188,7 +187,7 @@ def test_ragged_prompts_continue_as_each_would_alone(mixer):
 
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("window_length", [None, 1, 4])
-def test_packed_documents_are_apart(mixer, window_length):
+def test_packed_documents_do_not_affect_each_other(mixer, window_length):
     model = contracting(mixer).eval()
     ids = tokens(2)
     documents = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2], [3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 4]])
@@ -201,7 +200,7 @@ def test_packed_documents_are_apart(mixer, window_length):
                 torch.testing.assert_close(packed[row, where], alone, atol=1e-9, rtol=0)
 
 
-def test_selected_rows_of_a_state_go_on_as_they_would_have():
+def test_selected_rows_of_a_state_continue_unchanged():
     for mixer in MIXERS:
         model = contracting(mixer).eval()
         with torch.no_grad():
@@ -212,8 +211,7 @@ def test_selected_rows_of_a_state_go_on_as_they_would_have():
             torch.testing.assert_close(found, model(more, state=state).logits[rows], atol=1e-9, rtol=0)
 
 
-# ------------------------------------------------------------------------------------------- every
-# combination
+# ------------------------------------------------------------------------------------------- training
 
 SOLVERS = {
     "picard": ib.PicardSpec(),
@@ -234,7 +232,7 @@ GRADIENTS = {
     ("mixer", "solver", "gradient"),
     [pytest.param(*parts, id="-".join(parts)) for parts in itertools.product(MIXERS, SOLVERS, GRADIENTS)],
 )
-def test_every_combination_trains(mixer, solver, gradient):
+def test_every_mixer_trains_with_every_solver_and_gradient(mixer, solver, gradient):
     model = contracting(
         mixer,
         torch.float32,
@@ -255,7 +253,7 @@ def test_every_combination_trains(mixer, solver, gradient):
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_explicit_twin_is_the_same_spec_with_one_field_changed():
+def test_an_explicit_model_is_built_from_the_same_fields_and_trains():
     for mixer in MIXERS:
         implicit = spec_of(mixer)
         fields = implicit.model_dump(exclude={*type(implicit).changeable, "z_init", "weight_norm", "kind"})
@@ -270,12 +268,11 @@ def test_explicit_twin_is_the_same_spec_with_one_field_changed():
             )
 
 
-# ------------------------------------------------------------------------------------------- weights,
-# dropout, precision
+# ------------------------------------------------------------------------------------------- weights
 
 
 @pytest.mark.parametrize("gradient", [ib.PhantomSpec(), ib.UnrolledSpec(steps=3, checkpointing=True)])
-def test_weight_norm_is_computed_once_a_forward_pass(gradient):
+def test_weight_norm_is_computed_once_per_forward_pass(gradient):
     model = contracting("attention", gradient=gradient)
     matrices = sum(isinstance(m, WeightNorm) for m in model.modules())
     assert matrices == 2 * 5 + 1
@@ -290,7 +287,7 @@ def test_weight_norm_is_computed_once_a_forward_pass(gradient):
         assert compute.call_count == matrices
 
 
-def test_weight_norm_rows_have_the_length_of_their_gain():
+def test_weight_norm_gives_each_row_the_norm_of_its_gain():
     model = ib.build(spec_of("mamba2"))
     projection = model.backbone.blocks()[0].mixer.in_proj
     with torch.no_grad():
@@ -299,7 +296,7 @@ def test_weight_norm_rows_have_the_length_of_their_gain():
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_deepcopy_and_state_dict(mixer):
+def test_deepcopy_and_state_dict_reproduce_logits(mixer):
     model = contracting(mixer).eval()
     with torch.no_grad():
         expected = model(tokens()).logits
@@ -308,12 +305,12 @@ def test_deepcopy_and_state_dict(mixer):
         other.load_state_dict(model.state_dict())
         assert torch.equal(other(tokens()).logits, expected)
     model.train()(tokens(), labels=tokens()).loss.backward()
-    clone = copy.deepcopy(model)  # also between a forward pass and the next
+    clone = copy.deepcopy(model)  # also after a training pass
     assert torch.equal(clone(tokens()).logits, model(tokens()).logits)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_meta_build(mixer):
+def test_a_model_built_on_meta_is_initialized_as_on_the_cpu(mixer):
     with torch.device("meta"):
         model = ib.build(spec_of(mixer))
     assert all(p.is_meta for p in model.parameters())
@@ -329,7 +326,7 @@ def test_meta_build(mixer):
         assert torch.equal(a, b)
 
 
-def test_initialization():
+def test_parameters_are_initialized_at_the_documented_scales():
     spec = spec_of("attention", d_model=64, n_layers=3, vocab_size=500, embedding_std=0.02)
     model = ib.build(spec)
     assert model.embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
@@ -351,7 +348,7 @@ def test_initialization():
     assert (mamba.D == 1).all()
 
 
-def test_decay_groups_hold_every_parameter_once():
+def test_decay_groups_contain_every_parameter_once():
     for mixer in MIXERS:
         model = ib.build(spec_of(mixer))
         decayed, others = model.decay_groups()
@@ -362,15 +359,15 @@ def test_decay_groups_hold_every_parameter_once():
         assert any(p is model.embedding.weight for p in decayed)
         gains = {id(p) for name, p in model.named_parameters() if name.endswith("original0")}
         assert gains
-        assert not gains & {id(p) for p in decayed}  # though they have two dimensions
+        assert not gains & {id(p) for p in decayed}  # although they have two dimensions
         assert not any(
             name.endswith("original1") and p in set(others) for name, p in model.named_parameters()
         )
 
 
 @pytest.mark.parametrize("gradient", [ib.PhantomSpec(), ib.UnrolledSpec(steps=3, checkpointing=True)])
-def test_dropout_has_one_mask_for_all_iterations_of_a_pass(gradient):
-    """The map of a pass is one map: iterated, it still converges; and each pass has another."""
+def test_dropout_masks_are_fixed_within_a_pass_and_differ_between_passes(gradient):
+    """With fixed masks the iteration still converges."""
     model = contracting(
         "attention", dropout=0.5, stopping=ib.Stopping(tolerance=1e-10, max_iterations=300)
     ).train()
@@ -384,7 +381,7 @@ def test_dropout_has_one_mask_for_all_iterations_of_a_pass(gradient):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_bfloat16_weights_and_autocast(mixer):
+def test_bfloat16_weights_and_autocast_stay_close_to_float32(mixer):
     exact = contracting(mixer, torch.float32, tolerance=1e-2)
     low = copy.deepcopy(exact).to(torch.bfloat16)
     ids = tokens()
@@ -401,7 +398,7 @@ def test_bfloat16_weights_and_autocast(mixer):
     assert all(p.grad.isfinite().all() for p in [*low.parameters(), *exact.parameters()])
 
 
-def test_start_at_the_embedding():
+def test_one_unrolled_step_from_the_embedding_equals_the_explicit_model():
     model = ib.build(spec_of("attention", z_init="embedding", stopping=ib.Stopping(max_iterations=1)))
     with torch.no_grad():
         model.injection.proj.bias.zero_()
@@ -413,7 +410,7 @@ def test_start_at_the_embedding():
     torch.testing.assert_close(model.train()(tokens()).logits, explicit(tokens()).logits)
 
 
-def test_untied_head_and_padded_vocabulary():
+def test_an_untied_head_covers_the_padded_vocabulary_and_gets_gradients():
     model = ib.build(spec_of("attention", tie_embeddings=False, pad_vocab_to=16))
     out = model(tokens(), labels=tokens())
     assert out.logits.shape == (3, LENGTH, 32)
@@ -421,15 +418,15 @@ def test_untied_head_and_padded_vocabulary():
     assert model.head.weight.grad is not None
 
 
-def test_reconfigure_changes_the_search_only():
+def test_reconfigure_changes_the_search_and_refuses_other_fields():
     model = ib.build(spec_of("attention"))
     model.reconfigure(model.spec.model_copy(update={"stopping": ib.Stopping(max_iterations=3)}))
     assert model.stopping.max_iterations == 3
-    with pytest.raises(ValueError, match="d_model cannot change"):
+    with pytest.raises(ValueError, match="d_model"):
         model.reconfigure(model.spec.model_copy(update={"d_model": 32}))
 
 
-def test_labels_are_aligned_and_minus_100_is_ignored():
+def test_loss_aligns_labels_by_position_and_ignores_minus_100():
     model = contracting("attention").eval()
     ids, labels = tokens(), tokens()
     labels[:, ::2] = -100
@@ -442,7 +439,7 @@ def test_labels_are_aligned_and_minus_100_is_ignored():
         assert model(ids, labels=torch.full_like(ids, -100)).loss == 0
 
 
-def test_the_loss_without_logits_is_the_same():
+def test_loss_without_logits_equals_loss_with_logits():
     model = contracting("attention", tie_embeddings=False).train()
     ids, labels = tokens(), tokens()
     labels[:, ::3] = -100
@@ -456,12 +453,12 @@ def test_the_loss_without_logits_is_the_same():
         strict=True,
     ):
         torch.testing.assert_close(a, b, atol=1e-10, rtol=1e-7)
-    with pytest.raises(ValueError, match="give labels"):
+    with pytest.raises(ValueError, match="labels"):
         model(ids, return_logits=False)
 
 
-def test_padding_for_the_gpu_gives_way_to_whatever_wraps_a_layer():
-    """A wrapper such as a low-rank adapter adds to the layer's output and counts on its width."""
+def test_gpu_width_padding_is_disabled_for_wrapped_layers():
+    """A wrapper such as a low-rank adapter adds to the layer's output and relies on its width."""
     mlp = contracting("attention").backbone.blocks()[0].mlp
     mlp.choose_padding()
     assert (mlp.gate_proj.pad_out, mlp.up_proj.pad_out, mlp.out_proj.pad_in) == (True, True, True)

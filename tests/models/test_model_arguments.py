@@ -1,4 +1,4 @@
-"""What a model is called with: anything that doesn't fit is refused in a sentence."""
+"""Arguments of a model's forward pass: invalid ones are refused, with the name and the value."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def model():
 
 @pytest.mark.parametrize("row", ["110011", "011110", "101101", "111111"])
 @torch.no_grad()
-def test_padding_counts_for_nothing_wherever_it_stands(row):
+def test_padding_at_any_position_does_not_change_logits(row):
     spec = ib.ExplicitLMSpec(
         vocab_size=19, d_model=16, n_layers=2, mixer=ib.Mamba2Spec(d_state=4, head_dim=8)
     )
@@ -30,35 +30,38 @@ def test_padding_counts_for_nothing_wherever_it_stands(row):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"input_ids": torch.zeros(3, dtype=torch.int64)}, "give \\(batch, tokens\\)"),
-        ({"input_ids": torch.zeros(3, 0, dtype=torch.int64)}, "neither of them 0"),
-        ({"input_ids": torch.zeros(1, 3)}, "input_ids are torch.float32; give tokens, as int64"),
-        ({"input_ids": torch.tensor([[0, 999]])}, "have token 999, and the model knows 0 to"),
-        ({"input_ids": torch.tensor([[0, -1]])}, "have token -1, and the model knows 0 to"),
-        ({"input_ids": torch.zeros(1, 3, dtype=torch.int64), "window_length": 0}, "choose at least 1"),
+        ({"input_ids": torch.zeros(3, dtype=torch.int64)}, r"\(batch, tokens\)"),
+        ({"input_ids": torch.zeros(3, 0, dtype=torch.int64)}, r"\(3, 0\)"),
+        ({"input_ids": torch.zeros(1, 3)}, "input_ids .*float32.*int64"),
+        ({"input_ids": torch.tensor([[0, 999]])}, "token 999.* 0 to 18"),
+        ({"input_ids": torch.tensor([[0, -1]])}, "token -1.* 0 to 18"),
+        (
+            {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "window_length": 0},
+            "window_length .*0",
+        ),
         (
             {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.zeros(1, 2)},
-            "labels have shape",
+            "labels .*shape",
         ),
-        ({"input_ids": [[0, 1]]}, "input_ids is a list; give a tensor"),
+        ({"input_ids": [[0, 1]]}, "input_ids .*list.*tensor"),
         (
             {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "labels": torch.zeros(1, 3)},
-            "labels are torch.float32; give tokens",
+            "labels .*float32",
         ),
         (
             {"input_ids": torch.zeros(1, 2, dtype=torch.int64), "labels": torch.tensor([[-100, -1]])},
-            "labels have -1, and the model knows 0 to 18; -100 marks",
+            "labels .*-1.* 0 to 18.*-100",
         ),
         (
             {"input_ids": torch.zeros(1, 3, dtype=torch.int64), "attention_mask": torch.ones(1, 2)},
-            "attention_mask has shape",
+            "attention_mask .*shape",
         ),
         (
             {
                 "input_ids": torch.zeros(2, 3, dtype=torch.int64),
                 "documents": torch.tensor([[0, 1, 1], [0, 2, 1]]),
             },
-            "documents of row 1 go back from 2 to 1",
+            "documents .*row 1 .*from 2 to 1",
         ),
         (
             {
@@ -66,7 +69,7 @@ def test_padding_counts_for_nothing_wherever_it_stands(row):
                 "documents": torch.tensor([[1, 9, 2, 1]]),
                 "attention_mask": torch.tensor([[1, 0, 1, 1]]),
             },
-            "documents of row 0 go back from 2 to 1",
+            "documents .*row 0 .*from 2 to 1",
         ),
         (
             {
@@ -74,20 +77,20 @@ def test_padding_counts_for_nothing_wherever_it_stands(row):
                 "documents": torch.zeros(1, 5, dtype=torch.int64),
                 "window_length": 2,
             },
-            r"documents have shape \(1, 5\), the tokens \(1, 3\)",
+            r"documents .*\(1, 5\).*\(1, 3\)",
         ),
     ],
 )
-def test_bad_arguments_are_refused(model, arguments, message):
+def test_invalid_forward_arguments_are_refused(model, arguments, message):
     with pytest.raises(ValueError, match=message):
         model(**arguments)
 
 
-def test_padding_may_be_said_to_be_of_any_document(model):
+def test_document_numbers_of_padding_are_ignored(model):
     ids, mask = torch.zeros(1, 5, dtype=torch.int64), torch.tensor([[0, 1, 0, 1, 0]])
     with torch.no_grad():
-        messages = [
+        outputs = [
             model(ids, attention_mask=mask, documents=torch.tensor([d]))
             for d in ([7, 1, 9, 2, 0], [1] * 3 + [2] * 2)
         ]
-    assert torch.equal(messages[0].logits[mask.bool()], messages[1].logits[mask.bool()])
+    assert torch.equal(outputs[0].logits[mask.bool()], outputs[1].logits[mask.bool()])

@@ -1,4 +1,4 @@
-"""What doesn't change while a window is iterated is made once: masks, rotations, the injection."""
+"""Masks, rotation tables and the injection are computed once per pass, not once per iteration."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ MIXERS = {
 
 @pytest.mark.parametrize("train", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_once_a_pass_whatever_the_iterations(mixer, train, monkeypatch):
-    made = []
+def test_masks_rotations_and_injection_are_computed_once_per_pass(mixer, train, monkeypatch):
+    calls = []
 
-    def counted(of, name):
+    def count_calls(of, name):
         original = getattr(of, name)
 
         def call(*arguments, **options):
-            made.append(name)
+            calls.append(name)
             return original(*arguments, **options)
 
         monkeypatch.setattr(of, name, call)
 
     spec = ib.ImplicitLMSpec(vocab_size=19, d_model=16, n_layers=2, mixer=MIXERS[mixer])
     model = ib.build(spec).train(train)
-    counted(type(model.backbone.blocks()[0].mixer), "prepare")
-    counted(type(model.injection), "forward")
-    counted(attention, "rotation_tables")
+    count_calls(type(model.backbone.blocks()[0].mixer), "prepare")
+    count_calls(type(model.injection), "forward")
+    count_calls(attention, "rotation_tables")
     with torch.set_grad_enabled(train):
         found = model(torch.randint(19, (3, 11)), tolerance=0.0, max_iterations=9)
     assert (found.solution.iterations == 9).all()
     tables = {"rotation_tables": 1} if mixer == "attention" else {}
-    assert Counter(made) == {"prepare": 2, "forward": 1} | tables
+    assert Counter(calls) == {"prepare": 2, "forward": 1} | tables

@@ -1,4 +1,4 @@
-"""What is remembered between windows: tokens taken back, with padding and documents."""
+"""State between windows: truncation, selected rows and positions, with padding and documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attention_model() -> ib.ImplicitLM:
 @pytest.mark.parametrize("kept", [6, 4, 1])
 @pytest.mark.parametrize("parts", [{}, {"attention_mask": VALID}, {"documents": DOCUMENTS}], ids=str)
 @torch.no_grad()
-def test_tokens_taken_back_were_never_there(parts, kept):
+def test_a_truncated_state_equals_the_state_of_the_shorter_sequence(parts, kept):
     model, ids = attention_model(), torch.randint(0, 13, (3, 7), generator=torch.Generator().manual_seed(1))
     whole = model(ids, **parts, return_state=True).state
     first = {name: value[:, :kept] for name, value in parts.items()}
@@ -30,7 +30,7 @@ def test_tokens_taken_back_were_never_there(parts, kept):
     assert torch.equal(found.next_position.expand(3), expected.next_position.expand(3))
     for name in ("valid_BT", "documents_BT"):
         ours, theirs = getattr(found, name), getattr(expected, name)
-        assert (ours is None) == (theirs is None) or bool(ours.all())  # nothing but real tokens may be left
+        assert (ours is None) == (theirs is None) or bool(ours.all())  # without a mask all tokens are real
     following = torch.randint(0, 13, (3, 2), generator=torch.Generator().manual_seed(2))
     after = {
         name: value[:, kept - 1 :][:, :1].expand(-1, 2)
@@ -42,16 +42,16 @@ def test_tokens_taken_back_were_never_there(parts, kept):
     )
 
 
-def test_no_more_tokens_are_taken_back_than_there_are():
+def test_truncating_more_tokens_than_the_state_has_is_refused():
     model = attention_model()
     state = model(torch.zeros(1, 3, dtype=torch.int64), return_state=True).state
     assert state.truncate(3, model.backbone).length == 0
     for tokens in (4, -1):
-        with pytest.raises(ValueError, match=f"{tokens} tokens cannot be taken back from the 3"):
+        with pytest.raises(ValueError, match=rf"{tokens} tokens.* 3\b"):
             state.truncate(tokens, model.backbone)
 
 
-def test_positions_count_real_tokens_over_windows_with_padding_and_without():
+def test_positions_count_only_real_tokens_across_windows():
     state = attention_model().initial_state(2)
     first = state.window(3, valid_BL=None, documents_BL=None, dtype=torch.float64)
     assert first.positions_BL.expand(2, 3).tolist() == [[0, 1, 2]] * 2
@@ -64,7 +64,7 @@ def test_positions_count_real_tokens_over_windows_with_padding_and_without():
     assert third.positions_BL.tolist() == [[5, 6], [4, 5]]
 
 
-def test_a_row_whose_first_token_is_still_to_come_has_no_warm_start():
+def test_a_row_of_padding_only_has_no_warm_start():
     state = attention_model().initial_state(2)
     valid = torch.tensor([[True, True], [False, False]])
     window = state.window(2, valid_BL=valid, documents_BL=None, dtype=torch.float64)
@@ -75,7 +75,7 @@ def test_a_row_whose_first_token_is_still_to_come_has_no_warm_start():
     assert warm[1].eq(-1.0).all()
 
 
-def test_tokens_go_on_with_the_document_of_the_last_real_one():
+def test_the_next_window_continues_the_document_of_the_last_real_token():
     state = attention_model().initial_state(2)
     valid = torch.tensor([[True, True, False], [False, True, True]])
     documents = torch.tensor([[0, 1, 2], [0, 1, 1]])
@@ -88,7 +88,7 @@ def test_tokens_go_on_with_the_document_of_the_last_real_one():
 
 @pytest.mark.parametrize("parts", [{"attention_mask": VALID}, {"documents": DOCUMENTS}], ids=str)
 @torch.no_grad()
-def test_chosen_rows_go_on_as_they_would_among_all(parts):
+def test_selected_rows_continue_as_in_the_full_batch(parts):
     model, ids = attention_model(), torch.randint(0, 13, (3, 9), generator=torch.Generator().manual_seed(1))
     state = model(ids[:, :7], **parts, return_state=True).state
     following = {name: value[:, -1:].expand(-1, 2) for name, value in parts.items()}

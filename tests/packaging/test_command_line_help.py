@@ -1,4 +1,4 @@
-"""Every program's own help says what the program is, and what each of its options means."""
+"""The help of every program describes the program and each of its options."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ PARSERS = [parser for program in PROGRAMS for parser in with_commands(program.pa
 
 
 @pytest.mark.parametrize("parser", PARSERS, ids=lambda parser: parser.prog)
-def test_help_says_what_everything_is(parser: argparse.ArgumentParser) -> None:
+def test_help_describes_the_program_and_every_option(parser: argparse.ArgumentParser) -> None:
     assert parser.description
     assert parser.description.endswith(".")
-    assert "``" not in parser.format_help()  # marks of docstrings, which a terminal shows as they are
-    silent = [
+    assert "``" not in parser.format_help()  # docstring markup, which a terminal shows unrendered
+    undescribed = [
         action.dest
         for action in parser._actions
         if not action.help and not isinstance(action, argparse._SubParsersAction)
     ]
-    assert not silent
+    assert not undescribed

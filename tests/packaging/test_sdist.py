@@ -1,4 +1,4 @@
-"""The source distribution builds, and what is installed from it has the zoo and the templates inside."""
+"""The source distribution builds, and an installation from it has the zoo and the plugin template."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ assert (create_plugin("from_sdist", family="mixer") / "pyproject.toml").is_file(
 """
 
 
-def program(*command: object, cwd: Path, **environment: str) -> str:
-    """Run a program and return what it said."""
+def run_program(*command: object, cwd: Path, **environment: str) -> str:
+    """Run a program and return its output."""
     done = subprocess.run(
         [str(word) for word in command],
         cwd=cwd,
@@ -40,7 +40,7 @@ def program(*command: object, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def test_the_source_distribution_builds_and_installs_with_everything_inside(tmp_path):
+def test_an_installed_source_distribution_contains_all_packages_and_data(tmp_path):
     source = tmp_path / "source"  # building writes into the source folder
     source.mkdir()
     for folder in ("implicit_blocks", "trainer", "zoo"):
@@ -48,10 +48,10 @@ def test_the_source_distribution_builds_and_installs_with_everything_inside(tmp_
     for file in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / file, source / file)
     build = "from setuptools import build_meta; build_meta.build_sdist('dist')"
-    program(sys.executable, "-c", build, cwd=source)
+    run_program(sys.executable, "-c", build, cwd=source)
     (archive,) = (source / "dist").glob("implicit_blocks-*.tar.gz")
-    with tarfile.open(archive) as held:
-        names = {name.partition("/")[2] for name in held.getnames()}
+    with tarfile.open(archive) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames()}
     wanted = {
         str(path.relative_to(ROOT))
         for folder in ("implicit_blocks", "trainer", "zoo")
@@ -62,7 +62,7 @@ def test_the_source_distribution_builds_and_installs_with_everything_inside(tmp_
 
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
-    program(*pip, "--no-index", "--no-build-isolation", "--target", site, archive, cwd=tmp_path)
+    run_program(*pip, "--no-index", "--no-build-isolation", "--target", site, archive, cwd=tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    program(sys.executable, "-c", USE, site, cwd=elsewhere, PYTHONPATH=str(site))
+    run_program(sys.executable, "-c", USE, site, cwd=elsewhere, PYTHONPATH=str(site))

@@ -1,4 +1,4 @@
-"""Broyden's method: what it promises beyond the contracts of every solver."""
+"""Broyden's method: its properties beyond the contract of every solver."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def search(solver: ib.Solver, **stopping) -> ib.Search:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_it_beats_picard_on_a_hard_contraction(dtype):
-    """Eigenvalues up to ±0.98: 416 iterations of Picard, at most 54 of Broyden with 5 terms, 43 with 10."""
+def test_broyden_needs_fewer_iterations_than_picard_on_a_hard_contraction(dtype):
+    """Eigenvalues up to ±0.98: Picard takes 416 iterations, Broyden at most 54 with 5 terms, 43 with 10."""
     f, _ = contraction(0.98, features=40, dtype=dtype)
     z0 = torch.zeros(4, 40, dtype=dtype)
     picard = search(ib.Picard(), tolerance=1e-5, max_iterations=3000)(f, z0)
@@ -26,22 +26,22 @@ def test_it_beats_picard_on_a_hard_contraction(dtype):
         assert (broyden.iterations <= share * picard.iterations).all()
 
 
-def test_it_needs_no_contraction():
-    """A turn that lengthens by 1.5: Picard runs away."""
-    turn = 1.5 * torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64))[0]
+def test_broyden_converges_on_an_expanding_map():
+    """The map is a rotation scaled by 1.5, on which Picard diverges."""
+    rotation = 1.5 * torch.linalg.qr(torch.randn(6, 6, dtype=torch.float64))[0]
     offset = torch.randn(2, 6, dtype=torch.float64)
-    f, z0 = AffineMap(turn.expand(2, 6, 6), offset), torch.zeros(2, 6, dtype=torch.float64)
+    f, z0 = AffineMap(rotation.expand(2, 6, 6), offset), torch.zeros(2, 6, dtype=torch.float64)
     picard = search(ib.Picard(), tolerance=1e-9, max_iterations=100)(f, z0)
     assert not picard.converged.any()
     broyden = search(ib.Broyden(memory=12), tolerance=1e-9, max_iterations=100)(f, z0)
     assert broyden.converged.all()
     torch.testing.assert_close(
-        broyden.z, torch.linalg.solve(torch.eye(6, dtype=torch.float64) - turn, offset.T).T
+        broyden.z, torch.linalg.solve(torch.eye(6, dtype=torch.float64) - rotation, offset.T).T
     )
 
 
-def test_it_explains_the_last_step():
-    """The secant condition: the inverse maps the change of g to the step, also after the memory was full."""
+def test_the_broyden_inverse_satisfies_the_secant_condition():
+    """The inverse maps the change of g to the step, also after the memory is full."""
     solver, (f, expected) = ib.Broyden(memory=3), contraction(0.9)
     z = torch.zeros_like(expected)
     state, before = solver.init(z), None
@@ -57,15 +57,15 @@ def test_it_explains_the_last_step():
         before, z = (z, fz - z), proposed
 
 
-def test_at_the_fixed_point_it_stays():
+def test_broyden_stays_at_a_fixed_point():
     solution = search(ib.Broyden(), tolerance=0.0, max_iterations=30)(
         lambda z: torch.ones_like(z), torch.ones(2, 3)
     )
     assert torch.equal(solution.z, torch.ones(2, 3))
 
 
-def test_a_point_far_off_is_dropped():
-    """Beyond 1 the map is another one: the search goes on from the last accepted value, without memory."""
+def test_broyden_restarts_from_the_last_accepted_point_after_an_overshoot():
+    """The map changes beyond 1: the search continues from the last accepted value, with empty memory."""
     points = []
 
     def f(z):
@@ -79,7 +79,7 @@ def test_a_point_far_off_is_dropped():
     assert float(points[far + 1]) == pytest.approx(values[far - 1])
 
 
-def test_its_updates_can_be_differentiated():
+def test_broyden_updates_are_differentiable():
     weight = (0.5 * torch.randn(4, 4, dtype=torch.float64)).requires_grad_()
     layer = ib.FixedPoint(
         lambda z, x: torch.tanh(z @ weight + x),
@@ -91,8 +91,8 @@ def test_its_updates_can_be_differentiated():
     assert torch.autograd.gradcheck(lambda w, v: layer(v).z, (weight, x))
 
 
-def test_it_solves_models_that_picard_does_not():
-    """Untrained ones, whose map does not contract: 1 of 4 sequences by Picard, all by Broyden."""
+def test_broyden_solves_models_that_picard_does_not():
+    """Untrained models, whose map is no contraction: Picard solves 1 of 4 sequences, Broyden all of them."""
     spec = ib.ImplicitLMSpec(
         vocab_size=11, d_model=16, n_layers=1, mixer=ib.Mamba2Spec(d_state=4, head_dim=8)
     )

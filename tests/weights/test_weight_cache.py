@@ -1,4 +1,4 @@
-"""Weights held for a pass: whose gradients are ready when."""
+"""Weight cache of a pass: the order of gradients, fused weights, and use by several threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model(request: pytest.FixtureRequest) -> torch.nn.Module:
 
 
 def arrivals(model: torch.nn.Module, checkpoint: str, window_length: int | None = None) -> list[str]:
-    """Go backwards once; return the parameters in the order in which their gradients are ready."""
+    """Run one backward pass; return the names of the parameters in the order of their gradients."""
     names: list[str] = []
     hooks = [
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.append(name))
@@ -55,7 +55,7 @@ def arrivals(model: torch.nn.Module, checkpoint: str, window_length: int | None 
 
 @pytest.mark.parametrize("checkpoint", ["none", "steps", "layers"])
 @pytest.mark.parametrize("window_length", [None, 4])
-def test_by_layer_the_same_gradients_are_ready_earlier(
+def test_layerwise_gradients_are_equal_and_ready_earlier(
     model: torch.nn.Module, checkpoint: str, window_length: int | None
 ) -> None:
     early = copy.deepcopy(model)
@@ -74,15 +74,15 @@ def test_by_layer_the_same_gradients_are_ready_earlier(
     assert layers(late_order) != ["2", "1", "0"]
 
 
-def test_a_recorded_map_gives_all_gradients_at_once(model: torch.nn.Module) -> None:
+def test_a_captured_map_makes_all_gradients_ready_together(model: torch.nn.Module) -> None:
     late_order = arrivals(model, "none")
     model.backbone.gradients_by_layer = True
     model.capture_graphs()
     assert arrivals(model, "none") == late_order
-    assert arrivals(model, "layers") != late_order  # what is computed again is not recorded
+    assert arrivals(model, "layers") != late_order  # recomputed layers are not captured
 
 
-def test_weights_that_are_used_without_being_joined_too(model: torch.nn.Module) -> None:
+def test_weights_used_before_and_after_layer_sync_accumulate_both_gradients(model: torch.nn.Module) -> None:
     layer, z = model.backbone.layers[0], torch.randn(2, 16)
     projection = layer.mixer.in_proj
     expected = torch.autograd.grad(projection(z).sum(), list(projection.parameters()))
@@ -96,8 +96,8 @@ def test_weights_that_are_used_without_being_joined_too(model: torch.nn.Module) 
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def test_leaves_keep_their_own_gradients(model: torch.nn.Module) -> None:
-    """As those that a captured graph works on."""
+def test_sync_layer_gradients_keeps_leaf_weights(model: torch.nn.Module) -> None:
+    """A captured graph works on such leaf weights."""
     layer = model.backbone.layers[0]
     cached = WeightCache(layer)
     leaves = cached.copied().as_leaves(cached)
@@ -108,7 +108,7 @@ def test_leaves_keep_their_own_gradients(model: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def test_weights_laid_together_are_parts_of_one() -> None:
+def test_fused_weights_are_views_of_one_tensor() -> None:
     spec = {"kind": "implicit_lm", "d_model": 16, "n_layers": 1, "vocab_size": 32, **SPECS["llama"]}
     model = ib.build(ib.specs.ImplicitLMSpec.model_validate(spec))
     weights, z = model.cache_weights(), torch.randn(2, 16)
@@ -127,34 +127,34 @@ def test_weights_laid_together_are_parts_of_one() -> None:
 
 
 @torch.no_grad()
-def test_a_model_that_another_thread_is_calling_refuses(model: torch.nn.Module) -> None:
-    """In the other's precision its values would be others, and nobody would know."""
+def test_a_model_in_use_by_another_thread_refuses_a_call(model: torch.nn.Module) -> None:
+    """The call would silently compute in the precision of the other thread."""
     model.eval()
     tokens = torch.randint(32, (2, 7))
-    alone, its_own = model(tokens).logits, copy.deepcopy(model)
-    within, go_on = Event(), Event()
+    expected, copied = model(tokens).logits, copy.deepcopy(model)
+    active, release = Event(), Event()
 
     def other() -> None:
         with torch.autocast("cpu", torch.bfloat16), WeightCache(model.backbone, model.injection).activate():
-            within.set()
-            go_on.wait(60)
+            active.set()
+            release.wait(60)
 
     thread = Thread(target=other)
     thread.start()
     try:
-        assert within.wait(60)
-        with pytest.raises(RuntimeError, match="in use by another thread; let threads call it in turn"):
+        assert active.wait(60)
+        with pytest.raises(RuntimeError, match="another thread"):
             model(tokens)
-        assert torch.equal(its_own(tokens).logits, alone)
+        assert torch.equal(copied(tokens).logits, expected)
     finally:
-        go_on.set()
+        release.set()
         thread.join(60)
-    assert torch.equal(model(tokens).logits, alone)
+    assert torch.equal(model(tokens).logits, expected)
 
 
 @pytest.mark.parametrize("checkpoint", ["steps", "layers"])
-def test_backward_in_a_thread_of_its_own_as_on_a_gpu(model: torch.nn.Module, checkpoint: str) -> None:
-    """What is computed again there uses the weights; the thread that waits for it is no other user."""
+def test_checkpointed_backward_runs_in_a_separate_thread(model: torch.nn.Module, checkpoint: str) -> None:
+    """Recomputation uses the weights in that thread while the calling thread waits, as on a GPU."""
     model.checkpoint_activations(checkpoint)
     tokens = torch.randint(32, (2, 7))
     expected = torch.autograd.grad(model(tokens, labels=tokens).loss, list(model.parameters()))
@@ -167,8 +167,8 @@ def test_backward_in_a_thread_of_its_own_as_on_a_gpu(model: torch.nn.Module, che
         model.zero_grad()
 
 
-def test_a_backward_pass_in_a_thread_of_its_own_uses_the_weights(model: torch.nn.Module) -> None:
-    """As on a GPU, where steps are computed once more while the caller waits within its own use of them."""
+def test_a_backward_thread_may_activate_weights_that_its_caller_uses(model: torch.nn.Module) -> None:
+    """On a GPU, backward recomputes steps in its own thread while the caller's weights are active."""
     modules = model.backbone, model.injection
     uses: list[int] = []
 
