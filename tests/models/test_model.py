@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 from unittest import mock
 
 import pytest
@@ -54,7 +53,7 @@ def test_logits_do_not_depend_on_the_window_length(mixer, dtype, tolerance, erro
     with torch.no_grad():
         whole = model(ids)
         assert whole.solution.converged.all()
-        for window_length in range(1, LENGTH):
+        for window_length in (1, 3, 4, 5, LENGTH - 1):  # around chunk_size, and at both ends
             parts = model(ids, window_length=window_length)
             assert parts.solution.converged.all()
             assert parts.solution.token_iterations.shape == ids.shape
@@ -228,11 +227,18 @@ GRADIENTS = {
 }
 
 
+# Every solver with every gradient; alternating mixers also give every mixer every solver and every gradient.
+COMBINATIONS = [
+    (list(MIXERS)[(row + column) % len(MIXERS)], solver, gradient)
+    for row, solver in enumerate(SOLVERS)
+    for column, gradient in enumerate(GRADIENTS)
+]
+
+
 @pytest.mark.parametrize(
-    ("mixer", "solver", "gradient"),
-    [pytest.param(*parts, id="-".join(parts)) for parts in itertools.product(MIXERS, SOLVERS, GRADIENTS)],
+    ("mixer", "solver", "gradient"), COMBINATIONS, ids=["-".join(parts) for parts in COMBINATIONS]
 )
-def test_every_mixer_trains_with_every_solver_and_gradient(mixer, solver, gradient):
+def test_every_pair_of_mixer_solver_and_gradient_trains(mixer, solver, gradient):
     model = contracting(
         mixer,
         torch.float32,

@@ -50,6 +50,7 @@ OPTIONS = {
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @torch.no_grad()
 def test_search_options_find_the_same_fixed_point_in_any_windows(model, ids, options):
+    ids = ids[:, :6]
     expected = model(ids)
     for window_length in (None, 1, 3):
         found = model(ids, window_length=window_length, **options)
