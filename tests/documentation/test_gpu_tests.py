@@ -186,7 +186,7 @@ def test_a_benchmark_plugin_that_warns_of_several_processes_is_left_out(tmp_path
             "-q",
             "-p",
             "no:cacheprovider",
-            "tests/test_sdist.py",
+            "tests/packaging/test_sdist.py",
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
