@@ -14,7 +14,8 @@ from torch import Tensor
 
 from implicit_blocks.checkpoints.find import SPEC
 from implicit_blocks.checkpoints.folder import whole_folder
-from implicit_blocks.checkpoints.load_model import empty_state, read_newest_weights, run_of, tokenizer_of
+from implicit_blocks.checkpoints.run_folder import run_of, tokenizer_of
+from implicit_blocks.checkpoints.weights import empty_state, read_newest_weights
 from implicit_blocks.hf import require_transformers
 from implicit_blocks.hf.folders import (
     PretrainedFolder,

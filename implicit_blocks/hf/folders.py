@@ -15,7 +15,7 @@ from torch import Tensor
 from implicit_blocks import registry
 from implicit_blocks.checkpoints.find import CONFIG, read_json
 from implicit_blocks.checkpoints.folder import check_tensors, read_config, read_tensors, write_pickle
-from implicit_blocks.checkpoints.load_model import empty_state
+from implicit_blocks.checkpoints.weights import empty_state
 from implicit_blocks.hf import pretrained as ordinary
 from implicit_blocks.hf import published
 from implicit_blocks.models.implicit import LanguageModel

@@ -25,7 +25,7 @@ from implicit_blocks.registry import build
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import GradientSpec, SolverSpec, Stopping
 from implicit_blocks.testing.contract import named, relative_error, require
-from implicit_blocks.testing.ranks import gradients_of_two_ranks
+from implicit_blocks.testing.ranks import run_two_ranks
 
 Subject = GradientEstimator | GradientSpec
 Oracle = Callable[[Tensor], Tensor] | Literal["implicit", "computation"]
@@ -267,7 +267,7 @@ def ddp(subject: Subject, *, oracle: Oracle = "implicit", solver: Solver | Solve
     expected = torch.stack(
         [torch.autograd.grad(weighted(problem(_shard(rank)).z), problem.weight)[0] for rank in (0, 1)]
     ).mean(0)
-    for rank, found in enumerate(gradients_of_two_ranks(subject, solver, name=problem.gradient)):
+    for rank, found in enumerate(run_two_ranks(rank_gradient, subject, solver, name=problem.gradient)):
         error = relative_error(found, expected)
         require(
             error < 1e-10,

@@ -107,7 +107,7 @@ def test_a_class_that_ranks_cannot_import_is_named():
     class Local(ib.Phantom):
         pass
 
-    with pytest.raises(ContractError, match="'ddp': it can't be sent to another process"):
+    with pytest.raises(ContractError, match="'ddp': cannot be pickled"):
         GRADIENT_CONTRACTS["ddp"](Local())
 
 

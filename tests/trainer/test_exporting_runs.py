@@ -13,7 +13,7 @@ import torch
 
 from implicit_blocks import load_spec
 from implicit_blocks.__main__ import main
-from implicit_blocks.checkpoints.load_model import tokenizer_of
+from implicit_blocks.checkpoints.run_folder import tokenizer_of
 from trainer.checkpoint.load import read_model_tensors
 from trainer.data.tokens import write_tokens
 from trainer.run.build import build

@@ -13,7 +13,7 @@ import yaml
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
-from implicit_blocks.checkpoints.load_model import tokenizer_of
+from implicit_blocks.checkpoints.run_folder import tokenizer_of
 from trainer.data.tokenizing.command import main as tokenize
 from trainer.run.build import build
 from trainer.specs.run import RunSpec
@@ -91,7 +91,7 @@ WITHOUT_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None  # as if it were not installed
 from implicit_blocks.__main__ import main
-from implicit_blocks.checkpoints.load_model import tokenizer_of
+from implicit_blocks.checkpoints.run_folder import tokenizer_of
 sys.exit(main(sys.argv[1:]))
 """
 
