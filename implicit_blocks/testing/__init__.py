@@ -7,6 +7,7 @@ mixer that says so to padding and documents anywhere, ``check_plugin`` a distrib
 
 from implicit_blocks.registry.contracts import ContractError
 from implicit_blocks.testing.backends import check_backend
+from implicit_blocks.testing.contract import relative_error
 from implicit_blocks.testing.gradients import GRADIENT_CONTRACTS, check_gradient
 from implicit_blocks.testing.mixer_walks import CUTS, PADDINGS, check_walk
 from implicit_blocks.testing.mixers import MIXER_CONTRACTS, check_mixer
@@ -26,4 +27,5 @@ __all__ = [
     "check_plugin",
     "check_solver",
     "check_walk",
+    "relative_error",
 ]

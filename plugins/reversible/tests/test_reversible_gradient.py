@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import implicit_blocks as ib
-from implicit_blocks.testing import GRADIENT_CONTRACTS
-from implicit_blocks.testing.contract import relative_error
+from implicit_blocks.testing import GRADIENT_CONTRACTS, relative_error
 
 MIXERS = {"mamba2": ib.Mamba2Spec(d_state=8, head_dim=8), "attention": ib.AttentionSpec(n_heads=2)}
 

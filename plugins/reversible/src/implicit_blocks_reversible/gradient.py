@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from implicit_blocks import GradientEstimator, Map, Solution
-from implicit_blocks.interfaces import SearchLike
+from implicit_blocks import Adjoint, GradientEstimator, Map, SearchLike, Solution
 from implicit_blocks.registry.contracts import ContractError, describe_component
-from implicit_blocks.search.search import still_at_padding
-from implicit_blocks.solution import Adjoint
 from implicit_blocks_reversible.solver import step, undo
 from implicit_blocks_reversible.spec import most_steps
 
@@ -103,6 +100,13 @@ def _refuse_graph(gradient: Tensor) -> None:
         )
 
 
+def _fixed_at_padding(fz: Tensor, z: Tensor, valid_BL: Tensor | None) -> Tensor:
+    """Return ``f(z)``, and ``z`` itself at padding, as the search does; both (B, L, …)."""
+    if valid_BL is None:
+        return fz
+    return torch.where(valid_BL.view(*valid_BL.shape, *[1] * (z.ndim - 2)), fz, z)
+
+
 class _Path:
     """The points of one pass: the current one on the way there, reconstructed ones on the way back."""
 
@@ -128,7 +132,7 @@ class _Path:
         if again:  # what autograd saves must be the same again: with a start that needs no gradient, less
             point = point.requires_grad_(m > 0 or self.start_has_gradient)
         z = point.to(self.dtype)
-        fz = still_at_padding(self.f(z), z, self.valid)
+        fz = _fixed_at_padding(self.f(z), z, self.valid)
         if again:
             self.called = (m, fz.detach())
             if m == 0:
@@ -151,7 +155,7 @@ class _Path:
             return self.called[1]
         with torch.no_grad():
             z = point.to(self.dtype)
-            return still_at_padding(self.f(z), z, self.valid)
+            return _fixed_at_padding(self.f(z), z, self.valid)
 
     def _measure(self) -> None:
         """Compare what is left of the start, ``p_0`` and ``p_{−1}``, with the start itself."""
