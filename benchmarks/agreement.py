@@ -71,7 +71,7 @@ def main() -> None:
 
 
 @torch.no_grad()
-def contract(model: ib.ImplicitLM) -> None:
+def contract(model: Any) -> None:
     """Let the layers go by the injection more than by ``z``, so that iterating the map converges.
 
     Attention takes more of it the longer the sequence: within the published budgets at 2048 tokens.
@@ -105,7 +105,7 @@ def compare(name: str, model: ib.ImplicitLM, plain: ib.ImplicitLM, ids: Tensor) 
     for mode, rule in (("training", published_training), ("evaluation", published_evaluation)):
         ours, iterations = fast(model.train(mode == "training"), ids)
         theirs, published_iterations = rule(plain.train(mode == "training"), ids)
-        row = {
+        row: dict[str, Any] = {
             "model": name,
             "mode": mode,
             "distance": distance(ours, exact),

@@ -85,7 +85,7 @@ def attention(batch: int, heads: int, length: int, keys: int, dtype: torch.dtype
     elif seen == "behind others":
         mask = place <= place[-length:, None]
     causal = seen in ("causal", "behind others")
-    blocks = {}
+    blocks: dict[str, Any] = {}
 
     def run(backend: str) -> list[Tensor]:
         if backend == "flex" and not blocks:  # once a window
@@ -99,7 +99,7 @@ def attention(batch: int, heads: int, length: int, keys: int, dtype: torch.dtype
 def milliseconds(call: Callable[[], Any], *, rounds: int) -> float:
     cold = torch.empty(1 << 28, dtype=torch.int8, device=DEVICE)
     call()
-    times = []
+    times: list[float] = []
     for _ in range(rounds):
         cold.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

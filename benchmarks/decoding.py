@@ -89,7 +89,7 @@ def keep(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
 
 def built(name: str, arguments: argparse.Namespace) -> Any:
-    spec = ib.load_spec(name).model
+    spec: Any = ib.load_spec(name).model
     if arguments.tiny:
         mixer = spec.mixer.model_copy(update={"n_heads": 4} if name.startswith("llama") else {"d_state": 16})
         mlp = None if spec.mlp is None else spec.mlp.model_copy(update={"d_ff": 96})
@@ -179,7 +179,8 @@ def copying_speed(device: str) -> float | None:
         target.copy_(source)
     end.record()
     torch.cuda.synchronize()
-    return 20 * 2 * source.nbytes / (begin.elapsed_time(end) / 1000)
+    milliseconds: float = begin.elapsed_time(end)
+    return 20 * 2 * source.nbytes / (milliseconds / 1000)
 
 
 def synchronize(on_gpu: bool) -> None:

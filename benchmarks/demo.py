@@ -156,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             {"seed": seed, "seconds": round(seconds, 1), **{n: _figures(s) for n, s in summaries.items()}}
         )
     if options.record:
-        arguments = {"seeds": options.seeds, "overrides": options.overrides}
-        print("figures:", write("demo", {"machine": machine(), "arguments": arguments, "rows": found}))
+        chosen = {"seeds": options.seeds, "overrides": options.overrides}
+        print("figures:", write("demo", {"machine": machine(), "arguments": chosen, "rows": found}))
     return 0
 
 

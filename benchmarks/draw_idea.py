@@ -137,7 +137,7 @@ def main() -> None:
     grid = figure.add_gridspec(
         1, 4, width_ratios=(2.2, 2.5, 3.5, 3.5), left=0.01, right=0.99, top=0.83, bottom=0.09, wspace=0.12
     )
-    explicit, implicit, simultaneous, sequential = (figure.add_subplot(cell) for cell in grid)
+    explicit, implicit, simultaneous, sequential = (figure.add_subplot(grid[0, n]) for n in range(4))
     for axes in (explicit, implicit, simultaneous, sequential):
         axes.set_axis_off()
     draw_explicit(explicit)

@@ -365,7 +365,7 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
 
 def collected(programs: dict[str, Row], arguments: argparse.Namespace) -> Row:
     """Return what is kept: where and with what, the table, and each program's own rows."""
-    machine = next((program["machine"] for program in programs.values() if "machine" in program), {})
+    machine: Row = next((program["machine"] for program in programs.values() if "machine" in program), {})
     options = [] if list(programs) == list(PROGRAMS) else ["--programs", *arguments.programs]
     options += [] if arguments.budget == BUDGET else ["--budget", f"{arguments.budget:g}"]
     options += [] if arguments.prepare is None else ["--prepare", f"{arguments.prepare:g}"]

@@ -98,7 +98,8 @@ def copying_speed() -> float | None:
         target.copy_(source)
     end.record()
     torch.cuda.synchronize()
-    return round(20 * 2 * source.nbytes / (begin.elapsed_time(end) * 1e9), 3)
+    milliseconds: float = begin.elapsed_time(end)
+    return round(20 * 2 * source.nbytes / (milliseconds * 1e9), 3)
 
 
 def disturbances(card: dict[str, Any], fastest: float | None) -> list[str]:

@@ -18,19 +18,24 @@ from typing import Any
 import torch
 from on_device import alternately, bfloat16, device, keep, model_of, parser, synchronize
 from torch import Tensor
+from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import implicit_blocks as ib
 from implicit_blocks.models.backbone import BoundMap
 
-MODES = {"launched": {}, "graphs": {"graphs": True}, "compiled+graphs": {"compiled": True, "graphs": True}}
+MODES: dict[str, dict[str, Any]] = {
+    "launched": {},
+    "graphs": {"graphs": True},
+    "compiled+graphs": {"compiled": True, "graphs": True},
+}
 
 
 class OperatorCalls(TorchDispatchMode):
     """Counts the operators called after each call of a map, until its next."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.counts: list[int] = []
         self._inside = False
 
@@ -110,7 +115,8 @@ def operator_calls(f: BoundMap, start: Tensor, search: ib.Search) -> int:
 
     The last iteration's are left out: the report is made after it.
     """
-    with OperatorCalls() as calls:
+    calls = OperatorCalls()
+    with calls:
         search(calls.around(f), start)
     return max(calls.counts[:-1])
 
@@ -124,7 +130,7 @@ def launched(run: Callable[[], Any]) -> int | None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    return sum(bool(event.device_type == DeviceType.CUDA) for event in profile.events())
 
 
 if __name__ == "__main__":

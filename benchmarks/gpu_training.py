@@ -99,6 +99,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         out.loss.backward()
         return out
 
+    out: Any = None
+
     def step() -> None:
         nonlocal out
         out = forward_and_backward()
@@ -106,7 +108,6 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    out: Any = None
     for _ in range(arguments.warm_up):
         step()
     synchronize()

@@ -129,7 +129,7 @@ def spec_of(name: str, folder: Path, arguments: Any) -> RunSpec:
         settings += ["phases.1.training.checkpoint_activations=steps"]
     spec = load_spec(name, settings)
     assert isinstance(spec, RunSpec)
-    model = smaller(spec.model) if arguments.tiny else spec.model
+    model: Any = smaller(spec.model) if arguments.tiny else spec.model
     if arguments.layers is not None:
         model = model.model_copy(update={"n_layers": min(arguments.layers, model.n_layers)})
     tokens = (2 * arguments.steps + 4) * rows * (length + 1)
@@ -180,7 +180,8 @@ def phase_row(
 
     published = WORKS.get(f"{name}_{phase}")  # the same work by gpu_training.py
     found = next(each for each in spec.phase_specs() if each.name == phase)
-    gradient, stopping = found.model.gradient, found.model.stopping
+    model: Any = found.model
+    gradient, stopping = model.gradient, model.stopping
     return {
         "spec": name,
         "phase": phase,

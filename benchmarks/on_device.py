@@ -64,7 +64,8 @@ def seconds(run: Callable[[], Any]) -> float:
     run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1000
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1000
 
 
 def alternately(runs: dict[str, Callable[[], Any]], *, repeats: int, warm_up: int) -> dict[str, float]:
@@ -85,7 +86,7 @@ def bfloat16() -> Iterator[None]:
         yield
 
 
-def smaller(spec: ib.ImplicitLMSpec) -> ib.ImplicitLMSpec:
+def smaller(spec: Any) -> Any:
     """Return a spec of the same kinds at a size for trying."""
     tree = spec.model_dump()
     tree |= {"vocab_size": 61, "d_model": 32, "n_layers": 2}
@@ -101,7 +102,7 @@ def model_of(
     compiled: bool = False, graphs: bool = False,
 ) -> Any:  # fmt: skip
     """Build a model of the zoo on the device, seed 0, in training mode; compiled on a GPU alone."""
-    spec = ib.load_spec(name).model
+    spec: Any = ib.load_spec(name).model
     spec = smaller(spec) if tiny else spec
     fewer = {} if layers is None else {"n_layers": min(layers, spec.n_layers)}
     spec = spec.model_copy(update=(changes or {}) | fewer)

@@ -49,7 +49,8 @@ def measure(spec: MixerSpec, *, rows: int, length: int, d_model: int, rounds: in
 
     def forward() -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            return mixer(z, u, start.layers[0], context)
+            y: torch.Tensor = mixer(z, u, start.layers[0], context)
+            return y
 
     with torch.no_grad():
         alone = milliseconds(forward, rounds=rounds)

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from report import machine, write
+from torch._C._autograd import DeviceType
 
 import implicit_blocks as ib
 from implicit_blocks import registry
@@ -187,7 +188,7 @@ def profiled(step: Callable[[], Any], *, steps: int) -> dict[str, float]:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
     spans = [(event.time_range.start, event.time_range.end, "nccl" in event.name) for event in kernels]
     every = covered([(start, end) for start, end, _ in spans])
     work = covered([(start, end) for start, end, exchange in spans if not exchange])

@@ -19,7 +19,7 @@ import itertools
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from report import machine, write
@@ -31,7 +31,7 @@ from trainer.evaluation.measure import evaluate
 from trainer.experiments.run_options import require_once
 from trainer.experiments.runs import Finished, load_model, train
 from trainer.experiments.word_problem_specs import IMPLICIT, varied
-from trainer.specs.run import RunSpec
+from trainer.specs.run import RunSpec, WordProblemSpec
 
 KEPT = ("identity_probability", "length", "sequences", "accuracy_last", "accuracy", "iterations",
         "iterations_max", "residual", "residual_max", "non_converged", "token_converged",
@@ -173,12 +173,12 @@ def measure(
 def precise_tests(finished: Finished, *, tolerance: float, device: str) -> list[dict[str, Any]]:
     """Test a run's last weights in float32 on the same sequences, to a tolerance."""
     evaluation, at = finished.spec.evaluation.at(finished.spec.data.seq_len), choose_device(device)
-    model = load_model(finished, at)
+    model: Any = load_model(finished, at)
     spec = model.spec
     stopping = spec.at_evaluation.stopping.model_copy(update={"tolerance": tolerance})
     own = spec.at_evaluation.model_copy(update={"stopping": stopping})
     model.reconfigure(spec.model_copy(update={"at_evaluation": own}))
-    data = build_data(finished.spec.data, seed=finished.spec.training.seed)
+    data = build_data(cast(WordProblemSpec, finished.spec.data), seed=finished.spec.training.seed)
     with torch.no_grad():
         results = evaluate(
             model,

@@ -69,7 +69,7 @@ def gated_delta_rule_fla(
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if differentiated and fla_backward_is_wrong():
         _tell_once()
-        o, state = _PlainBackward.apply(module, *tensors)
+        o, state = _PlainBackward.apply(module, *tensors)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return o, state
     return _scan(module, *tensors)
 
@@ -96,7 +96,7 @@ class _PlainBackward(torch.autograd.Function):
         leaves = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         q, k, v, g, beta, state = leaves
         with torch.enable_grad():
-            o, after = gated_delta_rule(q, k, v, g, beta, initial_state_BHKV=state)
+            o, after = gated_delta_rule(q, k, v, g, beta, initial_state_BHKV=state)  # type: ignore[arg-type]  # only the state may be None
         wanted = [leaf for leaf in leaves if leaf is not None]
         found = iter(torch.autograd.grad((o, after), wanted, gradients))
         return (None, *(None if leaf is None else next(found) for leaf in leaves))
