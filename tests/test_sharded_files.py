@@ -190,17 +190,17 @@ def _edit(index: dict[str, Any], **changes: Any) -> dict[str, Any]:
         (lambda index: {**index, "format": 2}, "it is not a JSON object of format 1"),
         (lambda index: {**index, "tensors": []}, "tensors is not a mapping"),
         (lambda index: _edit(index, dtype="os.system"), "unknown type 'os.system'"),
-        (lambda index: _edit(index, shape=[2, -3]), "sizes that are not whole numbers"),
-        (lambda index: _edit(index, shape=[2, True]), "sizes that are not whole numbers"),
-        (lambda index: _edit(index, shape=[20, 30]), "do not make up its shape"),
-        (lambda index: _edit(index, offsets=[1, 0]), "lies outside of its shape"),
-        (lambda index: _edit(index, offsets=[0]), "another number of dimensions"),
-        (lambda index: _edit(index, chunks=[]), "do not make up its shape"),
+        (lambda index: _edit(index, shape=[2, -3]), "sizes that are not non-negative integers"),
+        (lambda index: _edit(index, shape=[2, True]), "sizes that are not non-negative integers"),
+        (lambda index: _edit(index, shape=[20, 30]), "do not cover its shape"),
+        (lambda index: _edit(index, offsets=[1, 0]), "exceeds its shape"),
+        (lambda index: _edit(index, offsets=[0]), "a different number of dimensions"),
+        (lambda index: _edit(index, chunks=[]), "do not cover its shape"),
         (lambda index: _edit(index, chunks=7), "has no list of chunks"),
-        (lambda index: _edit(index, bytes=3), "fewer bytes than its shape takes"),
-        (lambda index: _edit(index, file="../elsewhere.distcp"), "is not a file of this folder"),
-        (lambda index: _edit(index, file="/etc/passwd"), "is not a file of this folder"),
-        (lambda index: _edit(index, file=["x"]), "is not a file of this folder"),
+        (lambda index: _edit(index, bytes=3), "too few bytes for its shape"),
+        (lambda index: _edit(index, file="../elsewhere.distcp"), "is not a file in this folder"),
+        (lambda index: _edit(index, file="/etc/passwd"), "is not a file in this folder"),
+        (lambda index: _edit(index, file=["x"]), "is not a file in this folder"),
     ],
 )
 def test_an_invalid_index_is_refused(
@@ -218,7 +218,7 @@ def test_an_invalid_index_is_refused(
         (b"", r"tensors\.json is cut short or not JSON"),
         (b"\xff\xfe", r"tensors\.json is cut short or not JSON"),
         (b"[" * 200_000, r"tensors\.json is nested too deeply"),
-        (None, r"holds no tensors: tensors\.json is missing"),
+        (None, r"contains no tensors: tensors\.json is missing"),
     ],
     ids=["empty", "no text", "nested", "missing"],
 )
@@ -242,9 +242,9 @@ def test_tensors_that_are_pickles_of_more_are_refused(
     for content in (ATTACKS["os.system"] + b".", b"", b"PK\x03\x04" + bytes(200)):
         file.write_bytes(content.ljust(file.stat().st_size, b"\0"))
         seal(path)
-        with pytest.raises(ValueError, match=r"cannot be read; a file is missing or cut short"):
+        with pytest.raises(ValueError, match=r"cannot be read; a file is missing or truncated"):
             load_checkpoint(path, model=small_model())
-        with pytest.raises(ValueError, match=r"cannot be read; a file is missing or cut short"):
+        with pytest.raises(ValueError, match=r"cannot be read; a file is missing or truncated"):
             read_model_tensors(path)
     assert not (path / "ran").exists()
 

@@ -1,8 +1,4 @@
-"""Trained models from where they lie: runs of the trainer, checkpoints, folders with a configuration, files.
-
-Of a run's folder only what any reader needs is known here: ``spec.yaml``, and under ``checkpoints`` the
-folders ``step-…`` with tensors and the record of their files.
-"""
+"""Loading a trained model from a run folder, a checkpoint, a pretrained folder, or a file of weights."""
 
 from __future__ import annotations
 
@@ -26,37 +22,37 @@ def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None
     """Return a trained model, on the CPU, in evaluation mode.
 
     ```python
-    model = load_model("runs/first")                          # the newest checkpoint that is whole
+    model = load_model("runs/first")                          # the newest complete checkpoint
     made = generate(model, [[0, 3, 2]], max_new_tokens=8)
     ```
 
     Args:
-        source: a run's folder, one of its checkpoints, a folder that ``from_pretrained`` reads, one of the
+        source: a run folder, one of its checkpoints, a folder that ``from_pretrained`` reads, a folder of the
             published implementation, or a file of weights (``.safetensors``, or pickled tensors).
-        spec: of the model: a name in the zoo, a YAML file, or the spec itself. None: what the source says; a
-            run's model is the one of its last phase.
+        spec: the model spec: a name in the zoo, a YAML file, or the spec itself. None: the spec stored with
+            the source; for a run, that of its last phase.
 
     Returns:
-        A module of the spec's kind: an ``ImplicitLM`` or an ``ExplicitLM``, unless a plugin brought the kind.
+        A module of the spec's kind: an ``ImplicitLM`` or an ``ExplicitLM``, or a plugin's class.
 
     Raises:
-        ValueError: there is nothing, it does not say what model it is, it is damaged, or its tensors are not
-            those of the spec, all of which are listed. A damaged checkpoint of a run is passed over with a
-            warning, where an older one is whole.
+        ValueError: the source does not exist, has no spec, is damaged, or its tensors do not fit the spec
+            (all differences are listed). A damaged checkpoint of a run is skipped with a warning if an older
+            one is complete.
 
     """
     source = Path(source)
     if not source.exists():
-        raise ValueError(f"there is nothing at {source}; give a run, a checkpoint, or a folder with {CONFIG}")
+        raise ValueError(f"{source} does not exist; give a run, a checkpoint, or a folder with {CONFIG}")
     if source.suffix in (".yaml", ".yml"):
         raise ValueError(
-            f"{source} is a spec, which has no weights; give the run's folder, or build(load_spec(…).model) "
-            "for fresh ones"
+            f"{source} is a spec without weights; give the run folder, or use build(load_spec(…).model) "
+            "for a new model"
         )
     if (source / CONFIG).is_file():
         if spec is not None:
-            raise ValueError(f"{source} says itself what model it is; leave the spec out")
-        from implicit_blocks.hf.folders import read_pretrained  # brings transformers, where it is installed
+            raise ValueError(f"{source} contains its own spec; omit the argument spec")
+        from implicit_blocks.hf.folders import read_pretrained  # imports transformers if it is installed
 
         found = read_pretrained(source)
         return _with_weights(found.spec, found.state)
@@ -69,7 +65,7 @@ def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None
         expected = model.state_dict()
     path, state, complaints = read_newest_weights(source, expected=expected)
     for complaint in complaints:
-        warnings.warn(f"{complaint}; {path.name} is read instead", stacklevel=2)
+        warnings.warn(f"{complaint}; reading {path.name} instead", stacklevel=2)
     if isinstance(known, ImplicitLMSpec | ExplicitLMSpec):
         return _with_weights(known, state)
     assert model is not None
@@ -89,12 +85,10 @@ def _model_spec(spec: str | Path | ModelSpec) -> ModelSpec:
 
 
 def _spec_of(source: Path) -> ModelSpec:
-    """Find out what model it is: by the run's spec, or by one beside the weights."""
+    """Return the model spec of a run, or the one stored beside the weights."""
     if source.is_dir() and (run := run_of(source)) is not None:
         return load_spec(run / SPEC).final_model
     folder = source if source.is_dir() else source.parent
     if (folder / MODEL).is_file():
         return read_model_spec(folder / MODEL)
-    raise ValueError(
-        f"{source} doesn't say what model it is; give its spec: a name in the zoo, or a YAML file"
-    )
+    raise ValueError(f"{source} has no model spec; pass spec: a name in the zoo, or a YAML file")

@@ -16,7 +16,7 @@ from implicit_blocks.specs import load_spec
 
 
 def run_of(source: Path) -> Path | None:
-    """Return the folder of the run that ``source`` is, or is a checkpoint of, if of any."""
+    """Return the run folder if ``source`` is one or is a checkpoint of one, else None."""
     for run in (source, source.resolve().parent.parent):
         if (run / SPEC).is_file() and (run / CHECKPOINTS).is_dir():
             return run
@@ -24,10 +24,10 @@ def run_of(source: Path) -> Path | None:
 
 
 def tokenizer_of(source: Path) -> Path | None:
-    """Find the tokenizer in an exported folder, or of the data of a run or a checkpoint of one.
+    """Find the tokenizer of an exported folder, or of the data of a run or checkpoint.
 
     Returns:
-        A ``tokenizer.json``, a folder with one, or ``bytes`` for the tokenizer that needs no file; None: no
+        A ``tokenizer.json``, a folder with one, or ``bytes`` for the tokenizer without a file; None if no
         tokenizer is known.
 
     """
@@ -40,7 +40,7 @@ def tokenizer_of(source: Path) -> Path | None:
 
 
 def _texts(data: Any) -> Iterator[Any]:
-    """Yield a data source's spec, or those that a mixture is made of."""
+    """Yield the spec of a data source and, for a mixture, of its parts."""
     yield data
     for source in getattr(data, "sources", ()):
         yield from _texts(getattr(source, "data", None))
@@ -57,10 +57,14 @@ def _tokenizer_of_data(data: Any) -> Path | None:
 
 
 def _made_of_bytes(manifest: Path) -> bool:
-    """Whether a manifest of token files says that their ids are bytes."""
+    """Return whether a manifest of token files names the bytes tokenizer."""
     if not manifest.is_file():
         return False
     try:
         return bool(json.loads(manifest.read_text(encoding="utf-8"))["tokenizer"]["kind"] == BYTES)
-    except (ValueError, KeyError, TypeError):  # of something else, or damaged, which who reads the data says
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+    ):  # another format, or damaged, which the reader of the data reports
         return False

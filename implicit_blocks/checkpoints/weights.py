@@ -1,4 +1,4 @@
-"""Reading weights: a file, a folder of files, or a checkpoint of the trainer."""
+"""Reading weights from a file, a folder, or a checkpoint of the trainer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 
 
 def empty_state(spec: ImplicitLMSpec | ExplicitLMSpec) -> dict[str, Tensor]:
-    """Return a model's state dict on the meta device: names and shapes."""
+    """Return a model's state dict on the meta device (names and shapes only)."""
     with torch.device("meta"):
         model: nn.Module = build(spec)
     return model.state_dict()
@@ -33,15 +33,15 @@ def empty_state(spec: ImplicitLMSpec | ExplicitLMSpec) -> dict[str, Tensor]:
 def read_newest_weights(
     source: Path, *, expected: Mapping[str, Tensor]
 ) -> tuple[Path, dict[str, Tensor], list[str]]:
-    """Read weights as :func:`read_weights` does; of a run's folder those of the newest whole checkpoint.
+    """Read weights as :func:`read_weights` does; for a run folder, those of the newest complete checkpoint.
 
-    The run may be training meanwhile, and remove a checkpoint while it is read: the next one is read then.
+    The run may be training and remove a checkpoint while it is read; then the next one is read.
 
     Returns:
-        Where they were, the weights, and what is wrong with each newer checkpoint.
+        The path of the weights, the weights, and the problems of each newer checkpoint.
 
     Raises:
-        ValueError: as :func:`read_weights`; or the run has no checkpoint, or none is whole.
+        ValueError: as :func:`read_weights`; or the run has no complete checkpoint.
 
     """
     if not (source / CHECKPOINTS).is_dir():
@@ -53,19 +53,19 @@ def read_newest_weights(
         return path, state, complaints
     if not complaints:
         raise ValueError(f"the run in {source} has no checkpoint yet; train it, or give a file of weights")
-    raise ValueError(f"the run in {source} has no checkpoint that is whole: {'; '.join(complaints)}")
+    raise ValueError(f"the run in {source} has no complete checkpoint:  {'; '.join(complaints)}")
 
 
 def read_weights(path: Path, *, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read a file of weights, or a checkpoint of the trainer, whose checksums are looked at.
+    """Read a file of weights, or a checkpoint of the trainer, whose checksums are verified.
 
     Args:
         path: the file, a folder with ``model.safetensors``, or the checkpoint.
-        expected: the model's own state dict. Of weights that are tied the trainer stores one; the others are
-            found by it, unless it is on the meta device.
+        expected: the model's own state dict. The trainer stores tied weights once; the other names are
+            resolved through this dict, unless it is on the meta device.
 
     Raises:
-        ValueError: they can't be read, or don't fit; all that differs is listed.
+        ValueError: the weights cannot be read or do not fit; all differences are listed.
 
     """
     state = _read(path)
@@ -81,20 +81,19 @@ def read_weights(path: Path, *, expected: Mapping[str, Tensor]) -> dict[str, Ten
 
 
 def _read(path: Path) -> dict[str, Tensor]:
-    if (path / RECORD).is_file():  # else a folder of weights, or of tensors without a record of them
+    if (path / RECORD).is_file():  # otherwise weights or tensors without a record
         try:
             require_whole(path)
         except ValueError as error:
-            raise ValueError(f"{error}; take another checkpoint") from None
+            raise ValueError(f"{error}; use another checkpoint") from None
     if has_index(path):
         tensors = read_whole_tensors(path, prefix=MODEL_PREFIX)
         if not tensors:
-            raise ValueError(f"{path} has no tensors of a model; give a checkpoint of the trainer")
+            raise ValueError(f"{path} contains no model tensors; give a checkpoint of the trainer")
         return tensors
     file = path / SAFETENSORS if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"there are no weights at {file}; give a file, a folder with {SAFETENSORS}, "
-            "or a checkpoint of the trainer"
+            f"no weights at {file}; give a file, a folder with {SAFETENSORS}, or a checkpoint of the trainer"
         )
     return read_file(file)
