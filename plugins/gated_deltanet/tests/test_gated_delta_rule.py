@@ -137,5 +137,5 @@ def test_a_token_without_decay_and_input_leaves_the_state_unchanged():
 def test_mismatched_shapes_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         scan(gated_delta_rule, {**inputs(2, 4, 2, 4, 4, top=1.0), **change})
-    with pytest.raises(ValueError, match="chunk_size is 0"):
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
         scan(gated_delta_rule, inputs(2, 4, 2, 4, 4, top=1.0), chunk_size=0)

@@ -45,7 +45,7 @@ def test_a_wrong_backward_of_the_kernels_is_replaced_by_the_plain_scans(monkeypa
     monkeypatch.setattr(module, "load", lambda name: types.SimpleNamespace(chunk_gated_delta_rule=kernels))
     monkeypatch.setattr(module, "fla_backward_is_wrong", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    module._tell_once.cache_clear()
+    module._warn_once.cache_clear()
     for with_state in (True, False):
         given = [torch.randn(2, 9, 2, 4).bfloat16() for _ in range(3)]
         given += [-torch.rand(2, 9, 2), torch.rand(2, 9, 2)]
@@ -63,4 +63,4 @@ def test_a_wrong_backward_of_the_kernels_is_replaced_by_the_plain_scans(monkeypa
         ]
         for one, other in zip((*values[0], *gradients[0]), (*values[1], *gradients[1]), strict=True):
             assert torch.equal(one, other)
-    assert caplog.text.count("gradients are those of the plain scan") == 1
+    assert caplog.text.count("gradients are computed by the plain scan") == 1

@@ -1,4 +1,4 @@
-"""The solver: the library's contracts, steps that can be undone, and where it converges."""
+"""The solver: conformance contracts, undoing steps, and convergence."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_steps_can_be_undone(dtype):
         (3j, False),
     ],
 )
-def test_it_converges_where_its_roots_are_small(eigenvalue, converges):
+def test_it_converges_if_its_roots_are_inside_the_unit_circle(eigenvalue, converges):
     """``r² = (1 − β) + β λ r``; a complex eigenvalue is a rotation in the plane."""
     value = complex(eigenvalue)
     roots = torch.tensor([[0.5 * value, 0.5], [1.0, 0.0]], dtype=torch.complex128)
@@ -71,7 +71,7 @@ def test_an_invalid_field_is_refused_with_its_name(check_refused, fields, place,
     check_refused(ReversibleGradientSpec, fields, place, message)
 
 
-def test_the_bound_is_that_of_the_growth_of_rounding():
+def test_the_bound_follows_the_growth_of_rounding_errors():
     assert 2.0**-53 * 2.0 ** most_steps(0.5, 1e-4) <= 1e-4 < 2.0**-53 * 2.0 ** (most_steps(0.5, 1e-4) + 1)
     ReversibleGradientSpec(steps=most_steps(0.3, 1e-6), damping=0.3, max_error=1e-6)
 

@@ -135,5 +135,5 @@ def test_a_token_without_decay_and_input_leaves_the_state_unchanged():
 def test_mismatched_shapes_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         scan(generalized_delta_rule, {**inputs(2, 4, 2, 4, 4), **change})
-    with pytest.raises(ValueError, match="chunk_size is 65; choose from 1 to 64"):
+    with pytest.raises(ValueError, match="chunk_size must be from 1 to 64, got 65"):
         scan(generalized_delta_rule, inputs(2, 4, 2, 4, 4), chunk_size=65)

@@ -58,11 +58,11 @@ def test_decays_stay_within_the_bound_that_the_scan_relies_on(monkeypatch, mixer
 
 
 def test_the_previous_token_is_read_only_through_the_shift(mixer_inputs):
-    """With a decay that forgets nothing of one token in another, only ``z_{t−1}`` reaches further back."""
+    """Every projection reads only the previous token, so a token has no influence on its own output."""
     mixer = ib.build(WALKED, d_model=D_MODEL).double()
     with torch.no_grad():
         for shift in mixer.shift.values():
-            shift.fill_(1.0)  # every projection reads the token before, and no token itself
+            shift.fill_(1.0)  # every projection reads only the previous token
     z, u = mixer_inputs(mixer, D_MODEL, batch=1)
     y, _ = run(mixer, z, u, [LENGTH])
     (gradient,) = torch.autograd.grad(y[0, 7].sum(), z)
