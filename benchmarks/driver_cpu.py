@@ -1,7 +1,7 @@
-"""What the driver adds to the bare map on the CPU: Picard through it against a loop over the same ``f``.
+"""Overhead of the search loop over the bare map on the CPU: Picard by ``Search`` against a loop over ``f``.
 
-The map is the one of the zoo's 130M models (``llama_130m`` and ``mamba2_130m``) in float32 on random
-weights, iterated a fixed number of times. They run alternately; the medians of processor time are compared.
+The map is that of the zoo's 130M models (``llama_130m`` and ``mamba2_130m``) in float32 with random weights,
+iterated a fixed number of times. Both run alternately; medians of processor time are compared.
 
     python benchmarks/driver_cpu.py [--models llama_130m] [--length 256] [--iterations 4]
 """
