@@ -1,4 +1,4 @@
-"""The table of gpu.py: the figures of each program beside what is published, and what is hoped for."""
+"""The table of gpu.py: the figures of each program with published figures and targets."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ Row = dict[str, Any]
 
 
 def last_line(text: str) -> str:
-    """Return the last line that says something."""
+    """Return the last line that is not empty."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A line of the table: what is read from the rows of programs, and what it is held against."""
+    """A row of the table: a figure from the rows of programs, and its targets."""
 
     work: str
     programs: str | tuple[str, ...]
@@ -31,16 +31,16 @@ class Figure:
     hope: float | None = None
     higher_is_better: bool = True
     share: Callable[[list[Row]], float | None] | None = None
-    """What the card is used to, of what an H100 was measured to multiply."""
+    """Whether the figure is compared with the measured matrix throughput of an H100."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The programs that must have come to their end."""
+        """The programs that must be complete."""
         return (self.programs,) if isinstance(self.programs, str) else self.programs
 
     def row(self, programs: dict[str, Row]) -> Row:
-        """Return the line, with the reason where there is no figure."""
-        taken = [programs.get(name, {"failed": "not asked for"}) for name in self.names]
+        """Return the row, with a reason if there is no figure."""
+        taken = [programs.get(name, {"failed": "not requested"}) for name in self.names]
         rows = [row for program in taken for row in program.get("rows", [])]
         whole = all(program.get("rows") for program in taken)
         good = [row for row in rows if "failed" not in row]
@@ -68,7 +68,7 @@ class Figure:
 
 
 def of(key: str, **wanted: Any) -> Callable[[list[Row]], float | None]:
-    """Return a reader of one entry of the row that has these."""
+    """Return a function that reads one entry of the row with these values."""
 
     def read(rows: list[Row]) -> float | None:
         fitting = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
@@ -78,7 +78,7 @@ def of(key: str, **wanted: Any) -> Callable[[list[Row]], float | None]:
 
 
 def worst(*keys: str, **wanted: Any) -> Callable[[list[Row]], float | None]:
-    """Return a reader of the largest of some entries, over the rows that have these."""
+    """Return a function that reads the maximum of some entries over the rows with these values."""
 
     def read(rows: list[Row]) -> float | None:
         fitting = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
@@ -89,7 +89,7 @@ def worst(*keys: str, **wanted: Any) -> Callable[[list[Row]], float | None]:
 
 
 def of_bounded(family: str) -> Callable[[list[Row]], float | None]:
-    """Return a reader of the free phase's operations a second as a share of the bounded phase's."""
+    """Return a function that reads the FLOP/s of the free phase relative to the bounded phase."""
 
     def read(rows: list[Row]) -> float | None:
         shares = [of("share_of_card", work=f"{family}_{phase}")(rows) for phase in ("free", "bounded")]
@@ -100,7 +100,7 @@ def of_bounded(family: str) -> Callable[[list[Row]], float | None]:
 
 
 def farther(mode: str) -> Callable[[list[Row]], float | None]:
-    """Return a reader of the worst ratio of our distance to the published rule's."""
+    """Return a function that reads the maximum ratio of our distance to that of the published rule."""
 
     def read(rows: list[Row]) -> float | None:
         ratios = [
@@ -132,7 +132,7 @@ def decoded(text: str, *, published: float | None, reach: float, hope: float, **
     return Figure(text, program, of("ms", **wanted), "ms an iteration", published, reach, hope, False)
 
 
-FLOAT32 = ["bfloat16", "float32"]  # as decoding.py says what Mamba2's states are: the convolution's, and h
+FLOAT32 = ["bfloat16", "float32"]  # Mamba2's states in decoding.py: the convolution's inputs, and h
 TRAINING = ("llama_1.3b", "llama_130m", "mamba2_1.3b", "mamba2_130m", "state_tracking")
 TRACKED = WORKS["state_tracking"].tokens_per_second
 FIGURES = [
@@ -196,29 +196,29 @@ FIGURES = [
 
 
 def introduction(result: Row) -> str:
-    """Say when, on what and with what it was measured."""
+    """Describe date, machine and versions of the measurement."""
     machine = result["machine"]
     known = ("torch", "cuda", "triton", "mamba_ssm", "causal_conv1d", "fla-core", "flash_attn", "xformers")
     versions = ", ".join(f"{name} {machine[name]}" for name in known if machine.get(name))
     return (
-        f"`{result['command']}` on one {machine.get('gpu', 'CPU: tiny models, to try the program')}, "
+        f"`{result['command']}` on one {machine.get('gpu', 'CPU: tiny models, to test the program')}, "
         f"{machine['date'][:10]}, Python {machine['python']}, {versions}. {quietness(result)}"
-        "Training is in bfloat16 autocast, at the published number of iterations, its layers compiled and "
-        "captured as CUDA graphs; percentages are its share of the 770 TFLOP/s that an H100 was measured to "
-        "multiply. Decoding is in bfloat16 (published: float32), at a context of 512 tokens. **Bold**: what "
-        "was to be reached is."
+        "Training is in bfloat16 autocast, at the published number of iterations, with compiled layers "
+        "captured in CUDA graphs; percentages are relative to the 770 TFLOP/s of matrix products measured on "
+        "an H100. Decoding is in bfloat16 (published: float32), at a context of 512 tokens. **Bold**: the "
+        "target is met."
     )
 
 
 def quietness(result: Row) -> str:
-    """Say in a sentence, if anything is known of it, whether the card was the program's alone."""
+    """Describe in a sentence whether the GPU was shared, if known."""
     programs = [program for program in result.get("programs", []) if "card" in program]
     if not programs:
         return ""
     disturbed = [program for program in programs if program.get("disturbed")]
     if disturbed:
         why = "; ".join(f"{program['program']}: {', '.join(program['disturbed'])}" for program in disturbed)
-        return f"The card was NOT quiet all the while ({why}). "
+        return f"The GPU was also used by other processes ({why}).  "
     speeds = [
         speed
         for program in programs
@@ -228,13 +228,13 @@ def quietness(result: Row) -> str:
     if not speeds:
         return ""
     span = f"{min(speeds):.2f} to {max(speeds):.2f} TB/s"
-    return f"Before and after each program the card was quiet, copying at {span}. "
+    return f"Before and after each program the GPU was idle, with a copy bandwidth of {span}. "
 
 
 def table(result: Row) -> str:
     """Return the table as Markdown."""
     lines = [
-        "| work | unit | published | here | to reach | hoped for |",
+        "| work | unit | published | here | target | stretch target |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for row in result["rows"]:
@@ -260,7 +260,7 @@ def table(result: Row) -> str:
 
 
 def zoo_table(result: Row) -> str:
-    """Return the trainer's steps as Markdown, or nothing."""
+    """Return the table of the trainer's steps as Markdown, or ""."""
     rows = [row for row in result.get("zoo", []) if "failed" not in row]
     if not rows:
         return ""
@@ -287,26 +287,26 @@ def zoo_table(result: Row) -> str:
 
 
 ZOO = (
-    "The trainer's whole steps, `python -m trainer --spec NAME training.compile_layers=true "
-    "training.cuda_graphs=true` at the spec's own tolerance, on random tokens, on which searches end early "
+    "Whole steps of the trainer, `python -m trainer --spec NAME training.compile_layers=true "
+    "training.cuda_graphs=true` at the spec's own tolerance, on random tokens, for which searches end early "
     "(by `benchmarks/gpu_zoo.py`, in the same run):"
 )
 
 
 def shown(value: float | None) -> str:
-    """Write a number down: thousands apart, four digits."""
+    """Format a number with four digits and separated thousands."""
     if value is None:
         return ""
     return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def cause(text: str) -> str:
-    """Return the first sentence of an error, without who has the rest of the memory."""
+    """Return the first sentence of an error, without the memory of other processes."""
     return re.sub(r"^exit code -?\d+: ", "", text).partition(". ")[0].rstrip(".")
 
 
 def not_measured(result: Row) -> str:
-    """Return what has no figure as Markdown, each cause with all that it took, or nothing."""
+    """Return the missing figures by cause as Markdown, or ""."""
     causes: dict[str, list[str]] = {}
     for row in result["rows"]:
         if row["measured"] is None:
@@ -316,17 +316,17 @@ def not_measured(result: Row) -> str:
 
 
 def quoted(result: Row) -> str:
-    """Return what stands in the README: what is measured, and the names of what is not."""
+    """Return the text for the README: measured figures, and the names of missing ones."""
     measured = [row for row in result["rows"] if row["measured"] is not None]
     parts = [introduction(result), table({**result, "rows": measured})]
     parts += [missing] if (missing := not_measured(result)) else []
     parts += [ZOO, zoo] if (zoo := zoo_table(result)) else []
-    parts += [f"To know: {result['note']}."] if result.get("note") else []
+    parts += [f"Note: {result['note']}."] if result.get("note") else []
     return "\n\n".join(parts) + "\n"
 
 
 def quote(result: Row, text: str) -> str:
-    """Return a text with the table between its marks renewed."""
+    """Return a text with the table between its marks updated."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return before + BEGIN + quoted(result) + END + after

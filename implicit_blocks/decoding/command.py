@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, Unpack
 
 from implicit_blocks._utils.devices import choose_device
 from implicit_blocks.checkpoints.find import BYTES
-from implicit_blocks.checkpoints.load_model import load_model, tokenizer_of
+from implicit_blocks.checkpoints.load_model import load_model
+from implicit_blocks.checkpoints.run_folder import tokenizer_of
 from implicit_blocks.decoding.generated import Generated
 from implicit_blocks.decoding.generation import Options, generate
 from implicit_blocks.models.language_model import LanguageModel

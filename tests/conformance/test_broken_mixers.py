@@ -94,7 +94,7 @@ class Faulty(ib.Mixer):
     def prepare(self, window: ib.Window):
         if window.documents_BT is not None and not self.fault.endswith("documents"):
             raise ValueError("one document a row, please")
-        if self.fault == "refuses padding" and window.valid_BT is not None:
+        if self.fault == "rejects padding" and window.valid_BT is not None:
             raise ValueError("no padding, please")
         first_only = self.fault == "padding later" and window.start
         return None if self.fault == "padding" or first_only else window.valid_BL
@@ -176,12 +176,12 @@ def _registered(monkeypatch):
 
 BREAKS = {
     "looks ahead": ("causality", "causality", "mask later tokens"),
-    "forgets": ("window_splits", "window splits", "look at the state"),
-    "counts windows": ("window_splits", "window splits", "another final state"),
-    "cut": ("window_splits", "shape", "came out of"),
+    "forgets": ("window_splits", "window splits", "check the state"),
+    "counts windows": ("window_splits", "window splits", "change the final state"),
+    "cut": ("window_splits", "shape", "for input"),
     "writes": ("state_untouched", "state untouched by iteration", "return new tensors"),
-    "writes z": ("causality", "window untouched", "must not write into z"),
-    "forward writes z": ("state_untouched", "window untouched", "must not write into z"),
+    "writes z": ("causality", "window untouched", "must not write to z"),
+    "forward writes z": ("state_untouched", "window untouched", "must not write to z"),
     "no state": (
         "window_splits",
         "mixes a window",
@@ -191,27 +191,27 @@ BREAKS = {
     "batch mean": ("batch_independence", "batch independence", "alone differs"),
     "rows": ("batch_independence", "select_rows", "of the state"),
     "padding": ("padding", "padding", "valid_BL"),
-    "refuses padding": ("padding", "padding", "may refuse packed documents only"),
-    "padding later": ("padded_windows", "padded windows", "real tokens only"),
+    "rejects padding": ("padding", "padding", "packed documents may be rejected"),
+    "padding later": ("padded_windows", "padded windows", "only real tokens"),
     "documents": ("documents", "documents", "documents_BT"),
     "padded documents": ("padded_documents", "padded documents", "documents_before"),
     "max_seq_len": ("max_seq_len", "max_seq_len", "initial_state(max_seq_len="),
-    "keeps what is taken back": ("truncate", "truncate", "as those tokens left it"),
-    "truncates unsaid": ("truncate", "truncate", "say truncates = True"),
-    "slots unsettled": ("slots", "slots", "call 1: the token behind 2 others in slot 0"),
+    "keeps what is taken back": ("truncate", "truncate", "as it was after those tokens"),
+    "truncates unsaid": ("truncate", "truncate", "set truncates = True"),
+    "slots unsettled": ("slots", "slots", "call 1: the token after 2 others in slot 0"),
     "slots in order": ("slots", "slots", "call 2"),
-    "writes all slots": ("slots", "slots", "call 3: the token behind 3 others in slot 0"),
-    "used slots": ("slots", "slots", "call 6: the token behind 3 others in slot 1"),
+    "writes all slots": ("slots", "slots", "call 3: the token after 3 others in slot 0"),
+    "used slots": ("slots", "slots", "call 6: the token after 3 others in slot 1"),
     "detached": ("gradients", "gradients", "direction of a"),
     "detached state": ("gradients", "gradients", "advance, in windows"),
     "type": ("low_precision", "low precision", "it raised RuntimeError"),
     "unsaved": ("copies", "state dict", "parameters or persistent buffers"),
-    "own device": ("meta_build", "meta build", "device of its own choice"),
+    "own device": ("meta_build", "meta build", "created on an explicit device"),
     "uninitialized": ("meta_build", "meta build", "must initialize every parameter"),
     "unsaved buffer": ("meta_build", "meta build", "was lost"),
     "width": ("injection_width", "injection width", "the spec says 17"),
-    "biased injection": ("injection_width", "injection width", "zeros differs from none"),
-    "no injection": ("injection_width", "injection width", "sees no tokens"),
+    "biased injection": ("injection_width", "injection width", "zeros differs from no injection"),
+    "no injection": ("injection_width", "injection width", "the injection has no effect"),
     "shapes": ("costs", "costs", "parameter_shapes"),
     "count": ("costs", "costs", "parameter_count"),
     "operations": ("costs", "costs", "flops_per_token"),
@@ -287,7 +287,7 @@ def test_kernels_that_agree_are_let_through(precision, length):
         ("detached", ["for one window, the gradient of a is off by 1.0e+00"]),
         ("forgets", ["for windows, the output is off by"]),
         ("detached state", ["for windows, the gradient of"]),
-        ("narrow state", ["tensor 0 of the final state is torch.bfloat16, where plain operators give"]),
+        ("narrow state", ["tensor 0 of the final state is torch.bfloat16, with plain operators"]),
         ("padding", ["for a padded window, "]),
         ("padding later", ["for padded windows, "]),
     ],

@@ -85,10 +85,10 @@ def test_programs_that_fail_or_hang_leave_the_others_their_figures(gpu, monkeypa
     assert [program["program"] for program in result["programs"]] == ["hangs", "fails", "works"]
     assert result["works"] == [{"model": "llama_130m", "speed": 7.0, "given": [], "tuned": "1"}]
     message = capsys.readouterr().out
-    assert "hangs: again" in message
+    assert "hangs: second turn" in message
     assert "| a \N{MULTIPLICATION SIGN} b | tokens/s | 3 | **7** | 5 |  |" in message
     assert "on one some card, 2026-01-02, Python 3.12, torch 2.11" in message
-    assert "the card was quiet, copying at 3.00 to 3.00 TB/s. " in message
+    assert "the GPU was idle, with a copy bandwidth of 3.00 to 3.00 TB/s. " in message
 
 
 def test_programs_prepare_side_by_side(gpu, monkeypatch, tmp_path):
@@ -138,7 +138,7 @@ def test_rows_that_failed_are_measured_again(gpu, monkeypatch, tmp_path, capsys)
         "with open(path, 'w') as file: json.dump({'machine': MACHINE, 'rows': rows}, file)"
     )
     _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
-    assert "works: again" in capsys.readouterr().out
+    assert "works: second turn" in capsys.readouterr().out
     assert result["rows"][0]["measured"] == 7.0
 
 
@@ -154,7 +154,7 @@ def test_a_program_whose_needs_others_compile_does_not_prepare(gpu, monkeypatch,
 def test_what_the_budget_has_no_room_for_is_named(gpu, monkeypatch, tmp_path):
     code, result = run(gpu, monkeypatch, tmp_path, "--budget", "0")
     assert code == 1
-    assert {row["not_measured"] for row in result["rows"]} == {"no time left of 0 s"}
+    assert {row["not_measured"] for row in result["rows"]} == {"skipped: budget of 0 s exhausted"}
 
 
 def test_a_disturbed_program_has_a_second_turn(gpu, monkeypatch, tmp_path):
@@ -168,7 +168,8 @@ def test_a_disturbed_program_has_a_second_turn(gpu, monkeypatch, tmp_path):
     assert all(row["disturbed"] for row in result["rows"])
     message = gpu.gpu_table.quoted(result)
     assert (
-        "The card was NOT quiet all the while (works: before: 20.0 GB taken, after: 20.0 GB taken)" in message
+        "The GPU was also used by other processes (works: before: 20.0 GB used, after: 20.0 GB used)"
+        in message
     )
     assert "**7** (disturbed)" in message
 
@@ -180,7 +181,7 @@ def test_copying_that_is_slower_than_at_other_times_is_a_disturbance(gpu):
     }
     gpu.judge(programs)
     assert programs["one"]["disturbed"] == []
-    found = ["begin: 1 other process", "begin: copies at 2.00 TB/s, at 3.00 at other times"]
+    found = ["begin: 1 other process", "begin: copy bandwidth 2.00 TB/s, up to 3.00 at other times"]
     assert programs["other"]["disturbed"] == found
 
 

@@ -88,4 +88,4 @@ def test_numbers_that_make_no_sense_are_refused(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         program.options_of(words.split())
-    assert re.search(r"; give (a number above 0|numbers from 1 up)", capsys.readouterr().err)
+    assert re.search(r"must be (positive|at least 1), got", capsys.readouterr().err)

@@ -311,5 +311,7 @@ def test_prompts_that_cannot_be_are_refused(family, lively_model, ids):
     left[:, :2] = 0
     assert short.generate(ids, attention_mask=left, max_new_tokens=1, pad_token_id=18).shape == (3, 10)
     other = {"mamba2": "past_key_values", "attention": "cache_params"}[family]
-    with pytest.raises(ValueError, match=f"take their cache as {CACHES[family]}, not as {other}"):
+    with pytest.raises(
+        ValueError, match=f"pass the cache of these models as {CACHES[family]}, not as {other}"
+    ):
         model(ids, **{other: ImplicitCache()})

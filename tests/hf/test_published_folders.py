@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
-from implicit_blocks.checkpoints.load_model import empty_state
+from implicit_blocks.checkpoints.weights import empty_state
 from implicit_blocks.hf import published
 from implicit_blocks.hf.folders import read_pretrained, to_library
 from implicit_blocks.specs.counting import count_parameters

@@ -13,7 +13,7 @@ import yaml
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
-from implicit_blocks.checkpoints.load_model import tokenizer_of
+from implicit_blocks.checkpoints.run_folder import tokenizer_of
 from trainer.data.tokenizing.command import main as tokenize
 from trainer.run.build import build
 from trainer.specs.run import RunSpec
@@ -91,7 +91,7 @@ WITHOUT_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None  # as if it were not installed
 from implicit_blocks.__main__ import main
-from implicit_blocks.checkpoints.load_model import tokenizer_of
+from implicit_blocks.checkpoints.run_folder import tokenizer_of
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -169,7 +169,7 @@ def test_text_where_there_is_no_tokenizer(
     assert main(["generate", str(run), "the cat"]) == 2
     assert "'the cat' is not a list of token IDs, and no tokenizer was found" in capsys.readouterr().err
     assert main(["generate", str(run), "5", "--tokenizer", str(tmp_path)]) == 2
-    assert "there is no tokenizer at" in capsys.readouterr().err
+    assert "no tokenizer at" in capsys.readouterr().err
 
 
 def test_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,4 +189,4 @@ def test_what_a_damaged_run_says(run: Path, tmp_path: Path, capsys: pytest.Captu
     damaged = Path(shutil.copytree(run, tmp_path / "run"))
     next((damaged / "checkpoints").glob("*/*.distcp")).unlink()
     assert main(["generate", str(damaged), "5"]) == 2
-    assert "has no checkpoint that is whole" in capsys.readouterr().err
+    assert "has no complete checkpoint" in capsys.readouterr().err
