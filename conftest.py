@@ -1,4 +1,4 @@
-"""What the tests here and those of the plugins share."""
+"""Fixtures of the tests of the repository and of its plugins."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def _untuned_kernels() -> Iterator[None]:
-    """Let tuned kernels take the first variant that runs: tests are of values, and compiling takes long."""
+    """Let autotuned kernels use the first configuration that runs: tuning takes long, values are equal."""
     if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         yield
         return
     autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
     bench = autotuner._bench
 
-    def first(self: Any, *arguments: Any, config: Any, **meta: Any) -> list[float]:
-        if getattr(self, "served", None) is self.nargs:  # in this call another one ran
+    def bench_first(self: Any, *arguments: Any, config: Any, **meta: Any) -> list[float]:
+        if getattr(self, "served", None) is self.nargs:  # another configuration ran in this call
             return [math.inf] * 3
-        took: list[float] = bench(self, *arguments, config=config, **meta)
-        if took[0] < math.inf:
+        times: list[float] = bench(self, *arguments, config=config, **meta)
+        if times[0] < math.inf:
             self.served = self.nargs
-        return took
+        return times
 
-    def once(kernel: Callable[[], Any], quantiles: Any = None, **_: Any) -> Any:
+    def run_once(kernel: Callable[[], Any], quantiles: Any = None, **_: Any) -> Any:
         kernel()
         return [1.0] * len(quantiles) if quantiles else 1.0
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(autotuner, "_bench", first)
-        patched.setattr("triton.testing.do_bench", once)
+        patched.setattr(autotuner, "_bench", bench_first)
+        patched.setattr("triton.testing.do_bench", run_once)
         yield

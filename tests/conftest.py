@@ -1,4 +1,4 @@
-"""What all tests share: strict arithmetic, poisoned memory, and where development data lies."""
+"""Fixtures of all tests: deterministic torch settings, no pictures, development data, a small tokenizer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 @pytest.fixture(autouse=True)
 def _strict_torch():
-    """One thread a worker, NaN in uninitialized memory, the same seed for every test."""
+    """Use one thread per worker, NaN in uninitialized memory, and the same seed in every test."""
     torch.set_num_threads(1)
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(0)
@@ -22,9 +22,9 @@ def _strict_torch():
 
 @pytest.fixture(autouse=True, scope="module")
 def _no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Leave out the picture at the end of a run, which takes longer than it, but for modules that look at it.
+    """Skip the picture at the end of a run, which takes longer than the run.
 
-    Those say ``WITH_PICTURES = True``.
+    Modules that test pictures set ``WITH_PICTURES = True``.
     """
     run = sys.modules.get("trainer.run.build")
     if run is None or getattr(request.module, "WITH_PICTURES", False):
@@ -37,7 +37,7 @@ def _no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture
 def shared_data() -> Path:
-    """Return the folder of development data beside the repository, or skip, saying so."""
+    """Return the folder of development data beside the repository, or skip the test."""
     path = SHARED / "data"
     if not path.is_dir():
         pytest.skip(f"no development data at {path}")
@@ -46,20 +46,20 @@ def shared_data() -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a tokenizer.json of 300 entries: bytes, and what a few sentences have in common."""
+    """Return the path of a tokenizer.json with 300 entries: bytes, and merges learned from `SENTENCES`."""
     tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=300,
         special_tokens=["<|endoftext|>"],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    made.train_from_iterator(SENTENCES, trainer)
+    tokenizer.train_from_iterator(SENTENCES, trainer)
     path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    made.save(str(path))
+    tokenizer.save(str(path))
     return path
 
 
