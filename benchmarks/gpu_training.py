@@ -6,9 +6,9 @@ A *work* is a zoo model with a batch: those of ``gpu_works.py``, the shapes that
 implementation was timed at on an H100 (its figures stand beside ours). Synthetic tokens; bfloat16 autocast,
 float32 masters, fused AdamW. The time is that of whole steps (forward, backward, clipping, optimizer), the
 median of ``--steps`` after warming up, by CUDA events. Model FLOPs are counted by
-``implicit_blocks.specs.counting`` from the iterations taken. ``--as-published`` takes the iterations that the
-published one took, whatever the residual. A row also says how often the compiler left a function in pieces
-(``graph_breaks``) and how often a step made the host wait for the device unasked (``waits``, by
+``implicit_blocks.models.counting`` from the iterations taken. ``--as-published`` takes the iterations that
+the published one took, whatever the residual. A row also says how often the compiler left a function in
+pieces (``graph_breaks``) and how often a step made the host wait for the device unasked (``waits``, by
 ``torch.cuda.set_sync_debug_mode``), and how long building, compiling and warming up took (``ready_s``).
 """
 
@@ -39,7 +39,7 @@ from on_device import (
 from report import machine, write
 
 import implicit_blocks as ib
-from implicit_blocks.specs.counting import training_flops_per_token
+from implicit_blocks.models.counting import training_flops_per_token
 
 
 def main() -> None:

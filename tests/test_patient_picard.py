@@ -1,4 +1,4 @@
-"""Damping that falls where the residual no longer does."""
+"""Picard with a damping that decreases when the residual stops decreasing."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import implicit_blocks as ib
 from implicit_blocks.testing import check_solver
 
 
-def test_it_keeps_every_contract_of_a_solver():
+def test_it_keeps_the_contracts_of_solvers():
     check_solver(ib.PatientPicard(patience=2))
 
 
-def test_rows_that_contract_keep_the_plain_step_and_those_that_overshoot_find_theirs():
-    """By 0.6 and −0.6 a plain step is right; by −1.5 it runs away, and half a step contracts by 0.25."""
+def test_contracting_rows_keep_the_undamped_step_and_overshooting_rows_reduce_it():
+    """Slopes ±0.6 converge undamped; slope −1.5 diverges, and with damping 0.5 it contracts by 0.25."""
     rates = torch.tensor([0.6, -0.6, -1.5], dtype=torch.float64)[:, None]
 
     def f(z):
@@ -32,7 +32,7 @@ def test_rows_that_contract_keep_the_plain_step_and_those_that_overshoot_find_th
     torch.testing.assert_close(patient.z, torch.ones_like(z0), atol=1e-6, rtol=0)
 
 
-def test_the_damping_ends_at_the_least():
+def test_the_damping_does_not_fall_below_its_minimum():
     solver = ib.PatientPicard(patience=1, factor=0.1, min_damping=0.3)
     z = torch.ones(1, 2)
     state = solver.init(z)
@@ -41,13 +41,13 @@ def test_the_damping_ends_at_the_least():
     assert state.damping_E.tolist() == [pytest.approx(0.3)]
 
 
-def test_the_spec_states_its_bytes_and_refuses_what_cannot_be():
+def test_the_spec_counts_the_state_and_rejects_invalid_settings():
     spec = ib.PatientPicardSpec(damping=0.9, patience=4)
     solver = ib.build(spec)
     held = sum(leaf.numel() * leaf.element_size() for leaf in solver.init(torch.zeros(3, 5)))
     assert held == 3 * spec.state_bytes(5, itemsize=4)
-    with pytest.raises(ValueError, match="and can only fall"):
+    with pytest.raises(ValueError, match="min_damping must not exceed damping"):
         ib.PatientPicardSpec(damping=0.2)
     for wrong in ({"patience": 0}, {"factor": 1.0}, {"min_damping": 2.0}, {"damping": 0.0}):
-        with pytest.raises(ValueError, match=r"choose"):
+        with pytest.raises(ValueError, match=r"choose|must be in"):
             ib.PatientPicard(**wrong)

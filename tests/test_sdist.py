@@ -56,7 +56,7 @@ def test_the_source_distribution_builds_and_installs_with_everything_inside(tmp_
         str(path.relative_to(ROOT))
         for folder in ("implicit_blocks", "trainer", "zoo")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".yaml", ".typed", ".template"}
+        if path.suffix in {".py", ".pyi", ".yaml", ".typed", ".template"}
     }
     assert names >= wanted | {"pyproject.toml", "README.md", "LICENSE"}
 

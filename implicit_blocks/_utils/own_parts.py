@@ -17,12 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 """The folder that our packages are installed in: a clone's, or ``site-packages``."""
 
 
-def zoo_folder() -> Path | None:
-    """Locate the shipped specs, if they are installed."""
-    folder = ROOT / "zoo"
-    return folder if (folder / "__init__.py").is_file() else None
-
-
 def load_own(package: str) -> None:
     """Make ``import PACKAGE`` mean ours from now on, whatever the working directory holds.
 

@@ -1,50 +1,106 @@
-"""Language models: the implicit one, and its explicit twin with one field changed."""
+"""Specs and registration of the language models, the implicit one and its explicit twin, and of their MLP.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from implicit_blocks.specs.base import ComponentSpec, Spec
+from implicit_blocks.gradients import PhantomSpec
+from implicit_blocks.registry.hooks import Add, hookimpl
+from implicit_blocks.solvers import PicardSpec
+from implicit_blocks.specs.base import Spec
 from implicit_blocks.specs.errors import field_error
-from implicit_blocks.specs.gradients import GradientSpec, PhantomSpec
-from implicit_blocks.specs.layers import MixerSpec, MLPSpec
-from implicit_blocks.specs.solvers import PicardSpec, SolverSpec, Stopping, StoppingOverrides
+from implicit_blocks.specs.families import (
+    GradientSpec,
+    MixerSpec,
+    MLPSpec,
+    ModelSpec,
+    Norm,
+    Scope,
+    SolverSpec,
+    Stopping,
+    linear_shapes,
+)
 
 
-class ModelSpec(ComponentSpec):
-    """Base of all models' specs."""
+@hookimpl
+def register_components(add: Add) -> None:
+    """Register the built-in MLPs and models."""
+    add("mlp", SwiGLUSpec, "implicit_blocks.layers:SwiGLU")
+    add("model", ImplicitLMSpec, "implicit_blocks.models.implicit:ImplicitLM")
+    add("model", ExplicitLMSpec, "implicit_blocks.models.implicit:ExplicitLM")
 
-    family: ClassVar[str] = "model"
-    changeable: ClassVar[frozenset[str]] = frozenset()
-    """Fields that a phase of training may change, the weights staying as they are."""
-    twin_of: ClassVar[frozenset[str]] = frozenset()
-    """Kinds from which a spec switches to this one by `kind` alone, keeping the fields that both know."""
 
-    def parameter_total(self) -> int | None:
-        """Parameters of the model, tied ones once. None: not known (language models: `counting`)."""
-        return None
+class SwiGLUSpec(MLPSpec):
+    """``W_out (silu(W_gate z) · W_up z)``."""
+
+    kind: Literal["swiglu"] = "swiglu"
+    d_ff: PositiveInt
+    """Hidden width; the paper uses ``int(2/3 · 4 · d_model)``."""
+    bias: bool = False
+    """Whether the three layers have biases."""
+
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the three projections."""
+        shapes = linear_shapes("gate_proj", self.d_ff, d_model, bias=self.bias)
+        shapes |= linear_shapes("up_proj", self.d_ff, d_model, bias=self.bias)
+        return shapes | linear_shapes("out_proj", d_model, self.d_ff, bias=self.bias)
+
+    def headline(self, d_model: int) -> str:
+        """Return the hidden width."""
+        return f"hidden width {self.d_ff}"
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        """Count three matrix products."""
+        return float(6 * d_model * self.d_ff)
+
+
+class StoppingOverrides(Spec):
+    """How stopping in evaluation differs from training; null keeps the value of training."""
+
+    tolerance: NonNegativeFloat | None = None
+    """Null: as in training."""
+    max_iterations: PositiveInt | None = None
+    """Null: 4 times training's."""
+    norm: Norm | None = None
+    """Null: as in training."""
+    scope: Scope | None = None
+    """Null: `prefix`, so that no result depends on later tokens, padding or other sequences."""
+
+    def over(self, training: Stopping) -> Stopping:
+        """Return the rule of evaluation, given that of training."""
+        return Stopping(
+            tolerance=training.tolerance if self.tolerance is None else self.tolerance,
+            max_iterations=4 * training.max_iterations
+            if self.max_iterations is None
+            else self.max_iterations,
+            norm=self.norm or training.norm,
+            scope=self.scope or "prefix",
+        )
 
 
 class AtEvaluation(Spec):
-    """How the fixed point is searched for in evaluation."""
+    """Search settings in evaluation."""
 
     solver: SolverSpec = PicardSpec(damping=0.8)
-    """Damped, because evaluation goes on to convergence where training may not."""
+    """Damped, because evaluation iterates until convergence, where training may stop earlier."""
     stopping: StoppingOverrides = StoppingOverrides()
-    """What differs from the stopping rule of training."""
+    """How stopping differs from training."""
     window_length: PositiveInt | None = None
-    """Tokens searched at a time, each window given those before it; null: all together."""
+    """Tokens per window, searched in order, each given those before it; null: all tokens at once."""
     commit_prefix: PositiveInt | None = None
-    """Leave tokens behind that are done in every sequence, at multiples of so many; null: iterate on them.
+    """Commit converged tokens, in multiples of this number, once all sequences have them; null: never.
 
     For scope `prefix`; choose a multiple of the mixer's chunk.
     """
 
 
 class LanguageModelSpec(ModelSpec):
-    """What the implicit model and its explicit twin share: embedding, layers, tied head."""
+    """Common base of the implicit model and its explicit twin: embedding, layers, tied head."""
 
     vocab_size: PositiveInt
     """Number of token ids."""
@@ -53,27 +109,27 @@ class LanguageModelSpec(ModelSpec):
     d_model: PositiveInt
     """Width of the residual stream."""
     n_layers: PositiveInt
-    """Layers, or layers of the map that is iterated."""
+    """Number of layers; in the implicit model, of the map that is iterated."""
     mixer: MixerSpec
-    """What carries information between tokens."""
+    """The component that carries information between tokens."""
     mlp: MLPSpec | None = None
-    """What follows the mixer in each layer; null: nothing."""
+    """The component after the mixer in each layer; null: none."""
     norm_eps: PositiveFloat = 1e-5
     """Added to the mean square in every norm."""
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of each layer's output dropped in training, one mask for all iterations."""
+    """Fraction of each layer's output dropped in training, with one mask for all iterations."""
     tie_embeddings: bool = True
-    """Whether the head is the embedding."""
+    """Whether the head shares the embedding's weights."""
     embedding_std: PositiveFloat = 0.02
     """Standard deviation of the embedding's initial entries."""
     scale_residual_init: bool = True
-    """Start output projections of the branches smaller, by ``1/√(n_layers · branches a layer)``."""
+    """Scale the initial output projections of the branches by ``1/√(n_layers · branches per layer)``."""
     weight_norm: bool = False
     """Whether weights are ``g · v/‖v‖`` by row, with learned gains ``g``."""
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding: `vocab_size` up to a multiple of `pad_vocab_to`."""
+        """Rows of the embedding: `vocab_size` rounded up to a multiple of `pad_vocab_to`."""
         return -(-self.vocab_size // self.pad_vocab_to) * self.pad_vocab_to
 
     @model_validator(mode="after")
@@ -107,20 +163,20 @@ class ImplicitLMSpec(LanguageModelSpec):
     weight_norm: bool = True
     """Whether weights of the map and the injection are ``g · v/‖v‖`` by row, with learned gains ``g``."""
     z_init: Literal["zeros", "embedding"] = "zeros"
-    """Where the search begins."""
+    """Initial point of the search."""
     solver: SolverSpec = PicardSpec()
     """Update rule of the search in training."""
     gradient: GradientSpec = PhantomSpec()
-    """What of the search is differentiated."""
+    """Which part of the search is differentiated."""
     stopping: Stopping = Stopping()
     """When the search ends in training."""
     window_length: PositiveInt | None = None
-    """Tokens searched at a time in training, each window given those before it; null: all together.
+    """Tokens per window in training, each window given those before it; null: all tokens at once.
 
-    The gradient's own steps are taken over the whole sequence; `unrolled`, which has no search, ignores it.
+    The gradient's own steps cover the whole sequence; `unrolled`, which has no search, ignores it.
     """
     at_evaluation: AtEvaluation = AtEvaluation()
-    """What differs in evaluation."""
+    """Search settings that differ in evaluation."""
 
     @property
     def evaluation_stopping(self) -> Stopping:
@@ -142,14 +198,14 @@ class ImplicitLMSpec(LanguageModelSpec):
             if solver.couples_tokens and stopping.scope == "prefix":
                 where = ".".join((*place[:-1], "stopping.scope"))
                 message = (
-                    f"solver {solver.kind!r} mixes the tokens of a row; scope 'prefix' promises that none "
-                    f"depends on later ones; set {where} to 'sequence' or choose another solver"
+                    f"solver {solver.kind!r} couples the tokens of a row, and with scope 'prefix' no token "
+                    f"may depend on later ones; set {where} to 'sequence' or choose another solver"
                 )
                 raise field_error(message, *place, value=solver)
         if self.at_evaluation.commit_prefix is not None and self.evaluation_stopping.scope != "prefix":
             message = (
-                "tokens are committed as they converge, which scope 'sequence' does not look at; choose "
-                "at_evaluation.stopping.scope 'prefix', or window_length"
+                "scope 'sequence' does not determine which tokens have converged and can be committed; "
+                "choose at_evaluation.stopping.scope 'prefix', or window_length"
             )
             raise field_error(
                 message, "at_evaluation", "commit_prefix", value=self.at_evaluation.commit_prefix

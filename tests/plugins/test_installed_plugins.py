@@ -110,7 +110,7 @@ def test_a_variable_says_which_plugins_load(run, plugins, in_use, listed_off, fa
     rows = table(done.stdout)
     assert ("acme.shift" in rows) == in_use
     assert {name for name in ("acme_broken", "acme_clash") if name in rows} == failed
-    _, _, off = done.stdout.partition("Switched off by IMPLICIT_BLOCKS_PLUGINS: ")
+    _, _, off = done.stdout.partition("Disabled by IMPLICIT_BLOCKS_PLUGINS: ")
     assert listed_off <= set(off.strip().split(", "))
     assert {"picard", "mamba2", "word_problem", "adamw"} <= rows.keys()
 

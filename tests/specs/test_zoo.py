@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from implicit_blocks.models.counting import count_flops, count_parameters, training_flops_per_token
 from implicit_blocks.specs import MLPSpec, load_spec, zoo_names
-from implicit_blocks.specs.counting import count_flops, count_parameters, training_flops_per_token
 from implicit_blocks.specs.loading import zoo_folder
 from trainer.experiments.runs import explicit_twin
 
