@@ -3,6 +3,7 @@
 All of them merge by the same rules (`merge`). A mapping that names another `kind` replaces the existing one;
 every other mapping merges key by key; lists and scalars replace. A model that switches to its *twin* keeps
 the fields that both kinds have, and loses the phases, which change search settings of the old kind.
+OmegaConf's merge has no rule for `kind`, loses the places of entries, and interpolates strings with ``${``.
 """
 
 from __future__ import annotations

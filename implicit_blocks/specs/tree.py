@@ -1,4 +1,8 @@
-"""YAML read into mappings that keep the file, line and column of every entry, for error messages."""
+"""YAML read into mappings that keep the file, line and column of every entry, for error messages.
+
+ruamel.yaml's round-trip loader keeps positions too, but it neither limits nesting and expanded aliases nor
+rejects recursive anchors, surrogates and unknown tags, and it takes three times as long.
+"""
 
 from __future__ import annotations
 
