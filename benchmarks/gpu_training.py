@@ -5,7 +5,7 @@
 A *work* is a zoo model with a batch (see ``gpu_works.py``): the shapes at which the published implementation
 was timed on an H100. Synthetic tokens; bfloat16 autocast, float32 master weights, fused AdamW. The time is
 that of whole steps (forward, backward, clipping, optimizer): the median of ``--steps`` after warm-up, by CUDA
-events. Model FLOPs are computed by ``implicit_blocks.specs.counting`` from the iterations taken.
+events. Model FLOPs are computed by ``implicit_blocks.models.counting`` from the iterations taken.
 ``--as-published`` takes the iterations of the published implementation, regardless of the residual. A row
 also contains the number of graph breaks of the compiler (``graph_breaks``), the number of implicit
 synchronizations per step (``waits``, by ``torch.cuda.set_sync_debug_mode``), and the duration of building,
@@ -39,7 +39,7 @@ from on_device import (
 from report import machine, write
 
 import implicit_blocks as ib
-from implicit_blocks.specs.counting import training_flops_per_token
+from implicit_blocks.models.counting import training_flops_per_token
 
 
 def main() -> None:

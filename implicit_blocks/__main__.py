@@ -1,4 +1,4 @@
-"""What is installed, specs and their schema, new plugins, checkpoints of other programs, generation."""
+"""List components, inspect specs, create plugins, convert checkpoints, and generate text."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from implicit_blocks.specs.schema import file_schema, run_schema
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; 2 for an error that the user can mend, 1 for specs that differ."""
+    """Run one command and return its exit code: 2 for a user error, 1 for specs that differ."""
     options = parser().parse_args(arguments)
     code = 0
     try:
         code = options.command(options) or 0
         sys.stdout.flush()
-    except BrokenPipeError:  # its reader has seen enough: `… schema | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains at exit
+    except BrokenPipeError:  # the reader stopped, as in `… schema | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # avoids an error at exit
     except ModuleNotFoundError as error:
         print(f"error: {without_torch(error)}", file=sys.stderr)
         return 2
-    except (ValueError, OSError) as error:  # such as a folder that can't be written
+    except (ValueError, OSError) as error:  # such as a directory that cannot be written
         print(f"error: {error}", file=sys.stderr)
         return 2
     return code
@@ -41,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m implicit_blocks",
         description=__doc__,
-        epilog="Training is python -m trainer; --help of each command says more.",
+        epilog="COMMAND --help describes a command. To train, use python -m trainer.",
     )
     made.add_argument("--version", action="version", version=f"implicit_blocks {__version__}")
     commands = made.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add(commands: Any, name: str, summary: str, **options: Any) -> argparse.ArgumentParser:
-    """Add a command whose own help says what it is, as the list of commands does."""
+    """Add a command with its summary, in the list of commands and in its own help."""
     description = f"{summary[0].upper()}{summary[1:]}."
     added: argparse.ArgumentParser = commands.add_parser(
         name, help=summary, description=description, **options
@@ -69,7 +69,7 @@ def _add(commands: Any, name: str, summary: str, **options: Any) -> argparse.Arg
 
 
 def _add_list(commands: Any) -> None:
-    command = _add(commands, "list", "families, kinds, who brings them, and plugins that failed")
+    command = _add(commands, "list", "list kinds, their distributions, and plugins that failed")
     command.set_defaults(command=_list)
 
 
@@ -80,7 +80,7 @@ def _list(options: argparse.Namespace) -> None:
         for kind in registry.kinds(family)
         for entry in [registry.entry(family, kind)]
     ]
-    _print_table([("FAMILY", "KIND", "OWNER", "VERSION", "WHAT IT IS"), *rows])
+    _print_table([("FAMILY", "KIND", "OWNER", "VERSION", "DESCRIPTION"), *rows])
     failures = registry.failures()
     if failures:
         print("\nNot in use:")
@@ -88,15 +88,17 @@ def _list(options: argparse.Namespace) -> None:
             [(f"  {failed.name}", failed.owner, failed.version, failed.reason) for failed in failures]
         )
     if registry.switched_off():
-        print(f"\nSwitched off by {registry.PLUGINS_VARIABLE}: {', '.join(registry.switched_off())}")
+        print(f"\nDisabled by {registry.PLUGINS_VARIABLE}: {', '.join(registry.switched_off())}")
 
 
 def _add_schema(commands: Any) -> None:
     command = _add(
-        commands, "schema", "JSON schema of a spec's YAML file, with every registered kind, for editors"
+        commands, "schema", "print the JSON schema of spec files, with every registered kind, for editors"
     )
     command.add_argument(
-        "--complete", action="store_true", help="of a complete run spec instead, after extends and defaults"
+        "--complete",
+        action="store_true",
+        help="print the schema of complete run specs, after merging",
     )
     command.set_defaults(command=_schema)
 
@@ -107,10 +109,10 @@ def _schema(options: argparse.Namespace) -> None:
 
 
 def _add_new_plugin(commands: Any) -> None:
-    command = _add(commands, "new-plugin", "write an installable plugin to start from")
-    command.add_argument("name", help="an identifier in lower case: the kind that it brings")
-    command.add_argument("--family", required=True, choices=FAMILIES, help="what it is to be")
-    command.add_argument("--directory", type=Path, help="folder, new or empty (./NAME)")
+    command = _add(commands, "new-plugin", "create an installable plugin from a template")
+    command.add_argument("name", help="lower-case identifier; also the kind that the plugin provides")
+    command.add_argument("--family", required=True, choices=FAMILIES, help="family of the component")
+    command.add_argument("--directory", type=Path, help="new or empty directory (default: ./NAME)")
     command.set_defaults(command=_new_plugin)
 
 
@@ -120,7 +122,7 @@ def _new_plugin(options: argparse.Namespace) -> None:
     folder = create_plugin(options.name, family=options.family, directory=options.directory)
     shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     print(
-        f"Wrote {shown}. What now:\n"
+        f"Wrote {shown}. Next steps:\n"
         f"  python -m pip install -e '{shown}[test]'\n"
         f"  python -m trainer --spec word_problem_s3_{options.name}\n"
         f"  python -m pytest {shown}"
@@ -131,10 +133,10 @@ def _add_describe(commands: Any) -> None:
     command = _add(
         commands,
         "describe",
-        "a spec's model as a tree with shapes and parameters, its search and its phases",
+        "show a spec's model as a tree with shapes and parameters, its search settings and its phases",
     )
     command.add_argument("spec", help="name in the zoo, or YAML file")
-    command.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the spec")
+    command.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="overrides of the spec")
     command.set_defaults(command=_describe)
 
 
@@ -149,12 +151,14 @@ def _add_diff(commands: Any) -> None:
     command = _add(
         commands,
         "diff",
-        "what two specs differ in, with all that they extend and every default",
-        epilog="Exit codes are those of diff: 0 for specs that say the same, 1 for others, 2 for trouble.",
+        "show the differences between two specs, after extends and defaults",
+        epilog="Exit codes: 0 if the specs are equal, 1 if they differ, 2 for errors.",
     )
     command.add_argument("old", help="name in the zoo, or YAML file")
-    command.add_argument("new", help="the same")
-    command.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the second")
+    command.add_argument("new", help="name in the zoo, or YAML file")
+    command.add_argument(
+        "overrides", nargs="*", metavar="path.to.key=value", help="overrides of the new spec"
+    )
     command.set_defaults(command=_diff)
 
 
@@ -173,34 +177,34 @@ def _add_convert(commands: Any) -> None:
     command = _add(
         commands,
         "convert",
-        "a published checkpoint, a Llama or Mamba2 of transformers, into one of ours; or back",
+        "convert published checkpoints, or Llama and Mamba2 of transformers, and back",
     )
-    command.add_argument("source", type=Path, help="folder with config.json and weights")
-    command.add_argument("destination", type=Path, help="new folder")
+    command.add_argument("source", type=Path, help="directory with config.json and weights")
+    command.add_argument("destination", type=Path, help="new directory")
     command.add_argument(
         "--to",
         choices=("transformers", "published"),
         default="transformers",
-        help="what the new folder is for: from_pretrained, or the paper's code (transformers)",
+        help="format of the result: for from_pretrained, or for the paper's code (default: transformers)",
     )
     command.add_argument(
         "--implicit",
         action="store_true",
-        help="make an explicit model the start of an implicit one, to be fine-tuned",
+        help="convert an explicit model to the initial weights of an implicit one",
     )
     command.add_argument(
         "--fold-weight-norm",
         action="store_true",
-        help="the same function without weight norm",
+        help="fold weight norm into the weights; the function stays the same",
     )
-    command.add_argument("--max-shard-size", default="5GB", help="size of a file of weights (5GB)")
+    command.add_argument("--max-shard-size", default="5GB", help="maximum size per file (default: 5GB)")
     command.set_defaults(command=_convert)
 
 
 def _convert(options: argparse.Namespace) -> None:
     from implicit_blocks.hf.convert import convert
 
-    with _packages_asked_for():
+    with _optional_packages():
         convert(
             options.source,
             options.destination,
@@ -212,28 +216,26 @@ def _convert(options: argparse.Namespace) -> None:
 
 
 def _add_export(commands: Any) -> None:
-    command = _add(commands, "export", "a spec's model as a folder of transformers")
+    command = _add(commands, "export", "save a spec's model as a pretrained folder for transformers")
+    command.add_argument("spec", help="run directory; or, with new weights, name in the zoo or YAML file")
+    command.add_argument("destination", type=Path, help="new directory")
     command.add_argument(
-        "spec", help="a run's folder; or for fresh weights a name in the zoo, or a YAML file"
-    )
-    command.add_argument("destination", type=Path, help="new folder")
-    command.add_argument(
-        "--checkpoint", type=Path, help="other weights, the trainer's checkpoint, or a run's folder"
+        "--checkpoint", type=Path, help="checkpoint, run directory or weights file to load instead"
     )
     command.add_argument(
         "--tokenizer",
         type=Path,
-        help="tokenizer.json, a folder with one, or bytes, to go along (default: that of a run's data)",
+        help="tokenizer.json, a directory with one, or bytes, to include (default: that of the run's data)",
     )
-    command.add_argument("--seed", type=int, help="of fresh weights (0)")
-    command.add_argument("--max-shard-size", default="5GB", help="size of a file of weights (5GB)")
+    command.add_argument("--seed", type=int, help="seed of new weights (default: 0)")
+    command.add_argument("--max-shard-size", default="5GB", help="maximum size per file (default: 5GB)")
     command.set_defaults(command=_export)
 
 
 def _export(options: argparse.Namespace) -> None:
     from implicit_blocks.hf.convert import export
 
-    with _packages_asked_for():
+    with _optional_packages():
         export(
             options.spec,
             options.destination,
@@ -245,33 +247,51 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _add_generate(commands: Any) -> None:
-    command = _add(commands, "generate", "continue prompts by a trained model")
+    command = _add(commands, "generate", "continue prompts with a trained model")
     command.add_argument(
-        "source", type=Path, help="a run's folder, a checkpoint, an exported folder, or a file of weights"
+        "source", type=Path, help="run directory, checkpoint, pretrained folder, or weights file"
     )
     command.add_argument(
-        "prompts", nargs="+", metavar="PROMPT", help="text, or without a tokenizer numbers: '0 3 2'"
+        "prompts", nargs="+", metavar="PROMPT", help="text; without a tokenizer, token ids: '0 3 2'"
     )
-    command.add_argument("--spec", help="name in the zoo, or YAML file, where the source doesn't say")
+    command.add_argument("--spec", help="name in the zoo, or YAML file, if the source has no spec")
     command.add_argument(
         "--tokenizer",
         type=Path,
-        help="tokenizer.json, a folder with one, or bytes (default: that in the source, or of a run's data)",
+        help="tokenizer.json, a directory with one, or bytes (default: that of the source or the run's data)",
     )
-    command.add_argument("--max-new-tokens", type=int, default=50, metavar="N", help="of each prompt (50)")
-    command.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token (0)")
-    command.add_argument("--top-k", type=int, metavar="K", help="draw among so many of the likeliest")
-    command.add_argument("--top-p", type=float, metavar="P", help="draw among those that together have it")
-    command.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
-    command.add_argument("--tolerance", type=float, metavar="X", help="of the search, instead of the spec's")
-    command.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
+    command.add_argument(
+        "--max-new-tokens",
+        type=int,
+        default=50,
+        metavar="N",
+        help="maximum number of new tokens per prompt (default: 50)",
+    )
+    command.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="sampling temperature; 0 selects the most likely token (default: 0)",
+    )
+    command.add_argument("--top-k", type=int, metavar="K", help="sample from the K most likely tokens")
+    command.add_argument(
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="sample from the smallest set of tokens with total probability P",
+    )
+    command.add_argument("--seed", type=int, default=0, help="sampling seed (default: 0)")
+    command.add_argument(
+        "--tolerance", type=float, metavar="X", help="search tolerance (default: the spec's)"
+    )
+    command.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
     command.set_defaults(command=_generate)
 
 
 def _generate(options: argparse.Namespace) -> None:
     from implicit_blocks.decoding.command import continue_prompts
 
-    with _packages_asked_for():
+    with _optional_packages():
         continue_prompts(
             options.source,
             options.prompts,
@@ -288,8 +308,8 @@ def _generate(options: argparse.Namespace) -> None:
 
 
 @contextlib.contextmanager
-def _packages_asked_for() -> Iterator[None]:
-    """Make a package of an extra that is missing the user's to mend; another one is a mistake here."""
+def _optional_packages() -> Iterator[None]:
+    """Report a missing optional package as a user error; other import errors pass."""
     try:
         yield
     except ImportError as error:

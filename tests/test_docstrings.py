@@ -1,4 +1,4 @@
-"""Every public name says what it is for, its shapes, arguments, errors and source: what can be counted."""
+"""The docstrings of public names: presence, shapes, arguments, errors and sources."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ YEAR = re.compile(r"\b(?:19|20)\d\d\b")
 
 
 def modules() -> Iterator[ModuleType]:
-    """Import every module of the library, except optional ones that can't be."""
+    """Import every module of the library, except optional ones without their packages."""
     yield ib
     for found in pkgutil.walk_packages(ib.__path__, "implicit_blocks."):
         if found.name.endswith("__main__"):
@@ -53,7 +53,7 @@ def modules() -> Iterator[ModuleType]:
 
 @cache
 def public() -> dict[str, Any]:
-    """Return what every ``__all__`` exports, each object once, by the name it has at home."""
+    """Return what every ``__all__`` exports, each object once, by the path of its definition."""
     names: dict[str, Any] = {}
     for module in modules():
         for name in getattr(module, "__all__", ()):
@@ -76,7 +76,7 @@ def members(owner: type) -> Iterator[tuple[str, Any]]:
 
 
 def functions() -> dict[str, tuple[Any, str]]:
-    """Return every public function, method and constructor, with the texts that describe it."""
+    """Return every public function, method and constructor, with its docstrings."""
     found: dict[str, tuple[Any, str]] = {}
     for path, value in public().items():
         if inspect.isfunction(value):
@@ -91,7 +91,7 @@ def functions() -> dict[str, tuple[Any, str]]:
 
 
 def text(value: Any, method: str | None = None) -> str:
-    """Return a docstring; of a method with those of the methods it overrides, whose contract it keeps."""
+    """Return a docstring; for a method, together with those of the methods that it overrides."""
     if method is None:
         return inspect.cleandoc(value.__doc__ or "")
     parts = [vars(base)[method] for base in value.__mro__ if method in vars(base)]
@@ -133,14 +133,14 @@ def raises(function: Any) -> set[str]:
     return {call.func.id for call in calls if isinstance(call, ast.Call) and isinstance(call.func, ast.Name)}
 
 
-def test_everything_has_one():
+def test_every_public_name_has_a_docstring():
     missing = [path for path, value in public().items() if not text(value)]
     missing += [path for path, (_, message) in functions().items() if not message]
     assert not missing
 
 
-def test_tensors_have_shapes():
-    """In the docstring, or in the argument's name, explained by the module's legend."""
+def test_tensor_arguments_have_documented_shapes():
+    """The shape is in the docstring, or a suffix of the name with a legend in the module."""
     missing = []
     for path, (function, message) in functions().items():
         tensors = takes_tensors(function)
@@ -149,8 +149,8 @@ def test_tensors_have_shapes():
     assert not missing
 
 
-def test_errors_are_named():
-    """Where a body raises an error of the user's making, the docstring says which, or has a section on it."""
+def test_raised_errors_are_documented():
+    """A docstring has a section on errors, or names those that the body raises."""
     missing = []
     for path, (function, message) in functions().items():
         errors = raises(function) & {
@@ -165,8 +165,8 @@ def test_errors_are_named():
     assert not missing
 
 
-def test_arguments_are_described():
-    """Of functions and constructors with more than three, and wherever there is a list: all, by name."""
+def test_arguments_are_documented():
+    """All arguments are named where there are more than three, or where a docstring has ``Args``."""
     missing = []
     for path, (function, message) in functions().items():
         names = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
@@ -178,7 +178,7 @@ def test_arguments_are_described():
     assert not missing
 
 
-def test_fields_of_specs_are_described():
+def test_fields_of_specs_are_documented():
     missing = [
         f"{path}.{name}"
         for path, value in public().items()
@@ -189,8 +189,8 @@ def test_fields_of_specs_are_described():
     assert not missing
 
 
-def test_methods_name_their_source():
-    """Solvers, gradients, mixers and MLPs: the paper's year, in the class or in its module."""
+def test_methods_of_the_literature_name_their_source():
+    """Solvers, gradients, mixers and MLPs name the paper's year, in the class or in its module."""
     bases = (Solver, GradientEstimator, Mixer, SolverSpec, GradientSpec, MixerSpec, MLPSpec)
     missing = []
     for path, value in public().items():
@@ -200,10 +200,10 @@ def test_methods_name_their_source():
             continue  # a spec describes settings; the component that it builds names the source
         if not YEAR.search(text(value)) and not YEAR.search(inspect.getmodule(value).__doc__ or ""):
             missing.append(path)
-    assert not missing, "say in the docstring where the method comes from, with the year"
+    assert not missing, "name the source in the docstring, with the year"
 
 
-def test_the_trainer_says_what_its_packages_are():
+def test_the_trainer_s_modules_have_docstrings():
     for found in pkgutil.walk_packages(trainer.__path__, "trainer."):
         if not found.name.endswith("__main__"):
             assert importlib.import_module(found.name).__doc__, found.name

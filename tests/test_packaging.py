@@ -1,8 +1,9 @@
-"""What the distribution promises: README, public names, docstrings, wheel, pinned versions, file sizes."""
+"""The distribution: README, public names, docstrings, wheel, pinned versions, file sizes."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import itertools
 import re
@@ -19,7 +20,8 @@ import torch
 from packaging.requirements import Requirement
 
 import implicit_blocks as ib
-from implicit_blocks.specs.counting import count_parameters
+from implicit_blocks import registry
+from implicit_blocks.models.counting import count_parameters
 from implicit_blocks.testing import check_solver
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +30,8 @@ CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
-# Adding a name here is a promise to keep it; taking one away breaks somebody's code.
+# Names of released versions: removing one breaks users' code. A new component's names come from its
+# registration; they are added here with a release.
 PUBLIC_NAMES = [
     "Adjoint",
     "Anderson",
@@ -68,6 +71,7 @@ PUBLIC_NAMES = [
     "PhantomSpec",
     "Picard",
     "PicardSpec",
+    "RopeScaling",
     "RowMap",
     "Scored",
     "Search",
@@ -135,7 +139,7 @@ def test_readme_yaml_is_a_spec(tmp_path):
     assert (spec.model.mixer.kind, spec.model.solver.kind, spec.data.group) == ("attention", "anderson", "A4")
 
 
-def test_readme_entry_point_is_in_the_hook_s_group():
+def test_readme_entry_point_uses_the_group_of_the_hook():
     (example,) = blocks(README, "toml")
     assert "implicit_blocks" in tomllib.loads(example)["project"]["entry-points"]
 
@@ -158,7 +162,7 @@ def test_documented_commands_exist():
 
 
 def written_by_new_plugin() -> set[str]:
-    """Return the run specs of the plugins that the texts have written; tests/new_plugin trains such ones."""
+    """Return the run specs of the plugins that documented commands create; tests/new_plugin trains those."""
     return {f"word_problem_s3_{w[w.index('new-plugin') + 1]}" for w in commands() if "new-plugin" in w}
 
 
@@ -173,7 +177,7 @@ def test_documented_runs_are_valid(words, monkeypatch):
     ib.load_spec(spec, [word for word in words if re.match(r"[a-z_.]+=", word)])
 
 
-def test_links_lead_to_files():
+def test_links_point_to_files():
     for text in (README, CONTRIBUTING, CHANGELOG):
         for target in re.findall(r"\]\(([^)#]+)\)", text):
             assert (ROOT / target).exists(), target
@@ -201,18 +205,53 @@ def test_readme_lists_the_zoo_with_its_parameters():
 # -------------------------------------------------------------------------------- the library
 
 
-def test_public_names_are_pinned_and_resolve():
-    assert sorted(ib.__all__) == sorted(PUBLIC_NAMES)
-    for name in PUBLIC_NAMES:
+def component_names() -> set[str]:
+    """Return the names of the registered components of this distribution: spec classes and their builders."""
+    entries = [
+        registry.entry(family, kind) for family in registry.families() for kind in registry.kinds(family)
+    ]
+    ours = [entry for entry in entries if entry.owner == registry.OWN_DISTRIBUTION]
+    builders = {entry.builder.partition(":")[2].partition(".")[0] for entry in ours}
+    return builders | {entry.spec.__name__ for entry in ours}
+
+
+def test_public_names_are_the_pinned_ones_and_those_of_new_components():
+    assert set(PUBLIC_NAMES) <= set(ib.__all__)
+    assert set(ib.__all__) - set(PUBLIC_NAMES) <= component_names()
+
+
+def test_public_names_resolve():
+    for name in ib.__all__:
         assert getattr(ib, name) is not None
     assert dir(ib) == sorted(ib.__all__)
     assert ib.__version__ in (PYPROJECT["project"]["version"], "unknown")  # unknown: not installed
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = ib.nothing
+
+
+def test_an_unknown_public_name_suggests_the_nearest_one():
+    with pytest.raises(AttributeError, match="no attribute 'Andersen'") as caught:
+        _ = ib.Andersen
+    assert (caught.value.name, caught.value.obj) == ("Andersen", ib)  # Python suggests names of this module
+
+
+def test_importing_the_library_imports_no_torch():
+    code = "import sys, implicit_blocks as ib; ib.AndersonSpec, ib.__all__; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+@pytest.mark.parametrize("package", ["solvers", "gradients", "mixers"])
+def test_type_checkers_see_every_component_of_a_package(package):
+    """At run time the names come from the registration; type checkers need definitions and imports."""
+    tree = ast.parse((ROOT / "implicit_blocks" / package / "__init__.py").read_text(encoding="utf-8"))
+    defined = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    (typing_only,) = (
+        node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    )
+    imported = {alias.asname for node in typing_only.body for alias in node.names}
+    assert defined | imported == set(importlib.import_module(f"implicit_blocks.{package}").__all__)
 
 
 def sources() -> list[Path]:
-    """Return the Python files that are installed, the plugins' too."""
+    """Return the installed Python files, including those of the plugins."""
     folders = [ROOT / "implicit_blocks", ROOT / "trainer", ROOT / "zoo", *ROOT.glob("plugins/*/src/*")]
     return sorted(path for folder in folders if folder.is_dir() for path in folder.rglob("*.py"))
 
@@ -246,7 +285,7 @@ def test_no_file_is_longer_than_500_lines():
 # -------------------------------------------------------------------------------- the distribution
 
 
-def test_wheel_holds_packages_and_zoo_and_nothing_else(tmp_path):
+def test_the_wheel_contains_the_packages_and_the_zoo(tmp_path):
     source = tmp_path / "source"  # building writes into the source folder
     source.mkdir()
     for folder in ("implicit_blocks", "trainer", "zoo"):
@@ -279,7 +318,7 @@ def test_wheel_holds_packages_and_zoo_and_nothing_else(tmp_path):
         str(path.relative_to(ROOT))
         for folder in ("implicit_blocks", "trainer", "zoo")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".yaml", ".typed", ".template"}
+        if path.suffix in {".py", ".pyi", ".yaml", ".typed", ".template"}
     }
     assert held == expected
     assert any(name.endswith("licenses/LICENSE") for name in information)
@@ -311,7 +350,7 @@ def test_constraints_pin_every_dependency_within_its_bounds():
     assert set(extras) >= {"train", "hf", "eval", "cuda", "dev"}
 
 
-def test_plugins_ask_for_versions_that_there_are():
+def test_plugins_require_available_versions():
     for path in ROOT.glob("plugins/*/pyproject.toml"):
         project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
         (asked,) = (r for r in map(Requirement, project["dependencies"]) if r.name == "implicit_blocks")

@@ -1,4 +1,4 @@
-"""Where torch is missing: what needs none goes on, and what does says so in a sentence."""
+"""Programs in an environment without torch: they work if they need none, else they report it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 
 def run(module, *arguments):
-    """Run a program where torch can't be imported."""
+    """Run a program in which torch cannot be imported."""
     code = (
         "import sys; sys.modules['torch'] = None; import importlib; "
         f"sys.exit(importlib.import_module({module!r}).main({[*map(str, arguments)]!r}))"
@@ -26,14 +26,14 @@ def run(module, *arguments):
     ],
     ids=["trainer", "generate", "evaluate"],
 )
-def test_what_needs_it_says_so(module, arguments):
+def test_programs_that_need_torch_report_that_it_is_missing(module, arguments):
     done = run(module, *arguments)
     assert done.returncode == 2
     assert done.stderr.startswith("error: torch is not installed; pip install torch")
     assert "Traceback" not in done.stderr
 
 
-def test_a_dry_run_needs_none():
+def test_a_dry_run_needs_no_torch():
     done = run("trainer.cli.train", "--spec", "llama_1.3b", "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "phase free" in done.stdout

@@ -17,12 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 """The folder that contains the packages: a clone, or ``site-packages``."""
 
 
-def zoo_folder() -> Path | None:
-    """Locate the shipped specs, if they are installed."""
-    folder = ROOT / "zoo"
-    return folder if (folder / "__init__.py").is_file() else None
-
-
 def load_own(package: str) -> None:
     """Import a package of this project, so that later imports of its name find it in any working directory.
 

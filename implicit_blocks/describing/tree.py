@@ -13,7 +13,7 @@ from typing import Any
 
 from implicit_blocks import registry
 from implicit_blocks.specs import ImplicitLMSpec, LanguageModelSpec, MixerSpec, MLPSpec, ModelSpec
-from implicit_blocks.specs.layers import is_weight_normed
+from implicit_blocks.specs.families import is_weight_normed
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,18 +1,281 @@
-"""Mixers: the parts of a layer that mix the tokens of a window."""
+"""Mixers: components that mix a window of tokens. Their specs and their registration are in this file.
 
-from implicit_blocks._utils.padding import PaddingPermutation, permute
-from implicit_blocks.mixers.attention.mixer import Attention
-from implicit_blocks.mixers.hybrid import Hybrid, HybridSlots
-from implicit_blocks.mixers.mamba2.mixer import Mamba2
-from implicit_blocks.mixers.short_conv import DepthwiseConv, DocumentsAround
+Importing this package imports no torch; the mixers' classes are imported on first use.
+"""
 
-__all__ = [
-    "Attention",
-    "DepthwiseConv",
-    "DocumentsAround",
-    "Hybrid",
-    "HybridSlots",
-    "Mamba2",
-    "PaddingPermutation",
-    "permute",
-]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from implicit_blocks._utils.lazy import names_of_components
+from implicit_blocks.registry.hooks import Add, hookimpl
+from implicit_blocks.specs.base import Spec
+from implicit_blocks.specs.errors import field_error
+from implicit_blocks.specs.families import MixerSpec, linear_shapes, total
+
+if TYPE_CHECKING:
+    from implicit_blocks.mixers.attention.mixer import Attention as Attention
+    from implicit_blocks.mixers.hybrid import Hybrid as Hybrid
+    from implicit_blocks.mixers.mamba2.mixer import Mamba2 as Mamba2
+
+
+@hookimpl
+def register_components(add: Add) -> None:
+    """Register the built-in mixers."""
+    add("mixer", Mamba2Spec, "implicit_blocks.mixers.mamba2.mixer:Mamba2")
+    add("mixer", AttentionSpec, "implicit_blocks.mixers.attention.mixer:Attention")
+    add("mixer", HybridSpec, "implicit_blocks.mixers.hybrid:Hybrid")
+
+
+class Mamba2Spec(MixerSpec):
+    """Mamba2's state-space mixer: Dao & Gu, "Transformers are SSMs", 2024."""
+
+    kind: Literal["mamba2"] = "mamba2"
+    d_state: PositiveInt = 128
+    """State width N of each head."""
+    expand: PositiveInt = 2
+    """Inner width as a multiple of the model's."""
+    head_dim: PositiveInt = 64
+    """Width P of a head; divides the inner width."""
+    n_groups: PositiveInt = 1
+    """Number of groups of heads that share B and C; divides the number of heads."""
+    d_conv: PositiveInt = 4
+    """Width of the causal convolution."""
+    chunk_size: PositiveInt = 64
+    """Tokens per chunk of the scan; changes the speed, not the values."""
+    dt_min: PositiveFloat = 1e-3
+    """Lower bound of the initial time steps, which are log-uniform."""
+    dt_max: PositiveFloat = 1e-1
+    """Upper bound of the initial time steps."""
+    a_min: PositiveFloat = 1.0
+    """Lower bound of the initial decay rates -A, which are uniform."""
+    a_max: PositiveFloat = 16.0
+    """Upper bound of the initial decay rates."""
+    bias: bool = False
+    """Whether the input and output projections have biases."""
+    conv_bias: bool = True
+    """Whether the convolution has a bias."""
+    norm_eps: PositiveFloat = 1e-5
+    """Added to the mean square in the gated norm."""
+    norm_groups: PositiveInt | None = None
+    """Number of groups of the inner width that the gated norm normalizes separately; null: n_groups."""
+    backend: Literal["auto", "torch", "mamba-ssm", "fla"] = "auto"
+    """Backend of the scan. `auto`: chosen by installed packages, device and shapes; others: required."""
+    conv_backend: Literal["auto", "torch", "causal-conv1d", "fla"] = "auto"
+    """Backend of the convolution, chosen likewise."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        for low, high in (("dt_min", "dt_max"), ("a_min", "a_max")):
+            least, most = getattr(self, low), getattr(self, high)
+            if least > most:
+                raise field_error(f"{low} {least} is above {high} {most}; swap them", low, value=least)
+        return self
+
+    def check(self, d_model: int) -> None:
+        """Check that `head_dim` and the numbers of groups divide the sizes that they must divide."""
+        d_inner = self.expand * d_model
+        if d_inner % self.head_dim:
+            raise ValueError(
+                f"the inner width expand * d_model = {self.expand} * {d_model} = {d_inner} is not divisible "
+                f"by head_dim {self.head_dim}; choose a head_dim that divides it"
+            )
+        heads = d_inner // self.head_dim
+        if heads % self.n_groups:
+            raise ValueError(
+                f"the {heads} heads are not divisible by n_groups {self.n_groups}; choose a divisor"
+            )
+        if self.norm_groups is not None and d_inner % self.norm_groups:
+            raise ValueError(
+                f"the inner width {d_inner} is not divisible by norm_groups {self.norm_groups}; "
+                "choose a divisor"
+            )
+
+    def injection_width(self, d_model: int) -> int:
+        """Return the width of gate, x, B, C and dt: ``2 · d_inner + 2 · n_groups · d_state + n_heads``."""
+        d_inner = self.expand * d_model
+        return 2 * d_inner + 2 * self.n_groups * self.d_state + d_inner // self.head_dim
+
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of A, dt_bias and D per head, in_proj, convolution, gated norm and out_proj."""
+        d_inner = self.expand * d_model
+        projected, convolved = self.injection_width(d_model), d_inner + 2 * self.n_groups * self.d_state
+        heads = (d_inner // self.head_dim,)
+        shapes: dict[str, tuple[int, ...]] = {"A_log": heads, "dt_bias": heads, "D": heads}
+        shapes |= linear_shapes("in_proj", projected, d_model, bias=self.bias)
+        shapes |= linear_shapes("conv", convolved, self.d_conv, bias=self.conv_bias)
+        shapes["norm.weight"] = (d_inner,)
+        return shapes | linear_shapes("out_proj", d_model, d_inner, bias=self.bias)
+
+    def headline(self, d_model: int) -> str:
+        """Summarize heads, state and convolution."""
+        groups = "" if self.n_groups == 1 else f", {self.n_groups} groups"
+        heads = self.expand * d_model // self.head_dim
+        return f"{heads} heads of {self.head_dim}{groups}, state {self.d_state}, convolution {self.d_conv}"
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        """Count the projections, the convolution, and the chunked scan.
+
+        In a chunk of Q tokens the scan computes all Q × Q products of each group's C and B, the masked half
+        included, and applies them to every head's x (2 Q G N + 2 Q d_inner per token). The state is written
+        and read once per token (4 N d_inner).
+        """
+        d_inner = self.expand * d_model
+        chunk = min(self.chunk_size, length)
+        projections = 2 * d_model * (self.injection_width(d_model) + d_inner)
+        maps = self.n_groups * self.d_state
+        convolution = 2 * self.d_conv * (d_inner + 2 * maps)
+        scan = 2 * chunk * (maps + d_inner) + 4 * self.d_state * d_inner
+        return float(projections + convolution + scan)
+
+
+class RopeScaling(Spec):
+    """Scaling of rotary wavelengths for long texts; names and meaning are those of transformers."""
+
+    rope_type: Literal["linear", "llama3"]
+    """`linear` divides all frequencies by the factor; `llama3` only low ones, with a smooth transition."""
+    factor: Annotated[float, Field(ge=1)]
+    """Factor by which frequencies are divided."""
+    low_freq_factor: PositiveFloat = 1.0
+    """llama3: wavelengths above original_max_position_embeddings / low_freq_factor use the full factor."""
+    high_freq_factor: PositiveFloat = 4.0
+    """llama3: wavelengths below original_max_position_embeddings / high_freq_factor are unchanged."""
+    original_max_position_embeddings: PositiveInt = 8192
+    """llama3: number of tokens of the texts of the original training."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.low_freq_factor >= self.high_freq_factor:
+            message = (
+                f"low_freq_factor {self.low_freq_factor} is not below high_freq_factor "
+                f"{self.high_freq_factor}; swap them"
+            )
+            raise field_error(message, "low_freq_factor", value=self.low_freq_factor)
+        return self
+
+
+class AttentionSpec(MixerSpec):
+    """Causal attention with rotary position embeddings and optional grouped heads."""
+
+    kind: Literal["attention"] = "attention"
+    n_heads: PositiveInt
+    """Number of query heads; without head_dim it divides d_model into heads of an even width."""
+    n_kv_heads: PositiveInt | None = None
+    """Number of key and value heads, each shared by n_heads / n_kv_heads query heads; null: n_heads."""
+    rope_theta: PositiveFloat = 500_000.0
+    """Base of the rotary wavelengths."""
+    rope_scaling: RopeScaling | None = None
+    """Scaling of the wavelengths; null: none."""
+    head_dim: PositiveInt | None = None
+    """Width of a head, even; null: d_model / n_heads."""
+    bias: bool = False
+    """Whether the projections (q, k and v; out) have biases."""
+    backend: Literal["auto", "torch", "sdpa", "flash-attn", "flex", "xformers"] = "auto"
+    """Backend of attention. `auto`: chosen by installed packages, device and shapes; others: required."""
+
+    @model_validator(mode="after")
+    def _divisible_heads(self) -> Self:
+        if self.n_kv_heads is not None and self.n_heads % self.n_kv_heads:
+            message = (
+                f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.n_kv_heads}; "
+                "choose a divisor, or null for as many as query heads"
+            )
+            raise field_error(message, "n_kv_heads", value=self.n_kv_heads)
+        return self
+
+    def check(self, d_model: int) -> None:
+        """Check that `n_heads` divides the width into heads of an even width, or that `head_dim` is even."""
+        if self.head_dim is not None:
+            if self.head_dim % 2:
+                raise ValueError(
+                    f"head_dim {self.head_dim} is odd, and rotary embeddings rotate pairs; choose an even one"
+                )
+            return
+        if d_model % self.n_heads:
+            raise ValueError(
+                f"d_model {d_model} is not divisible by n_heads {self.n_heads}; "
+                f"choose a multiple of {self.n_heads}"
+            )
+        width = d_model // self.n_heads
+        if width % 2:
+            raise ValueError(
+                f"the head width d_model / n_heads = {d_model} / {self.n_heads} = {width} is odd, and rotary "
+                "embeddings rotate pairs; choose n_heads so that it is even"
+            )
+
+    def head_width(self, d_model: int) -> int:
+        """Return the width of a head."""
+        return self.head_dim or d_model // self.n_heads
+
+    def injection_width(self, d_model: int) -> int:
+        """Return the width of queries, keys and values."""
+        return (self.n_heads + 2 * (self.n_kv_heads or self.n_heads)) * self.head_width(d_model)
+
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the projections: q, k and v; out."""
+        attended = self.n_heads * self.head_width(d_model)
+        projected = linear_shapes("in_proj", self.injection_width(d_model), d_model, bias=self.bias)
+        return projected | linear_shapes("out_proj", d_model, attended, bias=self.bias)
+
+    def headline(self, d_model: int) -> str:
+        """Summarize heads and positions."""
+        shared = "" if self.n_kv_heads is None else f", {self.n_kv_heads} of keys and values"
+        scaled = "" if self.rope_scaling is None else f", {self.rope_scaling.rope_type} scaling"
+        return (
+            f"{self.n_heads} heads of {self.head_width(d_model)}{shared}, RoPE θ {self.rope_theta:g}{scaled}"
+        )
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        """Count the projections, and scores and sums over (length + 1) / 2 keys, the causal average."""
+        attended = self.n_heads * self.head_width(d_model)
+        projections = 2 * d_model * (self.injection_width(d_model) + attended)
+        return float(projections + 2 * attended * (length + 1))
+
+
+class HybridSpec(MixerSpec):
+    """Several mixers side by side in each layer with summed outputs: hybrids of attention and SSD."""
+
+    kind: Literal["hybrid"] = "hybrid"
+    mixers: Annotated[tuple[MixerSpec, ...], Field(min_length=2)]
+    """The mixers, two or more; each has its own part of the injection and its own state."""
+
+    def check(self, d_model: int) -> None:
+        """Check every mixer."""
+        for number, mixer in enumerate(self.mixers):
+            try:
+                mixer.check(d_model)
+            except ValueError as error:
+                raise ValueError(f"mixers.{number}: {error}") from None
+
+    def injection_width(self, d_model: int) -> int | None:
+        """Return the sum of the mixers' widths."""
+        return total(mixer.injection_width(d_model) for mixer in self.mixers)
+
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]] | None:
+        """Return the mixers' shapes, prefixed by their numbers."""
+        found: dict[str, tuple[int, ...]] = {}
+        for number, mixer in enumerate(self.mixers):
+            shapes = mixer.parameter_shapes(d_model)
+            if shapes is None:
+                return None
+            found |= {f"mixers.{number}.{name}": shape for name, shape in shapes.items()}
+        return found
+
+    def headline(self, d_model: int) -> str:
+        """Summarize each mixer's kind and sizes."""
+        each = ((mixer.kind, mixer.headline(d_model)) for mixer in self.mixers)
+        return " + ".join(f"{kind} ({sizes})" if sizes else kind for kind, sizes in each)
+
+    def flops_per_token(self, d_model: int, length: int) -> float | None:
+        """Return the sum of the mixers' FLOPs."""
+        return total(mixer.flops_per_token(d_model, length) for mixer in self.mixers)
+
+    def portable(self) -> Self:
+        """Return a copy in which every mixer's backend fields have their defaults."""
+        return self.model_copy(update={"mixers": tuple(mixer.portable() for mixer in self.mixers)})
+
+
+if not TYPE_CHECKING:
+    __getattr__ = names_of_components(__name__, register_components, RopeScaling=__name__)

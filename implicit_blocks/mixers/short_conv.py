@@ -12,9 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks._utils.padding import PaddingPermutation
+from implicit_blocks._utils.padding import PaddingPermutation, permute
 from implicit_blocks.interfaces import Window
 from implicit_blocks.layers import reset_linear_
+
+__all__ = ["DepthwiseConv", "DocumentsAround", "PaddingPermutation", "permute"]
 
 
 class DepthwiseConv(nn.Module):

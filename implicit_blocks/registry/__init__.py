@@ -1,11 +1,12 @@
-"""The registry of components: kinds, plugins, contracts and the hook through which both register.
+"""The registry of components: kinds, plugins, and the hook through which both register. Imports no torch.
 
-Imports no torch.
+``contracts`` (which component breaks a contract) and ``scaffold`` (writing a new plugin) build on it.
 """
 
 from implicit_blocks.registry.entries import (
     OWN_DISTRIBUTION,
     PLUGINS_VARIABLE,
+    ContractError,
     Entry,
     PluginFailure,
     UnknownKindError,
@@ -24,6 +25,7 @@ from implicit_blocks.registry.entries import (
 __all__ = [
     "OWN_DISTRIBUTION",
     "PLUGINS_VARIABLE",
+    "ContractError",
     "Entry",
     "PluginFailure",
     "UnknownKindError",

@@ -1,8 +1,8 @@
-"""Which plugin interfaces this library works with, and how what is to go is announced. Imports no torch.
+"""The supported versions of the plugin interface, and deprecation warnings. Imports no torch.
 
-The policy is in CONTRIBUTING.md: ``MAJOR.MINOR``; the minor number counts additions, the major one breaks. A
-plugin states the interface that it was written for as ``api_version = "1.0"`` in the module that its entry
-point names; one that states none is taken to have been written for the first.
+The policy is in CONTRIBUTING.md: ``MAJOR.MINOR``; the minor number counts additions, the major one breaking
+changes. A plugin states the version that it was written for as ``api_version = "1.0"`` in the module of its
+entry point; without it, the first version is assumed.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from typing import Any
 from implicit_blocks.registry.hooks import API_VERSION
 
 OLDEST_API_VERSION = "1.0"
-"""The oldest interface that still works; those between it and the present major number are deprecated."""
+"""The oldest supported version; versions between it and the current major version are deprecated."""
 
 
 class PluginDeprecationWarning(DeprecationWarning):
-    """A plugin relies on something that a later version of the library will not have."""
+    """A plugin uses something that a later version of the library removes."""
 
 
 def check_api_version(stated: Any, plugin: str) -> None:
-    """Refuse a plugin for an interface that this library doesn't have; warn of one that is about to go.
+    """Reject a plugin for an unsupported version of the plugin interface; warn about a deprecated version.
 
     Args:
-        stated: what the plugin says, ``"1.0"``; None: nothing.
+        stated: the version that the plugin states, ``"1.0"``; None: none.
         plugin: its name.
 
     Raises:
-        ValueError: it is for another interface, or what it says is no version; says what to install.
+        ValueError: the version is not supported or malformed; says what to install.
 
     """
     if stated is None:
@@ -52,8 +52,8 @@ def check_api_version(stated: Any, plugin: str) -> None:
         )
     if wanted < oldest:
         raise ValueError(
-            f"it was written for plugin interface {stated}, this implicit_blocks has {API_VERSION} and works "
-            f"with {OLDEST_API_VERSION} at the oldest; install a newer version of the plugin, or an older "
+            f"it was written for plugin interface {stated}, this implicit_blocks supports "
+            f"{OLDEST_API_VERSION} to {API_VERSION}; install a newer version of the plugin, or an older "
             "implicit_blocks"
         )
     if wanted[0] < ours[0]:
@@ -64,11 +64,11 @@ def check_api_version(stated: Any, plugin: str) -> None:
 
 
 def deprecated(what: str, *, instead: str) -> None:
-    """Warn that something will be gone with the next major plugin interface.
+    """Warn that the next major version of the plugin interface removes something.
 
     Args:
-        what: the plugin, method or argument, and whose it is.
-        instead: what to do.
+        what: the plugin, method or argument, and its owner.
+        instead: what to use instead.
 
     """
     goes = int(API_VERSION.partition(".")[0]) + 1
@@ -80,16 +80,16 @@ def deprecated(what: str, *, instead: str) -> None:
 
 
 def stated_api_version(module: str) -> str | None:
-    """Read ``api_version = "…"`` from a module's source without running it; None where there is none."""
+    """Return ``api_version = "…"`` from a module's source without running it; None if it has none."""
     try:
-        if "." in module:  # finding it would import what it is in
+        if "." in module:  # finding it would import its parent package
             return None
         found = importlib.util.find_spec(module)
         if found is None or found.origin is None or not found.origin.endswith(".py"):
             return None
         tree = ast.parse(Path(found.origin).read_bytes())
     except (OSError, ValueError, SyntaxError, ImportError):
-        return None  # importing it will say what is wrong
+        return None  # importing it will report the problem
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(target, ast.Name) and target.id == "api_version" for target in targets):

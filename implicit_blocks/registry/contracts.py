@@ -1,7 +1,7 @@
-"""A broken contract: who broke it, which one, and what to do. Imports no torch.
+"""Contract violations: naming the component, its plugin, the contract and the remedy. Imports no torch.
 
-The driver, the layers and ``registry.build`` raise it where they are handed what can't be used; the checks of
-``implicit_blocks.testing`` raise it where a component doesn't hold what it must.
+The search, the layers and ``registry.build`` raise ``ContractError`` where a component returns something
+invalid; the checks of ``implicit_blocks.testing`` raise it where a component breaks a contract.
 """
 
 from __future__ import annotations
@@ -9,23 +9,22 @@ from __future__ import annotations
 from typing import Any
 
 from implicit_blocks import registry
+from implicit_blocks.registry.entries import ContractError
 
-
-class ContractError(ValueError):
-    """A component breaks a contract; the message names it, its plugin, the contract, and what to look at."""
+__all__ = ["ContractError", "describe_component", "require"]
 
 
 def require(condition: bool, component: Any, contract: str, remedy: str) -> None:
-    """Raise ``ContractError`` unless the condition holds.
+    """Raise ``ContractError`` unless the condition is true.
 
     Args:
-        condition: whether the contract holds.
-        component: the component, its class or its spec, or what to call it.
-        contract: its name.
-        remedy: what was found, and what to look at.
+        condition: whether the contract is kept.
+        component: the component, its class, its spec, or its name.
+        contract: the contract's name.
+        remedy: what was found, and how to fix it.
 
     Raises:
-        ContractError: naming all of them.
+        ContractError: the condition is false.
 
     """
     if not condition:
@@ -33,7 +32,7 @@ def require(condition: bool, component: Any, contract: str, remedy: str) -> None
 
 
 def describe_component(component: Any) -> str:
-    """Name a component and the plugin that it comes from: ``Shift (of plugin acme-blocks 2.5.0)``."""
+    """Return a component's name and its plugin: ``Shift (of plugin acme-blocks 2.5.0)``."""
     if isinstance(component, str):
         return component
     kind = component if isinstance(component, type) else type(component)
@@ -42,7 +41,7 @@ def describe_component(component: Any) -> str:
 
 
 def _owner(kind: type[Any]) -> str | None:
-    """Find the plugin whose package a class is defined in; None for our own and for loose code."""
+    """Return the plugin whose package defines a class; None for this distribution's classes."""
     package = kind.__module__.partition(".")[0]
     if package in ("implicit_blocks", "trainer"):
         return None

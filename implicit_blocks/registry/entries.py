@@ -1,10 +1,13 @@
-"""Which kinds there are: (family, kind) → spec class and builder, for built-ins and plugins alike.
+"""The registered kinds: (family, kind) → spec class and builder, for built-ins and plugins alike.
 
-Plugins are found by the entry-point group `implicit_blocks` and loaded at the first lookup, in the order of
-their names. One that can't be used is named in `failures()` and takes nothing else down; so is one that
-says, by ``api_version = "…"`` in its module, that it was written for another plugin interface. The
-environment variable `IMPLICIT_BLOCKS_PLUGINS` switches third parties off (``none``) or allows some
-(``acme,other``).
+Everything is loaded at the first lookup: the built-in kinds from the modules in `BUILT_IN`, then plugins,
+found by the entry-point group `implicit_blocks`, in the order of their names. A plugin that fails, or whose
+module states an incompatible plugin interface (``api_version = "…"``), is listed in `failures()` and does
+not affect the others. The environment variable `IMPLICIT_BLOCKS_PLUGINS` disables all third-party plugins
+(``none``) or all but some (``acme,other``).
+
+The registry imports no specs: it accepts any pydantic model with a `family`, and imports the modules that
+register by name.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from types import ModuleType
 from typing import Any, cast
 
 import pluggy
+from pydantic import BaseModel
 
 from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks._utils.own_parts import load_own
@@ -30,18 +34,30 @@ from implicit_blocks.registry.api_version import check_api_version, stated_api_v
 from implicit_blocks.registry.hooks import GROUP, Builder
 
 PLUGINS_VARIABLE = "IMPLICIT_BLOCKS_PLUGINS"
-"""Environment variable: ``none``, or a comma-separated list of the entry-point names that may load."""
+"""Environment variable: ``none``, or a comma-separated list of the entry points to load."""
 
 OWN_DISTRIBUTION = "implicit_blocks"
+
+BUILT_IN = (
+    "implicit_blocks.solvers",
+    "implicit_blocks.gradients",
+    "implicit_blocks.mixers",
+    "implicit_blocks.models.specs",
+)
+"""The modules that register the built-in kinds, through the hook that plugins use."""
 
 
 class UnknownKindError(ValueError):
     """No such family or kind is registered."""
 
 
+class ContractError(ValueError):
+    """A component breaks a contract; the message names it, its plugin, the contract, and the remedy."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A registered kind: its spec class, what builds it, and the distribution that it came from."""
+    """A registered kind: its spec class, its builder, and the distribution that provides it."""
 
     family: str
     kind: str
@@ -51,10 +67,10 @@ class Entry:
     version: str
 
     def resolve_builder(self) -> Callable[..., Any]:
-        """Give the builder itself, imported now if it was registered by name.
+        """Return the builder; it is imported now if it was registered by name.
 
         Raises:
-            ImportError: there is nothing of that name; says which kind needs it.
+            ImportError: the import failed; names the kind that needs it.
 
         """
         if not isinstance(self.builder, str):
@@ -64,14 +80,14 @@ class Entry:
         except (ImportError, AttributeError) as error:
             raise ImportError(
                 f"{self.family} {self.kind!r} of {self.owner} is built by {self.builder!r}, "
-                f"which can't be imported: {error}"
+                f"which cannot be imported: {error}"
             ) from error
         return cast(Callable[..., Any], target)
 
 
 @dataclass(frozen=True, slots=True)
 class PluginFailure:
-    """A plugin that is not in use, and why."""
+    """A plugin that is not in use, and the reason."""
 
     name: str
     owner: str
@@ -95,32 +111,32 @@ _lock = threading.RLock()
 def add(
     family: str, spec_class: type[Any], builder: Builder, *, owner: str, version: str | None = None
 ) -> None:
-    """Register one kind, named by the default of the spec class's `kind`.
+    """Register one kind; its name is the default of the spec class's `kind`.
 
     Args:
         family: the family, equal to ``spec_class.family``.
         spec_class: a `ComponentSpec` subclass.
-        builder: called as ``builder(spec, **context)``; or an import string, resolved when it is called for.
-        owner: the distribution that brings the kind.
-        version: its version; looked up where absent.
+        builder: called as ``builder(spec, **context)``; or an import string, resolved by `build`.
+        owner: the distribution that provides the kind.
+        version: its version; by default that of the installed distribution.
 
     Raises:
-        ValueError: the kind is taken, or spec class, family and builder don't fit.
+        ValueError: the kind is taken, or spec class, family and builder are inconsistent.
 
     """
     entry = _checked_entry(family, spec_class, builder, owner, version or _version_of(owner))
     with _lock:
-        # Built-ins and plugins come first, so that a clash with them is found here and not at a later lookup.
+        # Load everything first, so that a clash is found here and not at a later lookup.
         _load()
         _refuse_clash(entry, _state.entries)
         _state.entries[family, entry.kind] = entry
 
 
 def entry(family: str, kind: str) -> Entry:
-    """Look up what is registered under a family and a kind.
+    """Return the entry of a family and a kind.
 
     Raises:
-        UnknownKindError: nothing is; names the nearest known kind, and plugins that failed or are off.
+        UnknownKindError: not registered; names the nearest known kind, and plugins that are not in use.
 
     """
     _load()
@@ -133,37 +149,37 @@ def entry(family: str, kind: str) -> Entry:
 
 
 def kinds(family: str) -> list[str]:
-    """Kinds of a family, sorted; none for a family that nobody registered anything in."""
+    """Return the kinds of a family, sorted; empty for an unknown family."""
     _load()
     return sorted(kind for known, kind in _state.entries if known == family)
 
 
 def families() -> list[str]:
-    """Families with at least one kind, sorted."""
+    """Return the families with at least one kind, sorted."""
     _load()
     return sorted({family for family, _ in _state.entries})
 
 
 def failures() -> list[PluginFailure]:
-    """Plugins that could not be used, each with its reason."""
+    """Return the plugins that could not be used, each with the reason."""
     _load()
     return list(_state.failures)
 
 
 def switched_off() -> list[str]:
-    """Names of the installed plugins that `IMPLICIT_BLOCKS_PLUGINS` keeps out."""
+    """Return the names of the installed plugins that `IMPLICIT_BLOCKS_PLUGINS` disables."""
     _load()
     return list(_state.switched_off)
 
 
 def plugin_modules() -> dict[str, str]:
-    """Modules of the third parties' plugins in use, by the names of their entry points."""
+    """Return the modules of the third-party plugins in use, by entry-point name."""
     _load()
     return dict(_state.modules)
 
 
 def absent_plugins() -> str:
-    """Name, in brackets, what may explain that something is unknown: plugins installed but not in use."""
+    """Return a note in brackets on plugins that are not in use, which may explain an unknown name."""
     _load()
     notes = [
         f"{'package' if failure.owner == OWN_DISTRIBUTION else 'plugin'} {failure.name!r} could not be used: "
@@ -171,36 +187,37 @@ def absent_plugins() -> str:
         for failure in _state.failures
     ]
     if _state.switched_off:
-        notes.append(f"{PLUGINS_VARIABLE} switches off: {', '.join(_state.switched_off)}")
+        notes.append(f"{PLUGINS_VARIABLE} disables: {', '.join(_state.switched_off)}")
     return f" ({'; '.join(notes)})" if notes else ""
 
 
 def build(spec: Any, **context: Any) -> Any:
-    """Make what a spec describes: ``builder(spec, **context)``.
+    """Build the component that a spec describes: ``builder(spec, **context)``.
 
     Raises:
         UnknownKindError: the spec's kind is not registered.
-        ValueError: the spec is of another class than the registered one; a ``ContractError``, which is one
-            too: the builder can't be called so, or what it returned is no component of the family.
+        ContractError: the builder does not accept these arguments, or does not return a component of the
+            family.
+        ValueError: the spec's class is not the registered one.
 
     """
     family, kind = getattr(type(spec), "family", None), getattr(spec, "kind", None)
     if not isinstance(family, str) or not isinstance(kind, str):
-        raise ValueError(f"build() takes a component's spec, such as PicardSpec(), not {spec!r}")
+        raise ValueError(f"build() expects a component's spec, such as PicardSpec(); got {spec!r}")
     found = entry(family, kind)
     if found.spec is not type(spec):
         raise ValueError(
             f"{family} {kind!r} is registered with {found.spec.__qualname__}, not {type(spec).__qualname__}; "
-            "give the plugin's class a kind of its own"
+            "choose another kind for the plugin's class"
         )
     builder, base = found.resolve_builder(), type(spec).builds
     try:
         built = builder(spec, **context)
     except TypeError as error:
         if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-            raise  # from within the builder
+            raise  # raised inside the builder
         arguments = ", ".join(["spec", *(f"{name}=…" for name in context)])
-        raise _broken(found, f"its builder can't be called as builder({arguments}): {error}") from error
+        raise _broken(found, f"its builder cannot be called as builder({arguments}): {error}") from error
     if base is not None and not isinstance(built, _imported(base)):
         returned = f"its builder returned a {type(built).__name__}"
         raise _broken(found, f"{returned}; return a {base.replace(':', '.')}")
@@ -208,7 +225,7 @@ def build(spec: Any, **context: Any) -> Any:
 
 
 def _imported(path: str) -> Any:
-    """Return what ``"package.module:Class.method"`` names."""
+    """Return the object at ``"package.module:Class.method"``."""
     module, _, names = path.partition(":")
     target: Any = importlib.import_module(module)
     for name in names.split("."):
@@ -217,8 +234,6 @@ def _imported(path: str) -> Any:
 
 
 def _broken(entry: Entry, found: str) -> ValueError:
-    from implicit_blocks.registry.contracts import ContractError  # which asks us who brings what
-
     return ContractError(
         f"{entry.family} {entry.kind!r} of {entry.owner} {entry.version} breaks the contract 'builds a "
         f"{entry.family}': {found}"
@@ -227,7 +242,7 @@ def _broken(entry: Entry, found: str) -> ValueError:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[None]:
-    """Undo on leaving whatever was registered inside, and load plugins anew inside: for tests."""
+    """Start with an empty registry, which loads plugins again, and restore the old one on exit; for tests."""
     global _state
     with _lock:
         before, _state = _state, _State()
@@ -239,15 +254,14 @@ def isolated() -> Iterator[None]:
 
 
 def _load() -> None:
-    """Load built-ins, then our own distribution's plugins, then third parties', once."""
+    """Load the built-in kinds, then this distribution's plugins, then third-party ones; once."""
     with _lock:
         if _state.loaded:
             return
-        _state.loaded = True  # first: a plugin may look kinds up while it is imported
-        from implicit_blocks.registry import builtins
-
+        _state.loaded = True  # set first: a plugin may look up kinds while it is imported
         own = _version_of(OWN_DISTRIBUTION)
-        _register(builtins, "builtins", OWN_DISTRIBUTION, own)
+        for module in BUILT_IN:
+            _register(importlib.import_module(module), module, OWN_DISTRIBUTION, own)
         allowed = _allowed_names()
         found = sorted(entry_points(group=GROUP), key=lambda point: (not _is_own(point), point.name))
         for point in found:
@@ -256,12 +270,12 @@ def _load() -> None:
             else:
                 _state.switched_off.append(point.name)
         for name in sorted((allowed or set()) - {point.name for point in found}):
-            reason = f"{PLUGINS_VARIABLE} names it, but no plugin of that name is installed"
+            reason = f"listed in {PLUGINS_VARIABLE}, but no plugin of that name is installed"
             _state.failures.append(PluginFailure(name, "not installed", "", reason))
 
 
 def _allowed_names() -> set[str] | None:
-    """Third-party entry points that may load; None for all."""
+    """Return the third-party entry points to load; None for all."""
     value = os.environ.get(PLUGINS_VARIABLE, "").strip()
     if not value:
         return None
@@ -275,7 +289,7 @@ def _load_entry_point(point: EntryPoint) -> None:
             load_own(point.module.partition(".")[0])
         stated = stated_api_version(point.module)
         if stated is not None:
-            check_api_version(stated, point.name)  # first: for another interface it may not even import
+            check_api_version(stated, point.name)  # before the import, which may fail for another interface
         plugin = point.load()
         if stated is None and not _is_own(point):
             check_api_version(getattr(plugin, "api_version", None), point.name)
@@ -284,23 +298,21 @@ def _load_entry_point(point: EntryPoint) -> None:
             _state.modules[point.name] = point.module
     except (KeyboardInterrupt, MemoryError):
         raise
-    except (
-        BaseException
-    ) as error:  # a plugin may raise anything, SystemExit too, and must not take others down
+    except BaseException as error:  # even SystemExit: one plugin must not affect the others
         reason = f"{type(error).__name__}: {error}"
         _state.failures.append(PluginFailure(point.name, owner, version, reason))
 
 
 def _hidden_by_a_folder(plugin: object) -> str:
-    """Say so where a plain folder was imported: one of the module's name, in the working directory."""
+    """Return a note if a plain directory, such as one in the working directory, hides the plugin."""
     if not isinstance(plugin, ModuleType) or getattr(plugin, "__file__", None) is not None:
         return ""
     folders = ", ".join(map(str, getattr(plugin, "__path__", ())))
-    return f" (what was imported is the folder {folders}, which hides it: run from elsewhere)"
+    return f" (the directory {folders} was imported instead; run from another directory)"
 
 
 def _register(plugin: object, name: str, owner: str, version: str) -> None:
-    """Take all of a plugin's kinds, or none."""
+    """Register all of a plugin's kinds, or none."""
     manager = pluggy.PluginManager(GROUP)
     manager.add_hookspecs(hookspecs)
     try:
@@ -311,8 +323,8 @@ def _register(plugin: object, name: str, owner: str, version: str) -> None:
         raise ValueError(f"{message}; the hook is `register_components(add)`") from None
     if not manager.hook.register_components.get_hookimpls():
         raise ValueError(
-            "it registers nothing; mark a function `register_components(add)` with implicit_blocks.hookimpl"
-            + _hidden_by_a_folder(plugin)
+            "it registers nothing; decorate a function `register_components(add)` with "
+            "implicit_blocks.hookimpl" + _hidden_by_a_folder(plugin)
         )
     staged: dict[tuple[str, str], Entry] = {}
 
@@ -326,13 +338,12 @@ def _register(plugin: object, name: str, owner: str, version: str) -> None:
 
 
 def _checked_entry(family: str, spec_class: type[Any], builder: Builder, owner: str, version: str) -> Entry:
-    from implicit_blocks.specs.base import ComponentSpec
-
-    if not (isinstance(spec_class, type) and issubclass(spec_class, ComponentSpec)):
-        raise ValueError(
-            f"{spec_class!r} is no ComponentSpec; derive it from the family's base, such as MixerSpec"
-        )
     declared = getattr(spec_class, "family", None)
+    is_spec = isinstance(spec_class, type) and issubclass(spec_class, BaseModel) and isinstance(declared, str)
+    if not is_spec:
+        raise ValueError(
+            f"{spec_class!r} is not a ComponentSpec; derive it from the family's base, such as MixerSpec"
+        )
     if declared != family:
         raise ValueError(
             f"{spec_class.__qualname__} is a spec of family {declared!r}, not {family!r}; "
@@ -340,12 +351,10 @@ def _checked_entry(family: str, spec_class: type[Any], builder: Builder, owner: 
         )
     kind = spec_class.model_fields["kind"].default
     if not (isinstance(kind, str) and kind):
-        raise ValueError(
-            f'{spec_class.__qualname__} names no kind; give it a field `kind: Literal["…"] = "…"`'
-        )
+        raise ValueError(f'{spec_class.__qualname__} has no kind; add a field `kind: Literal["…"] = "…"`')
     if not (callable(builder) or (isinstance(builder, str) and re.fullmatch(r"[\w.]+:[\w.]+", builder))):
         raise ValueError(
-            f"the builder of {family} {kind!r} is {builder!r}; give a callable or 'package.module:Name'"
+            f"the builder of {family} {kind!r} is {builder!r}; pass a callable or 'package.module:Name'"
         )
     return Entry(family, kind, spec_class, builder, owner, version)
 

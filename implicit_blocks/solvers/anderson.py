@@ -1,4 +1,4 @@
-"""Anderson acceleration: extrapolate from the last few points to where the residual would vanish.
+"""Anderson acceleration: extrapolate from past points to a point with the smallest linearized residual.
 
 D. G. Anderson, "Iterative procedures for nonlinear integral equations", J. ACM 12, 1965; H. F. Walker and P.
 Ni, "Anderson acceleration for fixed-point iterations", SIAM J. Numer. Anal. 49, 2011 (the difference form
@@ -18,7 +18,7 @@ from implicit_blocks.ops.residual import narrow, norm
 
 
 class AndersonState(NamedTuple):
-    """M past points of each of E elements; ``slots`` counts the points taken in."""
+    """The last M points of E elements; ``slots`` counts the points stored so far."""
 
     values_EMF: Tensor  # f(z) at past points
     residuals_EMF: Tensor  # f(z) − z there
@@ -29,36 +29,35 @@ class AndersonState(NamedTuple):
 
 
 class Anderson(Solver):
-    """Mix the last ``memory`` points with the newest so that the mixed residual is smallest.
+    """Combine the newest point with the last ``memory`` points so that the combined residual is smallest.
 
-    With ``g = f(z) − z``, newest point k and earlier points j, find ``γ = argmin ‖g_k + Σ γ_j (g_j − g_k)‖² +
-    ρ ‖γ‖²`` and go to the same combination of ``f(z)``, stepping the fraction ``damping`` of the mixed
-    residual. ρ is ``regularization`` times the mean diagonal of the Gram matrix of the differences, so that
-    the choice does not depend on the scale of ``z``; the Gram matrix is formed in float32 or better and
-    solved in float64.
+    With ``g = f(z) − z``, newest point k and earlier points j, compute ``γ = argmin ‖g_k + Σ γ_j (g_j −
+    g_k)‖² + ρ ‖γ‖²``. The next point is the same combination of the ``f(z)``; with ``damping`` < 1 only that
+    fraction of the combined residual is added to the combined z. ρ is ``regularization`` times the mean
+    diagonal of the Gram matrix of the differences, so that it does not depend on the scale of ``z``. The Gram
+    matrix is computed in float32 or better and solved in float64.
 
-    Safeguard, at no extra call: where the residual measured at an extrapolated point is larger than at the
-    last accepted point, that point is dropped and the search goes on from the last accepted ``f(z)``, as
-    Picard would.
+    Safeguard, without extra calls: if the residual at an extrapolated point is larger than at the last
+    accepted point, the point is rejected and the search continues from the last accepted ``f(z)``, as with
+    Picard.
 
-    Its steps can be differentiated (``Unrolled``). The mixing weights have a derivative where the differences
-    determine them, and none where rounding does: an element whose residual, or one of whose differences, is
-    below the precision of ``f`` (that of autocast, where it is on) keeps them as constants, and one whose
-    residual is below the precision of ``z`` is at rest, its derivative that of ``z``. The values are the same
-    without gradients.
+    The steps are differentiable (``Unrolled``). The weights γ are differentiated only if the differences
+    determine them, not rounding errors: they are constants for an element whose residual, or one of whose
+    differences, is below the precision of ``f`` (that of autocast, if enabled). An element whose residual is
+    below the precision of ``z`` has the derivative of ``z``. The values are the same without gradients.
 
-    Costs 2 · memory extra copies of ``z`` and about as many passes over them an iteration: for maps that are
-    cheap beside their state, or that Picard solves in a handful of iterations, it does not pay. With scope
-    ``sequence`` the mixing weights couple the tokens of a row, so that a token depends on later ones; with
-    ``prefix`` each token mixes by itself.
+    Costs 2 · memory extra copies of ``z`` and about as many passes over them per iteration. Do not use it for
+    maps that are cheap compared to their state, or that Picard solves in a few iterations. With scope
+    ``sequence`` the weights couple the tokens of a row, so that a token depends on later ones; with
+    ``prefix`` each token has its own weights.
 
     Args:
-        memory: number of earlier points mixed with the newest, at least 1 (1 is the secant method).
+        memory: number of past points combined with the newest, at least 1 (1 is the secant method).
         damping: in (0, 1].
         regularization: ρ relative to the Gram matrix, at least 0.
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: an argument is out of range.
 
     """
 
@@ -68,11 +67,11 @@ class Anderson(Solver):
         require_count("memory", memory)
         require_share("damping", damping)
         if not 0 <= regularization < float("inf"):
-            raise ValueError(f"regularization is {regularization}; choose 0 or more")
+            raise ValueError(f"regularization must be at least 0 and finite, got {regularization}")
         self.memory, self.damping, self.regularization = memory, damping, regularization
 
     def init(self, z0_EF: Tensor) -> AndersonState:
-        """Return an empty history, 2 · memory copies of ``z0``."""
+        """Return an empty history with room for 2 · memory copies of ``z0``."""
         elements, features = z0_EF.shape
         history = z0_EF.new_zeros(elements, self.memory, features)
         return AndersonState(
@@ -89,14 +88,14 @@ class Anderson(Solver):
     def update(
         self, z_EF: Tensor, fz_EF: Tensor, state: AndersonState, f: Map
     ) -> tuple[Tensor, AndersonState]:
-        """Extrapolate, or fall back to the last accepted value."""
+        """Return the extrapolated point, or the last accepted value, and the state."""
         residual = fz_EF - z_EF
         norm_E = narrow(norm(residual.detach()), state.accepted_norm_E.dtype).squeeze(1)
         rejected = state.accelerated_E & ~(norm_E <= state.accepted_norm_E)
 
         filled = torch.arange(self.memory, device=z_EF.device) < state.slots_E[:, None]
         mixed = self._mix(z_EF, fz_EF, residual, state, filled)
-        # An extrapolation beyond the type's range: the plain step remains.
+        # An extrapolation beyond the type's range is replaced by the undamped Picard step.
         mixed = torch.where(mixed.detach().isfinite().all(1)[:, None], mixed, fz_EF)
 
         newest = torch.arange(self.memory, device=z_EF.device) == (state.slots_E % self.memory)[:, None]
@@ -123,7 +122,7 @@ class Anderson(Solver):
             differences = (state.residuals_EMF.to(precision) - g[:, None]) * filled_EM[:, :, None]
             basis, target = differences, g
             if differentiated := torch.is_grad_enabled() and differences.requires_grad:
-                # The derivative of weights that are rounding errors is a quotient of rounding errors.
+                # Weights determined by rounding errors have meaningless derivatives.
                 size, residual = _norm(fz_EF.to(precision)), _norm(g)
                 smallest = _norm(differences).squeeze(2).where(filled_EM, torch.inf).amin(1, keepdim=True)
                 undetermined = torch.minimum(residual, smallest) <= rounding_of_f * size
@@ -133,7 +132,7 @@ class Anderson(Solver):
             rhs = -(basis @ target[:, :, None]).double()
             diagonal = gram.diagonal(dim1=1, dim2=2)
             mean = diagonal.sum(1, keepdim=True) / filled_EM.sum(1, keepdim=True).clamp(min=1)
-            tiny = torch.finfo(precision).tiny  # an element at rest has differences of 0: γ = 0 then
+            tiny = torch.finfo(precision).tiny  # a converged element has differences of 0; then γ = 0
             ridge = torch.where(filled_EM, self.regularization * mean + tiny, 1.0)
             weights, _ = torch.linalg.solve_ex(gram + torch.diag_embed(ridge), rhs)
             weights = weights.squeeze(2)
@@ -151,6 +150,6 @@ class Anderson(Solver):
 
 
 def _norm(values: Tensor) -> Tensor:
-    """Return the norm of the last dimension, kept as 1, as a constant."""
+    """Return the norm over the last dimension, kept with size 1, detached."""
     norm: Tensor = torch.linalg.vector_norm(values.detach(), dim=-1, keepdim=True)
     return norm

@@ -1,4 +1,4 @@
-"""Broyden's method with limited memory: Newton's step, its inverse Jacobian learned from the steps taken.
+"""Limited-memory Broyden's method: Newton steps with an inverse Jacobian estimated from past steps.
 
 C. G. Broyden, "A class of methods for solving nonlinear simultaneous equations", Math. Comp. 19, 1965 (the
 "good" update); the inverse kept as rank-one terms: R. H. Byrd, J. Nocedal and R. B. Schnabel,
@@ -20,9 +20,9 @@ from implicit_blocks.interfaces import Map, Solver
 from implicit_blocks.ops.residual import narrow, norm
 
 GROWTH = 100.0
-"""A residual so many times the lowest ends the memory. Broyden's residuals climb on the way: with 2 in
-place of 100 a contraction by 0.98 took 513 iterations instead of 43, with 10 one by 0.999 took 252 instead
-of 78."""
+"""The memory is cleared when the residual exceeds the lowest one by this factor. Broyden's residuals increase
+temporarily: with 2 instead of 100, a contraction by 0.98 took 513 iterations instead of 43; with 10, one by
+0.999 took 252 instead of 78."""
 
 
 class BroydenState(NamedTuple):
@@ -30,36 +30,37 @@ class BroydenState(NamedTuple):
 
     left_EMF: Tensor  # u
     right_EMF: Tensor  # v
-    terms_E: Tensor  # how many of the M are in use
+    terms_E: Tensor  # number of terms in use, at most M
     point_EF: Tensor  # z of the last accepted point
     value_EF: Tensor  # f(z) there
-    lowest_E: Tensor  # the lowest residual norm since the memory was emptied
-    begun_E: Tensor  # whether there is a last point
-    bold_E: Tensor  # whether the current point was reached with memory
+    lowest_E: Tensor  # the lowest residual norm since the memory was cleared
+    begun_E: Tensor  # whether an accepted point exists
+    bold_E: Tensor  # whether the current point was computed with a non-empty memory
 
 
 class Broyden(Solver):
-    """Go where the linear model of ``g(z) = f(z) − z``, corrected by every step taken, has its root.
+    """Step to the root of a linear model of ``g(z) = f(z) − z`` that is updated after every step.
 
-    With the step ``s`` and the change ``y`` of g along it, the inverse B becomes
-    ``B + (s − B y) sᵀB / sᵀB y``, the nearest one that explains the step; the next point is
-    ``z − B g``. It begins as ``−I``, so that the first step is Picard's. When ``memory``
-    terms are in use the memory is emptied and begins again.
+    With the step ``s`` and the change ``y`` of g along it, the inverse Jacobian B becomes ``B + (s − B y) sᵀB
+    / sᵀB y``, the nearest matrix that is consistent with the step. The next point is ``z − B g``. B is
+    initialized with ``−I``, so that the first step is Picard's. When ``memory`` terms are in use, the memory
+    is cleared.
 
-    Safeguard, at no extra call: where the residual at a point reached with memory is above 100 times the
-    lowest since the memory began, or not finite, that point is dropped, the memory emptied, and the search
-    goes on from the last accepted ``f(z)``, as Picard would. Dot products are taken in float32 or better.
+    Safeguard, without extra calls: if the residual at a point computed with a non-empty memory exceeds 100
+    times the lowest residual since the memory was cleared, or is not finite, the point is rejected, the
+    memory is cleared, and the search continues from the last accepted ``f(z)``, as with Picard. Dot products
+    are computed in float32 or better.
 
-    Costs 2 · memory + 2 extra copies of ``z``. Unlike Picard it does not need ``f`` to contract: near a
-    fixed point, with memory enough, it converges for any Jacobian without the eigenvalue 1. Where Picard
-    takes a handful of iterations it gains nothing. With scope ``sequence`` a step couples the tokens of a
-    row, so that a token depends on later ones; with ``prefix`` each token keeps a memory of its own.
+    Costs 2 · memory + 2 extra copies of ``z``. Unlike Picard, it does not require ``f`` to be a contraction:
+    near a fixed point, with sufficient memory, it converges for any Jacobian without the eigenvalue 1. It has
+    no advantage where Picard needs only a few iterations. With scope ``sequence`` a step couples the tokens
+    of a row, so that a token depends on later ones; with ``prefix`` each token has its own memory.
 
     Args:
-        memory: rank-one terms kept, at least 1.
+        memory: maximum number of rank-one terms, at least 1.
 
     Raises:
-        ValueError: fewer terms than one.
+        ValueError: memory is less than 1.
 
     """
 
@@ -70,7 +71,7 @@ class Broyden(Solver):
         self.memory = memory
 
     def init(self, z0_EF: Tensor) -> BroydenState:
-        """Return an empty memory, 2 · memory + 2 copies of ``z0``."""
+        """Return an empty memory with room for 2 · memory + 2 copies of ``z0``."""
         elements, features = z0_EF.shape
         terms = z0_EF.new_zeros(elements, self.memory, features)
         no = z0_EF.new_zeros(elements, dtype=torch.bool)
@@ -87,7 +88,7 @@ class Broyden(Solver):
         )
 
     def update(self, z_EF: Tensor, fz_EF: Tensor, state: BroydenState, f: Map) -> tuple[Tensor, BroydenState]:
-        """Learn from the step just taken and take the next, or fall back to the last accepted value."""
+        """Update B with the last step; return the next point, or the last accepted value, and the state."""
         with torch.autocast(z_EF.device.type, enabled=False):
             return self._update(z_EF, fz_EF, state)
 
@@ -112,7 +113,7 @@ class Broyden(Solver):
         scale = torch.linalg.vector_norm(across.detach(), dim=1) * torch.linalg.vector_norm(
             change.detach(), dim=1
         )
-        # A step that tells nothing (no change, or one that B takes to right angles) is not learned from.
+        # A step without change of g, or with sᵀB y near 0, does not update B.
         usable = state.begun_E & ~rejected & (explained.detach().abs() > 1e-6 * scale)
         u = (step - along) / torch.where(usable, explained, 1.0)[:, None]
         usable = usable & u.detach().isfinite().all(1) & across.detach().isfinite().all(1)
@@ -121,7 +122,7 @@ class Broyden(Solver):
         left = torch.where(newest[:, :, None], u[:, None], left)
         right = torch.where(newest[:, :, None], across[:, None], right)
         proposed = (z - _apply(left, right, residual)).to(z_EF.dtype)
-        # Beyond the type's range, or from a value that is not finite: the plain step says so to the driver.
+        # Values beyond the type's range: return f(z), so that the search detects the divergence.
         proposed = torch.where(proposed.detach().isfinite().all(1)[:, None], proposed, fz_EF)
 
         keep = rejected[:, None]

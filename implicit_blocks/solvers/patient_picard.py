@@ -1,7 +1,7 @@
-"""Picard iteration that takes shorter steps where longer ones have stopped helping.
+"""Picard iteration that reduces its damping when the residual stops decreasing.
 
-The step is M. A. Krasnosel'skii's (Uspekhi Mat. Nauk 10, 1955); the policy is that of learning rates that are
-lowered on a plateau.
+The step is that of M. A. Krasnosel'skii (Uspekhi Mat. Nauk 10, 1955); the policy is that of learning-rate
+schedules that reduce the rate on a plateau.
 
 Shape legend: E elements of a search, F features of an element.
 """
@@ -19,7 +19,7 @@ from implicit_blocks.ops.residual import difference, narrow, norm
 
 
 class Patience(NamedTuple):
-    """Of each of E elements: λ, the lowest residual so far, and the iterations since."""
+    """State of E elements: λ, the lowest residual so far, and the iterations since then."""
 
     damping_E: Tensor
     lowest_E: Tensor
@@ -27,12 +27,14 @@ class Patience(NamedTuple):
 
 
 class PatientPicard(Solver):
-    """``z ← (1 − λ) z + λ f(z)``, λ smaller by ``factor`` after ``patience`` iterations without a new low.
+    """``z ← (1 − λ) z + λ f(z)``; λ shrinks by ``factor`` after ``patience`` iterations without progress.
 
-    For maps of which most contract and some overshoot, row by row: the first keep the plain step, the fastest
-    for them; the others find the damping that they need, down to ``min_damping``. A row that overshoots has
-    lost the iterations waited for. With scope ``prefix`` a token may also wait because one before it has not
-    settled, and is then slowed down for nothing; where tokens settle one after the other take ``Picard``.
+    Progress is a new lowest residual. Use it for maps that contract for most rows and overshoot for some:
+    rows that contract keep the undamped step, which is the fastest for them, and the others reach the damping
+    that they need, at least ``min_damping``. A row that overshoots loses ``patience`` iterations per
+    reduction. With scope ``prefix`` the residual of a token may also stall because an earlier token has not
+    converged, and its damping is then reduced without need; if tokens converge one after the other, use
+    ``Picard``.
 
     Args:
         damping: λ of the first steps, in (0, 1].
@@ -41,7 +43,7 @@ class PatientPicard(Solver):
         min_damping: the smallest λ, in (0, damping].
 
     Raises:
-        ValueError: a number out of its range.
+        ValueError: an argument is out of range.
 
     """
 
@@ -51,15 +53,13 @@ class PatientPicard(Solver):
         require_share("damping", damping)
         require_count("patience", patience)
         if not 0 < factor < 1:
-            raise ValueError(f"factor is {factor}; choose a number in (0, 1)")
+            raise ValueError(f"factor must be in (0, 1), got {factor}")
         if not 0 < min_damping <= damping:
-            raise ValueError(
-                f"min_damping is {min_damping}; choose a number in (0, {damping}], up to the damping"
-            )
+            raise ValueError(f"min_damping must be in (0, {damping}], up to damping; got {min_damping}")
         self.damping, self.patience, self.factor, self.min_damping = damping, patience, factor, min_damping
 
     def init(self, z0_EF: Tensor) -> Patience:
-        """Return the first λ, and no residual yet."""
+        """Return the state before the first call: the initial λ and an infinite lowest residual."""
         elements = z0_EF.shape[:1]
         precision = torch.promote_types(z0_EF.dtype, torch.float32)
         return Patience(
@@ -69,14 +69,14 @@ class PatientPicard(Solver):
         )
 
     def update(self, z_EF: Tensor, fz_EF: Tensor, state: Patience, f: Map) -> tuple[Tensor, Patience]:
-        """Step towards ``f(z)``, as far as the element's λ says."""
+        """Return the next point, a step towards ``f(z)`` with each element's λ, and the state."""
         residual = narrow(norm(difference(z_EF, fz_EF)), state.lowest_E.dtype).squeeze(1)
         lower = residual < state.lowest_E
         waited = torch.where(lower, 0, state.waited_E + 1)
-        tired = waited >= self.patience
+        stalled = waited >= self.patience
         damping = torch.where(
-            tired, (state.damping_E * self.factor).clamp(min=self.min_damping), state.damping_E
+            stalled, (state.damping_E * self.factor).clamp(min=self.min_damping), state.damping_E
         )
         lowest = torch.where(lower, residual, state.lowest_E)
         z = torch.lerp(z_EF, fz_EF, damping.to(z_EF.dtype)[:, None])
-        return z, Patience(damping, lowest, torch.where(tired, 0, waited))
+        return z, Patience(damping, lowest, torch.where(stalled, 0, waited))

@@ -1,4 +1,4 @@
-"""Picard iteration: the next point is what ``f`` returned, or a step towards it.
+"""Picard iteration: the next point is ``f(z)``, or a damped step towards it.
 
 É. Picard, "Mémoire sur la théorie des équations aux dérivées partielles et la méthode des approximations
 successives", J. Math. Pures Appl. 6, 1890; damped: M. A. Krasnosel'skii, Uspekhi Mat. Nauk 10, 1955.
@@ -18,17 +18,17 @@ from implicit_blocks.interfaces import Map, Solver
 class Picard(Solver):
     """``z ← (1 − λ) z + λ f(z)``.
 
-    Converges where ``f`` contracts, and with damping λ < 1 also where ``f`` overshoots (eigenvalues of its
-    Jacobian near −1 or complex). Holds nothing but the point itself. For stiff contractions (eigenvalues near
-    1) Anderson needs far fewer iterations.
+    Converges if ``f`` is a contraction, and with damping λ < 1 also if ``f`` overshoots (eigenvalues of its
+    Jacobian near −1 or complex). Keeps no state besides the point. For slow contractions (eigenvalues near 1)
+    Anderson needs far fewer iterations.
 
     Args:
-        damping: λ in (0, 1]; 1 takes ``f(z)`` as it is.
-        undamped_first: take the first step whole, so that a start at zero does not weigh on the iterates
-            (what the published implementation does when it unrolls).
+        damping: λ in (0, 1]; 1 is the undamped step to ``f(z)``.
+        undamped_first: take the first step undamped, so that an initial point of zero has no influence on
+            the iterates, as the published implementation does when it unrolls.
 
     Raises:
-        ValueError: a damping out of its range.
+        ValueError: the damping is not in (0, 1].
 
     """
 
@@ -40,13 +40,13 @@ class Picard(Solver):
         self.undamped_first = undamped_first and damping < 1
 
     def init(self, z0_EF: Tensor) -> tuple[Tensor, ...]:
-        """Return an empty state, or a flag an element: whether the first step is still to come."""
+        """Return an empty state, or one flag per element: whether its first step is still to be taken."""
         return (z0_EF.new_ones(z0_EF.shape[0], dtype=torch.bool),) if self.undamped_first else ()
 
     def update(
         self, z_EF: Tensor, fz_EF: Tensor, state: tuple[Tensor, ...], f: Map
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Step towards ``f(z)``."""
+        """Return the next point, a step towards ``f(z)``, and the state."""
         if self.damping == 1:
             return fz_EF, state
         damped = torch.lerp(z_EF, fz_EF, self.damping)

@@ -1,9 +1,9 @@
-"""What every spec is: frozen, complete, strict about keys; and how a field finds the kinds of its family.
+"""The base of all specs: frozen, complete, strict about keys; and how a field finds the kinds of its family.
 
-A *family* is the set of components that fit one place, such as all solvers. Its base class (`SolverSpec`)
-declares `family`; a field annotated with the base asks the registry *when it validates*, so that a kind
-registered later needs no rebuilding of the specs that may hold it. A third party opens a family of its own in
-the same way::
+A *family* is a set of interchangeable components, such as all solvers. Its base class (`SolverSpec`) declares
+`family`. A field annotated with the base consults the registry *when it validates*, so that a kind registered
+later needs no rebuilding of the specs that may contain it. Third parties define their own families in the
+same way::
 
     class SamplerSpec(ComponentSpec):
         family: ClassVar[str] = "acme.sampler"
@@ -27,29 +27,28 @@ from pydantic_core import CoreSchema, core_schema
 
 from implicit_blocks import registry
 from implicit_blocks._utils.hints import did_you_mean, nearest
-from implicit_blocks.specs.errors import MOST_ERRORS, field_error, format_error, merge_errors
-from implicit_blocks.specs.key_hints import places_of
+from implicit_blocks.specs.errors import MOST_ERRORS, field_error, format_error, key_hints, merge_errors
 from implicit_blocks.specs.tree import OUT_OF_RANGE, SpecError, in_range, shown
 
 
 class Spec(BaseModel):
-    """A section of a spec. Frozen; unknown keys are refused, the nearest known one named.
+    """A section of a spec. Frozen; unknown keys are rejected, and the error suggests the nearest known key.
 
-    A mapping without `kind` given for a field says what differs from the field's default, as in
-    ``solver: {damping: 0.5}``. So write specs out in full (`model_dump()` without exclusions): what is left
-    out means the default's value.
+    A mapping without `kind` given for a field overrides single values of the field's default, as in
+    ``solver: {damping: 0.5}``. Therefore save specs in full (`model_dump()` without exclusions): an omitted
+    key means the default's value.
     """
 
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
         allow_inf_nan=False,
-        ser_json_inf_nan="constants",  # of fields of any type: null would be another value
+        ser_json_inf_nan="constants",  # in fields of type Any; null would be a different value
         use_attribute_docstrings=True,
     )
 
     read_before: ClassVar[tuple[str, ...]] = ()
-    """Keys that a file may have here and that are gone before its values are validated."""
+    """Keys of spec files that are processed and removed before validation."""
 
     @model_validator(mode="before")
     @classmethod
@@ -74,9 +73,9 @@ class Spec(BaseModel):
     @classmethod
     def _remedy(cls, key: str, value: Mapping[str, Any]) -> str:
         if key in cls.read_before:
-            return f"{key!r} is read from spec files alone; write it into one"
+            return f"{key!r} is supported only in spec files; move it to a file"
         known = [*cls.model_fields, *cls.read_before]
-        places = places_of(key, cls, value) if nearest(key, known) is None else []
+        places = key_hints(key, cls, value) if nearest(key, known) is None else []
         if places:
             return f"unknown key {shown(key)}; did you mean {' or '.join(map(repr, places))}?"
         return f"unknown key {shown(key)}; {did_you_mean(key, known)}"
@@ -87,15 +86,15 @@ class Spec(BaseModel):
         except ValidationError as error:
             raise format_error(error, fields, source=type(self).__name__) from None
 
-    # What pydantic's own constructor says of itself: validation need not call it for nested specs.
-    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # a mark that pydantic looks for
+    # Marks the constructor as equivalent to pydantic's own: validation skips it for nested specs.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # an attribute that pydantic reads
 
     @classmethod
     def model_validate(cls, obj: Any, **options: Any) -> Self:
         """Validate a mapping, or another spec.
 
         Raises:
-            SpecError: a ValueError that names key, value and remedy, a line for each thing that is wrong.
+            SpecError: a ValueError with key, value and remedy, one line per problem.
 
         """
         try:
@@ -111,12 +110,10 @@ class Spec(BaseModel):
             raise SpecError(message) from None
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy in which some fields have other values, validated as those of a new spec are.
-
-        pydantic's own takes whatever it is given: a key that there isn't would change nothing, unsaid.
+        """Return a copy with some fields changed; the new values are validated, unlike in pydantic's method.
 
         Raises:
-            SpecError: a key that there isn't, or a value that doesn't fit.
+            SpecError: an unknown key or an invalid value.
 
         """
         copied = super().model_copy(deep=deep)
@@ -131,12 +128,10 @@ _AnySpec = TypeVar("_AnySpec", bound=Spec)
 
 
 def validate(spec_class: type[_AnySpec], value: Any) -> _AnySpec:
-    """Validate as `Spec.model_validate` does, but let pydantic's error through.
-
-    For callers that format errors of their own.
+    """Validate like `Spec.model_validate`, but raise pydantic's error, for callers that format it themselves.
 
     Raises:
-        ValidationError: located from the spec.
+        ValidationError: its locations are relative to the spec.
 
     """
     validated: _AnySpec = spec_class.__pydantic_validator__.validate_python(value)
@@ -144,7 +139,7 @@ def validate(spec_class: type[_AnySpec], value: Any) -> _AnySpec:
 
 
 def _out_of_range(value: Any) -> list[int]:
-    """Return the integers in a value, or in its lists, that have more than 64 bits."""
+    """Return the first integer of more than 64 bits in a value or its lists, as a list of at most one."""
     if isinstance(value, int):
         return [] if in_range(value) else [value]
     if isinstance(value, list | tuple):
@@ -153,18 +148,18 @@ def _out_of_range(value: Any) -> list[int]:
 
 
 class ComponentSpec(Spec):
-    """Spec of a component that the registry can build. Subclasses give `kind` its literal and default."""
+    """Spec of a component that the registry can build. Subclasses define `kind`, a literal with default."""
 
     family: ClassVar[str]
-    """The family: set by the family's base class, inherited by its kinds."""
+    """The family, set by the family's base class and inherited by its kinds."""
     builds: ClassVar[str | None] = None
-    """What its components are, ``"package.module:Class"``, set by the family's base class; None: anything."""
+    """The class of its components, ``"package.module:Class"``, set by the family's base class; None: any."""
 
     kind: str
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Let the family's base consult the registry; a kind is an ordinary model."""
+        """Make the family's base consult the registry; a kind is an ordinary model."""
         if "family" not in cls.__dict__:
             return handler(source)
         return core_schema.no_info_plain_validator_function(lambda value: _member(cls, value))
@@ -173,7 +168,7 @@ class ComponentSpec(Spec):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> JsonSchemaValue:
-        """One of all kinds registered now, as a definition of its own; a kind requires its name."""
+        """Return one of all kinds registered now, as a separate definition; `kind` is required."""
         if "family" not in cls.__dict__:
             json_schema = handler(schema)
             handler.resolve_ref_schema(json_schema).setdefault("required", []).insert(0, "kind")
@@ -181,11 +176,11 @@ class ComponentSpec(Spec):
         generator: GenerateJsonSchema = handler.generate_json_schema  # type: ignore[attr-defined]  # of the subclass
         name, reference = generator.get_cache_defs_ref_schema(CoreRef(f"{cls.family.replace('.', '_')}:0"))
         if name not in generator.definitions:
-            # Entered before its kinds are: a solver that wraps a solver refers back to it.
+            # Added before its kinds, because a solver that wraps a solver refers back to it.
             generator.definitions[name] = one_of = {}
             found = [registry.entry(cls.family, kind).spec for kind in registry.kinds(cls.family)]
             one_of["oneOf"] = [generator.generate_inner(spec.__pydantic_core_schema__) for spec in found]
-        return {"allOf": [reference]}  # pydantic would write a bare reference out
+        return {"allOf": [reference]}  # pydantic would inline a bare reference
 
 
 def _over_default(default: Any, value: Any) -> Any:
@@ -196,12 +191,12 @@ def _over_default(default: Any, value: Any) -> Any:
 
 
 def _member(base: type[ComponentSpec], value: Any) -> Any:
-    """Find the spec of a family that a value stands for: a spec itself, or a mapping with `kind`."""
+    """Return the family's spec for a value: a spec, or a mapping with `kind`."""
     family = base.family
     if isinstance(value, base):
         if registry.entry(family, value.kind).spec is not type(value):
             raise ValueError(
-                f"{type(value).__qualname__} is not what is registered as {family} {value.kind!r}; "
+                f"{type(value).__qualname__} is not the class registered as {family} {value.kind!r}; "
                 "register it under a kind of its own"
             )
         return value
@@ -210,7 +205,7 @@ def _member(base: type[ComponentSpec], value: Any) -> Any:
         shown = value if isinstance(value, str) and value in registry.kinds(family) else "…"
         raise ValueError(f"should be a mapping such as {{kind: {shown}}}. Known kinds: {known}")
     if not isinstance(value.get("kind"), str):
-        raise ValueError(f"the {family} names no kind; add `kind:`. Known: {known}")
+        raise ValueError(f"the {family} has no kind; add `kind:`. Known: {known}")
     try:
         entry = registry.entry(family, value["kind"])
     except registry.UnknownKindError as error:

@@ -1,36 +1,37 @@
-"""Validation errors: raising them in a validator, and putting them in words with the place in the YAML."""
+"""Validation errors: creating them in validators, and formatting them with their place in the YAML."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from implicit_blocks import registry
 from implicit_blocks.specs.tree import SpecError, place_of, shown
 
 MOST_ERRORS = 20
-"""Most errors that one message lists."""
+"""Maximum number of errors listed in one message."""
 
 _OF_VALUE, _OF_KEY = "refused_value", "refused_key"
 
 
 def field_error(message: str, *location: str | int, value: Any, of_key: bool = False) -> ValidationError:
-    """Make the error to raise in a validator when one particular entry is wrong.
+    """Return the error to raise in a validator when one particular entry is wrong.
 
     Args:
-        message: what is wrong and what to do; for users.
+        message: what is wrong and how to fix it, for users.
         location: keys from the spec under validation to that entry.
-        value: what stands there.
-        of_key: whether it is the key that is wrong, not its value.
+        value: the entry's value.
+        of_key: whether the key is wrong, not its value.
 
     """
     return _error([_details(message, location, value, kind=_OF_KEY if of_key else _OF_VALUE)])
 
 
 def merge_errors(errors: Iterable[ValidationError], *, under: Sequence[str | int] = ()) -> ValidationError:
-    """Make one error of several, so that all of them are shown.
+    """Combine several errors into one, so that all of them are reported.
 
     Args:
         errors: the errors of parts of the spec under validation.
@@ -45,12 +46,12 @@ def merge_errors(errors: Iterable[ValidationError], *, under: Sequence[str | int
 
 
 def format_error(error: ValidationError, tree: Any, *, source: str) -> SpecError:
-    """Say an error as a user should read it, one line for each thing that is wrong.
+    """Convert a validation error to a `SpecError` with one line per problem: place, path, message.
 
     Args:
-        error: what validation found.
+        error: the error that validation raised.
         tree: what was validated, with places.
-        source: what to name where the tree remembers no place.
+        source: the name to report where the tree has no place.
 
     """
     lines = []
@@ -58,16 +59,56 @@ def format_error(error: ValidationError, tree: Any, *, source: str) -> SpecError
     for details in found[:MOST_ERRORS]:
         location = details["loc"]
         place = place_of(tree, location, key=details["type"] == _OF_KEY) or source
-        path = ".".join(str(step)[:200] for step in location)  # as one writes it on the command line
+        path = ".".join(str(step)[:200] for step in location)  # as on the command line
         lines.append(": ".join(part for part in (str(place), path, _message(details)) if part))
-    lines = list(dict.fromkeys(lines))  # a union's alternatives may say the same
+    lines = list(dict.fromkeys(lines))  # the alternatives of a union may give the same message
     if len(found) > MOST_ERRORS:
         lines.append(f"and {len(found) - MOST_ERRORS:,} more errors")
     return SpecError("\n".join(lines), found)
 
 
+def key_hints(key: str, section: type[BaseModel], given: Mapping[str, Any]) -> list[str]:
+    """Return the paths below a section that end in a key: ``optimizer.learning_rate`` for ``learning_rate``.
+
+    Args:
+        key: a key that the section does not have.
+        section: the spec class of the section.
+        given: the section's values, which determine the kinds of its components; defaults fill the rest.
+
+    """
+    return list(_paths_to(key, section, given, ""))
+
+
+def _paths_to(key: str, section: type[BaseModel], given: Any, path: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
+        value = given.get(name, field.default) if isinstance(given, Mapping) else getattr(given, name, None)
+        below = _section_of(field.annotation, value)
+        if below is None:
+            continue
+        if key in below.model_fields:
+            yield f"{path}{name}.{key}"
+        yield from _paths_to(key, below, value, f"{path}{name}.")
+
+
+def _section_of(annotation: Any, value: Any) -> type[BaseModel] | None:
+    """Return the spec class of a field's value: its own, the one of its kind, or the annotated one."""
+    if isinstance(value, BaseModel):
+        return type(value)
+    if not isinstance(value, Mapping):
+        return None
+    for candidate in (annotation, *get_args(annotation)):
+        if not isinstance(candidate, type) or not issubclass(candidate, BaseModel):
+            continue
+        family = candidate.__dict__.get("family")
+        if family is None:
+            return candidate
+        if value.get("kind") in registry.kinds(family):
+            return registry.entry(family, value["kind"]).spec
+    return None
+
+
 def _details_of(error: ValidationError) -> Iterator[Mapping[str, Any]]:
-    """Yield the details of each error, those of a spec that a validator made included."""
+    """Yield the details of each error, including those of specs that validators construct."""
     for details in error.errors(include_url=False):
         cause = details.get("ctx", {}).get("error")
         inner = cause.errors() if isinstance(cause, SpecError) else []
@@ -84,19 +125,19 @@ def _message(details: Mapping[str, Any]) -> str:
             return message
         case "missing":
             return "is missing; add it"
-        case "tuple_type" | "list_type":  # in the words of YAML, not of Python
+        case "tuple_type" | "list_type":  # YAML's terms instead of Python's
             return f"should be a list such as [32, 64]; got {shown(details['input'])}"
         case "dict_type" | "model_type" | "model_attributes_type":
             return f"should be a mapping such as {{key: value}}; got {shown(details['input'])}"
         case "value_error":
             message = message.removeprefix("Value error, ")
     if isinstance(details["input"], Mapping) and details["type"] == "value_error":
-        return message  # a rule of a whole section: quoting all of it says nothing
+        return message  # about a whole section, whose content would not help
     return f"{message.replace('Input should be', 'should be')}; got {shown(details['input'])}"
 
 
 def _details(message: str, location: Sequence[str | int], value: Any, *, kind: str) -> InitErrorDetails:
-    # The message goes in as context, because pydantic's template must be a literal.
+    # The message is passed as context, because pydantic requires a literal template.
     context = {"message": message}
     error = (
         PydanticCustomError("refused_key", "{message}", context)

@@ -1,21 +1,21 @@
-"""The JSON schema of run specs with every kind registered now: for editors, and to pin the format."""
+"""The JSON schema of run specs with every registered kind, for editors and for the test that pins it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from implicit_blocks import registry
+from implicit_blocks.specs.families import BaseRunSpec
 from implicit_blocks.specs.loading import DEFAULT_KIND
-from implicit_blocks.specs.run import BaseRunSpec
 
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
 def run_schema(kind: str = DEFAULT_KIND) -> dict[str, Any]:
-    """Describe a complete run spec, as it is after merging.
+    """Return the schema of a complete run spec, after merging.
 
     Raises:
-        UnknownKindError: no such kind of run.
+        UnknownKindError: the kind of run is not registered.
 
     """
     spec: type[BaseRunSpec] = registry.entry("run", kind).spec
@@ -23,10 +23,10 @@ def run_schema(kind: str = DEFAULT_KIND) -> dict[str, Any]:
 
 
 def file_schema(kind: str = DEFAULT_KIND) -> dict[str, Any]:
-    """Describe a YAML file: as `run_schema`, but anything may be left to `extends` or the command line.
+    """Return the schema of a YAML file: `run_schema` with every key optional, and with `extends`.
 
     Raises:
-        UnknownKindError: no such kind of run.
+        UnknownKindError: the kind of run is not registered.
 
     """
     schema: dict[str, Any] = _partial(run_schema(kind))
@@ -39,7 +39,7 @@ def file_schema(kind: str = DEFAULT_KIND) -> dict[str, Any]:
 
 
 def _tidy(node: Any) -> Any:
-    """Remove the wrapper around references that pydantic needs."""
+    """Remove the wrappers around references that pydantic needs."""
     if isinstance(node, list):
         return [_tidy(item) for item in node]
     if not isinstance(node, dict):
@@ -53,12 +53,12 @@ def _tidy(node: Any) -> Any:
 
 
 def _partial(node: Any, *, in_properties: bool = False) -> Any:
-    """Require nothing; where one of several kinds is meant and none named, let any of them do."""
+    """Make every key optional; a component without `kind` may match any kind."""
     if isinstance(node, list):
         return [_partial(item) for item in node]
     if not isinstance(node, dict):
         return node
-    if in_properties:  # its keys are the spec's, not the schema's
+    if in_properties:  # the keys are the spec's, not JSON schema's
         return {key: _partial(value) for key, value in node.items()}
     names = {"oneOf": "anyOf"}
     return {

@@ -17,8 +17,8 @@ from implicit_blocks.__main__ import main
 from implicit_blocks.describing import Change, changes, draw_run, model_tree
 from implicit_blocks.describing.drawing import show
 from implicit_blocks.layers import RMSNorm
+from implicit_blocks.models.counting import count_parameters
 from implicit_blocks.specs import load_spec, zoo_names
-from implicit_blocks.specs.counting import count_parameters
 
 
 def built_shapes(spec: Any) -> dict[str, tuple[int, ...]]:
@@ -239,7 +239,7 @@ def test_elements_without_names_are_compared_in_their_order() -> None:
     [
         (["describe", "llama_130"], "no spec 'llama_130' in the zoo; did you mean 'llama_130m'?"),
         (["describe", "llama_130m", "model.layers=3"], "unknown key 'layers'"),
-        (["diff", "llama_130m", "nothing.yaml"], "no file 'nothing.yaml'"),
+        (["diff", "llama_130m", "nothing.yaml"], "'nothing.yaml' does not exist"),
         (["diff", "llama_130m", "llama_130m", "model.mixer.n_heads=5"], "d_model 768 is not divisible by"),
     ],
 )

@@ -19,8 +19,8 @@ import yaml
 from implicit_blocks import registry
 from implicit_blocks.describing import changes, draw_run
 from implicit_blocks.describing.drawing import show
+from implicit_blocks.models.counting import count_parameters
 from implicit_blocks.specs import SpecError, load_spec, resolve, zoo_names
-from implicit_blocks.specs.counting import count_parameters
 from implicit_blocks.specs.loading import zoo_folder
 from implicit_blocks.specs.tree import dump_yaml
 from trainer.estimate.dry_run import dry_run_report

@@ -16,7 +16,7 @@ from implicit_blocks.__main__ import main
 from implicit_blocks.checkpoints.weights import empty_state
 from implicit_blocks.hf import published
 from implicit_blocks.hf.folders import read_pretrained, to_library
-from implicit_blocks.specs.counting import count_parameters
+from implicit_blocks.models.counting import count_parameters
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 

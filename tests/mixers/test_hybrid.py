@@ -8,7 +8,7 @@ import torch
 import implicit_blocks as ib
 from implicit_blocks.decoding import ContinuousDecoder, Request
 from implicit_blocks.describing import model_tree
-from implicit_blocks.specs.counting import count_flops, count_parameters
+from implicit_blocks.models.counting import count_flops, count_parameters
 
 HYBRID = ib.HybridSpec(
     mixers=(ib.AttentionSpec(n_heads=4), ib.Mamba2Spec(d_state=8, head_dim=8, chunk_size=4))

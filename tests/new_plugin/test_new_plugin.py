@@ -1,4 +1,4 @@
-"""``new-plugin``: what it writes works as it is written; what it can't write it refuses, leaving nothing."""
+"""``new-plugin``: the plugin works unchanged; invalid requests are rejected and write nothing."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-# ------------------------------------------------------------------------------------- what it writes
+# ------------------------------------------------------------------------------------- the plugin
 
 
-def test_the_plugin_template_is_what_the_command_writes():
+def test_the_template_plugin_equals_the_command_s_output():
     assert contents(ROOT / "plugins" / "template") == render(PluginNames("template", "mixer"))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_everything_a_distribution_needs(empty, family):
+def test_the_plugin_is_a_complete_distribution(empty, family):
     folder = create_plugin("acme_thing", family=family)
     assert folder == empty / "acme_thing"
     held = set(contents(folder))
@@ -69,7 +69,7 @@ def test_everything_a_distribution_needs(empty, family):
 
 @pytest.mark.parametrize("name", ["q", "acme_thing", LONGEST])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ruff_finds_nothing_whatever_the_name_s_length(empty, family, name):
+def test_the_code_passes_ruff_with_names_of_any_length(empty, family, name):
     folder = create_plugin(name, family=family)
     for command in (["check"], ["format", "--check"]):
         done = subprocess.run(
@@ -82,7 +82,7 @@ def test_ruff_finds_nothing_whatever_the_name_s_length(empty, family, name):
 
 
 def installed(folder: Path, site: Path) -> dict[str, str]:
-    """Install a plugin's wheel in a folder; return the environment of programs that shall find it."""
+    """Install a plugin's wheel in a directory; return the environment in which programs find it."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
     sources = shutil.copytree(folder, site.with_name("sources"))  # building writes into the source folder
     done = subprocess.run(
@@ -99,7 +99,7 @@ def installed(folder: Path, site: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_passes_its_own_tests_as_written(empty, family):
+def test_the_plugin_passes_its_own_tests(empty, family):
     folder = create_plugin("acme_thing", family=family)
     environment = installed(folder, empty / "site")
     done = subprocess.run(
@@ -117,7 +117,7 @@ def test_it_passes_its_own_tests_as_written(empty, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_it_is_found_and_trains_from_yaml_at_once(empty, family):
+def test_the_installed_plugin_is_listed_and_trains_from_yaml(empty, family):
     folder = create_plugin("acme_thing", family=family)
     environment = installed(folder, empty / "site")
     small = ["training.max_steps=2", "training.batch_size=4", "evaluation.sequences=4"]
@@ -142,7 +142,7 @@ def test_it_is_found_and_trains_from_yaml_at_once(empty, family):
     assert sum("loss" in record for record in records) == 2
 
 
-def test_the_command_says_what_to_do_next(empty, capsys):
+def test_the_command_prints_the_next_steps(empty, capsys):
     assert main(["new-plugin", "acme_thing", "--family", "solver", "--directory", "deep/er/folder"]) == 0
     message = capsys.readouterr().out
     for command in (
@@ -154,40 +154,40 @@ def test_the_command_says_what_to_do_next(empty, capsys):
     assert Path("deep/er/folder/pyproject.toml").is_file()
 
 
-def test_an_empty_folder_is_taken_even_the_one_we_are_in(empty):
+def test_the_plugin_can_be_written_to_the_empty_working_directory(empty):
     assert create_plugin("acme_thing", family="mixer", directory=".") == empty
     assert (empty / "src").is_dir()
     assert not [path for path in empty.iterdir() if path.name.startswith(".new-plugin")]
 
 
-# ------------------------------------------------------------------------------------- what it refuses
+# ------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
     ("name", "messages"),
     [
-        ("acme-thing", ["no identifier in lower case", "'acme_thing'"]),
-        ("Acme", ["no identifier", "'acme'"]),
-        ("3d", ["no identifier", "'p_3d'"]),
-        ("a__b", ["no identifier", "'a_b'"]),
-        ("_x", ["no identifier"]),
-        ("größe", ["no identifier"]),
-        ("../up", ["no identifier", "'up'"]),
-        ("", ["no identifier", "'acme_shift'"]),
-        ("class", ["a word of Python", "'my_class'"]),
-        ("match", ["a word of Python"]),
+        ("acme-thing", ["not a lower-case identifier", "'acme_thing'"]),
+        ("Acme", ["not a lower-case identifier", "'acme'"]),
+        ("3d", ["not a lower-case identifier", "'p_3d'"]),
+        ("a__b", ["not a lower-case identifier", "'a_b'"]),
+        ("_x", ["not a lower-case identifier"]),
+        ("größe", ["not a lower-case identifier"]),
+        ("../up", ["not a lower-case identifier", "'up'"]),
+        ("", ["not a lower-case identifier", "'acme_shift'"]),
+        ("class", ["a Python keyword", "'my_class'"]),
+        ("match", ["a Python keyword"]),
         ("a" * 31, ["31 characters", "at most 30"]),
         ("mixer", ["reserved", "'Mixer'"]),
         ("window", ["reserved", "'Window'"]),
         ("picard", ["taken", "solver 'picard' is registered by implicit_blocks", "'my_picard'"]),
         ("word_problem", ["taken", "data 'word_problem'"]),
-        ("trainer", ["taken", "has a plugin of that name"]),
+        ("trainer", ["taken", "has a plugin of this name"]),
         ("json", ["taken", "standard library"]),
         ("numpy", ["taken", "module 'numpy' is installed"]),
         ("explicit", ["taken", "the zoo has a spec 'word_problem_s3_explicit'"]),
     ],
 )
-def test_names_that_cannot_be(empty, capsys, name, messages):
+def test_invalid_and_taken_names_are_rejected(empty, capsys, name, messages):
     assert main(["new-plugin", name, "--family", "mixer"]) == 2
     text = capsys.readouterr().err
     for message in messages:
@@ -195,7 +195,7 @@ def test_names_that_cannot_be(empty, capsys, name, messages):
     assert not list(empty.iterdir())
 
 
-def test_a_plugin_that_failed_to_load_has_its_name_all_the_same(empty, monkeypatch, tmp_path):
+def test_the_name_of_a_plugin_that_failed_to_load_is_taken(empty, monkeypatch, tmp_path):
     from implicit_blocks import registry
 
     info = tmp_path / "site" / "broken-0.1.dist-info"
@@ -203,11 +203,11 @@ def test_a_plugin_that_failed_to_load_has_its_name_all_the_same(empty, monkeypat
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text("[implicit_blocks]\nbroken_one = broken_no_such_module\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
-    with registry.isolated(), pytest.raises(ValueError, match=r"broken 0\.1 has a plugin of that name"):
+    with registry.isolated(), pytest.raises(ValueError, match=r"broken 0\.1 has a plugin of this name"):
         choose_names("broken_one", "mixer")
 
 
-def test_a_family_without_a_template(empty, capsys):
+def test_a_family_without_a_template_is_rejected(empty, capsys):
     with pytest.raises(ValueError, match="no template for family 'optimizer'; choose one of mixer, solver"):
         create_plugin("acme_thing", family="optimizer")
     with pytest.raises(SystemExit):
@@ -215,28 +215,28 @@ def test_a_family_without_a_template(empty, capsys):
     assert "mixer" in capsys.readouterr().err
 
 
-def test_a_folder_that_is_not_empty_stays_as_it_is(empty, capsys):
+def test_a_directory_that_is_not_empty_is_not_changed(empty, capsys):
     folder = empty / "taken"
     folder.mkdir()
     (folder / "mine.txt").write_text("precious")
     assert main(["new-plugin", "acme_thing", "--family", "mixer", "--directory", "taken"]) == 2
     message = capsys.readouterr().err
-    assert "is not empty (it holds mine.txt)" in message
+    assert "is not empty (it contains mine.txt)" in message
     assert "--directory" in message
     assert [path.name for path in folder.iterdir()] == ["mine.txt"]
 
 
-def test_a_file_is_no_folder(empty):
+def test_a_file_as_directory_is_rejected(empty):
     (empty / "acme_thing").write_text("")
-    with pytest.raises(ValueError, match="is a file; give a folder"):
+    with pytest.raises(ValueError, match="is a file; give a new or empty directory"):
         create_plugin("acme_thing", family="mixer")
-    with pytest.raises(ValueError, match=r"can't (write|read)"):
+    with pytest.raises(ValueError, match=r"cannot (write|read)"):
         create_plugin("acme_thing", family="mixer", directory=empty / "acme_thing" / "deeper")
 
 
 @pytest.mark.parametrize("existing", [True, False])
 @pytest.mark.parametrize("broken", ["write", "move"])
-def test_nothing_is_left_half_written(empty, monkeypatch, broken, existing):
+def test_an_error_while_writing_leaves_no_files(empty, monkeypatch, broken, existing):
     target = empty / "deep" / "folder"
     if existing:
         target.mkdir(parents=True)

@@ -56,7 +56,7 @@ def test_an_installed_source_distribution_contains_all_packages_and_data(tmp_pat
         str(path.relative_to(ROOT))
         for folder in ("implicit_blocks", "trainer", "zoo")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".yaml", ".typed", ".template"}
+        if path.suffix in {".py", ".pyi", ".yaml", ".typed", ".template"}
     }
     assert names >= wanted | {"pyproject.toml", "README.md", "LICENSE"}
 

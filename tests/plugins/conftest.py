@@ -1,4 +1,4 @@
-"""Third parties' distributions, built as wheels and installed in a folder, for programs of their own."""
+"""Third-party distributions, built as wheels and installed in a directory, for subprocesses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _pip(*arguments: object, cwd: Path) -> None:
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Install every distribution of `distributions/` from a wheel; return the folder they are in."""
+    """Install every distribution of `distributions/` from a wheel; return the directory."""
     base = tmp_path_factory.mktemp("third_parties")
     sources = shutil.copytree(DISTRIBUTIONS, base / "sources")  # building writes into the source folder
     options = ("--no-deps", "--no-index", "--quiet")
@@ -39,9 +39,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(site: Path, tmp_path: Path) -> Run:
-    """Run ``python …`` with the third parties installed; ``plugins`` sets the variable that allows them.
+    """Run ``python …`` with the distributions installed; ``plugins`` sets the variable that selects them.
 
-    Warnings are errors, unless a program imports packages that have their own.
+    Warnings are errors by default.
     """
 
     def start(

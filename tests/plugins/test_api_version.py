@@ -1,4 +1,4 @@
-"""A plugin says which interface it was written for: another one is refused by name, an old one warned of."""
+"""The version of the plugin interface: unsupported ones are rejected, deprecated ones give a warning."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def install(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def test_the_present_one_and_none_are_taken(install):
+def test_plugins_for_the_current_version_and_without_version_are_loaded(install):
     install("present", f'api_version = "{API_VERSION}"')
     install("silent", "")
     assert {"present.half", "silent.half"} <= set(registry.kinds("solver"))
@@ -68,14 +68,14 @@ def test_the_present_one_and_none_are_taken(install):
     [
         ('api_version = "2.0"', ["written for plugin interface 2.0", "install a newer implicit_blocks"]),
         ('api_version = "1.7"', ["written for plugin interface 1.7", f"has {API_VERSION}"]),
-        ('api_version = "0.9"', ["works with 1.0 at the oldest", "install a newer version of the plugin"]),
+        ('api_version = "0.9"', ["supports 1.0 to 1.0", "install a newer version of the plugin"]),
         ("api_version = 1", ["its api_version is 1", 'api_version = "1.0"']),
         ('api_version = "one"', ["its api_version is 'one'", "MAJOR.MINOR"]),
         ('api_version = ".".join("20")', ["written for plugin interface 2.0"]),
     ],
     ids=["newer", "newer-minor", "older", "number", "word", "computed"],
 )
-def test_another_one_is_refused_by_name_and_nothing_else_stops(install, version, words):
+def test_an_unsupported_version_is_rejected_and_does_not_affect_other_plugins(install, version, words):
     install("other", version)
     install("fine", 'api_version = "1.0"')
     (failure,) = registry.failures()
@@ -89,20 +89,20 @@ def test_another_one_is_refused_by_name_and_nothing_else_stops(install, version,
         registry.entry("solver", "other.half")
 
 
-def test_one_that_cannot_be_imported_for_it_is_told_so_all_the_same(install):
+def test_an_unsupported_version_is_reported_even_if_the_import_fails(install):
     install("other", 'api_version = "3.0"', imports="from implicit_blocks import SomethingOfThatTime")
     (failure,) = registry.failures()
     assert "written for plugin interface 3.0" in failure.reason
 
 
-def test_an_old_one_that_still_works_is_warned_of(install, monkeypatch):
+def test_a_deprecated_version_gives_a_warning(install, monkeypatch):
     monkeypatch.setattr(api_version, "API_VERSION", "2.1")
     install("old", 'api_version = "1.0"')
     with pytest.warns(PluginDeprecationWarning, match=r"plugin 'old' was written for plugin interface 1\.0"):
         assert "old.half" in registry.kinds("solver")
 
 
-def test_a_minor_behind_needs_no_warning(monkeypatch):
+def test_an_older_minor_version_gives_no_warning(monkeypatch):
     monkeypatch.setattr(api_version, "API_VERSION", "1.3")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -110,14 +110,14 @@ def test_a_minor_behind_needs_no_warning(monkeypatch):
         check_api_version(None, "acme")
 
 
-def test_a_deprecation_says_until_when_and_what_instead():
+def test_a_deprecation_states_the_removal_and_the_replacement():
     with pytest.warns(
         PluginDeprecationWarning, match=r"Mixer\.old; this stops working with .* 2\.0: use new"
     ):
         deprecated("Mixer.old", instead="use new")
 
 
-def test_the_policy_and_the_changelog_name_the_present_interface():
+def test_contributing_and_changelog_name_the_current_version():
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert "api_version" in contributing

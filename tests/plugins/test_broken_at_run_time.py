@@ -1,4 +1,4 @@
-"""A component that breaks its contract where it is used: plugin, contract and remedy; others go on."""
+"""Components that break contracts at run time: the error names plugin, contract and remedy."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ BREAKS = [
 
 
 @pytest.mark.parametrize(("parts", "contract", "words"), BREAKS)
-def test_the_plugin_the_contract_and_the_remedy_are_named(parts, contract, words):
+def test_the_error_names_plugin_contract_and_remedy(parts, contract, words):
     broken = model(**parts, stopping=ib.Stopping(tolerance=0.0, max_iterations=3))
     with pytest.raises(ContractError) as caught:
         broken(TOKENS, labels=TOKENS)
@@ -143,7 +143,7 @@ def test_the_plugin_the_contract_and_the_remedy_are_named(parts, contract, words
     assert f"breaks the contract '{contract}'" in message
     for word in words:
         assert word in message
-    model()(TOKENS, labels=TOKENS).loss.backward()  # nothing else has stopped working
+    model()(TOKENS, labels=TOKENS).loss.backward()  # other models are not affected
 
 
 def test_advance_must_return_a_pair():
@@ -151,7 +151,7 @@ def test_advance_must_return_a_pair():
         model(mixer=BadMixerSpec(fault="no state")).eval()(TOKENS, return_state=True)
 
 
-def test_a_solver_that_proposes_nan_has_diverged_and_costs_nothing_else():
+def test_a_solver_that_returns_nan_has_diverged():
     broken = model(solver=BadSolverSpec(fault="NaN"), stopping=ib.Stopping(tolerance=0.0, max_iterations=5))
     out = broken(TOKENS, labels=TOKENS)
     assert bool(out.solution.diverged.all())
@@ -159,7 +159,7 @@ def test_a_solver_that_proposes_nan_has_diverged_and_costs_nothing_else():
     out.loss.backward()
 
 
-def test_the_trainer_says_it_in_a_sentence(tmp_path, capsys):
+def test_the_trainer_reports_the_error_without_a_traceback(tmp_path, capsys):
     from trainer.cli.train import main
 
     arguments = ["--spec", "word_problem_s3", "--output", str(tmp_path / "run"), "training.max_steps=1"]
@@ -170,7 +170,7 @@ def test_the_trainer_says_it_in_a_sentence(tmp_path, capsys):
     assert "Traceback" not in message
 
 
-def test_a_state_that_grows_after_the_first_update_is_named_too():
+def test_a_state_that_grows_in_a_later_update_is_reported():
     class Late(ib.Picard):
         def init(self, z0):
             return (torch.zeros_like(z0),)
@@ -186,7 +186,7 @@ def test_a_state_that_grows_after_the_first_update_is_named_too():
         search(lambda z: f * z + 1, torch.zeros(3, 4))
 
 
-def test_a_component_that_ends_the_program_is_an_error(tmp_path, capsys):
+def test_a_component_that_exits_the_program_is_an_error(tmp_path, capsys):
     from trainer.cli.train import main
 
     arguments = ["--spec", "word_problem_s3", "--output", str(tmp_path / "run"), "training.max_steps=1"]
@@ -208,11 +208,11 @@ class OtherSpec(ib.SolverSpec):
     ("builder", "words"),
     [
         (lambda spec: "picard", ["returned a str", "return a implicit_blocks.interfaces.Solver"]),
-        (lambda: None, ["can't be called as builder(spec)"]),
-        (lambda spec, d_model: None, ["can't be called", "d_model"]),
+        (lambda: None, ["cannot be called as builder(spec)"]),
+        (lambda spec, d_model: None, ["cannot be called", "d_model"]),
     ],
 )
-def test_a_builder_that_does_not_build_is_named(builder, words):
+def test_a_builder_that_breaks_its_contract_is_reported(builder, words):
     registry.add("solver", OtherSpec, builder, owner="acme-other", version="0.1")
     with pytest.raises(ContractError) as caught:
         ib.build(OtherSpec())
@@ -221,7 +221,7 @@ def test_a_builder_that_does_not_build_is_named(builder, words):
     check_solver(ib.PicardSpec())
 
 
-def test_a_type_error_of_the_builders_own_is_not_explained_away():
+def test_a_type_error_inside_the_builder_is_raised_unchanged():
     def builder(spec):
         return len(3)
 
@@ -230,7 +230,7 @@ def test_a_type_error_of_the_builders_own_is_not_explained_away():
         ib.build(OtherSpec())
 
 
-def test_what_is_ours_or_nobodys_is_described_as_such():
+def test_components_without_plugin_are_described_by_name():
     assert describe_component(ib.Picard()) == "Picard"
     assert describe_component("a part") == "a part"
     assert describe_component(pytest.Class) == "Class (of module _pytest.python)"

@@ -1,4 +1,4 @@
-"""``implicit_blocks.testing.check_plugin``: what it passes, and that each of its contracts can be broken."""
+"""``implicit_blocks.testing.check_plugin``: plugins that pass, and violations of each contract."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def register_components(add):
 
 
 def install(source: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a distribution of one module where Python finds it."""
+    """Install a distribution of one module."""
     (place / "heavy.py").write_text(source)
     information = place / "heavy-1.0.dist-info"
     information.mkdir()
@@ -34,7 +34,7 @@ def install(source: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(place), os.environ.get("PYTHONPATH", "")]))
 
 
-def test_a_plugin_that_is_light_passes_beside_one_that_is_not(tmp_path, monkeypatch):
+def test_a_plugin_passes_although_another_imports_torch(tmp_path, monkeypatch):
     install(LIGHT, tmp_path, monkeypatch)
     check_plugin("heavy", ("solver", "heavy.slow"))
 
@@ -49,13 +49,13 @@ def test_a_plugin_that_is_light_passes_beside_one_that_is_not(tmp_path, monkeypa
     ],
     ids=["torch", "missing", "another's", "broken"],
 )
-def test_what_breaks_is_named(source, kinds, message, tmp_path, monkeypatch):
+def test_the_error_names_the_contract(source, kinds, message, tmp_path, monkeypatch):
     install(source, tmp_path, monkeypatch)
     with pytest.raises(ContractError, match=message) as error:
         check_plugin("heavy", *kinds)
     assert "plugin heavy breaks the contract" in str(error.value)
 
 
-def test_a_plugin_that_is_not_installed():
+def test_a_plugin_that_is_not_installed_is_rejected():
     with pytest.raises(ContractError, match="no installed distribution of that name"):
         check_plugin("acme-of-nowhere", ("solver", "acme.halfway"))

@@ -1,4 +1,4 @@
-"""Third parties' distributions, installed from wheels and used by programs of their own: the whole way."""
+"""Third-party distributions, installed from wheels and used in subprocesses, end to end."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def spec_file(tmp_path: Path) -> Path:
 
 
 def table(text: str) -> dict[str, list[str]]:
-    """Give the listing's rows by kind, and those of plugins not in use by the plugin's name."""
+    """Return the listing's rows by kind, and those of plugins that are not in use by name."""
     rows = [line.split() for line in text.splitlines() if len(line.split()) > 1]
     return {row[0] if row[0].startswith("acme_") else row[1]: row for row in rows}
 
 
-def test_the_listing_names_owners_versions_and_failures(run):
+def test_the_listing_shows_owners_versions_and_failures(run):
     done = run("-m", "implicit_blocks", "list")
     assert done.returncode == 0, done.stderr
     rows = table(done.stdout)
@@ -84,10 +84,10 @@ def test_the_listing_names_owners_versions_and_failures(run):
     assert broken.startswith("acme_broken acme-broken 0.3 ModuleNotFoundError: No module named")
     assert "acme_dependency_that_is_not_installed" in broken
     assert clash.startswith("acme_clash acme-clash 0.3 ValueError: solver 'picard' is already registered by")
-    assert "acme.own" not in rows  # a plugin is taken as a whole or not at all
+    assert "acme.own" not in rows  # all of its kinds are registered or none
 
 
-def test_the_schema_has_the_new_kinds(run):
+def test_the_schema_contains_the_kinds_of_plugins(run):
     done = run("-m", "implicit_blocks", "schema")
     assert done.returncode == 0, done.stderr
     definitions = json.loads(done.stdout)["$defs"]
@@ -104,18 +104,18 @@ def test_the_schema_has_the_new_kinds(run):
         ("acme_clash", False, {"acme", "acme_broken"}, {"acme_clash"}),
     ],
 )
-def test_a_variable_says_which_plugins_load(run, plugins, in_use, listed_off, failed):
+def test_the_variable_selects_the_plugins(run, plugins, in_use, listed_off, failed):
     done = run("-m", "implicit_blocks", "list", plugins=plugins)
     assert done.returncode == 0, done.stderr
     rows = table(done.stdout)
     assert ("acme.shift" in rows) == in_use
     assert {name for name in ("acme_broken", "acme_clash") if name in rows} == failed
-    _, _, off = done.stdout.partition("Switched off by IMPLICIT_BLOCKS_PLUGINS: ")
+    _, _, off = done.stdout.partition("Disabled by IMPLICIT_BLOCKS_PLUGINS: ")
     assert listed_off <= set(off.strip().split(", "))
     assert {"picard", "mamba2", "word_problem", "adamw"} <= rows.keys()
 
 
-def test_the_trainer_trains_a_third_partys_mixer_and_solver_from_yaml(run, spec_file):
+def test_the_trainer_uses_third_party_mixers_and_solvers_from_yaml(run, spec_file):
     output = spec_file.with_name("output")
     done = run("-m", "trainer", "--spec", spec_file.name, "--output", str(output))
     assert done.returncode == 0, done.stderr
@@ -123,7 +123,7 @@ def test_the_trainer_trains_a_third_partys_mixer_and_solver_from_yaml(run, spec_
     assert [record["step"] for record in records if "loss" in record][:2] == [1, 2]
 
 
-def test_the_library_builds_trains_and_checks_them(run, spec_file):
+def test_the_library_builds_trains_and_checks_third_party_components(run, spec_file):
     script = spec_file.with_name("use.py")
     script.write_text(USE_AS_LIBRARY)
     done = run(str(script))
@@ -145,13 +145,13 @@ def test_the_library_builds_trains_and_checks_them(run, spec_file):
         (
             [],
             "none",
-            ["run.yaml:5", "unknown mixer 'acme.shift'", "IMPLICIT_BLOCKS_PLUGINS switches off: acme"],
+            ["run.yaml:5", "unknown mixer 'acme.shift'", "IMPLICIT_BLOCKS_PLUGINS disables: acme"],
         ),
         (["model.solver.kind=acme.own"], None, ["acme.own", "plugin 'acme_clash' could not be used"]),
     ],
-    ids=["undifferentiable", "out-of-range", "switched-off", "refused-plugin"],
+    ids=["undifferentiable", "out-of-range", "disabled", "rejected-plugin"],
 )
-def test_what_cannot_be_is_refused_in_a_sentence(run, spec_file, changes, plugins, messages):
+def test_invalid_settings_are_reported_without_a_traceback(run, spec_file, changes, plugins, messages):
     done = run(
         "-m", "trainer", "--spec", spec_file.name, "--dry-run", "--output", "out", *changes, plugins=plugins
     )

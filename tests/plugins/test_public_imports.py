@@ -20,6 +20,7 @@ PUBLIC_MODULES = (
     "implicit_blocks.interfaces",
     "implicit_blocks.layers",
     "implicit_blocks.mixers",
+    "implicit_blocks.mixers.short_conv",
     "implicit_blocks.mixers.slots",
     "implicit_blocks.ops.accelerated",
     "implicit_blocks.ops.attention",

@@ -1,4 +1,4 @@
-"""A third party's parts of the trainer, installed from a wheel: they train a model and evaluate it."""
+"""Third-party components of the trainer, installed from a wheel, in training and evaluation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_every_part_of_the_trainer_can_be_another_s(run, spec_file):
+def test_a_run_with_third_party_components_trains_and_resumes(run, spec_file):
     folder = spec_file.with_name("whole")
     done = run("-m", "trainer", "--spec", "run.yaml", "--output", str(folder))
     assert done.returncode == 0, done.stderr
@@ -70,14 +70,14 @@ def test_every_part_of_the_trainer_can_be_another_s(run, spec_file):
     ],
     ids=["data", "schedule", "callback", "optimizer"],
 )
-def test_their_specs_are_as_strict_as_ours(run, spec_file, changes, message):
+def test_third_party_specs_are_validated(run, spec_file, changes, message):
     done = run("-m", "trainer", "--spec", "run.yaml", "--dry-run", *changes)
     assert done.returncode == 2, done.stdout + done.stderr
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_a_callback_that_fails_is_named_and_the_run_can_go_on(run, spec_file):
+def test_a_failing_callback_is_named_and_the_run_can_be_resumed(run, spec_file):
     folder = spec_file.with_name("output")
     fragile = "callbacks=[{kind: acme.fragile, after: 2}, {kind: acme.diary}]"
     done = run("-m", "trainer", "--spec", "run.yaml", "--output", str(folder), fragile)
@@ -99,7 +99,7 @@ def test_a_callback_that_fails_is_named_and_the_run_can_go_on(run, spec_file):
     assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_an_evaluation_task_asks_a_model(run, tmp_path, tokenizer_file):
+def test_a_third_party_evaluation_task_runs(run, tmp_path, tokenizer_file):
     pytest.importorskip("lm_eval", reason="lm_eval is not installed")
     model = {"d_model": 16, "n_layers": 1, "mixer": {"kind": "attention", "n_heads": 2}, "vocab_size": 300}
     spec = {"extends": "word_problem_s3", "model": model}

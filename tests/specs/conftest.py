@@ -15,7 +15,7 @@ Install = Callable[..., Path]
 
 @pytest.fixture
 def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Load plugins anew, without the third parties of this environment."""
+    """Load plugins again, without the third-party plugins of this environment."""
     monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
     with registry.isolated():
         yield registry
@@ -25,7 +25,7 @@ def fresh_registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Install distributions of one module each, `install(name, source)`; call it before any lookup.
 
-    With `zoo`, files by name, the module is a package with that folder in it.
+    With `zoo`, files by name, the module is a package with a directory ``zoo``.
     """
     folder = tmp_path / "site"
     folder.mkdir()
@@ -55,7 +55,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
 
 @pytest.fixture
 def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], str]:
-    """Write a file in a folder that becomes the working directory; gives its name."""
+    """Write a file to a directory that becomes the working directory; return its name."""
     folder = tmp_path / "specs"
     folder.mkdir()
     monkeypatch.chdir(folder)

@@ -1,4 +1,4 @@
-"""Components' specs: bounds, round trips, and what doesn't fit together."""
+"""Components' specs: bounds, round trips, and combinations that are rejected."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ models = st.one_of(
 
 @settings(max_examples=60)
 @given(models)
-def test_a_model_survives_python_and_json(spec: ModelSpec) -> None:
+def test_a_model_spec_round_trips_through_python_and_json(spec: ModelSpec) -> None:
     assert ModelSpec.model_validate(spec.model_dump()) == spec
     assert type(spec).model_validate_json(spec.model_dump_json()) == spec
     assert hash(ModelSpec.model_validate(spec.model_dump())) == hash(spec)
@@ -99,7 +99,9 @@ def test_a_model_survives_python_and_json(spec: ModelSpec) -> None:
 
 @settings(max_examples=60)
 @given(stoppings, evaluations)
-def test_evaluation_keeps_what_it_does_not_override(training: Stopping, evaluation: AtEvaluation) -> None:
+def test_evaluation_inherits_stopping_fields_that_it_does_not_override(
+    training: Stopping, evaluation: AtEvaluation
+) -> None:
     overrides, rule = evaluation.stopping, evaluation.stopping.over(training)
     for name in ("tolerance", "norm"):
         assert getattr(rule, name) == (
@@ -125,7 +127,7 @@ def test_evaluation_keeps_what_it_does_not_override(training: Stopping, evaluati
         (Stopping, {"scope": "batch"}, "'sequence' or 'prefix'"),
         (PhantomSpec, {"steps": 0}, "greater than 0"),
         (UnrolledSpec, {"steps": 2.5}, "integer"),
-        (ImplicitFunctionSpec, {"stopping": {"scope": "prefix"}}, "backwards through the tokens"),
+        (ImplicitFunctionSpec, {"stopping": {"scope": "prefix"}}, "couples tokens backwards"),
         (Mamba2Spec, {"dt_min": 0.5}, "dt_min 0.5 is above dt_max 0.1"),
         (Mamba2Spec, {"chunk_size": 0}, "greater than 0"),
         (AttentionSpec, {"n_heads": 8, "n_kv_heads": 3}, "n_heads 8 is not divisible by n_kv_heads 3"),
@@ -133,9 +135,7 @@ def test_evaluation_keeps_what_it_does_not_override(training: Stopping, evaluati
         (PicardSpec, {"kind": "anderson"}, "'picard'"),
     ],
 )
-def test_what_is_out_of_range_is_refused(
-    spec: type[ComponentSpec], fields: dict[str, Any], message: str
-) -> None:
+def test_invalid_fields_are_rejected(spec: type[ComponentSpec], fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         spec(**fields)
 
@@ -165,8 +165,8 @@ def model(**fields: Any) -> ImplicitLMSpec:
         ({"dropout": 1}, ("dropout",), "less than 1"),
         ({"mixer": "mamba2"}, ("mixer",), "should be a mapping such as {kind: mamba2}"),
         ({"mixer": 3}, ("mixer",), "should be a mapping such as {kind: …}"),
-        ({"mixer": {"d_state": 3}}, ("mixer",), "names no kind"),
-        ({"solver": {"kind": 3}}, ("solver",), "names no kind"),
+        ({"mixer": {"d_state": 3}}, ("mixer",), "has no kind"),
+        ({"solver": {"kind": 3}}, ("solver",), "has no kind"),
         ({"solver": {"kind": "picad"}}, ("solver", "kind"), "did you mean 'picard'"),
         (
             {"gradient": {"kind": "implicit_function", "solver": {"dampin": 1}}},
@@ -180,7 +180,9 @@ def model(**fields: Any) -> ImplicitLMSpec:
         ),
     ],
 )
-def test_errors_name_the_entry(fields: dict[str, Any], place: tuple[str, ...], message: str) -> None:
+def test_errors_have_the_location_of_the_entry(
+    fields: dict[str, Any], place: tuple[str, ...], message: str
+) -> None:
     with pytest.raises(SpecError) as caught:
         model(**fields)
     [error] = caught.value.errors()
@@ -188,13 +190,13 @@ def test_errors_name_the_entry(fields: dict[str, Any], place: tuple[str, ...], m
     assert message in error["msg"]
 
 
-def test_all_unknown_keys_are_named_at_once() -> None:
+def test_all_unknown_keys_are_reported() -> None:
     with pytest.raises(SpecError) as caught:
         model(solvr={}, gradeint={})
     assert [error["loc"] for error in caught.value.errors()] == [("solvr",), ("gradeint",)]
 
 
-def test_a_mapping_without_kind_lies_over_the_default() -> None:
+def test_a_mapping_without_kind_overrides_fields_of_the_default() -> None:
     spec = model(
         solver={"undamped_first": True},
         gradient={"kind": "implicit_function", "stopping": {"tolerance": 1e-6}},
@@ -211,7 +213,7 @@ def test_specs_are_frozen() -> None:
         model().d_model = 3
 
 
-def test_a_copy_is_as_strict_as_a_new_spec() -> None:
+def test_model_copy_validates_its_changes() -> None:
     spec = ImplicitLMSpec(vocab_size=10, d_model=32, n_layers=1, mixer=AttentionSpec(n_heads=4))
     copied = spec.model_copy(update={"d_model": 64})
     assert copied == ImplicitLMSpec(vocab_size=10, d_model=64, n_layers=1, mixer=AttentionSpec(n_heads=4))
@@ -223,7 +225,7 @@ def test_a_copy_is_as_strict_as_a_new_spec() -> None:
         spec.model_copy(update={"d_model": 30})
 
 
-def test_the_vocabulary_is_padded_up() -> None:
+def test_the_vocabulary_is_padded_to_a_multiple() -> None:
     assert model(vocab_size=50277, pad_vocab_to=16).padded_vocab_size == 50288
     assert model(vocab_size=50277).padded_vocab_size == 50277
 
@@ -239,8 +241,8 @@ class ThirdPartyGradientSpec(GradientSpec):
 
 
 @pytest.mark.usefixtures("fresh_registry")
-class TestWhatDoesNotCombine:
-    def test_differentiating_a_solver_that_is_not_differentiable(self) -> None:
+class TestRejectedCombinations:
+    def test_unrolling_a_solver_that_is_not_differentiable(self) -> None:
         registry.add("solver", RowwiseSpec, "m:f", owner="test")
         registry.add("gradient", ThirdPartyGradientSpec, "m:f", owner="test")
         for gradient in ("unrolled", "test.through"):
@@ -248,7 +250,7 @@ class TestWhatDoesNotCombine:
                 model(solver={"kind": "test.rowwise"}, gradient={"kind": gradient})
             model(solver={"kind": "anderson"}, gradient={"kind": gradient})
 
-    def test_mixing_tokens_where_none_may_depend_on_later_ones(self) -> None:
+    def test_a_solver_that_couples_tokens_with_scope_prefix(self) -> None:
         registry.add("solver", RowwiseSpec, "m:f", owner="test")
         rowwise = {"kind": "test.rowwise"}
         model(solver=rowwise)
@@ -268,7 +270,7 @@ class TestWhatDoesNotCombine:
         (ImplicitFunctionSpec(stopping=Stopping(max_iterations=10)), 5, 18),
     ],
 )
-def test_gradients_tell_their_cost(gradient: GradientSpec, iterations: int, passes: int) -> None:
+def test_gradients_count_forward_equivalents(gradient: GradientSpec, iterations: int, passes: int) -> None:
     assert gradient.forward_equivalents(iterations) == passes
 
 
@@ -291,7 +293,7 @@ def test_gradients_tell_their_cost(gradient: GradientSpec, iterations: int, pass
         ),
     ],
 )
-def test_mistakes_in_python_read_like_those_in_files(make: Any, message: str) -> None:
+def test_errors_in_python_have_the_format_of_errors_in_files(make: Any, message: str) -> None:
     with pytest.raises(SpecError) as caught:
         make()
     assert str(caught.value).startswith(message)

@@ -1,4 +1,4 @@
-"""Phases that end at a number of tokens, and phases with batches of their own."""
+"""Phases that end at a number of tokens, and phases with different batch sizes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokens(spec: RunSpec) -> int:
         (0.2, 20),
     ],
 )
-def test_a_phase_ends_at_tokens_steps_or_a_share(until: Any, end: int) -> None:
+def test_a_phase_ends_at_tokens_steps_or_a_share_of_the_run(until: Any, end: int) -> None:
     spec = run({"until": until}, {})
     assert ends(spec) == [end, 100]
     assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
@@ -59,7 +59,7 @@ def test_a_phase_ends_at_tokens_steps_or_a_share(until: Any, end: int) -> None:
 @pytest.mark.parametrize(
     "until", [2e9, "2e9", "0 tokens", "0.5 tokens", "1e-3 tokens", "1e99 tokens", "3 steps", "x tokens", True]
 )
-def test_tokens_need_their_unit_and_a_whole_number(until: Any) -> None:
+def test_a_number_of_tokens_needs_its_unit_and_must_be_whole(until: Any) -> None:
     with pytest.raises(SpecError, match=r"a whole number of tokens with its unit \(2e9 tokens\)"):
         run({"until": until}, {})
 
@@ -83,12 +83,12 @@ def test_tokens_need_their_unit_and_a_whole_number(until: Any) -> None:
         ([{}, {}], "give a step, a share or tokens"),
     ],
 )
-def test_phases_that_do_not_cover_the_run(phases: list[Any], message: str) -> None:
+def test_phases_that_do_not_cover_the_run_are_rejected(phases: list[Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         run(*phases)
 
 
-def test_tokens_are_counted_over_phases_with_their_own_batches() -> None:
+def test_tokens_are_counted_with_the_batch_size_of_each_phase() -> None:
     # 10 steps of 8, then 16 a step: 2560 + 5120 tokens by step 20.
     spec = run({"until": 10}, {"until": "7680 tokens", **batch(16)}, batch(4))
     assert ends(spec) == [10, 20, 100]
@@ -96,14 +96,14 @@ def test_tokens_are_counted_over_phases_with_their_own_batches() -> None:
     assert [phase.training.sequences_at_once for phase in spec.phase_specs()] == [8, 16, 4]
 
 
-def test_a_run_measured_in_tokens_ends_with_the_step_that_completes_them() -> None:
+def test_a_run_with_max_tokens_ends_with_the_step_that_reaches_them() -> None:
     spec = run({"until": 10}, batch(16), max_steps=None, max_tokens=2560 + 512 * 5 + 1)
     assert ends(spec) == [10, 16]
     assert run({"until": "2560 tokens"}, batch(16), max_steps=None, max_tokens=7680).total_steps == 20
-    # Of two lengths the shorter holds; without phases nothing changes.
+    # The shorter of two lengths applies, with and without phases.
     assert run({"until": 10}, batch(16), max_steps=12, max_tokens=1e6).total_steps == 12
     assert run(max_steps=None, max_tokens=257).total_steps == 2
-    # The last phase may say where the run ends, in tokens too.
+    # The last phase may state the end of the run, also in tokens.
     assert ends(run({"until": 0.5}, {"until": "7680 tokens"}, max_steps=None, max_tokens=7680)) == [15, 30]
 
 
@@ -112,7 +112,7 @@ def test_a_run_measured_in_tokens_ends_with_the_step_that_completes_them() -> No
     st.lists(st.floats(0.01, 0.99), min_size=4, max_size=4, unique=True).map(sorted),
     st.integers(200_000, 3_000_000),
 )
-def test_shares_and_any_batches_cover_the_tokens(
+def test_phases_with_any_batch_sizes_cover_the_tokens(
     sizes: list[int], shares: list[float], max_tokens: int
 ) -> None:
     phases = [{"until": share, **batch(size)} for share, size in zip(shares, sizes[:-1], strict=False)]
@@ -124,7 +124,7 @@ def test_shares_and_any_batches_cover_the_tokens(
     assert max_tokens <= tokens(spec) < max_tokens + len(sizes) * max(sizes) * LENGTH
 
 
-def test_every_phases_batch_must_be_shared_equally() -> None:
+def test_the_batch_of_every_phase_must_be_divisible_by_the_ranks() -> None:
     spec = run({"until": 0.5}, {"name": "late", **batch(6)})
     spec.require_shares(2)
     with pytest.raises(ValueError, match=r"phase 'late': training.batch_size 6 can't be shared equally by 4"):
@@ -139,14 +139,14 @@ def test_every_phases_batch_must_be_shared_equally() -> None:
         ({"warmup": 0.1, "decay": 7}, (0.1, 7)),
     ],
 )
-def test_a_schedule_counts_tokens_too(schedule: Any, steps: Any) -> None:
+def test_a_schedule_accepts_tokens(schedule: Any, steps: Any) -> None:
     spec = run(schedule={"kind": "warmup_constant_sqrt", **schedule})
     found: Any = spec.schedule_spec()
     assert (found.warmup, found.decay) == steps
     assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
-def test_a_warm_up_counts_from_the_start_and_a_decay_from_the_end_whatever_the_batch() -> None:
+def test_warm_up_and_decay_in_tokens_use_the_batches_of_their_phases() -> None:
     # 20 steps of 256 tokens, 60 of 1024, 20 of 4096
     phases = ({"until": 20}, {"until": 80, **batch(32)}, batch(128))
     schedule = {"kind": "warmup_constant_sqrt", "warmup": "7168 tokens", "decay": "86016 tokens"}
@@ -154,7 +154,7 @@ def test_a_warm_up_counts_from_the_start_and_a_decay_from_the_end_whatever_the_b
     assert (found.warmup, found.decay) == (20 + 2, 20 + 4)
 
 
-def test_a_warm_up_of_more_tokens_than_the_run_has_is_refused() -> None:
+def test_a_warm_up_longer_than_the_run_is_rejected() -> None:
     message = r"a warm-up of 110 steps and a decay of 20 don't fit into 100 steps"
     with pytest.raises(SpecError, match=message):
         run(schedule={"kind": "warmup_constant_sqrt", "warmup": "28160 tokens"})

@@ -1,4 +1,4 @@
-"""Phases that change the data: longer or harder word problems on the way."""
+"""Phases that change the data: longer or harder word problems."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BASE: dict[str, Any] = {
 }
 
 
-def test_a_phase_reads_its_own_length_and_hardness() -> None:
+def test_a_phase_has_its_own_length_and_probability() -> None:
     short, long = RunSpec.model_validate(BASE).phase_specs()
     assert (short.data.seq_len, short.data.identity_probability) == (4, 0.2)  # type: ignore[attr-defined]  # the kind's own
     assert (long.data.seq_len, long.data.identity_probability) == (32, 0.5)  # type: ignore[attr-defined]  # the same
@@ -30,7 +30,7 @@ def test_a_phase_reads_its_own_length_and_hardness() -> None:
     assert spec.total_sequences == 50 * 8 + 50 * 4
 
 
-def test_tokens_are_counted_with_each_phases_length() -> None:
+def test_tokens_are_counted_with_the_length_of_each_phase() -> None:
     spec = RunSpec.model_validate(
         merge(
             BASE,
@@ -55,13 +55,13 @@ def test_tokens_are_counted_with_each_phases_length() -> None:
         ({"identity_probability": 1.5}, "less than or equal to 1"),
     ],
 )
-def test_what_a_phase_cannot_do_to_the_data_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_invalid_data_changes_are_rejected(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message) as caught:
         RunSpec.model_validate(merge(BASE, {"phases": [{"name": "a", "data": changes}]}))
     assert caught.value.errors()[0]["loc"][:3] == ("phases", 0, "data")
 
 
-def test_other_data_do_not_change() -> None:
+def test_a_phase_cannot_change_token_data() -> None:
     text = {"kind": "tokens", "seq_len": 16}
     with pytest.raises(SpecError, match="can't change 'seq_len' of data of kind 'tokens'"):
         RunSpec.model_validate(
@@ -72,7 +72,7 @@ def test_other_data_do_not_change() -> None:
         )
 
 
-def test_the_dry_run_shows_each_phases_data() -> None:
+def test_the_dry_run_shows_the_data_of_each_phase() -> None:
     report = dry_run_report(RunSpec.model_validate(BASE), name="growing", rate="160")
     for line in (
         "8 x 4 = 32 tokens",

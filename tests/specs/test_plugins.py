@@ -1,4 +1,4 @@
-"""Plugins: found by entry point, isolated when they fail, refused as a whole when they clash."""
+"""Plugins: found by entry point; failures are isolated; a clash rejects the whole plugin."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ def register_components(add):
 """
 
 
+BUILT_IN = {
+    kind
+    for kind in registry.kinds("solver")
+    if registry.entry("solver", kind).owner == registry.OWN_DISTRIBUTION
+}
+
+
 @pytest.fixture(autouse=True)
 def _forget_modules():
     before = set(sys.modules)
@@ -53,7 +60,7 @@ def good(name: str, kind: str) -> str:
     return GOOD.format(name=name, kind=kind)
 
 
-def test_a_plugin_brings_a_kind_that_specs_made_before_it_accept(install) -> None:
+def test_existing_specs_accept_the_kind_of_a_plugin(install) -> None:
     install("acme", good("acme", "acme.half"))
     spec = ImplicitLMSpec(
         vocab_size=6,
@@ -70,7 +77,7 @@ def test_a_plugin_brings_a_kind_that_specs_made_before_it_accept(install) -> Non
     assert "acme.half" in str(ImplicitLMSpec.model_json_schema())
 
 
-def test_a_plugins_kind_is_used_from_yaml_by_name_alone(install, write) -> None:
+def test_yaml_uses_a_plugin_s_kind_by_name(install, write) -> None:
     install("acme", MIXER)
     name = write(
         "shift.yaml",
@@ -91,28 +98,28 @@ def test_a_plugins_zoo_is_found_by_name(install, write, name: str) -> None:
     assert load_spec(name).model.mixer.model_dump() == {"kind": "acme.shift", "distance": 3}
 
 
-def test_a_plugins_zoo_comes_after_the_shipped_one(install) -> None:
+def test_the_shipped_zoo_takes_precedence_over_plugins(install) -> None:
     install("acme", MIXER, zoo={"word_problem_s3.yaml": SHIFTED["shifted.yaml"]})
     assert load_spec("word_problem_s3").model.mixer.kind == "mamba2"
 
 
-def test_two_plugins_specs_of_one_name_are_not_guessed_between(install) -> None:
+def test_a_spec_name_of_two_plugins_is_ambiguous(install) -> None:
     install("acme", MIXER, zoo=SHIFTED)
     install("other", good("other", "other.half"), zoo=SHIFTED)
     with pytest.raises(
-        SpecError, match=r"several plugins bring a spec 'shifted': .*acme_module.*other_module"
+        SpecError, match=r"several plugins have a spec 'shifted': .*acme_module.*other_module"
     ):
         load_spec("shifted")
 
 
-def test_a_spec_of_a_plugin_that_is_not_in_use_is_explained(install, monkeypatch) -> None:
+def test_an_unknown_spec_mentions_disabled_plugins(install, monkeypatch) -> None:
     install("acme", MIXER, zoo=SHIFTED)
     with pytest.raises(SpecError, match="no spec 'shifte' in the zoo; did you mean 'shifted'"):
         load_spec("shifte")
     monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
     with (
         registry.isolated(),
-        pytest.raises(SpecError, match=r"no spec 'shifted' in the zoo; .*PLUGINS switches off: .*acme"),
+        pytest.raises(SpecError, match=r"no spec 'shifted' in the zoo; .*PLUGINS disables: .*acme"),
     ):
         load_spec("shifted")
 
@@ -124,12 +131,12 @@ def test_a_spec_of_a_plugin_that_is_not_in_use_is_explained(install, monkeypatch
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("def broken(:", "SyntaxError"),
         ("value = 1", "it registers nothing"),
-        (good("bad", "").replace('Literal[""] = ""', "str"), "names no kind"),
+        (good("bad", "").replace('Literal[""] = ""', "str"), "has no kind"),
         (
             good("bad", "x").replace('add("solver"', 'add("solvr"'),
             "is a spec of family 'solver', not 'solvr'",
         ),
-        (good("bad", "x").replace('"bad_module:build_it"', "3"), "give a callable or 'package.module:Name'"),
+        (good("bad", "x").replace('"bad_module:build_it"', "3"), "pass a callable or 'package.module:Name'"),
         (
             good("bad", "x").replace("(add)", "(add, more)"),
             "Argument(s) {'more'} are declared in the hookimpl but can not be found in the hookspec; "
@@ -142,7 +149,7 @@ def test_a_spec_of_a_plugin_that_is_not_in_use_is_explained(install, monkeypatch
     ],
     ids=["import", "exit", "syntax", "nothing", "no-kind", "family", "builder", "arguments", "hook-name"],
 )
-def test_a_plugin_that_fails_is_named_and_takes_nothing_else_down(install, source: str, reason: str) -> None:
+def test_a_failing_plugin_is_reported_and_does_not_affect_others(install, source: str, reason: str) -> None:
     install("bad", source)
     install("fine", good("fine", "fine.half"))
     [failure] = registry.failures()
@@ -152,23 +159,23 @@ def test_a_plugin_that_fails_is_named_and_takes_nothing_else_down(install, sourc
     assert "word_problem" in registry.kinds("data")
 
 
-def test_a_folder_that_hides_a_plugin_is_named(install, tmp_path, monkeypatch) -> None:
+def test_a_directory_that_hides_a_plugin_is_reported(install, tmp_path, monkeypatch) -> None:
     install("bad", good("bad", "bad.half"))
     hiding = tmp_path / "elsewhere" / "bad_module"
     hiding.mkdir(parents=True)
     (next(tmp_path.rglob("bad_module.py"))).unlink()
     monkeypatch.syspath_prepend(str(hiding.parent))
     [failure] = registry.failures()
-    assert f"what was imported is the folder {hiding}, which hides it: run from elsewhere" in failure.reason
+    assert f"the directory {hiding} was imported instead; run from another directory" in failure.reason
 
 
-def test_an_unknown_kind_mentions_the_plugin_that_may_have_had_it(install) -> None:
+def test_an_unknown_kind_mentions_failed_plugins(install) -> None:
     install("bad", "import no_such_module_anywhere")
     with pytest.raises(registry.UnknownKindError, match=r"unknown solver 'bad.half'.*plugin 'bad' could not"):
         registry.entry("solver", "bad.half")
 
 
-def test_a_clash_refuses_the_second_plugin_as_a_whole(install) -> None:
+def test_a_clash_rejects_the_whole_second_plugin(install) -> None:
     install("first", good("first", "half"))
     both = good("second", "second.other").replace(
         'add("solver"', 'add("solver", secondSpec, "m:f")\n    add("solver"'
@@ -179,24 +186,24 @@ def test_a_clash_refuses_the_second_plugin_as_a_whole(install) -> None:
     assert set(reasons) == {"second", "third"}
     assert "solver 'picard' is already registered by implicit_blocks" in reasons["third"]
     assert "choose another kind, such as 'third.picard'" in reasons["third"]
-    assert registry.kinds("solver") == ["anderson", "broyden", "half", "patient_picard", "picard"]
+    assert set(registry.kinds("solver")) - BUILT_IN == {"half"}
 
 
-def test_the_variable_switches_third_parties_off_and_not_our_own(install, monkeypatch) -> None:
+def test_the_variable_disables_third_party_plugins_only(install, monkeypatch) -> None:
     install("acme", good("acme", "acme.half"))
     monkeypatch.setenv(registry.PLUGINS_VARIABLE, "none")
-    assert registry.kinds("solver") == ["anderson", "broyden", "patient_picard", "picard"]
+    assert set(registry.kinds("solver")) == BUILT_IN
     assert "acme" in registry.switched_off()
     assert "word_problem" in registry.kinds("data")
-    with pytest.raises(registry.UnknownKindError, match="IMPLICIT_BLOCKS_PLUGINS switches off: acme"):
+    with pytest.raises(registry.UnknownKindError, match="IMPLICIT_BLOCKS_PLUGINS disables: acme"):
         registry.entry("solver", "acme.half")
 
 
-def test_the_variable_allows_some(install, monkeypatch) -> None:
+def test_the_variable_lists_the_plugins_to_load(install, monkeypatch) -> None:
     install("acme", good("acme", "acme.half"))
     install("other", good("other", "other.half"))
     monkeypatch.setenv(registry.PLUGINS_VARIABLE, " other , missing ")
-    assert registry.kinds("solver") == ["anderson", "broyden", "other.half", "patient_picard", "picard"]
+    assert set(registry.kinds("solver")) - BUILT_IN == {"other.half"}
     [failure] = registry.failures()
     assert failure.name == "missing"
     assert "no plugin of that name is installed" in failure.reason

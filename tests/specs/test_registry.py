@@ -12,25 +12,25 @@ from implicit_blocks.specs import ComponentSpec, PicardSpec, SolverSpec, Spec, S
 
 
 class HalfSpec(SolverSpec):
-    """Half steps."""
+    """Steps of half the length."""
 
     kind: Literal["half"] = "half"
 
 
 class SamplerSpec(ComponentSpec):
-    """A family of a third party's own."""
+    """Base of a third-party family."""
 
     family: ClassVar[str] = "acme.sampler"
 
 
 class GreedySpec(SamplerSpec):
-    """The likeliest token."""
+    """Select the most likely token."""
 
     kind: Literal["greedy"] = "greedy"
 
 
 class BeamSpec(SamplerSpec):
-    """Holds another of its family."""
+    """Contains another spec of its family."""
 
     kind: Literal["beam"] = "beam"
     inner: SamplerSpec = GreedySpec()
@@ -54,16 +54,16 @@ class TestAdd:
         assert given == {"spec": HalfSpec(), "width": 3}
         assert registry.entry("solver", "half").version == "unknown"
 
-    def test_a_builder_by_name_is_imported_when_it_builds(self) -> None:
+    def test_an_import_string_is_resolved_when_building(self) -> None:
         registry.add("solver", HalfSpec, "fractions:Fraction.from_float", owner="me")
         assert registry.entry("solver", "half").resolve_builder()(0.5).denominator == 2
 
-    def test_a_builder_that_is_not_there_is_named(self) -> None:
+    def test_a_builder_that_cannot_be_imported_is_reported(self) -> None:
         registry.add("solver", HalfSpec, "fractions:Fractoin", owner="me")
         with pytest.raises(ImportError, match="solver 'half' of me is built by 'fractions:Fractoin'"):
             registry.build(HalfSpec())
 
-    def test_a_taken_kind_is_refused(self) -> None:
+    def test_a_taken_kind_is_rejected(self) -> None:
         class OtherSpec(SolverSpec):
             kind: Literal["picard"] = "picard"
 
@@ -72,11 +72,11 @@ class TestAdd:
         with pytest.raises(ValueError, match="is registered with PicardSpec, not "):
             registry.build(OtherSpec())
 
-    def test_what_is_no_spec_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="is no ComponentSpec"):
+    def test_a_class_that_is_not_a_spec_is_rejected(self) -> None:
+        with pytest.raises(ValueError, match="is not a ComponentSpec"):
             registry.add("solver", dict, "m:f", owner="me")
 
-    def test_a_third_party_opens_a_family(self) -> None:
+    def test_a_third_party_defines_a_family(self) -> None:
         with pytest.raises(SpecError, match=r"unknown acme.sampler 'greedy'; known: none"):
             DecodingSpec(sampler={"kind": "greedy"})
         for spec in (GreedySpec, BeamSpec):
@@ -84,34 +84,34 @@ class TestAdd:
         spec = DecodingSpec(sampler={"kind": "beam", "inner": {"kind": "beam"}})
         assert spec.sampler == BeamSpec(inner=BeamSpec())
         assert DecodingSpec.model_validate(spec.model_dump()) == spec
-        schema = DecodingSpec.model_json_schema()  # refers to itself
+        schema = DecodingSpec.model_json_schema()  # a recursive schema
         assert schema["$defs"]["acme_sampler"]["oneOf"] == [
             {"$ref": "#/$defs/BeamSpec"},
             {"$ref": "#/$defs/GreedySpec"},
         ]
 
-    def test_isolation_ends(self) -> None:
+    def test_isolated_restores_the_registry(self) -> None:
         with registry.isolated():
             registry.add("solver", HalfSpec, "m:f", owner="me")
         assert "half" not in registry.kinds("solver")
 
 
-def test_an_unknown_kind_names_the_nearest_and_all(fresh_registry) -> None:
+def test_an_unknown_kind_suggests_the_nearest_and_lists_all(fresh_registry) -> None:
     with pytest.raises(registry.UnknownKindError) as caught:
         registry.entry("solver", "picad")
     assert str(caught.value).startswith(
-        "unknown solver 'picad'; did you mean 'picard'? Known: anderson, broyden, patient_picard, picard"
+        f"unknown solver 'picad'; did you mean 'picard'? Known: {', '.join(registry.kinds('solver'))}"
     )
     assert isinstance(caught.value, ValueError)
 
 
-def test_a_spec_of_an_unregistered_class_is_refused_where_it_is_used() -> None:
+def test_a_spec_of_an_unregistered_class_is_rejected_in_validation() -> None:
     with pytest.raises(SpecError, match="unknown solver 'half'"):
         SolverSpec.model_validate(HalfSpec())
 
 
-def test_build_wants_a_spec() -> None:
-    with pytest.raises(ValueError, match=r"build\(\) takes a component's spec"):
+def test_build_requires_a_spec() -> None:
+    with pytest.raises(ValueError, match=r"build\(\) expects a component's spec"):
         registry.build({"kind": "picard"})
 
 

@@ -1,4 +1,4 @@
-"""The run spec: phases, lengths of time, and parts that must fit together."""
+"""The run spec: phases, spans, and consistency of its sections."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def refused(message: str, **changes: Any) -> None:
         run(**changes)
 
 
-def test_without_phases_there_is_one() -> None:
+def test_a_run_without_phases_has_one_phase() -> None:
     spec = run()
     assert spec.phase_specs() == [("train", 0, 100, spec.model, spec.training, spec.data)]
 
 
-def test_phases_merge_over_the_runs_own_sections() -> None:
+def test_phases_merge_into_the_sections_of_the_run() -> None:
     spec = run(
         model={"solver": {"kind": "picard", "damping": 0.5}, "gradient": {"kind": "phantom", "damping": 0.7}},
         phases=[
@@ -71,7 +71,7 @@ def test_phases_merge_over_the_runs_own_sections() -> None:
 
 
 @given(st.lists(st.floats(0.01, 0.99), min_size=1, max_size=6, unique=True).map(sorted), st.integers(7, 1000))
-def test_shares_of_any_run_make_phases_that_cover_it(shares: list[float], steps: int) -> None:
+def test_phases_given_as_shares_cover_the_run(shares: list[float], steps: int) -> None:
     phases = [{"name": str(share), "until": share} for share in shares]
     spec = run(training={"max_steps": steps}, phases=[*phases, {"name": "rest"}])
     planned = spec.phase_specs()
@@ -121,11 +121,11 @@ def test_shares_of_any_run_make_phases_that_cover_it(shares: list[float], steps:
         ([{"until": 3}], "is missing; add it"),
     ],
 )
-def test_phases_that_do_not_cover_the_run_or_change_what_they_cannot(phases: list[Any], message: str) -> None:
+def test_invalid_phases_are_rejected(phases: list[Any], message: str) -> None:
     refused(message, phases=phases)
 
 
-def test_more_phases_than_steps() -> None:
+def test_more_phases_than_steps_are_rejected() -> None:
     refused(
         "2 phases don't fit into a run of length 1; give it 2 steps or more",
         training={"max_steps": 1},
@@ -144,14 +144,14 @@ def test_phases_of_an_explicit_model() -> None:
     assert spec.phase_specs()[0].training.max_grad_norm == 2
 
 
-def test_tokens_make_whole_steps() -> None:
+def test_max_tokens_is_rounded_to_whole_steps() -> None:
     def steps(tokens: float) -> int:
         return run(training={"max_steps": None, "max_tokens": tokens}).total_steps
 
     assert (steps(1), steps(8 * 32), steps(8 * 32 + 1), steps(1e6)) == (1, 1, 2, 3907)
 
 
-def test_of_two_lengths_the_shorter_holds() -> None:
+def test_the_shorter_of_two_lengths_applies() -> None:
     assert run(training={"max_steps": 2, "max_tokens": 1e6}).total_steps == 2
     assert run(training={"max_steps": 9, "max_tokens": 8 * 32}).total_steps == 1
 
@@ -197,11 +197,11 @@ def test_the_vocabulary_comes_from_the_data() -> None:
         ({"evaluation": {"window_length": 0}}, "greater than 0"),
     ],
 )
-def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
+def test_inconsistent_settings_are_rejected(changes: dict[str, Any], message: str) -> None:
     refused(message, **changes)
 
 
-def test_survives_python_and_json() -> None:
+def test_a_run_spec_round_trips_through_python_and_json() -> None:
     spec = run(
         model={"gradient": {"kind": "implicit_function"}},
         phases=[
@@ -214,7 +214,7 @@ def test_survives_python_and_json() -> None:
     assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
 
 
-def test_data_specs_tell_their_vocabulary() -> None:
+def test_data_specs_provide_their_vocabulary_size() -> None:
     assert WordProblemSpec(group="A5xZ2", seq_len=8).vocab_size == 120
     assert TokensSpec().vocab_size is None
 

@@ -1,4 +1,4 @@
-"""The zoo: what is in it, its sizes and costs, and that reading it is quick and imports no torch."""
+"""The zoo: its specs, their sizes and costs, and the time to load them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
+from implicit_blocks.models.counting import count_flops, count_parameters, training_flops_per_token
 from implicit_blocks.specs import MLPSpec, load_spec, zoo_names
-from implicit_blocks.specs.counting import count_flops, count_parameters, training_flops_per_token
 from implicit_blocks.specs.loading import zoo_folder
 from trainer.experiments.runs import explicit_twin
 
@@ -31,7 +31,7 @@ PUBLISHED = {
 }
 
 
-def test_holds_every_model_and_its_twins() -> None:
+def test_the_zoo_contains_every_model_and_its_twins() -> None:
     twins = [f"{name}{suffix}" for name in MODELS for suffix in ("", "_bounded", "_explicit")]
     books = [
         f"books_{size}{family}{kind}"
@@ -44,12 +44,12 @@ def test_holds_every_model_and_its_twins() -> None:
 
 
 @pytest.mark.parametrize("name", ["mamba2_state_tracking", "word_problem_s3", "llama_130m"])
-def test_another_solver_is_a_matter_of_its_kind(name: str) -> None:
+def test_every_spec_accepts_another_solver(name: str) -> None:
     spec: Any = load_spec(name, ["model.solver.kind=anderson"])
     assert spec.phase_specs()[-1].model.solver.kind == "anderson"
 
 
-def test_files_do_not_repeat_one_another() -> None:
+def test_variants_have_at_most_three_lines() -> None:
     folder = zoo_folder()
     assert folder is not None
     for name in MODELS:
@@ -59,7 +59,7 @@ def test_files_do_not_repeat_one_another() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_parameters_are_the_published_ones(name: str) -> None:
+def test_parameter_counts_equal_the_published_ones(name: str) -> None:
     layers, width, explicit, injection = PUBLISHED[name]
     model: Any = load_spec(name).model
     counts, twin = count_parameters(model), count_parameters(load_spec(f"{name}_explicit").model)
@@ -75,7 +75,7 @@ def test_parameters_are_the_published_ones(name: str) -> None:
     assert (twin.injection, twin.gains, twin.head) == (0, 0, 0)
 
 
-def test_weight_norms_gains_come_on_top() -> None:
+def test_gains_of_weight_norm_are_counted() -> None:
     counts = count_parameters(load_spec("mamba2_130m").model)
     assert counts is not None
     assert counts.total is not None
@@ -84,7 +84,7 @@ def test_weight_norms_gains_come_on_top() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_recipe_is_bounded_then_free(name: str) -> None:
+def test_the_phases_are_bounded_and_free(name: str) -> None:
     spec: Any = load_spec(name)
     bounded, free = spec.phase_specs()
     assert (bounded.name, free.name) == ("bounded", "free")
@@ -100,13 +100,13 @@ def test_the_recipe_is_bounded_then_free(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_vocabularies(name: str) -> None:
+def test_padded_vocabulary_sizes(name: str) -> None:
     padded = {suffix: load_spec(name + suffix).model.padded_vocab_size for suffix in ("", "_explicit")}
     own = 50288 if name.startswith("mamba2") else 50277
     assert padded == {"": own, "_explicit": 50277 if name == "mamba2_130m" else own}
 
 
-def test_state_tracking_is_the_published_shape() -> None:
+def test_state_tracking_has_the_published_settings() -> None:
     spec: Any = load_spec("mamba2_state_tracking")
     assert spec.model.vocab_size == 240
     assert spec.model.evaluation_stopping.max_iterations == 2048
@@ -125,13 +125,13 @@ def test_state_tracking_is_the_published_shape() -> None:
         ("mamba2_130m", 1.8, 0.08),
     ],
 )
-def test_costs_agree_with_independent_estimates(name: str, gigaflops: float, tolerance: float) -> None:
+def test_training_flops_agree_with_other_estimates(name: str, gigaflops: float, tolerance: float) -> None:
     flops = training_flops_per_token(load_spec(f"{name}_bounded").model, length=2048)
     assert flops is not None
     assert flops / 1e9 == pytest.approx(gigaflops, rel=tolerance)
 
 
-def test_costs_by_hand() -> None:
+def test_counts_equal_those_computed_by_hand() -> None:
     model: Any = load_spec("word_problem_s3").model
     counts, flops = count_parameters(model), count_flops(model, length=32)
     width = 2 * 128 + 2 * 32 + 4
@@ -146,7 +146,7 @@ def test_costs_by_hand() -> None:
     assert flops.injection == 2 * 64 * width
 
 
-def test_attention_counts_the_causal_half() -> None:
+def test_attention_flops_count_the_causal_half() -> None:
     model = load_spec("llama_130m").model
     short, long = (count_flops(model, length=length) for length in (1, 1025))
     assert short is not None
@@ -154,11 +154,11 @@ def test_attention_counts_the_causal_half() -> None:
     assert long.layers - short.layers == 12 * 2 * 768 * 1024
 
 
-def test_what_a_component_does_not_tell_is_unknown() -> None:
+def test_counts_are_unknown_if_a_component_does_not_provide_them() -> None:
     class SilentSpec(MLPSpec):
         kind: str = "silent"
 
-    # Not registered, so that only pydantic's own copy, which asks nothing, takes it.
+    # Not registered; pydantic's own copy does not validate it.
     model: Any = BaseModel.model_copy(load_spec("word_problem_s3").model, update={"mlp": SilentSpec()})
     counts, flops = count_parameters(model), count_flops(model, length=32)
     assert counts is not None
@@ -169,7 +169,7 @@ def test_what_a_component_does_not_tell_is_unknown() -> None:
     assert training_flops_per_token(model, length=32) is None
 
 
-def test_reading_all_of_it_takes_no_torch_and_little_time() -> None:
+def test_loading_the_zoo_imports_no_torch_and_takes_seconds() -> None:
     program = (
         "import sys, time; start = time.perf_counter()\n"
         "import implicit_blocks.specs, implicit_blocks.registry, trainer.specs.run\n"
@@ -183,7 +183,7 @@ def test_reading_all_of_it_takes_no_torch_and_little_time() -> None:
     assert float(done.stdout) < 10  # about 1 s on an idle core
 
 
-def test_each_file_is_read_quickly() -> None:
+def test_each_spec_loads_within_a_second() -> None:
     for name in zoo_names():
         start = time.perf_counter()
         load_spec(name)
@@ -194,7 +194,7 @@ def test_each_file_is_read_quickly() -> None:
     ("name", "size"),
     [("books_5m", 5.4e6), ("books_5m_mamba2", 5.7e6), ("books_10m", 10.5e6), ("books_10m_mamba2", 10.5e6)],
 )
-def test_the_books_are_small_and_their_twins_see_the_same(name: str, size: float) -> None:
+def test_the_book_models_have_their_sizes_and_equal_training_for_twins(name: str, size: float) -> None:
     spec, twin = load_spec(name), load_spec(f"{name}_explicit")
     for model in (spec.model, twin.model):
         counts = count_parameters(model)
@@ -209,7 +209,7 @@ def test_the_books_are_small_and_their_twins_see_the_same(name: str, size: float
 
 
 @pytest.mark.parametrize("name", ["books_5m_mamba2", "books_10m_mamba2"])
-def test_a_penalty_changes_the_free_phase_alone_and_the_twin_not_at_all(name: str) -> None:
+def test_the_penalty_changes_only_the_gradient_of_the_free_phase(name: str) -> None:
     plain, penalized = load_spec(name), load_spec(f"{name}_penalty")
     assert explicit_twin(f"{name}_penalty") == load_spec(f"{name}_explicit")
     for field in ("training", "data", "evaluation"):

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from implicit_blocks.models.counting import count_flops
 from implicit_blocks.specs import load_spec
-from implicit_blocks.specs.counting import count_flops
 from trainer.estimate.flops import differentiated_passes, training_flops
 
 LENGTH = 128

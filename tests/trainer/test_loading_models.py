@@ -95,8 +95,8 @@ def test_a_folder_of_transformers(run: Path, tmp_path: Path) -> None:
         (lambda place: place / "nowhere", "there is nothing at"),
         (lambda place: place, "doesn't say what model it is"),
         (lambda place: _run_without_checkpoints(place), "has no checkpoint yet"),
-        (lambda place: _not_a_model(place), "is no spec of a model"),
-        (lambda place: _run_without_checkpoints(place) / "spec.yaml", "is a spec without weights"),
+        (lambda place: _not_a_model(place), "is not the spec of a model"),
+        (lambda place: _run_without_checkpoints(place) / "spec.yaml", "is a spec, which has no weights"),
     ],
     ids=["nothing", "an empty folder", "a run without checkpoints", "a spec of something else", "a spec"],
 )

@@ -1,15 +1,27 @@
 """The API reference: a page for each public module, its names documented by their docstrings.
 
-Sources are read, not imported, so that the reference is the same whatever optional packages are installed.
+Apart from the packages with lazily imported names (`LAZY`), whose import needs no optional package, modules
+are parsed, not imported, so that the reference does not depend on the installed optional packages.
 """
 
 from __future__ import annotations
 
 import ast
 import inspect
+import sys
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+LAZY = (
+    "implicit_blocks",
+    "implicit_blocks.specs",
+    "implicit_blocks.solvers",
+    "implicit_blocks.gradients",
+    "implicit_blocks.mixers",
+)
+"""Packages whose names are imported on first use: from a stub, or from what they register."""
 
 LIBRARY = {
     "implicit_blocks.fixed_point": "Fixed points of any map",
@@ -23,23 +35,26 @@ LIBRARY = {
     "implicit_blocks.search.search": "The search",
     "implicit_blocks.search.convergence_watch": "Convergence warnings",
     "implicit_blocks.search.windowed": "The search in windows",
-    "implicit_blocks.search.options": "Knobs of a call",
-    "implicit_blocks.search.agreement": "Processes that stop together",
+    "implicit_blocks.search.options": "Search options",
+    "implicit_blocks.search.agreement": "Agreement between ranks",
     "implicit_blocks.solvers": "Solvers",
     "implicit_blocks.gradients": "Gradients",
     "implicit_blocks.mixers": "Mixers",
     "implicit_blocks.layers": "Layers",
-    "implicit_blocks.mixers.slots": "States in slots",
-    "implicit_blocks._utils.padding": "Padding out of the way",
+    "implicit_blocks.mixers.slots": "Slot states",
+    "implicit_blocks.mixers.short_conv": "Short convolution",
+    "implicit_blocks._utils.padding": "Padding",
     "implicit_blocks.specs": "Specs",
-    "implicit_blocks.checkpoints.load_model": "Trained models",
+    "implicit_blocks.models.specs": "Specs of models",
+    "implicit_blocks.models.counting": "Parameter and FLOP counts",
+    "implicit_blocks.checkpoints.load_model": "Loading trained models",
     "implicit_blocks.registry": "Registry",
     "implicit_blocks.registry.hooks": "Plugin hook",
     "implicit_blocks.registry.api_version": "Versions of the plugin interface",
     "implicit_blocks.registry.contracts": "Contracts",
     "implicit_blocks.testing": "Conformance kit",
     "implicit_blocks.decoding": "Decoding",
-    "implicit_blocks.analysis": "Looking into a model",
+    "implicit_blocks.analysis": "Analysis",
     "implicit_blocks.ops.backends": "Backends",
     "implicit_blocks.ops.accelerated": "Optional packages",
     "implicit_blocks.ops.transforms": "Transformations",
@@ -62,7 +77,7 @@ TRAINER = {
 
 
 def navigation() -> list[Any]:
-    """Return the reference's part of the navigation."""
+    """Return the navigation entries of the reference."""
     return [
         "reference/index.md",
         {"Library": [{title: f"reference/{module}.md"} for module, title in LIBRARY.items()]},
@@ -88,9 +103,9 @@ def _index(root: Path) -> str:
     )
     return (
         "# API reference\n\n"
-        "These names are the library's promise: `import implicit_blocks as ib`, then `ib.NAME`.\n\n"
-        f"| name | what it is |\n| --- | --- |\n{rows}\n\n## Modules\n\n"
-        f"| module | what it holds |\n| --- | --- |\n{modules}\n"
+        "The public names: `import implicit_blocks as ib`, then `ib.NAME`.\n\n"
+        f"| name | description |\n| --- | --- |\n{rows}\n\n## Modules\n\n"
+        f"| module | description |\n| --- | --- |\n{modules}\n"
     )
 
 
@@ -102,11 +117,26 @@ def _module_page(root: Path, module: str, title: str) -> str:
 
 def public_names(root: Path, module: str) -> list[str]:
     """Return what a module exports: ``__all__``, or the public names that it defines."""
+    if module in LAZY:
+        return _names_of_lazy(root, module)
     body = _parse(root, module).body
     for node in body:
         if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] == ["__all__"]:
             return [str(name) for name in ast.literal_eval(node.value)]
     return [name for node in body for name in _defined(node) if not name.startswith("_")]
+
+
+def _names_of_lazy(root: Path, module: str) -> list[str]:
+    """Return a lazy package's names; of `implicit_blocks.specs` only those without another page."""
+    sys.path.insert(0, str(root))
+    try:
+        imported = import_module(module)
+    finally:
+        sys.path.remove(str(root))
+    names: list[str] = imported.__all__
+    if module != "implicit_blocks.specs":
+        return names
+    return [name for name in names if getattr(imported, name).__module__.startswith(f"{module}.")]
 
 
 def _defined(node: ast.stmt) -> list[str]:
@@ -144,4 +174,6 @@ def _docstring(root: Path, module: str) -> str:
 def _parse(root: Path, module: str) -> ast.Module:
     path = root.joinpath(*module.split("."))
     file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return ast.parse(file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8")
+    stub = file.with_suffix(".pyi")
+    return ast.parse(text + (stub.read_text(encoding="utf-8") if stub.is_file() else ""))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from implicit_blocks.models.counting import count_parameters
 from implicit_blocks.specs import ImplicitLMSpec, load_spec
-from implicit_blocks.specs.counting import count_parameters
 
 HEAD = """# The zoo
 

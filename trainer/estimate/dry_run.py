@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
-from implicit_blocks.specs.counting import (
+from implicit_blocks.models.counting import (
     count_flops,
     count_parameters,
     training_flops_per_token,
 )
+from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
 from trainer.estimate.memory import GPU_BYTES, estimate_memory, work_out
 from trainer.reporting.display import duration, magnitude
 from trainer.run.init_from import find_start

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from implicit_blocks.models.counting import count_flops, training_flops_per_token
 from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
-from implicit_blocks.specs.counting import count_flops, training_flops_per_token
 from trainer.specs.training import CheckpointActivations
 
 

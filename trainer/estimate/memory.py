@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from implicit_blocks.specs import ImplicitLMSpec
-from implicit_blocks.specs.counting import ParameterCounts, count_parameters
-from implicit_blocks.specs.model import LanguageModelSpec
+from implicit_blocks.models.counting import ParameterCounts, count_parameters
+from implicit_blocks.specs import ImplicitLMSpec, LanguageModelSpec
 from trainer.estimate.flops import differentiated_passes
 from trainer.specs.distributed import Spread
 from trainer.specs.run import Phase, RunSpec

@@ -23,8 +23,7 @@ from implicit_blocks.registry import build as build_component
 from implicit_blocks.specs import load_spec
 from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import format_error
-from implicit_blocks.specs.loading import resolve
-from implicit_blocks.specs.merging import merge_runs
+from implicit_blocks.specs.loading import merge_runs, resolve
 from trainer.checkpoint.load import STATE_FILE, TrainingProgress, load_checkpoint, newest_sound_checkpoint
 from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.errors import CheckpointError

@@ -19,7 +19,7 @@ from implicit_blocks.analysis import spectral_radius
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import AtEvaluation, BroydenSpec, PicardSpec, SolverSpec, StoppingOverrides
-from implicit_blocks.specs.solvers import Scope
+from implicit_blocks.specs.families import Scope
 from trainer.data.source import IGNORED, Batch
 
 SCOPES: tuple[Scope, ...] = ("prefix", "sequence")

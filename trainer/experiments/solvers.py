@@ -28,7 +28,7 @@ from implicit_blocks.specs import (
     PicardSpec,
     SolverSpec,
 )
-from implicit_blocks.specs.solvers import Scope
+from implicit_blocks.specs.families import Scope
 from trainer.data.source import Batch
 from trainer.experiments.penalty import measure as measure_penalties
 from trainer.experiments.run_options import require_counts, require_tolerances

@@ -18,8 +18,7 @@ from implicit_blocks._utils.hints import did_you_mean
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, merge
 from implicit_blocks.specs.base import validate
 from implicit_blocks.specs.errors import format_error
-from implicit_blocks.specs.loading import resolve
-from implicit_blocks.specs.overrides import apply_overrides
+from implicit_blocks.specs.loading import apply_overrides, resolve
 from implicit_blocks.specs.tree import Section
 from trainer.specs.run import DataSpec, MixtureSpec, RunSpec, WordProblemSpec
 

@@ -1,4 +1,4 @@
-"""A new plugin: an installable distribution, written from templates, that works as it is written."""
+"""Creating a new plugin: an installable distribution, written from templates, that works unchanged."""
 
 from implicit_blocks.registry.scaffold.names import FAMILIES, PluginNames, choose_names
 from implicit_blocks.registry.scaffold.writing import create_plugin

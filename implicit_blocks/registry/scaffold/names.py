@@ -1,4 +1,4 @@
-"""What a new plugin's parts are called, and whether anything else is called that already."""
+"""The names in a new plugin, and checks that they are not taken."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from implicit_blocks import registry
 from implicit_blocks.registry.hooks import GROUP
 
 FAMILIES = ("mixer", "solver", "gradient")
-"""The families that there are templates for."""
+"""The families with templates."""
 
 LONGEST_NAME = 30
-"""Characters: what is written keeps its lines under 110 with any such name."""
+"""Maximum number of characters; generated lines then have at most 110 characters."""
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
 
 
 @dataclass(frozen=True)
 class PluginNames:
-    """Everything that follows from a plugin's name: ``acme_shift`` brings the kind ``acme_shift``."""
+    """All names derived from a plugin's name: ``acme_shift`` provides the kind ``acme_shift``."""
 
     name: str
-    """Of the entry point and of the kind."""
+    """Name of the entry point and of the kind."""
     family: str
 
     @property
     def distribution(self) -> str:
-        """Name to install it by: ``implicit-blocks-acme-shift``."""
+        """Name of the distribution: ``implicit-blocks-acme-shift``."""
         return "implicit-blocks-" + self.name.replace("_", "-")
 
     @property
     def module(self) -> str:
-        """Name to import it by: ``implicit_blocks_acme_shift``."""
+        """Name of the Python package: ``implicit_blocks_acme_shift``."""
         return f"implicit_blocks_{self.name}"
 
     @property
     def class_name(self) -> str:
-        """Name of the component's class, ``AcmeShift``; its spec's is ``AcmeShiftSpec``."""
+        """Name of the component's class, ``AcmeShift``; the spec is ``AcmeShiftSpec``."""
         return "".join(part.capitalize() for part in self.name.split("_"))
 
     @property
@@ -51,16 +51,15 @@ class PluginNames:
 
 
 def choose_names(name: str, family: str) -> PluginNames:
-    """Check a plugin's name against the rules and against everything installed.
+    """Check a plugin's name against the rules and against all installed names, and return the derived names.
 
     Raises:
-        ValueError: the family is unknown; the name is no identifier in lower case, too long, reserved, or
-            taken by a kind, a plugin, a distribution, a module or a spec of the zoo. Says by which, and what
-            to do.
+        ValueError: the family is unknown; the name is not a lower-case identifier, too long, reserved, or
+            taken by a kind, a plugin, a distribution, a module or a spec of the zoo.
 
     """
     if family not in FAMILIES:
-        raise ValueError(f"there is no template for family {family!r}; choose one of {', '.join(FAMILIES)}")
+        raise ValueError(f"no template for family {family!r}; choose one of {', '.join(FAMILIES)}")
     _check_form(name)
     names = PluginNames(name, family)
     if taken := _taken_by(names):
@@ -74,11 +73,11 @@ def _check_form(name: str) -> None:
         near = f"p_{near}" if near[:1].isdigit() else near
         example = near[:LONGEST_NAME].strip("_") or "acme_shift"
         raise ValueError(
-            f"the plugin name {name!r} is no identifier in lower case; choose letters, digits and single "
+            f"the plugin name {name!r} is not a lower-case identifier; use letters, digits and single "
             f"underscores between them, such as {example!r}"
         )
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        raise ValueError(f"the plugin name {name!r} is a word of Python; choose another, such as 'my_{name}'")
+        raise ValueError(f"the plugin name {name!r} is a Python keyword; choose another, such as 'my_{name}'")
     if len(name) > LONGEST_NAME:
         raise ValueError(
             f"the plugin name {name!r} has {len(name)} characters; choose at most {LONGEST_NAME}"
@@ -86,7 +85,7 @@ def _check_form(name: str) -> None:
 
 
 def _taken_by(names: PluginNames) -> str | None:
-    """Say what has one of the names already, or None."""
+    """Return what already uses one of the names, or None."""
     from implicit_blocks.specs.loading import zoo_names
 
     for family in registry.families():
@@ -96,7 +95,7 @@ def _taken_by(names: PluginNames) -> str | None:
     for point in entry_points(group=GROUP):
         if point.name == names.name:
             owner = f"{point.dist.name} {point.dist.version}" if point.dist else "a distribution"
-            return f"{owner} has a plugin of that name"
+            return f"{owner} has a plugin of this name"
     if names.name in sys.stdlib_module_names:
         return f"Python's standard library has a module {names.name!r}"
     for module in (names.module, names.name):
@@ -107,14 +106,14 @@ def _taken_by(names: PluginNames) -> str | None:
     except PackageNotFoundError:
         pass
     if names.run_spec in zoo_names():
-        return f"the zoo has a spec {names.run_spec!r}, which its run spec would be called"
+        return f"the zoo has a spec {names.run_spec!r}, the name of the plugin's run spec"
     return None
 
 
 def _is_module(name: str) -> bool:
-    """Whether an import would find code of that name; a mere folder beside us is none."""
+    """Whether an import would find a module of this name; directories without code do not count."""
     try:
         found = importlib.util.find_spec(name)
-    except (ImportError, ValueError):  # a module that is loaded in an odd way: it is there
+    except (ImportError, ValueError):  # loaded without an ordinary spec: it exists
         return True
     return found is not None and found.origin is not None

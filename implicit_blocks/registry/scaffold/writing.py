@@ -1,4 +1,4 @@
-"""Filling in the templates: all files of a new plugin, or none."""
+"""Writing a new plugin from the templates: all files, or none."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _EXAMPLES = {
 
 
 def create_plugin(name: str, *, family: str, directory: str | os.PathLike[str] | None = None) -> Path:
-    """Write an installable plugin that passes its own tests, trains from YAML, and is yours to change.
+    """Write an installable plugin that passes its own tests and trains from YAML, as a starting point.
 
     Args:
-        name: an identifier in lower case: the kind that the plugin brings. Its distribution is then
-            ``implicit-blocks-…``, its module ``implicit_blocks_…``.
+        name: a lower-case identifier, the kind that the plugin provides. Its distribution is named
+            ``implicit-blocks-…``, its package ``implicit_blocks_…``.
         family: ``mixer``, ``solver`` or ``gradient``.
-        directory: folder to write, new or empty; by default a new one of the plugin's name where we are.
+        directory: directory to write, new or empty; by default ``./NAME``.
 
     Returns:
-        The folder.
+        The directory.
 
     Raises:
-        ValueError: a name that can't be or is taken, a folder that is not empty, or that can't be written;
-            nothing has been written then.
+        ValueError: an invalid or taken name, or a directory that is not empty or cannot be written; nothing
+            is written then.
 
     """
     names = choose_names(name, family)
@@ -48,16 +48,16 @@ def create_plugin(name: str, *, family: str, directory: str | os.PathLike[str] |
         _write(texts, target)
     except OSError as error:
         raise ValueError(
-            f"can't write {os.fspath(target)!r}: {error.strerror or error}; give another --directory"
+            f"cannot write {os.fspath(target)!r}: {error.strerror or error}; give another --directory"
         ) from error
     return target
 
 
 def render(names: PluginNames) -> dict[str, str]:
-    """Return the text of every file by its path in the plugin's folder.
+    """Return the text of every file by its path in the plugin's directory.
 
     Raises:
-        ValueError: the generated code itself uses the name.
+        ValueError: the generated code uses the name for something else.
 
     """
     root = files("implicit_blocks.registry.scaffold") / "templates"
@@ -96,36 +96,36 @@ def _walk(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _refuse_reserved(names: PluginNames, templates: dict[str, str]) -> None:
-    """Refuse a name whose class would hide one that the code uses: ``Mixer``, ``Window``."""
+    """Reject a name whose class would shadow one that the code uses, such as ``Mixer`` or ``Window``."""
     code = " ".join(text for path, text in templates.items() if path.endswith(".py" + _SUFFIX))
     words = set(re.findall(r"(?<!@)\b\w+\b(?!@)", code))
     for used in (names.class_name, f"{names.class_name}Spec"):
         if used in words:
             raise ValueError(
-                f"the plugin name {names.name!r} is reserved: its class would be called {used!r}, as one of "
-                f"the library's is; choose another, such as 'my_{names.name}'"
+                f"the plugin name {names.name!r} is reserved: its class would be named {used!r}, like a "
+                f"class of the library; choose another, such as 'my_{names.name}'"
             )
 
 
 def _check_empty(target: Path) -> None:
     if target.exists() and not target.is_dir():
-        raise ValueError(f"{os.fspath(target)!r} is a file; give a folder that is new or empty")
+        raise ValueError(f"{os.fspath(target)!r} is a file; give a new or empty directory")
     try:
         held = sorted(path.name for path in target.iterdir()) if target.exists() else []
     except OSError as error:
         raise ValueError(
-            f"can't read {os.fspath(target)!r}: {error.strerror}; give another --directory"
+            f"cannot read {os.fspath(target)!r}: {error.strerror}; give another --directory"
         ) from error
     if held:
         shown = ", ".join(held[:3]) + (", …" if len(held) > 3 else "")
         raise ValueError(
-            f"the folder {os.fspath(target)!r} is not empty (it holds {shown}); "
-            "give a folder that is new or empty, --directory FOLDER"
+            f"the directory {os.fspath(target)!r} is not empty (it contains {shown}); "
+            "give a new or empty one, --directory DIRECTORY"
         )
 
 
 def _write(texts: dict[str, str], target: Path) -> None:
-    """Write beside the target first, then move: what is interrupted leaves no half of a plugin."""
+    """Write to a temporary directory and move, so that an interruption leaves no partial plugin."""
     made = [folder for folder in (target, *target.parents) if not folder.exists()]
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -151,7 +151,7 @@ def _write(texts: dict[str, str], target: Path) -> None:
 
 
 def _library_version() -> str:
-    """Return the first two numbers of the library's version: what a new plugin asks for at least."""
+    """Return major and minor version of the library, the minimum that a new plugin requires."""
     try:
         return ".".join(version("implicit_blocks").split(".")[:2])
     except PackageNotFoundError:

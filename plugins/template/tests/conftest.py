@@ -1,4 +1,4 @@
-"""Strict arithmetic: one thread, NaN in uninitialized memory, the same seed for every test."""
+"""Deterministic tests: one thread, NaN in uninitialized memory, the same seed for every test."""
 
 from __future__ import annotations
 

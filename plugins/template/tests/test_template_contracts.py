@@ -1,4 +1,4 @@
-"""The contracts that every mixer must hold, each a test; and the spec's statements about the mixer."""
+"""The contracts of mixers, one test each, and the numbers that the spec states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_contract(name, contract):
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_parameters_are_counted_as_built(name):
+def test_the_spec_counts_the_parameters(name):
     spec = SPECS[name]
     with torch.device("meta"):
         mixer = ib.build(spec, d_model=32)
@@ -31,6 +31,6 @@ def test_parameters_are_counted_as_built(name):
     assert counted.weight_normed_rows == sum(p.shape[0] for p in mixer.parameters() if p.ndim >= 2)
 
 
-def test_a_setting_that_cannot_be_is_refused():
+def test_invalid_settings_are_rejected():
     with pytest.raises(ValueError, match="greater than 0"):
         TemplateSpec(expand=0)

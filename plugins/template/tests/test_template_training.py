@@ -1,4 +1,4 @@
-"""The run spec that the plugin ships, trained by the trainer, which knows the mixer by its kind alone."""
+"""A short training run with the plugin's run spec; the trainer finds the mixer by its kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SMALL = [
 ]
 
 
-def test_the_loss_falls(tmp_path):
+def test_training_decreases_the_loss(tmp_path):
     output = tmp_path / "run"
     assert main(["--spec", SPEC, "--output", str(output), *SMALL]) == 0
     records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
@@ -28,5 +28,5 @@ def test_the_loss_falls(tmp_path):
     assert sum(losses[-4:]) < 0.98 * sum(losses[:4])
 
 
-def test_knowing_the_kind_imports_no_torch():
+def test_registering_the_kind_imports_no_torch():
     check_plugin(DISTRIBUTION, KIND)

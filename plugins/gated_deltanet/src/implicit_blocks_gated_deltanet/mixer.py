@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812  # conventional name
 
 from implicit_blocks import Mixer, Window
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
-from implicit_blocks.mixers import DepthwiseConv, DocumentsAround, PaddingPermutation, permute
+from implicit_blocks.mixers.short_conv import DepthwiseConv, DocumentsAround, PaddingPermutation, permute
 from implicit_blocks.mixers.slots import RecurrentSlots
 from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
 from implicit_blocks_gated_deltanet.delta_rule import gated_delta_rule

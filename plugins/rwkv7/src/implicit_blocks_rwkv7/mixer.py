@@ -16,7 +16,7 @@ from torch.nn import functional as F  # noqa: N812  # conventional name
 
 from implicit_blocks import Mixer, Window
 from implicit_blocks.layers import Linear, at_least_float32
-from implicit_blocks.mixers import DocumentsAround, PaddingPermutation, permute
+from implicit_blocks.mixers.short_conv import DocumentsAround, PaddingPermutation, permute
 from implicit_blocks.mixers.slots import RecurrentSlots
 from implicit_blocks_rwkv7.delta_rule import generalized_delta_rule
 from implicit_blocks_rwkv7.kernels import generalized_delta_rule_fla

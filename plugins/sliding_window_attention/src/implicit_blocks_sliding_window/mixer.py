@@ -17,7 +17,7 @@ from torch import Tensor
 
 from implicit_blocks import Mixer, Window
 from implicit_blocks.layers import Linear
-from implicit_blocks.mixers import PaddingPermutation, permute
+from implicit_blocks.mixers.short_conv import PaddingPermutation, permute
 from implicit_blocks.ops.attention import attend
 from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks_sliding_window.band import BandMasks, attend_in_band, band_masks

@@ -1,4 +1,4 @@
-"""A mixer for `implicit_blocks`: the module that the distribution's entry point names."""
+"""A mixer for `implicit_blocks`: the module of the distribution's entry point."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from implicit_blocks_template.spec import TemplateSpec
 
 __all__ = ["TemplateSpec", "api_version", "register_components"]
 
-api_version = "1.0"  # of the library's plugin interface that this was written for
+api_version = "1.0"  # the version of the plugin interface
 
 
 @hookimpl
 def register_components(add: Add) -> None:
-    """Register the mixer. The builder is an import string, so that knowing the kind imports no torch."""
+    """Register the mixer. Its builder is an import string, so that registering imports no torch."""
     add(
         "mixer",
         TemplateSpec,

@@ -1,4 +1,4 @@
-"""A gated recurrence on the windowed contract; the example that a mixer of your own takes the place of.
+"""A gated recurrence, as an example to replace by another mixer.
 
 L. Feng et al., "Were RNNs All We Needed?", 2024 (the minimal GRU); W. D. Hillis and G. L. Steele, "Data
 parallel algorithms", Communications of the ACM 29, 1986 (the scan).
@@ -23,7 +23,7 @@ from implicit_blocks_template.spec import TemplateSpec
 
 
 class Context(NamedTuple):
-    """Where tokens are real, and where another document begins, (B, L, 1) bool; None: everywhere, nowhere."""
+    """Masks (B, L, 1) bool: real tokens (None: all), and first tokens of a document (None: none)."""
 
     real_BL1: Tensor | None = None
     begins_BL1: Tensor | None = None
@@ -32,7 +32,7 @@ class Context(NamedTuple):
 class Template(Mixer):
     """``h_t = k_t h_{t-1} + (1 - k_t) x_t``, ``y_t = W_out (h_t silu(g_t))``, with ``[x, k, g] = W z + u``.
 
-    ``k = sigmoid(... + bias)`` is the share of the memory that a token keeps. The state is ``h`` after the
+    ``k = sigmoid(... + bias)`` is the fraction of the memory that a token keeps. The state is ``h`` after the
     last token, (B, H), in float32 or better. A window of L tokens costs log2(L) element-wise passes.
 
     Args:
@@ -51,12 +51,12 @@ class Template(Mixer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Let the features forget at different rates, from about every second token to every twentieth."""
+        """Initialize the features' memory spans between about 2 and 20 tokens."""
         nn.init.uniform_(self.keep_bias, 0.0, 3.0)
 
     @property
     def injection_width(self) -> int:
-        """Width of new value, keep gate and output gate together."""
+        """Total width of new value, keep gate and output gate."""
         return 3 * self.width
 
     def output_projections(self) -> Sequence[nn.Module]:
@@ -66,7 +66,7 @@ class Template(Mixer):
     def initial_state(
         self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> Tensor:
-        """Return an empty memory, (B, H); it does not grow, so that no room need be reserved."""
+        """Return an empty memory, (B, H); its size does not depend on ``max_seq_len``."""
         wide = torch.promote_types(dtype, torch.float32)
         return torch.zeros(batch_size, self.width, device=device, dtype=wide)
 
@@ -77,22 +77,22 @@ class Template(Mixer):
     def slots(
         self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int
     ) -> RecurrentSlots:
-        """Return a memory a slot, for decoding texts of unlike lengths side by side."""
+        """Return one memory per slot, for continuous batching."""
         return RecurrentSlots(self, count, device=device, dtype=dtype)
 
     def prepare(self, window: Window) -> Context:
-        """Find padding and the beginnings of documents; once a window, whatever the number of layers."""
+        """Return the masks of padding and documents, computed once per window for all layers."""
         context: Context = window.once(Context, lambda: _context(window))
         return context
 
     def forward(self, z_BLD: Tensor, u_BLU: Tensor | None, state: Tensor, context: Context) -> Tensor:
-        """Mix the window, (B, L, D)."""
+        """Return the mixed window, (B, L, D)."""
         return self.advance(z_BLD, u_BLU, state, context)[0]
 
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Tensor, context: Context
     ) -> tuple[Tensor, Tensor]:
-        """Mix the window, and return the memory after it, (B, H)."""
+        """Return the mixed window and the memory after it, (B, H)."""
         projected = self.in_proj(z_BLD)
         projected = projected if u_BLU is None else projected + u_BLU
         x, keep, gate = projected.chunk(3, dim=-1)
@@ -100,11 +100,11 @@ class Template(Mixer):
         new = (1 - keep) * x
         if context.begins_BL1 is not None:
             keep = keep.where(~context.begins_BL1, 0.0)
-        if context.real_BL1 is not None:  # padding keeps everything and adds nothing
+        if context.real_BL1 is not None:  # padding leaves the memory unchanged
             keep, new = keep.where(context.real_BL1, 1.0), new.where(context.real_BL1, 0.0)
         h = scan(keep, new, state)
         y: Tensor = self.out_proj(h * silu(gate))
-        return y, h[:, -1].clone()  # a view would keep all of the window alive
+        return y, h[:, -1].clone()  # a view would keep the whole window in memory
 
 
 def scan(keep_BLH: Tensor, new_BLH: Tensor, state_BH: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def scan(keep_BLH: Tensor, new_BLH: Tensor, state_BH: Tensor) -> Tensor:
     first = new_BLH[:, :1] + keep_BLH[:, :1] * state_BH[:, None]
     keep, h = keep_BLH, torch.cat((first, new_BLH[:, 1:]), dim=1)
     step, length = 1, h.shape[1]
-    while step < length:  # after each pass h_t takes in the last 2 * step tokens
+    while step < length:  # after each pass h_t includes the last 2 * step tokens
         h = torch.cat((h[:, :step], h[:, step:] + keep[:, step:] * h[:, :-step]), dim=1)
         keep = torch.cat((keep[:, :step], keep[:, step:] * keep[:, :-step]), dim=1)
         step *= 2
@@ -127,7 +127,7 @@ def _context(window: Window) -> Context:
         return Context(real)
     if valid is None:
         valid = torch.ones_like(documents, dtype=torch.bool)
-    # A document begins where the real token before belongs to another one; there may be padding between.
+    # A document begins where the previous real token belongs to another one; padding may lie between them.
     place = torch.arange(documents.shape[1], device=documents.device)
     latest = torch.where(valid, place, -1).cummax(1).values
     before = torch.cat((latest.new_full((latest.shape[0], 1), -1), latest[:, :-1]), dim=1)

@@ -1,4 +1,4 @@
-"""A third party's solver and mixer, and a kind whose code is missing."""
+"""A third-party solver and mixer, and a kind whose code is missing."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import implicit_blocks as ib
 
 
 class RelaxedSpec(ib.SolverSpec):
-    """Damped steps whose damping adapts itself to each element."""
+    """Damped steps with an adaptive damping per element."""
 
     kind: Literal["acme.relaxed"] = "acme.relaxed"
     first: PositiveFloat = 0.8
     """Damping of the first step."""
     least: PositiveFloat = 0.1
-    """Never less than this ..."""
+    """Lower bound of the damping."""
     most: PositiveFloat = 2.0
-    """... nor more than this."""
+    """Upper bound of the damping."""
 
 
 class ShiftSpec(ib.MixerSpec):
-    """Hand each token on to the one `distance` later."""
+    """Add each token to the one `distance` later."""
 
     kind: Literal["acme.shift"] = "acme.shift"
     distance: PositiveInt = 1
-    """In tokens."""
+    """Distance in tokens."""
 
 
 class MissingSpec(ib.MixerSpec):
-    """Registered, but built by something that is not there."""
+    """A kind whose builder does not exist."""
 
     kind: Literal["acme.missing"] = "acme.missing"
 

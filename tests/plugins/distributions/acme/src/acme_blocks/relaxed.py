@@ -15,7 +15,7 @@ class Relaxed(ib.Solver):
         self.first, self.least, self.most = first, least, most
 
     def init(self, z0_EF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """No residual is known yet: ω is the first one."""
+        """Return the initial ω and an undefined residual."""
         wide = torch.promote_types(z0_EF.dtype, torch.float32)
         elements = z0_EF.shape[0]
         return (
@@ -27,7 +27,7 @@ class Relaxed(ib.Solver):
     def update(
         self, z_EF: Tensor, fz_EF: Tensor, state: tuple[Tensor, Tensor, Tensor], f: ib.Map
     ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Step along the residual."""
+        """Return the next point, a step along the residual."""
         before, omega, known = state
         residual = (fz_EF - z_EF).to(before.dtype)
         change = residual - before

@@ -1,4 +1,4 @@
-"""A mixer that hands each token on to a later one; shapes: B batch, L tokens, D model width, S distance."""
+"""A mixer that adds each token to a later one; shapes: B batch, L tokens, D model width, S distance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from implicit_blocks.layers import Linear
 
 
 class ShiftContext(NamedTuple):
-    """Where real tokens go and come from, (B, L), and where the last of them then stand, (B, S)."""
+    """Permutation (B, L) of the real tokens, its inverse, and the places (B, S) of the last ones."""
 
     order: Tensor | None = None
     inverse: Tensor | None = None
@@ -32,23 +32,23 @@ class Shift(ib.Mixer):
 
     @property
     def injection_width(self) -> int:
-        """As wide as the model."""
+        """Return the model width."""
         return self.d_model
 
     def initial_state(
         self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> Tensor:
-        """Zeros."""
+        """Return zeros."""
         return torch.zeros(batch_size, self.distance, self.d_model, device=device, dtype=dtype)
 
     def select_rows(self, state: Tensor, rows: Tensor) -> Tensor:
-        """Pick the rows."""
+        """Return the state of the rows."""
         return state[rows]
 
     def prepare(self, window: ib.Window) -> ShiftContext:
-        """Distances count real tokens, so padding goes to the end of each row."""
+        """Move padding to the end of each row, because distances count real tokens."""
         if window.documents_BT is not None:
-            raise ValueError("acme.shift does not keep documents apart; give one document a row")
+            raise ValueError("acme.shift does not support packed documents; use one document per row")
         if window.valid_BL is None:
             return ShiftContext()
         order = (~window.valid_BL).to(torch.int8).argsort(dim=1, stable=True)
@@ -56,13 +56,13 @@ class Shift(ib.Mixer):
         return ShiftContext(order, order.argsort(1), window.valid_BL.sum(1, keepdim=True) + slots)
 
     def forward(self, z_BLD: Tensor, u_BLU: Tensor | None, state: Tensor, context: ShiftContext) -> Tensor:
-        """Mix the window."""
+        """Return the mixed window."""
         return self.advance(z_BLD, u_BLU, state, context)[0]
 
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Tensor, context: ShiftContext
     ) -> tuple[Tensor, Tensor]:
-        """Mix the window, and keep its last values."""
+        """Return the mixed window and its last values."""
         x = self.in_proj(z_BLD)
         x = x if u_BLU is None else x + u_BLU
         x = x if context.order is None else _take(x, context.order)

@@ -1,3 +1,3 @@
-"""A plugin whose own dependency is not installed."""
+"""A plugin with a missing dependency."""
 
-import acme_dependency_that_is_not_installed  # noqa: F401  # the point of it
+import acme_dependency_that_is_not_installed  # noqa: F401  # the missing dependency

@@ -16,7 +16,7 @@ class ParitySpec(DataSpec):
 
     kind: Literal["acme.parity"] = "acme.parity"
     period: PositiveInt = 1000
-    """Sequences after which they repeat."""
+    """Number of different sequences."""
 
     @property
     def vocab_size(self) -> int:
@@ -25,7 +25,7 @@ class ParitySpec(DataSpec):
 
 
 class SignSpec(OptimizerSpec):
-    """Steps along the signs of the gradient's running mean."""
+    """Steps along the signs of the running mean of the gradient."""
 
     kind: Literal["acme.sign"] = "acme.sign"
     beta: float = 0.9
@@ -33,32 +33,32 @@ class SignSpec(OptimizerSpec):
 
 
 class HalvingSpec(ScheduleSpec):
-    """Half the rate after every so many steps."""
+    """Halve the learning rate periodically."""
 
     kind: Literal["acme.halving"] = "acme.halving"
     every: PositiveInt = 2
-    """Steps."""
+    """Steps per halving."""
 
     def check(self, total_steps: int) -> None:
-        """Refuse a run in which nothing is ever halved."""
+        """Check that the run reaches the first halving."""
         if total_steps <= self.every:
             raise ValueError(f"a run of {total_steps} steps never halves its rate; lower every {self.every}")
 
 
 class DiarySpec(CallbackSpec):
-    """Write down what happens."""
+    """Log the events of the run."""
 
     kind: Literal["acme.diary"] = "acme.diary"
     file: str = "diary.txt"
-    """In the run's folder."""
+    """File in the run's directory."""
 
 
 class FragileSpec(CallbackSpec):
-    """Fail after some step."""
+    """Fail after a number of steps."""
 
     kind: Literal["acme.fragile"] = "acme.fragile"
     after: NonNegativeInt = 0
-    """Steps that go well."""
+    """Number of steps before the failure."""
 
 
 class RhymeSpec(EvaluationTaskSpec):
@@ -66,7 +66,7 @@ class RhymeSpec(EvaluationTaskSpec):
 
     kind: Literal["acme.rhyme"] = "acme.rhyme"
     file: str = "verses.jsonl"
-    """In the folder of data: objects with a `verse` and its last `word`."""
+    """File in the data directory: objects with a `verse` and its last `word`."""
     columns: ClassVar[dict[str, str]] = {"acc": "rhymes"}
 
 

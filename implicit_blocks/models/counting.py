@@ -1,20 +1,17 @@
-"""Sizes and costs of a language model, from its spec alone: nothing is built.
+"""Parameter and FLOP counts of a language model, from its spec alone: nothing is built.
 
-A number that some component's spec doesn't tell is None, "not known", and so is every sum that it enters.
-Mixers and MLPs tell theirs by `parameter_shapes`, `flops_per_token` and `injection_width`, gradients by
-`forward_equivalents`.
+Mixers and MLPs provide their numbers by `parameter_shapes`, `flops_per_token` and `injection_width`, gradient
+estimators by `forward_equivalents`. A number that a spec does not provide is None, "not known", and so is
+every sum that includes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
-from implicit_blocks.specs.layers import MixerSpec, MLPSpec, Parameters
-from implicit_blocks.specs.model import ImplicitLMSpec, LanguageModelSpec, ModelSpec
-
-_Number = TypeVar("_Number", int, float)
+from implicit_blocks.models.specs import ImplicitLMSpec, LanguageModelSpec
+from implicit_blocks.specs.families import MixerSpec, MLPSpec, ModelSpec, Parameters, total
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,15 +19,15 @@ class ParameterCounts:
     """Parameters by part."""
 
     embedding: int
-    """The embedding; with tied embeddings also the head's."""
+    """The embedding, shared with the head if they are tied."""
     head: int
-    """The head's own: 0 with tied embeddings."""
+    """The head; 0 with tied embeddings."""
     backbone: int | None
-    """Layers, with the final norm."""
+    """The layers and the final norm."""
     injection: int | None
-    """Norm, weight and bias of the injection: 0 for explicit models."""
+    """Norm, weight and bias of the injection; 0 for explicit models."""
     gains: int | None
-    """Weight norm's: one for each row of a weight of the backbone and the injection."""
+    """Gains of weight norm: one per row of each weight of the backbone and the injection."""
 
     @property
     def total(self) -> int | None:
@@ -40,18 +37,18 @@ class ParameterCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class FlopCounts:
-    """Floating-point operations of one forward pass, a token.
+    """Floating-point operations of one forward pass per token.
 
-    A multiply-add counts 2, element-wise work nothing. The backward pass of a part costs twice its forward
-    pass.
+    A multiply-add counts 2; element-wise operations are ignored. The backward pass of a part costs twice its
+    forward pass.
     """
 
     layers: float | None
     """All layers once: one iteration of the map."""
     injection: float | None
-    """Once a forward pass: 0 for explicit models."""
+    """Once per forward pass; 0 for explicit models."""
     head: float
-    """Once a forward pass."""
+    """Once per forward pass."""
 
 
 def count_parameters(spec: ModelSpec) -> ParameterCounts | None:
@@ -72,7 +69,7 @@ def count_parameters(spec: ModelSpec) -> ParameterCounts | None:
 
 
 def count_flops(spec: ModelSpec, *, length: int) -> FlopCounts | None:
-    """Count the operations of a forward pass, a token, in sequences of ``length``; None for other models."""
+    """Count the FLOPs of a forward pass per token, in sequences of ``length``; None for other models."""
     if not isinstance(spec, LanguageModelSpec):
         return None
     layer = total(part.flops_per_token(spec.d_model, length) for part in _parts(spec))
@@ -87,15 +84,15 @@ def count_flops(spec: ModelSpec, *, length: int) -> FlopCounts | None:
 def training_flops_per_token(
     spec: ModelSpec, *, length: int, iterations: float | None = None
 ) -> float | None:
-    """Operations of one training step, a token: forward and backward.
+    """Return the FLOPs of one training step per token: forward and backward.
 
     Args:
         spec: the model.
-        length: tokens in a sequence.
-        iterations: of the search; None: as many as its stopping rule allows. Explicit models have none.
+        length: tokens per sequence.
+        iterations: of the search; None: the maximum of its stopping rule. Ignored for explicit models.
 
     Returns:
-        None where a component doesn't tell its cost.
+        None if the cost of a component is not known.
 
     """
     flops = count_flops(spec, length=length)
@@ -106,12 +103,6 @@ def training_flops_per_token(
         searched = spec.stopping.max_iterations if iterations is None else iterations
         passes = spec.gradient.forward_equivalents(searched)
     return None if passes is None else passes * flops.layers + 3 * (flops.injection + flops.head)
-
-
-def total(numbers: Iterable[_Number | None]) -> _Number | None:
-    """Add numbers up; None if one of them isn't known."""
-    known = list(numbers)
-    return None if None in known else sum(known)  # type: ignore[arg-type]  # none of them is None
 
 
 def _parts(spec: LanguageModelSpec) -> list[MixerSpec | MLPSpec]:

@@ -1,0 +1,217 @@
+"""The base specs of the library's families, and what their fields share.
+
+Sizes and costs are methods of the specs, so that they are known without building anything. They may return
+None, "not known"; a third-party component that overrides them appears in the estimates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from implicit_blocks.registry import build
+from implicit_blocks.specs.base import ComponentSpec, Spec
+
+_Number = TypeVar("_Number", int, float)
+
+# ------------------------------------------------------------------------------------ solvers and gradients
+
+Damping = Annotated[float, Field(gt=0, le=1)]
+"""λ in ``z ← (1 - λ) z + λ f(z)``; 1 is the undamped step."""
+
+Norm = Literal["relative", "absolute"]
+Scope = Literal["sequence", "prefix"]
+
+
+class Stopping(Spec):
+    """When the search ends, decided separately for each sequence or token."""
+
+    tolerance: NonNegativeFloat = 0.05
+    """Converged once the residual is at or below it; 0 always takes every iteration."""
+    max_iterations: PositiveInt = 32
+    """Maximum number of calls of f in the search."""
+    norm: Norm = "relative"
+    """Residual ``‖f(z) - z‖ / ‖f(z)‖`` (relative) or ``‖f(z) - z‖`` (absolute)."""
+    scope: Scope = "sequence"
+    """`sequence`: stops as a whole. `prefix`: a token stops once it and all before it have converged."""
+
+
+class SolverSpec(ComponentSpec):
+    """Base of all solvers' specs: an update rule for ``z = f(z)``."""
+
+    family: ClassVar[str] = "solver"
+    builds: ClassVar[str | None] = "implicit_blocks.interfaces:Solver"
+    differentiable: ClassVar[bool] = False
+    """Whether autograd may differentiate the updates; gradient `unrolled` requires it."""
+    couples_tokens: ClassVar[bool] = False
+    """Whether a step at one token depends on later tokens of the row; refused with scope `prefix`."""
+
+    def state_bytes(self, features: int, *, itemsize: int) -> int:
+        """Return the bytes that the solver keeps between steps per element, without the point itself.
+
+        They are measured on what its ``init`` returns on the meta device; torch is imported for that.
+
+        Args:
+            features: values per element: tokens times width, or the width with scope `prefix`.
+            itemsize: bytes per value, 2 (bfloat16), 4 or 8.
+
+        """
+        import torch
+        from torch.utils import _pytree as pytree
+
+        dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[itemsize]
+        state = build(self).init(torch.empty(1, features, dtype=dtype, device="meta"))
+        return sum(leaf.nbytes for leaf in pytree.tree_leaves(state))
+
+
+class GradientSpec(ComponentSpec):
+    """Base of all gradient estimators' specs."""
+
+    family: ClassVar[str] = "gradient"
+    builds: ClassVar[str | None] = "implicit_blocks.interfaces:GradientEstimator"
+    differentiates_solver: ClassVar[bool] = False
+    """Whether autograd differentiates the solver's updates, which must then be differentiable."""
+
+    def forward_equivalents(self, iterations: float) -> float | None:
+        """Return the cost of one training step in forward passes of the map, given the search's iterations.
+
+        A backward pass counts 2. None: not known (the default; override it so that costs can be estimated).
+        """
+        return None
+
+    @property
+    def differentiated_calls(self) -> int:
+        """Calls of the map that backward passes through: the kind's `steps`, or 1 without that field."""
+        return int(getattr(self, "steps", 1))
+
+
+# ------------------------------------------------------------------------------------ mixers and MLPs
+
+
+class Parameters(NamedTuple):
+    """Parameter counts of one component."""
+
+    weights: int
+    """All parameters except the gains of weight norm."""
+    weight_normed_rows: int
+    """Output rows of its linear and convolution weights; weight norm has one gain per row."""
+
+
+class _LayerPartSpec(ComponentSpec):
+    """Common base of mixers' and MLPs' specs."""
+
+    def check(self, d_model: int) -> None:
+        """Check that the component supports a model width.
+
+        Raises:
+            ValueError: it does not; names the sizes that do not divide each other.
+
+        """
+        return None
+
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]] | None:
+        """Return the shapes of the parameters of one component by name. None: not known."""
+        return None
+
+    def parameter_count(self, d_model: int) -> Parameters | None:
+        """Count the parameters of one component. None: not known."""
+        shapes = self.parameter_shapes(d_model)
+        if shapes is None:
+            return None
+        rows = sum(shape[0] for name, shape in shapes.items() if is_weight_normed(name, shape))
+        return Parameters(sum(map(math.prod, shapes.values())), rows)
+
+    def headline(self, d_model: int) -> str:
+        """Summarize the main sizes in a few words; by default the fields that differ from their defaults."""
+        named = type(self).model_fields
+        fields = {name: value for name, value in self if name != "kind" and value != named[name].default}
+        return ", ".join(f"{name} {value}" for name, value in fields.items())
+
+    def flops_per_token(self, d_model: int, length: int) -> float | None:
+        """Return the FLOPs of a forward pass per token, in sequences of `length` tokens. None: not known.
+
+        A multiply-add counts 2; element-wise operations are ignored.
+        """
+        return None
+
+
+class MixerSpec(_LayerPartSpec):
+    """Base of all mixers' specs: what carries information between tokens."""
+
+    family: ClassVar[str] = "mixer"
+    builds: ClassVar[str | None] = "implicit_blocks.interfaces:Mixer"
+
+    def injection_width(self, d_model: int) -> int | None:
+        """Return the width of the injection that the mixer adds to its projections. None: not known."""
+        return None
+
+    def portable(self) -> Self:
+        """Return a copy without machine-specific choices: every backend field is reset to its default.
+
+        Backend fields are `backend` and those whose names end in `_backend`.
+        """
+        fields = type(self).model_fields
+        chosen = [name for name in fields if name == "backend" or name.endswith("_backend")]
+        return self.model_copy(update={name: fields[name].default for name in chosen})
+
+
+class MLPSpec(_LayerPartSpec):
+    """Base of all MLPs' specs: what processes each token separately."""
+
+    family: ClassVar[str] = "mlp"
+    builds: ClassVar[str | None] = "torch.nn:Module"
+
+
+def is_weight_normed(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether weight norm applies to a parameter: its name ends in "weight" and it is not a vector."""
+    return name.rpartition(".")[2] == "weight" and len(shape) >= 2
+
+
+def linear_shapes(name: str, rows: int, columns: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a linear layer's parameters by name."""
+    weight: dict[str, tuple[int, ...]] = {f"{name}.weight": (rows, columns)}
+    return weight | ({f"{name}.bias": (rows,)} if bias else {})
+
+
+def total(numbers: Iterable[_Number | None]) -> _Number | None:
+    """Return the sum of numbers; None if one of them is not known."""
+    known = list(numbers)
+    return None if None in known else sum(known)  # type: ignore[arg-type]  # none of them is None
+
+
+# ------------------------------------------------------------------------------------ models and runs
+
+
+class ModelSpec(ComponentSpec):
+    """Base of all models' specs."""
+
+    family: ClassVar[str] = "model"
+    changeable: ClassVar[frozenset[str]] = frozenset()
+    """Fields that a training phase may change while the weights are kept."""
+    twin_of: ClassVar[frozenset[str]] = frozenset()
+    """Kinds that switch to this one by changing `kind` alone; the fields that both have are kept."""
+
+    def parameter_total(self) -> int | None:
+        """Return the number of parameters, tied ones counted once. None: not known.
+
+        For language models see `implicit_blocks.models.counting`.
+        """
+        return None
+
+
+class BaseRunSpec(ComponentSpec):
+    """Base of the specs of whole YAML files: a run has a model; its other sections are the trainer's."""
+
+    family: ClassVar[str] = "run"
+    read_before: ClassVar[tuple[str, ...]] = ("extends",)
+
+    model: ModelSpec
+    """The model that is trained."""
+
+    @property
+    def final_model(self) -> ModelSpec:
+        """The model at the end of the run; phases may change its search settings."""
+        return self.model
