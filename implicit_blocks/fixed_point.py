@@ -23,12 +23,10 @@ from implicit_blocks.search.convergence_watch import (
     expects_convergence,
     search_watch,
 )
-from implicit_blocks.search.search import solve_fixed_point
+from implicit_blocks.search.search import solve_fixed_point as solve_fixed_point  # also imported from here
 from implicit_blocks.solution import Solution
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
-
-__all__ = ["FixedPoint", "solve_fixed_point"]
 
 
 class FixedPoint(nn.Module):
