@@ -189,7 +189,7 @@ def test_what_makes_no_sense_is_refused(tiny_model, many):
     with pytest.raises(ValueError, match=r"buckets are \[2, 9\]"):
         ContinuousDecoder(model, max_batch_size=2, max_seq_len=8, buckets=[9])
     decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=8)
-    with pytest.raises(ValueError, match=r"prompt 0 has 6 tokens, more than the 5 of max_seq_len 8 without"):
+    with pytest.raises(ValueError, match=r"prompt 0 has 6 tokens, more than the 5 of max_seq_len 8 minus"):
         decoder.submit(Request(prompt=many[0], max_new_tokens=3))
     with pytest.raises(ValueError, match="prompt 0 has shape"):
         decoder.submit(Request(prompt=[], max_new_tokens=3))
