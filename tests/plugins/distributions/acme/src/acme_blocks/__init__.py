@@ -10,27 +10,27 @@ import implicit_blocks as ib
 
 
 class RelaxedSpec(ib.SolverSpec):
-    """Damped steps whose damping adapts itself to each element."""
+    """Damped steps with adaptive damping per element."""
 
     kind: Literal["acme.relaxed"] = "acme.relaxed"
     first: PositiveFloat = 0.8
     """Damping of the first step."""
     least: PositiveFloat = 0.1
-    """Never less than this ..."""
+    """Minimum damping."""
     most: PositiveFloat = 2.0
-    """... nor more than this."""
+    """Maximum damping."""
 
 
 class ShiftSpec(ib.MixerSpec):
-    """Hand each token on to the one `distance` later."""
+    """Pass each token to the token `distance` later."""
 
     kind: Literal["acme.shift"] = "acme.shift"
     distance: PositiveInt = 1
-    """In tokens."""
+    """Distance in tokens."""
 
 
 class MissingSpec(ib.MixerSpec):
-    """Registered, but built by something that is not there."""
+    """A registered kind whose builder does not exist."""
 
     kind: Literal["acme.missing"] = "acme.missing"
 

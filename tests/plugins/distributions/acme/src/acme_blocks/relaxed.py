@@ -15,7 +15,7 @@ class Relaxed(ib.Solver):
         self.first, self.least, self.most = first, least, most
 
     def init(self, z0_EF: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """No residual is known yet: ω is the first one."""
+        """Return the state with the initial ω and no residual."""
         wide = torch.promote_types(z0_EF.dtype, torch.float32)
         elements = z0_EF.shape[0]
         return (

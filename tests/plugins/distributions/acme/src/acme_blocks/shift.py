@@ -1,4 +1,4 @@
-"""A mixer that hands each token on to a later one; shapes: B batch, L tokens, D model width, S distance."""
+"""A mixer that passes each token to a later one; shapes: B batch, L tokens, D model width, S distance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from implicit_blocks.layers import Linear
 
 
 class ShiftContext(NamedTuple):
-    """Where real tokens go and come from, (B, L), and where the last of them then stand, (B, S)."""
+    """Indices of real tokens and their inverse, (B, L), and of the last real tokens, (B, S)."""
 
     order: Tensor | None = None
     inverse: Tensor | None = None
@@ -32,7 +32,7 @@ class Shift(ib.Mixer):
 
     @property
     def injection_width(self) -> int:
-        """As wide as the model."""
+        """Return the width of the model."""
         return self.d_model
 
     def initial_state(
@@ -42,11 +42,11 @@ class Shift(ib.Mixer):
         return torch.zeros(batch_size, self.distance, self.d_model, device=device, dtype=dtype)
 
     def select_rows(self, state: Tensor, rows: Tensor) -> Tensor:
-        """Pick the rows."""
+        """Select rows of the state."""
         return state[rows]
 
     def prepare(self, window: ib.Window) -> ShiftContext:
-        """Distances count real tokens, so padding goes to the end of each row."""
+        """Move padding to the end of each row, because distances count real tokens."""
         if window.documents_BT is not None:
             raise ValueError("acme.shift does not keep documents apart; give one document a row")
         if window.valid_BL is None:
@@ -62,7 +62,7 @@ class Shift(ib.Mixer):
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Tensor, context: ShiftContext
     ) -> tuple[Tensor, Tensor]:
-        """Mix the window, and keep its last values."""
+        """Mix the window and keep its last values."""
         x = self.in_proj(z_BLD)
         x = x if u_BLU is None else x + u_BLU
         x = x if context.order is None else _take(x, context.order)

@@ -1,4 +1,4 @@
-"""A plugin that brings a kind of its own and one that is taken."""
+"""A plugin with a new kind and a kind that is already registered."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import implicit_blocks as ib
 
 
 class OwnSpec(ib.SolverSpec):
-    """A kind that nobody else has."""
+    """A new kind."""
 
     kind: Literal["acme.own"] = "acme.own"
 
 
 class PicardSpec(ib.SolverSpec):
-    """A kind that is built in."""
+    """A built-in kind."""
 
     kind: Literal["picard"] = "picard"
 

@@ -1,4 +1,4 @@
-"""A third party's kinds for the trainer: everything it is extended by, with specs that import no torch."""
+"""A third party's kinds for every family of the trainer, with specs that import no torch."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from trainer.specs.run import CallbackSpec, DataSpec, OptimizerSpec, ScheduleSpe
 
 
 class ParitySpec(DataSpec):
-    """Random bits, labeled with the parity of those so far."""
+    """Random bits labeled with their running parity."""
 
     kind: Literal["acme.parity"] = "acme.parity"
     period: PositiveInt = 1000
-    """Sequences after which they repeat."""
+    """Number of sequences after which they repeat."""
 
     @property
     def vocab_size(self) -> int:
-        """Two tokens."""
+        """Return the vocabulary size, 2."""
         return 2
 
 
 class SignSpec(OptimizerSpec):
-    """Steps along the signs of the gradient's running mean."""
+    """Steps along the sign of the gradient's running mean."""
 
     kind: Literal["acme.sign"] = "acme.sign"
     beta: float = 0.9
@@ -33,40 +33,40 @@ class SignSpec(OptimizerSpec):
 
 
 class HalvingSpec(ScheduleSpec):
-    """Half the rate after every so many steps."""
+    """Halve the rate at regular intervals."""
 
     kind: Literal["acme.halving"] = "acme.halving"
     every: PositiveInt = 2
     """Steps."""
 
     def check(self, total_steps: int) -> None:
-        """Refuse a run in which nothing is ever halved."""
+        """Raise an error for a run in which the rate is never halved."""
         if total_steps <= self.every:
             raise ValueError(f"a run of {total_steps} steps never halves its rate; lower every {self.every}")
 
 
 class DiarySpec(CallbackSpec):
-    """Write down what happens."""
+    """Log events to a file."""
 
     kind: Literal["acme.diary"] = "acme.diary"
     file: str = "diary.txt"
-    """In the run's folder."""
+    """File name in the run folder."""
 
 
 class FragileSpec(CallbackSpec):
-    """Fail after some step."""
+    """Raise an error after some step."""
 
     kind: Literal["acme.fragile"] = "acme.fragile"
     after: NonNegativeInt = 0
-    """Steps that go well."""
+    """Number of successful steps."""
 
 
 class RhymeSpec(EvaluationTaskSpec):
-    """The last words of verses."""
+    """Predict the last words of verses."""
 
     kind: Literal["acme.rhyme"] = "acme.rhyme"
     file: str = "verses.jsonl"
-    """In the folder of data: objects with a `verse` and its last `word`."""
+    """File name in the data folder: objects with a `verse` and its last `word`."""
     columns: ClassVar[dict[str, str]] = {"acc": "rhymes"}
 
 

@@ -1,4 +1,4 @@
-"""The parts themselves."""
+"""Implementations of the components."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trainer.optim.schedules import Schedule
 
 
 class Parity(DataSource):
-    """Bits and their running parity; what stands at a position depends on it and the seed alone."""
+    """Bits and their running parity; a sequence depends only on its position and the seed."""
 
     def __init__(self, spec, *, seed, vocab_size):
         self.spec, self.seed = spec, seed
@@ -64,7 +64,7 @@ class Halving(Schedule):
 
 
 class Diary(Callback):
-    """Keeps how many lines it has written in the checkpoints, as a state of its own."""
+    """Stores the number of written lines as its state in checkpoints."""
 
     def __init__(self, spec):
         self.spec, self.lines, self.saved = spec, 0, {}
