@@ -1,4 +1,4 @@
-"""Theorem 1: the formula against autograd and finite differences, in the setting of the paper's Figure 7."""
+"""Theorem 1: the formula against autograd and finite differences, in the setting of Figure 7 of the paper."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def test_the_implicit_models_jacobian_is_dense(seed):
     assert found.rank == 64
     assert found.feedback_rank > 32
     off_diagonal = found.autograd - torch.diag(found.autograd.diagonal())
-    assert float(off_diagonal.abs().max()) > 1e-5  # far above what the three ways differ by
+    assert float(off_diagonal.abs().max()) > 1e-5  # far above the differences between the three computations
     assert found.off_diagonal_mass == pytest.approx(
         float(off_diagonal.norm() ** 2 / found.autograd.norm() ** 2), rel=1e-6
     )
 
 
-def test_the_explicit_twins_is_diagonal():
+def test_the_explicit_twins_jacobian_is_diagonal():
     found = state_jacobian(model("explicit"), torch.randint(0, 60, (1, 16)))
     assert found.formula_against_autograd <= 1e-12
     assert found.formula_against_differences <= 1e-5
@@ -44,8 +44,8 @@ def test_the_explicit_twins_is_diagonal():
     torch.testing.assert_close(found.autograd, torch.diag(found.transition))
 
 
-def test_several_heads_and_state_entries():
-    """Λ is then another one for each head; the state is (heads, head width, state width) in a row."""
+def test_the_computations_agree_for_several_heads_and_state_entries():
+    """Λ differs between heads; the state is flattened from (heads, head width, state width)."""
     mixer = ib.Mamba2Spec(d_state=3, expand=2, head_dim=4, dt_min=0.1, dt_max=1.0)
     found = state_jacobian(model("implicit", d_model=8, mixer=mixer), torch.randint(0, 60, (1, 5)))
     assert found.formula.shape == (48, 48)
@@ -71,11 +71,11 @@ def test_several_heads_and_state_entries():
         (lambda: torch.nn.Linear(2, 2), (1, 4), "model is a Linear"),
     ],
 )
-def test_what_the_theorem_is_not_about_is_refused(make, tokens, message):
+def test_a_model_outside_the_theorem_is_refused(make, tokens, message):
     with pytest.raises(ValueError, match=message):
         state_jacobian(make(), torch.zeros(tokens, dtype=torch.int64))
 
 
-def test_a_fixed_point_that_is_not_found_is_said():
+def test_an_unconverged_fixed_point_is_an_error():
     with pytest.raises(ValueError, match=r"the fixed point was not found: residual .* after 2 iterations"):
         state_jacobian(model("implicit", d_model=8), torch.randint(0, 60, (1, 4)), max_iterations=2)

@@ -1,4 +1,4 @@
-"""The notebooks under docs run from the first cell to the last, and print what stands in them."""
+"""The notebooks in docs run from the first cell to the last and reproduce their stored output."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def cells(path: Path, kind: str) -> list[dict]:
 
 
 def rounded(text: str) -> str:
-    """Numbers of rounding differ between machines: only whether there are some is compared."""
+    """Replace numbers at rounding level, which differ between machines."""
     return re.sub(r"\b(0e\+00|\de-\d\d)|(?<=diagonal )\d+", "some", text)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_it_runs(path):
+def test_a_notebook_reproduces_its_output(path):
     namespace: dict[str, object] = {}
     for number, cell in enumerate(cells(path, "code"), 1):
         printed = io.StringIO()
@@ -37,12 +37,12 @@ def test_it_runs(path):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_its_pictures_are_there(path):
+def test_the_pictures_of_a_notebook_exist(path):
     text = "".join("".join(cell["source"]) for cell in cells(path, "markdown"))
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
     assert pictures
     assert all((DOCS / picture).is_file() for picture in pictures)
 
 
-def test_there_are_some():
+def test_notebooks_exist():
     assert [path.name for path in NOTEBOOKS] == ["jacobian.ipynb"]

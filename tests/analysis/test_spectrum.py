@@ -1,4 +1,4 @@
-"""The spectral radius: where a Rayleigh quotient is wrong, and against dense eigenvalues."""
+"""The spectral radius: complex eigenvalues, and comparison with dense eigenvalues."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rotation(size: float, angle: float = math.pi / 2) -> torch.Tensor:
     return size * torch.tensor([[c, -s], [s, c]], dtype=DOUBLE)
 
 
-def test_a_rotation_where_a_rayleigh_quotient_is_nothing():
+def test_the_radius_of_a_rotation_is_found():
     turn = rotation(0.95)
     vector = torch.randn(2, dtype=DOUBLE)
     assert float(vector @ turn @ vector / (vector @ vector)) == pytest.approx(0, abs=1e-15)
@@ -28,8 +28,8 @@ def test_a_rotation_where_a_rayleigh_quotient_is_nothing():
     assert (found.residual < 1e-10).all()
 
 
-def test_a_rotation_hidden_among_many_directions():
-    """Found in far fewer steps than there are directions."""
+def test_a_rotation_in_a_high_dimensional_map_is_found():
+    """The number of steps is far smaller than the number of features."""
     basis, _ = torch.linalg.qr(torch.randn(200, 200, dtype=DOUBLE))
     jacobian = torch.diag(torch.linspace(-0.6, 0.6, 200, dtype=DOUBLE))
     jacobian[:2, :2] = rotation(0.95, 1.2)
@@ -40,7 +40,7 @@ def test_a_rotation_hidden_among_many_directions():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_it_is_that_of_the_dense_jacobian_row_by_row(dtype):
+def test_the_radius_equals_that_of_the_dense_jacobian_per_row(dtype):
     weight = torch.randn(3, 12, 12, dtype=dtype) / 3
 
     def f(z):
@@ -56,7 +56,7 @@ def test_it_is_that_of_the_dense_jacobian_row_by_row(dtype):
     assert found.eigenvalues.shape == (3, 12)
 
 
-def test_of_no_jacobian_and_of_few_directions():
+def test_constant_maps_and_few_features_are_handled():
     assert spectral_radius(torch.zeros_like, torch.ones(2, 3)).radius.tolist() == [0, 0]
     found = spectral_radius(lambda z: z * torch.tensor([0.5, 0.5, 0.5]), torch.ones(2, 3), steps=3)
     torch.testing.assert_close(found.radius, torch.full((2,), 0.5, dtype=DOUBLE))
@@ -64,8 +64,8 @@ def test_of_no_jacobian_and_of_few_directions():
         spectral_radius(lambda z: z, torch.ones(2, 3), steps=0)
 
 
-def test_it_tells_how_many_iterations_picard_takes():
-    """The residual falls by the radius an iteration, near the fixed point."""
+def test_the_radius_predicts_picards_iterations():
+    """Near the fixed point, the residual decreases by the radius per iteration."""
     basis, _ = torch.linalg.qr(torch.randn(20, 20, dtype=DOUBLE))
     jacobian = basis * torch.linspace(-0.9, 0.3, 20, dtype=DOUBLE) @ basis.T
 
@@ -80,7 +80,7 @@ def test_it_tells_how_many_iterations_picard_takes():
     assert falls == pytest.approx(float(spectral_radius(f, solution.z).radius), rel=1e-3)
 
 
-def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_alone():
+def test_a_non_finite_row_is_nan_and_does_not_affect_the_others():
     z = torch.randn(3, 4)
     scale = torch.tensor([0.5, torch.nan, 0.25])[:, None]
     found = spectral_radius(lambda z: scale * z, z)
@@ -97,6 +97,6 @@ def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_alone():
         (lambda z: z[:1], torch.ones(2, 3), r"f returned shape \(1, 3\) for z of shape \(2, 3\)"),
     ],
 )
-def test_what_has_no_spectrum_is_refused(f, z, message):
+def test_an_invalid_point_or_map_is_refused(f, z, message):
     with pytest.raises(ValueError, match=message):
         spectral_radius(f, z)

@@ -1,4 +1,4 @@
-"""Every contract of gradient estimators is broken by some estimator, and says so."""
+"""For every contract of gradient estimators, a faulty estimator is detected and named."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import implicit_blocks as ib
 from implicit_blocks.testing import GRADIENT_CONTRACTS, ContractError, check_gradient
 
-# Ranks import it by name, so it stands in a module that they can find.
+# Ranks import it by name, so it is written to an importable module.
 SOURCE = '''
-"""Exact gradients with mistakes somebody could make."""
+"""Exact gradients with plausible mistakes."""
 
 import os
 
@@ -33,7 +33,7 @@ class Faulty(ib.GradientEstimator):
             return ib.Phantom(steps=2)(f, z0, search)
         if self.fault == "no bfloat16":
             eye = torch.eye(3)
-            torch.linalg.det(torch.nn.functional.linear(eye, eye))  # of bfloat16 under autocast
+            torch.linalg.det(torch.nn.functional.linear(eye, eye))  # bfloat16 under autocast
         solution = self.inner(f, z0, search)
         z = solution.z
         if self.fault == "bare tensor":
@@ -80,7 +80,7 @@ BREAKS = {
 }
 
 
-def test_no_contract_goes_untested():
+def test_every_contract_has_a_fault():
     assert {contract for contract, *_ in BREAKS.values()} == set(GRADIENT_CONTRACTS)
 
 
@@ -88,7 +88,7 @@ def test_no_contract_goes_untested():
     "fault",
     [pytest.param(f, marks=pytest.mark.slow) if f == "looks at the rank" else f for f in BREAKS],
 )
-def test_a_fault_is_found_and_named(faulty, fault):
+def test_a_fault_is_detected_and_named(faulty, fault):
     contract, name, remedy = BREAKS[fault]
     with pytest.raises(ContractError) as caught:
         GRADIENT_CONTRACTS[contract](faulty(fault))
@@ -99,11 +99,11 @@ def test_a_fault_is_found_and_named(faulty, fault):
 
 
 @pytest.mark.parametrize("contract", [name for name in GRADIENT_CONTRACTS if name != "ddp"])
-def test_the_faultless_one_holds_them(faulty, contract):
+def test_the_correct_estimator_passes(faulty, contract):
     GRADIENT_CONTRACTS[contract](faulty())
 
 
-def test_a_class_that_ranks_cannot_import_is_named():
+def test_a_class_that_cannot_be_pickled_is_named():
     class Local(ib.Phantom):
         pass
 
@@ -111,12 +111,12 @@ def test_a_class_that_ranks_cannot_import_is_named():
         GRADIENT_CONTRACTS["ddp"](Local())
 
 
-def test_the_computation_s_own_gradient_is_an_oracle_too():
+def test_the_gradient_of_the_computation_is_an_oracle():
     GRADIENT_CONTRACTS["formula"](ib.Unrolled(steps=2), oracle="computation")
     with pytest.raises(ContractError, match="'formula'"):
         GRADIENT_CONTRACTS["formula"](ib.Phantom(steps=2), oracle="computation")
 
 
-def test_something_else_than_an_estimator_is_named():
+def test_an_object_of_another_type_is_refused():
     with pytest.raises(ContractError, match=r"derive it from implicit_blocks\.GradientEstimator"):
         check_gradient("phantom")

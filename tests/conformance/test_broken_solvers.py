@@ -1,4 +1,4 @@
-"""Every contract of solvers is broken by some solver, and says so; the one that they are made from is not."""
+"""For every contract of solvers, a faulty solver is detected and named; the correct one passes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from implicit_blocks.testing import SOLVER_CONTRACTS, ContractError, check_solve
 
 
 class FaultySpec(ib.SolverSpec):
-    """Damped steps that remember the last residual; each fault is a mistake somebody could make."""
+    """Damped steps with the last residual as state; each fault is a plausible mistake."""
 
     kind: Literal["test.faulty"] = "test.faulty"
     differentiable: ClassVar[bool] = True
@@ -96,13 +96,13 @@ BREAKS = {
 }
 
 
-def test_the_faultless_one_holds_them_all():
+def test_the_correct_solver_passes():
     check_solver(FaultySpec())
     check_solver(Faulty())
 
 
 @pytest.mark.parametrize("fault", BREAKS)
-def test_a_fault_is_found_and_named(fault):
+def test_a_fault_is_detected_and_named(fault):
     contract, name, remedy = BREAKS[fault]
     with pytest.raises(ContractError) as caught:
         SOLVER_CONTRACTS[contract](FaultySpec(fault=fault))
@@ -112,11 +112,11 @@ def test_a_fault_is_found_and_named(fault):
     assert remedy in message
 
 
-# What follows the driver itself sees to: a solver can break it only by writing into what it was given.
+# The search guarantees these contracts unless a solver writes to its arguments.
 
 
 class Corrupting(Faulty):
-    """Keeps hold of the tensors that it was given, and writes into them later."""
+    """Keeps references to its arguments and writes to them later."""
 
     def __init__(self, *, after: int) -> None:
         super().__init__()
@@ -131,22 +131,22 @@ class Corrupting(Faulty):
         return super().update(z, fz, state, f)
 
 
-def test_writing_into_what_was_given_is_found():
+def test_writing_to_arguments_is_detected():
     with pytest.raises(ContractError, match="'frozen elements'"):
         SOLVER_CONTRACTS["frozen_elements"](Corrupting(after=2))
 
 
-def test_no_contract_goes_untested():
+def test_every_contract_has_a_fault():
     tested = {contract for contract, *_ in BREAKS.values()} | {"frozen_elements"}
     assert tested == set(SOLVER_CONTRACTS)
 
 
-def test_a_spec_and_its_solver_say_the_same_of_gradients(monkeypatch):
+def test_a_spec_and_its_solver_must_agree_on_differentiable(monkeypatch):
     monkeypatch.setattr(Faulty, "differentiable", False)
-    with pytest.raises(ContractError, match="its spec says differentiable = True, the solver False"):
+    with pytest.raises(ContractError, match="differentiable is True in the spec, False in the solver"):
         SOLVER_CONTRACTS["differentiable"](FaultySpec())
 
 
-def test_something_else_than_a_solver_is_named():
+def test_an_object_of_another_type_is_refused():
     with pytest.raises(ContractError, match=r"str breaks the contract 'is a Solver'|derive it from"):
         check_solver("picard")

@@ -1,4 +1,4 @@
-"""The built-in mixers, solvers and gradient estimators hold the contracts that everyone's must."""
+"""The built-in mixers, solvers and gradient estimators satisfy the contracts of the conformance kit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SOLVERS = {
 
 
 def neumann(steps: int, damping: float):
-    """Return what the phantom gradient puts in place of ``(I − J)^{-1}``."""
+    """Return the phantom gradient's replacement of ``(I − J)^{-1}``."""
 
     def oracle(jacobian_FF):
         step = damping * jacobian_FF + (1 - damping) * torch.eye(
@@ -72,24 +72,24 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("contract", MIXER_CONTRACTS)
 @pytest.mark.parametrize("name", MIXERS)
-def test_mixer(name, contract):
+def test_a_mixer_satisfies_the_contract(name, contract):
     MIXER_CONTRACTS[contract](MIXERS[name])
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["one-document", "documents"])
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("padding", PADDINGS)
-def test_rows_are_mixed_as_if_alone(padding, cuts, documents):
+def test_padding_and_batch_mates_do_not_change_a_row(padding, cuts, documents):
     check_walk(MIXERS["mamba2"], padding=padding, cuts=cuts, documents=documents)
 
 
 @pytest.mark.parametrize("contract", SOLVER_CONTRACTS)
 @pytest.mark.parametrize("name", SOLVERS)
-def test_solver(name, contract):
+def test_a_solver_satisfies_the_contract(name, contract):
     SOLVER_CONTRACTS[contract](SOLVERS[name])
 
 
-SLOW = [  # two processes import torch; one exact and one biased estimator do for the fast suite
+SLOW = [  # starts two processes; one exact and one biased estimator suffice for the fast suite
     pytest.param(name, "ddp", marks=pytest.mark.slow)
     for name in GRADIENTS
     if name not in ("phantom", "implicit-function")
@@ -103,6 +103,6 @@ FAST = [
 
 
 @pytest.mark.parametrize(("name", "contract"), [*FAST, *SLOW])
-def test_gradient(name, contract):
+def test_a_gradient_satisfies_the_contract(name, contract):
     spec, oracle = GRADIENTS[name]
     GRADIENT_CONTRACTS[contract](spec, oracle=oracle)

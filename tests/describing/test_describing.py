@@ -1,4 +1,4 @@
-"""Specs drawn as trees, and compared: shapes are the built model's, and what is printed can be read."""
+"""Specs drawn as trees and compared: shapes equal those of the built model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def built_shapes(spec: Any) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", [name for name in zoo_names() if not name.endswith("_transformers")])
-def test_shapes_and_sums_are_the_built_models(name: str) -> None:
+def test_shapes_and_totals_equal_the_built_models(name: str) -> None:
     spec = load_spec(name).model
     tree, counts = model_tree(spec), count_parameters(spec)
     assert tree.shapes() == built_shapes(spec)
@@ -48,13 +48,13 @@ VARIED = {
 
 
 @pytest.mark.parametrize("changed", VARIED.values(), ids=VARIED.keys())
-def test_so_they_are_for_every_choice(changed: list[str]) -> None:
+def test_shapes_equal_the_built_models_for_every_option(changed: list[str]) -> None:
     spec = load_spec("word_problem_s3", changed).model
     assert model_tree(spec).shapes() == built_shapes(spec)
 
 
 class QuietSpec(ib.MLPSpec):
-    """Doesn't tell its shapes."""
+    """A spec without parameter shapes."""
 
     kind: Literal["quiet"] = "quiet"
     width: int = 8
@@ -74,7 +74,7 @@ def quiet() -> Iterator[dict[str, Any]]:
         yield {"kind": "quiet", "width": 9}
 
 
-def test_a_part_that_does_not_tell_is_built(quiet: dict[str, Any]) -> None:
+def test_a_part_without_parameter_shapes_is_built(quiet: dict[str, Any]) -> None:
     spec = load_spec("word_problem_s3", ["model.mlp={kind: quiet, width: 9}"])
     tree = model_tree(spec.model)
     assert tree.shapes() == built_shapes(spec.model)
@@ -84,7 +84,7 @@ def test_a_part_that_does_not_tell_is_built(quiet: dict[str, Any]) -> None:
     assert "3 × rungs" in drawn  # noqa: RUF001  # as it is drawn
 
 
-def test_models_of_transformers_are_drawn_too() -> None:
+def test_transformers_models_are_drawn() -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     spec = load_spec("word_problem_s3_transformers")
     assert model_tree(spec.model).shapes() == built_shapes(spec.model)
@@ -128,12 +128,12 @@ evaluation                picard: damping 0.8  residual ≤ 0.001 relative, or 5
 """  # noqa: E501, RUF001  # as it is drawn
 
 
-def test_a_run_is_drawn_as_it_always_was(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_drawing_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["describe", "zoo/word_problem_s3.yaml"]) == 0
     assert capsys.readouterr().out == DRAWN
 
 
-def test_changes_on_the_spot_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
+def test_overrides_are_drawn(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [
         "model.gradient={kind: implicit_function, stopping: {tolerance: 1e-6}}",
         "phases=[]",
@@ -149,7 +149,7 @@ def test_changes_on_the_spot_are_drawn(capsys: pytest.CaptureFixture[str]) -> No
     assert "training    picard: damping 1" in drawn
 
 
-def test_terminals_without_unicode_get_letters() -> None:
+def test_terminals_without_unicode_get_ascii() -> None:
     raw = io.BytesIO()
     stream = io.TextIOWrapper(raw, encoding="ascii")
     show(draw_run(load_spec("llama_130m"), name="llama_130m"), stream=stream)
@@ -159,7 +159,7 @@ def test_terminals_without_unicode_get_letters() -> None:
     assert "`- head  the embedding" in drawn
 
 
-def test_on_a_terminal_it_says_the_same_in_colors() -> None:
+def test_colored_output_has_the_same_text() -> None:
     pytest.importorskip("rich", reason="rich is not installed")
 
     class Terminal(io.StringIO):
@@ -179,7 +179,7 @@ def test_on_a_terminal_it_says_the_same_in_colors() -> None:
 # ------------------------------------------------------------------------------------ differences
 
 
-def test_equal_specs_do_not_differ(capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_specs_have_no_differences(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", "llama_130m", "zoo/llama_130m.yaml"]) == 0
     assert capsys.readouterr().out == ""
 
@@ -209,7 +209,7 @@ def differing(*overrides: str) -> list[Change]:
     return changes(load_spec("word_problem_s3"), load_spec("word_problem_s3", overrides))
 
 
-def test_differences_count_defaults_and_say_what_is_not_there() -> None:
+def test_differences_include_defaults_and_absent_fields() -> None:
     assert differing("model.norm_eps=1e-5") == []
     assert differing("training.micro_batch_size=64") == [
         Change(("training", "micro_batch_size"), "null", "64")
@@ -229,7 +229,7 @@ def test_differences_count_defaults_and_say_what_is_not_there() -> None:
     ]
 
 
-def test_elements_without_names_are_compared_in_their_order() -> None:
+def test_unnamed_elements_are_compared_by_position() -> None:
     stop = "{kind: stop_when, value: loss, below: 1}"
     assert {change.path[:2] for change in differing(f"callbacks=[{stop}]")} == {("callbacks", "0")}
 
@@ -243,7 +243,7 @@ def test_elements_without_names_are_compared_in_their_order() -> None:
         (["diff", "llama_130m", "llama_130m", "model.mixer.n_heads=5"], "d_model 768 is not divisible by"),
     ],
 )
-def test_trouble_is_said_and_is_no_difference(
+def test_an_invalid_spec_is_an_error_and_not_a_difference(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
@@ -252,7 +252,7 @@ def test_trouble_is_said_and_is_no_difference(
     assert text.out == ""
 
 
-def test_it_takes_no_torch() -> None:
+def test_describing_imports_no_torch() -> None:
     program = (
         "import sys; from implicit_blocks.__main__ import main\n"
         "main(['describe', 'llama_1.3b']); main(['diff', 'llama_130m', 'mamba2_130m'])\n"

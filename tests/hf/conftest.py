@@ -26,7 +26,7 @@ def _spec(family: str, **changes: Any) -> ib.ImplicitLMSpec:
 
 
 def _model(family: str, **changes: Any) -> Any:
-    """Make a model of transformers whose fixed point converges, as in the library's own tests."""
+    """Build a transformers model whose fixed point converges."""
     from implicit_blocks.hf import from_library
 
     torch.manual_seed(0)
@@ -55,7 +55,7 @@ def tiny_model() -> Callable[..., Any]:
 
 @pytest.fixture
 def reference() -> Path:
-    """Return the folder of the published implementation's tensors, or skip, saying so."""
+    """Return the folder of the published implementation's tensors, or skip with a reason."""
     if not REFERENCE.is_dir():
         pytest.skip(f"no reference tensors at {REFERENCE}")
     return REFERENCE
@@ -63,7 +63,7 @@ def reference() -> Path:
 
 @pytest.fixture
 def ids() -> torch.Tensor:
-    """Return three rows of tokens; 18 is left for padding."""
+    """Return three rows of tokens; 18 is reserved for padding."""
     return torch.randint(18, (3, 9), generator=torch.Generator().manual_seed(5))
 
 

@@ -1,4 +1,4 @@
-"""The commands: what they write, and that bad input is refused in words, with nothing half-written."""
+"""The commands convert and export: output, and errors for invalid input without partial output."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from implicit_blocks.hf import published
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from transformers import AutoModelForCausalLM  # after the skip
+from transformers import AutoModelForCausalLM  # after importorskip
 
 SPEC = """
 model:
@@ -38,7 +38,7 @@ training:
 
 @pytest.fixture
 def source(tmp_path):
-    """Make a folder of the published implementation, with a sharded pickle."""
+    """Create a folder of the published implementation with a sharded pickle."""
     folder = tmp_path / "source"
     folder.mkdir()
     mlp, mixer = ib.SwiGLUSpec(d_ff=24), ib.AttentionSpec(n_heads=2)
@@ -56,7 +56,7 @@ def source(tmp_path):
 
 
 def refused(source, tmp_path, capsys, *more):
-    """Return the command's complaint; nothing is left of the attempt."""
+    """Return the command's error message; check that no output remains."""
     before = sorted(tmp_path.iterdir())
     assert main(["convert", str(source), str(tmp_path / "destination"), *more]) == 2
     assert sorted(tmp_path.iterdir()) == before
@@ -65,12 +65,12 @@ def refused(source, tmp_path, capsys, *more):
     return message
 
 
-def test_the_source_is_sound(source, tmp_path):
+def test_the_valid_source_is_converted(source, tmp_path):
     assert main(["convert", str(source), str(tmp_path / "destination")]) == 0
     AutoModelForCausalLM.from_pretrained(tmp_path / "destination")
 
 
-def test_no_checkpoint(tmp_path, source, capsys):
+def test_a_missing_folder_or_configuration_is_named(tmp_path, source, capsys):
     assert "is not a directory" in refused(tmp_path / "nowhere", tmp_path, capsys)
     (source / "config.json").rename(source / "other.json")
     assert "config.json" in refused(source, tmp_path, capsys)
@@ -78,14 +78,14 @@ def test_no_checkpoint(tmp_path, source, capsys):
     assert "is not JSON" in refused(source, tmp_path, capsys)
 
 
-def test_an_unknown_model_type(tmp_path, source, capsys):
+def test_an_unknown_model_type_is_named(tmp_path, source, capsys):
     (source / "config.json").write_text('{"model_type": "gpt2"}')
     message = refused(source, tmp_path, capsys)
-    assert "model_type is 'gpt2'" in message
+    assert "unknown model_type 'gpt2'" in message
     assert "implicit_llama3, implicit_mamba2, llama, mamba2" in message
 
 
-def test_fields_that_are_missing_or_unknown(tmp_path, source, capsys):
+def test_missing_and_unknown_fields_are_named(tmp_path, source, capsys):
     config = json.loads((source / "config.json").read_text())
     config["backbone_config"]["block_cfg"]["qk_norm"] = True
     config["head_bias"] = True
@@ -95,19 +95,19 @@ def test_fields_that_are_missing_or_unknown(tmp_path, source, capsys):
     assert "qk_norm" in message
     del config["deq_params"], config["backbone_config"]["block_cfg"]["qk_norm"], config["head_bias"]
     (source / "config.json").write_text(json.dumps(config))
-    assert "lacks 'deq_params'" in refused(source, tmp_path, capsys)
+    assert "has no 'deq_params'" in refused(source, tmp_path, capsys)
 
 
-def test_weights_that_are_missing(tmp_path, source, capsys):
+def test_missing_weights_are_named(tmp_path, source, capsys):
     (source / "pytorch_model-00002-of-00002.bin").unlink()
-    assert "lacks 1 of 2 shards: pytorch_model-00002-of-00002.bin" in refused(source, tmp_path, capsys)
+    assert "1 of 2 shards are missing" in refused(source, tmp_path, capsys)
     for path in source.glob("pytorch_model*"):
         path.unlink()
     assert "has no weights" in refused(source, tmp_path, capsys)
 
 
 @pytest.mark.parametrize("kind", ["pickle", "safetensors"])
-def test_a_file_cut_short(kind, tmp_path, source, capsys):
+def test_a_truncated_file_is_named(kind, tmp_path, source, capsys):
     path = source / "pytorch_model-00001-of-00002.bin"
     if kind == "safetensors":
         tensors: dict[str, torch.Tensor] = {}
@@ -119,10 +119,10 @@ def test_a_file_cut_short(kind, tmp_path, source, capsys):
     path.write_bytes(data[: len(data) // 2])
     message = refused(source, tmp_path, capsys)
     assert path.name in message
-    assert "cut short" in message
+    assert "truncated" in message
 
 
-def test_a_shard_without_what_the_index_promises(tmp_path, source, capsys):
+def test_a_shard_that_lacks_tensors_of_the_index_is_an_error(tmp_path, source, capsys):
     path = source / "pytorch_model-00001-of-00002.bin"
     tensors = torch.load(path)
     lost = sorted(tensors)[0]
@@ -145,7 +145,7 @@ def test_tensors_that_do_not_fit_are_all_listed(tmp_path, source, capsys):
     assert "backbone.extra is unknown, (2,)" in message
     assert "backbone.norm_f.weight is missing, (16,)" in message
     assert "backbone.layers.0.mixer.wk.weight_v is missing, (16, 16)" in message
-    assert "backbone.injection.bias has shape (3,) and should have (48,)" in message
+    assert "backbone.injection.bias has shape (3,), expected (48,)" in message
 
 
 class Ran:
@@ -153,7 +153,7 @@ class Ran:
         return print, ("unpickled",)
 
 
-def test_a_pickle_of_more_than_weights_is_not_run(tmp_path, source, capsys):
+def test_a_pickle_that_contains_more_than_weights_is_not_executed(tmp_path, source, capsys):
     torch.save({"weight": Ran()}, source / "pytorch_model-00001-of-00002.bin")
     assert main(["convert", str(source), str(tmp_path / "destination")]) == 2
     captured = capsys.readouterr()
@@ -162,7 +162,7 @@ def test_a_pickle_of_more_than_weights_is_not_run(tmp_path, source, capsys):
     assert not (tmp_path / "destination").exists()
 
 
-def test_a_tokenizer_larger_than_the_model(tmp_path, source, capsys):
+def test_a_tokenizer_larger_than_the_model_is_refused(tmp_path, source, capsys):
     tokenizer = {"model": {"vocab": {str(n): n for n in range(18)}}, "added_tokens": [{"id": 18}]}
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
     (source / "tokenizer_config.json").write_text("{}")
@@ -182,12 +182,12 @@ def test_the_destination_is_not_overwritten(tmp_path, source, capsys):
     assert main(["convert", str(source), str(tmp_path / "destination")]) == 0
 
 
-def test_an_implicit_model_is_no_start(tmp_path, source, capsys):
+def test_an_implicit_model_cannot_initialize_another(tmp_path, source, capsys):
     assert "is already implicit" in refused(source, tmp_path, capsys, "--implicit")
     assert "max_shard_size" in refused(source, tmp_path, capsys, "--max-shard-size", "much")
 
 
-def test_a_folder_is_written_whole_or_not_at_all(tmp_path):
+def test_a_folder_is_written_completely_or_not_at_all(tmp_path):
     def write(folder):
         (folder / "half").touch()
         raise RuntimeError("in the middle")
@@ -207,7 +207,7 @@ def test_without_transformers_the_extra_is_named(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_spec_is_exported_with_fresh_or_given_weights(tmp_path, capsys):
+def test_a_spec_is_exported_with_new_or_given_weights(tmp_path, capsys):
     spec = tmp_path / "spec.yaml"
     spec.write_text(SPEC)
     assert main(["export", str(spec), str(tmp_path / "fresh"), "--seed", "3"]) == 0
@@ -239,7 +239,7 @@ def test_the_zoo_is_exported_by_name(tmp_path):
     assert model.config.vocab_size == 6
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path, capsys):
+def test_an_unwritable_destination_is_named(tmp_path, capsys):
     (tmp_path / "file").touch()
     assert main(["export", "word_problem_s3", str(tmp_path / "file" / "out")]) == 2
     message = capsys.readouterr().err

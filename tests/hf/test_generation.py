@@ -1,4 +1,4 @@
-"""``generate`` of transformers with our models: every mode, any cache, and what is refused."""
+"""``generate`` of transformers with the library's models: modes, caches and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MODES = {
 
 @pytest.fixture
 def lively_model(tiny_model):
-    """Return the maker of models whose tokens differ from prompt to prompt."""
+    """Return a function that builds models whose tokens differ between prompts."""
 
     def make(*arguments, **changes):
         model = tiny_model(*arguments, **changes)
@@ -51,7 +51,7 @@ def run(model, ids, **options):
 
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_every_mode_is_the_same_with_and_without_any_cache(family, lively_model, ids, mode):
+def test_every_mode_gives_equal_tokens_with_any_cache(family, lively_model, ids, mode):
     """Left-padded, at a tight tolerance, token for token."""
     model = lively_model(family)
     plain = run(model, ids, use_cache=False, **mode)
@@ -62,7 +62,7 @@ def test_every_mode_is_the_same_with_and_without_any_cache(family, lively_model,
 
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 def test_padded_vocabulary_is_never_generated(family, lively_model, ids, mode):
-    """No tokenizer knows these rows; here they would be the likeliest by far."""
+    """No tokenizer knows these entries; here they would be by far the most likely."""
     model = lively_model(family, pad_vocab_to=32, tie_embeddings=False)
     assert model.config.vocab_size == 32
     with torch.no_grad():
@@ -74,7 +74,7 @@ def test_padded_vocabulary_is_never_generated(family, lively_model, ids, mode):
         model.generate(torch.full_like(ids, 20), pad_token_id=18)
 
 
-def test_rows_are_those_of_each_prompt_alone(family, lively_model, ids):
+def test_batch_mates_do_not_change_a_row(family, lively_model, ids):
     model = lively_model(family)
     options = {
         "max_new_tokens": 6,
@@ -90,7 +90,7 @@ def test_rows_are_those_of_each_prompt_alone(family, lively_model, ids):
             torch.testing.assert_close(a[0], b[row], atol=1e-5, rtol=0)
 
 
-def test_a_stop_token_ends_its_row_alone(family, lively_model, ids):
+def test_a_stop_token_ends_only_its_row(family, lively_model, ids):
     model = lively_model(family)
     free = run(model, ids)
     stop = int(free[0, 10])
@@ -102,7 +102,7 @@ def test_a_stop_token_ends_its_row_alone(family, lively_model, ids):
         assert stopped[row, 9:].tolist() == expected[: stopped.shape[1] - 9]
 
 
-def test_streamers_see_every_token_as_it_is_made(family, lively_model, ids):
+def test_streamers_receive_every_token(family, lively_model, ids):
     class Streamer(transformers.generation.BaseStreamer):
         def __init__(self):
             self.seen, self.ended = [], False
@@ -119,13 +119,13 @@ def test_streamers_see_every_token_as_it_is_made(family, lively_model, ids):
     assert streamer.ended
 
 
-def test_a_cache_goes_on_where_it_ended(family, lively_model, ids):
+def test_generation_continues_from_a_cache(family, lively_model, ids):
     model = lively_model(family)
     name = CACHES[family]
     options = {"do_sample": False, "pad_token_id": 18}
     whole = model.generate(ids, max_new_tokens=8, **options)
     first = model.generate(ids, max_new_tokens=4, return_dict_in_generate=True, **options)
-    cache = first.past_key_values  # transformers' name for it, whatever the family's
+    cache = first.past_key_values  # transformers' name for all families
     assert isinstance(cache, ImplicitCache)
     assert cache.get_seq_length() == 12  # the last token is not in it
     padded = torch.ones_like(first.sequences)
@@ -140,7 +140,7 @@ def test_a_cache_goes_on_where_it_ended(family, lively_model, ids):
     assert torch.equal(new[:, 1:], whole[:, 13:])
 
 
-def test_prompts_may_be_solved_in_chunks(lively_model, ids):
+def test_prompts_are_solved_in_windows(lively_model, ids):
     model = lively_model("attention")
     assert torch.equal(run(model, ids, prefill_chunk_size=4), run(model, ids))
 
@@ -155,7 +155,7 @@ def test_prompts_may_be_solved_in_chunks(lively_model, ids):
     ],
     ids=str,
 )
-def test_knobs_reach_the_search_and_find_the_same(family, lively_model, ids, knobs):
+def test_search_options_reach_the_search(family, lively_model, ids, knobs):
     model = lively_model(family)
     assert torch.equal(run(model, ids, **knobs), run(model, ids, use_cache=False))
     with torch.no_grad():
@@ -164,8 +164,8 @@ def test_knobs_reach_the_search_and_find_the_same(family, lively_model, ids, kno
     assert not torch.equal(found.logits, plain.logits)
 
 
-def test_assisted_generation_where_tokens_can_be_taken_back(lively_model, ids):
-    """Prompt lookup and a smaller model both propose tokens, of which the wrong ones are cropped."""
+def test_assisted_generation_gives_equal_tokens(lively_model, ids):
+    """Prompt lookup and a smaller model both propose tokens, and wrong ones are removed from the cache."""
     model, helper = lively_model("attention"), lively_model("attention", n_layers=1)
     prompt = torch.cat((ids[:1], ids[:1, :5]), 1)
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 18}
@@ -179,7 +179,7 @@ def test_assisted_generation_where_tokens_can_be_taken_back(lively_model, ids):
 
 @pytest.mark.parametrize("max_seq_len", [None, 20])
 @torch.no_grad()
-def test_cropping_takes_back_the_last_tokens(lively_model, ids, max_seq_len):
+def test_cropping_removes_the_last_tokens(lively_model, ids, max_seq_len):
     model = lively_model("attention")
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -203,11 +203,11 @@ def test_cropping_takes_back_the_last_tokens(lively_model, ids, max_seq_len):
 
 
 @torch.no_grad()
-def test_what_cannot_be_cropped_says_so(lively_model, ids):
+def test_cropping_a_recurrent_state_is_an_error(lively_model, ids):
     cache = lively_model("mamba2")(ids, use_cache=True).cache_params
     assert not cache.is_croppable
     cache.crop(0)
-    with pytest.raises(ValueError, match=r"folded its tokens.*deepcopy"):
+    with pytest.raises(ValueError, match=r"a recurrent state.*deepcopy"):
         cache.crop(-1)
     with pytest.raises(ValueError, match="holds no tokens"):
         ImplicitCache().crop(-1)
@@ -221,7 +221,7 @@ GUIDED = {
 
 
 @pytest.mark.parametrize("guided", GUIDED.values(), ids=GUIDED)
-def test_guidance_mixes_the_logits_with_those_of_the_other_prompt(family, lively_model, ids, guided):
+def test_guidance_combines_the_logits_of_both_prompts(family, lively_model, ids, guided):
     """As computed by hand, without a cache; a scale of 0 excludes rows that pad the vocabulary too."""
     model = lively_model(family, pad_vocab_to=32, tie_embeddings=False)
     scale = guided["guidance_scale"]
@@ -241,12 +241,12 @@ def test_guidance_mixes_the_logits_with_those_of_the_other_prompt(family, lively
 
 
 def test_guidance_with_beams_is_refused(family, lively_model, ids):
-    """Transformers leaves the cache of the unconditional branch in the order that the beams had before."""
+    """Transformers does not reorder the cache of the unconditional branch."""
     with pytest.raises(ValueError, match="guidance_scale with num_beams=2 is not supported"):
         lively_model(family).generate(ids, max_new_tokens=2, num_beams=2, guidance_scale=1.5, pad_token_id=18)
 
 
-def test_guidance_searches_as_generate_was_asked_to(family, lively_model, ids):
+def test_guidance_uses_the_search_options_of_generate(family, lively_model, ids):
     model, seen = lively_model(family), []
     model.register_forward_hook(lambda *given: seen.append(int(given[-1].solution.iterations.max())))
     model.generate(
@@ -262,7 +262,7 @@ def test_guidance_searches_as_generate_was_asked_to(family, lively_model, ids):
 
 
 def test_stop_strings_end_a_text(family, lively_model, ids):
-    """The tokenizer is an argument of ``generate``, which transformers hands to the model as well."""
+    """The tokenizer is an argument of ``generate``, which transformers also passes to the model."""
     from tokenizers import Tokenizer, decoders, models
 
     letters = {letter: token for token, letter in enumerate("abcdefghijklmnopqrs")}
@@ -287,7 +287,7 @@ def test_stop_strings_end_a_text(family, lively_model, ids):
     assert answer["generated_token_ids"] == ended.tolist()
 
 
-def test_prompts_that_cannot_be_are_refused(family, lively_model, ids):
+def test_invalid_prompts_are_refused(family, lively_model, ids):
     model = lively_model(family)
     options = {"max_new_tokens": 2, "pad_token_id": 18}
     with pytest.raises(ValueError, match="at least one token"):

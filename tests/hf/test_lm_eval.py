@@ -1,4 +1,4 @@
-"""lm-eval's own command on exported folders, as it stands: log-likelihoods and generation, offline."""
+"""The lm-eval command on exported folders, offline: log-likelihoods and generation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MIXERS = {
 
 @pytest.fixture
 def exported(tmp_path: Path, tokenizer_file: Path) -> Callable[..., Path]:
-    """Return a maker of folders: a small model of a family with its tokenizer, by the command ``export``."""
+    """Return a function that exports a small model of a family with its tokenizer."""
 
     def make(family: str, *, vocab_size: int = 300, name: str = "exported") -> Path:
         spec = {
@@ -105,11 +105,11 @@ for arguments in json.loads(sys.argv[1]):
     sys.argv = ["lm_eval", *arguments]
     runpy.run_module("lm_eval", run_name="__main__", alter_sys=True)
 """
-"""As ``python -m lm_eval ARGUMENTS``, one after the other: to import it takes longer than to run it."""
+"""Runs ``python -m lm_eval ARGUMENTS`` several times in one process, because importing dominates."""
 
 
 def lm_eval(folders: dict[str, Path], tasks: Path, home: Path) -> None:
-    """Run the command in a process of its own, which finds no network; outputs lie beside ``home``."""
+    """Run the command in a separate process without network; outputs are written beside ``home``."""
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(home)}
     no_network = {"http_proxy": "http://127.0.0.1:9", "https_proxy": "http://127.0.0.1:9"}
     commands = [
@@ -128,7 +128,7 @@ def lm_eval(folders: dict[str, Path], tasks: Path, home: Path) -> None:
 
 
 def logged_in(output: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return what the command logged of each task."""
+    """Return the logged samples of each task."""
     logged = {}
     for name in ("tiny_choice", "tiny_generate"):
         (file,) = output.rglob(f"samples_{name}_*.jsonl")
@@ -172,7 +172,7 @@ def assert_right(folder: Path, logged: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def test_log_likelihoods_of_lm_eval_do_not_depend_on_the_batch(family, exported, tasks):
-    """The same to 1e-4, though lm-eval pads on the right and gives no mask."""
+    """Equal to 1e-4, although lm-eval pads on the right and passes no mask."""
     from lm_eval.api.instance import Instance
     from lm_eval.models.huggingface import HFLM
 
@@ -191,7 +191,7 @@ def test_log_likelihoods_of_lm_eval_do_not_depend_on_the_batch(family, exported,
 # ------------------------------------------------------------------------------------ tokenizers of exports
 
 
-def test_an_export_carries_its_tokenizer(exported, tokenizer_file):
+def test_an_export_contains_its_tokenizer(exported, tokenizer_file):
     from transformers import AutoConfig, AutoTokenizer
 
     folder = exported("attention")
@@ -205,8 +205,8 @@ PROMPTS = ["The sun and the wind", "I", "To clean the"]
 
 
 @torch.no_grad()
-def test_an_export_generates_in_batches_as_it_is(family, exported):
-    """Neither the padding token nor its side is set by hand; rows are those of each prompt alone."""
+def test_an_export_generates_in_batches_without_setup(family, exported):
+    """Padding token and side need no setup; batch mates do not change a row."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
     folder = exported(family)
@@ -228,7 +228,7 @@ def test_an_export_generates_in_batches_as_it_is(family, exported):
     assert [answer[0]["generated_text"] for answer in answers] == alone
 
 
-def test_a_vocabulary_s_own_padding_is_taken(tokenizer_file, tmp_path):
+def test_the_vocabularys_padding_token_is_used(tokenizer_file, tmp_path):
     text = json.dumps(json.loads(tokenizer_file.read_text()))
     (tmp_path / "tokenizer.json").write_text(text.replace('"~": ', '"<|padding|>": '))
     loaded = load_tokenizer(tmp_path)
@@ -250,8 +250,8 @@ def test_the_tokenizer_of_bytes_is_utf_8():
     assert loaded.encode("a<|endoftext|>") == [97, 256]
 
 
-def test_a_converted_folder_says_which_token_ends_a_text(tokenizer_file, tmp_path, capsys):
-    """A bare tokenizer.json doesn't; then it is the configuration's, or one of the usual names."""
+def test_a_converted_folder_names_the_end_of_text_token(tokenizer_file, tmp_path, capsys):
+    """For a bare tokenizer.json it is taken from the configuration or from the usual names."""
     from transformers import AutoConfig, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     source, sizes = tmp_path / "llama", {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
@@ -294,7 +294,7 @@ def test_an_export_refuses_a_tokenizer_larger_than_the_model(exported, tokenizer
     assert not (tmp_path / "exported").exists()
 
 
-def test_tokenizers_that_cannot_be_used(tmp_path, tokenizer_file):
+def test_unusable_tokenizers_are_refused(tmp_path, tokenizer_file):
     with pytest.raises(ValueError, match="no tokenizer at"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")

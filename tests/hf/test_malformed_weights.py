@@ -1,4 +1,4 @@
-"""Weights, configurations and tokenizers from strangers: refused in a sentence, and never run."""
+"""Untrusted weights, configurations and tokenizers raise an error and are never executed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MODEL = {
 
 @pytest.fixture
 def folder(tmp_path):
-    """Make an exported folder, of our own classes for transformers."""
+    """Create an exported folder of the transformers classes."""
     spec = ib.ImplicitLMSpec.model_validate(MODEL)
     from implicit_blocks.hf import from_library
 
@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 
 def refused(folder, capsys):
-    """Convert, and return the complaint; nothing is left of the attempt."""
+    """Convert and return the error message; check that no output remains."""
     before = sorted(folder.parent.iterdir())
     capsys.readouterr()
     assert main(["convert", str(folder), str(folder.parent / "out")]) == 2
@@ -90,14 +90,14 @@ F4 = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
         ),
     ],
 )
-def test_safetensors_headers(folder, capsys, header, complaint):
+def test_malformed_safetensors_headers_are_refused(folder, capsys, header, complaint):
     with_header(folder / "model.safetensors", header, bytes(4))
     message = refused(folder, capsys)
     assert complaint in message
     assert "model.safetensors" in message
 
 
-def test_aliases_are_still_read(tmp_path):
+def test_valid_aliases_are_read(tmp_path):
     save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"aliases": '{"b": "a"}'})
     assert read_file(tmp_path / "model.safetensors").keys() == {"a", "b"}
 
@@ -105,10 +105,10 @@ def test_aliases_are_still_read(tmp_path):
 @pytest.mark.parametrize(
     ("index", "complaint"),
     [
-        ("[]", "is no index"),
-        ("[" * 100_000, "is no index"),
-        ('{"weight_map": []}', "is no index"),
-        ('{"weight_map": 7}', "is no index"),
+        ("[]", "is not an index"),
+        ("[" * 100_000, "is not an index"),
+        ('{"weight_map": []}', "is not an index"),
+        ('{"weight_map": 7}', "is not an index"),
         ('{"weight_map": {"a": 7}}', "names 7, which is not a file of"),
         ('{"weight_map": {"a": ["x"]}}', "which is not a file of"),
         (
@@ -128,12 +128,12 @@ def test_a_weight_map_stays_in_its_folder(folder, capsys, index, complaint):
     assert complaint in refused(folder, capsys)
 
 
-def test_one_name_in_several_shards(tmp_path):
+def test_a_name_in_several_shards_is_refused(tmp_path):
     for number in (1, 2):
         save_file({"a": torch.ones(number)}, tmp_path / f"{number}.safetensors")
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"has a in several shards, 2\.safetensors among them"):
+    with pytest.raises(ValueError, match=r"a is stored in several shards of .*, including 2\.safetensors"):
         read_tensors(tmp_path)
 
 
@@ -143,11 +143,11 @@ def test_tensors_of_other_types_are_listed(folder, capsys, dtype):
     name = sorted(tensors)[0]
     tensors[name] = tensors[name].to(dtype)
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    expected = f"has type {str(dtype)[6:]} and should have float32 or bfloat16 or float16 or float64"
+    expected = f"has type {str(dtype)[6:]}, expected float32 or bfloat16 or float16 or float64"
     assert expected in refused(folder, capsys)
 
 
-def test_halves_are_weights_too():
+def test_half_precision_weights_are_accepted():
     given = {"a": torch.ones(2, dtype=torch.bfloat16), "count": torch.ones(1, dtype=torch.int64)}
     check_tensors(given, {"a": torch.ones(2), "count": torch.zeros(1, dtype=torch.int64)}, what="x")
 
@@ -165,13 +165,13 @@ class Ran:
         ({"a": torch.device("cpu")}, "is not a state dict"),
         ({1: torch.ones(1)}, "is not a state dict"),
         ([torch.ones(1)], "is not a state dict"),
-        ({"a": torch.ones(2).to_sparse()}, "a is sparse, quantized or without values"),
-        ({"a": torch.ones(2, device="meta")}, "a is sparse, quantized or without values"),
+        ({"a": torch.ones(2).to_sparse()}, "a is sparse, quantized or has no data"),
+        ({"a": torch.ones(2, device="meta")}, "a is sparse, quantized or has no data"),
         ({"a": torch.ones(1).expand(2**40)}, "too few bytes"),
     ],
     ids=lambda value: None if isinstance(value, str) else str(type(value).__name__),
 )
-def test_files_of_torch(tmp_path, capsys, content, complaint):
+def test_torch_files_of_other_content_are_refused(tmp_path, capsys, content, complaint):
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ValueError, match=complaint):
         read_tensors(tmp_path)
@@ -182,7 +182,7 @@ def test_files_of_torch(tmp_path, capsys, content, complaint):
     "content",
     [b"", b"x", b"cposix\nsystem\n(S'touch ran'\ntR.", b"PK\x03\x04" + bytes(50), b"\x80\x04]q\x00" * 1000],
 )
-def test_files_that_are_none_of_torch(tmp_path, monkeypatch, content):
+def test_files_that_are_not_torch_files_are_refused(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(content)
     with pytest.raises(ValueError, match=r"pytorch_model\.bin (cannot be read|contains more than weights)"):
@@ -207,9 +207,9 @@ def test_files_that_are_none_of_torch(tmp_path, monkeypatch, content):
     ],
     ids=str,
 )
-def test_tokenizers_of_another_kind(folder, capsys, tokenizer):
+def test_malformed_tokenizers_are_refused(folder, capsys, tokenizer):
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    assert "tokenizer.json is no tokenizer that can be read" in refused(folder, capsys)
+    assert "tokenizer.json is not a readable tokenizer" in refused(folder, capsys)
 
 
 @pytest.mark.parametrize(
@@ -231,13 +231,13 @@ def test_tokenizers_of_another_kind(folder, capsys, tokenizer):
     ],
     ids=str,
 )
-def test_configurations_of_another_kind(folder, capsys, changes):
+def test_malformed_configurations_are_refused(folder, capsys, changes):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | changes))
     refused(folder, capsys)
 
 
-def test_an_error_that_is_not_the_disks_stays_one(tmp_path):
+def test_an_error_unrelated_to_the_disk_propagates(tmp_path):
     with pytest.raises(RuntimeError, match="a mistake"), whole_folder(tmp_path / "out"):
         raise RuntimeError("a mistake")
     assert list(tmp_path.iterdir()) == []
@@ -252,7 +252,7 @@ def test_an_error_that_is_not_the_disks_stays_one(tmp_path):
         Exception("No space left on device (os error 28)"),
     ],
 )
-def test_a_full_disk_is_said(tmp_path, error):
+def test_a_full_disk_is_reported(tmp_path, error):
     message = r"out cannot be written \(.*\); free disk space or choose another destination"
     with pytest.raises(OSError, match=message), whole_folder(tmp_path / "out"):
         raise error
@@ -261,7 +261,7 @@ def test_a_full_disk_is_said(tmp_path, error):
 
 @pytest.mark.parametrize("to", ["transformers", "published"])
 def test_converting_to_a_full_disk(folder, to):
-    """Files may have 2 KB at most, which every writer meets as it meets a full disk."""
+    """A file size limit of 2 KB acts like a full disk for every writer."""
     done = subprocess.run(
         [
             sys.executable,
@@ -280,6 +280,6 @@ def test_converting_to_a_full_disk(folder, to):
     )
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")
-    assert "out can't be written (" in done.stderr
+    assert "out cannot be written (" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (folder.parent / "out").exists()

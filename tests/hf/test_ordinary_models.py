@@ -1,4 +1,4 @@
-"""Llama and Mamba2 of transformers: the same logits, and as the start of an implicit model."""
+"""Llama and Mamba2 of transformers: equal logits, and initialization of an implicit model."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ MODELS = {
 
 
 def ordinary_model(name):
-    """With every vector perturbed, so that none of them can be lost unseen."""
+    """Every vector is perturbed, so that losing one changes the logits."""
     model_class, config_class, fields = MODELS[name]
     torch.manual_seed(0)
     model = model_class(config_class(**fields)).eval()
@@ -79,7 +79,7 @@ def ordinary_model(name):
 
 
 def first_iterate(library, ids):
-    """Return the output after one step from the start, without the call that an evaluation adds."""
+    """Return the output after one step, without the additional call of an evaluation."""
     once = {"gradient": ib.UnrolledSpec(steps=1), "solver": ib.PicardSpec()}
     library.reconfigure(library.spec.model_copy(update=once))
     return library.train()(ids).logits.detach()
@@ -108,8 +108,8 @@ def test_the_explicit_twin_and_the_start_have_equal_logits(name, tmp_path):
 
 
 @pytest.mark.parametrize("weight_norm", [True, False])
-def test_a_start_can_be_trained(weight_norm, tmp_path):
-    """Rows of zeros, as pruned or padded models have, have no direction to be normed."""
+def test_an_initialized_model_trains(weight_norm, tmp_path):
+    """Rows of zeros, as in pruned or padded models, have no direction."""
     model = ordinary_model("llama")
     with torch.no_grad():
         model.model.layers[0].mlp.gate_proj.weight[3] = 0
@@ -143,18 +143,18 @@ def test_a_start_can_be_trained(weight_norm, tmp_path):
             "supported: default, linear, llama3",
         ),
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
-        ("llama", {"model_type": "gpt2"}, "model_type is 'gpt2'"),
+        ("llama", {"model_type": "gpt2"}, "unknown model_type 'gpt2'"),
         ("mamba2-one-group", {"time_step_limit": [0.0, 0.5]}, "time_step_limit"),
         ("mamba2-one-group", {"num_heads": 3}, "must equal num_heads"),
     ],
 )
-def test_choices_that_no_spec_can_make_are_refused(name, changes, message):
+def test_values_that_no_spec_can_express_are_refused(name, changes, message):
     _, config_class, fields = MODELS[name]
     with pytest.raises(ValueError, match=message):
         ordinary.import_spec(config_class(**fields).to_dict() | changes)
 
 
-def test_the_names_of_older_configurations_mean_the_same():
+def test_the_field_names_of_older_configurations_are_read():
     _, config_class, fields = MODELS["llama-biases-llama3"]
     config = config_class(**fields).to_dict()
     parameters = dict(config.pop("rope_parameters"))
@@ -164,5 +164,5 @@ def test_the_names_of_older_configurations_mean_the_same():
     least = {name: older[name] for name in (*required, "num_attention_heads")}
     assert ordinary.import_spec(least).mixer == ib.AttentionSpec(n_heads=4, rope_theta=10_000.0)
     del least["hidden_size"]
-    with pytest.raises(ValueError, match="lacks 'hidden_size'"):
+    with pytest.raises(ValueError, match="has no 'hidden_size'"):
         ordinary.import_spec(least)

@@ -1,4 +1,4 @@
-"""What the published implementation leaves: configurations, weights, and the way back."""
+"""Import and export of configurations and weights of the published implementation."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from implicit_blocks.models.counting import count_parameters
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from transformers import AutoModelForCausalLM  # after the skip
+from transformers import AutoModelForCausalLM  # after importorskip
 
-# What the shipped configurations say. Layers and width; for Llama heads and the iterations of the free phase.
+# The shipped configurations: layers and width; for Llama also heads and the free phase's iterations.
 MAMBA2 = {"130m": (24, 768), "370m": (48, 1024), "760m": (48, 1536), "1.3b": (48, 2048)}
 LLAMA = {
     "130m": (12, 768, 12, 32),
@@ -30,7 +30,7 @@ LLAMA = {
     "760m": (24, 1536, 16, 32),
     "1.3b": (24, 2048, 32, 32),
 }
-# Millions of parameters as published: explicit, and of the injection.
+# Millions of parameters as published: explicit model, and injection.
 MILLIONS = {
     ("mamba2", "130m"): (129.0, 2.6),
     ("mamba2", "370m"): (368.3, 4.5),
@@ -92,7 +92,7 @@ def state_tracking_config() -> dict[str, Any]:
 
 
 def counted_by_hand(config: dict[str, Any]) -> tuple[int, int, int]:
-    """Explicit model, injection and weight norm's gains, by the published modules."""
+    """Return the parameters of explicit model, injection and weight-norm gains by the published modules."""
     backbone = config["backbone_config"]
     layers, width = backbone["n_layer"], backbone["d_model"]
     tokens = config["vocab_size"]
@@ -134,7 +134,7 @@ def test_every_shipped_configuration_builds_with_the_published_parameters(family
     assert (spec.gradient.steps, spec.gradient.damping) == (VARIANTS[variant][1], 0.8)
 
 
-def test_the_state_tracking_configuration():
+def test_the_state_tracking_configuration_is_imported():
     config = state_tracking_config()
     spec = published.import_spec(config)
     with torch.device("meta"):
@@ -144,7 +144,7 @@ def test_the_state_tracking_configuration():
 
 
 @pytest.mark.parametrize(("family", "size", "variant"), SHIPPED[:6])
-def test_a_configuration_made_from_a_spec_says_the_same(family, size, variant):
+def test_a_configuration_exported_from_a_spec_is_equal(family, size, variant):
     spec = published.import_spec(shipped_config(family, size, variant))
     made = published.export_config(spec)
     again = published.import_spec(made)
@@ -156,7 +156,7 @@ def test_a_configuration_made_from_a_spec_says_the_same(family, size, variant):
         assert again.evaluation_stopping == spec.evaluation_stopping
 
 
-def test_what_the_published_implementation_cannot_say_is_refused():
+def test_a_spec_that_cannot_be_expressed_is_refused():
     spec = published.import_spec(shipped_config("llama", "130m", "implicit"))
     grouped = spec.model_copy(update={"mixer": ib.AttentionSpec(n_heads=12, n_kv_heads=4)})
     with pytest.raises(ValueError, match="mixer"):
@@ -191,7 +191,7 @@ def published_folder(case: Path, folder: Path, kind: str = "one file") -> Path:
 
 
 def by_the_published_rule(model: Any, ids: torch.Tensor, tolerance: float) -> torch.Tensor:
-    """Step by token, damped, until ``‖f(z) − z‖ / (‖z‖ + 1e-6)`` is under the tolerance; map once more."""
+    """Damped steps until ``‖f(z) − z‖ / (‖z‖ + 1e-6)`` is below the tolerance, then one more call."""
 
     def solve(f: Any, z: torch.Tensor, **_: Any) -> ib.Solution:
         for _ in range(399):
@@ -215,13 +215,13 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_golden_values_through_from_pretrained(name, reference, tmp_path):
+def test_from_pretrained_reproduces_golden_values(name, reference, tmp_path):
     source = published_folder(reference / name, tmp_path / "published")
     assert main(["convert", str(source), str(tmp_path / "ours")]) == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     expected = load_file(reference / name / "expected.safetensors")
     ids, labels = expected["input_ids"], expected["labels"]
-    if name == "mamba2_deep":  # the first tokens say the same, by causality, and take a third of the time
+    if name == "mamba2_deep":  # by causality the first tokens suffice, in a third of the time
         sequential = {key: t for key, t in expected.items() if key.endswith(("l.logits", "row0.logits"))}
         expected |= {key: t.view(-1, 40, 61)[:, :16] for key, t in sequential.items()}
     ids = ids[:, : expected["sequential.logits"].shape[1]]
@@ -230,9 +230,10 @@ def test_golden_values_through_from_pretrained(name, reference, tmp_path):
         assert relative(found, expected["sequential.logits"]) <= 1e-4
         loose = expected["sequential_tol0.05_row0.logits"].reshape(1, *found.shape[1:])
         assert relative(by_the_published_rule(to_library(model), ids[:1], 0.05), loose) <= 1e-4
-        # Ours differs from that rule, and so do its loose answers: it measures against ‖f(z)‖, not ‖z‖, and
-        # maps the f(z) it stopped at, where the published one maps z + 0.8 (f(z) − z): points 0.2 · 0.05,
-        # 1 % of ‖z‖, apart. Both are answers at tolerance 0.05: ours may be no further from the exact one.
+        # Our rule differs, and so do the answers at a loose tolerance: it measures against ‖f(z)‖, not ‖z‖,
+        # and maps the final f(z), whereas the published rule maps z + 0.8 (f(z) − z): the points are 0.2 ·
+        # 0.05, 1 % of ‖z‖, apart. Both are valid at tolerance 0.05: ours may be no further from the exact
+        # one.
         row = model(ids[:1], window_length=1, tolerance=0.05, max_iterations=400).logits
         exact = expected["sequential.logits"][:1]
         assert relative(row, exact) <= 1.1 * relative(loose, exact)
@@ -247,7 +248,7 @@ def test_golden_values_through_from_pretrained(name, reference, tmp_path):
         assert relative(parameters[f"model.lm.{parameter}"].grad, gradient) <= 1e-4, parameter
 
 
-def test_a_published_folder_as_a_model_of_the_library(reference, tmp_path):
+def test_a_published_folder_loads_as_a_library_model(reference, tmp_path):
     model = ib.load_model(published_folder(reference / "llama_tiny", tmp_path / "published"))
     expected = load_file(reference / "llama_tiny" / "expected.safetensors")
     ids = expected["input_ids"][:, : expected["sequential.logits"].shape[1]]
@@ -258,7 +259,7 @@ def test_a_published_folder_as_a_model_of_the_library(reference, tmp_path):
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kind", ["one file", "shards", "safetensors"])
-def test_there_and_back_changes_nothing(name, kind, reference, tmp_path):
+def test_a_round_trip_changes_nothing(name, kind, reference, tmp_path):
     source = published_folder(reference / name, tmp_path / "published", kind)
     assert main(["convert", str(source), str(tmp_path / "ours"), "--max-shard-size", "40KB"]) == 0
     back = ["convert", str(tmp_path / "ours"), str(tmp_path / "back"), "--to", "published"]
@@ -303,7 +304,7 @@ def test_explicit_models_have_plain_names(family, tmp_path):
     assert all(torch.equal(checkpoint.state[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_names_of_tensors_are_one_to_one():
+def test_tensor_names_map_one_to_one():
     for family in ("llama", "mamba2"):
         spec = published.import_spec(shipped_config(family, "130m", "implicit"))
         state = empty_state(spec)

@@ -1,4 +1,4 @@
-"""transformers' Trainer and peft's LoRA train both families as they are."""
+"""transformers' Trainer and peft's LoRA train both families without changes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from implicit_blocks.__main__ import main
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # after the skip
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments  # after importorskip
 
 
 class Cycles(torch.utils.data.Dataset):
-    """Counting modulo 7 from anywhere: learnt at once."""
+    """Counting modulo 7 from a random start, which is learned quickly."""
 
     def __len__(self) -> int:
         return 64
@@ -40,7 +40,7 @@ def trainer_of(model, folder, **arguments):
 
 
 @pytest.mark.parametrize("kind", ["implicit", "accumulating"])
-def test_trainer(family, kind, tiny_model, tmp_path):
+def test_transformers_trainer_trains(family, kind, tiny_model, tmp_path):
     more = {"gradient_accumulation_steps": 2, "max_steps": 8} if kind == "accumulating" else {}
     trainer = trainer_of(tiny_model(family).train(), tmp_path / "run", **more)
     before = trainer.evaluate()["eval_loss"]
@@ -55,7 +55,7 @@ def test_trainer(family, kind, tiny_model, tmp_path):
         assert torch.equal(loaded(**batch).logits, expected.logits)
 
 
-# peft asks transformers for a name that transformers has renamed
+# peft uses a deprecated name of transformers
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora_trains_and_saves(family, tiny_model, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -87,7 +87,7 @@ def test_lora_trains_and_saves(family, tiny_model, tmp_path):
 
 
 def adapted(base):
-    """Put random adapters of some effect on a model."""
+    """Add random adapters to a model."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
     targets = ["mixer.in_proj", "mixer.out_proj"]
     settings = peft.LoraConfig(r=2, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
@@ -99,7 +99,7 @@ def adapted(base):
     return model
 
 
-# peft asks transformers for a name that transformers has renamed
+# peft uses a deprecated name of transformers
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 @pytest.mark.parametrize("safe", [False, True], ids=["in-place", "safe"])
 def test_lora_merges_into_normed_weights(family, tiny_model, tmp_path, safe):
@@ -123,7 +123,7 @@ def test_lora_merges_into_normed_weights(family, tiny_model, tmp_path, safe):
         torch.testing.assert_close(loaded(ids).logits, expected, atol=1e-5, rtol=1e-4)
 
 
-# peft asks transformers for a name that transformers has renamed
+# peft uses a deprecated name of transformers
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_lora_merges_into_folded_weights(family, tiny_model, tmp_path):
     normed = tiny_model(family)

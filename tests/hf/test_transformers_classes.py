@@ -1,4 +1,4 @@
-"""The classes for transformers: saving, loading, caches, generation, arguments."""
+"""The transformers classes: saving, loading, caches, generation, arguments."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ NAMES = {"mamba2": "ImplicitMamba2", "attention": "ImplicitLlama"}
 CACHES = {"mamba2": "cache_params", "attention": "past_key_values"}
 
 
-def test_the_auto_classes_know_them(family, tiny_spec):
+def test_the_auto_classes_are_registered(family, tiny_spec):
     register()
-    register()  # again changes nothing
+    register()  # repeated registration has no effect
     config_class = {"mamba2": ImplicitMamba2Config, "attention": ImplicitLlamaConfig}[family]
     config = config_class.from_spec(tiny_spec(family))
     assert type(AutoModelForCausalLM.from_config(config)).__name__ == f"{NAMES[family]}ForCausalLM"
@@ -35,10 +35,10 @@ def test_the_auto_classes_know_them(family, tiny_spec):
     assert config.layer_types == [{"mamba2": "linear_attention", "attention": "full_attention"}[family]] * 2
     assert (
         config_class().model_spec.d_model == 768
-    )  # transformers makes one without arguments to compare with
+    )  # transformers builds a default configuration to compare with
 
 
-def test_logits_and_initialization_are_the_librarys(family, tiny_spec, ids):
+def test_logits_and_initialization_equal_the_librarys(family, tiny_spec, ids):
     spec = tiny_spec(family)
     config = {"mamba2": ImplicitMamba2Config, "attention": ImplicitLlamaConfig}[family].from_spec(spec)
     torch.manual_seed(3)
@@ -52,7 +52,7 @@ def test_logits_and_initialization_are_the_librarys(family, tiny_spec, ids):
 
 
 @pytest.mark.parametrize("kind", ["implicit", "explicit", "untied"])
-def test_a_saved_folder_loads_as_it_was(family, kind, tiny_spec, ids, tmp_path):
+def test_a_saved_folder_loads_unchanged(family, kind, tiny_spec, ids, tmp_path):
     spec = tiny_spec(family, tie_embeddings=kind != "untied")
     if kind == "explicit":
         fields = {
@@ -77,7 +77,7 @@ def test_a_saved_folder_loads_as_it_was(family, kind, tiny_spec, ids, tmp_path):
         torch.testing.assert_close(library.eval()(ids).logits, expected.logits)
 
 
-def test_missing_weights_are_initialized_and_the_others_kept(family, tiny_model, tmp_path):
+def test_missing_weights_are_initialized_and_others_loaded(family, tiny_model, tmp_path):
     from safetensors.torch import load_file, save_file
 
     model = tiny_model(family)
@@ -106,7 +106,7 @@ def test_bfloat16_keeps_rates_and_norms_in_float32(family, tiny_model, ids, tmp_
         assert model(ids).logits.isfinite().all()
 
 
-def test_labels_are_shifted_and_masks_are_of_all_tokens(family, tiny_model, ids):
+def test_labels_are_shifted_and_masks_cover_all_tokens(family, tiny_model, ids):
     model = tiny_model(family)
     with torch.no_grad():
         out = model(ids, labels=ids)
@@ -124,7 +124,7 @@ def test_labels_are_shifted_and_masks_are_of_all_tokens(family, tiny_model, ids)
         assert torch.equal(embedded, out.logits)
 
 
-def test_positions_may_be_given_and_may_separate_documents(family, tiny_model, ids):
+def test_positions_separate_documents(family, tiny_model, ids):
     model = tiny_model(family)
     with torch.no_grad():
         expected = model(ids).logits
@@ -132,11 +132,11 @@ def test_positions_may_be_given_and_may_separate_documents(family, tiny_model, i
         restarts = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(3, 9)
         packed = model(ids, position_ids=restarts).logits
         torch.testing.assert_close(packed[:, 4:], model(ids[:, 4:]).logits, atol=2e-5, rtol=1e-4)
-        with pytest.raises(ValueError, match="leave them out"):
+        with pytest.raises(ValueError, match="omit them"):
             model(ids, position_ids=torch.arange(9)[None] + 1)
 
 
-def test_generation_with_and_without_the_cache_is_the_same(family, tiny_model, ids):
+def test_generation_is_equal_with_and_without_a_cache(family, tiny_model, ids):
     model = tiny_model(family)
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
@@ -149,13 +149,13 @@ def test_generation_with_and_without_the_cache_is_the_same(family, tiny_model, i
     assert torch.equal(alone[0, 5:], plain[1, 9:])
 
 
-def test_beams_follow_their_rows(family, tiny_model, ids):
+def test_the_cache_follows_the_beams(family, tiny_model, ids):
     model = tiny_model(family)
     common = {"max_new_tokens": 5, "num_beams": 3, "do_sample": False, "pad_token_id": 18}
     assert torch.equal(model.generate(ids, **common), model.generate(ids, use_cache=False, **common))
 
 
-def test_knobs_are_arguments_of_forward_and_generate(family, tiny_model, ids):
+def test_search_options_are_arguments_of_forward_and_generate(family, tiny_model, ids):
     model = tiny_model(family)
     with torch.no_grad():
         assert int(model(ids, max_iterations=3).solution.iterations.max()) == 3
@@ -173,7 +173,7 @@ def test_knobs_are_arguments_of_forward_and_generate(family, tiny_model, ids):
     assert len(calls) == 4 * 3  # four calls of the model, two iterations and the last call each
 
 
-def test_the_cache(family, tiny_model, ids):
+def test_the_cache_holds_the_sequence_state(family, tiny_model, ids):
     model = tiny_model(family)
     name = CACHES[family]
     with torch.no_grad():
@@ -190,13 +190,13 @@ def test_the_cache(family, tiny_model, ids):
         torch.testing.assert_close(
             model(more.repeat_interleave(2, 0), **{name: twice}).logits, expected.repeat_interleave(2, 0)
         )
-        assert cache.get_seq_length() == 9  # copies are copies
+        assert cache.get_seq_length() == 9  # copies are independent
         with pytest.raises(ValueError, match="negative"):
             cache.crop(1)
-        with pytest.raises(ValueError, match="commits to it"):
+        with pytest.raises(ValueError, match="commits once per window"):
             cache.update(None, None, 0)
         small = ImplicitCache(max_seq_len=4)
-        with pytest.raises(ValueError, match="made for 4 tokens"):
+        with pytest.raises(ValueError, match="created for 4 tokens"):
             model(ids, use_cache=True, **{name: small})
         cache.reset()
         torch.testing.assert_close(model(ids, **{name: cache}).logits, model(ids).logits)
@@ -215,7 +215,7 @@ def test_resizing_the_vocabulary_changes_the_spec(family, tiny_model, ids, tmp_p
     assert AutoModelForCausalLM.from_pretrained(tmp_path).lm_head.weight.shape[0] == 24
 
 
-def test_padding_of_the_vocabulary_may_become_tokens(family, tiny_model, ids, tmp_path):
+def test_padding_entries_of_the_vocabulary_become_tokens(family, tiny_model, ids, tmp_path):
     model = tiny_model(family, pad_vocab_to=8)
     model.resize_token_embeddings(model.config.vocab_size)
     assert (model.config.vocab_size, model.config.model_spec.vocab_size) == (24, 24)
@@ -224,17 +224,17 @@ def test_padding_of_the_vocabulary_may_become_tokens(family, tiny_model, ids, tm
     assert again.generate(ids + 5, max_new_tokens=1, do_sample=False, pad_token_id=18).shape == (3, 10)
 
 
-def test_what_cannot_be_done_is_refused(family, tiny_model, tiny_spec, ids):
+def test_unsupported_arguments_are_refused(family, tiny_model, tiny_spec, ids):
     model = tiny_model(family)
     with pytest.raises(TypeError, match=r"no argument 'tolerence'.*tolerance"):
         model(ids, tolerence=0.1)
-    with pytest.raises(ValueError, match="no attentions to output"):
+    with pytest.raises(ValueError, match="cannot output attentions"):
         model(ids, output_attentions=True)
     with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match="neither of them 0"):
+    with pytest.raises(ValueError, match="both positive"):
         model(ids[:, :0])
-    with pytest.raises(ValueError, match="one flag a token"):
+    with pytest.raises(ValueError, match="one flag per token"):
         model(ids, attention_mask=torch.ones(3, 4))
     with pytest.raises(ValueError, match="DynamicCache"):
         model(ids, **{CACHES[family]: transformers.DynamicCache()})
@@ -271,7 +271,7 @@ def test_overrides_that_contradict_the_spec_are_refused(name, value, family, tin
         assert torch.equal(again(ids).logits, model(ids).logits)
 
 
-def test_a_spec_may_be_overridden_where_the_weights_stay_the_same(family, tiny_model, tmp_path):
+def test_a_spec_can_be_overridden_without_changing_the_weights(family, tiny_model, tmp_path):
     model = tiny_model(family)
     model.save_pretrained(tmp_path)
     loose = ib.AtEvaluation(stopping=ib.StoppingOverrides(tolerance=0.5))
@@ -298,8 +298,8 @@ def test_unknown_tokens_and_labels_are_refused(family, token, tiny_model, ids):
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_trust_remote_code_finds_the_package_or_says_how_to_get_it(installed, tiny_model, tmp_path):
-    """In a process of its own, which has not imported the package."""
+def test_trust_remote_code_imports_the_package_or_names_the_remedy(installed, tiny_model, tmp_path):
+    """Runs in a separate process that has not imported the package."""
     tiny_model("mamba2").save_pretrained(tmp_path / "model")
     assert json.loads((tmp_path / "model" / "config.json").read_text())["auto_map"].keys() == {
         "AutoConfig",
@@ -331,7 +331,7 @@ def test_trust_remote_code_finds_the_package_or_says_how_to_get_it(installed, ti
         assert "pip install -c" in done.stderr
 
 
-def test_without_transformers_the_message_says_what_to_install():
+def test_the_error_without_transformers_names_the_remedy():
     program = (
         "import importlib.util as u\n"
         "find = u.find_spec\n"

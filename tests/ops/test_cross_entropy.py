@@ -1,4 +1,4 @@
-"""The chunked loss against torch's, in value, predictions and gradients."""
+"""The chunked loss against torch's: value, predictions and gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from implicit_blocks.ops.cross_entropy import linear_cross_entropy
 
 @pytest.mark.parametrize("rows", [1, 5, 64])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_equals_the_loss_of_whole_logits(monkeypatch, rows, dtype):
+def test_the_chunked_loss_equals_the_loss_of_full_logits(monkeypatch, rows, dtype):
     monkeypatch.setattr(cross_entropy, "CHUNK_ENTRIES", rows * 13)
     z = torch.randn(17, 6, dtype=dtype, requires_grad=True)
     weight = torch.randn(13, 6, dtype=dtype, requires_grad=True)
@@ -31,7 +31,7 @@ def test_equals_the_loss_of_whole_logits(monkeypatch, rows, dtype):
         torch.testing.assert_close(a, b)
 
 
-def test_what_is_not_scored_may_overflow():
+def test_overflow_in_ignored_tokens_has_no_effect():
     weight = torch.full((5, 3), 300.0, dtype=torch.float16, requires_grad=True)
     z = torch.tensor([[1.0] * 3, [100.0] * 3], dtype=torch.float16, requires_grad=True)
     assert not (z[1] @ weight.T).isfinite().all()
@@ -43,7 +43,7 @@ def test_what_is_not_scored_may_overflow():
     assert torch.equal(z.grad[1], torch.zeros(3, dtype=torch.float16))
 
 
-def test_without_gradients_and_under_autocast():
+def test_the_loss_is_equal_without_gradients_and_under_autocast():
     z, weight, labels = torch.randn(9, 8), torch.randn(30, 8, requires_grad=True), torch.randint(30, (9,))
     with torch.no_grad():
         exact, _ = linear_cross_entropy(z, weight, labels)
@@ -54,7 +54,7 @@ def test_without_gradients_and_under_autocast():
     assert weight.grad.dtype == torch.float32
 
 
-def test_whole_logits_are_never_made(monkeypatch):
+def test_full_logits_are_never_stored(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_ENTRIES", 4 * 50)
     made = []
 
@@ -69,4 +69,4 @@ def test_whole_logits_are_never_made(monkeypatch):
     with Watch():
         loss, _ = linear_cross_entropy(z, weight, torch.randint(50, (200,)))
         loss.backward()
-    assert max(made) < 200 * 50  # of four bytes each
+    assert max(made) < 200 * 50  # four bytes each

@@ -1,4 +1,4 @@
-"""The dispatcher: what is taken unasked, what is refused by name, what is remembered."""
+"""The dispatcher: automatic choice, errors for named backends, and records."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def operation(monkeypatch):
     )
 
 
-def test_auto_takes_the_first_that_is_there_can_and_pays(operation):
+def test_auto_chooses_the_first_available_supported_and_preferred_backend(operation):
     assert operation.choose("auto", torch.ones(3)).name == "short"
     assert operation.choose("auto", torch.ones(5)).name == "plain"
     assert operation.choose("auto", torch.ones(1)).name == "plain"
 
 
-def test_by_name_it_need_not_pay(operation):
+def test_a_named_backend_need_not_be_preferred(operation):
     assert operation.choose("short", torch.ones(1)).name == "short"
     assert backends.chosen() == (("double", "short"),)
 
 
-def test_what_is_missing_is_said_with_how_to_get_it(operation):
+def test_a_missing_package_is_named_with_the_remedy(operation):
     message = "double backend 'missing': no_such_package is not installed; install it .pip install no-such"
     with pytest.raises(ImportError, match=message):
         operation.choose("missing", torch.ones(3))
@@ -54,25 +54,25 @@ def test_what_is_missing_is_said_with_how_to_get_it(operation):
         operation.require("missing")
 
 
-def test_what_cannot_run_says_why_and_what_it_was_given(operation):
+def test_an_unsupported_input_is_named_with_the_reason(operation):
     message = r"'short' can't run these inputs: it takes four numbers at most.*float32 on cpu.*\(5,\)"
     with pytest.raises(ValueError, match=message):
         operation.choose("short", torch.ones(5))
 
 
-def test_unknown_names_are_refused_with_those_known(operation):
+def test_an_unknown_backend_is_refused_with_the_known_names(operation):
     with pytest.raises(ValueError, match="'fast'; choose one of auto, missing, short, plain"):
         operation.require("fast")
 
 
-def test_the_first_use_is_one_line_in_the_log(operation, caplog):
+def test_the_first_use_is_logged_once(operation, caplog):
     with caplog.at_level(logging.INFO, logger=backends.__name__):
         for _ in range(3):
             operation.choose("auto", torch.ones(3))
     assert [record.getMessage() for record in caplog.records] == ["double is computed by short"]
 
 
-def test_what_has_not_run_is_untested(operation, monkeypatch):
+def test_a_backend_that_has_not_run_is_untested(operation, monkeypatch):
     assert backends.report() == {}
     operation.choose("auto", torch.ones(5))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -85,7 +85,7 @@ def test_what_has_not_run_is_untested(operation, monkeypatch):
     }
 
 
-def test_a_compiler_sees_through_the_choice(operation):
+def test_the_choice_causes_no_graph_break(operation):
     def twice(x):
         return operation.choose("auto", x).run(x)
 
@@ -97,7 +97,7 @@ def test_a_compiler_sees_through_the_choice(operation):
     assert backends.chosen() == (("double", "short"),)
 
 
-def test_on_a_cpu_nothing_is_imported_unasked(monkeypatch):
+def test_no_package_is_imported_on_a_cpu(monkeypatch):
     monkeypatch.setattr(accelerated, "_FOUND", {})
     x = torch.randn(1, 8, 2, 8)
     B = torch.randn(1, 8, 1, 8)
@@ -117,8 +117,8 @@ GPU_ONLY = [(o, b.name) for o in CPU_INPUTS for b in o.backends if b.package]
 
 
 @pytest.mark.parametrize(("operation", "name"), GPU_ONLY, ids=[f"{o.name}-{n}" for o, n in GPU_ONLY])
-def test_kernels_asked_for_on_a_cpu(operation, name, monkeypatch):
-    """Where the package is there, the error is about the device; where it isn't, about the package."""
+def test_named_kernels_on_a_cpu_are_an_error(operation, name, monkeypatch):
+    """The error names the device if the package is installed, otherwise the package."""
     with pytest.raises((ImportError, ValueError), match=rf"{operation.name} backend '{name}'"):
         operation.choose(name, *CPU_INPUTS[operation])
     module = next(b.module for b in operation.backends if b.name == name)
@@ -137,7 +137,7 @@ def test_every_backend_of_a_spec_exists():
         assert named == set(operation.names) - {"recurrence", "chunked_autograd"}
 
 
-def test_a_model_that_names_what_is_missing_is_not_built(monkeypatch):
+def test_building_a_model_with_a_missing_backend_is_an_error(monkeypatch):
     monkeypatch.setattr(accelerated, "_FOUND", {"flash_attn": "flash_attn is not installed"})
     mixer = ib.AttentionSpec(n_heads=2, backend="flash-attn")
     with pytest.raises(ImportError, match="pip install --no-build-isolation flash-attn, built for your card"):
@@ -150,7 +150,7 @@ def test_a_model_that_names_what_is_missing_is_not_built(monkeypatch):
     + [ib.AttentionSpec(n_heads=2, backend=name) for name in ("torch", "sdpa", "flex")],
     ids=lambda mixer: f"{mixer.kind}-{mixer.backend}",
 )
-def test_a_backend_in_the_spec_changes_no_value(mixer):
+def test_the_backend_in_the_spec_does_not_change_values(mixer):
     def values(spec):
         torch.manual_seed(0)
         model = ib.build(ib.ExplicitLMSpec(vocab_size=7, d_model=16, n_layers=1, mixer=spec)).eval()
@@ -166,7 +166,7 @@ def test_a_backend_in_the_spec_changes_no_value(mixer):
 
 
 @pytest.mark.parametrize("window_length", [None, 5])
-def test_what_the_spec_names_is_what_is_asked_for(window_length, monkeypatch):
+def test_the_backend_in_the_spec_is_used(window_length, monkeypatch):
     asked = set()
     choose = Operation.choose
 
@@ -190,8 +190,8 @@ def test_what_the_spec_names_is_what_is_asked_for(window_length, monkeypatch):
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("seen", ["causal", "behind", "documents", "all"])
-def test_attention_is_the_formula(seen, kv_heads, backend):
-    """In output, and where there is a backward pass on a CPU in every gradient."""
+def test_attention_equals_the_formula(seen, kv_heads, backend):
+    """Compares the output and, if the backend has a backward pass on a CPU, every gradient."""
     batch, heads, width, length = 2, 4, 16, 24
     keys = 40 if seen == "behind" else length
     tensors = [torch.randn(batch, heads, length, width), *torch.randn(2, batch, kv_heads, keys, width)]
@@ -218,7 +218,7 @@ def test_attention_is_the_formula(seen, kv_heads, backend):
     torch.testing.assert_close(*pairs)
 
 
-def test_causal_queries_behind_others_are_the_last_ones():
+def test_fewer_queries_than_keys_are_the_last_tokens():
     q, k = torch.randn(1, 1, 3, 16), torch.randn(1, 1, 8, 16)
     mask = torch.arange(8) <= torch.arange(5, 8)[:, None]
     expected = attend(q, k, k, mask=mask, backend="torch")
@@ -231,6 +231,6 @@ def test_causal_queries_behind_others_are_the_last_ones():
 @pytest.mark.parametrize(
     ("queries", "heads", "kv_heads", "too_wide"), [(72, 8, 2, True), (72, 8, 8, False), (1, 32, 8, False)]
 )
-def test_flex_keeps_few_queries_of_many_heads_from_the_decoding_kernel(queries, heads, kv_heads, too_wide):
+def test_flex_avoids_the_decoding_kernel_for_many_heads(queries, heads, kv_heads, too_wide):
     q, k = torch.empty(1, heads, queries, 64), torch.empty(1, kv_heads, 200, 64)
     assert flex._is_too_wide_to_decode(q, k) == too_wide

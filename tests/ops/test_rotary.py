@@ -1,4 +1,4 @@
-"""Rotary positions."""
+"""Rotary position embedding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from implicit_blocks.ops.rotary import rotate, rotation_tables
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("tables", [torch.float32, torch.float64], ids=str)
-def test_features_turn_in_the_wider_type_and_keep_their_own(dtype, tables):
+def test_features_are_rotated_in_the_wider_type_and_keep_their_type(dtype, tables):
     torch.manual_seed(0)
     x = torch.randn(2, 3, 5, 8, dtype=dtype)
     cos, sin = rotation_tables(torch.arange(5)[None], head_dim=8, theta=100.0, dtype=tables)
@@ -22,8 +22,8 @@ def test_features_turn_in_the_wider_type_and_keep_their_own(dtype, tables):
     torch.testing.assert_close(found, expected)
 
 
-def test_what_is_put_side_by_side_is_no_wider_than_the_heads():
-    """A compiler keeps in memory what is put side by side, and casts it by kernels of their own."""
+def test_concatenated_tensors_have_the_type_of_the_heads():
+    """A compiler writes a concatenation to memory and casts it in a separate kernel."""
     kept = []
 
     class Kept(TorchDispatchMode):

@@ -122,10 +122,10 @@ def _no_index(checkpoint: Path) -> None:
     ("damage", "message"),
     [
         (_missing, "is incomplete: __0_0.distcp is missing; use another checkpoint"),
-        (_cut_short, "__0_0.distcp is cut short: 2000 bytes where"),
-        (_altered, "__0_0.distcp was altered since it was written"),
+        (_cut_short, "__0_0.distcp is truncated: expected"),
+        (_altered, "__0_0.distcp has changed since it was written"),
         (_cut_short_unrecorded, "cannot be read; a file is missing or truncated"),
-        (_record_damaged, "state.json is cut short or no record of files"),
+        (_record_damaged, "state.json is truncated or not a record of files"),
         (_no_index, "is incomplete: tensors.json is missing"),
     ],
 )
@@ -155,7 +155,7 @@ def test_the_newest_whole_checkpoint_of_a_run_is_exported(
     half.rename(damaged / "checkpoints" / "step-00000006.tmp-save")
     assert exported(run, tmp_path / "out", damaged) == 0
     message = capsys.readouterr().err
-    assert "__0_0.distcp is cut short: 2000 bytes where" in message
+    assert "__0_0.distcp is truncated: expected" in message
     assert "step-00000002 is exported instead" in message
     tensors = read_model_tensors(run / "checkpoints" / "step-00000002")
     state = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()

@@ -174,7 +174,7 @@ def test_text_where_there_is_no_tokenizer(
 
 def test_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path / "none"), "5"]) == 2
-    assert "there is nothing at" in capsys.readouterr().err
+    assert "does not exist; give a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("device", "message"), [("foo", "'foo' is not a device's name"), ("mps:9", "mps")])

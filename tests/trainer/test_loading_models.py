@@ -85,15 +85,15 @@ def test_a_folder_of_transformers(run: Path, tmp_path: Path) -> None:
     model = ib.load_model(run)
     from_library(model).save_pretrained(tmp_path / "exported")
     assert_holds(ib.load_model(tmp_path / "exported"), model.state_dict())
-    with pytest.raises(ValueError, match="says itself what model it is"):
+    with pytest.raises(ValueError, match="contains its own spec"):
         ib.load_model(tmp_path / "exported", spec="word_problem_s3")
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda place: place / "nowhere", "there is nothing at"),
-        (lambda place: place, "doesn't say what model it is"),
+        (lambda place: place / "nowhere", "does not exist; give a run"),
+        (lambda place: place, "has no model spec"),
         (lambda place: _run_without_checkpoints(place), "has no checkpoint yet"),
         (lambda place: _not_a_model(place), "is not the spec of a model"),
         (lambda place: _run_without_checkpoints(place) / "spec.yaml", "is a spec, which has no weights"),
@@ -117,5 +117,5 @@ def _not_a_model(place: Path) -> Path:
 
 
 def test_tensors_of_another_model_are_listed(run: Path) -> None:
-    with pytest.raises(ValueError, match=r"embedding.weight has shape \(6, 16\) and should have"):
+    with pytest.raises(ValueError, match=r"embedding.weight has shape \(6, 16\), expected"):
         ib.load_model(run, spec="word_problem_s3")

@@ -425,8 +425,8 @@ def _edit(folder: Path, **changes: Any) -> None:
             _other_width,
             [
                 "do not fit its configuration",
-                "model.layers.0.mlp.up_proj.weight has shape (24, 16) and should have (32, 16)",
-                "model.layers.1.mlp.up_proj.weight has shape (24, 16) and should have (32, 16)",
+                "model.layers.0.mlp.up_proj.weight has shape (24, 16), expected (32, 16)",
+                "model.layers.1.mlp.up_proj.weight has shape (24, 16), expected (32, 16)",
                 "model.layers.2.self_attn.q_proj.weight is missing",
             ],
         ),

@@ -1,4 +1,4 @@
-"""A third party's kinds for the trainer: everything it is extended by, with specs that import no torch."""
+"""A third party's kinds for every family of the trainer, with specs that import no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.specs.run import CallbackSpec, DataSpec, OptimizerSpec, ScheduleSpe
 
 
 class ParitySpec(DataSpec):
-    """Random bits, labeled with the parity of those so far."""
+    """Random bits labeled with their running parity."""
 
     kind: Literal["acme.parity"] = "acme.parity"
     period: PositiveInt = 1000
@@ -20,7 +20,7 @@ class ParitySpec(DataSpec):
 
     @property
     def vocab_size(self) -> int:
-        """Two tokens."""
+        """Return the vocabulary size, 2."""
         return 2
 
 
@@ -62,7 +62,7 @@ class FragileSpec(CallbackSpec):
 
 
 class RhymeSpec(EvaluationTaskSpec):
-    """The last words of verses."""
+    """Predict the last words of verses."""
 
     kind: Literal["acme.rhyme"] = "acme.rhyme"
     file: str = "verses.jsonl"

@@ -1,4 +1,4 @@
-"""The evaluation task: one of lm-eval's own kind, from a file of the task's."""
+"""The evaluation task: an lm-eval task defined by a file."""
 
 from __future__ import annotations
 
