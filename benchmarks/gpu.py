@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--programs llama_130m …] [--budget 530] [--tiny] [--output gpu]
     python benchmarks/gpu.py --show                      # the table of results/gpu.json
-    python benchmarks/gpu.py --quote                     # put it into the README
+    python benchmarks/gpu.py --quote                     # write it into docs/results.md
 
 Each program is a process of its own. First they all get ready side by side, as far as the card has room for
 them, with two layers for 24 or 48: what one compiled layer needs is then in the compilers' caches, a folder
@@ -38,7 +38,7 @@ from gpu_table import Row, last_line
 HERE = Path(__file__).resolve().parent
 STARTER = HERE / "gpu_program.py"
 RESULTS = HERE / "results" / "gpu.json"
-README = HERE.parent / "README.md"
+PAGE = HERE.parent / "docs" / "results.md"
 BUDGET = 530  # seconds
 LEAST = 10  # seconds: no program begins with less
 CONTEXT_GB = 0.7  # that a process takes on a card before it has a tensor there
@@ -290,14 +290,18 @@ def main() -> int:
     parser.add_argument(
         "--show", action="store_true", help="print the table of results/gpu.json, measure nothing"
     )
-    parser.add_argument("--quote", action="store_true", help="renew the table in the README, measure nothing")
+    parser.add_argument(
+        "--quote",
+        action="store_true",
+        help="write the tables of the stored results into docs/results.md; measure nothing",
+    )
     arguments = parser.parse_args()
     if arguments.show or arguments.quote:
         result = json.loads(RESULTS.read_text(encoding="utf-8"))
         print(gpu_table.quoted(result))
         if arguments.quote:
-            text = gpu_table.quote(result, README.read_text(encoding="utf-8"))
-            README.write_text(text, encoding="utf-8")
+            text = gpu_table.quote(result, PAGE.read_text(encoding="utf-8"))
+            PAGE.write_text(text, encoding="utf-8")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no program outlives this one
     with tempfile.TemporaryDirectory() as caches:
