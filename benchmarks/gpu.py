@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--programs llama_130m …] [--budget 530] [--tiny] [--output gpu]
     python benchmarks/gpu.py --show                      # print the table of results/gpu.json
-    python benchmarks/gpu.py --quote                     # write the table to the README
+    python benchmarks/gpu.py --quote                     # write it into docs/results.md
 
 Each program is a separate process. First all programs prepare side by side, as far as GPU memory allows, with
 two layers instead of 24 or 48: this fills the compilers' caches, a folder of this run, and is not timed. Then
@@ -37,7 +37,7 @@ from gpu_table import Row, last_line
 HERE = Path(__file__).resolve().parent
 STARTER = HERE / "gpu_program.py"
 RESULTS = HERE / "results" / "gpu.json"
-README = HERE.parent / "README.md"
+PAGE = HERE.parent / "docs" / "results.md"
 BUDGET = 530  # seconds
 LEAST = 10  # seconds: the minimum remaining time to start a program
 CONTEXT_GB = 0.7  # GPU memory of a process without tensors
@@ -287,15 +287,17 @@ def main() -> int:
         "--show", action="store_true", help="print the table of results/gpu.json without measuring"
     )
     parser.add_argument(
-        "--quote", action="store_true", help="update the table in the README without measuring"
+        "--quote",
+        action="store_true",
+        help="write the tables of the stored results into docs/results.md without measuring",
     )
     arguments = parser.parse_args()
     if arguments.show or arguments.quote:
         result = json.loads(RESULTS.read_text(encoding="utf-8"))
         print(gpu_table.quoted(result))
         if arguments.quote:
-            text = gpu_table.quote(result, README.read_text(encoding="utf-8"))
-            README.write_text(text, encoding="utf-8")
+            text = gpu_table.quote(result, PAGE.read_text(encoding="utf-8"))
+            PAGE.write_text(text, encoding="utf-8")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all programs end with this one
     with tempfile.TemporaryDirectory() as caches:

@@ -1,4 +1,4 @@
-"""The table of gpu.py: the figures of each program with published figures and targets."""
+"""The tables of gpu.py: measured figures beside published figures, targets and stretch targets."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from gpu_works import WORKS
 
-BEGIN, END = "<!-- benchmarks/gpu.py --quote -->\n", "<!-- end of quote -->\n"
+BEGIN, END = "<!-- benchmarks/gpu.py --quote -->\n\n", "\n<!-- end of quote -->\n"
 Row = dict[str, Any]
 
 
 def last_line(text: str) -> str:
-    """Return the last line that is not empty."""
+    """Return the last line that is not blank."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
 @dataclass(frozen=True)
 class Figure:
-    """A row of the table: a figure from the rows of programs, and its targets."""
+    """A row of the table: how to read the figure from the programs' rows, and what to compare it with."""
 
     work: str
     programs: str | tuple[str, ...]
@@ -31,15 +31,15 @@ class Figure:
     hope: float | None = None
     higher_is_better: bool = True
     share: Callable[[list[Row]], float | None] | None = None
-    """Whether the figure is compared with the measured matrix throughput of an H100."""
+    """Reads the utilization: a share of the measured matrix-multiplication throughput of an H100."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The programs that must be complete."""
+        """The programs that must have finished."""
         return (self.programs,) if isinstance(self.programs, str) else self.programs
 
     def row(self, programs: dict[str, Row]) -> Row:
-        """Return the row, with a reason if there is no figure."""
+        """Return the row; a row without a figure has the reason."""
         taken = [programs.get(name, {"failed": "not requested"}) for name in self.names]
         rows = [row for program in taken for row in program.get("rows", [])]
         whole = all(program.get("rows") for program in taken)
@@ -68,7 +68,7 @@ class Figure:
 
 
 def of(key: str, **wanted: Any) -> Callable[[list[Row]], float | None]:
-    """Return a function that reads one entry of the row with these values."""
+    """Return a reader of one entry of the row that has these values."""
 
     def read(rows: list[Row]) -> float | None:
         fitting = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
@@ -78,7 +78,7 @@ def of(key: str, **wanted: Any) -> Callable[[list[Row]], float | None]:
 
 
 def worst(*keys: str, **wanted: Any) -> Callable[[list[Row]], float | None]:
-    """Return a function that reads the maximum of some entries over the rows with these values."""
+    """Return a reader of the largest of some entries, over the rows that have these values."""
 
     def read(rows: list[Row]) -> float | None:
         fitting = (row for row in rows if all(row.get(name) == value for name, value in wanted.items()))
@@ -89,7 +89,7 @@ def worst(*keys: str, **wanted: Any) -> Callable[[list[Row]], float | None]:
 
 
 def of_bounded(family: str) -> Callable[[list[Row]], float | None]:
-    """Return a function that reads the FLOP/s of the free phase relative to the bounded phase."""
+    """Return a reader of the FLOP/s of the free phase relative to the bounded phase."""
 
     def read(rows: list[Row]) -> float | None:
         shares = [of("share_of_card", work=f"{family}_{phase}")(rows) for phase in ("free", "bounded")]
@@ -100,7 +100,7 @@ def of_bounded(family: str) -> Callable[[list[Row]], float | None]:
 
 
 def farther(mode: str) -> Callable[[list[Row]], float | None]:
-    """Return a function that reads the maximum ratio of our distance to that of the published rule."""
+    """Return a reader of the largest ratio of our distance to that of the published rule."""
 
     def read(rows: list[Row]) -> float | None:
         ratios = [
@@ -129,10 +129,10 @@ def memory(text: str, program: str, key: str) -> Figure:
 
 def decoded(text: str, *, published: float | None, reach: float, hope: float, **wanted: Any) -> Figure:
     program = "decoding_mamba2" if wanted["model"].startswith("mamba2") else "decoding_llama"
-    return Figure(text, program, of("ms", **wanted), "ms an iteration", published, reach, hope, False)
+    return Figure(text, program, of("ms", **wanted), "ms per iteration", published, reach, hope, False)
 
 
-FLOAT32 = ["bfloat16", "float32"]  # Mamba2's states in decoding.py: the convolution's inputs, and h
+FLOAT32 = ["bfloat16", "float32"]  # the state types in decoding.py's rows: convolution state, h
 TRAINING = ("llama_1.3b", "llama_130m", "mamba2_1.3b", "mamba2_130m", "state_tracking")
 TRACKED = WORKS["state_tracking"].tokens_per_second
 FIGURES = [
@@ -145,11 +145,11 @@ FIGURES = [
     trained("mamba2_130m_bounded", "mamba2_130m", "mamba2 130M (4+1), 8 x 2048",
             reach=110_000, hope=160_000),
     trained("llama_130m_free", "llama_130m", "llama 130M (32+4) at 13 iterations, 8 x 2048"),
-    Figure("FLOPs a second of that, beside (4+1)'s: llama 130M", "llama_130m", of_bounded("llama_130m"),
-           "times", None, 0.9),
+    Figure("FLOP/s of the free phase relative to (4+1), llama 130M", "llama_130m",
+           of_bounded("llama_130m"), "times", None, 0.9),
     trained("mamba2_130m_free", "mamba2_130m", "mamba2 130M (24+4) at 14 iterations, 8 x 2048"),
-    Figure("FLOPs a second of that, beside (4+1)'s: mamba2 130M", "mamba2_130m", of_bounded("mamba2_130m"),
-           "times", None, 0.9),
+    Figure("FLOP/s of the free phase relative to (4+1), mamba2 130M", "mamba2_130m",
+           of_bounded("mamba2_130m"), "times", None, 0.9),
     trained("state_tracking", "state_tracking", "state tracking, 512 x 256, at 18 iterations",
             reach=3 * TRACKED, hope=5 * TRACKED),
     decoded("decoding mamba2 1.3B, batch 1, h in float32", published=86.7, reach=3, hope=1.4,
@@ -164,61 +164,62 @@ FIGURES = [
             reach=5, hope=3, model="llama_1.3b", rows=64, state="bfloat16"),
     decoded("decoding llama 1.3B, 64 rows, keys and values in 8 bits", published=None, reach=5, hope=3,
             model="llama_1.3b", rows=64, state="int8"),
-    Figure("what the driver adds to the bare map, llama 130M, 8 x 2048", "driver",
+    Figure("overhead of the search loop over the bare map, llama 130M, 8 x 2048", "driver",
            worst("overhead_sequence_percent", "overhead_prefix_percent", model="llama_130m"),
            "%", None, 2, None, False),
-    Figure("what the driver adds to the bare map, mamba2 130M, 8 x 2048", "driver",
+    Figure("overhead of the search loop over the bare map, mamba2 130M, 8 x 2048", "driver",
            worst("overhead_sequence_percent", "overhead_prefix_percent", model="mamba2_130m"),
            "%", None, 2, None, False),
-    Figure("torch operators that the driver calls", "driver",
-           worst("operator_calls_sequence", "operator_calls_prefix"), "an iteration", None, 20, None, False),
+    Figure("torch operators called by the search loop", "driver",
+           worst("operator_calls_sequence", "operator_calls_prefix"), "per iteration", None, 20, None, False),
     *(
-        Figure(f"logits' distance from a tight solve, beside the published rule's: {mode}", "agreement",
-               farther(mode), "times", 1, 1.02, None, False)
+        Figure(f"distance of the logits from a tight solve, relative to the published stopping rule: {mode}",
+               "agreement", farther(mode), "times", 1, 1.02, None, False)
         for mode in ("training", "evaluation")
     ),
     *(
         memory(f"memory {what}, {family} 1.3B (4+1), 4 x 2048", f"{family}_1.3b", key)
         for family in ("llama", "mamba2")
-        for what, key in (("held, graphs and all", "reserved_gb"), ("of tensors alone", "peak_gb"))
+        for what, key in (("reserved, CUDA graphs included", "reserved_gb"),
+                          ("allocated to tensors", "peak_gb"))
     ),
     *(
-        Figure(f"memory held by the trainer, {family} 1.3B (free phase), 4 x 2048, steps checkpointed",
+        Figure(f"memory reserved by the trainer, {family} 1.3B (free phase), 4 x 2048, step checkpointing",
                f"zoo_{family}_1.3b", of("held_gb", spec=f"{family}_1.3b", phase="free"),
                "GB", None, 75, None, False)
         for family in ("llama", "mamba2")
     ),
-    Figure("breaks in the compiled maps of all training", TRAINING,
+    Figure("graph breaks in the compiled maps, all training programs", TRAINING,
            worst("graph_breaks"), "breaks", None, 0, None, False),
-    Figure("unasked waits for the device in a step, the worst of all training", TRAINING,
-           worst("waits"), "waits", None, 0, None, False),
+    Figure("unintended device synchronizations per step, maximum over all training programs", TRAINING,
+           worst("waits"), "synchronizations", None, 0, None, False),
 ]  # fmt: skip
 
 
 def introduction(result: Row) -> str:
-    """Describe date, machine and versions of the measurement."""
+    """Return the date, hardware, versions and conditions of a run."""
     machine = result["machine"]
     known = ("torch", "cuda", "triton", "mamba_ssm", "causal_conv1d", "fla-core", "flash_attn", "xformers")
     versions = ", ".join(f"{name} {machine[name]}" for name in known if machine.get(name))
     return (
-        f"`{result['command']}` on one {machine.get('gpu', 'CPU: tiny models, to test the program')}, "
+        f"`{result['command']}` on one {machine.get('gpu', 'CPU (tiny models, to test the program)')}, "
         f"{machine['date'][:10]}, Python {machine['python']}, {versions}. {quietness(result)}"
-        "Training is in bfloat16 autocast, at the published number of iterations, with compiled layers "
-        "captured in CUDA graphs; percentages are relative to the 770 TFLOP/s of matrix products measured on "
-        "an H100. Decoding is in bfloat16 (published: float32), at a context of 512 tokens. **Bold**: the "
-        "target is met."
+        "Training runs in bfloat16 autocast at the published number of iterations, with compiled layers and "
+        "captured CUDA graphs. Percentages are the utilization: the share of the 770 TFLOP/s measured for "
+        "matrix multiplication on an H100. Decoding runs in bfloat16 (published: float32) at a context of "
+        "512 tokens. Figures in **bold** reach their target."
     )
 
 
 def quietness(result: Row) -> str:
-    """Describe in a sentence whether the GPU was shared, if known."""
+    """Return a sentence about other work on the GPU, or nothing if that was not checked."""
     programs = [program for program in result.get("programs", []) if "card" in program]
     if not programs:
         return ""
     disturbed = [program for program in programs if program.get("disturbed")]
     if disturbed:
         why = "; ".join(f"{program['program']}: {', '.join(program['disturbed'])}" for program in disturbed)
-        return f"The GPU was also used by other processes ({why}).  "
+        return f"Other work DISTURBED the GPU ({why}). "
     speeds = [
         speed
         for program in programs
@@ -228,7 +229,7 @@ def quietness(result: Row) -> str:
     if not speeds:
         return ""
     span = f"{min(speeds):.2f} to {max(speeds):.2f} TB/s"
-    return f"Before and after each program the GPU was idle, with a copy bandwidth of {span}. "
+    return f"The GPU was otherwise idle before and after each program (copy bandwidth {span}). "
 
 
 def table(result: Row) -> str:
@@ -242,7 +243,7 @@ def table(result: Row) -> str:
         if row["measured"] is None:
             here = f"not measured: {row['not_measured']}"
         elif row["reached"] is not None:
-            here = f"**{here}**" if row["reached"] else f"{here} (short)"
+            here = f"**{here}**" if row["reached"] else f"{here} (target missed)"
         if row.get("disturbed"):
             here += " (disturbed)"
         if share := row.get("share_of_card"):
@@ -260,17 +261,17 @@ def table(result: Row) -> str:
 
 
 def zoo_table(result: Row) -> str:
-    """Return the table of the trainer's steps as Markdown, or ""."""
+    """Return the table of the trainer's steps as Markdown, or nothing."""
     rows = [row for row in result.get("zoo", []) if "failed" not in row]
     if not rows:
         return ""
     lines = [
-        "| spec and phase | batch | iterations | tokens/s | published, at iterations | GB of tensors "
-        "| GB held | published |",
+        "| spec and phase | batch | iterations | tokens/s | published, at iterations | GB allocated "
+        "| GB reserved | published |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
-        steps = ", steps checkpointed" if row["checkpoint_activations"] == "steps" else ""
+        steps = ", step checkpointing" if row["checkpoint_activations"] == "steps" else ""
         published = shown(row["published_tokens_per_second"])
         if published:
             published += f", {row['published_iterations']}"
@@ -287,26 +288,26 @@ def zoo_table(result: Row) -> str:
 
 
 ZOO = (
-    "Whole steps of the trainer, `python -m trainer --spec NAME training.compile_layers=true "
-    "training.cuda_graphs=true` at the spec's own tolerance, on random tokens, for which searches end early "
-    "(by `benchmarks/gpu_zoo.py`, in the same run):"
+    "Complete training steps of the zoo's specs in the same run (`benchmarks/gpu_zoo.py`: `python -m trainer "
+    "--spec NAME training.compile_layers=true training.cuda_graphs=true`), at the tolerance of the spec. The "
+    "data are random tokens, on which searches end early."
 )
 
 
 def shown(value: float | None) -> str:
-    """Format a number with four digits and separated thousands."""
+    """Format a number: four digits, thousands separated by spaces."""
     if value is None:
         return ""
     return f"{value:,.0f}".replace(",", " ") if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def cause(text: str) -> str:
-    """Return the first sentence of an error, without the memory of other processes."""
+    """Return the first sentence of an error, without the memory statistics that follow."""
     return re.sub(r"^exit code -?\d+: ", "", text).partition(". ")[0].rstrip(".")
 
 
 def not_measured(result: Row) -> str:
-    """Return the missing figures by cause as Markdown, or ""."""
+    """Return the rows without a figure as Markdown, grouped by cause, or nothing."""
     causes: dict[str, list[str]] = {}
     for row in result["rows"]:
         if row["measured"] is None:
@@ -316,7 +317,7 @@ def not_measured(result: Row) -> str:
 
 
 def quoted(result: Row) -> str:
-    """Return the text for the README: measured figures, and the names of missing ones."""
+    """Return the text for docs/results.md: the measured rows, and the names of the others."""
     measured = [row for row in result["rows"] if row["measured"] is not None]
     parts = [introduction(result), table({**result, "rows": measured})]
     parts += [missing] if (missing := not_measured(result)) else []
@@ -326,7 +327,7 @@ def quoted(result: Row) -> str:
 
 
 def quote(result: Row, text: str) -> str:
-    """Return a text with the table between its marks updated."""
+    """Return a text in which the tables between the two marks are replaced."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
     return before + BEGIN + quoted(result) + END + after

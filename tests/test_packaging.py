@@ -121,10 +121,12 @@ def test_readme_python_runs_in_order():
     assert len(examples) >= 3
     for number, code in enumerate(examples, 1):
         exec(compile(code, f"README.md, example {number}", "exec"), namespace)
-    together, in_turn = namespace["together"], namespace["in_turn"]
-    both = together.solution.converged & in_turn.solution.converged
+    simultaneous, sequential = namespace["simultaneous"], namespace["sequential"]
+    both = simultaneous.solution.converged & sequential.solution.converged
     tolerance = namespace["spec"].model.evaluation_stopping.tolerance
-    torch.testing.assert_close(together.logits[both], in_turn.logits[both], atol=50 * tolerance, rtol=0)
+    torch.testing.assert_close(
+        simultaneous.logits[both], sequential.logits[both], atol=50 * tolerance, rtol=0
+    )
     registered: list[tuple[object, ...]] = []
     namespace["register_components"](lambda *component: registered.append(component))
     assert registered == [("solver", namespace["HalfwaySpec"], namespace["Halfway"].from_spec)]
@@ -187,11 +189,7 @@ def test_readme_lists_the_zoo_with_its_parameters():
     rows = re.findall(
         r"^\| `(\w+[\w.]*)` \| (\d+) \S (\d+) \| ([\d.]+) M(?: \(([\d.]+) M\))? \|", README, re.MULTILINE
     )
-    listed = {row[0] for row in rows}
-    present = {path.stem for path in (ROOT / "zoo").glob("*.yaml")}
-    assert listed == {
-        name for name in present if not name.endswith(("_bounded", "_explicit", "_transformers"))
-    }
+    assert len(rows) >= 10  # a selection: the table on the documentation's page of the zoo has every spec
     for name, layers, width, implicit, explicit in rows:
         model = ib.load_spec(name).model
         assert (model.n_layers, model.d_model) == (int(layers), int(width))

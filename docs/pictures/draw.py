@@ -1,4 +1,4 @@
-"""Draw the pictures of the pages, from numbers of small models: ``python docs/pictures/draw.py [--run DIR]``.
+"""Draw the pictures of the pages: ``python docs/pictures/draw.py [--run DIR]``.
 
 ``--run`` is a run of the zoo's ``word_problem_s3``, for the picture of convergence; the others need nothing.
 """
@@ -30,7 +30,7 @@ def save(figure: plt.Figure, name: str) -> None:
     print(FOLDER / f"{name}.png")
 
 
-# ------------------------------------------------------------------------------------ state to state
+# ------------------------------------------------------------------------------------ state Jacobian
 
 
 def state_jacobian(kind: str) -> Tensor:
@@ -77,7 +77,7 @@ def state_jacobian(kind: str) -> Tensor:
 
 
 def draw_state_jacobian() -> None:
-    """Draw both Jacobians, by absolute value on a logarithmic scale."""
+    """Draw the absolute values of both Jacobians on a logarithmic scale."""
     figure, axes = plt.subplots(1, 2, figsize=(8.2, 3.9), layout="constrained")
     for axis, kind in zip(axes, ("explicit", "implicit"), strict=True):
         size = state_jacobian(kind).abs()
@@ -94,7 +94,7 @@ def draw_state_jacobian() -> None:
 
 
 def draw_phantom() -> None:
-    """Draw how far phantom gradients are from the exact one, by steps and by how fast the map contracts."""
+    """Draw the error of phantom gradients against the steps, for maps with several rates of contraction."""
     figure, axis = plt.subplots(figsize=(5.6, 3.6), layout="constrained")
     for radius, color in ((0.3, BLUE), (0.6, GREY), (0.9, ORANGE)):
         torch.manual_seed(0)
@@ -133,7 +133,7 @@ def draw_phantom() -> None:
 
 
 def draw_curriculum() -> None:
-    """Draw what the phases of the zoo's llama_1.3b allow and cost."""
+    """Draw the limits and the cost of the phases of the zoo's llama_1.3b."""
     spec = ib.load_spec("llama_1.3b")
     figure, axis = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
     total = spec.total_steps
@@ -163,7 +163,7 @@ def draw_curriculum() -> None:
 
 
 def draw_modes(run: Path) -> None:
-    """Draw the residuals of a trained model's tokens, and how far its two modes are apart."""
+    """Draw the residuals of a trained model's tokens, and the difference between its two modes."""
     from trainer.checkpoint.load import read_model_tensors
 
     spec = ib.load_spec("word_problem_s3")
@@ -210,7 +210,7 @@ def _draw_trace(axis: Axes, trace: Tensor, figure: plt.Figure) -> None:
 
 
 def main() -> None:
-    """Draw everything."""
+    """Draw all pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run", type=Path, help="a run of word_problem_s3")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Examples in the documentation are checked, and run where they can be: each page is a test."""
+"""The examples on the pages are valid and run; each page is a test."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def name(path: Path) -> str:
 
 
 def marked(needs: str) -> list[Path]:
-    """Return the pages with a block that is run and needs this; a page may be slow as a whole."""
+    """Return the pages with a block that is run and has these needs; a page may be slow as a whole."""
     pages = []
     for path in PAGES:
         try:
             run = [block for block in examples.blocks(path) if block.language in {"python", "sh"}]
         except ValueError:
-            continue  # test_examples_are_sound says what is wrong
+            continue  # test_examples_of_a_page_are_valid reports it
         if needs in {block.needs for block in run} and (needs or run[0].needs != "slow"):
             pages.append(path)
     return pages
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=name)
-def test_examples_are_sound(path, tmp_path):
+def test_examples_of_a_page_are_valid(path, tmp_path):
     page = examples.blocks(path)
     with examples.folder_of(page, tmp_path):
         for block in page:
@@ -58,7 +58,7 @@ def test_examples_are_sound(path, tmp_path):
 
 
 @pytest.mark.parametrize("path", marked(""), ids=name)
-def test_pages_run(path, tmp_path):
+def test_examples_of_a_page_run(path, tmp_path):
     page = examples.blocks(path)
     with examples.folder_of(page, tmp_path):
         examples.run(page, needs=frozenset({""}))
@@ -66,7 +66,7 @@ def test_pages_run(path, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", marked("slow"), ids=name)
-def test_pages_run_with_what_takes_long(path, tmp_path):
+def test_slow_examples_of_a_page_run(path, tmp_path):
     page = examples.blocks(path)
     with examples.folder_of(page, tmp_path):
         examples.run(page, needs=frozenset({"", "slow"}))
@@ -75,7 +75,7 @@ def test_pages_run_with_what_takes_long(path, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("path", marked("gpu"), ids=name)
-def test_pages_run_with_what_a_gpu_does(path, tmp_path):
+def test_gpu_examples_of_a_page_run(path, tmp_path):
     page = examples.blocks(path)
     with examples.folder_of(page, tmp_path):
         examples.run(page, needs=frozenset({"", "gpu"}))
@@ -106,7 +106,7 @@ def page_of(text: str, folder: Path) -> list[object]:
         "echo 'unclosed",
     ],
 )
-def test_commands_that_can_t_work_are_found(command, tmp_path):
+def test_invalid_commands_are_rejected(command, tmp_path):
     page = page_of(f"```sh\n{command}\n```\n", tmp_path)
     with examples.folder_of(page, tmp_path), pytest.raises((Exception, SystemExit)):
         examples.check(page[0])
@@ -122,7 +122,7 @@ def test_commands_that_can_t_work_are_found(command, tmp_path):
         "```json\n{\n```\n",
     ],
 )
-def test_blocks_that_can_t_work_are_found(block, tmp_path):
+def test_invalid_blocks_are_rejected(block, tmp_path):
     page = page_of(block, tmp_path)
     with (
         examples.folder_of(page, tmp_path),
@@ -132,17 +132,17 @@ def test_blocks_that_can_t_work_are_found(block, tmp_path):
 
 
 @pytest.mark.parametrize("information", ["bash", "python gpu", 'sh needs="luck"', 'sh colour="red"'])
-def test_blocks_say_what_they_are(information, tmp_path):
+def test_unknown_info_strings_are_rejected(information, tmp_path):
     with pytest.raises(ValueError, match="give a language"):
         page_of(f"```{information}\n```\n", tmp_path)
 
 
-def test_a_page_s_blocks_share_names_and_a_folder(tmp_path):
+def test_blocks_of_a_page_share_a_namespace_and_a_folder(tmp_path):
     page = page_of(
         '```yaml title="mine.yaml"\nextends: word_problem_s3\ntraining: {max_steps: 5}\n```\n'
         "```python\nimport implicit_blocks as ib\nsteps = ib.load_spec('mine.yaml').total_steps\n```\n"
         '```python needs="hours"\nsteps = 0\n```\n'
-        "```sh\npython -m implicit_blocks diff word_problem_s3 mine.yaml   # differ, so it ends with 1\n```\n"
+        "```sh\npython -m implicit_blocks diff word_problem_s3 mine.yaml   # exits with 1\n```\n"
         "```sh\necho $((5 + 1)) > written.txt\nmake demo\n```\n"
         "```python\nfrom pathlib import Path\nwritten = Path('written.txt').read_text()\n```\n",
         tmp_path,
@@ -152,7 +152,7 @@ def test_a_page_s_blocks_share_names_and_a_folder(tmp_path):
     assert (names["steps"], names["written"]) == (5, "6\n")
 
 
-def test_a_command_that_fails_fails_the_page(tmp_path):
+def test_a_failing_command_fails_its_page(tmp_path):
     page = page_of("```sh\nls there-is-no-such-file\n```\n", tmp_path)
     with examples.folder_of(page, tmp_path), pytest.raises(AssertionError, match=r"page.md, line 1"):
         examples.run(page, needs=frozenset({""}))

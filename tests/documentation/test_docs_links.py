@@ -1,4 +1,4 @@
-"""Links of the texts lead to files and headings that there are. Nothing is fetched."""
+"""Links in the texts point to existing files and headings. The tests use no network."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-GENERATED = {"zoo.md", "benchmarks.md"}  # written when the documentation is built, as is reference/
+GENERATED = {"zoo.md", "benchmarks.md"}  # written by the build, like reference/
 TEXTS = [
     path
     for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("plugins/*/README.md")]
@@ -31,7 +31,7 @@ def links(text: str) -> list[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Return the anchors of a text's headings, as they are made from its words."""
+    """Return the anchors that the headings of a text generate."""
     plain = re.sub(r"^( *)(```+).*?^\1\2 *$", "", text, flags=re.DOTALL | re.MULTILINE)
     found: Counter[str] = Counter()
     made = set(re.findall(r"\{[^}]*#([\w-]+)[^}]*\}", plain)) | set(re.findall(r"id=\"([\w-]+)\"", plain))
@@ -44,7 +44,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken(path: Path) -> list[str]:
-    """Return the links of a text that lead nowhere."""
+    """Return the links of a text without a target."""
     text, docs = path.read_text(encoding="utf-8"), ROOT / "docs"
     wrong = []
     for link in links(text):
@@ -59,7 +59,7 @@ def broken(path: Path) -> list[str]:
         if path.is_relative_to(docs) and target.is_relative_to(docs):
             place = target.relative_to(docs)
             if str(place) in GENERATED or place.parts[:1] == ("reference",):
-                continue  # looked into when the site is built
+                continue  # tested with the built site
         if not target.exists() or (
             parts.fragment
             and target.suffix == ".md"
@@ -70,11 +70,11 @@ def broken(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", TEXTS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_links_lead_somewhere(path):
+def test_links_of_a_text_have_a_target(path):
     assert broken(path) == []
 
 
-def test_the_checker_sees_what_is_broken(tmp_path):
+def test_broken_links_are_found(tmp_path):
     (tmp_path / "other.md").write_text("# A `code` heading, here\n\n## Twice\n\n## Twice\n", encoding="utf-8")
     page = tmp_path / "page.md"
     page.write_text(

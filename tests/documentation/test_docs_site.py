@@ -1,4 +1,4 @@
-"""The documentation builds strictly and without a network, and what it builds holds together."""
+"""The documentation builds without warnings and network; its links, names and tables are complete."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OFFLINE = """
 import socket
 def refuse(*arguments, **options):
-    raise OSError("the build reached for the network")
+    raise OSError("the build used the network")
 socket.socket.connect = socket.create_connection = socket.getaddrinfo = refuse
 from mkdocs.__main__ import cli
 cli()
@@ -29,7 +29,7 @@ cli()
 
 
 class Page(HTMLParser):
-    """What a page of the site refers to, and what can be referred to on it."""
+    """The links, resources and anchors of a page of the site."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the documentation with warnings as errors and the network out of reach."""
+    """Build the documentation with warnings as errors and without a network."""
     for package in ("mkdocs", "material", "mkdocstrings"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: the extra `docs` brings it")
@@ -75,11 +75,11 @@ def pages(site: Path) -> dict[Path, Page]:
     return {path: Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
 
 
-def test_every_link_and_anchor_of_the_site_leads_somewhere(site, pages):
+def test_links_and_anchors_of_the_site_have_a_target(site, pages):
     broken = []
     for path, page in pages.items():
         if path.name == "404.html":
-            continue  # shown at any address, so its links are from the root
+            continue  # served at any address, so its links start at the root
         for link in sorted(page.links | page.resources):
             parts = urlsplit(link)
             if parts.scheme in {"http", "https", "mailto", "data", "javascript"}:
@@ -92,12 +92,12 @@ def test_every_link_and_anchor_of_the_site_leads_somewhere(site, pages):
     assert not broken
 
 
-def test_fences_are_rendered(pages):
+def test_fences_of_the_pages_are_rendered(pages):
     shown = [path.name for path in pages if re.search(r"```\w|needs=&quot;", path.read_text("utf-8"))]
     assert not shown
 
 
-def test_nothing_is_fetched_from_elsewhere(site, pages):
+def test_the_site_loads_nothing_from_the_network(site, pages):
     fetched = [
         f"{path.relative_to(site)}: {link}"
         for path, page in pages.items()
@@ -111,14 +111,14 @@ def test_nothing_is_fetched_from_elsewhere(site, pages):
     assert not styles
 
 
-def test_every_public_name_is_in_the_reference(pages, site):
+def test_the_reference_has_every_public_name(pages, site):
     index = pages[site / "reference" / "index.html"]
     for name in ib.__all__:
         targets = [link for link in index.links if re.search(rf"#implicit_blocks(\.\w+)+\.{name}$", link)]
         assert targets, name
 
 
-def test_what_examples_and_plugins_import_is_in_the_reference(site):
+def test_the_reference_has_the_modules_that_examples_and_plugins_import(site):
     sources = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "plugins").glob("*/src/**/*.py")]
     pattern = r"^\s*from (implicit_blocks\.[\w.]+) import"
     used = {m for path in sources for m in re.findall(pattern, path.read_text("utf-8"), flags=re.MULTILINE)}
@@ -128,21 +128,21 @@ def test_what_examples_and_plugins_import_is_in_the_reference(site):
     assert sorted(used - pages - homes) == []
 
 
-def test_the_index_of_the_reference_says_what_each_name_is(site):
+def test_the_index_of_the_reference_describes_every_name(site):
     text = (site / "reference" / "index.html").read_text(encoding="utf-8")
     rows = re.findall(r"<tr>\s*<td>(.*?)</td>\s*<td>(.*?)</td>", text, flags=re.DOTALL)
     assert len(rows) >= len(ib.__all__)
     assert [name for name, message in rows if not message.strip()] == []
 
 
-def test_the_zoo_s_page_lists_every_spec(site):
+def test_the_page_of_the_zoo_has_every_spec(site):
     text = (site / "zoo.html").read_text(encoding="utf-8")
     for path in (ROOT / "zoo").glob("*.yaml"):
         assert f"<code>{path.stem}</code>" in text, path.stem
     assert "125\u202f4" in text  # llama_130m has 125.4 M parameters, counted from its spec
 
 
-def test_the_page_of_measurements_has_every_result_with_its_date(site):
+def test_the_page_of_raw_measurements_has_every_result_with_its_date(site):
     text = (site / "benchmarks.html").read_text(encoding="utf-8")
     results = list((ROOT / "benchmarks" / "results").glob("*.json"))
     sections = re.split(r"<h2 ", text)[1:]
@@ -154,7 +154,7 @@ def test_the_page_of_measurements_has_every_result_with_its_date(site):
 
 
 def page_of(folder: Path, found: object) -> str:
-    """Return the page of measurements of a folder with one result."""
+    """Return the page of raw measurements for a folder with one result."""
     spec = importlib.util.spec_from_file_location(
         "benchmark_page", ROOT / "tools" / "docs" / "benchmark_page.py"
     )
@@ -166,28 +166,28 @@ def page_of(folder: Path, found: object) -> str:
     return page.page(folder)
 
 
-def test_a_long_table_is_cut_and_what_all_rows_share_is_told_once(tmp_path):
+def test_a_long_table_is_truncated_and_shows_shared_values_once(tmp_path):
     command = "python -m trainer.experiments word-problem --setting gpu"
     rows = [{"seed": seed, "group": "A5", "accuracy": seed / 100} for seed in range(40)]
     inner = {"note": "the same on " + "other " * 10 + "text", "rows": rows, "curves": rows[:3]}
     made = page_of(tmp_path, {"date": "2026-01-01", "command": command, "runs_of": inner, "few": rows[:2]})
     assert f"\n- Command: `{command}`\n" in made
-    assert "**runs of · rows**, 24 of 40 rows\n\nIn all rows: group A5\n\n| seed | accuracy |" in made
+    assert "**runs of · rows**, first 24 of 40 rows\n\nIn all rows: group A5\n\n| seed | accuracy |" in made
     assert "\n- Runs of: note: the same on other" in made
     assert made.count("the same on other") == 1
     assert made.count("| 23 | 0.23 |") == 1
     assert "| 24 |" not in made
-    assert "| 0 | A5 | 0 |" in made  # two rows say what they share
+    assert "| 0 | A5 | 0 |" in made  # two rows repeat shared values
 
 
-def test_names_of_tests_in_results_are_no_links(tmp_path):
+def test_brackets_in_results_are_escaped(tmp_path):
     failures = {"tests/test_a.py::test_scan[fla] [call]": "the first line\nand | the second"}
     made = page_of(tmp_path, {"machine": {"torch": "2"}, "date": "2026-01-01", "failures": failures})
     assert "\\[fla] \\[call]" in made
     assert "the first line and \\| the second" in made
 
 
-def test_the_zoo_s_table_knows_the_steps_of_gradients_within_others(monkeypatch):
+def test_the_table_of_the_zoo_has_the_steps_of_wrapped_gradients(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tools" / "docs"))
     text = importlib.import_module("zoo_table").page(ROOT / "zoo")
     assert "free 24 + 4 with jacobian_penalty to step" in text

@@ -1,4 +1,4 @@
-"""The pages of the experiments: their tables are those of the results, whose commands still work."""
+"""The tables of the experiments' pages equal the results, and the commands of the results are still valid."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def results(name: str) -> Any:
 
 
 def table(page: str, beginning: str) -> list[list[str]]:
-    """Return the cells of a page's table whose head begins so, without the emphasis."""
+    """Return the cells of the table of a page whose header begins with this text, without emphasis."""
     lines = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8").splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith(f"| {beginning}"))
     rows = []
@@ -46,7 +46,7 @@ def percent(*shares: float, digits: int = 1) -> str:
 
 
 def texts(found: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Return every text in JSON that is a command, and the key that it stands under."""
+    """Yield every command in JSON, with its key."""
     if isinstance(found, dict):
         for name, value in found.items():
             yield from texts(value, name)
@@ -58,7 +58,7 @@ def texts(found: Any, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def commands(path: Path) -> list[list[str]]:
-    """Return the words of a file's commands, without what stands for several values."""
+    """Return the words of the commands in a file, without placeholders."""
     found = []
     for key, text in texts(json.loads(path.read_text(encoding="utf-8"))):
         for command in re.sub(r", and .*", "", text).split("; "):
@@ -81,7 +81,7 @@ def examples() -> Any:
 
 
 def check(examples: Any, words: list[str], place: str) -> None:
-    """Parse a command of ours, and load the specs that it names with its changes."""
+    """Parse a command of this repository, and load its specs with their overrides."""
     options = examples._parsed(SimpleNamespace(place=place), words[1:])
     changes = list(getattr(options, "set", None) or getattr(options, "overrides", None) or [])
     specs = getattr(options, "specs", None) or [getattr(options, "spec", None)]
@@ -93,8 +93,8 @@ def check(examples: Any, words: list[str], place: str) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path in RESULTS if commands(path)], ids=lambda path: path.stem)
-def test_commands_of_results_are_known(path: Path, examples: Any) -> None:
-    """What a figure was measured by can be given today: options, specs and changes exist."""
+def test_commands_of_results_are_valid(path: Path, examples: Any) -> None:
+    """The options, specs and overrides of the command of a figure exist."""
     for words in commands(path):
         check(examples, words, path.name)
 
@@ -102,7 +102,7 @@ def test_commands_of_results_are_known(path: Path, examples: Any) -> None:
 @pytest.mark.parametrize(
     "page", ["word-problems", "catbabi", "language", "duality", "solvers", "experiments"]
 )
-def test_changes_of_specs_on_pages_are_known(page: str, examples: Any) -> None:
+def test_overrides_on_pages_are_valid(page: str, examples: Any) -> None:
     for block in examples.blocks(ROOT / "docs" / f"{page}.md"):
         if block.language == "sh":
             for words in examples.commands(block):
@@ -113,7 +113,7 @@ def test_changes_of_specs_on_pages_are_known(page: str, examples: Any) -> None:
 # -------------------------------------------------------------------------------- tables
 
 
-def test_the_least_layers() -> None:
+def test_word_problems_table_of_the_minimum_number_of_layers() -> None:
     runs = results("word_problem_layers")["runs"]
     for layers, *cells in table("word-problems", "layers | 2 tokens"):
         kind = "implicit-mamba2" if layers.startswith("implicit") else "mamba2"
@@ -127,7 +127,7 @@ def test_the_least_layers() -> None:
             assert cell == (percent(*found).replace("100.0 %", "100 %") if found else ""), (layers, length)
 
 
-def test_rare_hard_tokens() -> None:
+def test_word_problems_table_of_rare_hard_tokens() -> None:
     tests = results("word_problem_hard_tokens")["tests"]
     for p, *cells in table("word-problems", "iterations in training"):
         asked = [(n, 1200) for n in (1, 2, 4, 8, 16, 32)] + [(8, 4800)]
@@ -141,8 +141,8 @@ def test_rare_hard_tokens() -> None:
             assert cell == percent(*(found[seed] for seed in sorted(found))), (p, iterations, steps)
 
 
-def test_explicit_models_at_256() -> None:
-    """Each row is one chain of three recipes, finished in one run of the benchmark."""
+def test_word_problems_table_of_explicit_models() -> None:
+    """Each row is a chain of three recipes in one run of the benchmark."""
     chains: dict[tuple[int, float], dict[str, dict[str, float]]] = {}
     for run in results("word_problems")["runs"]:
         if run.get("arguments", {}).get("explicit_steps") != 1.0 or not run["arguments"].get("then"):
@@ -169,7 +169,7 @@ def test_explicit_models_at_256() -> None:
         ]
 
 
-def test_catbabi() -> None:
+def test_catbabi_table() -> None:
     tests = [row for row in results("catbabi")["test"] if row["scoring"] == "answers"]
     spec = kind = ""
     for name, _, seeds, short, long, iterations, converged in table("catbabi", "QA mode"):
@@ -185,7 +185,7 @@ def test_catbabi() -> None:
             }
             for length, cell in ((200, short), (1600, long)):
                 message = cell.removesuffix(" %").split(", ")[position]
-                close = 0.501 * 0.1 ** len(message.partition(".")[2])  # halves are rounded either way
+                close = 0.501 * 0.1 ** len(message.partition(".")[2])  # a half may be rounded up or down
                 found = pytest.approx(100 * at[length]["accuracy"], abs=close)
                 assert float(message) == found, (spec, kind, seed, length)
             if kind.startswith("implicit"):
@@ -194,7 +194,7 @@ def test_catbabi() -> None:
                 assert converged == ", ".join(percent(found["converged"]) for found in searches)
 
 
-def test_the_jacobian() -> None:
+def test_jacobian_table() -> None:
     rows = results("jacobian")["rows"]
     for name, *cells in table("jacobian", "model, seed, step sizes"):
         kind = name.split(",")[0]
@@ -232,7 +232,7 @@ def numbers(cell: str) -> list[float]:
 
 
 def near(cell: str, wanted: list[float]) -> bool:
-    """Whether a cell gives these numbers to the digits that it has; one for several that are the same."""
+    """Return whether a cell has these numbers at its precision; one may stand for several equal ones."""
     message = numbers(cell.split(" %")[0])
     message *= len(wanted) if len(message) == 1 else 1
     digits = max(len(text.partition(".")[2]) for text in re.findall(r"\d+\.?\d*", cell))
@@ -243,8 +243,8 @@ def near(cell: str, wanted: list[float]) -> bool:
     ("head", "implicit", "name"),
     [("10 M, implicit", "books_10m_mamba2", "books_own_rates"), ("implicit, 15", "books_5m", "language")],
 )
-def test_language_by_length(head: str, implicit: str, name: str) -> None:
-    """Two tables of one form: a row of an implicit model above that of its explicit twin."""
+def test_language_tables_by_length(head: str, implicit: str, name: str) -> None:
+    """In both tables the row of an implicit model precedes the row of its explicit twin."""
     lines = (ROOT / "docs" / "language.md").read_text(encoding="utf-8").splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith(f"| {head}"))
     twins = results(name)["twins"]
@@ -263,7 +263,7 @@ def test_language_by_length(head: str, implicit: str, name: str) -> None:
             assert near(cell, found), (kind, length)
 
 
-def test_learning_rates() -> None:
+def test_language_table_of_learning_rates() -> None:
     runs = results("books_rates")["runs_compared"]
     for rate, implicit, explicit, normed, lead, iterations in table("language", "learning rate | implicit"):
         value = rate.split(",")[0]
@@ -286,8 +286,8 @@ def test_learning_rates() -> None:
         assert near(iterations, [row["iterations"] for row in found["implicit"]])
 
 
-def test_duality() -> None:
-    """Equal tokens at two tolerances, with the perplexities beside those of the explicit twins."""
+def test_duality_table() -> None:
+    """The table has the equal tokens at two tolerances, and the perplexities of both twins."""
     own, once, lower = results("books_own_rates"), results("books_once"), results("duality")
     for name, loose, tight, perplexity in table("duality", "| tokens on which"):
         size = name.split(",")[0].replace(" M", "m")
@@ -304,7 +304,7 @@ def test_duality() -> None:
 
 
 def way_of(label: str) -> str:
-    """Return how the results call a way of searching that a page's row is about."""
+    """Return the name in the results of the search configuration in a row of a page."""
     label = re.sub(r" \(.*\)$", "", label)
     label = "damping 0.8, token by token, warm" if label == "token by token, warm start" else label
     return re.sub(r"^damping (0\.\d), ", r"Picard \1, ", label)
@@ -339,7 +339,7 @@ def way_of(label: str) -> str:
     ],
     ids=["S3", "A5", "language"],
 )
-def test_ways_of_searching(head: str, columns: list[tuple[str, str, str]]) -> None:
+def test_solvers_tables(head: str, columns: list[tuple[str, str, str]]) -> None:
     models = results("solvers")["models"]
     runs = {
         "s3": ("word_problem_s3", 64),

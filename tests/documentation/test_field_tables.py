@@ -1,4 +1,4 @@
-"""Tables of fields on the pages: every field of a model, and none that isn't there."""
+"""The tables of fields on the pages match the specs."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def first_cells(page: str, heading: str) -> set[str]:
     return {name for row in rows for name in re.findall(r"`(\w+)", row)}
 
 
-def test_the_table_of_a_models_fields_has_them_all() -> None:
+def test_the_table_of_model_fields_is_complete() -> None:
     assert first_cells("specs.md", "| field | meaning | default |") == set(ib.ImplicitLMSpec.model_fields)
 
 
-def test_fields_of_training_are_there() -> None:
+def test_the_table_of_training_fields_has_existing_fields() -> None:
     named = first_cells("training.md", "| field of `training` |")
     assert named
     assert named < set(TrainingSpec.model_fields)
 
 
-def test_what_a_phase_may_change_is_said() -> None:
+def test_the_list_of_fields_that_a_phase_may_change_is_complete() -> None:
     words = " ".join((DOCS / "specs.md").read_text(encoding="utf-8").split())
     message = words.partition("A phase may change")[2]
     model, training, data = re.split(r"; in `training`|; and in `data`", message.partition("```")[0])

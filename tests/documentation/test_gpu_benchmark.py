@@ -1,4 +1,4 @@
-"""The command that measures everything on one GPU: programs that fail, hang or are disturbed."""
+"""``benchmarks/gpu.py``: programs that fail, hang or are disturbed, and its tables."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def run(gpu, monkeypatch, tmp_path, *options):
     return code, json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))
 
 
-def test_programs_that_fail_or_hang_leave_the_others_their_figures(gpu, monkeypatch, tmp_path, capsys):
+def test_failing_and_hanging_programs_do_not_affect_others(gpu, monkeypatch, tmp_path, capsys):
     code, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0")
     assert code == 1
     found = {row["work"]: row for row in result["rows"]}
@@ -88,17 +88,20 @@ def test_programs_that_fail_or_hang_leave_the_others_their_figures(gpu, monkeypa
     assert "hangs: second turn" in message
     assert "| a \N{MULTIPLICATION SIGN} b | tokens/s | 3 | **7** | 5 |  |" in message
     assert "on one some card, 2026-01-02, Python 3.12, torch 2.11" in message
-    assert "the GPU was idle, with a copy bandwidth of 3.00 to 3.00 TB/s. " in message
+    assert (
+        "The GPU was otherwise idle before and after each program (copy bandwidth 3.00 to 3.00 TB/s). "
+        in message
+    )
 
 
-def test_programs_prepare_side_by_side(gpu, monkeypatch, tmp_path):
+def test_programs_prepare_in_parallel(gpu, monkeypatch, tmp_path):
     code, result = run(gpu, monkeypatch, tmp_path, "--programs", "works")
     assert code == 0
     assert result["prepared"] == {"works": 0.1}
     assert "longer than 1 s" in gpu.prepare(["hangs"], tmp_path, tiny=False, seconds=1)["hangs"]
 
 
-def test_a_program_that_hangs_leaves_the_others_some_seconds(gpu, monkeypatch):
+def test_the_time_limit_of_a_program_leaves_time_for_others(gpu, monkeypatch):
     monkeypatch.setattr(gpu, "PROGRAMS", {"slow": gpu.Program(("slow.py",), 150)})
     assert gpu.share("slow", 390.0, 13) == 90.0
     assert gpu.share("slow", 390.0, 2) == 150
@@ -106,7 +109,7 @@ def test_a_program_that_hangs_leaves_the_others_some_seconds(gpu, monkeypatch):
     assert gpu.share("slow", 20.0, 13) == 20.0
 
 
-def test_programs_prepare_as_far_as_the_card_has_room(gpu, monkeypatch, tmp_path):
+def test_parallel_preparation_respects_the_memory_of_the_gpu(gpu, monkeypatch, tmp_path):
     monkeypatch.setattr(gpu.gpu_card, "free_gb", lambda: 10.0)
     programs = {name: gpu.Program(("works.py",), 60, preparing_gb=gb) for name, gb in (("a", 9), ("b", 5))}
     programs["c"] = gpu.Program(("hangs.py",), 60, preparing_gb=30)
@@ -115,9 +118,9 @@ def test_programs_prepare_as_far_as_the_card_has_room(gpu, monkeypatch, tmp_path
     monkeypatch.setattr(gpu.Process, "begin", spied(gpu.Process.begin, begun))
     assert gpu.prepare(["a", "b"], tmp_path, tiny=False, seconds=30) == {"a": 0.1, "b": 0.1}
     assert len(begun) == 2
-    assert begun[0].ended  # before the other one could begin
+    assert begun[0].ended  # before the other one began
     assert gpu.prepare(["c", "b"], tmp_path, tiny=False, seconds=1) == {
-        "c": "took longer than 1 s",  # more than there is, but alone
+        "c": "took longer than 1 s",  # exceeds the memory, so it runs alone
         "b": "no room in 1 s",
     }
 
@@ -130,7 +133,7 @@ def spied(method, calls):
     return called
 
 
-def test_rows_that_failed_are_measured_again(gpu, monkeypatch, tmp_path, capsys):
+def test_failed_rows_are_measured_again(gpu, monkeypatch, tmp_path, capsys):
     (tmp_path / "works.py").write_text(
         f"{HEAD}mark = {str(tmp_path / 'mark')!r}\n"
         "rows = ROWS if os.path.exists(mark) else [{'model': 'llama_130m', 'failed': 'no memory'}]\n"
@@ -142,7 +145,7 @@ def test_rows_that_failed_are_measured_again(gpu, monkeypatch, tmp_path, capsys)
     assert result["rows"][0]["measured"] == 7.0
 
 
-def test_a_program_whose_needs_others_compile_does_not_prepare(gpu, monkeypatch, tmp_path):
+def test_a_program_without_preparation_is_not_prepared(gpu, monkeypatch, tmp_path):
     programs = {"works": gpu.Program(("works.py",), 60, for_preparing=None)}
     monkeypatch.setattr(gpu, "PROGRAMS", programs)
     code, result = run(gpu, monkeypatch, tmp_path)
@@ -151,13 +154,13 @@ def test_a_program_whose_needs_others_compile_does_not_prepare(gpu, monkeypatch,
     assert result["works"][0]["tuned"] == "1"
 
 
-def test_what_the_budget_has_no_room_for_is_named(gpu, monkeypatch, tmp_path):
+def test_programs_beyond_the_budget_are_reported(gpu, monkeypatch, tmp_path):
     code, result = run(gpu, monkeypatch, tmp_path, "--budget", "0")
     assert code == 1
     assert {row["not_measured"] for row in result["rows"]} == {"skipped: budget of 0 s exhausted"}
 
 
-def test_a_disturbed_program_has_a_second_turn(gpu, monkeypatch, tmp_path):
+def test_a_disturbed_program_is_repeated(gpu, monkeypatch, tmp_path):
     looks = iter([QUIET, {**QUIET, "processes": 1}, QUIET])
     monkeypatch.setattr(gpu.gpu_card, "once_quiet", lambda patience: next(looks, QUIET))
     code, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
@@ -167,14 +170,11 @@ def test_a_disturbed_program_has_a_second_turn(gpu, monkeypatch, tmp_path):
     _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
     assert all(row["disturbed"] for row in result["rows"])
     message = gpu.gpu_table.quoted(result)
-    assert (
-        "The GPU was also used by other processes (works: before: 20.0 GB used, after: 20.0 GB used)"
-        in message
-    )
+    assert "Other work DISTURBED the GPU (works: before: 20.0 GB used, after: 20.0 GB used)" in message
     assert "**7** (disturbed)" in message
 
 
-def test_copying_that_is_slower_than_at_other_times_is_a_disturbance(gpu):
+def test_a_lower_copy_bandwidth_is_a_disturbance(gpu):
     programs = {
         "one": {"card": {"before": QUIET, "begin": {"copies_tb_s": 3.0}, "end": {"copies_tb_s": 2.9}}},
         "other": {"card": {"before": QUIET, "begin": {"copies_tb_s": 2.0, "processes": 2}}},
@@ -185,7 +185,7 @@ def test_copying_that_is_slower_than_at_other_times_is_a_disturbance(gpu):
     assert programs["other"]["disturbed"] == found
 
 
-def test_nvidia_smi_that_is_not_there_or_knows_nothing(monkeypatch, tmp_path):
+def test_a_missing_or_incomplete_nvidia_smi_is_accepted(monkeypatch, tmp_path):
     card = module("gpu_card", monkeypatch)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert card.seen() == {}
@@ -204,34 +204,34 @@ def test_nvidia_smi_that_is_not_there_or_knows_nothing(monkeypatch, tmp_path):
     }
 
 
-def test_what_share_of_the_card_training_takes_is_said(gpu):
+def test_the_table_has_the_utilization_of_training(gpu):
     work = "llama_130m_bounded"
     figure = gpu.gpu_table.trained(work, "works", "llama", reach=9, hope=12)
     row = {"work": work, "tokens_per_second": 7, "share_of_card": 0.444}
     line = figure.row({"works": {"rows": [row]}})
     assert (
         gpu.gpu_table.table({"rows": [line]}).splitlines()[-1]
-        == "| llama | tokens/s | 64 687 | 7 (short), 44 % | 9 | 12 |"
+        == "| llama | tokens/s | 64 687 | 7 (target missed), 44 % | 9 | 12 |"
     )
 
 
-def test_the_command_says_how_long_it_prepared(gpu, monkeypatch, tmp_path):
+def test_the_recorded_command_has_the_preparation_time(gpu, monkeypatch, tmp_path):
     _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
     assert result["command"] == "python benchmarks/gpu.py --programs works --prepare 0"
 
 
-def test_choices_made_while_others_compile_are_not_kept(monkeypatch):
+def test_tuning_results_of_the_preparation_are_not_saved(monkeypatch):
     cache = pytest.importorskip("torch._inductor.runtime.autotune_cache")
     module("gpu_card", monkeypatch)
     monkeypatch.setattr(
         cache.AutotuneCache, "save", cache.AutotuneCache.save
-    )  # there, and put back afterwards
+    )  # so that monkeypatch restores it
     module("gpu_program", monkeypatch).keep_no_choices()
     kept = cache.AutotuneCache("of some variants", local_cache=None)
     assert kept.save(object(), 7, found_by_coordesc=False, triton_cache_hash="") is None
 
 
-def test_steps_of_the_trainer_have_a_table_of_their_own(gpu):
+def test_the_steps_of_the_trainer_have_a_separate_table(gpu):
     row = {"spec": "llama_1.3b", "phase": "free", "searches": "32+4", "rows": 4, "length": 2048}
     row |= {"checkpoint_activations": "steps", "tokens_per_second": 9169, "iterations": 3.04}
     row |= {"published_tokens_per_second": None, "published_iterations": None, "published_gb": None}
@@ -240,12 +240,12 @@ def test_steps_of_the_trainer_have_a_table_of_their_own(gpu):
     result["zoo"] = [row, {"spec": "mamba2_1.3b", "phase": "free", "failed": "too few steps"}]
     message = gpu.gpu_table.quoted(result).splitlines()
     size = "4 \N{MULTIPLICATION SIGN} 2048"
-    line = f"| `llama_1.3b` free (32+4), steps checkpointed | {size} | 3.0 | 9 169 |  | 44 | 61.5 |  |"
+    line = f"| `llama_1.3b` free (32+4), step checkpointing | {size} | 3.0 | 9 169 |  | 44 | 61.5 |  |"
     assert message[-1] == line
     assert gpu.gpu_table.zoo_table({**result, "zoo": []}) == ""
 
 
-def test_what_is_missing_is_named_once_for_each_cause(gpu):
+def test_missing_figures_are_grouped_by_cause(gpu):
     works = [
         (
             "large",
@@ -267,7 +267,7 @@ def test_what_is_missing_is_named_once_for_each_cause(gpu):
     assert gpu.gpu_table.not_measured({"rows": rows[1:2]}) == ""
 
 
-def test_the_table_takes_its_place_in_a_text(gpu):
+def test_quote_replaces_the_tables_in_a_text(gpu):
     table = gpu.gpu_table
     result = {
         "machine": {"date": "2026-01-02", "python": "3.12"},
@@ -281,7 +281,7 @@ def test_the_table_takes_its_place_in_a_text(gpu):
     assert table.quote(result, text) == text
 
 
-def test_what_takes_long_prepares_first(gpu, monkeypatch, tmp_path):
+def test_the_longest_preparation_starts_first(gpu, monkeypatch, tmp_path):
     programs = {name: gpu.Program(("works.py",), 60, preparing_s=s) for name, s in (("a", 5), ("b", 50))}
     monkeypatch.setattr(gpu, "PROGRAMS", programs)
     began = []

@@ -1,4 +1,4 @@
-"""What came of the tests that need a GPU is kept: of each the last outcome, and why some failed."""
+"""``benchmarks/gpu_tests.py`` stores the last outcome of every GPU test, with the reasons of failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def kept(recorder, path, reports, **how):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def test_outcomes_failures_and_reasons(program, tmp_path, capsys):
+def test_the_record_has_outcomes_failures_and_reasons(program, tmp_path, capsys):
     path = tmp_path / "kept.json"
     recorder = program.Recorder(path, "the command")
     reports = [
@@ -58,7 +58,7 @@ def test_outcomes_failures_and_reasons(program, tmp_path, capsys):
         report("four", when="setup", outcome="skipped", message=("path", 9, "Skipped: no such card")),
         report("five"),
         report("five", when="teardown", outcome="failed", message="E   left something"),
-        report("six", when="setup"),  # it runs
+        report("six", when="setup"),  # it is running
     ]
     found = kept(recorder, path, reports)
     assert found["complete"] is False
@@ -77,7 +77,7 @@ def test_outcomes_failures_and_reasons(program, tmp_path, capsys):
     assert "ValueError: too wide" in capsys.readouterr().out
 
 
-def test_what_a_run_did_not_reach_keeps_what_is_known(program, tmp_path, monkeypatch):
+def test_tests_that_a_run_did_not_reach_keep_their_outcome(program, tmp_path, monkeypatch):
     path = tmp_path / "kept.json"
     dates = iter([f"2026-01-0{day}" for day in range(1, 5)])
     monkeypatch.setattr(program, "machine", lambda: {"date": next(dates), "gpu": "a card"})
@@ -111,11 +111,11 @@ def test_what_a_run_did_not_reach_keeps_what_is_known(program, tmp_path, monkeyp
     fourth.pytest_xdist_node_collection_finished(None, [f"{FILE}::{name}" for name in ("one", "two", "new")])
     found = kept(fourth, path, [report("one"), report("two"), report("new")], complete=True)
     assert set(found["tests"]) == {f"{FILE}::{name}" for name in ("one", "two", "new")}
-    assert list(found["runs"]) == ["2026-01-04"]  # no test's last outcome is of the others
+    assert list(found["runs"]) == ["2026-01-04"]  # the last outcome of every test is from this run
     assert found["unseen"] == []
 
 
-def test_what_is_forgotten_anew(program, tmp_path):
+def test_anew_discards_known_outcomes(program, tmp_path):
     path = tmp_path / "kept.json"
     kept(program.Recorder(path, "first"), path, [report("one", duration=40), report("two")])
     second = program.Recorder(path, "second", anew=True)
@@ -137,12 +137,12 @@ def ordered(program, monkeypatch, tmp_path, names, outcomes, seconds):
     return "".join(item.nodeid for item in items)
 
 
-def test_the_unknown_come_first_then_what_failed(program, tmp_path, monkeypatch):
+def test_unknown_tests_run_first_then_failed_ones(program, tmp_path, monkeypatch):
     outcomes = {"a": "passed", "b": "failed", "d": "skipped"}
     assert ordered(program, monkeypatch, tmp_path, "abcde", outcomes, {}) == "cebad"
 
 
-def test_long_and_short_ones_take_turns(program, tmp_path, monkeypatch):
+def test_long_and_short_tests_alternate(program, tmp_path, monkeypatch):
     seconds = {"a": 1, "b": 9, "c": 5, "d": 7, "e": 3}
     assert ordered(program, monkeypatch, tmp_path, "abcde", {}, seconds) == "badec"
     outcomes = dict.fromkeys("abd", "passed") | {"c": "failed"}
@@ -151,7 +151,7 @@ def test_long_and_short_ones_take_turns(program, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", ["1", "2"])
-def test_it_runs(processes, tmp_path):
+def test_the_program_runs_a_test_and_stores_its_outcome(processes, tmp_path):
     pytest.importorskip("xdist", reason="pytest-xdist is not installed")
     words = ["--processes", processes, "--output", str(tmp_path / "kept"), "-p", "no:cacheprovider"]
     chosen = "tests/trainer/test_trainer_gpu.py::test_a_device_that_is_not_there_is_refused"
@@ -169,7 +169,7 @@ def test_it_runs(processes, tmp_path):
     assert found["unseen"] == []
 
 
-def test_a_benchmark_plugin_that_warns_of_several_processes_is_left_out(tmp_path):
+def test_a_pytest_plugin_that_warns_about_xdist_is_disabled(tmp_path):
     (tmp_path / "fake_benchmark.py").write_text(
         "import warnings\ndef pytest_configure(config):\n    warnings.warn('xdist is active')\n"
     )
@@ -194,11 +194,11 @@ def test_a_benchmark_plugin_that_warns_of_several_processes_is_left_out(tmp_path
         text=True,
         check=False,
     )
-    assert done.returncode in (0, 5), done.stdout + done.stderr  # 5: none but slow ones
+    assert done.returncode in (0, 5), done.stdout + done.stderr  # 5: only slow tests
     assert "INTERNALERROR" not in done.stdout + done.stderr
 
 
-def test_only_files_with_such_tests_are_read(program):
+def test_only_files_with_gpu_tests_are_collected(program):
     found = program.files_with_the_mark()
     assert "tests/gpu/test_graphs.py" in found
     assert "tests/search/test_overflow.py" in found

@@ -1,4 +1,4 @@
-"""The command that measures word problems in GPU-minutes."""
+"""``benchmarks/word_problems.py``, which trains word problems in minutes on a GPU."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("word_problems")
 
 
-def test_changes_may_follow_options_of_several_values(program: Any) -> None:
+def test_overrides_may_follow_options_with_several_values(program: Any) -> None:
     words = "--seeds 0 1 training.max_steps=3 --then mixed long data.group=S5 --minutes 2"
     options = program.options_of(words.split())
     assert (options.seeds, options.then, options.minutes) == ([0, 1], ["mixed", "long"], 2.0)
     assert options.overrides == ["training.max_steps=3", "data.group=S5"]
 
 
-def test_a_run_is_gone_on_with_by_other_recipes(
-    program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Each begins where the one before ended, a mixture too, of implicit and explicit models."""
+def test_later_recipes_continue_a_run(program: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each recipe starts from the weights of the previous one, for implicit and explicit models."""
     report = importlib.import_module("report")
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     small = (
@@ -65,7 +63,7 @@ def test_a_run_is_gone_on_with_by_other_recipes(
         ("--then word_problem_a5", "--spec with --then has word_problem_a5 2 times"),
     ],
 )
-def test_what_comes_last_is_checked_first(
+def test_all_arguments_are_checked_before_training(
     program: Any,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -73,7 +71,7 @@ def test_what_comes_last_is_checked_first(
     words: str,
     message: str,
 ) -> None:
-    """Not after the minutes that the models and recipes before it take."""
+    """An error in a later recipe is reported before the earlier ones train."""
     monkeypatch.setattr("sys.argv", ["word_problems.py", "--runs", str(tmp_path / "runs"), *words.split()])
     assert program.main() == 2
     assert message in capsys.readouterr().err
@@ -83,9 +81,7 @@ def test_what_comes_last_is_checked_first(
 @pytest.mark.parametrize(
     "words", ["--minutes 0", "--explicit-steps -1", "--precisely 0", "--minutes nan", "--layers 2 0"]
 )
-def test_numbers_that_make_no_sense_are_refused(
-    program: Any, capsys: pytest.CaptureFixture[str], words: str
-) -> None:
+def test_invalid_numbers_are_rejected(program: Any, capsys: pytest.CaptureFixture[str], words: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         program.options_of(words.split())
     assert re.search(r"must be (positive|at least 1), got", capsys.readouterr().err)

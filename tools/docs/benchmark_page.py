@@ -1,7 +1,8 @@
-"""The page of measurements: the files of ``benchmarks/results`` as tables, and where each is from.
+"""The page of raw measurements: the files of ``benchmarks/results`` as tables, with their origin.
 
-The programs write what suits them. Here every list of objects is a table, and so is an object of objects (its
-keys are the first column); what an object holds besides stands in front of the rows of the tables within it.
+The programs choose the structure of their files. This page shows every list of objects as a table, and every
+object of objects too, with its keys in the first column. Other values of an object are added to the rows of
+the tables within it.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from typing import Any
 
 Row = dict[str, Any]
 
-HEAD = """# Measurements
+HEAD = """# Raw measurements
 
-Made from the files in `benchmarks/results`, which the programs in `benchmarks` write. Each says when, on
-what and with which versions it was measured; figures from different machines don't compare. What they came
-to is told on the pages of the [experiments](experiments.md) and in the README. Long tables are cut: the
-files hold all rows.
+This page shows the files in `benchmarks/results`, which the programs in `benchmarks` write. Each section has
+the date, the hardware and the versions; do not compare figures from different machines. [Results](results.md)
+and the pages of the [experiments](experiments.md) summarize them. Long tables are truncated; the files have
+all rows.
 """
 MOST = 24
-"""Rows of a table that are shown."""
+"""Maximum number of rows shown per table."""
 LONGEST = 40
-"""Characters of a key that heads a column; longer ones, such as tests' names, are the first column's."""
+"""Maximum length of a column header; longer keys, such as names of tests, go into the first column."""
 ABOUT = ("machine", "date", "versions", "arguments", "note", "load_average_at_start", "nccl")
 
 
@@ -39,7 +40,7 @@ def page(folder: Path) -> str:
 
 
 def _program(folder: Path, name: str) -> str:
-    """Say which program wrote a result, and what it measures."""
+    """Return the name of the program that wrote a result, and the first line of its docstring."""
     programs = [
         path
         for path in folder.glob("*.py")
@@ -53,9 +54,9 @@ def _program(folder: Path, name: str) -> str:
 
 
 def _runs(content: Row) -> list[Row]:
-    """Return the runs that a file holds: one, or those of its list ``runs``.
+    """Return the runs in a file: one, or those of its list ``runs``.
 
-    Where ``runs`` are by date, the file is what all of them came to, and the last is shown.
+    If ``runs`` is a mapping by date, the file combines all of them, and the last run is shown.
     """
     runs = content.get("runs")
     if isinstance(runs, Mapping) and runs:
@@ -75,7 +76,7 @@ def _run(run: Row) -> list[str]:
     alone = _collect(rest, name="", before={}, tables=made)
     sections = [_about(about)]
     shown_already: set[str] = set()
-    if made:  # long texts are no cells where there is another table
+    if made:  # long texts go into the list if there is another table
         texts = {k: v for k, v in alone.items() if isinstance(v, str) and len(v) > LONGEST}
         alone = {key: value for key, value in alone.items() if key not in texts}
         sections[0] += "".join(
@@ -85,7 +86,7 @@ def _run(run: Row) -> list[str]:
     if alone:
         sections.append(_table([alone], shown_already))
     for name, rows in _merged(made):
-        cut = f", {MOST} of {len(rows)} rows" if len(rows) > MOST else ""
+        cut = f", first {MOST} of {len(rows)} rows" if len(rows) > MOST else ""
         sections.append(f"**{name.replace('_', ' ')}**{cut}\n\n{_table(rows, shown_already)}")
     return sections
 
@@ -111,7 +112,7 @@ def _about(about: Row) -> str:
 
 
 def _collect(found: Mapping[str, Any], *, name: str, before: Row, tables: list[tuple[str, list[Row]]]) -> Row:
-    """Return what an object holds of its own, flat; the tables within it are added to ``tables``."""
+    """Return the values of an object, flattened; add the tables within it to ``tables``."""
     own: Row = {}
     within: list[tuple[str, list[Row]]] = []
     for key, value in found.items():
@@ -135,14 +136,14 @@ def _collect(found: Mapping[str, Any], *, name: str, before: Row, tables: list[t
 
 
 def _key(row: Row) -> Row:
-    """Return what tells a row from its neighbors in the tables within it: what it begins with, and texts."""
+    """Return the values that identify a row in the tables within it: the first value, and texts."""
     plain = {k: v for k, v in row.items() if isinstance(v, str | int) and not isinstance(v, bool)}
     first = next(iter(plain), None)
     return {k: v for k, v in plain.items() if k == first or isinstance(v, str) or len(k) == 1}
 
 
 def _rows(key: str, value: Any) -> list[Row] | None:
-    """Return the rows of a value that is a table, or None."""
+    """Return the rows of a value that is a table; otherwise None."""
     if isinstance(value, list) and value and all(isinstance(entry, dict) for entry in value):
         return value
     if (
@@ -159,7 +160,7 @@ def _rows(key: str, value: Any) -> list[Row] | None:
 
 
 def _merged(tables: Sequence[tuple[str, list[Row]]]) -> list[tuple[str, list[Row]]]:
-    """Put the rows of tables of the same name together, outer tables first."""
+    """Merge the rows of tables with the same name, outer tables first."""
     merged: dict[str, list[Row]] = {}
     for name, rows in tables:
         merged.setdefault(name, []).extend(rows)
@@ -167,7 +168,7 @@ def _merged(tables: Sequence[tuple[str, list[Row]]]) -> list[tuple[str, list[Row
 
 
 def _table(rows: Sequence[Row], shown_already: set[str]) -> str:
-    """Return rows as a table; what is the same in all of several is told above it, a long text once."""
+    """Return rows as a table; values that all rows share come above it, each long text only once."""
     columns = list(dict.fromkeys(column for row in rows for column in row))
     several = len(rows) > 2
     same = [c for c in columns if several and all(c in row and row[c] == rows[0][c] for row in rows)]
@@ -200,8 +201,8 @@ def _text(value: Any) -> str:
         return ", ".join(map(_text, value))
     if isinstance(value, dict):
         return _listed(value)
-    line = " ".join(str(value).split())  # a table's row is one line
+    line = " ".join(str(value).split())  # a row of a table is one line
     if line.startswith("python ") and not {"|", "`"} & set(line):
         return f"`{line}`"
-    # A test's name with its parameters in brackets is no link.
+    # Escape brackets: the name of a test with parameters is not a link.
     return line.replace("|", "\\|").replace("[", "\\[")

@@ -1,12 +1,12 @@
-"""The examples in the texts: fenced blocks, how they are checked, and how they are run.
+"""Check and run the examples in the documentation: the fenced blocks of a page.
 
-A block's info string begins with its language: python, sh, yaml, toml, json, or text for what is only shown.
-Two settings may follow it::
+The info string of a block begins with its language: python, sh, yaml, toml, json, or text for blocks that are
+only shown. Two settings may follow::
 
-    title="mine.yaml"   the block is a file of that name, in the folder that the page's commands run in
-    needs="slow"        what running it takes; see NEEDS
+    title="mine.yaml"   the block is a file of that name in the folder in which the commands of the page run
+    needs="slow"        what the block requires; see NEEDS
 
-Blocks without ``needs`` are run by the fast tests, in order, with one namespace and one empty folder a page.
+The fast tests run blocks without ``needs``, in order, with one namespace and one empty folder per page.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from implicit_blocks.specs import load_spec
 ROOT = Path(__file__).resolve().parents[2]
 LANGUAGES = {"python", "sh", "yaml", "toml", "json", "text"}
 NEEDS = {
-    "": "nothing: run by the fast tests",
-    "slow": "a minute or more: run by the slow tests",
-    "gpu": "a CUDA device: run by the tests for one",
+    "": "nothing: the fast tests run it",
+    "slow": "a minute or more: the slow tests run it",
+    "gpu": "a CUDA device: the GPU tests run it",
     "cluster": "several machines, or their scheduler",
     "network": "a network",
-    "data": "files that the reader has",
+    "data": "files of the reader",
     "hours": "hours",
-    "context": "a whole that it is a part of",
+    "context": "code around it",
 }
-"""What running a block takes. Those that can't be run here are checked as far as they can be."""
+"""Requirements of a block. Blocks that cannot be run are checked as far as possible."""
 SHELL = {"cat", "cd", "cp", "echo", "export", "git", "lm_eval", "ls", "make", "mkdir", "pip", "source"}
-"""Programs besides Python's that examples may use without saying what they need."""
+"""Programs other than Python that examples may use without ``needs``."""
 SHOWN = {"make", "pip", "git"}
-"""Programs that would set up or change the machine: their arguments are checked, and they are not run."""
+"""Programs that would change the machine: their arguments are checked, and they are not run."""
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```[ ]*$", flags=re.DOTALL | re.MULTILINE)
-DIFFERENT = 1  # what `python -m implicit_blocks diff` ends with where specs differ
+DIFFERENT = 1  # exit code of `python -m implicit_blocks diff` if the specs differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,12 @@ class Block:
 
     @property
     def place(self) -> str:
-        """Where it stands, for messages."""
+        """The page and line, for messages."""
         return f"{self.page}, line {self.line}"
 
 
-class Parsed(Exception):  # noqa: N818  # no error: it ends a program whose arguments were understood
-    """A program's arguments, parsed."""
+class Parsed(Exception):  # noqa: N818  # not an error: it ends a program after its arguments were parsed
+    """The parsed arguments of a program."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__("parsed")
@@ -81,7 +81,7 @@ class Parsed(Exception):  # noqa: N818  # no error: it ends a program whose argu
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the fenced blocks of a page, each held to the languages and settings there are."""
+    """Return the fenced blocks of a page; raise ValueError for an unknown language or setting."""
     text = page.read_text(encoding="utf-8")
     return [_block(page, text, match) for match in FENCE.finditer(text)]
 
@@ -95,7 +95,7 @@ def _block(page: Path, text: str, match: re.Match[str]) -> Block:
     known = language in LANGUAGES and given.get("needs", "") in NEEDS and set(given) <= {"needs", "title"}
     if left or not known:
         raise ValueError(
-            f"{page.name}, line {line}: a block that says {information!r}; give a language of "
+            f"{page.name}, line {line}: unknown info string {information!r}; give a language of "
             f'{sorted(LANGUAGES)}, then title="FILE" or needs="…" with one of {sorted(NEEDS)[1:]}'
         )
     return Block(
@@ -110,7 +110,7 @@ def _block(page: Path, text: str, match: re.Match[str]) -> Block:
 
 @contextlib.contextmanager
 def folder_of(page: Sequence[Block], folder: Path) -> Iterator[None]:
-    """Work in a folder like a checkout, with the files that the page's blocks are."""
+    """Change to a folder with the contents of a checkout and the files defined by the page's blocks."""
     for name in ("zoo", "plugins", "benchmarks"):
         (folder / name).symlink_to(ROOT / name, target_is_directory=True)
     for block in page:
@@ -126,11 +126,11 @@ def folder_of(page: Sequence[Block], folder: Path) -> Iterator[None]:
 
 
 def check(block: Block, *, made: frozenset[str] = frozenset()) -> None:
-    """Check a block as far as it can be without running it; within its page's folder.
+    """Check a block without running it, in the folder of its page.
 
     Args:
         block: the block.
-        made: names of specs that commands of the page make.
+        made: names of specs that commands of the page write.
 
     """
     if block.language == "python":
@@ -153,10 +153,10 @@ def check(block: Block, *, made: frozenset[str] = frozenset()) -> None:
 
 
 def commands(block: Block) -> list[list[str]]:
-    """Return the words of a shell block's commands, without the variables set for them."""
+    """Return the words of each command of a shell block, without variable assignments."""
     found: list[list[str]] = []
     text = re.sub(r"\\\n", " ", block.text)
-    text = re.sub(r"\$\([^()]*\)|\$\w+|\"\$@\"", "", text)  # what the shell puts there isn't known
+    text = re.sub(r"\$\([^()]*\)|\$\w+|\"\$@\"", "", text)  # the value is unknown here
     for line in text.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
@@ -172,7 +172,7 @@ def commands(block: Block) -> list[list[str]]:
     without = [
         words[: next((i for i, w in enumerate(words) if set(w) <= set("<>")), None)] for words in found
     ]
-    return [words for words in without if words]  # redirections are the shell's
+    return [words for words in without if words]  # without redirections
 
 
 def specs_made(page: Sequence[Block]) -> frozenset[str]:
@@ -186,7 +186,7 @@ def _check_command(block: Block, words: list[str], made: frozenset[str]) -> None
     if not programs:
         program = Path(words[0]).name
         known = program in SHELL or block.needs in {"cluster", "network", "gpu", "context"} or not block.text
-        assert known, f"{block.place}: {program} is no program that examples use; say what it needs"
+        assert known, f'{block.place}: unknown program {program}; add needs="…"'
         if program == "make":
             targets = re.findall(
                 r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
@@ -215,13 +215,13 @@ def _check_command(block: Block, words: list[str], made: frozenset[str]) -> None
         return
     options = _parsed(block, words[1:])
     spec, overrides = getattr(options, "spec", None), list(getattr(options, "overrides", None) or [])
-    a_run = str(spec).startswith("runs/")  # of the reader's
+    a_run = str(spec).startswith("runs/")  # a run of the reader
     if spec is not None and str(spec) not in made and not a_run:
         load_spec(spec, overrides)
 
 
 def _check_pip(block: Block, words: Sequence[str]) -> None:
-    """Check that pip has such a command, that it knows the options, and that we have the extras."""
+    """Check that the pip command, its options and the extras exist."""
     from pip._internal.commands import create_command  # pip has no public parser
 
     create_command(words[0]).parse_args(list(words[1:]))
@@ -233,7 +233,7 @@ def _check_pip(block: Block, words: Sequence[str]) -> None:
 
 
 def _parsed(block: Block, words: list[str]) -> argparse.Namespace:
-    """Return what a program makes of its arguments: it is started, and ended when it has parsed them."""
+    """Return the parsed arguments of a program, which is started and ended after parsing."""
 
     def ended(original: Any) -> Any:
         def parse(parser: argparse.ArgumentParser, args: Any = None, namespace: Any = None) -> NoReturn:
@@ -252,19 +252,19 @@ def _parsed(block: Block, words: list[str]) -> argparse.Namespace:
         return parsed.options
     except SystemExit as end:
         raise AssertionError(
-            f"{block.place}: refused its arguments ({end.code}): {shlex.join(words)}"
+            f"{block.place}: the program rejected its arguments ({end.code}): {shlex.join(words)}"
         ) from None
-    raise AssertionError(f"{block.place}: took no arguments: {shlex.join(words)}")
+    raise AssertionError(f"{block.place}: the program parsed no arguments: {shlex.join(words)}")
 
 
 # -------------------------------------------------------------------------------- running
 
 
 def run(page: Sequence[Block], *, needs: frozenset[str]) -> dict[str, Any]:
-    """Run a page's blocks that need no more than these, in order, within the page's folder.
+    """Run the blocks of a page whose ``needs`` are in this set, in order, in the folder of the page.
 
     Returns:
-        The names that the Python blocks made.
+        The namespace of the Python blocks.
 
     """
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -286,10 +286,10 @@ def _run_shell(block: Block) -> None:
     ]
     plain = not re.search(r"[|&;<>$`]|^\w+=", re.sub(r"'[^']*'|#.*", "", block.text), flags=re.MULTILINE)
     if plain and all(ours):
-        for words in words_of:  # in this process, which has imported torch already
+        for words in words_of:  # in this process, because it has imported torch already
             code = _start(words[1:])
             allowed = {0, None, DIFFERENT} if "diff" in words[:4] else {0, None}
-            assert code in allowed, f"{block.place}: ended with {code}: {shlex.join(words)}"
+            assert code in allowed, f"{block.place}: exit code {code}: {shlex.join(words)}"
         return
     if not words_of:
         return
@@ -302,7 +302,7 @@ def _run_shell(block: Block) -> None:
         check=False,
         timeout=1200,
     )
-    assert done.returncode == 0, f"{block.place}: ended with {done.returncode}\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, f"{block.place}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
 
 
 def _environment(ours: Mapping[str, str]) -> dict[str, str]:
@@ -312,7 +312,7 @@ def _environment(ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def _start(words: list[str]) -> Any:
-    """Run ``python WORDS`` in this process: a module by its ``main``, or a program's file."""
+    """Run ``python WORDS`` in this process: the ``main`` of a module, or a file."""
     if words[0] != "-m":
         with (
             mock.patch.object(sys, "argv", words),
@@ -321,7 +321,7 @@ def _start(words: list[str]) -> Any:
             return runpy.run_path(words[0], run_name="__main__")
     name = words[1]
     found = importlib.util.find_spec(name)
-    assert found is not None, f"there is no module {name}"
+    assert found is not None, f"no module named {name}"
     module = importlib.import_module(f"{name}.__main__" if found.submodule_search_locations else name)
     with mock.patch.object(sys, "argv", [str(module.__file__), *words[2:]]):
         try:
@@ -331,4 +331,4 @@ def _start(words: list[str]) -> Any:
 
 
 def _refused(words: Sequence[str]) -> NoReturn:
-    raise SystemExit(f"refused: {shlex.join(words)}")
+    raise SystemExit(f"rejected: {shlex.join(words)}")

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds: the pages generated from the code, the zoo and the benchmarks."""
+"""Hooks of mkdocs: generate the pages of the code, the zoo and the benchmarks during the build."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def _sibling(name: str) -> ModuleType:
-    """Import a file beside this one: hooks are loaded one by one, not as a package."""
+    """Import a file in this folder; mkdocs loads hooks as single files, not as a package."""
     spec = importlib.util.spec_from_file_location(
         f"documentation_{name}", Path(__file__).parent / f"{name}.py"
     )
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 
@@ -31,7 +31,7 @@ reference, zoo_table, benchmark_page = map(_sibling, ("reference", "zoo_table", 
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add the reference's pages to the navigation."""
+    """Add the pages of the reference to the navigation."""
     assert config.nav is not None
     config.nav.append({"API reference": reference.navigation()})
     return config
@@ -50,5 +50,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """Take off what fences say to the tests (see examples.py): the renderer takes titles alone."""
+    """Remove the settings of fences for the tests (see examples.py); the renderer accepts titles only."""
     return re.sub(r'^( *```[^`\n]*?) needs="[^"\n]*"', r"\1", markdown, flags=re.MULTILINE)

@@ -1,4 +1,4 @@
-"""The page of the zoo: what its specs say, in one table."""
+"""The page of the zoo: a table of its specs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from implicit_blocks.specs import ImplicitLMSpec, load_spec
 
 HEAD = """# The zoo
 
-Specs by name: `python -m trainer --spec NAME` trains one, `implicit_blocks.load_spec("NAME")` reads it, and
-`python -m implicit_blocks describe NAME` draws it. Settings can be changed on the spot: `path.to.key=value`.
-Each implicit phase is written as iterations of the search + steps of the gradient.
+This page lists the specs that can be used by name. `python -m trainer --spec NAME` trains a spec,
+`implicit_blocks.load_spec("NAME")` loads it, `python -m implicit_blocks describe NAME` shows it as a tree.
+Override any field with `path.to.key=value`. The search of a phase is written as maximum iterations + gradient
+steps.
 
-| spec | layers \u00d7 width | parameters | search, by phase | data | what for |
+| spec | layers \u00d7 width | parameters | search, by phase | data | purpose |
 | --- | --- | --- | --- | --- | --- |
 """
 
@@ -25,10 +26,10 @@ def page(folder: Path) -> str:
 
 
 def purpose(path: Path) -> str:
-    """Return the comment at the head of a spec: what it is for, in a line."""
+    """Return the purpose of a spec: the comment in its first line."""
     first = path.read_text(encoding="utf-8").split("\n", 1)[0]
     if not first.startswith("# "):
-        raise ValueError(f"{path.name} doesn't say what it is for; begin it with a comment of one line")
+        raise ValueError(f"{path.name} does not state its purpose; begin it with a comment of one line")
     return first.removeprefix("# ")
 
 
@@ -53,14 +54,14 @@ def _phases(spec: Any) -> str:
 
 
 def _search(model: ImplicitLMSpec) -> str:
-    """Write iterations + steps; of a gradient that wraps another one, those of the inner one."""
+    """Return "iterations + steps"; for a gradient that wraps another one, the steps of the inner one."""
     gradient: Any = model.gradient
     added = ""
     while getattr(gradient, "steps", None) is None and hasattr(gradient, "gradient"):
         added += f" with {gradient.kind}"
         gradient = gradient.gradient
     steps = getattr(gradient, "steps", None)
-    if steps is None:  # such as the implicit function theorem's, which solves another equation
+    if steps is None:  # such as the implicit-function gradient, which solves another equation
         return f"{model.stopping.max_iterations} + {gradient.kind}{added}"
     return f"{model.stopping.max_iterations} + {steps}{added}"
 
