@@ -13,8 +13,7 @@ import torch
 
 from implicit_blocks import registry
 from implicit_blocks.specs import SpecError
-from trainer.callbacks import Callback, CallbackContext, Callbacks
-from trainer.callbacks.dispatch import CallbackDispatcher
+from trainer.callbacks import Callback, CallbackContext, CallbackDispatcher, Callbacks
 from trainer.callbacks.stop_when import StopWhen
 from trainer.distributed import Ranks
 from trainer.errors import CallbackError
@@ -172,7 +171,7 @@ def test_a_callback_that_is_not_required_is_left_out(
 ) -> None:
     spec = small({"callbacks": [{"kind": "spy", "fail_in": event, "required": False}]})
     assert build(spec, output=tmp_path / "run", device="cpu").train() is not None
-    assert capsys.readouterr().out.count("the run goes on without it") == 1
+    assert capsys.readouterr().out.count("the run continues without it") == 1
     assert Spy.seen[-1] == event
 
 

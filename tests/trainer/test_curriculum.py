@@ -15,8 +15,11 @@ from trainer.data.source import Batch
 from trainer.distributed import Ranks
 from trainer.errors import NonFiniteLossError
 from trainer.estimate.dry_run import dry_run_report
+from trainer.reporting.display import Display
 from trainer.reporting.metrics import read_metrics
 from trainer.run.build import build
+from trainer.run.parts import make_parts
+from trainer.run.phases import ActivePhase
 from trainer.run.step import training_step
 from trainer.specs.run import RunSpec
 
@@ -121,12 +124,14 @@ def test_every_sample_comes_once_and_is_asked_for_once(
     assert asked == [(8 * n, 8) for n in range(3)] + [(24 + 12 * n, 12) for n in range(6)]
 
 
-def test_what_a_rank_asks_for_ahead_is_what_it_trains_on_next(small: Small, tmp_path: Path) -> None:
-    run = build(small(GROWING), output=tmp_path / "run", device="cpu")
-    run.loop.ranks = Ranks(torch.device("cpu"), rank=1, world_size=2)
-    ahead = run.loop._own_ranges(1, 8)
+def test_a_rank_prefetches_its_shares_of_the_next_batches(small: Small) -> None:
+    spec = small(GROWING)
+    parts = make_parts(spec, origin=None, processes=2)
+    ranks = Ranks(torch.device("cpu"), rank=1, world_size=2)
+    active = ActivePhase(spec, model=parts.model, sources=parts.sources, ranks=ranks, display=Display())
+    ahead = active.own_ranges(1, 8)
     assert ahead == [(12, 4), (20, 4), (30, 6)]
-    assert run.loop._own_ranges(3, 24)[:1] == ahead[2:]
+    assert active.own_ranges(3, 24)[:1] == ahead[2:]
 
 
 def test_a_loss_that_is_no_number_names_the_samples_of_its_phase(small: Small, tmp_path: Path) -> None:

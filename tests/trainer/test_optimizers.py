@@ -8,7 +8,8 @@ from torch import nn
 
 import implicit_blocks as ib
 from implicit_blocks import registry
-from trainer.optim.optimizers import build_adamw, load_optimizer_state, optimizer_state, set_learning_rate
+from trainer.optim.optimizers import build_adamw, load_optimizer_state, optimizer_state
+from trainer.run.step import set_learning_rate
 from trainer.specs.run import AdamWSpec
 
 

@@ -103,6 +103,8 @@ def test_backward_solves_of_all_micro_batches_count() -> None:
 
 def test_a_penalty_counts_by_its_mean_over_the_sequences() -> None:
     loss, penalty = torch.tensor(2.0), torch.tensor([1.0, 2.0, 6.0])
-    assert _objective(SimpleNamespace(loss=loss, solution=SimpleNamespace(penalty=penalty))) == 5.0
-    for solution in (None, SimpleNamespace(penalty=None)):
-        assert _objective(SimpleNamespace(loss=loss, solution=solution)) is loss
+    searched: Any = SimpleNamespace(penalty=penalty)
+    assert _objective(loss, searched) == 5.0
+    without: Any = SimpleNamespace(penalty=None)
+    for solution in (None, without):
+        assert _objective(loss, solution) is loss

@@ -156,7 +156,7 @@ def _train(run: Run, *, stop_at: int | None) -> int:
     others = "" if ranks.is_single else f" and {ranks.world_size - 1} more ({run.manifest['layout']})"
     device = f"{run.manifest['device']}{others}"
     run.display.log(f"{run.name}: {parameters:,} parameters on {device}, writing to {run.folder.path}")
-    if not run.loop.evaluation_sets:
+    if not run.loop.evaluator.sets:
         run.display.log("nothing is evaluated: the data have no validation tokens")
     try:
         summary = run.train(stop_at=stop_at)

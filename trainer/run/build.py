@@ -16,15 +16,15 @@ from implicit_blocks import registry
 from implicit_blocks._utils.devices import choose_device, device_name
 from implicit_blocks._utils.own_parts import install_extra
 from implicit_blocks.specs import load_spec
-from trainer.checkpoint.load import Checkpointer, TrainingProgress, list_checkpoints, load_checkpoint
+from trainer.checkpoint.load import TrainingProgress, list_checkpoints, load_checkpoint
 from trainer.checkpoint.rng import seed_everything
+from trainer.checkpoint.writer import Checkpointer
 from trainer.distributed import Layout, Ranks, require_same_data, require_same_spec
 from trainer.errors import RunFolderError
 from trainer.evaluation.measure import EvaluationResult
 from trainer.reporting.display import Display, make_display
 from trainer.reporting.report import draw, read_run
-from trainer.reporting.summary import summarize
-from trainer.reporting.throughput import NUMBERS, REQUIRED, in_words
+from trainer.reporting.summary import NUMBERS, REQUIRED, in_words, summarize
 from trainer.run.init_from import Origin, find_start
 from trainer.run.loop import Loop
 from trainer.run.parts import lay_out_model, make_parts
@@ -85,14 +85,14 @@ class Run:
             spec=self.spec,
             model=self.model,
             progress=self.loop.progress,
-            last_row=self.loop.last_row,
+            last_row=self.loop.recorder.last_row,
             results=results,
             manifest=self.manifest,
             # One after the other: a run of months has millions.
             rows=self.folder.metrics.rows(required=REQUIRED, numbers=NUMBERS, damaged=damaged.append),
             stopped=self.loop.callbacks.stop_reason,
             saves=self.loop.checkpointer.saves,
-            stall_seconds=self.loop.stalled_seconds,
+            stall_seconds=self.loop.checkpoints.stalled_seconds,
         )
         write_json(self.folder.summary_path, summary)
         for complaint in damaged[:_SHOWN]:
