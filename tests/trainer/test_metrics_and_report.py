@@ -100,8 +100,8 @@ def test_plain_lines_come_every_so_many_steps(capsys: pytest.CaptureFixture[str]
         display.step(step_row(step))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("/")[0].strip() for line in lines] == ["1", "10", "20", "25"]
-    assert lines[1].endswith("left 30s")
-    assert "iter 3.0/4  res non-finite  open 25%  diverged 50%" in lines[1]
+    assert lines[1].endswith("ETA 30s")
+    assert "iter 3.0/4  res non-finite  unconverged 25%  diverged 50%" in lines[1]
 
 
 def test_what_diverged_is_shown_where_something_did(capsys: pytest.CaptureFixture[str]) -> None:
@@ -110,7 +110,7 @@ def test_what_diverged_is_shown_where_something_did(capsys: pytest.CaptureFixtur
     for step, diverged, open_ in ((1, 0.0, 0.25), (2, 0.5, 0.0)):
         display.step({**step_row(step), "diverged": diverged, "non_converged": open_})
     first, second = capsys.readouterr().out.splitlines()
-    assert "open 25%" in first
+    assert "unconverged 25%" in first
     assert "diverged" not in first
     assert "open" not in second
     assert "diverged 50%" in second
