@@ -217,7 +217,7 @@ def test_documents_are_kept_apart_or_refused() -> None:
     torch.testing.assert_close(packed[1, :7], model(ids[1:, :7]).logits[0])
     for architecture in ("mamba", "mamba2", "rwkv"):
         with pytest.raises(
-            ValueError, match=f"packed into a row, and '{architecture}' of transformers carries"
+            ValueError, match=f"'{architecture}' of transformers carries its state from one document"
         ):
             model_of(architecture)(ids, documents=documents)
 
@@ -262,7 +262,7 @@ def test_a_table_of_positions_has_an_end(architecture: str) -> None:
         assert model(longer).logits.shape == (1, 13, 6)
         return
     with pytest.raises(
-        DataError, match=f"'{architecture}' of transformers has positions for 12 .* of 13 are"
+        DataError, match=f"'{architecture}' of transformers .* 12 tokens, got sequences of 13"
     ):
         model(longer)
 
@@ -306,9 +306,9 @@ def test_layers_can_be_computed_again_in_backward(architecture: str) -> None:
 def test_nothing_can_be_reconfigured() -> None:
     model = model_of("llama")
     model.reconfigure(spec_of("llama"))
-    with pytest.raises(ValueError, match="can't change while it trains"):
+    with pytest.raises(ValueError, match="cannot be reconfigured"):
         model.reconfigure(spec_of("llama", vocab_size=7))
-    with pytest.raises(ValueError, match="has no state to hand on"):
+    with pytest.raises(ValueError, match="returns no state"):
         model(torch.zeros(1, 2, dtype=torch.int64), return_state=True)
 
 
@@ -339,11 +339,11 @@ BERT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num
     ("architecture", "config", "message"),
     [
         ("lama", {}, r"model\.architecture: 'lama' is unknown to .*did you mean 'llama'\?"),
-        ("vit", {}, r"'vit' is no causal language model of the transformers installed"),
+        ("vit", {}, r"'vit' is not a causal language model of the installed transformers"),
         (
             "llama",
             {"hiden_size": 3, "zz": 1},
-            r"'hiden_size' \(did you mean 'hidden_size'\?\), 'zz'; leave them out, .*; known: ",
+            r"'hiden_size' \(did you mean 'hidden_size'\?\), 'zz'; remove them.*Known fields: ",
         ),
         (
             "llama",
@@ -356,9 +356,9 @@ BERT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num
         (
             "codegen",  # its rotation is as wide as the default's heads
             {"n_embd": 16, "n_layer": 1, "n_head": 4},
-            "'codegen' of transformers fails on 8 tokens as it is configured: Runtime.*; change the sizes",
+            "'codegen' of transformers, as configured, fails on 8 tokens: Runtime.*; change the sizes",
         ),
-        ("bert", BERT, "'bert' of transformers sees later tokens as it is configured; set .*is_decoder"),
+        ("bert", BERT, "'bert' of transformers, as configured, is not causal; set .*is_decoder"),
     ],
 )
 def test_what_transformers_cannot_be_is_said(architecture: str, config: dict[str, Any], message: str) -> None:
@@ -418,15 +418,15 @@ def _edit(folder: Path, **changes: Any) -> None:
     [
         (_no_folder, ["nowhere is no folder; give one with config.json and weights"]),
         (_no_config, ["is no checkpoint: it has no config.json"]),
-        (_other_type, ["model_type: 'lama' is unknown to the transformers installed; did you mean 'llama'?"]),
+        (_other_type, ["model_type: 'lama' is unknown to the installed transformers; did you mean 'llama'?"]),
         (_no_weights, ["can't be read", "no file named model.safetensors"]),
         (_cut_short, ["can't be read"]),
         (
             _other_width,
             [
                 "do not fit its configuration",
-                "model.layers.0.mlp.up_proj.weight has shape (24, 16) and should have (32, 16)",
-                "model.layers.1.mlp.up_proj.weight has shape (24, 16) and should have (32, 16)",
+                "model.layers.0.mlp.up_proj.weight has shape (24, 16), expected (32, 16)",
+                "model.layers.1.mlp.up_proj.weight has shape (24, 16), expected (32, 16)",
                 "model.layers.2.self_attn.q_proj.weight is missing",
             ],
         ),
@@ -456,7 +456,7 @@ def test_a_folder_gives_its_configuration_alone_where_asked(folder: Path) -> Non
     assert model(torch.tensor([[8, 0]])).logits.shape == (1, 2, 9)
     assert len(model.model.model.layers) == 1
     assert other.parameter_total() == sum(parameter.numel() for parameter in model.parameters())
-    with pytest.raises(ValueError, match="has 6 tokens and 9 are needed; take another folder"):
+    with pytest.raises(ValueError, match="has 6 tokens, but 9 are needed"):
         TransformersLM(TransformersSpec(folder=str(folder), vocab_size=9))
 
 
