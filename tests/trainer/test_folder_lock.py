@@ -125,7 +125,7 @@ def test_a_run_is_gone_on_with_by_one_process_at_a_time(
         path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
     }
     with held_by_another_process(folder / ".lock") as other:
-        with pytest.raises(RunFolderError, match=r"is under way already \(process \d+ on") as refused:
+        with pytest.raises(RunFolderError, match=r"is in progress already \(process \d+ on") as refused:
             build(spec, output=folder, resume=True, display=Display())
         assert f"process {other.pid} on" in str(refused.value)
         assert f"remove {folder / '.lock'}" in str(refused.value)
