@@ -152,7 +152,7 @@ def test_a_failure_names_the_callback_and_leaves_a_checkpoint(
 ) -> None:
     spec = small({"callbacks": [{"kind": "spy", "fail_in": event}, {"kind": "spy"}]})
     run = build(spec, output=tmp_path / "run", device="cpu")
-    with pytest.raises(CallbackError, match=f"'spy' of spies 7 failed in {event}: KeyError: 'lost'; mend it"):
+    with pytest.raises(CallbackError, match=f"'spy' of spies 7 failed in {event}: KeyError: 'lost'; fix it"):
         run.train()
     assert Spy.seen.count(event) >= 2, "the other one is called all the same"
     steps = run.loop.progress.step

@@ -168,7 +168,7 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_previous_one(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(target, cut)
-            with pytest.raises(FailedSaveError, match=r"checkpoint of step 8 .*, is whole"):
+            with pytest.raises(FailedSaveError, match=r"checkpoint of step 8 .*, is intact"):
                 save(path.parent, model, optimizer, 8)
         assert newest_sound_checkpoint(path.parent) == (path, [])
     assert save(path.parent, model, optimizer, 8).name == "step-00000008"
@@ -227,7 +227,7 @@ def test_without_a_whole_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         newest_sound_checkpoint(tmp_path)
     (tmp_path / "step-00000001").mkdir()
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole, start .*: .*state\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is complete; .*: .*state\.json is missing"):
         newest_sound_checkpoint(tmp_path)
 
 
@@ -293,7 +293,7 @@ def test_other_ties_are_another_model(tmp_path: Path) -> None:
     model = tied("first")
     path = save(tmp_path, model, optimizer_of(model), 1)
     load_checkpoint(path, model=model)
-    with pytest.raises(CheckpointError, match="is of another model: it ties other weights to each other"):
+    with pytest.raises(CheckpointError, match="is of another model: it ties different weights to each other"):
         load_checkpoint(path, model=tied("second"))
 
 

@@ -75,7 +75,7 @@ def test_a_state_of_another_kind_leads_to_the_older_checkpoint(
     assert resume(damaged) == 0
     message = capsys.readouterr().out
     assert f"WARNING: checkpoint {newest}" in message
-    assert "going back to step-00000002" in message
+    assert "resuming from step-00000002" in message
 
 
 @pytest.mark.parametrize("content", ["[" * 200_000, '{"a": ' * 100_000, "\ufeff{}", "NaN"])
@@ -99,7 +99,7 @@ def test_generators_of_another_kind(damaged: Path, content: str, capsys: pytest.
     seal(path, state)
     assert resume(damaged) == 2
     message = capsys.readouterr().err
-    assert "rank-00000.json holds no states of the random number generators" in message
+    assert "rank-00000.json has no valid states of the random number generators" in message
     assert "resume from another checkpoint by --checkpoint" in message
 
 
@@ -131,7 +131,7 @@ def test_damaged_lines_in_the_middle(
     message = capsys.readouterr().out
     if name == "metrics.jsonl":
         assert f"WARNING: {path}, line 2: " in message
-        assert "; the summary leaves it out" in message
+        assert "; the summary ignores it" in message
         assert sum(phase["measured"]["steps"] for phase in read_json(damaged / "summary.json")["phases"]) == 4
         if line == LINES["no phase"]:
             return  # the picture needs no phase
@@ -173,7 +173,7 @@ def test_other_versions_are_said(damaged: Path, capsys: pytest.CaptureFixture[st
     write_json(damaged / "manifest.json", manifest)
     assert resume(damaged) == 0
     message = capsys.readouterr().out
-    assert f"versions have changed since the run was trained last: torch 1.0.0 → {now};" in message
+    assert f"versions have changed since the last start: torch 1.0.0 → {now};" in message
     assert "matplotlib" not in message
 
 
@@ -185,7 +185,7 @@ def test_a_manifest_of_another_kind(damaged: Path, content: str, capsys: pytest.
     (damaged / "manifest.json").write_text(content)
     assert resume(damaged) == 2
     assert "manifest.json" in (message := capsys.readouterr().err)
-    assert "move it away to go on" in message
+    assert "move it away to continue" in message
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "7", '{"name": "x"', '{"name": 3}', "[" * 100_000])

@@ -71,7 +71,7 @@ def test_signals_save_and_say_that_the_run_can_go_on(tmp_path: Path, forks: Any)
         if number == signal.SIGTERM:
             os.kill(pid, number)  # a launcher may pass it on once more
         assert forks.wait(pid) == code, log.read_text()
-        assert f"stopped after step {len(rows(folder))}; go on by: --resume" in log.read_text()
+        assert f"stopped after step {len(rows(folder))}; continue by: --resume" in log.read_text()
         assert (folder / "checkpoints" / f"step-{len(rows(folder)):08d}").is_dir()
     assert len(rows(folder)) < 48
     assert forks.run(arguments(folder, "--resume"), log=log) == 0, log.read_text()
@@ -95,5 +95,5 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, f
     assert forks.run(arguments(folder, few), log=log, kill_at_step=4) == -signal.SIGKILL
     assert len(rows(folder)) == 1
     assert forks.run(["--resume", "--device", "cpu", "--output", str(folder)], log=log) == 0, log.read_text()
-    assert "was stopped before its first checkpoint; it starts again" in log.read_text()
+    assert "has no checkpoint yet; the run starts again" in log.read_text()
     assert rows(folder) == rows(whole)

@@ -114,9 +114,8 @@ def test_a_run_that_ends_before_its_trace_says_what_was_traced(
     spec = small({"training.max_steps": 4, "callbacks": [{"kind": "profile", "start": start}]})
     build(spec, output=tmp_path / "run", device="cpu").train()
     assert [path.stem for path in (tmp_path / "run").glob("profiles/*.json")] == found
-    expected = (
-        "traced steps 4 to 4" if found else f"no steps were traced: the run ended at 4, before step {start}"
-    )
+    missing = f"no steps were traced: the run ended after step 4, before step {start}"
+    expected = "traced steps 4 to 4" if found else missing
     assert expected in capsys.readouterr().out
 
 

@@ -68,7 +68,7 @@ def test_a_rank_that_dies_in_a_save_is_what_the_others_say(tmp_path: Path, forks
     message = log.read_text()
     assert "error: another process of the run was gone while the checkpoint of step 2 was saved" in message
     assert "there is no checkpoint" in message
-    assert "make room" not in message
+    assert "free disk space" not in message
     assert "Traceback" not in message
 
 

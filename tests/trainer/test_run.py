@@ -159,7 +159,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     shown = capsys.readouterr().out
     assert "WARNING: checkpoint" in shown
     assert "__0_0.distcp is cut short" in shown
-    assert "going back to step-00000006" in shown
+    assert "resuming from step-00000006" in shown
     assert losses(folder) == losses(whole)
     assert (folder / "checkpoints" / "left-step-00000007").is_dir()
 
@@ -168,7 +168,7 @@ def test_an_earlier_checkpoint_can_be_asked_for_by_name(whole: Path, small: Smal
     folder = tmp_path / "run"
     build(small(CURRICULUM), output=folder, device="cpu").train(stop_at=7)
     with pytest.raises(
-        CheckpointError, match="no checkpoint 'step-00000002'; there are: step-00000006, step-00000007"
+        CheckpointError, match="no checkpoint 'step-00000002'; available: step-00000006, step-00000007"
     ):
         build(small(CURRICULUM), output=folder, device="cpu", checkpoint="step-00000002")
     build(small(CURRICULUM), output=folder, device="cpu", resume=True).train(stop_at=8)
@@ -251,7 +251,7 @@ def test_an_infinite_gradient_stops_the_run_too(
 
 def test_a_folder_with_a_run_is_not_written_into(whole: Path, small: Small) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunFolderError, match="already holds a run; go on with it by --resume"):
+    with pytest.raises(RunFolderError, match="already holds a run; continue it by --resume"):
         build(small(CURRICULUM), output=whole, device="cpu")
     assert (whole / "metrics.jsonl").read_bytes() == before
 
@@ -260,7 +260,7 @@ def test_a_run_of_another_model_is_not_resumed(whole: Path, small: Small) -> Non
     spec = small({**CURRICULUM, "model.d_model": 32, "model.stopping.tolerance": 0.1})
     with pytest.raises(RunFolderError, match=r"d_model: 16 → 32\)") as refusal:
         build(spec, output=whole, device="cpu", resume=True)
-    assert "start anew in another folder" in str(refusal.value)
+    assert "start a new run in another folder" in str(refusal.value)
     assert "tolerance" not in str(refusal.value), "that much could change"
 
 
@@ -302,7 +302,7 @@ def test_the_search_may_change_on_resume_and_it_is_told(
         "model.stopping.max_iterations: 4 → 6",
         "model.at_evaluation.stopping.tolerance: None → 0.01",
     ):
-        assert f"changed since it was started: {change}" in message
+        assert f"changed since the start: {change}" in message
     assert run.train() is not None
     iterations = [row["iterations_max"] for row in read_metrics(folder / "metrics.jsonl")]
     assert len(iterations) == 4
@@ -316,12 +316,12 @@ def test_other_settings_may_change_on_resume_and_are_told(
     build(small(), output=folder, device="cpu").train()
     longer = small({"training.max_steps": 6})
     run = build(longer, output=folder, device="cpu", resume=True)
-    assert "changed since it was started: training.max_steps: 4 → 6" in capsys.readouterr().out
+    assert "changed since the start: training.max_steps: 4 → 6" in capsys.readouterr().out
     run.train()
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert (folder / "spec.until-step-00000004.yaml").is_file()
     assert json.loads((folder / "manifest.json").read_text())["resumed"][0]["step"] == 4
-    with pytest.raises(RunFolderError, match=r"6 steps into the run, but the spec ends at 4; .*--checkpoint"):
+    with pytest.raises(RunFolderError, match=r"at step 6, but the spec ends the run at step 4; .*"):
         build(small(), output=folder, device="cpu", resume=True)
 
 
@@ -335,8 +335,8 @@ def test_another_batch_on_resume_moves_the_end_and_that_is_said(
     assert "WARNING" not in capsys.readouterr().out
     run = build(small({**tokens, "training.batch_size": 12}), output=folder, device="cpu", resume=True)
     message = capsys.readouterr().out
-    assert "WARNING: 3 steps of this spec are 432 tokens, but the run has seen 288; its end" in message
-    assert "so it ends after 432 tokens of 576; for another batch from here on give back" in message
+    assert "the run has seen 288 tokens instead of 432" in message
+    assert "now ends after 432 tokens instead of 576" in message
     run.folder.release()
     phases = [{"name": "first", "until": 3}, {"name": "rest", "training": {"batch_size": 12}}]
     run = build(small({**tokens, "phases": phases}), output=folder, device="cpu", resume=True)

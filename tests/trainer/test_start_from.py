@@ -107,7 +107,7 @@ def test_weights_in_other_forms(
         assert torch.equal(tensor, stored[name]), name
     assert manifest(tmp_path / "run")["started_from"]["sha256"]
     if source != "checkpoint":
-        with pytest.raises(ValueError, match="holds weights only, no optimizer; give a run or a checkpoint"):
+        with pytest.raises(ValueError, match="holds weights only, no optimizer; choose a run"):
             build(small(starting({"path": str(path), "optimizer": True})), output=tmp_path / "no")
 
 
@@ -128,7 +128,7 @@ def test_an_explicit_run_starts_an_implicit_one(small: Small, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"set model\.z_init=embedding"):
         build(small(starting(tmp_path / "explicit")), output=tmp_path / "no")
     start = {"path": str(tmp_path / "explicit"), "optimizer": True}
-    with pytest.raises(ValueError, match=r"has no state; set training\.init_from\.optimizer=false"):
+    with pytest.raises(ValueError, match=r"has no state for the result; .*init_from\.optimizer=false"):
         build(small(starting(start, **implicit)), output=tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
@@ -138,8 +138,8 @@ def test_an_explicit_run_starts_an_implicit_one(small: Small, tmp_path: Path) ->
     [
         ({"model.d_model": 32}, r"another model \(model.d_model: 16 → 32\)"),
         ({"model.mixer.d_state": 4}, r"another model \(model.mixer.d_state: 8 → 4\)"),
-        ({"training.init_from": "nowhere"}, "there is nothing at nowhere; give a run's folder"),
-        ({"training.init_from": "empty"}, "is no run, no checkpoint and no exported folder"),
+        ({"training.init_from": "nowhere"}, "nowhere does not exist"),
+        ({"training.init_from": "empty"}, "is not a run, a checkpoint or an exported folder"),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_written(
@@ -193,7 +193,7 @@ def test_an_optimizers_state_needs_the_same_optimizer_and_weights_that_stay(
     found = found._replace(optimizer="adamw")
     find_start(asked, spec)
     found = found._replace(model=explicit)
-    with pytest.raises(ValueError, match="of kind 'explicit_lm', become others here"):
+    with pytest.raises(ValueError, match="of kind 'explicit_lm', are converted here"):
         find_start(asked, small({"model.z_init": "embedding"}))
 
 
@@ -217,7 +217,7 @@ def test_a_run_resumed_before_its_first_checkpoint_starts_there_again(
     build(small(starting(bounded)), output=tmp_path / "run", device="cpu", resume=True).train(stop_at=2)
     build(small(starting(bounded)), output=tmp_path / "whole", device="cpu").train()
     # Once it has begun, the other run is not needed any more; it can't be exchanged either.
-    with pytest.raises(RunFolderError, match="has begun already, so it can't be started from elsewhere"):
+    with pytest.raises(RunFolderError, match="has started already, so its initial weights can't change"):
         build(small(starting(tmp_path)), output=tmp_path / "run", device="cpu", resume=True)
     build(small(starting(bounded)), output=tmp_path / "run", device="cpu", resume=True).train()
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")

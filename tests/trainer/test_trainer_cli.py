@@ -62,7 +62,7 @@ def test_stops_and_goes_on_from_the_folder_alone(tmp_path: Path, capsys: pytest.
     start = ["--spec", S3, "training.max_steps=4", "--output", str(folder), *TINY]
     code, out, _ = run([*start, "--stop-at", "2"], capsys)
     assert code == 0
-    assert f"stopped after step 2; go on by: --resume --output {folder}" in out
+    assert f"stopped after step 2; continue by: --resume --output {folder}" in out
     code, out, _ = run([*start], capsys)
     assert code == 2
     code, out, _ = run(["--resume", "--output", str(folder)], capsys)

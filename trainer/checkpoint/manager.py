@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from implicit_blocks.specs import ModelSpec
 from trainer.checkpoint.export import export_model
 from trainer.checkpoint.folder import TrainingProgress, step_name
-from trainer.checkpoint.writer import Checkpointer
+from trainer.checkpoint.writer import Checkpointer, SaveTimes
 from trainer.distributed import Layout
 from trainer.errors import CallbackError, FailedSaveError, LostPeerError, PeerError
 from trainer.reporting.display import Display
@@ -60,6 +60,11 @@ class CheckpointManager:
         self._stalled = 0.0
         self.stalled_seconds = 0.0
         """Seconds that saves have stalled training since the manager was created."""
+
+    @property
+    def saves(self) -> list[SaveTimes]:
+        """Duration and size of the checkpoints saved since the manager was created, in order."""
+        return self._checkpointer.saves
 
     def take_stall(self) -> float:
         """Return the seconds that saves have stalled training since the last call."""

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-from trainer.callbacks import CallbackContext, CallbackDispatcher, Callbacks
+from trainer.callbacks import CallbackDispatcher, Callbacks
 from trainer.checkpoint.folder import TrainingProgress
 from trainer.checkpoint.manager import CheckpointManager
-from trainer.checkpoint.writer import Checkpointer
-from trainer.data.source import DataSource, EvaluationSet
+from trainer.data.source import DataSource
 from trainer.distributed import Layout
 from trainer.errors import CallbackError, NonFiniteLossError
 from trainer.evaluation.measure import EvaluationResult
 from trainer.optim.schedules import Schedule
 from trainer.reporting.backends import BackendRecord
 from trainer.reporting.display import Display
-from trainer.reporting.recorder import StepRecorder, ThroughputMeter
+from trainer.reporting.recorder import StepRecorder
 from trainer.run.evaluating import Evaluator
 from trainer.run.interrupt import Interrupt
 from trainer.run.phases import ActivePhase
@@ -29,89 +27,36 @@ from trainer.specs.run import Phase, RunSpec
 from trainer.storage.run_folder import RunFolder
 
 
+@dataclass(kw_only=True, eq=False)
 class Loop:
     """Trains a model from ``progress`` to the end of the run, or to the step at which it is stopped.
 
-    The loop builds nothing and reads no spec files.
-
-    Args:
-        spec: of the run.
-        layout: the model over the ranks.
-        optimizer: of the model.
-        schedule: learning rate of each step.
-        sources: the data of each phase; phases with equal data share one object.
-        evaluation_sets: to evaluate on, by name.
-        folder: of the run.
-        display: shows progress.
-        checkpointer: writes the checkpoints.
-        progress: where the run starts; of a resumed run, that of its checkpoint.
-        callbacks: called at the events of the run.
-
+    The loop builds nothing and reads no spec files: :mod:`trainer.run.build` gives it all components.
     """
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        *,
-        layout: Layout,
-        optimizer: torch.optim.Optimizer,
-        schedule: Schedule,
-        sources: Sequence[DataSource],
-        evaluation_sets: Mapping[str, EvaluationSet],
-        folder: RunFolder,
-        display: Display,
-        checkpointer: Checkpointer,
-        progress: TrainingProgress = TrainingProgress(),  # noqa: B008  # frozen
-        callbacks: Callbacks | None = None,
-    ) -> None:
-        ranks, training = layout.ranks, spec.training
-        stop_on_failure = training.on_failed_save == "stop"
-        self.spec = spec
-        self.layout = layout
-        self.ranks = ranks
-        self.optimizer = optimizer
-        self.schedule = schedule
-        self.folder = folder
-        self.display = display
-        self.progress = progress
-        self.total_steps = spec.total_steps
-        self.checkpointer = checkpointer
-        self.callbacks = Callbacks() if callbacks is None else callbacks
-        self.active = ActivePhase(spec, model=layout.model, sources=sources, ranks=ranks, display=display)
-        self.evaluator = Evaluator(spec, layout=layout, sets=evaluation_sets, folder=folder, display=display)
-        self.recorder = StepRecorder(
-            folder,
-            meter=ThroughputMeter(devices=ranks.world_size, device=ranks.device, peak=training.peak_flops),
-            display=display,
-            ranks=ranks,
-            stop_on_failure=stop_on_failure,
-        )
-        context = CallbackContext(
-            spec=spec,
-            model=layout.model,
-            optimizer=optimizer,
-            device=ranks.device,
-            is_main=ranks.is_main,
-            rank=ranks.rank,
-            folder=folder.path,
-            log=display.log,
-            stop=self.callbacks.stop,
-        )
-        self._dispatcher = CallbackDispatcher(self.callbacks, context, ranks=ranks)
-        self.checkpoints = CheckpointManager(
-            folder,
-            checkpointer,
-            layout=layout,
-            display=display,
-            notify=self._dispatcher.notify,
-            begun_at=progress.step,
-            stop_on_failure=stop_on_failure,
-        )
-        self._backends = BackendRecord(folder if ranks.is_main else None, display)
+    spec: RunSpec
+    layout: Layout
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    folder: RunFolder
+    display: Display
+    callbacks: Callbacks
+    dispatcher: CallbackDispatcher
+    active: ActivePhase
+    evaluator: Evaluator
+    recorder: StepRecorder
+    checkpoints: CheckpointManager
+    backends: BackendRecord
+    progress: TrainingProgress
+    """Where the run starts, and how far it has come."""
+    stopped_by: int | None = field(default=None, init=False)
+    """The signal that ended the run, or None."""
+
+    def __post_init__(self) -> None:
+        self.ranks = self.layout.ranks
+        self.total_steps = self.spec.total_steps
         self._interrupt = Interrupt()
-        self._began = time.perf_counter() - progress.seconds
-        self.stopped_by: int | None = None
-        """The signal that ended the run, or None."""
+        self._began = time.perf_counter() - self.progress.seconds
 
     def run(self, *, stop_at: int | None = None) -> list[EvaluationResult] | None:
         """Train to the end and evaluate; return the results, or None if the run was stopped before its end.
@@ -144,7 +89,7 @@ class Loop:
                     self.checkpoints.poll()
                 self._save()
                 self.checkpoints.poll(wait=True)
-                self._dispatcher.raise_failure()
+                self.dispatcher.raise_failure()
                 self.recorder.require_written(self.progress.step)
                 if self.progress.step >= self.total_steps or self.callbacks.stop_reason is not None:
                     # A run that is resumed at its end has not entered its last phase yet.
@@ -154,7 +99,7 @@ class Loop:
             if finished and self.spec.training.export_every is not None:
                 self._export()
             self._notify("on_end", finished=finished)
-            self._dispatcher.raise_failure()
+            self.dispatcher.raise_failure()
             return results
         except CallbackError:
             self._save()
@@ -207,9 +152,9 @@ class Loop:
             step_seconds=now - began,
             stall_seconds=self.checkpoints.take_stall(),
         )
-        self._dispatcher.notify("on_step", row=self.recorder.last_row)
+        self.dispatcher.notify("on_step", row=self.recorder.last_row)
         if entered:
-            self._backends.update()
+            self.backends.update()
         if self._is_due(training.evaluate_every) and self.progress.step < self.total_steps:
             self._evaluate()
         if self._is_due(training.checkpoint_every):
@@ -222,7 +167,7 @@ class Loop:
         entered = self.active.enter(step)
         if entered:
             self.recorder.enter_phase(self.active.phase, self.layout.model)
-            self._dispatcher.notify("on_phase", step=step, phase=self.active.phase)
+            self.dispatcher.notify("on_phase", step=step, phase=self.active.phase)
         return entered
 
     def _skip(self, result: StepResult, *, phase: Phase) -> None:
@@ -246,7 +191,7 @@ class Loop:
         own = (
             self._interrupt.received or 0,
             self.callbacks.stop_reason is not None,
-            self._dispatcher.failed,
+            self.dispatcher.failed,
             self.checkpoints.must_stop or self.recorder.must_stop,
         )
         by_signal, by_callback, failed, not_saved = self.ranks.max(list(map(float, own)))
@@ -274,14 +219,14 @@ class Loop:
         results = self.evaluator.evaluate(
             step=self.progress.step, phase=self.progress.phase, interrupted=self._interrupted
         )
-        self._backends.update()
+        self.backends.update()
         if results is not None:
             self.progress = replace(self.progress, seconds=self._seconds())
             self._notify("on_evaluation", results=results)
         return results
 
     def _save(self) -> None:
-        self._backends.update()
+        self.backends.update()
         self.checkpoints.save(self.progress, seconds=self._seconds)
 
     def _export(self) -> None:
@@ -290,7 +235,7 @@ class Loop:
         )
 
     def _notify(self, event: str, **details: object) -> None:
-        self._dispatcher.notify(event, step=self.progress.step, **details)
+        self.dispatcher.notify(event, step=self.progress.step, **details)
 
     def _seconds(self) -> float:
         """Return the training time of the run, earlier starts included."""

@@ -60,7 +60,7 @@ def test_one_device_for_several_processes_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(DeviceError, match="'cuda:1' is one device, but there are 2 processes"):
+    with pytest.raises(DeviceError, match="'cuda:1' is a single device, but there are 2 processes"):
         join("cuda:1")
 
 
@@ -88,7 +88,7 @@ def test_ranks_that_find_other_data_are_refused(plain: Any, processes: Any, tmp_
     found = processes("build_in_own_folder", spec=spec, folders=folders[1:], folder=f"{run}2")
     for kind, words in found:
         assert kind == "ValueError"
-        assert "rank 1 found others than rank 0; copy them to every machine again" in words
+        assert "rank 1 reads other data than rank 0; copy them to every machine again" in words
     assert not Path(f"{run}2").exists()
 
 
