@@ -33,7 +33,7 @@ ADJOINT = {"kind": "implicit_function", "stopping": {"tolerance": 1e-6, "max_ite
     ],
     ids=["adjoint", "search", "bounded", "unrolled"],
 )
-def test_a_run_warns_once(
+def test_unconverged_solves_are_warned_of_once(
     changes: dict[str, Any],
     warned: str | None,
     shown: str | None,

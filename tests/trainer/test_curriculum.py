@@ -1,4 +1,4 @@
-"""Phases with batches of their own in whole runs: position, tokens, exact resume, what a dry run shows."""
+"""Phases with their own batches: position, tokens, exact resume, dry run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def whole(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_position_and_tokens_count_each_phases_batch(whole: Path) -> None:
+def test_samples_and_tokens_are_counted_with_the_batch_of_each_phase(whole: Path) -> None:
     sizes = [8] * 3 + [12] * 6  # 3 steps of 8 x 12 tokens make 288
     assert [row["samples"] for row in rows(whole)] == [sum(sizes[: n + 1]) for n in range(9)]
     assert [row["tokens"] for row in rows(whole)] == [12 * sum(sizes[: n + 1]) for n in range(9)]
@@ -63,7 +63,7 @@ def test_position_and_tokens_count_each_phases_batch(whole: Path) -> None:
     assert (progress["phase"], progress["samples"], progress["tokens"]) == ("free", 96, 1152)
 
 
-def test_what_a_phase_changes_holds_in_its_steps(
+def test_the_changes_of_a_phase_apply_in_its_steps(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {
@@ -108,9 +108,7 @@ def test_a_run_in_two_parts_equals_the_whole_in_either_phase(
         assert torch.equal(value, other[name]), name
 
 
-def test_every_sample_comes_once_and_is_asked_for_once(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_sample_is_loaded_once(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = build(small({**GROWING, "training.loader_threads": 1}), output=tmp_path / "run", device="cpu")
     asked: list[tuple[int, int]] = []
     give = run.loop.data.batch
@@ -134,7 +132,7 @@ def test_a_rank_prefetches_its_shares_of_the_next_batches(small: Small) -> None:
     assert active.own_ranges(3, 24)[:1] == ahead[2:]
 
 
-def test_a_loss_that_is_no_number_names_the_samples_of_its_phase(small: Small, tmp_path: Path) -> None:
+def test_a_nan_loss_names_the_samples_of_its_phase(small: Small, tmp_path: Path) -> None:
     run = build(small(GROWING), output=tmp_path / "run", device="cpu")
     run.train(stop_at=4)
     next(run.model.parameters()).data.fill_(torch.nan)
@@ -167,7 +165,7 @@ LONGER: dict[str, Any] = {
 }
 
 
-def test_phases_read_data_of_their_own_and_go_on_exactly(small: Small, tmp_path: Path) -> None:
+def test_phases_with_their_own_data_resume_bit_by_bit(small: Small, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     run = build(small(LONGER), output=one, device="cpu")
     asked: list[tuple[int, ...]] = []

@@ -1,4 +1,4 @@
-"""A disk that is full in the middle of a save: what was saved before stays whole, and the run says so."""
+"""A disk that fills up during a save: earlier checkpoints stay intact, and the run reports it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_run_continues_if_its_spec_says_so(tmp_path: Path, forks: Any, whole
     assert losses(folder) == losses(whole)
 
 
-def test_all_ranks_hear_of_it(tmp_path: Path, forks: Any) -> None:
+def test_a_full_disk_of_one_rank_is_reported_by_all(tmp_path: Path, forks: Any) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     codes = forks.run_ranks(2, arguments(folder), log=log, orders={1: {"full_at": 170}})
     assert codes == [4, 4], log.read_text()
@@ -117,7 +117,9 @@ def test_a_real_disk_that_fills_up(
     assert losses(folder) == losses(whole)
 
 
-def test_lines_wait_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_lines_are_kept_until_there_is_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write({"step": 1})
     real = file._file

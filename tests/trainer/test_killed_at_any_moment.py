@@ -1,4 +1,4 @@
-"""Runs that are killed twenty times, in the middle of saves too, and lose or repeat nothing."""
+"""Runs that are killed twenty times, also during saves, lose and repeat nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
     return [tuple(row[key] for key in kept) for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_killed_twenty_times_it_goes_on_to_the_last_bit(tmp_path: Path, forks: Any) -> None:
+def test_a_run_killed_twenty_times_equals_the_whole_bit_by_bit(tmp_path: Path, forks: Any) -> None:
     whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
     count = tmp_path / "count"
     assert forks.run(arguments(whole), log=log, count=str(count)) == 0, log.read_text()
@@ -60,7 +60,7 @@ def test_killed_twenty_times_it_goes_on_to_the_last_bit(tmp_path: Path, forks: A
     assert rows(folder) == rows(whole)
 
 
-def test_signals_save_and_say_that_the_run_can_go_on(tmp_path: Path, forks: Any) -> None:
+def test_signals_save_the_run_and_name_the_resume_command(tmp_path: Path, forks: Any) -> None:
     whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
     assert forks.run(arguments(whole), log=log) == 0, log.read_text()
     for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):

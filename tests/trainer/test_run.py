@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model: what they leave behind, exact resume, phases, and stops."""
+"""Whole runs of a tiny model: files, exact resume, phases, stops."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def whole(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_leaves_everything_behind(whole: Path, small: Small) -> None:
+def test_a_run_writes_all_its_files(whole: Path, small: Small) -> None:
     names = {path.name for path in whole.iterdir()}
     assert names == {
         "spec.yaml", "manifest.json", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "summary.json",
@@ -100,7 +100,7 @@ def test_a_run_leaves_everything_behind(whole: Path, small: Small) -> None:
 
 
 @pytest.mark.parametrize("stop_at", [3, 5, 7])
-def test_a_run_in_two_parts_equals_the_whole_to_the_last_bit(
+def test_a_resumed_run_equals_the_whole_bit_by_bit(
     whole: Path, small: Small, tmp_path: Path, stop_at: int
 ) -> None:
     folder = tmp_path / "run"
@@ -118,7 +118,7 @@ def test_a_run_in_two_parts_equals_the_whole_to_the_last_bit(
     assert seconds == sorted(seconds)  # earlier starts count
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(
+def test_a_killed_run_resumes_from_its_last_checkpoint(
     whole: Path, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -144,7 +144,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
     assert losses(folder) == losses(whole)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_loaded(
     whole: Path, small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -164,7 +164,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     assert (folder / "checkpoints" / "left-step-00000007").is_dir()
 
 
-def test_an_earlier_checkpoint_can_be_asked_for_by_name(whole: Path, small: Small, tmp_path: Path) -> None:
+def test_an_earlier_checkpoint_can_be_chosen_by_name(whole: Path, small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     build(small(CURRICULUM), output=folder, device="cpu").train(stop_at=7)
     with pytest.raises(
@@ -195,7 +195,7 @@ def test_bfloat16_trains(small: Small, tmp_path: Path) -> None:
     assert summary["final"]["loss"] < 3
 
 
-def test_the_seed_gives_weights_and_data(small: Small, tmp_path: Path) -> None:
+def test_the_seed_determines_weights_and_data(small: Small, tmp_path: Path) -> None:
     found = {}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         spec = small({"training.seed": seed, "training.max_steps": 1})
@@ -204,7 +204,7 @@ def test_the_seed_gives_weights_and_data(small: Small, tmp_path: Path) -> None:
     assert found["a"] == found["b"] != found["c"]
 
 
-def test_a_loss_that_is_no_number_stops_the_run_before_the_update(
+def test_a_nan_loss_stops_the_run_before_the_update(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -237,7 +237,7 @@ def test_a_loss_that_is_no_number_stops_the_run_before_the_update(
     assert build(small(CURRICULUM), output=folder, device="cpu", resume=True).train() is not None
 
 
-def test_an_infinite_gradient_stops_the_run_too(
+def test_an_infinite_gradient_stops_the_run(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = build(small(), output=tmp_path / "run", device="cpu")
@@ -249,7 +249,7 @@ def test_an_infinite_gradient_stops_the_run_too(
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
 
 
-def test_a_folder_with_a_run_is_not_written_into(whole: Path, small: Small) -> None:
+def test_a_folder_with_a_run_is_refused(whole: Path, small: Small) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
     with pytest.raises(RunFolderError, match="already holds a run; continue it by --resume"):
         build(small(CURRICULUM), output=whole, device="cpu")
@@ -281,7 +281,7 @@ def test_a_backend_that_is_missing_is_refused_before_the_folder_is_made(small: S
     assert not (tmp_path / "run").exists()
 
 
-def test_the_search_may_change_on_resume_and_it_is_told(
+def test_the_search_may_change_on_resume_and_is_logged(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -309,7 +309,7 @@ def test_the_search_may_change_on_resume_and_it_is_told(
     assert max(iterations[2:]) > 4
 
 
-def test_other_settings_may_change_on_resume_and_are_told(
+def test_other_settings_may_change_on_resume_and_are_logged(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -325,7 +325,7 @@ def test_other_settings_may_change_on_resume_and_are_told(
         build(small(), output=folder, device="cpu", resume=True)
 
 
-def test_another_batch_on_resume_moves_the_end_and_that_is_said(
+def test_another_batch_size_on_resume_warns_of_the_new_token_budget(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -361,7 +361,7 @@ def test_a_finished_run_is_only_evaluated_again(small: Small, tmp_path: Path) ->
         assert {**row, "seconds": 0} == {**other, "seconds": 0}
 
 
-def test_a_change_that_trains_nothing_is_refused_or_leaves_the_spec_as_it_was(
+def test_a_change_of_a_finished_run_is_refused_or_does_not_change_its_spec(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -382,7 +382,7 @@ def test_a_change_that_trains_nothing_is_refused_or_leaves_the_spec_as_it_was(
     assert resumed["changes"] == ["evaluation.lengths: [12, 16] → [20]"]
 
 
-def test_a_run_may_be_ended_where_it_stopped(small: Small, tmp_path: Path) -> None:
+def test_a_resumed_run_may_end_at_its_checkpoint(small: Small, tmp_path: Path) -> None:
     """Its end is changed, so its spec is, though nothing is left to train."""
     folder = tmp_path / "run"
     assert build(small({"training.max_steps": 9}), output=folder, device="cpu").train(stop_at=4) is None
@@ -391,7 +391,7 @@ def test_a_run_may_be_ended_where_it_stopped(small: Small, tmp_path: Path) -> No
     assert (folder / "spec.until-step-00000004.yaml").is_file()
 
 
-def test_a_run_that_continues_after_its_end_is_not_finished_meanwhile(small: Small, tmp_path: Path) -> None:
+def test_the_summary_of_a_continued_run_is_renamed(small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     build(small(), output=folder, device="cpu").train()
     longer = small({"training.max_steps": 6})
@@ -403,7 +403,7 @@ def test_a_run_that_continues_after_its_end_is_not_finished_meanwhile(small: Sma
     assert read_run(folder).summary["steps"] == 6
 
 
-def test_an_evaluation_that_is_owed_is_of_the_phase_that_ended(small: Small, tmp_path: Path) -> None:
+def test_a_missing_evaluation_uses_the_phase_that_ended(small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     last = {"name": "last", "model": {"at_evaluation": {"stopping": {"max_iterations": 9}}}}
     spec = small({"training.evaluate_every": 2, "phases": [{"name": "first", "until": 2}, last]})
@@ -416,7 +416,7 @@ def test_an_evaluation_that_is_owed_is_of_the_phase_that_ended(small: Small, tmp
     assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in before]
 
 
-def test_activations_are_made_again_as_each_phase_says(
+def test_each_phase_sets_activation_checkpointing(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = {"name": "first", "until": 1, "training": {"checkpoint_activations": "layers"}}
@@ -427,7 +427,7 @@ def test_activations_are_made_again_as_each_phase_says(
     assert asked == ["layers", "none"]
 
 
-def test_so_many_checkpoints_stay_as_the_spec_says(small: Small, tmp_path: Path) -> None:
+def test_the_spec_sets_how_many_checkpoints_are_kept(small: Small, tmp_path: Path) -> None:
     keeping = {"training.keep_checkpoints": 1, "training.keep_every": 3, "training.checkpoint_every": 1}
     keeping["training.max_steps"] = 5
     build(small(keeping), output=tmp_path / "run", device="cpu").train()
@@ -455,7 +455,7 @@ def test_an_explicit_model_trains_without_a_search(small: Small, tmp_path: Path)
     assert summary["evaluation"][0]["iterations_by_position"] is None
 
 
-def test_a_manifest_cut_short_is_named(whole: Path, small: Small, tmp_path: Path) -> None:
+def test_a_truncated_manifest_is_named(whole: Path, small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     metrics = (folder / "metrics.jsonl").read_text()
@@ -465,7 +465,7 @@ def test_a_manifest_cut_short_is_named(whole: Path, small: Small, tmp_path: Path
     assert (folder / "metrics.jsonl").read_text() == metrics
 
 
-def test_backward_solves_are_reported(small: Small, tmp_path: Path) -> None:
+def test_adjoint_solves_are_reported(small: Small, tmp_path: Path) -> None:
     exact = {"model.gradient": {"kind": "implicit_function", "stopping": {"tolerance": 1e-3}}}
     build(small({**exact, "training.max_steps": 2}), output=tmp_path / "run", device="cpu").train()
     for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
@@ -474,7 +474,7 @@ def test_backward_solves_are_reported(small: Small, tmp_path: Path) -> None:
         assert row["adjoint_non_converged"] == 0 or row["adjoint_residual_max"] > 1e-3
 
 
-def test_a_kill_while_a_changed_spec_is_noted_leaves_one_spec_or_the_other(
+def test_a_kill_while_a_changed_spec_is_written_leaves_a_valid_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path / "run")

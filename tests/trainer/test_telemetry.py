@@ -22,7 +22,7 @@ from trainer.specs.run import RunSpec
 Small = Callable[..., RunSpec]
 
 
-def test_known_devices_and_others() -> None:
+def test_peak_flops_of_known_and_unknown_devices() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
     assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
     assert peak_flops("NVIDIA H200", "float32") == 67e12
@@ -50,11 +50,11 @@ def test_percentiles_are_values_of_sequences_and_survive_divergence() -> None:
         ([[1.0, 2.0, 4.0, 8.0]], (4 * 2 + 2 * 2 + 1 * 4) / 4),
     ],
 )
-def test_what_waits_in_the_batch_counts_as_executed(iterations: list[list[float]], calls: float) -> None:
+def test_converged_rows_in_the_batch_count_as_executed(iterations: list[list[float]], calls: float) -> None:
     assert _executed(torch.tensor(iterations), len(iterations[0])) == calls
 
 
-def test_executed_calls_are_those_the_map_gets(small: Small, tmp_path: Path) -> None:
+def test_executed_iterations_equal_the_calls_of_the_map(small: Small, tmp_path: Path) -> None:
     """Counted in the model itself, sequence by sequence."""
     run = build(small({"model.stopping.max_iterations": 16}), output=tmp_path / "run", device="cpu")
     rows = 0
@@ -78,7 +78,7 @@ def test_executed_calls_are_those_the_map_gets(small: Small, tmp_path: Path) -> 
     assert result.iterations_executed == pytest.approx(rows / 8 - 1)  # one phantom step comes on top
 
 
-def test_rows_and_summary_tell_utilization_by_phase(
+def test_rows_and_summary_have_utilization_by_phase(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = small(
@@ -134,7 +134,7 @@ def test_utilization_is_that_of_all_devices_together(small: Small) -> None:
         assert four[name] > 0
 
 
-def test_nothing_measured_is_none() -> None:
+def test_unmeasured_quantities_are_none() -> None:
     (phase,) = by_phase(
         [{"phase": "p", "step_seconds": 0.5, "tokens_per_second": 10.0, "loss": 1.0, "mfu": None}]
     ).values()

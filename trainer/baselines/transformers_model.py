@@ -139,6 +139,11 @@ class TransformersLM(nn.Module):
             )
 
     @property
+    def rescales_weights(self) -> bool:
+        """Whether transformers changes the weights in place when the model is evaluated, as those of RWKV."""
+        return self._rescale_every is not None
+
+    @property
     def longest(self) -> int | None:
         """Size of the model's table of positions, in tokens; None: any length."""
         return self._longest

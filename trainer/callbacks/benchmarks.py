@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import DTensor
 
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
+from trainer.baselines.transformers_model import TransformersLM
 from trainer.callbacks.base import Callback, CallbackContext
 from trainer.evaluation.measure import EvaluationResult
 from trainer.evaluation.tasks import build_tasks, locate_all, require_packages
@@ -39,7 +40,7 @@ class Benchmarks(Callback):
     def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
         """Check the model and the tasks; remove rows that a resumed run will write again."""
         # RWKV halves weights in place when it is evaluated, and training would continue from them.
-        if hasattr(getattr(getattr(run.model, "model", None), "config", None), "rescale_every"):
+        if isinstance(run.model, TransformersLM) and run.model.rescales_weights:
             raise ValueError(
                 "RWKV of transformers changes its weights when it is evaluated; remove the callback, and "
                 "evaluate the checkpoints by python -m trainer.evaluate"

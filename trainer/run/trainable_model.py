@@ -117,7 +117,7 @@ class SearchesFixedPoints(Protocol):
 
 @runtime_checkable
 class ChecksInputs(Protocol):
-    """Cannot process every batch, and says so before the run starts."""
+    """Cannot process every batch, and is checked before the run starts."""
 
     def require_documents_apart(self) -> None:
         """Raise a ValueError if tokens see other documents of their row."""
