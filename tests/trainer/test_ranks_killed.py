@@ -66,7 +66,7 @@ def test_the_death_of_a_rank_during_a_save_is_reported_by_the_others(tmp_path: P
     )
     assert codes == [1, -signal.SIGKILL]
     message = log.read_text()
-    assert "error: another process of the run was gone while the checkpoint of step 2 was saved" in message
+    assert "error: another process of the run ended while the checkpoint of step 2 was saved" in message
     assert "there is no checkpoint" in message
     assert "free disk space" not in message
     assert "Traceback" not in message
