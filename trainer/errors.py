@@ -1,4 +1,4 @@
-"""What can go wrong in a run that the user should hear about in one sentence, without a traceback."""
+"""Errors of a run that the command line reports in one sentence, without a traceback."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from pathlib import Path
 
 
 class RunFolderError(ValueError):
-    """An output folder that can't be used as asked: it holds a run, or none where one was expected."""
+    """An output folder that holds a run where none is expected, or no run where one is expected."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is missing, cut short, altered, or of another model."""
+    """A checkpoint that is missing, truncated, altered, or of another model."""
 
 
 class DeviceError(ValueError):
-    """A device that isn't there."""
+    """A device that is not available."""
 
 
 class DataError(ValueError):
-    """Training data that turn out unusable as they are read, such as a token id outside the vocabulary."""
+    """Training data that prove unusable when they are read, such as a token ID outside the vocabulary."""
 
 
 class CallbackError(RuntimeError):
-    """A callback failed at an event of the run; training as such is sound, and was saved.
+    """A callback failed at an event of the run. Training itself is intact and was saved.
 
     Attributes:
-        callback: kind, distribution and version.
+        callback: kind, distribution and version of the callback.
         event: the method that raised.
 
     """
@@ -34,45 +34,44 @@ class CallbackError(RuntimeError):
         self.callback = callback
         self.event = event
         super().__init__(
-            f"{callback} failed in {event}: {type(error).__name__}: {error}; mend it, take it out of "
-            "`callbacks`, or let the run go on without it by its `required: false`"
+            f"{callback} failed in {event}: {type(error).__name__}: {error}; fix it, remove it from "
+            "`callbacks`, or set its `required: false` to continue without it"
         )
 
 
 class PeerError(RuntimeError):
-    """Another process of the run failed, in its own words."""
+    """Another process of the run failed; the message is that of its error."""
 
 
 class LostPeerError(RuntimeError):
-    """Another process of the run was gone in the middle of a save, which takes all of them.
+    """Another process of the run ended during a save, which needs all processes.
 
     Attributes:
         step: the step whose checkpoint is missing.
-        kept: the newest checkpoint there is, or None.
+        kept: the newest complete checkpoint, or None.
 
     """
 
     def __init__(self, *, step: int, reason: str, kept: Path | None) -> None:
         self.step = step
         self.kept = kept
-        before = "there is no checkpoint" if kept is None else f"the last checkpoint, {kept}, is whole"
         super().__init__(
-            f"another process of the run was gone while the checkpoint of step {step} was saved ({reason}); "
-            f"{before}; its own output tells why it ended; go on by --resume"
+            f"another process of the run ended while the checkpoint of step {step} was saved ({reason}); "
+            f"{_last_checkpoint(kept)}; see the output of that process for the cause, then use --resume"
         )
 
 
 class NonFiniteLossError(RuntimeError):
-    """The loss or the gradient stopped being a number; the update was not made.
+    """The loss or the gradient norm is NaN or infinite; the update was not made.
 
     Attributes:
-        step: the step (counted from 1) whose update was refused.
-        phase: the name of the phase it belongs to.
+        step: the step, counted from 1, without an update.
+        phase: the name of its phase.
         quantity: ``"loss"`` or ``"gradient norm"``.
-        value: what was measured, infinite or not a number.
-        samples: the global sample positions ``(first, one past the last)`` of the batch concerned.
-        skipped_before: batches skipped for the same reason right before it.
-        what: all that in a sentence, without what to do about it.
+        value: of the quantity: NaN or infinite.
+        samples: the global sample positions ``(first, one past the last)`` of the batch.
+        skipped_before: number of batches skipped directly before it.
+        what: the message without the remedy.
 
     """
 
@@ -96,7 +95,7 @@ class NonFiniteLossError(RuntimeError):
             f"the {quantity} is {value} at step {step} (phase {phase!r}, "
             f"samples {samples[0]} to {samples[1] - 1}); the update was not made"
         )
-        before = f", nor those of the {skipped_before} steps before" if skipped_before else ""
+        before = f", nor those of the previous {skipped_before} steps" if skipped_before else ""
         super().__init__(
             f"{self.what}{before}; "
             "lower training.optimizer.learning_rate or lengthen training.schedule.warmup"
@@ -104,13 +103,13 @@ class NonFiniteLossError(RuntimeError):
 
 
 class FailedSaveError(RuntimeError):
-    """A checkpoint or an export could not be written, such as to a full disk; those before are as they were.
+    """A checkpoint or an export could not be written, for example to a full disk; earlier ones are intact.
 
     Attributes:
         step: the step whose checkpoint is missing.
-        reason: what the operating system said.
-        kept: the newest checkpoint there is, or None.
-        what: the same in words, without what to do.
+        reason: the error of the operating system.
+        kept: the newest complete checkpoint, or None.
+        what: the message without the remedy.
 
     """
 
@@ -118,19 +117,18 @@ class FailedSaveError(RuntimeError):
         self.step = step
         self.reason = reason
         self.kept = kept
-        before = "there is no checkpoint" if kept is None else f"the last checkpoint, {kept}, is whole"
-        self.what = f"the {what} of step {step} could not be saved ({reason}); {before}"
+        self.what = f"the {what} of step {step} could not be saved ({reason}); {_last_checkpoint(kept)}"
         super().__init__(
-            f"{self.what}; make room, or set training.on_failed_save=continue to train on without"
+            f"{self.what}; free disk space, or set training.on_failed_save=continue to train without it"
         )
 
 
 class FailedRecordError(RuntimeError):
-    """A run's metrics can't be written, such as to a full disk; it has been stopped, and saved if it could.
+    """The metrics cannot be written, for example to a full disk; the run was stopped and, if possible, saved.
 
     Attributes:
-        step: the step it was stopped after.
-        reason: what the operating system said.
+        step: the last step of the run.
+        reason: the error of the operating system.
 
     """
 
@@ -138,6 +136,10 @@ class FailedRecordError(RuntimeError):
         self.step = step
         self.reason = reason
         super().__init__(
-            f"the metrics can't be written ({reason}); stopped after step {step}; make room and go on by "
-            "--resume, or set training.on_failed_save=continue, which keeps them in memory meanwhile"
+            f"the metrics can't be written ({reason}); stopped after step {step}; free disk space and use "
+            "--resume, or set training.on_failed_save=continue to keep them in memory until they can"
         )
+
+
+def _last_checkpoint(kept: Path | None) -> str:
+    return "there is no checkpoint" if kept is None else f"the last checkpoint, {kept}, is intact"

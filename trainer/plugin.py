@@ -1,4 +1,4 @@
-"""The trainer's kinds, registered through the library's plugin hook. Imports no torch."""
+"""Registration of the trainer's components through the library's plugin hook. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STANDARD = "trainer.evaluation.standard:build_standard"
 
 @hookimpl
 def register_components(add: Add) -> None:
-    """Register the run spec and whatever kinds its sections may have."""
+    """Register the run spec and the components of its sections."""
     add("run", spec.RunSpec, "trainer.run.build:build")
     add("model", spec.TransformersSpec, "trainer.baselines.transformers_model:TransformersLM")
     add("data", spec.WordProblemSpec, "trainer.data.word_problem:build")

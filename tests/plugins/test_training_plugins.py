@@ -85,7 +85,7 @@ def test_a_failing_callback_is_named_and_the_run_can_be_resumed(run, spec_file):
     assert "Traceback" not in done.stderr
     expected = (
         "callback 'acme.fragile' of acme-training 1.4.0 failed in on_step: RuntimeError: the line is dead; "
-        "mend it, take it out of `callbacks`, or let the run go on without it by its `required: false`"
+        "fix it, remove it from `callbacks`, or set its `required: false` to continue without it"
     )
     assert expected in done.stderr
     assert f"the last checkpoint, {folder}/checkpoints/step-00000003, is intact" in done.stderr

@@ -1,4 +1,4 @@
-"""What computed the operators goes into the manifest at its first use, and again when something new does."""
+"""The backends that computed the operators are recorded in the manifest when a new one has run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _nothing_has_run(monkeypatch):
 
 
 @pytest.mark.usefixtures("_nothing_has_run")
-def test_each_new_one_is_said_once_and_kept():
+def test_each_new_backend_is_logged_once_and_recorded():
     folder, display = Folder(), Display()
     record = BackendRecord(folder, display)
     record.update()
@@ -38,7 +38,7 @@ def test_each_new_one_is_said_once_and_kept():
     backends.note("double", "short")
     record.update()
     record.update()
-    backends.note("double", "plain")  # as where an evaluation has other shapes
+    backends.note("double", "plain")  # as an evaluation with other shapes does
     backends.note("triple", "plain")
     record.update()
     assert display.messages == ["computed: double by short", "computed: double by plain, triple by plain"]
@@ -49,7 +49,7 @@ def test_each_new_one_is_said_once_and_kept():
 
 
 @pytest.mark.usefixtures("_nothing_has_run")
-def test_a_manifest_that_can_t_be_written_stops_nothing():
+def test_the_run_continues_if_the_manifest_cannot_be_written():
     folder, display = Folder(), Display()
 
     def full(report):
@@ -60,12 +60,12 @@ def test_a_manifest_that_can_t_be_written_stops_nothing():
     BackendRecord(folder, display).update()
     assert (
         display.messages[1]
-        == "WARNING: the backends can't be noted in the manifest (no space left on device)"
+        == "WARNING: the backends can't be recorded in the manifest (no space left on device)"
     )
 
 
 @pytest.mark.usefixtures("_nothing_has_run")
-def test_processes_that_write_nothing_say_nothing():
+def test_processes_without_a_folder_log_nothing():
     display = Display()
     backends.note("double", "short")
     BackendRecord(None, display).update()

@@ -1,4 +1,4 @@
-"""Callbacks: when they are called, how a run ends early, and what becomes of those that fail."""
+"""Callbacks: their events, stopping a run early, and failures."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 
 from implicit_blocks import registry
 from implicit_blocks.specs import SpecError
-from trainer.callbacks import Callback, CallbackContext, Callbacks
-from trainer.callbacks.dispatch import CallbackDispatcher
+from trainer.callbacks import Callback, CallbackContext, CallbackDispatcher, Callbacks
 from trainer.callbacks.stop_when import StopWhen
 from trainer.distributed import Ranks
 from trainer.errors import CallbackError
@@ -67,7 +66,7 @@ def _kinds() -> Iterator[None]:
         yield
 
 
-def test_a_run_ends_early_once_a_value_is_past_its_limit(small: Small, tmp_path: Path) -> None:
+def test_stop_when_ends_the_run_when_a_value_exceeds_its_limit(small: Small, tmp_path: Path) -> None:
     stop = {"kind": "stop_when", "value": "loss", "below": 100.0, "steps": 2}
     run = build(small({"callbacks": [stop]}), output=tmp_path / "run", device="cpu")
     summary = run.train()
@@ -88,14 +87,16 @@ def test_a_run_ends_early_once_a_value_is_past_its_limit(small: Small, tmp_path:
 @pytest.mark.parametrize(
     ("limit", "steps"), [({"above": 1e9}, 4), ({"above": 0.0, "steps": 3}, 3)], ids=["never", "third"]
 )
-def test_only_steps_in_a_row_count(small: Small, tmp_path: Path, limit: dict[str, Any], steps: int) -> None:
+def test_stop_when_counts_consecutive_steps(
+    small: Small, tmp_path: Path, limit: dict[str, Any], steps: int
+) -> None:
     spec = small({"callbacks": [{"kind": "stop_when", "value": "gradient_norm", **limit}]})
     summary = build(spec, output=tmp_path / "run", device="cpu").train()
     assert summary is not None
     assert summary["steps"] == steps
 
 
-def test_a_step_within_the_limit_begins_the_count_anew() -> None:
+def test_a_step_within_the_limit_resets_the_count() -> None:
     reasons: list[str] = []
     watched = StopWhen(StopWhenSpec(value="loss", above=1.0, steps=2))
     run: Any = SimpleNamespace(stop=reasons.append)
@@ -106,7 +107,7 @@ def test_a_step_within_the_limit_begins_the_count_anew() -> None:
     assert reasons == ["loss 3 is above 1, for 2 steps"]
 
 
-def test_the_first_reason_to_stop_and_the_first_failure_count() -> None:
+def test_the_first_stop_reason_and_the_first_failure_are_kept() -> None:
     callbacks = Callbacks()
     for reason in ("first", "second"):
         callbacks.stop(reason)
@@ -130,7 +131,7 @@ def test_the_first_reason_to_stop_and_the_first_failure_count() -> None:
         dispatcher.raise_failure()
 
 
-def test_a_value_there_is_not_is_named(small: Small, tmp_path: Path) -> None:
+def test_an_unknown_value_is_named_in_the_error(small: Small, tmp_path: Path) -> None:
     spec = small({"callbacks": [{"kind": "stop_when", "value": "acuracy", "above": 0.5}]})
     with pytest.raises(
         CallbackError, match=r"'stop_when' of implicit_blocks .*no value 'acuracy'; did you mean"
@@ -153,7 +154,7 @@ def test_a_failure_names_the_callback_and_leaves_a_checkpoint(
 ) -> None:
     spec = small({"callbacks": [{"kind": "spy", "fail_in": event}, {"kind": "spy"}]})
     run = build(spec, output=tmp_path / "run", device="cpu")
-    with pytest.raises(CallbackError, match=f"'spy' of spies 7 failed in {event}: KeyError: 'lost'; mend it"):
+    with pytest.raises(CallbackError, match=f"'spy' of spies 7 failed in {event}: KeyError: 'lost'; fix it"):
         run.train()
     assert Spy.seen.count(event) >= 2, "the other one is called all the same"
     steps = run.loop.progress.step
@@ -167,22 +168,22 @@ def test_a_failure_names_the_callback_and_leaves_a_checkpoint(
 
 
 @pytest.mark.parametrize("event", EVENTS)
-def test_a_callback_that_is_not_required_is_left_out(
+def test_the_run_continues_without_an_optional_callback(
     small: Small, tmp_path: Path, event: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = small({"callbacks": [{"kind": "spy", "fail_in": event, "required": False}]})
     assert build(spec, output=tmp_path / "run", device="cpu").train() is not None
-    assert capsys.readouterr().out.count("the run goes on without it") == 1
+    assert capsys.readouterr().out.count("the run continues without it") == 1
     assert Spy.seen[-1] == event
 
 
-def test_what_is_no_callback_is_refused_before_a_folder_is_made(small: Small, tmp_path: Path) -> None:
+def test_a_builder_that_returns_no_callback_is_refused_before_writing(small: Small, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"callbacks\.0: callback 'no_callback' of spies 7 is built as list"):
         build(small({"callbacks": [{"kind": "no_callback"}]}), output=tmp_path / "run", device="cpu")
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_that_ends_with_its_first_step_is_drawn(small: Small, tmp_path: Path) -> None:
+def test_a_run_of_one_step_is_plotted(small: Small, tmp_path: Path) -> None:
     """Its phases have no room to be named in; a warning would be an error here."""
     stop = {"kind": "stop_when", "value": "loss", "above": 0.0}
     phases = [{"name": "bounded", "until": 1}, {"name": "free"}]

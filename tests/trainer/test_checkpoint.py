@@ -1,4 +1,4 @@
-"""Checkpoints of a stand-in model: exact, atomic, and never trusted when they are damaged."""
+"""Checkpoints of a small model are exact and atomic, and damaged ones are refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,9 @@ def trained(tmp_path: Path) -> tuple[Path, nn.Module, torch.optim.Optimizer]:
     return save(tmp_path / "checkpoints", model, optimizer, 3), model, optimizer
 
 
-def test_goes_on_to_the_last_bit(trained: tuple[Path, nn.Module, torch.optim.Optimizer]) -> None:
+def test_a_loaded_checkpoint_continues_bit_by_bit(
+    trained: tuple[Path, nn.Module, torch.optim.Optimizer],
+) -> None:
     path, model, optimizer = trained
     expected = train(model, optimizer, 4)
 
@@ -101,7 +103,7 @@ def test_goes_on_to_the_last_bit(trained: tuple[Path, nn.Module, torch.optim.Opt
     assert again.head.weight is again.embedding.weight
 
 
-def test_generators_are_put_back() -> None:
+def test_random_number_generators_are_restored() -> None:
     import random
 
     import numpy as np
@@ -120,7 +122,7 @@ def test_generators_are_put_back() -> None:
     assert draw() == expected
 
 
-def test_other_processes_than_those_that_saved_draw_each_its_own(
+def test_ranks_of_another_world_size_get_different_random_numbers(
     trained: tuple[Path, nn.Module, torch.optim.Optimizer],
 ) -> None:
     path, *_ = trained
@@ -134,7 +136,7 @@ def test_other_processes_than_those_that_saved_draw_each_its_own(
     assert drawn(0) != drawn(1)
 
 
-def test_keeps_the_last_and_ignores_what_a_crash_left(
+def test_old_checkpoints_are_removed_and_incomplete_ones_ignored(
     trained: tuple[Path, nn.Module, torch.optim.Optimizer],
 ) -> None:
     path, model, optimizer = trained
@@ -149,7 +151,7 @@ def test_keeps_the_last_and_ignores_what_a_crash_left(
     assert not half.exists()
 
 
-def test_a_crash_in_the_middle_of_a_save_leaves_the_previous_one(
+def test_a_crash_during_a_save_leaves_the_previous_checkpoint(
     trained: tuple[Path, nn.Module, torch.optim.Optimizer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, model, optimizer = trained
@@ -168,7 +170,7 @@ def test_a_crash_in_the_middle_of_a_save_leaves_the_previous_one(
     ):
         with monkeypatch.context() as patch:
             patch.setattr(target, cut)
-            with pytest.raises(FailedSaveError, match=r"checkpoint of step 8 .*, is whole"):
+            with pytest.raises(FailedSaveError, match=r"checkpoint of step 8 .*, is intact"):
                 save(path.parent, model, optimizer, 8)
         assert newest_sound_checkpoint(path.parent) == (path, [])
     assert save(path.parent, model, optimizer, 8).name == "step-00000008"
@@ -199,7 +201,7 @@ def test_the_same_step_can_be_saved_again(trained: tuple[Path, nn.Module, torch.
         ("state.json", "remove", "state.json is missing"),
     ],
 )
-def test_damage_is_named_and_the_checkpoint_before_it_found(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_found(
     trained: tuple[Path, nn.Module, torch.optim.Optimizer], name: str, damage: str, complaint: str
 ) -> None:
     path, model, optimizer = trained
@@ -223,11 +225,11 @@ def test_damage_is_named_and_the_checkpoint_before_it_found(
     assert complaint in complaints[0]
 
 
-def test_without_a_whole_checkpoint_there_is_nothing_to_resume(tmp_path: Path) -> None:
+def test_without_a_complete_checkpoint_resuming_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         newest_sound_checkpoint(tmp_path)
     (tmp_path / "step-00000001").mkdir()
-    with pytest.raises(CheckpointError, match=r"no checkpoint is whole, start .*: .*state\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint is complete; .*: .*state\.json is missing"):
         newest_sound_checkpoint(tmp_path)
 
 
@@ -244,7 +246,7 @@ def test_another_model_is_refused_before_anything_is_loaded(
         load_checkpoint(path, model=nn.Linear(2, 2))
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
+def test_training_continues_while_a_checkpoint_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy is what the weights were when the save began; a second save waits for the first."""
@@ -282,7 +284,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     assert not torch.equal(stored["head.weight"], model.state_dict()["head.weight"])
 
 
-def test_other_ties_are_another_model(tmp_path: Path) -> None:
+def test_different_tied_weights_are_another_model(tmp_path: Path) -> None:
     def tied(name: str) -> nn.Module:
         model = nn.Module()
         for each in ("first", "second"):
@@ -293,11 +295,11 @@ def test_other_ties_are_another_model(tmp_path: Path) -> None:
     model = tied("first")
     path = save(tmp_path, model, optimizer_of(model), 1)
     load_checkpoint(path, model=model)
-    with pytest.raises(CheckpointError, match="is of another model: it ties other weights to each other"):
+    with pytest.raises(CheckpointError, match="is of another model: it ties different weights to each other"):
         load_checkpoint(path, model=tied("second"))
 
 
-def test_checkpoints_of_a_future_that_was_left_push_nothing_out(tmp_path: Path) -> None:
+def test_later_checkpoints_do_not_count_when_old_ones_are_removed(tmp_path: Path) -> None:
     for step in (2, 4, 8):
         (tmp_path / f"step-{step:08d}").mkdir()
     prune(tmp_path, newest=tmp_path / "step-00000004", keep=2)
@@ -306,7 +308,7 @@ def test_checkpoints_of_a_future_that_was_left_push_nothing_out(tmp_path: Path) 
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [4, 8]
 
 
-def test_milestones_stay(tmp_path: Path) -> None:
+def test_checkpoints_at_keep_every_are_kept(tmp_path: Path) -> None:
     model = Tied()
     optimizer = optimizer_of(model)
     for step in range(1, 9):
@@ -314,7 +316,7 @@ def test_milestones_stay(tmp_path: Path) -> None:
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [3, 6, 7, 8]
 
 
-def test_a_digest_is_of_the_values_whatever_the_order_of_keys() -> None:
+def test_a_digest_does_not_depend_on_the_order_of_keys() -> None:
     assert digest({"a": 1, "b": {"c": 2, "d": 3}}) == digest({"b": {"d": 3, "c": 2}, "a": 1})
     assert digest({"a": 1}) != digest({"a": 2})
 
@@ -327,7 +329,7 @@ def test_a_checkpoint_can_be_set_aside_again(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["left-step-00000003"]
 
 
-def test_a_seed_is_that_of_every_generator() -> None:
+def test_a_seed_sets_every_generator() -> None:
     seed_everything(2**40)
     drawn = random.random(), np.random.rand(), float(torch.rand(()))
     seed_everything(3)

@@ -1,4 +1,4 @@
-"""What a run says of searches and adjoints that don't converge: once, with the share, and in its lines."""
+"""A run warns once of searches and adjoint solves that do not converge, and its progress lines show them."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ADJOINT = {"kind": "implicit_function", "stopping": {"tolerance": 1e-6, "max_ite
         (
             {"model.stopping": {"tolerance": 1e-6, "max_iterations": 8}},
             "WARNING: 100% of the searches of the last 20 training steps did not converge",
-            "open 100%",
+            "unconverged 100%",
         ),
-        ({"model.stopping": {"tolerance": 1e-6, "max_iterations": 4}}, None, "open 100%"),
+        ({"model.stopping": {"tolerance": 1e-6, "max_iterations": 4}}, None, "unconverged 100%"),
         ({"model.gradient": {"kind": "unrolled", "steps": 1}}, None, None),
     ],
     ids=["adjoint", "search", "bounded", "unrolled"],
 )
-def test_a_run_warns_once(
+def test_unconverged_solves_are_warned_of_once(
     changes: dict[str, Any],
     warned: str | None,
     shown: str | None,

@@ -1,4 +1,4 @@
-"""Phases with batches of their own in whole runs: position, tokens, exact resume, what a dry run shows."""
+"""Phases with their own batches: position, tokens, exact resume, dry run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,11 @@ from trainer.data.source import Batch
 from trainer.distributed import Ranks
 from trainer.errors import NonFiniteLossError
 from trainer.estimate.dry_run import dry_run_report
+from trainer.reporting.display import Display
 from trainer.reporting.metrics import read_metrics
 from trainer.run.build import build
+from trainer.run.parts import make_parts
+from trainer.run.phases import ActivePhase
 from trainer.run.step import training_step
 from trainer.specs.run import RunSpec
 
@@ -51,7 +54,7 @@ def whole(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_position_and_tokens_count_each_phases_batch(whole: Path) -> None:
+def test_samples_and_tokens_are_counted_with_the_batch_of_each_phase(whole: Path) -> None:
     sizes = [8] * 3 + [12] * 6  # 3 steps of 8 x 12 tokens make 288
     assert [row["samples"] for row in rows(whole)] == [sum(sizes[: n + 1]) for n in range(9)]
     assert [row["tokens"] for row in rows(whole)] == [12 * sum(sizes[: n + 1]) for n in range(9)]
@@ -60,7 +63,7 @@ def test_position_and_tokens_count_each_phases_batch(whole: Path) -> None:
     assert (progress["phase"], progress["samples"], progress["tokens"]) == ("free", 96, 1152)
 
 
-def test_what_a_phase_changes_holds_in_its_steps(
+def test_the_changes_of_a_phase_apply_in_its_steps(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = {
@@ -105,9 +108,7 @@ def test_a_run_in_two_parts_equals_the_whole_in_either_phase(
         assert torch.equal(value, other[name]), name
 
 
-def test_every_sample_comes_once_and_is_asked_for_once(
-    small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_sample_is_loaded_once(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = build(small({**GROWING, "training.loader_threads": 1}), output=tmp_path / "run", device="cpu")
     asked: list[tuple[int, int]] = []
     give = run.loop.data.batch
@@ -121,15 +122,17 @@ def test_every_sample_comes_once_and_is_asked_for_once(
     assert asked == [(8 * n, 8) for n in range(3)] + [(24 + 12 * n, 12) for n in range(6)]
 
 
-def test_what_a_rank_asks_for_ahead_is_what_it_trains_on_next(small: Small, tmp_path: Path) -> None:
-    run = build(small(GROWING), output=tmp_path / "run", device="cpu")
-    run.loop.ranks = Ranks(torch.device("cpu"), rank=1, world_size=2)
-    ahead = run.loop._own_ranges(1, 8)
+def test_a_rank_prefetches_its_shares_of_the_next_batches(small: Small) -> None:
+    spec = small(GROWING)
+    parts = make_parts(spec, origin=None, processes=2)
+    ranks = Ranks(torch.device("cpu"), rank=1, world_size=2)
+    active = ActivePhase(spec, model=parts.model, sources=parts.sources, ranks=ranks, display=Display())
+    ahead = active.own_ranges(1, 8)
     assert ahead == [(12, 4), (20, 4), (30, 6)]
-    assert run.loop._own_ranges(3, 24)[:1] == ahead[2:]
+    assert active.own_ranges(3, 24)[:1] == ahead[2:]
 
 
-def test_a_loss_that_is_no_number_names_the_samples_of_its_phase(small: Small, tmp_path: Path) -> None:
+def test_a_nan_loss_names_the_samples_of_its_phase(small: Small, tmp_path: Path) -> None:
     run = build(small(GROWING), output=tmp_path / "run", device="cpu")
     run.train(stop_at=4)
     next(run.model.parameters()).data.fill_(torch.nan)
@@ -162,7 +165,7 @@ LONGER: dict[str, Any] = {
 }
 
 
-def test_phases_read_data_of_their_own_and_go_on_exactly(small: Small, tmp_path: Path) -> None:
+def test_phases_with_their_own_data_resume_bit_by_bit(small: Small, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     run = build(small(LONGER), output=one, device="cpu")
     asked: list[tuple[int, ...]] = []

@@ -63,7 +63,7 @@ STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("change", STATES.values(), ids=STATES.keys())
-def test_a_state_of_another_kind_leads_to_the_older_checkpoint(
+def test_an_invalid_state_falls_back_to_the_older_checkpoint(
     damaged: Path, change: Callable[[dict[str, Any]], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     newest = damaged / "checkpoints" / "step-00000003"
@@ -75,11 +75,11 @@ def test_a_state_of_another_kind_leads_to_the_older_checkpoint(
     assert resume(damaged) == 0
     message = capsys.readouterr().out
     assert f"WARNING: checkpoint {newest}" in message
-    assert "going back to step-00000002" in message
+    assert "resuming from step-00000002" in message
 
 
 @pytest.mark.parametrize("content", ["[" * 200_000, '{"a": ' * 100_000, "\ufeff{}", "NaN"])
-def test_a_state_that_no_parser_likes(damaged: Path, content: str) -> None:
+def test_a_state_that_cannot_be_parsed(damaged: Path, content: str) -> None:
     (damaged / "checkpoints" / "step-00000003" / "state.json").write_text(content)
     with pytest.warns(UserWarning, match="reading step-00000002 instead"):
         ib.load_model(damaged)
@@ -90,7 +90,9 @@ def test_a_state_that_no_parser_likes(damaged: Path, content: str) -> None:
     "content",
     ["[]", "{}", '{"random_state": {"python": [3, [1], null]}}', '{"random_state": 7}', "x"],
 )
-def test_generators_of_another_kind(damaged: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_states_of_random_number_generators(
+    damaged: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = damaged / "checkpoints" / "step-00000003"
     (path / "rank-00000.json").write_text(content)
     state = read_json(path / "state.json")
@@ -99,7 +101,7 @@ def test_generators_of_another_kind(damaged: Path, content: str, capsys: pytest.
     seal(path, state)
     assert resume(damaged) == 2
     message = capsys.readouterr().err
-    assert "rank-00000.json holds no states of the random number generators" in message
+    assert "rank-00000.json has no valid states of the random number generators" in message
     assert "resume from another checkpoint by --checkpoint" in message
 
 
@@ -121,7 +123,7 @@ LINES = {
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
 @pytest.mark.parametrize("name", ["metrics.jsonl", "evaluations.jsonl"])
-def test_damaged_lines_in_the_middle(
+def test_damaged_lines_in_the_middle_of_the_metrics(
     damaged: Path, name: str, line: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = damaged / name
@@ -131,7 +133,7 @@ def test_damaged_lines_in_the_middle(
     message = capsys.readouterr().out
     if name == "metrics.jsonl":
         assert f"WARNING: {path}, line 2: " in message
-        assert "; the summary leaves it out" in message
+        assert "; the summary ignores it" in message
         assert sum(phase["measured"]["steps"] for phase in read_json(damaged / "summary.json")["phases"]) == 4
         if line == LINES["no phase"]:
             return  # the picture needs no phase
@@ -142,7 +144,7 @@ def test_damaged_lines_in_the_middle(
 
 
 @pytest.mark.parametrize("line", LINES.values(), ids=LINES.keys())
-def test_damaged_lines_at_the_end(damaged: Path, line: bytes) -> None:
+def test_damaged_lines_at_the_end_of_the_metrics(damaged: Path, line: bytes) -> None:
     for name in ("metrics.jsonl", "evaluations.jsonl"):
         with (damaged / name).open("ab") as file:
             file.write(line)
@@ -159,21 +161,21 @@ def test_metrics_that_end_before_the_checkpoint(damaged: Path, capsys: pytest.Ca
     ) in capsys.readouterr().out
 
 
-def test_an_unharmed_run_is_resumed_without_a_warning(
+def test_an_intact_run_is_resumed_without_a_warning(
     damaged: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert resume(damaged) == 0
     assert "WARNING" not in capsys.readouterr().out
 
 
-def test_other_versions_are_said(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_package_versions_are_warned_of(damaged: Path, capsys: pytest.CaptureFixture[str]) -> None:
     manifest = read_json(damaged / "manifest.json")
     now = manifest["versions"]["torch"]
     manifest["versions"] |= {"torch": "1.0.0", "matplotlib": "0.1"}
     write_json(damaged / "manifest.json", manifest)
     assert resume(damaged) == 0
     message = capsys.readouterr().out
-    assert f"versions have changed since the run was trained last: torch 1.0.0 → {now};" in message
+    assert f"versions have changed since the last start: torch 1.0.0 → {now};" in message
     assert "matplotlib" not in message
 
 
@@ -181,15 +183,19 @@ def test_other_versions_are_said(damaged: Path, capsys: pytest.CaptureFixture[st
     "content",
     ["[]", "7", '{"resumed": 3}', '{"resumed": [3]}', '{"data": 3}', '{"versions": []', "[" * 100_000],
 )
-def test_a_manifest_of_another_kind(damaged: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_manifest_is_refused(
+    damaged: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (damaged / "manifest.json").write_text(content)
     assert resume(damaged) == 2
     assert "manifest.json" in (message := capsys.readouterr().err)
-    assert "move it away to go on" in message
+    assert "move it away to continue" in message
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", "7", '{"name": "x"', '{"name": 3}', "[" * 100_000])
-def test_a_summary_of_another_kind(damaged: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_summary_is_refused(
+    damaged: Path, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     (damaged / "summary.json").write_text(content)
     assert report([str(damaged), "--output", str(damaged / "out.png")]) == 2
     assert f"error: {damaged / 'summary.json'} is " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The dry run's estimates for several ranks, checkpointed activations, and time at a measured rate."""
+"""Estimates of the dry run: several ranks, activation checkpointing, duration at a measured rate."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, 
     return code, out, err
 
 
-def test_it_names_the_search_of_evaluations_which_is_not_that_of_training(
+def test_the_dry_run_names_the_evaluation_search_if_it_differs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     search = "picard, damping 0.8, to a residual of 0.05 (relative), at most 128 iterations"
@@ -42,7 +42,7 @@ def test_it_names_the_search_of_evaluations_which_is_not_that_of_training(
     assert "residual of" not in out
 
 
-def test_a_rank_holds_its_share_of_the_state_and_the_model_for_a_time() -> None:
+def test_memory_of_a_rank_is_its_shard_plus_the_gathered_model() -> None:
     alone, ddp = memory_of(), memory_of("training.distributed.kind=ddp", ranks=8)
     assert ddp == alone
     assert alone.weights == alone.gradients == 4 * PARAMETERS
@@ -58,7 +58,7 @@ def test_a_rank_holds_its_share_of_the_state_and_the_model_for_a_time() -> None:
     assert by_layer.gathered < fsdp.gathered / 4
 
 
-def test_checkpointed_activations_are_those_of_a_layer_or_of_a_step() -> None:
+def test_activation_checkpointing_keeps_one_layer_or_one_step() -> None:
     kept = memory_of()
     steps = memory_of("training.checkpoint_activations=steps")
     layers = memory_of("training.checkpoint_activations=layers")
@@ -68,7 +68,7 @@ def test_checkpointed_activations_are_those_of_a_layer_or_of_a_step() -> None:
     assert starts < layers.activations < starts + kept.activations / 90
 
 
-def test_recorded_graphs_keep_weights_and_their_gradients() -> None:
+def test_captured_graphs_keep_weights_and_gradients() -> None:
     plain, captured = memory_of(phase=0), memory_of("training.cuda_graphs=true", phase=0)
     assert plain.graphs == 0
     # Of the layers' 1.2 B weights, in bfloat16, and points of 4 x 2048 tokens.
@@ -129,7 +129,7 @@ def test_time_at_a_measured_rate(capsys: pytest.CaptureFixture[str]) -> None:
         ),
     ],
 )
-def test_what_makes_no_sense_is_refused(
+def test_invalid_dry_run_options_are_refused(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, _, err = run(arguments, capsys)
@@ -137,20 +137,20 @@ def test_what_makes_no_sense_is_refused(
     assert words in err
 
 
-def test_estimates_are_for_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ranks_and_rate_require_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["--spec", "llama_1.3b", "--ranks", "2"])
     assert "torchrun" in capsys.readouterr().err
 
 
-def test_one_layer_holds_no_more_than_the_whole() -> None:
+def test_memory_of_one_layer_is_at_most_that_of_the_model() -> None:
     assert work_out(load_spec("llama_1.3b"), 8) == ("fsdp", 8)  # type: ignore[arg-type]  # a run's
     memory = memory_of("model.n_layers=1", "training.distributed={kind: fsdp, unit: layer}", ranks=8)
     whole = memory_of("model.n_layers=1", "training.distributed={kind: fsdp}", ranks=8)
     assert memory.gathered == whole.gathered
 
 
-def test_a_penalty_s_calls_are_kept_for_backward_too() -> None:
+def test_calls_of_a_penalty_count_in_the_activation_memory() -> None:
     kept = []
     for name in ("books_10m_mamba2", "books_10m_mamba2_penalty"):
         spec: Any = load_spec(name)
@@ -160,7 +160,7 @@ def test_a_penalty_s_calls_are_kept_for_backward_too() -> None:
     assert kept[1] == pytest.approx(6 / 4 * kept[0])  # held by that phase on a GPU: 17.6 and 27 GB
 
 
-def test_the_whole_run_takes_what_its_phases_take(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_duration_of_the_run_is_the_sum_over_its_phases(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(["training.max_tokens=3600000000"], capsys)
     assert code == 0
     scale = {"T": 1e12, "P": 1e15, "E": 1e18, "Z": 1e21}

@@ -1,4 +1,4 @@
-"""Evaluation against a stand-in whose answers and searches are known."""
+"""Evaluation of a stub model whose answers and searches are known."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def results(model: nn.Module, batch_size: int = 3, **options: Any) -> Any:
     return found
 
 
-def test_accuracy_loss_and_search_are_those_of_the_whole_set() -> None:
+def test_accuracy_loss_and_search_cover_the_whole_set() -> None:
     model = Echo().train()
     found = results(model)
     assert model.training  # returned as it was
@@ -123,20 +123,20 @@ def test_accuracy_loss_and_search_are_those_of_the_whole_set() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8, 100])
-def test_the_batch_size_changes_nothing(batch_size: int) -> None:
+def test_results_do_not_depend_on_the_batch_size(batch_size: int) -> None:
     expected, found = results(Echo()), results(Echo(), batch_size=batch_size)
     assert found.loss == pytest.approx(expected.loss)
     assert found.accuracy_by_position == expected.accuracy_by_position
 
 
-def test_without_counts_by_token_there_is_no_curve() -> None:
+def test_iterations_by_position_need_counts_per_token() -> None:
     found = results(Echo(by_token=False))
     assert found.iterations_by_position is None
     assert found.token_converged is None
     assert found.search.iterations == LENGTH
 
 
-def test_where_nothing_is_scored_there_is_no_perfect_score() -> None:
+def test_metrics_of_unscored_sets_are_nan() -> None:
     """The loss was 0 and the perplexity 1."""
 
     class Unscored(Fixed):
@@ -163,7 +163,7 @@ def test_an_explicit_model_has_no_search() -> None:
     assert "converged" not in table([found], last_tokens=2, words=True)
 
 
-def test_windows_are_passed_on() -> None:
+def test_the_window_length_reaches_the_model() -> None:
     model = Echo()
     results(model, window_length=1)
     assert set(model.windows) == {1}
@@ -189,7 +189,7 @@ def test_longer_sets_go_through_the_model_in_smaller_batches_with_their_document
     assert all(documents is not None and documents.shape == shape for shape, documents in model.asked)
 
 
-def test_where_some_rank_has_no_counts_by_token_there_is_no_curve() -> None:
+def test_iterations_by_position_need_counts_per_token_on_every_rank() -> None:
     class Other(Ranks):
         def all(self, flag: bool) -> bool:
             return False
@@ -224,7 +224,7 @@ def test_a_perplexity_too_large_for_a_float_is_infinite() -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("batch_size", [1, 2, 4])
-def test_every_rank_takes_as_many_turns(batch_size: int, world_size: int) -> None:
+def test_every_rank_makes_the_same_number_of_calls(batch_size: int, world_size: int) -> None:
     """Or, where the model communicates when it is called, one would wait for ever for another's call."""
 
     class Numbers:

@@ -1,4 +1,4 @@
-"""Exit codes: which failures are said in a sentence, and that the page says the same numbers."""
+"""Exit codes: which errors are reported without a traceback, and that the documentation lists the codes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.errors import DataError, LostPeerError, PeerError
 TOO_MUCH = 2**60
 
 
-def test_failures_have_the_documented_codes() -> None:
+def test_errors_have_the_documented_exit_codes() -> None:
     codes = {
         LostPeerError(step=3, reason="closed", kept=None): 1,
         PeerError("rank 1: the data of step 1 can't be used"): 2,
@@ -37,13 +37,13 @@ def test_failures_have_the_documented_codes() -> None:
 
 
 @pytest.mark.parametrize("made", [lambda: torch.empty(TOO_MUCH), lambda: bytearray(TOO_MUCH)])
-def test_a_host_without_enough_memory_is_no_mistake_in_the_program(made) -> None:
+def test_out_of_memory_on_the_host_is_not_a_bug(made) -> None:
     with pytest.raises((RuntimeError, MemoryError)) as caught:
         made()
     assert short_of_memory(caught.value) is not None
     assert code_of(caught.value) == 2
 
 
-def test_a_refusal_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_prints_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert refuse("width is 0; choose at least 1") == 2
     assert capsys.readouterr() == ("", "error: width is 0; choose at least 1\n")

@@ -1,4 +1,4 @@
-"""Exports on the way: what others read is the model that is trained; training is not disturbed."""
+"""Exports during training contain the trained model and do not change the training."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_a_folder_for_transformers_every_few_steps(
+def test_pretrained_folders_are_exported_every_few_steps(
     small: Small, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
@@ -48,7 +48,7 @@ def test_a_folder_for_transformers_every_few_steps(
     assert losses(tmp_path / "run") == losses(tmp_path / "other")
 
 
-def test_without_transformers_safetensors_and_the_spec(
+def test_without_transformers_safetensors_and_the_spec_are_exported(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
@@ -62,7 +62,7 @@ def test_without_transformers_safetensors_and_the_spec(
 
 
 @pytest.mark.parametrize("policy", ["stop", "continue"])
-def test_a_full_disk_leaves_no_half_export(
+def test_a_full_disk_leaves_no_incomplete_export(
     small: Small,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""``python -m implicit_blocks export`` of what the trainer leaves: runs, checkpoints, damaged ones."""
+"""``python -m implicit_blocks export`` of runs and checkpoints, including damaged ones."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_run_or_one_of_its_checkpoints_is_exported(
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints/step-00000002"], ids=["run", "checkpoint"])
-def test_a_run_says_itself_what_it_is(run: Path, tmp_path: Path, place: str) -> None:
+def test_a_run_is_exported_without_naming_its_spec(run: Path, tmp_path: Path, place: str) -> None:
     assert main(["export", str(run / place), str(tmp_path / "alone")]) == 0
     assert exported(run, tmp_path / "named", run / place) == 0
     alone, named = (
@@ -69,7 +69,7 @@ def test_a_run_says_itself_what_it_is(run: Path, tmp_path: Path, place: str) -> 
     assert load_spec(run) == load_spec(run / "spec.yaml")
 
 
-def test_the_tokenizer_beside_a_run_s_data_goes_along(run: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_beside_the_data_is_exported(run: Path, tmp_path: Path) -> None:
     data, own = tmp_path / "data", tmp_path / "run"
     shutil.copytree(run, own)
     (data / "train").mkdir(parents=True)
@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_not_exported(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000004"]
 
 
-def test_the_newest_whole_checkpoint_of_a_run_is_exported(
+def test_the_newest_complete_checkpoint_of_a_run_is_exported(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = Path(shutil.copytree(run, tmp_path / "run"))
@@ -182,7 +182,7 @@ def test_the_newest_whole_checkpoint_of_a_run_is_exported(
     ],
     ids=["taken", "nowhere", "size", "other-model", "no-spec"],
 )
-def test_other_mistakes_are_said(
+def test_other_export_mistakes_are_reported(
     run: Path,
     tmp_path: Path,
     arguments: list[str],

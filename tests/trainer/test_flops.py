@@ -1,4 +1,4 @@
-"""Operations of a step: the useful ones by the formula, the executed ones with what is done again."""
+"""FLOPs of a step: useful ones by the formula, executed ones with recomputation and waiting rows."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def test_useful_operations_count_each_iteration_once(model: Any) -> None:
     assert flops.useful == flops.executed == pytest.approx(expected)
 
 
-def test_rows_that_wait_are_executed_and_not_useful(model: Any) -> None:
+def test_converged_rows_in_the_batch_are_executed_but_not_useful(model: Any) -> None:
     once: Any = count_flops(model, length=LENGTH)
     flops: Any = training_flops(model, length=LENGTH, iterations=6.5, iterations_executed=10)
     assert flops.executed - flops.useful == pytest.approx(3.5 * once.layers)
 
 
-def test_activations_computed_again_are_not_useful(model: Any) -> None:
+def test_recomputed_activations_are_executed_but_not_useful(model: Any) -> None:
     once: Any = count_flops(model, length=LENGTH)
     kept: Any = training_flops(model, length=LENGTH, iterations=4)
     again: Any = training_flops(model, length=LENGTH, iterations=4, checkpoint_activations="layers")
@@ -40,7 +40,7 @@ def test_activations_computed_again_are_not_useful(model: Any) -> None:
     assert again.executed - kept.executed == pytest.approx(model.gradient.steps * once.layers)
 
 
-def test_unrolled_checkpointing_is_not_useful_either() -> None:
+def test_recomputed_unrolled_steps_are_not_useful() -> None:
     change = "model.gradient={kind: unrolled, steps: 3, checkpointing: true}"
     model: Any = load_spec("llama_130m", [change]).model
     once: Any = count_flops(model, length=LENGTH)
@@ -49,14 +49,14 @@ def test_unrolled_checkpointing_is_not_useful_either() -> None:
     assert flops.executed - flops.useful == pytest.approx(3 * once.layers)
 
 
-def test_an_explicit_model_is_three_forward_passes() -> None:
+def test_an_explicit_model_costs_three_forward_passes() -> None:
     model: Any = load_spec("llama_130m_explicit").model
     once: Any = count_flops(model, length=LENGTH)
     flops: Any = training_flops(model, length=LENGTH, iterations=7)
     assert flops.useful == flops.executed == pytest.approx(3 * (once.layers + once.head))
 
 
-def test_a_penalty_s_calls_are_differentiated_too() -> None:
+def test_calls_of_a_penalty_are_differentiated() -> None:
     spec: Any = load_spec("books_10m_mamba2_penalty")
     model = spec.phase_specs()[1].model
     once: Any = count_flops(model, length=LENGTH)

@@ -1,4 +1,4 @@
-"""One process at a time in a folder: others are refused or wait, and a killed one stands in nobody's way."""
+"""One process at a time uses a folder: others are refused or wait, and a killed process leaves no lock."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def held_by_another_process(path: Path) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
+def test_a_lock_ends_with_a_killed_process(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with held_by_another_process(path) as other:
         with pytest.raises(LockedError, match=rf"process {other.pid} on .*, since 20\d\d") as refused:
@@ -63,7 +63,7 @@ def test_it_ends_with_a_process_that_is_killed(tmp_path: Path) -> None:
             assert path.read_text().count("\n") == 1
 
 
-def test_it_is_given_back_with_its_block_or_its_last_reference(tmp_path: Path) -> None:
+def test_a_lock_is_released_by_its_block_or_its_last_reference(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     with FolderLock(path):
         pass
@@ -77,7 +77,7 @@ def test_it_is_given_back_with_its_block_or_its_last_reference(tmp_path: Path) -
     FolderLock(path).release()
 
 
-def test_who_held_it_before_is_not_named_any_more(tmp_path: Path) -> None:
+def test_an_earlier_holder_is_not_named(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
     path.write_text("process 123456789 on a machine with a rather long name, since a moment long ago" * 3)
     with FolderLock(path), pytest.raises(LockedError) as caught:
@@ -86,7 +86,7 @@ def test_who_held_it_before_is_not_named_any_more(tmp_path: Path) -> None:
     assert path.read_text().count("process") == path.read_text().count("\n") == 1
 
 
-def test_waiting(tmp_path: Path) -> None:
+def test_waiting_for_a_lock(tmp_path: Path) -> None:
     first, order = FolderLock(tmp_path / ".lock"), list[str]()
 
     def wait() -> None:
@@ -116,16 +116,14 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # ------------------------------------------------------------------------------------ of a run
 
 
-def test_a_run_is_gone_on_with_by_one_process_at_a_time(
-    tmp_path: Path, small: Callable[..., RunSpec]
-) -> None:
+def test_one_process_at_a_time_resumes_a_run(tmp_path: Path, small: Callable[..., RunSpec]) -> None:
     folder, spec = tmp_path / "run", small()
     build(spec, output=folder, display=Display()).train(stop_at=2)
     before = {
         path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"
     }
     with held_by_another_process(folder / ".lock") as other:
-        with pytest.raises(RunFolderError, match=r"is under way already \(process \d+ on") as refused:
+        with pytest.raises(RunFolderError, match=r"is in progress already \(process \d+ on") as refused:
             build(spec, output=folder, resume=True, display=Display())
         assert f"process {other.pid} on" in str(refused.value)
         assert f"remove {folder / '.lock'}" in str(refused.value)
@@ -138,7 +136,9 @@ def test_a_run_is_gone_on_with_by_one_process_at_a_time(
     FolderLock(folder / ".lock").release()
 
 
-def test_a_run_that_could_not_be_built_holds_nothing(tmp_path: Path, small: Callable[..., RunSpec]) -> None:
+def test_a_run_that_could_not_be_built_releases_its_lock(
+    tmp_path: Path, small: Callable[..., RunSpec]
+) -> None:
     folder = tmp_path / "run"
     build(small(), output=folder, display=Display()).train(stop_at=2)
     other = small({"model.d_model": 32})
@@ -167,7 +167,7 @@ def test_two_new_runs_in_one_folder(
         build(spec, output=folder, display=Display())
 
 
-def test_a_run_that_another_begins_while_this_one_waits_for_the_folder_is_not_written_over(
+def test_a_run_started_while_waiting_for_the_folder_is_not_overwritten(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path / "run")
@@ -177,7 +177,7 @@ def test_a_run_that_another_begins_while_this_one_waits_for_the_folder_is_not_wr
     assert folder.spec_path.read_text() == "kind: run"
 
 
-def test_the_one_run_of_a_name_is_found_beside_those_of_longer_names(tmp_path: Path) -> None:
+def test_a_run_is_found_by_name_beside_runs_of_longer_names(tmp_path: Path) -> None:
     for name in ("s3-20260101-000000", "s3-long-20260101-000001", "s3-explicit-20260101-000002"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "spec.yaml").touch()
@@ -185,7 +185,7 @@ def test_the_one_run_of_a_name_is_found_beside_those_of_longer_names(tmp_path: P
     assert folder_to_resume("s3", root=tmp_path).name == "s3-20260101-000000"
 
 
-def test_a_run_where_there_are_no_locks_says_so(
+def test_a_file_system_without_locks_is_warned_of(
     tmp_path: Path, small: Callable[..., RunSpec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""A disk that is full in the middle of a save: what was saved before stays whole, and the run says so."""
+"""A disk that fills up during a save: earlier checkpoints stay intact, and the run reports it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory, forks: Any) -> Path:
     return folder
 
 
-def test_the_run_stops_and_says_so(tmp_path: Path, forks: Any, whole: Path) -> None:
+def test_the_run_stops_with_a_message(tmp_path: Path, forks: Any, whole: Path) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     assert forks.run(arguments(folder), log=log, full_at=330) == 4, log.read_text()
     there = list_checkpoints(folder / "checkpoints")
     assert "could not be saved ([Errno 28] No space left on device); the last checkpoint" in log.read_text()
-    assert f"{there[-1]}, is whole" in log.read_text()
+    assert f"{there[-1]}, is intact" in log.read_text()
     for path in there:
         verify_checkpoint(path)
     assert not list((folder / "checkpoints").glob("*.tmp-*"))
@@ -51,19 +51,19 @@ def test_the_run_stops_and_says_so(tmp_path: Path, forks: Any, whole: Path) -> N
     assert losses(folder) == losses(whole)
 
 
-def test_or_it_goes_on_without_if_its_spec_says_so(tmp_path: Path, forks: Any, whole: Path) -> None:
+def test_the_run_continues_if_its_spec_says_so(tmp_path: Path, forks: Any, whole: Path) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     options = ["training.on_failed_save=continue", "training.keep_checkpoints=9"]
     assert forks.run(arguments(folder, *options), log=log, full_at=330, full_for=6) == 0, log.read_text()
     assert log.read_text().count("could not be saved ([Errno 28] No space left on device)") == 1
-    assert "; the run goes on" in log.read_text()
+    assert "; the run continues" in log.read_text()
     names = [path.name for path in list_checkpoints(folder / "checkpoints")]
     assert len(names) == 5
     assert names[-1] == "step-00000012"
     assert losses(folder) == losses(whole)
 
 
-def test_all_ranks_hear_of_it(tmp_path: Path, forks: Any) -> None:
+def test_a_full_disk_of_one_rank_is_reported_by_all(tmp_path: Path, forks: Any) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     codes = forks.run_ranks(2, arguments(folder), log=log, orders={1: {"full_at": 170}})
     assert codes == [4, 4], log.read_text()
@@ -102,9 +102,7 @@ def test_a_real_disk_that_fills_up(
     assert "Traceback" not in message
     # torch says "unexpected pos 704 vs 598" of a full disk, or the system's words: it depends on the moment.
     failed = [line for line in message.splitlines() if "the checkpoint of step" in line]
-    assert all(
-        re.search(r"the disk has 0\.0\d MB free, where a checkpoint takes [\d.]+ MB", x) for x in failed
-    )
+    assert all(re.search(r"the disk has 0\.0\d MB free, but a checkpoint takes [\d.]+ MB", x) for x in failed)
     assert failed or policy == "stop"
     there = list_checkpoints(folder / "checkpoints")
     assert 0 < len(there) < 6
@@ -112,14 +110,16 @@ def test_a_real_disk_that_fills_up(
         verify_checkpoint(path)
     assert code == 4
     if policy == "continue":
-        assert all(line.endswith("; the run goes on") and "set training" not in line for line in failed)
-        assert "error: the weights of step 12 could not be saved and are lost; make room and go on" in message
+        assert all(line.endswith("; the run continues") and "set training" not in line for line in failed)
+        assert "error: the weights of step 12 could not be saved and are lost; free disk space" in message
     enlarge("64m")
     assert forks.run(arguments(folder, *options, "--resume"), log=log) == 0, log.read_text()
     assert losses(folder) == losses(whole)
 
 
-def test_lines_wait_until_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritten_lines_are_kept_until_there_is_space(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write({"step": 1})
     real = file._file

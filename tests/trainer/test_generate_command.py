@@ -1,4 +1,4 @@
-"""``python -m implicit_blocks generate``: prompts as text or numbers, by a trained run."""
+"""``python -m implicit_blocks generate`` from a trained run, with prompts as text or token IDs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_numbers_are_continued_as_generate_does(run: Path, capsys: pytest.Captur
     assert "iterations each" in messages
 
 
-def test_options_reach_the_sampling(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_reach_the_sampler(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     drawn = ["--temperature", "5", "--seed", "3", "--top-k", "6", "--top-p", "1", "--tolerance", "0.5"]
     assert main(["generate", str(run), "5", "--max-new-tokens", "9", *drawn]) == 0
     ids = [int(word) for word in capsys.readouterr().out.split()]
@@ -163,7 +163,7 @@ def test_bytes_are_found_wherever_data_name_them(
     assert tokenizer_of(run) == Path("bytes")
 
 
-def test_text_where_there_is_no_tokenizer(
+def test_text_without_a_tokenizer_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", str(run), "the cat"]) == 2
@@ -172,20 +172,20 @@ def test_text_where_there_is_no_tokenizer(
     assert "no tokenizer at" in capsys.readouterr().err
 
 
-def test_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_without_a_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(tmp_path / "none"), "5"]) == 2
     assert "does not exist; give a run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("device", "message"), [("foo", "'foo' is not a device's name"), ("mps:9", "mps")])
-def test_a_device_that_isn_t_there(
+def test_an_unavailable_device_is_refused(
     run: Path, device: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", str(run), "5", "--device", device]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_what_a_damaged_run_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_run_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damaged = Path(shutil.copytree(run, tmp_path / "run"))
     next((damaged / "checkpoints").glob("*/*.distcp")).unlink()
     assert main(["generate", str(damaged), "5"]) == 2

@@ -1,4 +1,4 @@
-"""Signals that end a run politely."""
+"""Signals that stop a run after the current step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.run import interrupt
 from trainer.run.interrupt import Interrupt
 
 
-def test_the_first_signal_counts_and_others_change_nothing() -> None:
+def test_the_first_signal_is_kept() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Interrupt() as noted:
         assert noted.received is None
@@ -21,7 +21,7 @@ def test_the_first_signal_counts_and_others_change_nothing() -> None:
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_second_interrupt_is_meant_where_it_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_second_interrupt_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter((10.0, 10.5, 10.9, 11.5))
     monkeypatch.setattr(interrupt.time, "monotonic", lambda: next(times))
     with Interrupt() as noted:

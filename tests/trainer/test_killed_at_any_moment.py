@@ -1,4 +1,4 @@
-"""Runs that are killed twenty times, in the middle of saves too, and lose or repeat nothing."""
+"""Runs that are killed twenty times, also during saves, lose and repeat nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(folder: Path) -> list[tuple[Any, ...]]:
     return [tuple(row[key] for key in kept) for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def test_killed_twenty_times_it_goes_on_to_the_last_bit(tmp_path: Path, forks: Any) -> None:
+def test_a_run_killed_twenty_times_equals_the_whole_bit_by_bit(tmp_path: Path, forks: Any) -> None:
     whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
     count = tmp_path / "count"
     assert forks.run(arguments(whole), log=log, count=str(count)) == 0, log.read_text()
@@ -60,7 +60,7 @@ def test_killed_twenty_times_it_goes_on_to_the_last_bit(tmp_path: Path, forks: A
     assert rows(folder) == rows(whole)
 
 
-def test_signals_save_and_say_that_the_run_can_go_on(tmp_path: Path, forks: Any) -> None:
+def test_signals_save_the_run_and_name_the_resume_command(tmp_path: Path, forks: Any) -> None:
     whole, folder, log = tmp_path / "whole", tmp_path / "run", tmp_path / "log"
     assert forks.run(arguments(whole), log=log) == 0, log.read_text()
     for number, code in ((signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)):
@@ -71,7 +71,7 @@ def test_signals_save_and_say_that_the_run_can_go_on(tmp_path: Path, forks: Any)
         if number == signal.SIGTERM:
             os.kill(pid, number)  # a launcher may pass it on once more
         assert forks.wait(pid) == code, log.read_text()
-        assert f"stopped after step {len(rows(folder))}; go on by: --resume" in log.read_text()
+        assert f"stopped after step {len(rows(folder))}; continue by: --resume" in log.read_text()
         assert (folder / "checkpoints" / f"step-{len(rows(folder)):08d}").is_dir()
     assert len(rows(folder)) < 48
     assert forks.run(arguments(folder, "--resume"), log=log) == 0, log.read_text()
@@ -95,5 +95,5 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(tmp_path: Path, f
     assert forks.run(arguments(folder, few), log=log, kill_at_step=4) == -signal.SIGKILL
     assert len(rows(folder)) == 1
     assert forks.run(["--resume", "--device", "cpu", "--output", str(folder)], log=log) == 0, log.read_text()
-    assert "was stopped before its first checkpoint; it starts again" in log.read_text()
+    assert "has no checkpoint yet; the run starts again" in log.read_text()
     assert rows(folder) == rows(whole)

@@ -1,4 +1,4 @@
-"""A prepared run folder: links in it never make the trainer write into, or remove, files elsewhere."""
+"""Links in a prepared run folder do not make the trainer write or remove files elsewhere."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ REFUSED = [".lock", "metrics.jsonl", "evaluations.jsonl"]
 
 @pytest.mark.parametrize("name", [*REPLACED, *REFUSED])
 @pytest.mark.parametrize("hard", [False, True], ids=["symbolic", "hard"])
-def test_resuming_leaves_what_a_link_names_as_it_is(
+def test_resuming_does_not_change_the_target_of_a_link(
     prepared: Path, victim: Path, name: str, hard: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     link = prepared / name
@@ -69,13 +69,13 @@ def test_resuming_leaves_what_a_link_names_as_it_is(
     assert victim.read_bytes() == before
     if name in REFUSED and not hard:
         assert code == 2
-        assert f"{link} is a symbolic link, and is not written to" in capsys.readouterr().err
+        assert f"{link} is a symbolic link, which the trainer does not write to" in capsys.readouterr().err
     else:
         assert code == 0
         assert victim.is_file()
 
 
-def test_a_link_to_nowhere_makes_no_file(prepared: Path, tmp_path: Path) -> None:
+def test_a_dangling_link_creates_no_file(prepared: Path, tmp_path: Path) -> None:
     for name in ("evaluations.jsonl", "summary.json"):
         (prepared / name).unlink(missing_ok=True)
         (prepared / name).symlink_to(tmp_path / "made")
@@ -96,7 +96,7 @@ def test_a_folder_that_is_a_link_is_refused(
     (prepared / name).symlink_to(elsewhere)
     before = sorted(elsewhere.rglob("*"))
     assert resume(prepared) == 2
-    assert f"{name} is a symbolic link, and a run writes into its own folder only" in capsys.readouterr().err
+    assert f"{name} is a symbolic link, but a run writes only inside" in capsys.readouterr().err
     assert sorted(elsewhere.rglob("*")) == before
 
 
@@ -111,7 +111,7 @@ def test_a_folder_that_is_a_link_is_refused(
         "exports/step-00000004.tmp-save",
     ],
 )
-def test_links_where_checkpoints_and_exports_come(prepared: Path, tmp_path: Path, name: str) -> None:
+def test_links_at_the_names_of_checkpoints_and_exports(prepared: Path, tmp_path: Path, name: str) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "mine").write_text("mine")
@@ -133,7 +133,7 @@ def test_a_pipe_does_not_make_the_trainer_wait(prepared: Path, capsys: pytest.Ca
     assert "evaluations.jsonl is not a regular file" in capsys.readouterr().err
 
 
-def test_a_file_that_is_elsewhere_too_is_copied_before_it_is_cut(tmp_path: Path) -> None:
+def test_a_hard_linked_file_is_copied_before_it_is_truncated(tmp_path: Path) -> None:
     """As in a backup of hard links: what is resumed here leaves the backup alone."""
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write(*({"step": step, "text": "x" * 9000} for step in range(1, 6)))

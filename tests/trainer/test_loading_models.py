@@ -1,4 +1,4 @@
-"""``ib.load_model``: the model of a run, a checkpoint, an export, a published folder, a file of weights."""
+"""``ib.load_model`` of a run, a checkpoint, an export, a published folder, a file of weights."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def assert_holds(model: nn.Module, tensors: dict[str, Tensor]) -> None:
     [("", 4), ("checkpoints/step-00000004", 4), ("checkpoints/step-00000002", 2)],
     ids=["run", "newest", "older"],
 )
-def test_a_run_or_one_of_its_checkpoints(run: Path, place: str, step: int) -> None:
+def test_a_run_or_one_of_its_checkpoints_is_loaded(run: Path, place: str, step: int) -> None:
     model = ib.load_model(run / place)
     assert isinstance(model, ib.ImplicitLM)
     assert not model.training
@@ -50,14 +50,14 @@ def test_a_run_or_one_of_its_checkpoints(run: Path, place: str, step: int) -> No
     assert ib.generate(model, [[0, 3, 2], [5]], max_new_tokens=2).tokens.shape == (2, 2)
 
 
-def test_what_was_loaded_can_be_trained_on(run: Path) -> None:
+def test_a_loaded_model_can_be_trained(run: Path) -> None:
     model = ib.load_model(str(run)).train()
     tokens = torch.randint(6, (2, 8))
     model(tokens, labels=tokens).loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_an_older_checkpoint_where_the_newest_is_damaged(run: Path, tmp_path: Path) -> None:
+def test_an_older_checkpoint_is_loaded_if_the_newest_is_damaged(run: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(run, tmp_path / "run"))
     next((damaged / "checkpoints" / "step-00000004").glob("*.distcp")).unlink()
     with pytest.warns(UserWarning, match=r"__0_0\.distcp is missing; reading step-00000002 instead"):
@@ -65,7 +65,7 @@ def test_an_older_checkpoint_where_the_newest_is_damaged(run: Path, tmp_path: Pa
     assert_holds(model, read_model_tensors(run / "checkpoints" / "step-00000002"))
 
 
-def test_a_file_of_weights_and_a_spec(run: Path, tmp_path: Path) -> None:
+def test_a_file_of_weights_with_a_spec_is_loaded(run: Path, tmp_path: Path) -> None:
     tensors = read_model_tensors(run / "checkpoints" / "step-00000004")
     save_file(tensors, tmp_path / "model.safetensors")
     for spec in (run / "spec.yaml", ib.load_spec(run / "spec.yaml").model):
@@ -78,7 +78,7 @@ def test_a_file_of_weights_and_a_spec(run: Path, tmp_path: Path) -> None:
     assert_holds(ib.load_model(tmp_path / "model.safetensors"), tensors)
 
 
-def test_a_folder_of_transformers(run: Path, tmp_path: Path) -> None:
+def test_a_pretrained_folder_is_loaded(run: Path, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="transformers is not installed")
     from implicit_blocks.hf import from_library
 
@@ -100,7 +100,9 @@ def test_a_folder_of_transformers(run: Path, tmp_path: Path) -> None:
     ],
     ids=["nothing", "an empty folder", "a run without checkpoints", "a spec of something else", "a spec"],
 )
-def test_what_is_no_model_is_refused(make: Callable[[Path], Path], message: str, tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_model_is_refused(
+    make: Callable[[Path], Path], message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ValueError, match=message):
         ib.load_model(make(tmp_path))
 

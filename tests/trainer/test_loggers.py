@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, and traces, as callbacks of a run."""
+"""The callbacks for TensorBoard, Weights & Biases and traces."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.specs.run import RunSpec, TensorBoardSpec
 Small = Callable[..., RunSpec]
 
 
-def test_tensorboard_has_every_step_once_after_a_resume_too(small: Small, tmp_path: Path) -> None:
+def test_tensorboard_has_every_step_once_after_a_resume(small: Small, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="the extra log is not installed")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -38,7 +38,7 @@ def test_tensorboard_has_every_step_once_after_a_resume_too(small: Small, tmp_pa
     assert perplexity.step == 4
 
 
-def test_tensorboard_writes_every_so_many_steps() -> None:
+def test_tensorboard_writes_every_n_steps() -> None:
     pytest.importorskip("tensorboard", reason="the extra log is not installed")
     written: list[int] = []
     callback = TensorBoard(TensorBoardSpec(every=3))
@@ -68,7 +68,7 @@ class FakeWandb:
         self.finished += 1
 
 
-def test_wandb_gets_the_same_and_goes_on_with_its_run(
+def test_wandb_continues_its_run_after_a_resume(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake = FakeWandb()
@@ -87,7 +87,7 @@ def test_wandb_gets_the_same_and_goes_on_with_its_run(
     assert fake.finished == 2
 
 
-def test_what_is_missing_is_said(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     spec = small({"callbacks": [{"kind": "wandb"}]})
     with pytest.raises(ValueError, match=r"callbacks\.0: .*wandb is not installed; pip install wandb"):
@@ -95,7 +95,7 @@ def test_what_is_missing_is_said(small: Small, tmp_path: Path, monkeypatch: pyte
     assert not (tmp_path / "run").exists()
 
 
-def test_a_trace_of_the_steps_asked_for(
+def test_the_requested_steps_are_traced(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = small({"callbacks": [{"kind": "profile", "start": 2, "steps": 2}]})
@@ -108,15 +108,14 @@ def test_a_trace_of_the_steps_asked_for(
 
 
 @pytest.mark.parametrize(("start", "found"), [(4, ["steps-4-4.rank-0"]), (5, []), (100, [])])
-def test_a_run_that_ends_before_its_trace_says_what_was_traced(
+def test_a_run_that_ends_early_logs_which_steps_were_traced(
     start: int, found: list[str], small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = small({"training.max_steps": 4, "callbacks": [{"kind": "profile", "start": start}]})
     build(spec, output=tmp_path / "run", device="cpu").train()
     assert [path.stem for path in (tmp_path / "run").glob("profiles/*.json")] == found
-    expected = (
-        "traced steps 4 to 4" if found else f"no steps were traced: the run ended at 4, before step {start}"
-    )
+    missing = f"no steps were traced: the run ended after step 4, before step {start}"
+    expected = "traced steps 4 to 4" if found else missing
     assert expected in capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ from trainer.reporting.report import RunRecord, _draw_loss, draw, main, read_run
 from trainer.storage.run_folder import differences
 
 
-def test_metrics_have_no_values_that_json_lacks(tmp_path: Path) -> None:
+def test_infinite_metrics_are_null(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     file.write({"step": 1, "loss": 1 / 3, "residual": math.inf, "rows": [math.nan, 2]})
     file.close()
@@ -38,7 +38,7 @@ def test_truncation_leaves_each_step_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("end", ["", '{"step": 9, "los', "\n", '{"step": 9}', "nonsense\n"])
-def test_the_end_is_found_without_reading_all_of_it(
+def test_the_last_row_is_found_without_reading_the_whole_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
@@ -63,7 +63,7 @@ def test_the_end_is_found_without_reading_all_of_it(
     assert file.last_row() is None
 
 
-def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(ValueError, match=r"metrics.jsonl, line 2: not JSON"):
@@ -77,7 +77,7 @@ def test_differences_name_paths_and_both_values() -> None:
     assert differences(old, old) == []
 
 
-def test_numbers_are_shown_for_people() -> None:
+def test_numbers_are_formatted_for_reading() -> None:
     assert [duration(s) for s in (5, 65, 7265)] == ["5s", "1m05s", "2h01m"]
     assert [counted(n, "shard") for n in (0, 1, 2000)] == ["0 shards", "1 shard", "2,000 shards"]
     assert [magnitude(n) for n in (950, 12_345, 4.5e6, 2.07e11)] == ["950", "12.3k", "4.5M", "207.0B"]
@@ -93,31 +93,31 @@ def step_row(step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_plain_lines_come_every_so_many_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_are_printed_every_n_steps(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainDisplay(log_every=10, accuracy=True)
     display.start(step=0, total=25)
     for step in range(1, 26):
         display.step(step_row(step))
     lines = capsys.readouterr().out.splitlines()
     assert [line.split("/")[0].strip() for line in lines] == ["1", "10", "20", "25"]
-    assert lines[1].endswith("left 30s")
-    assert "iter 3.0/4  res non-finite  open 25%  diverged 50%" in lines[1]
+    assert lines[1].endswith("ETA 30s")
+    assert "iter 3.0/4  res non-finite  unconverged 25%  diverged 50%" in lines[1]
 
 
-def test_what_diverged_is_shown_where_something_did(capsys: pytest.CaptureFixture[str]) -> None:
+def test_divergence_is_shown_only_if_there_is_any(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainDisplay(log_every=1, accuracy=True)
     display.start(step=0, total=2)
     for step, diverged, open_ in ((1, 0.0, 0.25), (2, 0.5, 0.0)):
         display.step({**step_row(step), "diverged": diverged, "non_converged": open_})
     first, second = capsys.readouterr().out.splitlines()
-    assert "open 25%" in first
+    assert "unconverged 25%" in first
     assert "diverged" not in first
     assert "open" not in second
     assert "diverged 50%" in second
 
 
 @pytest.mark.parametrize(("last", "scale"), [(1.9, "linear"), (0.1, "log")])
-def test_losses_that_fall_far_are_drawn_by_their_logarithm(last: float, scale: str) -> None:
+def test_losses_over_several_decades_have_a_logarithmic_axis(last: float, scale: str) -> None:
     from matplotlib.figure import Figure
 
     losses = [(1, 4.0), (2, 2.0), (3, last)]
@@ -127,7 +127,7 @@ def test_losses_that_fall_far_are_drawn_by_their_logarithm(last: float, scale: s
     assert axes.get_yscale() == scale
 
 
-def test_the_live_display_shows_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_live_display_shows_the_metrics(capsys: pytest.CaptureFixture[str]) -> None:
     display = RichDisplay(accuracy=True)
     display.start(step=0, total=4)
     display.log("a message [with] brackets")
@@ -209,7 +209,7 @@ def test_a_run_given_twice_and_a_label_given_twice_are_refused(
     assert "two runs have the same --label" in capsys.readouterr().err
 
 
-def test_every_run_has_a_color_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_has_its_own_color(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Any] = []
     monkeypatch.setattr("trainer.reporting.report.write_picture", lambda figure, path: figures.append(figure))
     runs = [fake_run(tmp_path / f"{n}", name="text", implicit=True, task="tokens") for n in range(8)]
@@ -239,28 +239,28 @@ def test_each_line_of_perplexities_is_of_one_kind_of_set(
     assert legends(monkeypatch, [str(tmp_path / "run")])[0] == ["run"]
 
 
-def test_a_training_length_that_was_not_measured_is_no_mark(tmp_path: Path) -> None:
+def test_an_unevaluated_training_length_has_no_mark(tmp_path: Path) -> None:
     record = read_run(fake_run(tmp_path / "run", name="run", implicit=True))
     longest = [row for row in record.summary["evaluation"] if row["length"] == 64]
     record.summary.update(training_length=8, evaluation=longest)
     draw([record], tmp_path / "report.png")  # matplotlib warned: no room was left for the panels
 
 
-def test_digits_that_are_kept_are_significant_ones() -> None:
+def test_rounding_keeps_significant_digits() -> None:
     """Residuals of 1e-9 and learning rates of 1e-6 are not 0."""
     assert rounded(1.23456789e-9) == 1.23457e-9
     assert rounded(123456789.0) == 123457000.0
     assert rounded(-0.00012345, 2) == -0.00012
 
 
-def test_a_run_that_did_not_finish_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_run_is_not_plotted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "summary.json is missing" in capsys.readouterr().err
     assert main([str(tmp_path / "none")]) == 2
     assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
 
 
-def test_what_keeps_a_picture_from_being_drawn_is_said(
+def test_a_report_that_cannot_be_written_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = str(fake_run(tmp_path / "run", name="run", implicit=True))
@@ -273,7 +273,7 @@ def test_what_keeps_a_picture_from_being_drawn_is_said(
     assert install_extra("train") in capsys.readouterr().err
 
 
-def test_the_time_left_follows_the_pace_of_the_latest_steps() -> None:
+def test_the_eta_follows_the_pace_of_the_latest_steps() -> None:
     """A slow first step is forgotten, and so is an earlier phase of another pace."""
     from trainer.reporting.display import _Pace
 

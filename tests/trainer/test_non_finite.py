@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not a number: the run ends, or goes on without that batch."""
+"""A NaN or Inf loss or gradient ends the run, or its batch is skipped."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return list(read_metrics(folder / "metrics.jsonl"))
 
 
-def test_it_ends_the_run_and_says_which_samples(
+def test_a_non_finite_loss_ends_the_run_and_names_the_samples(
     small: Small, tmp_path: Path, infinite_at: Callable[..., None]
 ) -> None:
     infinite_at(3)
@@ -55,7 +55,7 @@ def test_it_ends_the_run_and_says_which_samples(
     assert [row["step"] for row in rows(tmp_path / "run")] == [1, 2]
 
 
-def test_a_skipped_batch_changes_nothing_and_is_counted(
+def test_a_skipped_batch_makes_no_update_and_is_counted(
     small: Small, tmp_path: Path, infinite_at: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     skipping = {"training.non_finite": "skip", "training.max_steps": 6}
@@ -85,7 +85,7 @@ def test_a_skipped_batch_changes_nothing_and_is_counted(
     assert "samples 8 to 15); the update was not made; the batch is skipped (1 so far)" in shown
 
 
-def test_too_many_in_a_row_end_the_run(
+def test_too_many_consecutive_skips_end_the_run(
     small: Small, tmp_path: Path, infinite_at: Callable[..., None]
 ) -> None:
     infinite_at(*range(2, 10))
@@ -95,7 +95,7 @@ def test_too_many_in_a_row_end_the_run(
         run.train()
 
 
-def test_skips_that_are_not_in_a_row_do_not_add_up(
+def test_only_consecutive_skips_are_limited(
     small: Small, tmp_path: Path, infinite_at: Callable[..., None]
 ) -> None:
     infinite_at(2, 4, 6)

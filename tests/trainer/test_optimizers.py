@@ -1,4 +1,4 @@
-"""Optimizers as their specs say."""
+"""Optimizers built from specs, and their state."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from torch import nn
 
 import implicit_blocks as ib
 from implicit_blocks import registry
-from trainer.optim.optimizers import build_adamw, load_optimizer_state, optimizer_state, set_learning_rate
+from trainer.optim.optimizers import build_adamw, load_optimizer_state, optimizer_state
+from trainer.run.step import set_learning_rate
 from trainer.specs.run import AdamWSpec
 
 
@@ -17,7 +18,7 @@ from trainer.specs.run import AdamWSpec
     [{"kind": "mamba2", "d_state": 8, "head_dim": 8}, {"kind": "attention", "n_heads": 2}],
     ids=["mamba2", "attention"],
 )
-def test_weight_decay_is_of_matrices_alone(mixer: dict[str, object]) -> None:
+def test_weight_decay_applies_to_matrices_only(mixer: dict[str, object]) -> None:
     model = ib.build(
         ib.ImplicitLMSpec.model_validate({"vocab_size": 16, "d_model": 16, "n_layers": 1, "mixer": mixer})
     )
@@ -34,7 +35,7 @@ def test_weight_decay_is_of_matrices_alone(mixer: dict[str, object]) -> None:
     assert isinstance(optimizer, torch.optim.AdamW)
 
 
-def test_adamw_is_as_its_spec_says() -> None:
+def test_adamw_has_the_settings_of_its_spec() -> None:
     class Model(nn.Linear):
         def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
             return [self.weight], [self.bias]
@@ -46,7 +47,7 @@ def test_adamw_is_as_its_spec_says() -> None:
         assert kept == (0.5, (0.8, 0.7), 1e-3, decay)
 
 
-def test_a_state_is_put_back_whole_and_nothing_beside_it() -> None:
+def test_the_optimizer_state_is_restored_exactly() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.state[model.weight] = {"momentum_buffer": torch.ones(2, 2), "count": 3}
@@ -60,7 +61,7 @@ def test_a_state_is_put_back_whole_and_nothing_beside_it() -> None:
     assert torch.equal(optimizer.state[model.weight]["momentum_buffer"], torch.ones(2, 2))
 
 
-def test_the_learning_rate_is_that_of_every_group() -> None:
+def test_the_learning_rate_is_set_in_every_group() -> None:
     model = nn.Linear(2, 2)
     groups = [{"params": [model.weight], "lr": 1.0}, {"params": [model.bias], "lr": torch.tensor(1.0)}]
     optimizer = torch.optim.SGD(groups)

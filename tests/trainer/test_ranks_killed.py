@@ -1,4 +1,4 @@
-"""Runs of several processes: killed, told to stop, and resumed on another number of them."""
+"""Runs of several processes that are killed, stopped, and resumed on another number of processes."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def kill_and_compare(tmp_path: Path, forks: Any, *options: str, kills: int, step
     assert rows(folder) == rows(whole)
 
 
-def test_one_of_two_ranks_killed_it_goes_on_to_the_last_bit(tmp_path: Path, forks: Any) -> None:
+def test_a_run_resumed_after_the_kill_of_one_rank_equals_the_whole(tmp_path: Path, forks: Any) -> None:
     kill_and_compare(tmp_path, forks, kills=5, steps=24)
 
 
-def test_a_rank_that_dies_in_a_save_is_what_the_others_say(tmp_path: Path, forks: Any) -> None:
+def test_the_death_of_a_rank_during_a_save_is_reported_by_the_others(tmp_path: Path, forks: Any) -> None:
     folder, log = tmp_path / "run", tmp_path / "log"
     # Four events are its two steps, the next ones tensors that it writes.
     codes = forks.run_ranks(
@@ -66,9 +66,9 @@ def test_a_rank_that_dies_in_a_save_is_what_the_others_say(tmp_path: Path, forks
     )
     assert codes == [1, -signal.SIGKILL]
     message = log.read_text()
-    assert "error: another process of the run was gone while the checkpoint of step 2 was saved" in message
+    assert "error: another process of the run ended while the checkpoint of step 2 was saved" in message
     assert "there is no checkpoint" in message
-    assert "make room" not in message
+    assert "free disk space" not in message
     assert "Traceback" not in message
 
 
@@ -78,7 +78,7 @@ def test_twenty_kills_of_one_of_two_ranks(tmp_path: Path, forks: Any, layout: st
     kill_and_compare(tmp_path, forks, f"training.distributed.kind={layout}", kills=20, steps=96)
 
 
-def test_ranks_that_are_to_stop_at_different_steps_are_refused(tmp_path: Path, forks: Any) -> None:
+def test_ranks_with_different_stop_at_are_refused(tmp_path: Path, forks: Any) -> None:
     """The one that goes on would wait for the other without end."""
     folder, log = tmp_path / "run", tmp_path / "log"
     stops = {0: ["--stop-at=1"], 1: ["--stop-at=2"]}
@@ -126,7 +126,7 @@ def test_from_one_rank_to_two_to_four_each_sample_is_seen_once(tmp_path: Path, f
         assert (tensor - ends[1][name]).abs().max() < 1e-4, name
 
 
-def test_on_another_number_of_ranks_a_growing_batch_goes_on_at_the_same_sample(
+def test_a_growing_batch_continues_at_the_same_sample_on_another_number_of_ranks(
     tmp_path: Path, forks: Any
 ) -> None:
     growing = [

@@ -1,4 +1,4 @@
-"""Reading a run that is training, and runs that begin together, each under a name of its own."""
+"""Reading a run while it trains, and runs that start at the same time."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_run_that_keeps_one_checkpoint_can_be_read_at_any_moment(run: Path) ->
 
 
 @pytest.mark.parametrize("moment", ["listed", "checked", "half removed"])
-def test_a_checkpoint_that_goes_while_it_is_read(run: Path, moment: str) -> None:
+def test_a_checkpoint_that_is_removed_while_it_is_read(run: Path, moment: str) -> None:
     """At each moment: the next checkpoint comes, and the one that is being read is removed."""
     folder = run / "checkpoints"
     first, second = folder / step_name(1), folder / step_name(2)
@@ -100,7 +100,7 @@ def test_a_checkpoint_that_goes_while_it_is_read(run: Path, moment: str) -> None
     assert seen == [second.name]
 
 
-def test_what_is_damaged_for_good_is_not_tried_again(run: Path) -> None:
+def test_a_permanently_damaged_checkpoint_is_not_read_again(run: Path) -> None:
     folder, calls = run / "checkpoints", list[Path]()
 
     def read(path: Path) -> Any:
@@ -117,7 +117,7 @@ def test_what_is_damaged_for_good_is_not_tried_again(run: Path) -> None:
     assert len(calls) == 1
 
 
-def test_a_run_that_saves_without_end_is_given_up(run: Path) -> None:
+def test_reading_ends_if_the_run_keeps_removing_checkpoints(run: Path) -> None:
     folder, step = run / "checkpoints", 1
 
     def require(path: Path) -> None:
@@ -129,7 +129,9 @@ def test_a_run_that_saves_without_end_is_given_up(run: Path) -> None:
     assert read_newest(folder, require, require, seconds=0.2) == (None, None, ["it was renamed"])
 
 
-def test_a_removed_checkpoint_is_never_seen_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_never_finds_part_of_a_removed_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from trainer.checkpoint import folder as checkpoint_folder
 
     removed: list[str] = []
@@ -141,7 +143,7 @@ def test_a_removed_checkpoint_is_never_seen_half(tmp_path: Path, monkeypatch: py
     assert checkpoint_folder.list_checkpoints(tmp_path) == [tmp_path / step_name(2)]
 
 
-def test_runs_that_begin_in_one_second_get_names_of_their_own(
+def test_runs_started_in_one_second_get_different_names(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Whole runs of a tiny model: what they leave behind, exact resume, phases, and stops."""
+"""Whole runs of a tiny model: files, exact resume, phases, stops."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def whole(small: Small, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_leaves_everything_behind(whole: Path, small: Small) -> None:
+def test_a_run_writes_all_its_files(whole: Path, small: Small) -> None:
     names = {path.name for path in whole.iterdir()}
     assert names == {
         "spec.yaml", "manifest.json", "metrics.jsonl", "evaluations.jsonl", "checkpoints", "summary.json",
@@ -100,7 +100,7 @@ def test_a_run_leaves_everything_behind(whole: Path, small: Small) -> None:
 
 
 @pytest.mark.parametrize("stop_at", [3, 5, 7])
-def test_a_run_in_two_parts_equals_the_whole_to_the_last_bit(
+def test_a_resumed_run_equals_the_whole_bit_by_bit(
     whole: Path, small: Small, tmp_path: Path, stop_at: int
 ) -> None:
     folder = tmp_path / "run"
@@ -118,7 +118,7 @@ def test_a_run_in_two_parts_equals_the_whole_to_the_last_bit(
     assert seconds == sorted(seconds)  # earlier starts count
 
 
-def test_a_killed_run_goes_on_from_its_last_checkpoint(
+def test_a_killed_run_resumes_from_its_last_checkpoint(
     whole: Path, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -144,7 +144,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(
     assert losses(folder) == losses(whole)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_loaded(
     whole: Path, small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -159,16 +159,16 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(
     shown = capsys.readouterr().out
     assert "WARNING: checkpoint" in shown
     assert "__0_0.distcp is cut short" in shown
-    assert "going back to step-00000006" in shown
+    assert "resuming from step-00000006" in shown
     assert losses(folder) == losses(whole)
     assert (folder / "checkpoints" / "left-step-00000007").is_dir()
 
 
-def test_an_earlier_checkpoint_can_be_asked_for_by_name(whole: Path, small: Small, tmp_path: Path) -> None:
+def test_an_earlier_checkpoint_can_be_chosen_by_name(whole: Path, small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     build(small(CURRICULUM), output=folder, device="cpu").train(stop_at=7)
     with pytest.raises(
-        CheckpointError, match="no checkpoint 'step-00000002'; there are: step-00000006, step-00000007"
+        CheckpointError, match="no checkpoint 'step-00000002'; available: step-00000006, step-00000007"
     ):
         build(small(CURRICULUM), output=folder, device="cpu", checkpoint="step-00000002")
     build(small(CURRICULUM), output=folder, device="cpu", resume=True).train(stop_at=8)
@@ -195,7 +195,7 @@ def test_bfloat16_trains(small: Small, tmp_path: Path) -> None:
     assert summary["final"]["loss"] < 3
 
 
-def test_the_seed_gives_weights_and_data(small: Small, tmp_path: Path) -> None:
+def test_the_seed_determines_weights_and_data(small: Small, tmp_path: Path) -> None:
     found = {}
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         spec = small({"training.seed": seed, "training.max_steps": 1})
@@ -204,7 +204,7 @@ def test_the_seed_gives_weights_and_data(small: Small, tmp_path: Path) -> None:
     assert found["a"] == found["b"] != found["c"]
 
 
-def test_a_loss_that_is_no_number_stops_the_run_before_the_update(
+def test_a_nan_loss_stops_the_run_before_the_update(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -237,7 +237,7 @@ def test_a_loss_that_is_no_number_stops_the_run_before_the_update(
     assert build(small(CURRICULUM), output=folder, device="cpu", resume=True).train() is not None
 
 
-def test_an_infinite_gradient_stops_the_run_too(
+def test_an_infinite_gradient_stops_the_run(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = build(small(), output=tmp_path / "run", device="cpu")
@@ -249,9 +249,9 @@ def test_an_infinite_gradient_stops_the_run_too(
     assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
 
 
-def test_a_folder_with_a_run_is_not_written_into(whole: Path, small: Small) -> None:
+def test_a_folder_with_a_run_is_refused(whole: Path, small: Small) -> None:
     before = (whole / "metrics.jsonl").read_bytes()
-    with pytest.raises(RunFolderError, match="already holds a run; go on with it by --resume"):
+    with pytest.raises(RunFolderError, match="already holds a run; continue it by --resume"):
         build(small(CURRICULUM), output=whole, device="cpu")
     assert (whole / "metrics.jsonl").read_bytes() == before
 
@@ -260,7 +260,7 @@ def test_a_run_of_another_model_is_not_resumed(whole: Path, small: Small) -> Non
     spec = small({**CURRICULUM, "model.d_model": 32, "model.stopping.tolerance": 0.1})
     with pytest.raises(RunFolderError, match=r"d_model: 16 → 32\)") as refusal:
         build(spec, output=whole, device="cpu", resume=True)
-    assert "start anew in another folder" in str(refusal.value)
+    assert "start a new run in another folder" in str(refusal.value)
     assert "tolerance" not in str(refusal.value), "that much could change"
 
 
@@ -281,7 +281,7 @@ def test_a_backend_that_is_missing_is_refused_before_the_folder_is_made(small: S
     assert not (tmp_path / "run").exists()
 
 
-def test_the_search_may_change_on_resume_and_it_is_told(
+def test_the_search_may_change_on_resume_and_is_logged(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -302,30 +302,30 @@ def test_the_search_may_change_on_resume_and_it_is_told(
         "model.stopping.max_iterations: 4 → 6",
         "model.at_evaluation.stopping.tolerance: None → 0.01",
     ):
-        assert f"changed since it was started: {change}" in message
+        assert f"changed since the start: {change}" in message
     assert run.train() is not None
     iterations = [row["iterations_max"] for row in read_metrics(folder / "metrics.jsonl")]
     assert len(iterations) == 4
     assert max(iterations[2:]) > 4
 
 
-def test_other_settings_may_change_on_resume_and_are_told(
+def test_other_settings_may_change_on_resume_and_are_logged(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
     build(small(), output=folder, device="cpu").train()
     longer = small({"training.max_steps": 6})
     run = build(longer, output=folder, device="cpu", resume=True)
-    assert "changed since it was started: training.max_steps: 4 → 6" in capsys.readouterr().out
+    assert "changed since the start: training.max_steps: 4 → 6" in capsys.readouterr().out
     run.train()
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert (folder / "spec.until-step-00000004.yaml").is_file()
     assert json.loads((folder / "manifest.json").read_text())["resumed"][0]["step"] == 4
-    with pytest.raises(RunFolderError, match=r"6 steps into the run, but the spec ends at 4; .*--checkpoint"):
+    with pytest.raises(RunFolderError, match=r"at step 6, but the spec ends the run at step 4; .*"):
         build(small(), output=folder, device="cpu", resume=True)
 
 
-def test_another_batch_on_resume_moves_the_end_and_that_is_said(
+def test_another_batch_size_on_resume_warns_of_the_new_token_budget(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -335,8 +335,8 @@ def test_another_batch_on_resume_moves_the_end_and_that_is_said(
     assert "WARNING" not in capsys.readouterr().out
     run = build(small({**tokens, "training.batch_size": 12}), output=folder, device="cpu", resume=True)
     message = capsys.readouterr().out
-    assert "WARNING: 3 steps of this spec are 432 tokens, but the run has seen 288; its end" in message
-    assert "so it ends after 432 tokens of 576; for another batch from here on give back" in message
+    assert "the run has seen 288 tokens instead of 432" in message
+    assert "now ends after 432 tokens instead of 576" in message
     run.folder.release()
     phases = [{"name": "first", "until": 3}, {"name": "rest", "training": {"batch_size": 12}}]
     run = build(small({**tokens, "phases": phases}), output=folder, device="cpu", resume=True)
@@ -361,7 +361,7 @@ def test_a_finished_run_is_only_evaluated_again(small: Small, tmp_path: Path) ->
         assert {**row, "seconds": 0} == {**other, "seconds": 0}
 
 
-def test_a_change_that_trains_nothing_is_refused_or_leaves_the_spec_as_it_was(
+def test_a_change_of_a_finished_run_is_refused_or_does_not_change_its_spec(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -382,7 +382,7 @@ def test_a_change_that_trains_nothing_is_refused_or_leaves_the_spec_as_it_was(
     assert resumed["changes"] == ["evaluation.lengths: [12, 16] → [20]"]
 
 
-def test_a_run_may_be_ended_where_it_stopped(small: Small, tmp_path: Path) -> None:
+def test_a_resumed_run_may_end_at_its_checkpoint(small: Small, tmp_path: Path) -> None:
     """Its end is changed, so its spec is, though nothing is left to train."""
     folder = tmp_path / "run"
     assert build(small({"training.max_steps": 9}), output=folder, device="cpu").train(stop_at=4) is None
@@ -391,7 +391,7 @@ def test_a_run_may_be_ended_where_it_stopped(small: Small, tmp_path: Path) -> No
     assert (folder / "spec.until-step-00000004.yaml").is_file()
 
 
-def test_a_run_that_continues_after_its_end_is_not_finished_meanwhile(small: Small, tmp_path: Path) -> None:
+def test_the_summary_of_a_continued_run_is_renamed(small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     build(small(), output=folder, device="cpu").train()
     longer = small({"training.max_steps": 6})
@@ -403,7 +403,7 @@ def test_a_run_that_continues_after_its_end_is_not_finished_meanwhile(small: Sma
     assert read_run(folder).summary["steps"] == 6
 
 
-def test_an_evaluation_that_is_owed_is_of_the_phase_that_ended(small: Small, tmp_path: Path) -> None:
+def test_a_missing_evaluation_uses_the_phase_that_ended(small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     last = {"name": "last", "model": {"at_evaluation": {"stopping": {"max_iterations": 9}}}}
     spec = small({"training.evaluate_every": 2, "phases": [{"name": "first", "until": 2}, last]})
@@ -416,7 +416,7 @@ def test_an_evaluation_that_is_owed_is_of_the_phase_that_ended(small: Small, tmp
     assert [{**row, "seconds": 0} for row in again] == [{**row, "seconds": 0} for row in before]
 
 
-def test_activations_are_made_again_as_each_phase_says(
+def test_each_phase_sets_activation_checkpointing(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = {"name": "first", "until": 1, "training": {"checkpoint_activations": "layers"}}
@@ -427,7 +427,7 @@ def test_activations_are_made_again_as_each_phase_says(
     assert asked == ["layers", "none"]
 
 
-def test_so_many_checkpoints_stay_as_the_spec_says(small: Small, tmp_path: Path) -> None:
+def test_the_spec_sets_how_many_checkpoints_are_kept(small: Small, tmp_path: Path) -> None:
     keeping = {"training.keep_checkpoints": 1, "training.keep_every": 3, "training.checkpoint_every": 1}
     keeping["training.max_steps"] = 5
     build(small(keeping), output=tmp_path / "run", device="cpu").train()
@@ -455,7 +455,7 @@ def test_an_explicit_model_trains_without_a_search(small: Small, tmp_path: Path)
     assert summary["evaluation"][0]["iterations_by_position"] is None
 
 
-def test_a_manifest_cut_short_is_named(whole: Path, small: Small, tmp_path: Path) -> None:
+def test_a_truncated_manifest_is_named(whole: Path, small: Small, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)
     metrics = (folder / "metrics.jsonl").read_text()
@@ -465,7 +465,7 @@ def test_a_manifest_cut_short_is_named(whole: Path, small: Small, tmp_path: Path
     assert (folder / "metrics.jsonl").read_text() == metrics
 
 
-def test_backward_solves_are_reported(small: Small, tmp_path: Path) -> None:
+def test_adjoint_solves_are_reported(small: Small, tmp_path: Path) -> None:
     exact = {"model.gradient": {"kind": "implicit_function", "stopping": {"tolerance": 1e-3}}}
     build(small({**exact, "training.max_steps": 2}), output=tmp_path / "run", device="cpu").train()
     for row in read_metrics(tmp_path / "run" / "metrics.jsonl"):
@@ -474,7 +474,7 @@ def test_backward_solves_are_reported(small: Small, tmp_path: Path) -> None:
         assert row["adjoint_non_converged"] == 0 or row["adjoint_residual_max"] > 1e-3
 
 
-def test_a_kill_while_a_changed_spec_is_noted_leaves_one_spec_or_the_other(
+def test_a_kill_while_a_changed_spec_is_written_leaves_a_valid_spec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path / "run")

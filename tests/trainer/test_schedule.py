@@ -32,7 +32,7 @@ def test_warm_up_constant_sqrt_has_its_three_parts() -> None:
     assert all(later <= earlier for earlier, later in pairwise(rates[80:]))
 
 
-def test_warm_up_linear_falls_in_a_straight_line() -> None:
+def test_warm_up_linear_decays_linearly() -> None:
     schedule = WarmupLinear(WarmupLinearSpec(warmup=10), total_steps=100)
     rates = [schedule.rate(step, peak=1.0) for step in range(100)]
     assert rates[9] == 1.0
@@ -47,7 +47,7 @@ def test_a_phase_may_change_the_peak_without_moving_the_decay() -> None:
     assert schedule.rate(9, peak=2.0) == schedule.rate(9, peak=1.0) == 0.0
 
 
-def test_parts_that_just_fit_leave_no_constant_rate() -> None:
+def test_warm_up_and_decay_may_fill_the_run() -> None:
     schedule = constant_sqrt(warmup=8, decay=2, final=0.0, total_steps=10)
     rates = [schedule.rate(step, peak=1.0) for step in range(10)]
     assert rates == [pytest.approx((step + 1) / 8) for step in range(8)] + [pytest.approx(1 - 0.5**0.5), 0.0]

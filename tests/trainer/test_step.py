@@ -1,4 +1,4 @@
-"""One update: what is averaged over what, and what is clipped."""
+"""One training step: averages, clipping, statistics."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def step(**changes: Any) -> tuple[StepResult, torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_loss_is_the_mean_over_scored_tokens_however_the_batch_is_cut(size: int) -> None:
+def test_the_loss_does_not_depend_on_micro_batches(size: int) -> None:
     whole, _, expected = step()
     cut, _, found = step(micro_batch_size=size)
     assert cut.loss == pytest.approx(whole.loss, rel=1e-6)
@@ -58,7 +58,7 @@ def test_the_loss_is_the_mean_over_scored_tokens_however_the_batch_is_cut(size: 
     torch.testing.assert_close(found, expected)
 
 
-def test_the_norm_is_clipped_where_that_is_asked_for() -> None:
+def test_the_gradient_norm_is_clipped_to_its_limit() -> None:
     free, before, after = step()
     length = float((after - before).norm())
     assert length == pytest.approx(free.gradient_norm, rel=1e-5)
@@ -69,7 +69,7 @@ def test_the_norm_is_clipped_where_that_is_asked_for() -> None:
         assert float((after - before).norm()) == pytest.approx(min(limit, length), rel=1e-3)
 
 
-def test_the_last_tokens_are_so_many() -> None:
+def test_accuracy_last_covers_the_last_tokens() -> None:
     model = Table()
     labels = (model.logits(INPUTS).argmax(-1) + 1) % 5  # all wrong but the last ones
     labels[:, -1] = (labels[:, -1] - 1) % 5
@@ -83,7 +83,7 @@ def test_the_last_tokens_are_so_many() -> None:
         assert (result.accuracy_last, result.accuracy) == pytest.approx((accuracy, 1 / 3))
 
 
-def test_backward_solves_of_all_micro_batches_count() -> None:
+def test_adjoint_solves_of_all_micro_batches_are_counted() -> None:
     def solved(*iterations: int) -> Any:
         count = torch.tensor(iterations)
         yes = torch.ones(len(iterations), dtype=torch.bool)
@@ -101,8 +101,10 @@ def test_backward_solves_of_all_micro_batches_count() -> None:
     assert result.adjoint.residual_percentiles != result.adjoint.iterations_percentiles
 
 
-def test_a_penalty_counts_by_its_mean_over_the_sequences() -> None:
+def test_the_mean_penalty_is_added_to_the_loss() -> None:
     loss, penalty = torch.tensor(2.0), torch.tensor([1.0, 2.0, 6.0])
-    assert _objective(SimpleNamespace(loss=loss, solution=SimpleNamespace(penalty=penalty))) == 5.0
-    for solution in (None, SimpleNamespace(penalty=None)):
-        assert _objective(SimpleNamespace(loss=loss, solution=solution)) is loss
+    searched: Any = SimpleNamespace(penalty=penalty)
+    assert _objective(loss, searched) == 5.0
+    without: Any = SimpleNamespace(penalty=None)
+    for solution in (None, without):
+        assert _objective(loss, solution) is loss

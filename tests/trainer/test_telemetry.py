@@ -1,17 +1,20 @@
-"""What a run says of its own speed: operations, utilization, percentiles, phases."""
+"""The metrics of a run contain FLOP/s, utilization and percentiles, and the summary has them by phase."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from trainer.estimate.flops import training_flops
 from trainer.estimate.peak_flops import peak_flops
 from trainer.reporting.metrics import read_metrics
-from trainer.reporting.throughput import ThroughputMeter, by_phase
+from trainer.reporting.recorder import ThroughputMeter
+from trainer.reporting.summary import by_phase
 from trainer.run.build import build
 from trainer.run.step import StepResult, _executed, search_statistics
 from trainer.specs.run import RunSpec
@@ -19,7 +22,7 @@ from trainer.specs.run import RunSpec
 Small = Callable[..., RunSpec]
 
 
-def test_known_devices_and_others() -> None:
+def test_peak_flops_of_known_and_unknown_devices() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", "bfloat16") == 989e12
     assert peak_flops("NVIDIA H100 PCIe", "bfloat16") == 756e12
     assert peak_flops("NVIDIA H200", "float32") == 67e12
@@ -47,11 +50,11 @@ def test_percentiles_are_values_of_sequences_and_survive_divergence() -> None:
         ([[1.0, 2.0, 4.0, 8.0]], (4 * 2 + 2 * 2 + 1 * 4) / 4),
     ],
 )
-def test_what_waits_in_the_batch_counts_as_executed(iterations: list[list[float]], calls: float) -> None:
+def test_converged_rows_in_the_batch_count_as_executed(iterations: list[list[float]], calls: float) -> None:
     assert _executed(torch.tensor(iterations), len(iterations[0])) == calls
 
 
-def test_executed_calls_are_those_the_map_gets(small: Small, tmp_path: Path) -> None:
+def test_executed_iterations_equal_the_calls_of_the_map(small: Small, tmp_path: Path) -> None:
     """Counted in the model itself, sequence by sequence."""
     run = build(small({"model.stopping.max_iterations": 16}), output=tmp_path / "run", device="cpu")
     rows = 0
@@ -75,7 +78,7 @@ def test_executed_calls_are_those_the_map_gets(small: Small, tmp_path: Path) -> 
     assert result.iterations_executed == pytest.approx(rows / 8 - 1)  # one phantom step comes on top
 
 
-def test_rows_and_summary_tell_utilization_by_phase(
+def test_rows_and_summary_have_utilization_by_phase(
     small: Small, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     spec = small(
@@ -98,7 +101,7 @@ def test_rows_and_summary_tell_utilization_by_phase(
     assert first["tokens"] == pytest.approx(2 * 8 * 12, rel=0.01)
     assert second["mfu"] > 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("phase second: 2 ")]
-    assert all(part in line for part in ("tok/s", "mfu", "GB", "iter", "res p50/90/99", "open", "|g|"))
+    assert all(part in line for part in ("tok/s", "mfu", "GB", "iter", "res p50/90/99", "unconverged", "|g|"))
     json.dumps(summary, allow_nan=False)
 
 
@@ -120,18 +123,18 @@ def test_an_explicit_model_has_no_search_but_a_utilization(small: Small, tmp_pat
 def test_utilization_is_that_of_all_devices_together(small: Small) -> None:
     result = StepResult(loss=1.0, accuracy=0.0, accuracy_last=0.0, gradient_norm=1.0, search=None)
     phase = small().phase_specs()[0]
-    one, four = (
-        ThroughputMeter(devices=devices, device=torch.device("cpu"), peak=1e9).row(
-            result, phase=phase, tokens=96, seconds=0.5
-        )
-        for devices in (1, 4)
-    )
+    rows = []
+    for devices in (1, 4):
+        meter = ThroughputMeter(devices=devices, device=torch.device("cpu"), peak=1e9)
+        meter.enter_phase(phase)
+        rows.append(meter.row(result, tokens=96, seconds=0.5))
+    one, four = rows
     for name in ("tflops", "tflops_executed", "mfu", "hfu"):
         assert four[name] == pytest.approx(one[name] / 4, rel=1e-3)
         assert four[name] > 0
 
 
-def test_nothing_measured_is_none() -> None:
+def test_unmeasured_quantities_are_none() -> None:
     (phase,) = by_phase(
         [{"phase": "p", "step_seconds": 0.5, "tokens_per_second": 10.0, "loss": 1.0, "mfu": None}]
     ).values()
@@ -151,3 +154,34 @@ def test_a_phase_is_averaged_over_steps_and_its_rate_over_time() -> None:
     assert (phase["tokens"], phase["seconds"], phase["tokens_per_second"]) == (80, 4.0, 20.0)
     assert (phase["mfu"], phase["iterations_max"], phase["skipped"]) == (0.2, 9, 1)
     assert (phase["loss_first"], phase["loss_last"], phase["save_stall_seconds"]) == (4.0, None, 0.5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"model.gradient": {"kind": "unrolled", "steps": 3, "checkpointing": True}},
+        {"model.gradient": {"kind": "implicit_function"}},
+        {"training.checkpoint_activations": "layers"},
+    ],
+    ids=["phantom", "unrolled", "implicit_function", "checkpointed"],
+)
+def test_the_meter_counts_the_flops_of_the_spec(small: Small, changes: dict[str, Any]) -> None:
+    phase = small(changes).phase_specs()[0]
+    meter = ThroughputMeter(devices=1, device=torch.device("cpu"), peak=1e9)
+    meter.enter_phase(phase)
+    search = search_statistics(torch.tensor([3, 6]), torch.ones(2), torch.ones(2), torch.zeros(2))
+    result = StepResult(
+        loss=1.0, accuracy=0.0, accuracy_last=0.0, gradient_norm=1.0, search=search, iterations_executed=5.5
+    )
+    expected = training_flops(
+        phase.model,
+        length=phase.data.seq_len,
+        iterations=4.5,
+        iterations_executed=5.5,
+        checkpoint_activations=phase.training.checkpoint_activations,
+    )
+    assert expected is not None
+    row = meter.row(result, tokens=100, seconds=0.5)
+    assert row["mfu"] == pytest.approx(expected.useful * 200 / 1e9, rel=1e-3)
+    assert row["hfu"] == pytest.approx(expected.executed * 200 / 1e9, rel=1e-3)

@@ -1,4 +1,4 @@
-"""The command line: what it accepts, and how it refuses: one message, no traceback, nothing written."""
+"""The command line: accepted arguments, and refusals without a traceback before anything is written."""
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ def test_trains_with_changes_from_the_command_line(
     assert summary["chance"] == pytest.approx(1 / 12)
 
 
-def test_stops_and_goes_on_from_the_folder_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stopped_run_is_resumed_from_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     start = ["--spec", S3, "training.max_steps=4", "--output", str(folder), *TINY]
     code, out, _ = run([*start, "--stop-at", "2"], capsys)
     assert code == 0
-    assert f"stopped after step 2; go on by: --resume --output {folder}" in out
+    assert f"stopped after step 2; continue by: --resume --output {folder}" in out
     code, out, _ = run([*start], capsys)
     assert code == 2
     code, out, _ = run(["--resume", "--output", str(folder)], capsys)
@@ -109,7 +109,7 @@ def test_the_default_folder_is_named_by_spec_and_time_and_found_again(
         (["--spec", S3, "--resume"], ["nothing to resume"]),
     ],
 )
-def test_a_mistake_is_named_with_its_remedy_and_nothing_is_written(
+def test_a_mistake_is_reported_with_its_remedy_before_writing(
     arguments: list[str], parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -122,7 +122,9 @@ def test_a_mistake_is_named_with_its_remedy_and_nothing_is_written(
     assert not folder.exists()
 
 
-def test_yaml_that_does_not_parse_is_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_yaml_is_reported_with_its_position(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "broken.yaml"
     path.write_text("extends: word_problem_s3\nmodel: {d_model: 16\ndata: 3\n")
     code, _, err = run(["--spec", str(path)], capsys)
@@ -130,9 +132,7 @@ def test_yaml_that_does_not_parse_is_placed(tmp_path: Path, capsys: pytest.Captu
     assert "broken.yaml:3:5: not valid YAML" in err
 
 
-def test_a_loss_that_is_no_number_has_an_exit_code_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_nan_loss_has_its_own_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "run"
     changes = [
         "training.max_steps=40", "training.optimizer.learning_rate=1e30", "training.checkpoint_every=1",
@@ -147,7 +147,7 @@ def test_a_loss_that_is_no_number_has_an_exit_code_of_its_own(
     assert f"step-{steps[-1]:08d}, is intact" in err
 
 
-def test_an_id_outside_the_vocabulary_stops_the_run_in_a_sentence(
+def test_a_token_id_outside_the_vocabulary_stops_the_run_without_a_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "tokens.bin"
@@ -163,7 +163,7 @@ def test_an_id_outside_the_vocabulary_stops_the_run_in_a_sentence(
     assert "tokens.bin" in err
 
 
-def test_dry_run_knows_the_largest_spec_without_torch(tmp_path: Path) -> None:
+def test_dry_run_of_the_largest_spec_imports_no_torch(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-X",

@@ -1,4 +1,4 @@
-"""The trainer on CUDA: bfloat16, fused AdamW, and its state back from a checkpoint."""
+"""The trainer on CUDA: bfloat16, fused AdamW, and its state restored from a checkpoint."""
 
 from __future__ import annotations
 
@@ -38,6 +38,6 @@ def test_a_run_in_two_parts_equals_the_whole(
         assert other["loss"] == pytest.approx(row["loss"], rel=tolerance)
 
 
-def test_a_device_that_is_not_there_is_refused(small: Callable[..., RunSpec], tmp_path: Path) -> None:
+def test_an_unavailable_device_is_refused(small: Callable[..., RunSpec], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"device 'cuda:99' is not available \(available devices: cpu, "):
         build(small(), output=tmp_path / "run", device="cuda:99")

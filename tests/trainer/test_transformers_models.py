@@ -1,4 +1,4 @@
-"""Models of transformers as baselines: the trainer's contract, whole runs, exact resume, export, refusals."""
+"""Models of transformers as baselines: interface, whole runs, exact resume, export, refusals."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_a_baseline_trains_on_a_file_of_tokens(architecture: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_labels_are_aligned_and_logits_can_be_left_away(architecture: str) -> None:
+def test_labels_are_aligned_and_logits_are_optional(architecture: str) -> None:
     model = model_of(architecture).eval()
     ids = torch.randint(6, (2, 9))
     labels = torch.where(torch.rand(2, 9) < 0.3, -100, ids.roll(1, 1))
@@ -181,7 +181,7 @@ def test_labels_are_aligned_and_logits_can_be_left_away(architecture: str) -> No
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_parameter_is_decayed_or_not_and_every_token_is_learnt(architecture: str) -> None:
+def test_every_parameter_is_in_one_decay_group_and_every_token_is_trained(architecture: str) -> None:
     model = model_of(architecture).train()
     decayed, others = model.decay_groups()
     assert {id(p) for p in (*decayed, *others)} == {id(p) for p in model.parameters()}
@@ -217,7 +217,7 @@ def test_documents_are_kept_apart_or_refused() -> None:
     torch.testing.assert_close(packed[1, :7], model(ids[1:, :7]).logits[0])
     for architecture in ("mamba", "mamba2", "rwkv"):
         with pytest.raises(
-            ValueError, match=f"packed into a row, and '{architecture}' of transformers carries"
+            ValueError, match=f"'{architecture}' of transformers carries its state from one document"
         ):
             model_of(architecture)(ids, documents=documents)
 
@@ -253,7 +253,7 @@ TABLES = {
 
 
 @pytest.mark.parametrize("architecture", TABLES)
-def test_a_table_of_positions_has_an_end(architecture: str) -> None:
+def test_a_table_of_positions_limits_the_length(architecture: str) -> None:
     spec = TransformersSpec(architecture=architecture, config=TABLES[architecture], vocab_size=6)
     model = TransformersLM(spec).eval()
     assert model(torch.zeros(1, 12, dtype=torch.int64)).logits.shape == (1, 12, 6)
@@ -262,7 +262,7 @@ def test_a_table_of_positions_has_an_end(architecture: str) -> None:
         assert model(longer).logits.shape == (1, 13, 6)
         return
     with pytest.raises(
-        DataError, match=f"'{architecture}' of transformers has positions for 12 .* of 13 are"
+        DataError, match=f"'{architecture}' of transformers .* 12 tokens, got sequences of 13"
     ):
         model(longer)
 
@@ -286,7 +286,7 @@ def test_layers_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_layers_can_be_computed_again_in_backward(architecture: str) -> None:
+def test_layers_support_activation_checkpointing(architecture: str) -> None:
     torch.manual_seed(0)
     config = {**CONFIGS[architecture], **({"attention_dropout": 0.0} if architecture == "llama" else {})}
     model = TransformersLM(spec_of(architecture, config=config)).train()
@@ -306,9 +306,9 @@ def test_layers_can_be_computed_again_in_backward(architecture: str) -> None:
 def test_nothing_can_be_reconfigured() -> None:
     model = model_of("llama")
     model.reconfigure(spec_of("llama"))
-    with pytest.raises(ValueError, match="can't change while it trains"):
+    with pytest.raises(ValueError, match="cannot be reconfigured"):
         model.reconfigure(spec_of("llama", vocab_size=7))
-    with pytest.raises(ValueError, match="has no state to hand on"):
+    with pytest.raises(ValueError, match="returns no state"):
         model(torch.zeros(1, 2, dtype=torch.int64), return_state=True)
 
 
@@ -326,7 +326,7 @@ def test_nothing_can_be_reconfigured() -> None:
         ({"architecture": "llama", "vocab_size": 6, "confg": {}}, "did you mean 'config'?"),
     ],
 )
-def test_a_spec_says_one_thing(fields: dict[str, Any], message: str) -> None:
+def test_contradictory_specs_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError) as raised:
         TransformersSpec(**fields)
     assert message in str(raised.value)
@@ -339,11 +339,11 @@ BERT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num
     ("architecture", "config", "message"),
     [
         ("lama", {}, r"model\.architecture: 'lama' is unknown to .*did you mean 'llama'\?"),
-        ("vit", {}, r"'vit' is no causal language model of the transformers installed"),
+        ("vit", {}, r"'vit' is not a causal language model of the installed transformers"),
         (
             "llama",
             {"hiden_size": 3, "zz": 1},
-            r"'hiden_size' \(did you mean 'hidden_size'\?\), 'zz'; leave them out, .*; known: ",
+            r"'hiden_size' \(did you mean 'hidden_size'\?\), 'zz'; remove them.*Known fields: ",
         ),
         (
             "llama",
@@ -356,12 +356,14 @@ BERT = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num
         (
             "codegen",  # its rotation is as wide as the default's heads
             {"n_embd": 16, "n_layer": 1, "n_head": 4},
-            "'codegen' of transformers fails on 8 tokens as it is configured: Runtime.*; change the sizes",
+            "'codegen' of transformers, as configured, fails on 8 tokens: Runtime.*; change the sizes",
         ),
-        ("bert", BERT, "'bert' of transformers sees later tokens as it is configured; set .*is_decoder"),
+        ("bert", BERT, "'bert' of transformers, as configured, is not causal; set .*is_decoder"),
     ],
 )
-def test_what_transformers_cannot_be_is_said(architecture: str, config: dict[str, Any], message: str) -> None:
+def test_models_that_transformers_cannot_build_are_refused(
+    architecture: str, config: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         TransformersLM(TransformersSpec(architecture=architecture, config=config, vocab_size=6))
 
@@ -418,7 +420,7 @@ def _edit(folder: Path, **changes: Any) -> None:
     [
         (_no_folder, ["nowhere is no folder; give one with config.json and weights"]),
         (_no_config, ["is no checkpoint: it has no config.json"]),
-        (_other_type, ["model_type: 'lama' is unknown to the transformers installed; did you mean 'llama'?"]),
+        (_other_type, ["model_type: 'lama' is unknown to the installed transformers; did you mean 'llama'?"]),
         (_no_weights, ["can't be read", "no file named model.safetensors"]),
         (_cut_short, ["can't be read"]),
         (
@@ -433,7 +435,7 @@ def _edit(folder: Path, **changes: Any) -> None:
     ],
     ids=["no-folder", "no-config", "model-type", "no-weights", "cut-short", "shapes"],
 )
-def test_a_folder_that_cannot_be_a_start_is_refused_before_anything_is_written(
+def test_an_unusable_folder_is_refused_before_writing(
     folder: Path,
     damage: Callable[[Path], Path],
     messages: list[str],
@@ -448,7 +450,7 @@ def test_a_folder_that_cannot_be_a_start_is_refused_before_anything_is_written(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_gives_its_configuration_alone_where_asked(folder: Path) -> None:
+def test_a_folder_gives_its_configuration_without_weights(folder: Path) -> None:
     one = TransformersSpec(folder=str(folder))
     assert one.vocab_size == 6
     other = TransformersSpec(folder=str(folder), weights=False, vocab_size=9, config={"num_hidden_layers": 1})
@@ -456,7 +458,7 @@ def test_a_folder_gives_its_configuration_alone_where_asked(folder: Path) -> Non
     assert model(torch.tensor([[8, 0]])).logits.shape == (1, 2, 9)
     assert len(model.model.model.layers) == 1
     assert other.parameter_total() == sum(parameter.numel() for parameter in model.parameters())
-    with pytest.raises(ValueError, match="has 6 tokens and 9 are needed; take another folder"):
+    with pytest.raises(ValueError, match="has 6 tokens, but 9 are needed"):
         TransformersLM(TransformersSpec(folder=str(folder), vocab_size=9))
 
 
@@ -476,7 +478,9 @@ def test_without_transformers_the_spec_is_valid_and_building_says_what_to_instal
 # ------------------------------------------------------------------------------------ export
 
 
-def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_that_cannot_be_exported_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     spec, other = run_file(tmp_path, "llama"), tmp_path / "other"
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     for checkpoint, message in (

@@ -1,4 +1,4 @@
-"""Runs and data from strangers: no reader of a run, of weights or of data runs code that they bring."""
+"""Runs, weights and data from other people: reading them executes none of their code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every spec of the zoo trains, at a reduced width and on little data: all phases, evaluation, report."""
+"""Every spec of the zoo trains, with a reduced width and little data: all phases, evaluation, report."""
 
 from __future__ import annotations
 

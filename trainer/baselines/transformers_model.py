@@ -1,4 +1,4 @@
-"""Causal language models of transformers under the contract of our own: baselines for the same runs.
+"""Causal language models of transformers with the interface of the library's models: baselines for runs.
 
 Shape legend: B batch, L tokens, V vocabulary.
 """
@@ -25,22 +25,22 @@ from trainer.specs.transformers_model import TransformersSpec
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _NOT_DECAYED = ("A_log", "dt_bias", "D")
 _PROBE = 8
-"""Tokens of the sequences with which a model is asked whether it is causal, and keeps documents apart."""
+"""Tokens of the sequences that test whether a model is causal and keeps documents apart."""
 
 
 class TransformersLM(nn.Module):
-    """A causal language model of transformers, called as the trainer calls our own.
+    """A causal language model of transformers that the trainer can train.
 
-    ``model(input_ids, labels=…)`` gives an :class:`~implicit_blocks.models.implicit.LMOutput` whose
-    ``solution`` is None; labels are aligned with the inputs and are not shifted. The parameters' names are
-    transformers' own behind ``model.``.
+    ``model(input_ids, labels=…)`` returns an :class:`~implicit_blocks.models.implicit.LMOutput` whose
+    ``solution`` is None. Labels are aligned with the inputs, not shifted. The names of the parameters are
+    those of transformers with the prefix ``model.``.
 
     Args:
-        spec: architecture or folder, and what differs from its configuration.
+        spec: architecture or folder, and the changes to its configuration.
 
     Raises:
-        ValueError: transformers is not installed; the architecture, the configuration or the folder can't be
-            used; weights that do not fit, all of them listed; a model that sees later tokens.
+        ValueError: transformers is not installed; the architecture, the configuration or the folder cannot be
+            used; weights do not fit the model (all are listed); the model is not causal.
 
     """
 
@@ -49,7 +49,7 @@ class TransformersLM(nn.Module):
         self.spec = spec
         self.model: Any = _build(spec)
         config = self.model.config
-        # RWKV halves weights in place for evaluation; a checkpoint written then would be of other weights.
+        # RWKV halves weights in place for evaluation, which would change the checkpoints.
         self._rescale_every = getattr(config, "rescale_every", None)
         if self._rescale_every is not None:
             config.rescale_every = 0
@@ -75,21 +75,21 @@ class TransformersLM(nn.Module):
             input_ids: (B, L) int64.
             labels: (B, L) int64, aligned with the inputs; −100 is ignored. The loss is the mean cross-entropy
                 over the others, in nats.
-            attention_mask: (B, L), 0 at padding; what it does is the architecture's affair.
-            documents: (B, L) int64, non-decreasing: no token sees those of another document. Attention can
-                do that; most recurrent models of transformers can't.
-            window_length: changes nothing: a causal model's answers are the same for any windows.
-            return_logits: False leaves the logits away and gives the likeliest tokens instead; needs labels.
-            **ignored: options of a search for fixed points; there is none.
+            attention_mask: (B, L), 0 at padding; interpreted by the architecture.
+            documents: (B, L) int64, non-decreasing: no token sees another document. Models with attention
+                support it; most recurrent models of transformers do not.
+            window_length: has no effect: the outputs of a causal model are the same for any windows.
+            return_logits: False: return the most likely tokens instead of the logits; needs labels.
+            **ignored: options of a fixed-point search, which these models do not have.
 
         Raises:
-            DataError: several documents in a row, for a model that doesn't keep them apart; more tokens than
-                it has positions for.
-            ValueError: a state, of which these models have none that we know.
+            DataError: a row holds several documents and the model does not keep them apart; or there are
+                more tokens than positions.
+            ValueError: a state is passed or requested, which these models do not support.
 
         """
         if ignored.get("state") is not None or ignored.get("return_state"):
-            raise ValueError("a model of transformers has no state to hand on; use its own generate")
+            raise ValueError("a model of transformers returns no state; use its own generate")
         self.require_length(input_ids.shape[1])
         given: dict[str, Any] = {}
         if attention_mask is not None:
@@ -109,72 +109,77 @@ class TransformersLM(nn.Module):
         return LMOutput(logits=None, loss=loss, predictions=logits.argmax(-1))
 
     def require_documents_apart(self) -> None:
-        """Refuse to go on where tokens would see those of another document in their row; the model is asked.
+        """Test whether tokens see other documents of their row.
 
         Raises:
-            DataError: they would.
+            DataError: they do.
 
         """
         if self._documents_apart is None:
             self._documents_apart = _keeps_documents_apart(self.model)
         if not self._documents_apart:
             raise DataError(
-                f"several documents are packed into a row, and {self.model.config.model_type!r} of "
-                "transformers carries its state from one into the next; choose data that are not packed "
+                f"{self.model.config.model_type!r} of transformers carries its state from one document into "
+                "the next, but the data pack several documents into a row; choose data that are not packed "
                 "(data.documents=ignore), or a model with attention only"
             )
 
     def require_length(self, length: int) -> None:
-        """Refuse sequences of more tokens than the model has positions for, where it has a table of them.
+        """Refuse sequences that are longer than the model's table of positions, if it has one.
 
         Raises:
-            DataError: they are longer.
+            DataError: the sequences are longer.
 
         """
         if self._longest is not None and length > self._longest:
             raise DataError(
-                f"{self.model.config.model_type!r} of transformers has positions for {self._longest} tokens "
-                f"as it is configured, and sequences of {length} are asked for; raise "
-                "model.config.max_position_embeddings (of fresh weights), or choose shorter ones"
+                f"{self.model.config.model_type!r} of transformers is configured with positions for "
+                f"{self._longest} tokens, got sequences of {length}; raise "
+                "model.config.max_position_embeddings (of fresh weights), or choose shorter sequences"
             )
 
     @property
+    def rescales_weights(self) -> bool:
+        """Whether transformers changes the weights in place when the model is evaluated, as those of RWKV."""
+        return self._rescale_every is not None
+
+    @property
     def longest(self) -> int | None:
-        """For how many tokens the model has a table of positions; None: for any number."""
+        """Size of the model's table of positions, in tokens; None: any length."""
         return self._longest
 
     def reconfigure(self, spec: TransformersSpec) -> None:
-        """Refuse: there is nothing that could change with the weights staying as they are.
+        """Accept an unchanged spec only: nothing can change while the weights stay.
 
         Raises:
-            ValueError: if the spec is another one.
+            ValueError: the spec differs.
 
         """
         if spec != self.spec:
-            raise ValueError("a model of transformers can't change while it trains; keep its spec as it is")
+            raise ValueError("a model of transformers cannot be reconfigured; use one spec in all phases")
 
     def compile_layers(self) -> None:
         """Compile the layers with ``torch.compile``.
 
         Raises:
-            ValueError: the architecture doesn't say what its layers are.
+            ValueError: the layers of the architecture are unknown.
 
         """
         for layer in self._layers("training.compile_layers=false"):
             layer.compile(dynamic=False)
 
     def checkpoint_activations(self, what: Literal["none", "steps", "layers"]) -> None:
-        """Choose whether backward computes the layers' activations again instead of keeping them.
+        """Choose whether backward recomputes the activations of the layers instead of keeping them.
 
-        ``steps`` and ``layers`` are the same: there is one pass through the layers.
+        ``steps`` and ``layers`` have the same effect, because there is one pass through the layers.
 
         Raises:
-            ValueError: the architecture doesn't offer it.
+            ValueError: the architecture does not support it.
 
         """
         if what != "none":
             self._layers("training.checkpoint_activations=none")
-        # Older versions of transformers call it gradient checkpointing.
+        # Older versions of transformers name it gradient checkpointing.
         stem = "activation" if hasattr(self.model, "activation_checkpointing_enable") else "gradient"
         if what == "none":
             getattr(self.model, f"{stem}_checkpointing_disable")()
@@ -182,30 +187,29 @@ class TransformersLM(nn.Module):
             getattr(self.model, f"{stem}_checkpointing_enable")({"use_reentrant": False})
 
     def sharding_units(self) -> list[nn.Module]:
-        """Return the layers, which may be sharded over processes one by one.
+        """Return the layers, which FSDP may shard one by one.
 
         Raises:
-            ValueError: the architecture doesn't say what its layers are.
+            ValueError: the layers of the architecture are unknown.
 
         """
         return self._layers("training.distributed.unit=model")
 
-    def _layers(self, instead: str) -> list[nn.Module]:
-        """Return the layers: what transformers knows to checkpoint."""
+    def _layers(self, remedy: str) -> list[nn.Module]:
+        """Return the layers: the modules for which transformers supports activation checkpointing."""
         from transformers.modeling_layers import GradientCheckpointingLayer
 
         layers = [module for module in self.model.modules() if isinstance(module, GradientCheckpointingLayer)]
         if not layers:
             raise ValueError(
-                f"{self.model.config.model_type!r} of transformers does not say what its layers are; "
-                f"set {instead}"
+                f"the layers of {self.model.config.model_type!r} of transformers are unknown; set {remedy}"
             )
         return layers
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-        """Return the parameters that weight decay applies to (matrices, embedding) and the others, each once.
+        """Return the parameters with weight decay (matrices, embedding) and those without, each once.
 
-        Not decayed: norms, biases, vectors in whatever shape, and an SSM's A_log, dt_bias and D.
+        Without weight decay: norms, biases, vectors of any shape, and an SSM's A_log, dt_bias and D.
         """
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
@@ -215,24 +219,24 @@ class TransformersLM(nn.Module):
             (decayed if matrix and not keeps else others).append(parameter)
         return decayed, others
 
+    @staticmethod
+    def count_parameters(spec: TransformersSpec) -> int:
+        """Count the parameters of the model that ``spec`` describes, tied ones once, without memory for them.
+
+        Raises:
+            ValueError: as the constructor, except for the weights of a folder.
+
+        """
+        config = _configuration(spec)
+        with torch.device("meta"):
+            model = _fresh(spec, config)
+        return sum(parameter.numel() for parameter in model.parameters())
+
     def to_transformers(self) -> Any:
-        """Hand the model over to transformers, with the same storage: to generate, to save as a folder."""
+        """Return the model as a transformers model that shares its storage, to generate or to save it."""
         if self._rescale_every is not None:
             self.model.config.rescale_every = self._rescale_every
         return self.model.eval()
-
-
-def count_parameters(spec: TransformersSpec) -> int:
-    """Count the parameters of what ``spec`` describes, tied ones once; nothing is allocated.
-
-    Raises:
-        ValueError: as :class:`TransformersLM`, the weights of a folder apart.
-
-    """
-    config = _configuration(spec)
-    with torch.device("meta"):
-        model = _fresh(spec, config)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 # ------------------------------------------------------------------------------------ building
@@ -251,22 +255,22 @@ def _build(spec: TransformersSpec) -> Any:
             dtype=torch.float32,
             local_files_only=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # listed below, with everything else that doesn't fit
+            ignore_mismatched_sizes=True,  # listed below with the other mismatches
             **_attention(spec),
         )
-    except Exception as error:  # transformers and the readers of files raise what they like
+    except Exception as error:  # transformers and file readers raise any exception
         raise ValueError(f"the weights in {spec.folder} can't be read: {_first_line(error)}") from error
-    complaints = [f"{name} is missing" for name in sorted(report["missing_keys"])]
-    complaints += [f"{name} is unknown" for name in sorted(report["unexpected_keys"])]
-    complaints += [
-        f"{name} has shape {tuple(found)} and should have {tuple(wanted)}"
+    problems = [f"{name} is missing" for name in sorted(report["missing_keys"])]
+    problems += [f"{name} is unknown" for name in sorted(report["unexpected_keys"])]
+    problems += [
+        f"{name} has shape {tuple(found)}, expected {tuple(wanted)}"
         for name, found, wanted in sorted(report["mismatched_keys"])
     ]
-    if complaints:
-        listed = "".join(f"\n  {complaint}" for complaint in complaints)
+    if problems:
+        listed = "".join(f"\n  {problem}" for problem in problems)
         raise ValueError(
-            f"the weights in {spec.folder} do not fit its configuration; take the matching config.json, or "
-            f"leave out model.config:{listed}"
+            f"the weights in {spec.folder} do not fit its configuration; use the matching config.json, or "
+            f"remove model.config:{listed}"
         )
     return model
 
@@ -288,7 +292,7 @@ def _attention(spec: TransformersSpec) -> dict[str, Any]:
 
 
 def _configuration(spec: TransformersSpec) -> Any:
-    """Return transformers' configuration of what a spec describes."""
+    """Return the transformers configuration that a spec describes."""
     found = {} if spec.folder is None else read_config(Path(spec.folder))
     where = "model.architecture" if spec.folder is None else f"{spec.folder}/config.json: model_type"
     config_class = _config_class(str(spec.architecture or found.get("model_type")), where=where)
@@ -297,14 +301,14 @@ def _configuration(spec: TransformersSpec) -> Any:
         found, _ = config_class.get_config_dict(spec.folder, local_files_only=True)  # decodes infinities
     fields: dict[str, Any] = {**found, **spec.config}
     if spec.folder is None:
-        # Token 1 is a token like others here: an embedding of padding would never be trained.
+        # Every token is an ordinary token: the embedding of a padding token would not be trained.
         fields = dict.fromkeys(_SPECIAL_TOKENS) | fields
     rows = found.get("vocab_size")
     if spec.folder is not None and spec.weights:
         if isinstance(rows, int) and spec.vocab_size is not None and rows < spec.vocab_size:
             raise ValueError(
-                f"the model in {spec.folder} has {rows} tokens and {spec.vocab_size} are needed; take "
-                "another folder, or its configuration alone by model.weights=false"
+                f"the model in {spec.folder} has {rows} tokens, but {spec.vocab_size} are needed; choose "
+                "another folder, or use its configuration with fresh weights by model.weights=false"
             )
     elif spec.vocab_size is not None:
         fields["vocab_size"] = spec.vocab_size
@@ -325,24 +329,24 @@ def _config_class(architecture: str, *, where: str) -> Any:
             f"model kind 'transformers' needs the package transformers ({error}); {install_extra('hf')}"
         ) from error
     if architecture not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        what = "is no causal language model of" if architecture in CONFIG_MAPPING else "is unknown to"
+        what = "is not a causal language model of" if architecture in CONFIG_MAPPING else "is unknown to"
         near = nearest(architecture, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        remedy = f"did you mean {near!r}?" if near else "take one such as llama, mamba, mamba2 or rwkv"
-        raise ValueError(f"{where}: {architecture!r} {what} the transformers installed; {remedy}")
+        remedy = f"did you mean {near!r}?" if near else "choose one such as llama, mamba, mamba2 or rwkv"
+        raise ValueError(f"{where}: {architecture!r} {what} the installed transformers; {remedy}")
     return CONFIG_MAPPING[architecture]
 
 
 def _check_keys(config: Mapping[str, Any], config_class: Any) -> None:
-    """Refuse keys that the configuration would carry along and never read."""
+    """Refuse keys that the configuration would store and never read."""
     known = _fields(config_class)
     unknown = [key for key in config if key not in known]
     if unknown:
         near = {key: nearest(key, known) for key in unknown}
         listed = ", ".join(f"{key!r}" + (f" (did you mean {n!r}?)" if n else "") for key, n in near.items())
         raise ValueError(
-            f"model.config has fields that {config_class.model_type!r} does not know: {listed}; leave them "
-            "out, and if they are another architecture's, from what the spec extends, extend one without, "
-            f"such as an explicit model's; known: {', '.join(sorted(known))}"
+            f"model.config has fields that {config_class.model_type!r} does not know: {listed}; remove them. "
+            "If they come from a spec that this one extends, extend a spec without them. "
+            f"Known fields: {', '.join(sorted(known))}"
         )
 
 
@@ -351,10 +355,10 @@ def _fields(config_class: Any) -> set[str]:
 
 
 def config_fields(architecture: str) -> set[str]:
-    """Return the names that an architecture's configuration knows, transformers' common ones included.
+    """Return the field names of an architecture's configuration, including those of every configuration.
 
     Raises:
-        ValueError: no causal language model of that name, or transformers is not installed.
+        ValueError: there is no such causal language model, or transformers is not installed.
 
     """
     return _fields(_config_class(architecture, where="model.architecture"))
@@ -365,11 +369,11 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2])}"
 
 
-# ------------------------------------------------------------------------------------ what a model does
+# ------------------------------------------------------------------------------------ properties of a model
 
 
 def _positions(documents_BL: Tensor) -> Tensor:
-    """Count each document's tokens from 0: from such positions transformers tells documents apart."""
+    """Return positions that start at 0 in each document, by which transformers separates documents."""
     index = torch.arange(documents_BL.shape[1], device=documents_BL.device).expand_as(documents_BL)
     begins = torch.ones_like(documents_BL, dtype=torch.bool)
     begins[:, 1:] = documents_BL[:, 1:] != documents_BL[:, :-1]
@@ -377,19 +381,19 @@ def _positions(documents_BL: Tensor) -> Tensor:
 
 
 def _longest(model: Any) -> int | None:
-    """Return for how many tokens a model has a table of positions; None: it works them out."""
+    """Return the size of a model's table of positions; None: it computes positions of any size."""
     most = getattr(model.config, "max_position_embeddings", None)
     tables = [each.weight for each in model.modules() if isinstance(each, nn.Embedding)]
     tables += [table for name, table in model.named_buffers() if name.endswith("embed_positions")]
     tokens = model.get_input_embeddings().weight
-    # Some keep a row or two for padding.
+    # Some tables have one or two rows for padding.
     rows = [len(table) for table in tables if table is not tokens]
     return most if most is not None and any(most <= count <= most + 2 for count in rows) else None
 
 
 @torch.no_grad()
 def _logits(model: Any, tokens_BL: Tensor, **given: Any) -> Tensor:
-    """Return the logits in evaluation mode and full precision, whatever is set."""
+    """Return the logits in evaluation mode and full precision, independent of mode and autocast."""
     was_training = model.training
     model.eval()
     try:
@@ -405,33 +409,33 @@ def _same(first: Tensor, second: Tensor, *, tolerance: float) -> bool:
 
 
 def _require_causal(model: Any, *, vocabulary: int) -> None:
-    """Refuse a model that can't be called, or whose answers depend on the later tokens that it predicts."""
+    """Refuse a model that cannot be called, or whose outputs depend on later tokens."""
     first = torch.arange(_PROBE)[None] % vocabulary
     second = first.clone()
     second[0, -1] = (second[0, -1] + 1) % vocabulary
     try:
         found, other = _logits(model, first), _logits(model, second)
-    except Exception as error:  # some architectures notice sizes that don't fit as late as here
+    except Exception as error:  # some architectures detect mismatched sizes only here
         raise ValueError(
-            f"{model.config.model_type!r} of transformers fails on {_PROBE} tokens as it is configured: "
+            f"{model.config.model_type!r} of transformers, as configured, fails on {_PROBE} tokens: "
             f"{_first_line(error)}; change the sizes in model.config, or choose another architecture"
         ) from error
     if not _same(found[:, :-1], other[:, :-1], tolerance=1e-6):
         raise ValueError(
-            f"{model.config.model_type!r} of transformers sees later tokens as it is configured; "
-            "set model.config.is_decoder=true where it has that, or choose another architecture"
+            f"{model.config.model_type!r} of transformers, as configured, is not causal; "
+            "set model.config.is_decoder=true if it has that field, or choose another architecture"
         )
 
 
 def _keeps_documents_apart(model: Any) -> bool:
-    """Tell whether a second document's answers are the same without the first."""
+    """Return whether the outputs of a second document are the same without the first document."""
     device = next(model.parameters()).device
     tokens = torch.arange(_PROBE, device=device)[None] % model.config.vocab_size
     half = _PROBE // 2
     positions = torch.arange(half, device=device).repeat(2)[None]
     try:
         together = _logits(model, tokens, position_ids=positions)
-    except TypeError:  # no such argument
+    except TypeError:  # the model has no position_ids
         return False
     alone = _logits(model, tokens[:, half:], position_ids=positions[:, :half])
     return _same(together[:, half:], alone, tolerance=1e-4)

@@ -1,6 +1,6 @@
-"""Callbacks: what else happens while a run trains."""
+"""Callbacks: actions at the events of a training run."""
 
 from trainer.callbacks.base import Callback, CallbackContext
-from trainer.callbacks.calling import Callbacks
+from trainer.callbacks.dispatch import CallbackDispatcher, Callbacks
 
-__all__ = ["Callback", "CallbackContext", "Callbacks"]
+__all__ = ["Callback", "CallbackContext", "CallbackDispatcher", "Callbacks"]

@@ -1,4 +1,4 @@
-"""What a callback is: a class with a method for each event of a run that it cares about."""
+"""The interface of callbacks: one method for each event of a run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainer.specs.run import Phase, RunSpec
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackContext:
-    """The run that a callback is called from.
+    """The run that calls a callback.
 
-    ``say(text)`` prints above the progress bar. ``stop(reason)`` ends the run after the current step, as if
-    it were its last: saved, evaluated, summed up with the reason. ``is_main`` is true in one process of the
-    run, the one to write files.
+    ``log(text)`` prints above the progress bar. ``stop(reason)`` ends the run after the current step, as if
+    that were its last one: the run is saved and evaluated, and its summary contains the reason. ``is_main``
+    is true on rank 0 only, which writes files.
     """
 
     spec: RunSpec
@@ -35,41 +35,41 @@ class CallbackContext:
 
 
 class Callback:
-    """Something to do while a run trains; every method may be left as it is, doing nothing.
+    """Actions at the events of a run. Override the methods of the events needed; the defaults do nothing.
 
-    Built as ``MyCallback(spec)``. The methods see the run between two steps. They must leave torch's random
-    numbers, the weights and the optimizer alone, unless changing those is what the callback is for: a run is
-    repeated to the last bit only if its callbacks are. Where a run has several processes each of them makes
-    its own callbacks and calls them with the same values; a file is to be written by one of them.
+    A callback is built as ``MyCallback(spec)`` and called between steps. It must not change the random number
+    generators, the weights or the optimizer, unless that is its purpose: otherwise the run is not
+    reproducible bit by bit. With several processes each one builds its own callbacks and calls them with the
+    same values; only rank 0 should write files.
 
-    What one raises is reported with the names of the plugin and the callback. Then the run is saved and ends,
-    or goes on without it where its spec has ``required: false``.
+    An exception is reported with the names of the plugin and the callback. The run is then saved and ends, or
+    continues without the callback if its spec has ``required: false``.
 
-    A checkpoint is written while training goes on. So a callback with a state of its own sets it aside in
-    ``on_save``, adds it as a file to the checkpoint's folder in ``on_checkpoint``, and reads it back in
-    ``on_start``; the file is missing where the process was killed between the two.
+    Checkpoints are written in the background. A callback with state copies it in ``on_save``, writes it as a
+    file to the checkpoint's folder in ``on_checkpoint``, and reads it in ``on_start``. The file is missing if
+    the process was killed between the two events.
     """
 
     def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
-        """Before the first step; ``step`` have been made, ``checkpoint`` is what a resumed run loaded."""
+        """Before the first step, after ``step`` earlier ones; ``checkpoint`` is what a resumed run loaded."""
 
     def on_phase(self, run: CallbackContext, *, step: int, phase: Phase) -> None:
-        """Before the first step of a phase, in a resumed run of the phase that it is in."""
+        """Before the first step of a phase; in a resumed run also before its first step."""
 
     def on_step(self, run: CallbackContext, *, row: Mapping[str, Any]) -> None:
-        """After an update; ``row`` is the step's line of ``metrics.jsonl``."""
+        """After a step; ``row`` is its row in ``metrics.jsonl``."""
 
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
-        """After the model was evaluated, on the way or at the end."""
+        """After an evaluation, during or at the end of the run."""
 
     def on_save(self, run: CallbackContext, *, step: int) -> None:
-        """Before a checkpoint of the run as it is after ``step`` begins to be written."""
+        """Before the checkpoint after ``step`` is written."""
 
     def on_checkpoint(self, run: CallbackContext, *, step: int, path: Path) -> None:
-        """Once the checkpoint after ``step`` is whole, in the folder ``path``; the run may have gone on."""
+        """When the checkpoint after ``step`` is complete in the folder ``path``; later steps may have run."""
 
     def on_end(self, run: CallbackContext, *, step: int, finished: bool) -> None:
-        """After the last step; ``finished`` unless the run was interrupted and is to be resumed.
+        """After the last step; ``finished`` is False if the run was interrupted and can be resumed.
 
-        Not called where the run ends by an error.
+        Not called if the run ends by an error.
         """

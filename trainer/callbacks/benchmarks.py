@@ -1,4 +1,4 @@
-"""The callback of kind ``benchmarks``: evaluation tasks, asked whenever the run evaluates."""
+"""The callback ``benchmarks``: runs evaluation tasks with every evaluation."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.tensor import DTensor
 
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
+from trainer.baselines.transformers_model import TransformersLM
 from trainer.callbacks.base import Callback, CallbackContext
 from trainer.evaluation.measure import EvaluationResult
 from trainer.evaluation.tasks import build_tasks, locate_all, require_packages
@@ -22,10 +23,10 @@ BENCHMARKS_FILE = "benchmarks.jsonl"
 
 
 class Benchmarks(Callback):
-    """Ask the model all tasks after every evaluation, a line of ``benchmarks.jsonl`` each time.
+    """Runs all tasks after every evaluation and appends a line to ``benchmarks.jsonl``.
 
-    Where a run has several processes each of them asks its own copy and the first one writes. Parameters that
-    are spread over processes can't be asked; evaluate the checkpoints by ``python -m trainer.evaluate``.
+    With several processes each one runs the tasks on its replica and rank 0 writes. Sharded models are not
+    supported; evaluate their checkpoints by ``python -m trainer.evaluate``.
     """
 
     def __init__(self, spec: BenchmarksSpec) -> None:
@@ -37,11 +38,11 @@ class Benchmarks(Callback):
         self._tokenizer: Any = load_tokenizer(Path(spec.tokenizer))
 
     def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
-        """Refuse what could not be asked later; forget what a resumed run will ask again."""
-        # RWKV halves weights in place when it is evaluated; the training would go on from them.
-        if hasattr(getattr(getattr(run.model, "model", None), "config", None), "rescale_every"):
+        """Check the model and the tasks; remove rows that a resumed run will write again."""
+        # RWKV halves weights in place when it is evaluated, and training would continue from them.
+        if isinstance(run.model, TransformersLM) and run.model.rescales_weights:
             raise ValueError(
-                "RWKV of transformers changes its weights when it is asked; leave the callback out, and "
+                "RWKV of transformers changes its weights when it is evaluated; remove the callback, and "
                 "evaluate the checkpoints by python -m trainer.evaluate"
             )
         rows = getattr(run.spec.model, "padded_vocab_size", None)
@@ -49,10 +50,10 @@ class Benchmarks(Callback):
             check_tokenizer_fits(self._tokenizer, rows, name=self._spec.tokenizer)
         if any(isinstance(parameter, DTensor) for parameter in run.model.parameters()):
             raise ValueError(
-                "the model's parameters are spread over processes and can't be asked; leave the callback "
-                "out, and evaluate the checkpoints by python -m trainer.evaluate"
+                "the callback 'benchmarks' does not support sharded models; remove it, and evaluate the "
+                "checkpoints by python -m trainer.evaluate"
             )
-        from trainer.evaluation.scores import check_lengths  # needs packages that __init__ asks for
+        from trainer.evaluation.scores import check_lengths  # needs packages that __init__ requires
 
         training = run.model.training
         check_lengths(
@@ -60,11 +61,11 @@ class Benchmarks(Callback):
         )
         run.model.train(training)
         if run.is_main:
-            again = step == run.spec.total_steps  # at its end a resumed run is evaluated anew
+            again = step == run.spec.total_steps  # a run resumed at its end is evaluated again
             MetricsFile(run.folder / BENCHMARKS_FILE).truncate_after(step - again)
 
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
-        """Ask all tasks; note the scores."""
+        """Run all tasks and write the scores."""
         from trainer.evaluation.scores import ask
 
         training = run.model.training
@@ -78,7 +79,7 @@ class Benchmarks(Callback):
             file.close()
 
     def _lm(self, run: CallbackContext) -> HarnessLM:
-        """Return the model as lm-eval asks it, in evaluation mode."""
+        """Return the model for lm-eval, in evaluation mode."""
         from trainer.evaluation.eval_model import as_transformers, longest_request
         from trainer.evaluation.harness import HarnessLM
 

@@ -1,4 +1,4 @@
-"""The callbacks of kinds ``tensorboard`` and ``wandb``: a run's metrics, where others are watched too."""
+"""The callbacks ``tensorboard`` and ``wandb``: send the metrics of a run to a dashboard."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _NOT_METRICS = ("step", "set", "length", "sequences")
 
 
 class TensorBoard(Callback):
-    """Write the metrics of steps and evaluations as scalars into the run's folder ``tensorboard``.
+    """Writes the metrics of steps and evaluations as scalars to the run's folder ``tensorboard``.
 
-    Look at them by ``tensorboard --logdir runs``. A resumed run goes on in the same curves: what was written
-    after its checkpoint is hidden.
+    View them by ``tensorboard --logdir runs``. A resumed run continues the same curves, and values written
+    after its checkpoint are hidden.
     """
 
     def __init__(self, spec: TensorBoardSpec) -> None:
@@ -28,25 +28,25 @@ class TensorBoard(Callback):
             from torch.utils import tensorboard
         except ImportError as error:
             raise ValueError(
-                f"tensorboard is not installed; {install_extra('log')}, or leave the callback out"
+                f"tensorboard is not installed; {install_extra('log')}, or remove the callback"
             ) from error
         self._make = tensorboard.SummaryWriter
         self._every = spec.every
         self._writer: Any = None
 
     def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
-        """Open the file; on the main process."""
+        """Open the file, on rank 0."""
         if run.is_main:
             self._writer = self._make(str(run.folder / "tensorboard"), purge_step=step + 1)
 
     def on_step(self, run: CallbackContext, *, row: Mapping[str, Any]) -> None:
-        """Write a step's numbers."""
+        """Write the metrics of a step."""
         if self._writer is not None and row["step"] % self._every == 0:
             for name, value in numbers(row).items():
                 self._writer.add_scalar(f"train/{name}", value, row["step"])
 
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
-        """Write an evaluation's numbers."""
+        """Write the metrics of an evaluation."""
         if self._writer is not None:
             for name, value in of_results(results).items():
                 self._writer.add_scalar(name, value, step)
@@ -59,25 +59,23 @@ class TensorBoard(Callback):
 
 
 class Wandb(Callback):
-    """Send the metrics of steps and evaluations to Weights & Biases, or keep them for it (``mode: offline``).
+    """Sends the metrics of steps and evaluations to Weights & Biases, or stores them (``mode: offline``).
 
-    The run's id stands in the file ``wandb.id`` of the run's folder, so that a resumed run goes on in the
-    same curves. Steps that are made again after a crash are dropped there, as their numbers are the same.
+    The file ``wandb.id`` in the run's folder holds the ID of the run, so that a resumed run continues the
+    same curves. wandb drops steps that are repeated after a crash; their values are the same.
     """
 
     def __init__(self, spec: WandbSpec) -> None:
         try:
             import wandb
         except ImportError as error:
-            raise ValueError(
-                "wandb is not installed; pip install wandb, or leave the callback out"
-            ) from error
+            raise ValueError("wandb is not installed; pip install wandb, or remove the callback") from error
         self._wandb: Any = wandb
         self._spec = spec
         self._run: Any = None
 
     def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
-        """Begin a run, or go on with it; on the main process."""
+        """Start a run, or continue it, on rank 0."""
         if not run.is_main:
             return
         spec, known = self._spec, run.folder / "wandb.id"
@@ -94,24 +92,24 @@ class Wandb(Callback):
         write_atomically(known, f"{self._run.id}\n")
 
     def on_step(self, run: CallbackContext, *, row: Mapping[str, Any]) -> None:
-        """Send a step's numbers."""
+        """Send the metrics of a step."""
         if self._run is not None and row["step"] % self._spec.every == 0:
             found = {f"train/{name}": value for name, value in numbers(row).items()}
             self._run.log(found, step=row["step"])
 
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
-        """Send an evaluation's numbers."""
+        """Send the metrics of an evaluation."""
         if self._run is not None:
             self._run.log(of_results(results), step=step)
 
     def on_end(self, run: CallbackContext, *, step: int, finished: bool) -> None:
-        """End the run there."""
+        """Finish the run."""
         if self._run is not None:
             self._run.finish()
 
 
 def numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return what of a row of metrics can be drawn: its finite numbers, without the step."""
+    """Return the finite numbers of a row of metrics, without the step."""
     return {
         name: float(value)
         for name, value in row.items()
@@ -120,7 +118,7 @@ def numbers(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def of_results(results: Sequence[EvaluationResult]) -> dict[str, float]:
-    """Return the numbers of an evaluation, such as ``evaluation/L2048/perplexity``."""
+    """Return the metrics of an evaluation, such as ``evaluation/L2048/perplexity``."""
     return {
         f"evaluation/{result.name}/{name}": value
         for result in results

@@ -1,4 +1,4 @@
-"""The callback of kind ``profile``: what some steps spend their time on."""
+"""The callback ``profile``: traces some steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainer.storage.files import write_atomically
 
 
 class Profile(Callback):
-    """Trace ``steps`` steps from step ``start`` on, with torch's profiler, on every process.
+    """Traces ``steps`` steps from step ``start`` on, with torch's profiler, on every process.
 
-    The traces are ``profiles/steps-10-12.rank-0.json`` in the run's folder, to be opened in Perfetto or
-    chrome://tracing; beside each stands a table of what took longest. A trace slows down its steps; a few are
-    enough. Steps that a run skips over when it is resumed are not traced.
+    The traces are files such as ``profiles/steps-10-12.rank-0.json`` in the run's folder, which Perfetto and
+    chrome://tracing open, each with a table of the longest operations. Tracing slows steps down, and a few
+    steps suffice. Steps before the checkpoint of a resumed run are not traced.
     """
 
     def __init__(self, spec: ProfileSpec) -> None:
@@ -27,20 +27,20 @@ class Profile(Callback):
         self._profiler: torch.profiler.profile | None = None
 
     def on_start(self, run: CallbackContext, *, step: int, checkpoint: Path | None) -> None:
-        """Begin, where the first step to trace is the run's next one."""
+        """Start tracing if the next step is the first one to trace."""
         self._begin_before(step + 1, run)
 
     def on_step(self, run: CallbackContext, *, row: Mapping[str, Any]) -> None:
-        """Begin before the first step, end after the last one."""
+        """Start tracing before the first step to trace, stop after the last one."""
         if row["step"] == self._last:
             self._end(run, last=self._last)
         self._begin_before(row["step"] + 1, run)
 
     def on_end(self, run: CallbackContext, *, step: int, finished: bool) -> None:
-        """End, where the run ends before the last step to trace; say so, where it ends before the first."""
+        """Stop tracing if the run ends early; log a message if no step was traced."""
         self._end(run, last=step)
         if finished and step < self._first:
-            run.log(f"no steps were traced: the run ended at {step}, before step {self._first}")
+            run.log(f"no steps were traced: the run ended after step {step}, before step {self._first}")
 
     def _begin_before(self, step: int, run: CallbackContext) -> None:
         if step == self._first:
@@ -55,13 +55,13 @@ class Profile(Callback):
         if profiler is None:
             return
         profiler.stop()
-        if last < self._first:  # it was begun before a step that the run didn't make
+        if last < self._first:  # it was started before a step that the run did not reach
             return
         folder = run.folder / "profiles"
         folder.mkdir(exist_ok=True)
         stem = f"steps-{self._first}-{last}.rank-{run.rank}"
         trace = folder / f"{stem}.json"
-        trace.unlink(missing_ok=True)  # torch would write through a link
+        trace.unlink(missing_ok=True)  # torch would follow a link
         profiler.export_chrome_trace(str(trace))
         order = "self_cuda_time_total" if run.device.type == "cuda" else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=50)

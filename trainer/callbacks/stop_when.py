@@ -1,4 +1,4 @@
-"""The callback of kind ``stop_when``: an early end."""
+"""The callback ``stop_when``: ends a run early."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from trainer.specs.callbacks import StopWhenSpec
 
 
 class StopWhen(Callback):
-    """End the run once a value has been above or below its limit for so many steps in a row.
+    """Ends the run when a value has been above or below a limit for a number of consecutive steps.
 
-    The steps are counted within one process: after a resume they are counted anew. A value that a step
-    doesn't have (None) or that is not finite is past no limit.
+    The count starts again when a run is resumed. A value that is None or not finite resets the count.
     """
 
     def __init__(self, spec: StopWhenSpec) -> None:
@@ -23,7 +22,7 @@ class StopWhen(Callback):
         self._steps = 0
 
     def on_step(self, run: CallbackContext, *, row: Mapping[str, Any]) -> None:
-        """Look at the value; ask for the end."""
+        """Check the value of a step; stop the run if its limit was exceeded long enough."""
         spec = self._spec
         if spec.value not in row:
             raise ValueError(f"the metrics have no value {spec.value!r}; {did_you_mean(spec.value, row)}")

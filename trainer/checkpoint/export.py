@@ -1,4 +1,4 @@
-"""Exporting the model while it trains: folders that other programs read."""
+"""Exports of the model during training, as folders that other programs can read."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from trainer.checkpoint.folder import TEMPORARY, remove_tree
 from trainer.checkpoint.rng import random_state, restore_random_state
 from trainer.checkpoint.writer import named_tensors
 from trainer.distributed import Ranks
+from trainer.run.trainable_model import ConvertsToTransformers
 from trainer.storage.files import fsync_path
 
 
 def export_model(model: nn.Module, spec: ModelSpec, folder: Path, *, length: int, ranks: Ranks) -> None:
-    """Write ``model`` into the new folder ``folder``: whole, or not at all.
+    """Export ``model`` to ``folder``, atomically.
 
-    With transformers installed it is a folder for ``from_pretrained``; without, or for a model that
-    transformers can't be told of, ``model.safetensors`` and ``model.yaml``, its spec. Every rank must call
-    this: sharded tensors are put together on the main one, which writes.
+    The result is a pretrained folder for ``from_pretrained`` if transformers is installed and supports the
+    model; otherwise ``model.safetensors`` and the spec, ``model.yaml``. Every rank must call this: rank 0
+    gathers sharded tensors and writes.
 
     Args:
         model: the inner module; its tensors may be sharded.
         spec: of the model.
-        folder: where to; what is there is replaced.
-        length: tokens it was trained on at once.
+        folder: to write; an existing one is replaced.
+        length: sequence length in training, in tokens.
         ranks: the processes.
 
     Raises:
-        OSError: it can't be written, such as to a full disk; on other ranks a RuntimeError.
+        OSError: the folder cannot be written, for example to a full disk; a PeerError on other ranks.
 
     """
     tensors, aliases = named_tensors(model)
@@ -46,21 +47,22 @@ def export_model(model: nn.Module, spec: ModelSpec, folder: Path, *, length: int
         full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if ranks.is_main:
             whole[name] = full.detach().cpu()
-    ranks.run_on_rank0(lambda: _write(model, spec, {**whole, **_under(aliases, whole)}, folder, length))
 
+    def write() -> None:
+        tied = {name: whole[target] for name, target in aliases.items()}
+        _write(model, spec, {**whole, **tied}, folder, length)
 
-def _under(aliases: dict[str, str], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensors[target] for name, target in aliases.items()}
+    ranks.run_on_rank0(write)
 
 
 def _write(model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: Path, length: int) -> None:
     temporary = folder.with_name(f"{folder.name}{TEMPORARY}save")
     remove_tree(temporary)
-    before = random_state()  # what is built for writing draws initial weights
+    before = random_state()  # building the model to write draws random weights
     try:
         temporary.mkdir(parents=True)
         if not _write_for_transformers(model, spec, state, temporary, length):
-            _write_plainly(spec, state, temporary)
+            _write_safetensors(spec, state, temporary)
         for file in temporary.iterdir():
             fsync_path(file)
         fsync_path(temporary)
@@ -76,7 +78,7 @@ def _write(model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: 
 def _write_for_transformers(
     model: nn.Module, spec: ModelSpec, state: dict[str, Tensor], folder: Path, length: int
 ) -> bool:
-    """Write a folder of transformers, where it is installed and knows such a model; else say so."""
+    """Write a pretrained folder and return True; return False if transformers does not support the model."""
     if find_spec("transformers") is None:
         return False
     from implicit_blocks.hf.folders import PretrainedFolder, special_tokens, write_transformers
@@ -86,17 +88,18 @@ def _write_for_transformers(
         with _no_bars():
             write_transformers(PretrainedFolder(spec, state, fields), folder)
         return True
-    make = getattr(model, "to_transformers", None)
-    if make is None or any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+    if not isinstance(model, ConvertsToTransformers):
+        return False
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return False
     with _no_bars():
-        make().save_pretrained(folder)
+        model.to_transformers().save_pretrained(folder)
     return True
 
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Have transformers show no bars of its own: one of the training's is on the screen."""
+    """Hide the progress bars of transformers, which would disturb that of the training."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -108,8 +111,8 @@ def _no_bars() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _write_plainly(spec: ModelSpec, state: dict[str, Tensor], folder: Path) -> None:
-    # safetensors refuses tensors that share storage, such as tied weights under two names.
+def _write_safetensors(spec: ModelSpec, state: dict[str, Tensor], folder: Path) -> None:
+    # Clones, because safetensors refuses tensors that share storage, such as tied weights.
     own = {name: tensor.clone().contiguous() for name, tensor in state.items()}
     save_file(own, folder / SAFETENSORS, metadata={"format": "pt"})
     text = dump_yaml(spec.model_dump(mode="json"))

@@ -1,9 +1,8 @@
-"""Checkpoints: everything a run needs to go on exactly where it was, whatever the number of processes.
+"""Loading a checkpoint into a model and an optimizer, on any number of processes.
 
-What a checkpoint consists of is said in :mod:`trainer.checkpoint.folder`, how it is written in
-:mod:`trainer.checkpoint.writer`; here it is loaded. Where the number of processes is the one that saved it,
-a run goes on to the last bit; on another number the tensors are cut anew and the data go on at the same
-sample, but what is drawn at random (dropout) is drawn anew.
+:mod:`trainer.checkpoint.folder` describes the files, :mod:`trainer.checkpoint.writer` writes them. On the
+number of processes that saved the checkpoint, the run continues bit by bit. On another number, tensors are
+resharded and the data continue at the same sample, but random numbers of training (dropout) differ.
 """
 
 from __future__ import annotations
@@ -62,12 +61,22 @@ def load_checkpoint(
     verify: bool = True,
     ranks: Ranks | None = None,
 ) -> TrainingProgress:
-    """Check the checkpoint at ``path`` and load it; return how far the run had come.
+    """Verify and load the checkpoint at ``path``; return the progress of the run.
 
-    With several processes (``ranks``) all of them call this; model and optimizer may be sharded in another
-    way than when it was saved. The optimizer and the generators are restored where asked for. ``verify`` may
-    be turned off right after :func:`verify_checkpoint`, which reads every file. Raises
-    :class:`CheckpointError` if a file is damaged or the model is another one; nothing is loaded then.
+    With several processes all of them call this. Model and optimizer may be sharded in another way than when
+    the checkpoint was saved.
+
+    Args:
+        path: of the checkpoint.
+        model: the inner module, without a DDP wrapper.
+        optimizer: of that model; None: its state is not loaded.
+        restore_random: whether to restore the random number generators.
+        verify: whether to verify all files; False directly after :func:`verify_checkpoint`.
+        ranks: the processes; None: this one only.
+
+    Raises:
+        CheckpointError: a file is damaged or the model differs; nothing is loaded then.
+
     """
     ranks = ranks or Ranks(torch.device("cpu"))
     state = ranks.run_on_rank0(lambda: verify_checkpoint(path) if verify else read_state(path))
@@ -76,7 +85,7 @@ def load_checkpoint(
     found = {MODEL_PREFIX + name: tensor for name, tensor in tensors.items()}
     of_optimizer: dict[str, Tensor] = {}
     if optimizer is not None:
-        of_optimizer = _room_for_optimizer(path, model)
+        of_optimizer = _empty_optimizer_state(path, model)
         found |= {OPTIMIZER_PREFIX + name: tensor for name, tensor in of_optimizer.items()}
     load_tensors(path, found, one_process=ranks.is_single)
     if optimizer is not None:
@@ -87,10 +96,10 @@ def load_checkpoint(
 
 
 def read_model_tensors(path: Path) -> dict[str, Tensor]:
-    """Return the model's tensors of the checkpoint at ``path``, whole and on the CPU, without a model.
+    """Return the unsharded model tensors of the checkpoint at ``path``, on the CPU.
 
     Raises:
-        CheckpointError: its state is damaged; the tensors' checksums are not looked at.
+        CheckpointError: the state is damaged; the checksums of the tensors are not verified.
 
     """
     aliases = read_state(path)["aliases"]
@@ -111,31 +120,30 @@ def _require_same_model(
         if stored[name] != own[name]
     ]
     if not problems and state["aliases"] != aliases:
-        problems = ["ties other weights to each other"]
+        problems = ["ties different weights to each other"]
     if problems:
         shown = "; ".join(sorted(problems)[:5]) + ("; …" if len(problems) > 5 else "")
         raise CheckpointError(f"checkpoint {path} is of another model: it {shown}")
 
 
-def _room_for_optimizer(path: Path, model: nn.Module) -> dict[str, Tensor]:
-    """Return empty tensors for the stored state of the optimizer, cut as the model's parameters are."""
+def _empty_optimizer_state(path: Path, model: nn.Module) -> dict[str, Tensor]:
+    """Return zeros for the stored state of the optimizer, sharded like the model's parameters."""
     parameters = dict(model.named_parameters())
-    room: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
     for key, entry in tensor_index(path, prefix=OPTIMIZER_PREFIX).items():
         name = key.rpartition("/")[0]
         parameter = parameters.get(name)
         if parameter is None:
             raise CheckpointError(
-                f"checkpoint {path}: the optimizer state names the parameter {name!r}, "
-                "which this model doesn't have"
+                f"checkpoint {path}: the optimizer state names the parameter {name!r}, which this model lacks"
             )
-        room[key] = _room(parameter, entry)
-    return room
+        state[key] = _empty_entry(parameter, entry)
+    return state
 
 
-def _room(parameter: nn.Parameter, entry: TensorStorageMetadata) -> Tensor:
-    # What has the parameter's shape is cut as the parameter is; the rest (counters, sums over rows) every
-    # process has whole.
+def _empty_entry(parameter: nn.Parameter, entry: TensorStorageMetadata) -> Tensor:
+    # Entries of the parameter's shape are sharded like the parameter; others (counters, sums over rows) are
+    # replicated.
     if entry.size == parameter.shape and parameter.dim() > 0:
         return torch.zeros_like(parameter, dtype=entry.properties.dtype)
     return torch.zeros(entry.size, dtype=entry.properties.dtype)
@@ -146,12 +154,12 @@ def _restore_random(path: Path, state: dict[str, Any], ranks: Ranks) -> None:
         file = path / rank_file(ranks.rank)
         try:
             restore_random_state(read_json(file)["random_state"])
-        except Exception as error:  # each generator refuses in its own way what is not a state of its own
+        except Exception as error:  # each generator raises another exception for an invalid state
             raise CheckpointError(
-                f"checkpoint {path}: {file.name} holds no states of the random number generators "
+                f"checkpoint {path}: {file.name} has no valid states of the random number generators "
                 f"({type(error).__name__}: {error}); resume from another checkpoint by --checkpoint"
             ) from error
         return
-    # Other processes than those that saved: each draws anew, but the same at every attempt.
+    # Another number of processes: new random numbers, the same at every attempt.
     text = f"{state['spec_digest']}/{state['progress']['step']}/{ranks.rank}"
     seed_everything(int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little"))

@@ -1,4 +1,4 @@
-"""The state of every random number generator a run draws from, as plain JSON values."""
+"""The states of the random number generators of Python, NumPy and PyTorch, as JSON values."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _decode(text: str) -> torch.Tensor:
 
 
 def random_state() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's and PyTorch's generators, CUDA devices included."""
+    """Return the states of the generators of Python, NumPy and PyTorch, including CUDA devices."""
     version, internal, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)  # a tuple, where legacy
     name, keys, position, has_gauss, cached = numpy_state
@@ -42,10 +42,10 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put every generator back where :func:`random_state` found it.
+    """Restore every generator to a state of :func:`random_state`.
 
-    States of CUDA devices are restored as far as both machines have the devices: the run may go on on another
-    kind of machine, though then not to the last bit.
+    States of CUDA devices are restored for the devices that both machines have: a run can continue on another
+    machine, but not bit by bit.
     """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))

@@ -1,7 +1,7 @@
-"""Copying a run's state out of the way before it is written: which tensors a rank copies, and to where.
+"""Staging: copies of a rank's share of the tensors in host memory, from which a checkpoint is written.
 
-Training waits for the copies, not for the writing. So a rank copies only what it writes itself, and from a
-GPU into page-locked memory, which is kept from one save to the next.
+Training waits for the copies but not for the writing. A rank therefore copies only the tensors that it
+writes, and copies from a GPU to page-locked memory that is reused by the next save.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Return the tensors that this rank saves, of those that several ranks hold alike a share of their size.
+    """Return the tensors that this rank saves; replicated tensors are divided among the ranks by size.
 
-    Every rank must give tensors of the same names and sizes, in the same order. What is sharded is saved by
-    those that hold the shards; with groups of ranks that each hold all of it (hsdp), by one of the groups.
+    Every rank must pass tensors of the same names and sizes in the same order. The ranks that hold the shards
+    save a sharded tensor; with several groups that each hold all shards (hsdp), one of the groups.
     """
     loads: dict[int, list[int]] = {}
     share = {}
@@ -42,7 +42,7 @@ def own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
 
 
 def _replica(tensor: Tensor, ranks: Ranks) -> tuple[int, int]:
-    """Return how many copies of a tensor there are over the ranks, and which of them this rank's is."""
+    """Return the number of replicas of a tensor over the ranks, and the index of this rank's replica."""
     if not isinstance(tensor, DTensor):
         return ranks.world_size, ranks.rank
     copies, own = 1, 0
@@ -56,27 +56,27 @@ def _replica(tensor: Tensor, ranks: Ranks) -> tuple[int, int]:
 
 
 class Staging:
-    """Copies tensors to the memory of the host; those on CUDA to page-locked memory, kept for the next time.
+    """Copies tensors to host memory; those on CUDA to page-locked memory that is reused.
 
-    Getting and locking pages takes longer than the copy that it makes fast, so it is done once: the copies
-    stay, as much memory of the host as a rank's share of weights and optimizer state. What was returned
-    before is overwritten.
+    Allocating and locking pages takes longer than the copy itself, so it is done once. The memory, as large
+    as a rank's share of weights and optimizer state, stays allocated, and each call overwrites the previous
+    copies.
     """
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
         self.kept = device.type == "cuda" and pin
-        """Whether copies are page-locked and kept."""
+        """Whether copies are page-locked and reused."""
         self._copies: dict[str, Tensor] = {}
         self._of: frozenset[tuple[str, torch.Size, torch.dtype]] = frozenset()
         self._release: Callable[[], object] | None = None
 
     def stage(self, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-        """Return the tensors' copies, by the same names; done when this returns."""
-        # Counters of single numbers: each by itself would be a copy from the GPU of four bytes.
+        """Return copies of the tensors, by name; the copies are complete on return."""
+        # Scalars such as step counters.
         small = {name: tensor.cpu().clone() for name, tensor in tensors.items() if tensor.dim() == 0}
         large = {name: tensor.detach() for name, tensor in tensors.items() if name not in small}
         of = frozenset((name, tensor.shape, tensor.dtype) for name, tensor in large.items())
-        if of != self._of:  # such as moments that came later: the copies are of other tensors
+        if of != self._of:  # such as moments that were created after the first save
             self._make_room(large)
             self._of = of
         for name, tensor in large.items():
@@ -86,7 +86,7 @@ class Staging:
         return {**self._copies, **small}
 
     def _make_room(self, tensors: Mapping[str, Tensor]) -> None:
-        """Get memory for the copies: all of it in one piece, exactly as large."""
+        """Allocate memory for the copies, in one block of exactly the size needed."""
         self._copies = {}
         if self._release is not None:
             self._release()
@@ -100,7 +100,7 @@ class Staging:
         for name, tensor in tensors.items():
             own, first = _own(tensor), places[name]
             room = memory[first : first + own.nbytes].view(own.dtype).view(own.shape)
-            if isinstance(tensor, DTensor):  # the same shard of the same whole
+            if isinstance(tensor, DTensor):  # the same shard of the same tensor
                 whole: Any = torch.empty_like(tensor, device="meta")
                 whole._local_tensor = room
                 self._copies[name] = whole
@@ -109,19 +109,19 @@ class Staging:
 
 
 ALIGNED = 512  # bytes
-_THREADS = 8  # that touch pages; under torchrun torch itself has one
+_THREADS = 8  # for the first touch of the pages; under torchrun torch itself has one thread
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor."""
+    """Return the local part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _resident(size: int) -> Tensor:
-    """Return so many bytes whose pages are all there, large ones where the system has them."""
+    """Return ``size`` bytes of resident memory, in huge pages if the system has them."""
     memory = mmap.mmap(-1, size)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without
+        with contextlib.suppress(OSError):  # the kernel has no huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
     with ThreadPoolExecutor(_THREADS) as pool:
@@ -130,7 +130,7 @@ def _resident(size: int) -> Tensor:
 
 
 def _lock(memory: Tensor) -> bool:
-    """Lock the pages, so that the GPU copies into them by itself; whether that could be done."""
+    """Page-lock the memory, so that the GPU copies directly; return whether this succeeded."""
     portable = 1
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable))
     if error:

@@ -1,4 +1,4 @@
-"""Saving checkpoints while the run goes on: each process writes its share, and all is there or nothing."""
+"""Saving checkpoints in the background: each process writes its share, and the result is atomic."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ from trainer.storage.files import digest, fsync_path, read_json, sha256_of, writ
 
 
 def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return the tensors of the model's state, and of those with several names the others' first name.
+    """Return the tensors of the model's state, and for each further name of a tensor its first name.
 
-    Tied weights are one tensor: it is stored once.
+    Tied weights are one tensor, which is stored once.
     """
     first: dict[int, str] = {}
     others: dict[str, str] = {}
@@ -58,10 +58,10 @@ def named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 @dataclass(frozen=True)
 class SaveTimes:
-    """How long the save of a checkpoint took on this rank, and how large it is.
+    """Duration and size of a checkpoint's save on this rank.
 
-    ``staging_seconds`` is the copying of the tensors, for which training waits, and ``seconds`` all of it,
-    until the checkpoint is whole; ``size`` is that of all ranks' tensors, in bytes.
+    ``staging_seconds`` is the time to copy the tensors, during which training waits. ``seconds`` is the time
+    until the checkpoint is complete. ``size`` is that of all ranks' tensors, in bytes.
     """
 
     step: int
@@ -71,22 +71,21 @@ class SaveTimes:
 
 
 class Checkpointer:
-    """Saves a run's checkpoints into ``folder``, one at a time, while the training goes on.
+    """Saves the checkpoints of a run to ``folder``, one at a time, in the background.
 
-    Several processes make one each, at the same point, and call its methods together; the folder is the same
-    for all of them. :meth:`save` copies the tensors to the memory of the CPU, which the training waits for,
-    and leaves the writing to a thread. What went wrong there is raised by the next :meth:`wait`; the
-    checkpoints before are as they were.
+    With several processes each creates one, and all call its methods together with the same folder.
+    :meth:`save` copies the tensors to host memory, for which training waits; a thread writes them. The next
+    :meth:`wait` raises an error of the thread; earlier checkpoints stay intact.
 
     Args:
         folder: of all checkpoints of the run.
-        model: the module itself, not what wraps it for data parallelism; its tensors may be sharded.
+        model: the inner module, without a DDP wrapper; its tensors may be sharded.
         optimizer: its state is stored by the names of the model's parameters.
-        spec_digest: stored, so that a checkpoint tells what it belongs to.
-        keep: how many of the newest stay.
-        keep_every: those at multiples of so many steps stay too.
-        ranks: the processes; None: this one alone.
-        pin: whether what is copied from a GPU is copied to page-locked memory, kept between saves.
+        spec_digest: stored with the checkpoint to identify the run's spec.
+        keep: number of newest checkpoints to keep.
+        keep_every: checkpoints at multiples of this number of steps are kept too.
+        ranks: the processes; None: this one only.
+        pin: whether tensors on a GPU are copied to page-locked memory that is reused.
 
     """
 
@@ -115,15 +114,14 @@ class Checkpointer:
         self._step = self._size = 0
         self._times: Callable[[], SaveTimes] | None = None
         self.saves: list[SaveTimes] = []
-        """Of the checkpoints saved so far, in order."""
+        """Duration and size of the checkpoints saved so far, in order."""
 
     def save(self, progress: TrainingProgress) -> None:
-        """Begin to save the checkpoint of ``progress.step``, after the one before has been written.
+        """Start to save the checkpoint of ``progress.step``, after the previous save has ended.
 
         Raises:
-            FailedSaveError: about the one before, and this one isn't begun then; or there is no folder to
-                begin in.
-            LostPeerError: another process is gone.
+            FailedSaveError: the previous save failed, or the folder cannot be created; nothing is started.
+            LostPeerError: another process has ended.
 
         """
         self.wait()
@@ -131,7 +129,7 @@ class Checkpointer:
         began = time.perf_counter()
         self._step = progress.step
         try:
-            self._ranks.run_on_rank0(self._make_room)
+            self._ranks.run_on_rank0(self._make_folder)
         except (OSError, RuntimeError) as error:
             raise self._failure(error) from error
         tensors, aliases = named_tensors(self._model)
@@ -163,23 +161,23 @@ class Checkpointer:
             process_group=self._group,
             no_dist=self._ranks.is_single,
         )
-        assert isinstance(future, Future)  # as it is where the writer brings its own staging
+        assert isinstance(future, Future)  # because the writer stages itself
         self._future = future
         staged, ended = time.perf_counter() - began, list[float]()
         future.add_done_callback(lambda _: ended.append(time.perf_counter()))
 
         def times() -> SaveTimes:
-            end = ended[0] if ended else time.perf_counter()  # callbacks may come after those who wait
+            end = ended[0] if ended else time.perf_counter()  # the callback may run after the waiting thread
             return SaveTimes(progress.step, staged, end - began, size)
 
         self._times = times
 
     def wait(self) -> None:
-        """Wait until the save in flight, if there is one, has ended.
+        """Wait for the end of the save in progress, if there is one.
 
         Raises:
-            FailedSaveError: it could not be written; what was written of it is removed.
-            LostPeerError: another process was gone before all had written.
+            FailedSaveError: the checkpoint could not be written; its files are removed.
+            LostPeerError: another process ended before all processes had written.
 
         """
         future, self._future = self._future, None
@@ -187,8 +185,8 @@ class Checkpointer:
             return
         try:
             future.result()
-        except (CheckpointException, Exception) as error:  # the former is no Exception
-            room = self._room()
+        except (CheckpointException, Exception) as error:  # CheckpointException is not an Exception
+            room = self._missing_space()
             if self._ranks.is_main:
                 remove_tree(self._temporary)
             raise self._failure(error, room) from error
@@ -197,33 +195,31 @@ class Checkpointer:
 
     @property
     def ended(self) -> bool:
-        """Whether a save was begun whose end :meth:`wait` could tell at once; never with several processes.
+        """Whether :meth:`wait` would return or raise immediately; never with several processes.
 
-        They must wait together: one of them may have ended before the others.
+        Several processes must wait together, since one may end before the others.
         """
         return self._ranks.is_single and self._future is not None and self._future.done()
 
     @property
     def failed(self) -> bool:
-        """Whether the save in flight has ended badly, as far as this process knows; doesn't wait."""
+        """Whether the save in progress has failed in this process; does not wait."""
         return self._future is not None and self._future.done() and self._future.exception() is not None
 
-    def _room(self) -> str:
-        """Say how much room there is, where that is too little: what torch says of a full disk is cryptic."""
+    def _missing_space(self) -> str:
+        """Return a message if the disk lacks space, since torch's errors for a full disk are cryptic."""
         try:
             free = shutil.disk_usage(self.folder).free
         except OSError:
             return ""
         if free >= self._size:
             return ""
-        return (
-            f"; the disk has {free / 1e6:,.2f} MB free, where a checkpoint takes {self._size / 1e6:,.2f} MB"
-        )
+        return f"; the disk has {free / 1e6:,.2f} MB free, but a checkpoint takes {self._size / 1e6:,.2f} MB"
 
     def _failure(self, error: BaseException, room: str = "") -> FailedSaveError | LostPeerError:
         every = list_checkpoints(self.folder)
         kept = every[-1] if every else None
-        # What a process fails at itself is told to all of them; else telling is what failed.
+        # An error of one process is sent to all; any other RuntimeError is a failure of the communication.
         expected = isinstance(error, CheckpointException | OSError | PeerError)
         if isinstance(error, RuntimeError) and not expected and not self._ranks.is_single:
             return LostPeerError(step=self._step, reason=str(error), kept=kept)
@@ -241,15 +237,15 @@ class Checkpointer:
     def _temporary(self) -> Path:
         return self.folder / f"{step_name(self._step)}{TEMPORARY}save"
 
-    def _make_room(self) -> None:
+    def _make_folder(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove_unfinished(self.folder)
         self._temporary.mkdir()
 
     def _publish(self) -> None:
-        """Give the finished folder its name; on rank 0, after all processes have written."""
+        """Rename the finished folder; on rank 0, after all processes have written."""
         final = self.folder / step_name(self._step)
-        if final.exists():  # a run resumed from an earlier checkpoint has come here again
+        if final.exists():  # the run was resumed from an earlier checkpoint
             replaced = self.folder / f"{final.name}{TEMPORARY}replaced"
             final.rename(replaced)
             self._temporary.rename(final)
@@ -261,9 +257,9 @@ class Checkpointer:
 
 
 class _Writer(FileSystemWriter):
-    """The writer of ``torch.distributed.checkpoint``, with checksums, what each rank knows, and a last act.
+    """The writer of ``torch.distributed.checkpoint``, extended by checksums, rank state and publishing.
 
-    ``write_data`` runs on every rank, ``finish`` on rank 0 after all of them, both in the thread.
+    ``write_data`` runs on every rank, ``finish`` on rank 0 after all of them; both run in the thread.
     """
 
     def __init__(
@@ -287,7 +283,7 @@ class _Writer(FileSystemWriter):
         if not self._staging.kept:
             staged: dict[str, Any] = super().stage(state_dict)
             return staged
-        self.per_thread_copy_ahead = 0  # as the method of the base class does: nothing is left to copy
+        self.per_thread_copy_ahead = 0  # as in the base class: no copies remain to be made
         return self._staging.stage(state_dict)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
@@ -301,7 +297,7 @@ class _Writer(FileSystemWriter):
         return written
 
     def finish(self, metadata: Any, results: Any) -> None:
-        # Not the base class's, which writes the index as a pickle.
+        # Replaces the method of the base class, which writes the index as a pickle.
         folder = Path(self.path)
         write_atomically(folder / INDEX, index_text(metadata, results))
         files = {INDEX: _measured(folder / INDEX)}

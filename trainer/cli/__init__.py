@@ -1,1 +1,1 @@
-"""Command lines: arguments and exit codes."""
+"""The command line: arguments and exit codes."""

@@ -1,4 +1,4 @@
-"""How the trainer's programs end: their exit codes, and which failures are said in a sentence. No torch."""
+"""Exit codes of the trainer's programs, and the errors reported without a traceback. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ REFUSED = 2
 NOT_FINITE = 3
 NOT_SAVED = 4
 TO_BE_RESUMED = 75
-"""What ``sysexits.h`` calls a temporary failure: ask again later."""
+"""``EX_TEMPFAIL`` of ``sysexits.h``: a temporary failure; try again later."""
 INTERRUPTED = 130
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 def code_of(error: Exception) -> int | None:
-    """Return the exit code for what can go wrong in a run.
+    """Return the exit code for an expected error of a run, or None.
 
-    None for all else: in a run, a ``ValueError`` too is a mistake in the program, and keeps its traceback.
+    Any other error, including a ``ValueError`` during a run, is a bug and keeps its traceback.
     """
     match error:
         case NonFiniteLossError():
@@ -47,13 +47,13 @@ def code_of(error: Exception) -> int | None:
 
 
 def short_of_memory(error: Exception) -> str | None:
-    """Return what was short, where an error says that a device or the host is out of memory."""
-    # torch's own error is known by its name, so that torch isn't imported for it; its CPU has a plain one.
+    """Return the message of an out-of-memory error of a device or the host; None for other errors."""
+    # torch's error is recognized by its name, so that torch is not imported; on the CPU it is a RuntimeError.
     by_torch = type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
     return str(error).partition(". GPU")[0] if by_torch or isinstance(error, MemoryError) else None
 
 
 def refuse(message: str, code: int = REFUSED) -> int:
-    """Say why a program ends, and return its exit code."""
+    """Print why a program ends and return its exit code."""
     print(f"error: {message}", file=sys.stderr)
     return code

@@ -1,9 +1,9 @@
 """The command line: ``python -m trainer --spec zoo/word_problem_s3.yaml [path.to.key=value …] …``.
 
-Exit codes: 0 done; 1 a mistake in the program, or another process of the run is gone; 2 the request can't be
-carried out (said in a sentence); 3 the loss stopped being a number; 4 a checkpoint or the metrics could not
-be written; 75 stopped by SIGTERM or SIGUSR1, 130 by SIGINT (Ctrl-C): the run is saved and goes on by
-``--resume``. So a job script may put a job that ends with 75 back into the queue.
+Exit codes: 0 done; 1 a bug, or another process of the run ended; 2 the request cannot be carried out; 3 the
+loss is NaN or infinite; 4 a checkpoint or the metrics could not be written; 75 stopped by SIGTERM or SIGUSR1,
+130 by SIGINT (Ctrl-C). A stopped run is saved and continues by ``--resume``, so that a job script can requeue
+a job that ends with 75.
 """
 
 from __future__ import annotations
@@ -40,37 +40,35 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="python -m trainer",
         description="Train a model described by a spec.",
-        epilog="Settings of the spec can be changed on the spot: data.group=A4 training.max_steps=200. "
-        "Beside it: python -m trainer.tokenize (text to train on), trainer.report (pictures of runs), "
-        "trainer.evaluate (benchmarks, perplexity), trainer.experiments (the paper's), implicit_blocks "
+        epilog="Override settings of the spec by path.to.key=value: data.group=A4 training.max_steps=200. "
+        "Other programs: python -m trainer.tokenize (text to train on), trainer.report (plots of runs), "
+        "trainer.evaluate (benchmarks, perplexity), trainer.experiments (of the paper), implicit_blocks "
         "(specs, generation, exports, plugins).",
     )
-    made.add_argument("--spec", metavar="FILE", help="a YAML file, or the name of one in the zoo")
-    made.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to the spec")
+    made.add_argument("--spec", metavar="FILE", help="YAML file of the run, or its name in the zoo")
+    made.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="overrides of the spec")
     made.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder of the run (default runs/<spec>-<time>)"
+        "--output", type=Path, metavar="DIR", help="folder of the run (default: runs/<spec>-<time>)"
     )
-    made.add_argument("--resume", action="store_true", help="go on with the run in the output folder")
+    made.add_argument("--resume", action="store_true", help="resume the run in the output folder")
     made.add_argument(
         "--checkpoint",
         metavar="NAME",
-        help="resume from this checkpoint (such as step-00000120) and no other",
+        help="resume from this checkpoint, such as step-00000120 (default: the newest complete one)",
     )
     made.add_argument(
-        "--stop-at", type=int, metavar="STEP", help="save and stop after this step, to be resumed"
+        "--stop-at", type=int, metavar="STEP", help="save and stop after this step; continue by --resume"
     )
     made.add_argument(
-        "--dry-run", action="store_true", help="print size, cost, memory and phases; train nothing"
+        "--dry-run", action="store_true", help="print size, cost, memory and phases without training"
     )
-    made.add_argument("--ranks", type=int, metavar="N", help="dry run: for so many processes (default 1)")
+    made.add_argument("--ranks", type=int, metavar="N", help="dry run: number of processes (default: 1)")
     made.add_argument(
         "--rate",
         metavar="TOKENS/S",
-        help="dry run: how long the run takes at this measured rate, or bounded=20000,free=9000 by phase",
+        help="dry run: measured rate for the duration estimate, or one per phase: bounded=20000,free=9000",
     )
-    made.add_argument(
-        "--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda where there is one)"
-    )
+    made.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, … (default: cuda if available)")
     return made
 
 
@@ -79,41 +77,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser()
     options = command.parse_intermixed_args(arguments)
     if options.spec is None and not (options.resume and options.output):
-        command.error("give a spec by --spec, or a run to go on with by --resume --output DIR")
+        command.error("give a spec by --spec, or a run to resume by --resume --output DIR")
     if options.stop_at is not None and options.stop_at < 1:
-        command.error(f"--stop-at {options.stop_at}: give a step from 1 up")
+        command.error(f"--stop-at must be at least 1, got {options.stop_at}")
     if options.ranks is not None and options.ranks < 1:
-        command.error(f"--ranks {options.ranks}: give a number from 1 up")
+        command.error(f"--ranks must be at least 1, got {options.ranks}")
     if not options.dry_run and (options.ranks is not None or options.rate is not None):
-        command.error("--ranks and --rate are for --dry-run; a run has as many processes as torchrun starts")
+        command.error("--ranks and --rate require --dry-run; torchrun sets the number of processes of a run")
     try:
         code = _carry_out(options, command=["python", "-m", "trainer", *(arguments or sys.argv[1:])])
         if not options.dry_run and code in (0, INTERRUPTED, TO_BE_RESUMED):
             from trainer.distributed import leave
 
-            leave()  # when nothing of the run is left: what it made of the process group must go first
+            leave()  # after the run: its references to the process group must be gone
         return code
     except ModuleNotFoundError as error:
         return refuse(without_torch(error))
-    except SystemExit as error:  # nothing of ours exits below this point: a component of the run did
+    except SystemExit as error:  # the trainer does not call sys.exit below; a component of the run did
         place = traceback.extract_tb(error.__traceback__)[-1]
         return refuse(
-            f"{place.filename}:{place.lineno} ended the program by sys.exit({error.code!r}) in the middle of "
-            "the run, which a component must not do: raise an exception there; the last checkpoint can be "
-            "resumed by --resume",
+            f"{place.filename}:{place.lineno} called sys.exit({error.code!r}) during the run; components "
+            "must raise an exception instead. Use --resume to continue from the last checkpoint",
             LOST,
         )
     except KeyboardInterrupt:
-        return refuse("stopped at once; the last checkpoint can be resumed by --resume", INTERRUPTED)
+        message = "stopped without saving; use --resume to continue from the last checkpoint"
+        return refuse(message, INTERRUPTED)
 
 
 def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
-    # What the user asked for is checked here, where a ValueError is the answer to it and is shown without a
-    # traceback. While the run trains, a ValueError is a mistake in the program and keeps its traceback.
+    # Until the run is built, a ValueError is about the user's request and is shown without a traceback.
+    # During training a ValueError is a bug and keeps its traceback.
     try:
         name, spec = _spec(options)
         if options.dry_run:
-            from trainer.estimate.dry_run import dry_run_report  # torch-free, so that it answers in a moment
+            from trainer.estimate.dry_run import dry_run_report  # imports no torch, so that it is fast
 
             print(dry_run_report(spec, name=name, ranks=options.ranks or 1, rate=options.rate))
             return 0
@@ -122,7 +120,7 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         from trainer.storage.run_folder import folder_to_resume
 
         ranks = join(options.device, timeout_minutes=spec.training.distributed.timeout_minutes)
-        # Before there is a folder; what `build` is given it compares itself.
+        # Before the folder is created; `build` compares its own arguments.
         require_same_spec(ranks, {}, options={"--stop-at": options.stop_at})
         resume = options.resume or options.checkpoint is not None
         output = options.output
@@ -143,51 +141,51 @@ def _carry_out(options: argparse.Namespace, *, command: Sequence[str]) -> int:
         if (short := short_of_memory(error)) is None:
             raise
         return refuse(
-            f"out of memory before the first step ({short}); choose a smaller model, or divide it among "
-            "processes by training.distributed.kind=fsdp (--dry-run --ranks estimates what each takes)"
+            f"out of memory before the first step ({short}); choose a smaller model, or shard it over "
+            "processes by training.distributed.kind=fsdp (--dry-run --ranks estimates the memory of each)"
         )
     return _train(run, stop_at=options.stop_at)
 
 
 def _train(run: Run, *, stop_at: int | None) -> int:
-    """Train what has been built; say how it ended, and return the exit code for that."""
+    """Train the run, report how it ended, and return the exit code."""
     ranks = run.ranks
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     others = "" if ranks.is_single else f" and {ranks.world_size - 1} more ({run.manifest['layout']})"
     device = f"{run.manifest['device']}{others}"
     run.display.log(f"{run.name}: {parameters:,} parameters on {device}, writing to {run.folder.path}")
-    if not run.loop.evaluation_sets:
-        run.display.log("nothing is evaluated: the data have no validation tokens")
+    if not run.loop.evaluator.sets:
+        run.display.log("no evaluation: the data have no validation tokens")
     try:
         summary = run.train(stop_at=stop_at)
     except Exception as error:
         if (code := code_of(error)) is None:
             raise
-        return refuse(_said(error, run), code)
+        return refuse(_describe(error, run), code)
     return _ended(run, summary, stop_at=stop_at)
 
 
-def _said(error: Exception, run: Run) -> str:
-    """Say what ended a run, and what is left of it where the error doesn't."""
+def _describe(error: Exception, run: Run) -> str:
+    """Return the message of an error that ended a run, with the last checkpoint if it lacks that."""
     if isinstance(error, NonFiniteLossError | DataError | CallbackError):
         kept = run.loop.last_checkpoint
-        where = f"the last checkpoint, {kept}, is intact" if kept else "no checkpoint had been saved yet"
+        where = f"the last checkpoint, {kept}, is intact" if kept else "there is no checkpoint"
         return f"{error}; {where}"
     if isinstance(error, OSError):
-        return f"{error}; make room and go on by --resume"
+        return f"{error}; free disk space and use --resume"
     if (short := short_of_memory(error)) is not None:
         return (
             f"{run.manifest['device']} is out of memory at step {run.loop.progress.step + 1} ({short}); "
-            "lower training.micro_batch_size or data.seq_len (--dry-run estimates what a step takes)"
+            "lower training.micro_batch_size or data.seq_len (--dry-run estimates the memory of a step)"
         )
     return str(error)
 
 
 def _ended(run: Run, summary: dict[str, Any] | None, *, stop_at: int | None) -> int:
-    """Say how a run that nothing went wrong with ended: stopped, early, or done."""
+    """Report how a run without errors ended (stopped, early, done) and return the exit code."""
     if summary is None:
         run.display.log(
-            f"stopped after step {run.loop.progress.step}; go on by: --resume --output {run.folder.path}"
+            f"stopped after step {run.loop.progress.step}; continue by: --resume --output {run.folder.path}"
         )
         asked = stop_at is not None and run.loop.progress.step >= stop_at
         if asked and run.loop.stopped_by is None:
@@ -200,8 +198,9 @@ def _ended(run: Run, summary: dict[str, Any] | None, *, stop_at: int | None) -> 
     if run.loop.unsaved:
         kept = run.loop.last_checkpoint
         return refuse(
-            f"the weights of step {summary['steps']} could not be saved and are lost; make room and go on "
-            f"from {'the beginning' if kept is None else kept} by --resume --output {run.folder.path}",
+            f"the weights of step {summary['steps']} could not be saved and are lost; free disk space and "
+            f"use --resume --output {run.folder.path} to continue from "
+            f"{'the beginning' if kept is None else kept}",
             NOT_SAVED,
         )
     return 0

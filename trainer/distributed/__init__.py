@@ -1,4 +1,4 @@
-"""Many processes as one run: who this process is, what the others say, how the model is laid out."""
+"""A run of several processes: ranks, agreement on spec and data, layout of the model."""
 
 from trainer.distributed.agreement import require_same_data, require_same_spec
 from trainer.distributed.layout import Layout, alone, lay_out

@@ -1,4 +1,4 @@
-"""Ranks that were started differently are told so before anything is computed."""
+"""Checks that all ranks were started with the same spec, options and data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SHOWN = 8
 
 
 def require_same_spec(ranks: Ranks, spec: Mapping[str, Any], *, options: Mapping[str, Any]) -> None:
-    """Refuse, on every rank, to go on where one has another spec, or other options of the command line.
+    """Raise on every rank if a rank has another spec or other options of the command line.
 
     Raises:
-        ValueError: each rank that differs from rank 0, with both values of what differs.
+        ValueError: names each rank that differs from rank 0, with both values.
 
     """
     own = {"spec": spec, "options": options}
@@ -36,16 +36,16 @@ def require_same_spec(ranks: Ranks, spec: Mapping[str, Any], *, options: Mapping
 
 
 def require_same_data(ranks: Ranks, identities: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse, on every rank, to train where one reads other data, such as another copy on its machine.
+    """Raise on every rank if a rank reads other data, such as another copy on its machine.
 
     Raises:
-        ValueError: the ranks whose data are not those of rank 0.
+        ValueError: names the ranks whose data differ from those of rank 0.
 
     """
     every = ranks.gather_objects(digest(list(map(dict, identities))))
     others = [str(rank) for rank, found in enumerate(every) if found != every[0]]
     if others:
         raise ValueError(
-            f"the data at the same path are not the same: rank {', '.join(others)} found others than rank 0; "
-            "copy them to every machine again, or give a path that all machines share"
+            f"the data at the same path differ: rank {', '.join(others)} reads other data than rank 0; "
+            "copy them to every machine again, or use a path that all machines share"
         )

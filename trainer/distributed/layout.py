@@ -1,12 +1,12 @@
-"""How a model is laid out over the ranks: whole on each, or sharded with PyTorch's FSDP2.
+"""The layout of a model over the ranks: replicated with DDP, or sharded with FSDP2.
 
-A rank's gradient is that of its own sequences; both DDP and FSDP average over the ranks, so a rank scales its
-loss by their number and the average becomes the sum (`Layout.gradient_scale`).
+DDP and FSDP average gradients over the ranks. Each rank multiplies its loss by the number of ranks, so that
+the average becomes the sum (`Layout.gradient_scale`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -24,19 +24,20 @@ from implicit_blocks.search.agreement import RankAgreement, fixed_budget
 from implicit_blocks.specs import ModelSpec
 from implicit_blocks.weights.cache import WEIGHTS_COME_AND_GO
 from trainer.distributed.ranks import Ranks
+from trainer.run.trainable_model import AgreesOnStopping, ShardsLayers
 from trainer.specs.distributed import DistributedSpec, Kind, Spread
 
 BUCKET_MEGABYTES = 100
-"""Of gradients that DDP exchanges at once: messages long enough for a fast link's full speed, and so many
-that they go while backward computes."""
+"""Size of the gradient buckets of DDP: large enough for the full bandwidth of a fast link, small enough that
+the exchange overlaps with backward."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model over the ranks.
+    """A model laid out over the ranks.
 
-    ``model`` is the module whose parameters are trained and stored, ``forward`` what is called in training
-    (the same, or its DDP wrapper).
+    ``model`` is the module whose parameters are trained and saved. ``forward`` is the module that training
+    calls: the same module, or its DDP wrapper.
     """
 
     kind: Kind
@@ -44,19 +45,20 @@ class Layout:
     model: nn.Module
     forward: nn.Module
     communicates_in_the_loop: bool = False
-    """Whether every call of a layer talks to the other ranks, which must call it equally often."""
+    """Whether each call of a layer communicates, so that all ranks must make the same number of calls."""
 
     @property
     def gradient_scale(self) -> float:
-        """What a rank multiplies its loss by, so that the ranks' average is their sum."""
+        """Factor on a rank's loss that turns the average over the ranks into their sum."""
         return float(self.ranks.world_size)
 
     @contextmanager
     def accumulating(self, *, last: bool) -> Iterator[None]:
-        """Go through one micro-batch, forward and backward; gradients are exchanged with the last one only.
+        """Context of one micro-batch, forward and backward; the last one exchanges the gradients.
 
-        Sharded weights are gathered for the first one and stay until the last. Layers that are gathered one
-        by one exchange theirs with every micro-batch: what waits would be as large as the whole model.
+        Sharded weights are gathered for the first micro-batch and kept until the last. Layers that are
+        sharded one by one exchange gradients with every micro-batch: accumulated gradients would be as large
+        as the whole model.
         """
         context: AbstractContextManager[Any] = nullcontext()
         if isinstance(self.forward, DistributedDataParallel) and not last:
@@ -70,9 +72,9 @@ class Layout:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Have the weights for a time without gradients, in which ranks may call the model differently often.
+        """Gather the weights for passes without gradients; ranks may then make different numbers of calls.
 
-        Where layers communicate one by one they go on doing so.
+        Layers that are sharded one by one still communicate in each call.
         """
         if not isinstance(self.model, FSDPModule) or self.communicates_in_the_loop:
             yield
@@ -84,30 +86,30 @@ class Layout:
             self.model.reshard()
 
     def clip(self, limit: float) -> Tensor:
-        """Scale the gradients so that their norm over all ranks is at most ``limit``; return what it was."""
+        """Clip the gradients to the norm ``limit`` over all ranks; return the norm before clipping."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def alone(model: nn.Module, device: torch.device) -> Layout:
-    """Return the layout of a process without others."""
+    """Return the layout of a run with one process."""
     return Layout("none", Ranks(device), model, model)
 
 
 def lay_out(
     model: nn.Module, spec: DistributedSpec, ranks: Ranks, *, phases: Iterable[ModelSpec] = ()
 ) -> Layout:
-    """Lay ``model``, built on the CPU with the same weights on every rank, out over the ranks and devices.
+    """Lay out ``model``, built on the CPU with the same weights on every rank, over the ranks and devices.
 
     Args:
-        model: the model; what `unit: layer` shards one by one its ``sharding_units()`` tells.
+        model: the model; ``unit: layer`` shards each of its ``sharding_units()``.
         spec: the run's `training.distributed` section.
         ranks: the processes.
-        phases: the models' specs in the run's phases.
+        phases: the model specs of the run's phases.
 
     Raises:
-        ValueError: a layout that these ranks or this model can't have.
+        ValueError: these ranks or this model do not support the layout.
 
     """
     if ranks.is_single:
@@ -126,7 +128,7 @@ def lay_out(
             if isinstance(module, Backbone):
                 module.gradients_by_layer = True
         device_ids = [ranks.device.index] if on_cuda else None
-        # No initial exchange: the ranks' weights are equal as they are built.
+        # No initial broadcast: every rank builds the same weights.
         wrapped = DistributedDataParallel(
             model,
             device_ids=device_ids,
@@ -137,17 +139,17 @@ def lay_out(
         return Layout("ddp", ranks, model, wrapped)
     mesh = _mesh(spread, ranks)
     by_layer = spec.unit == "layer"
-    model.register_forward_hook(_let_fsdp_see)
+    model.register_forward_hook(_register_output)
     if by_layer:
         for unit in _units(model, phases):
             setattr(unit, WEIGHTS_COME_AND_GO, True)
             fully_shard(unit, mesh=mesh)
             if hasattr(unit, "advance"):
                 register_fsdp_forward_method(unit, "advance")
-        model.agree = fixed_budget if spec.stopping == "fixed_budget" else RankAgreement()  # type: ignore[assignment]  # no part of the module
-    # The loop goes over these weights any number of times, so they stay from the forward to the backward
-    # pass; in float32, as they are kept: bfloat16 copies are made from them once a pass (autocast), while
-    # norms and an SSM's A, dt and D are used in float32.
+        if isinstance(model, AgreesOnStopping):
+            model.agree = fixed_budget if spec.stopping == "fixed_budget" else RankAgreement()
+    # The search uses these weights many times, so they stay gathered from forward to backward. They stay in
+    # float32: autocast makes bfloat16 copies once a pass, and norms and an SSM's A, dt and D use float32.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
     return Layout(spread.kind, ranks, model, model, communicates_in_the_loop=by_layer)
 
@@ -160,8 +162,7 @@ def _mesh(spread: Spread, ranks: Ranks) -> DeviceMesh:
 
 
 def _units(model: nn.Module, phases: Iterable[ModelSpec]) -> list[nn.Module]:
-    units: Callable[[], list[nn.Module]] | None = getattr(model, "sharding_units", None)
-    if units is None:
+    if not isinstance(model, ShardsLayers):
         raise ValueError(
             f"{type(model).__name__} has no layers to shard one by one (sharding_units); "
             "set training.distributed.unit=model"
@@ -170,14 +171,14 @@ def _units(model: nn.Module, phases: Iterable[ModelSpec]) -> list[nn.Module]:
         gradient = getattr(phase, "gradient", None)
         if gradient is not None and gradient.kind == "implicit_function":
             raise ValueError(
-                "gradient 'implicit_function' goes backwards through the layers as often as each rank needs; "
-                "set training.distributed.unit=model, or choose gradient 'phantom'"
+                "gradient 'implicit_function' runs backward through the layers a different number of times "
+                "on each rank; set training.distributed.unit=model, or choose gradient 'phantom'"
             )
-    return units()
+    return model.sharding_units()
 
 
-def _let_fsdp_see(module: nn.Module, arguments: Any, output: Any) -> None:
-    """Register the class of a model's output, so that FSDP finds the loss in it and hooks its backward."""
+def _register_output(module: nn.Module, arguments: Any, output: Any) -> None:
+    """Register the class of a model's output as a pytree, so that FSDP finds the loss and hooks backward."""
     kind = type(output)
     if is_dataclass(kind) and kind not in pytree.SUPPORTED_NODES:
         pytree.register_dataclass(kind)

@@ -1,6 +1,6 @@
-"""The processes of a run: who this one is, and how they tell one another.
+"""The processes of a run and their communication on the host.
 
-A process that runs alone has the same object, whose every call is then a plain function.
+A run of one process uses the same class, without communication.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ T = TypeVar("T")
 TIMEOUT_MINUTES = 30.0
 
 _kept: list[Any] = []
-# Groups are kept until the process ends. Their destructor waits for their threads, and one of those may still
-# be about to let go of a tensor, for which it needs the interpreter's lock, which the destructor's caller
-# holds: seen with gloo in torch 2.13, where DistributedDataParallel had the last reference to the group.
+# Process groups are kept until the process ends. Their destructor waits for their threads, and a thread that
+# is about to release a tensor waits for the interpreter's lock, which the caller of the destructor holds:
+# seen with gloo in torch 2.13, where DistributedDataParallel had the last reference to the group.
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """One process among those of a run.
+    """The rank of this process, and communication with the other ranks of its run.
 
-    Methods that talk to the others must be called by every rank, in the same order. They talk of small things
-    on the host (gloo), so that no GPU is waited for.
+    Every rank must call the methods that communicate, in the same order. They exchange small values on the
+    host (gloo), without waiting for a GPU.
     """
 
     device: torch.device
@@ -43,12 +43,12 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the rank that writes and speaks."""
+        """Whether this is rank 0, which writes files and prints."""
         return self.rank == 0
 
     @property
     def is_single(self) -> bool:
-        """Whether there are no others."""
+        """Whether the run has one process."""
         return self.world_size == 1
 
     def barrier(self) -> None:
@@ -57,23 +57,23 @@ class Ranks:
             self.sum([0.0])
 
     def sum(self, numbers: Sequence[float]) -> list[float]:
-        """Add the ranks' numbers up, one by one, in float64."""
+        """Return the elementwise sums over the ranks, in float64."""
         return self._reduce(numbers, dist.ReduceOp.SUM)
 
     def max(self, numbers: Sequence[float]) -> list[float]:
-        """Take the largest of the ranks' numbers, one by one."""
+        """Return the elementwise maxima over the ranks."""
         return self._reduce(numbers, dist.ReduceOp.MAX)
 
     def any(self, flag: bool) -> bool:
-        """Whether it is so on some rank."""
+        """Whether ``flag`` is true on any rank."""
         return bool(self.max([float(flag)])[0])
 
     def all(self, flag: bool) -> bool:
-        """Whether it is so on every rank."""
+        """Whether ``flag`` is true on every rank."""
         return not self.any(not flag)
 
     def gather_objects(self, value: T) -> list[T]:
-        """Return every rank's value, by rank; values are pickled, so keep them small."""
+        """Return every rank's value, by rank; values are pickled and should be small."""
         if self.is_single:
             return [value]
         values: list[Any] = [None] * self.world_size
@@ -81,18 +81,18 @@ class Ranks:
         return values
 
     def broadcast(self, value: T) -> T:
-        """Return the main rank's value on all; pickled too."""
-        return self.gather_objects(value if self.is_main else None)[0]  # type: ignore[return-value]  # of rank 0
+        """Return the value of rank 0 on every rank; it is pickled and should be small."""
+        return self.gather_objects(value if self.is_main else None)[0]  # type: ignore[return-value]  # rank 0 has one
 
     def run_on_rank0(self, act: Callable[[], T]) -> T:
-        """Let the main rank act, and return what it got on all; its error is raised on all."""
-        return self.broadcast(self.run_all(lambda: act() if self.is_main else None))  # type: ignore[return-value]  # the main rank's
+        """Run ``act`` on rank 0; return its result, or raise its error, on every rank."""
+        return self.broadcast(self.run_all(lambda: act() if self.is_main else None))  # type: ignore[return-value]  # rank 0 has one
 
     def run_all(self, act: Callable[[], T]) -> T:
-        """Act on every rank; where some fail all do, so that none waits for one that has left.
+        """Run ``act`` on every rank; if it fails on some ranks, raise on all, so that no rank waits forever.
 
-        A rank's own error is raised as it is; elsewhere a ValueError or `PeerError` with its words, and the
-        rank it comes from.
+        A failing rank raises its own error. The others raise a ValueError or a `PeerError` with the message
+        and the number of the failing rank.
         """
         if self.is_single:
             return act()
@@ -103,7 +103,7 @@ class Ranks:
         except Exception as caught:
             error = caught
         if not self.any(error is not None):
-            return value  # type: ignore[no-any-return]  # the type that act returns
+            return value  # type: ignore[no-any-return]  # returned by act
         failures = self.gather_objects(None if error is None else (isinstance(error, ValueError), str(error)))
         if error is not None:
             raise error
@@ -112,7 +112,7 @@ class Ranks:
         raise (ValueError if of_the_user else PeerError)(f"rank {rank}: {text}")
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return every rank's numbers, by rank; each must have as many. They travel in float64."""
+        """Return every rank's numbers, by rank, in float64; all ranks must pass the same number of them."""
         if self.is_single:
             return [list(numbers)]
         own = torch.tensor(numbers, dtype=torch.float64)
@@ -121,9 +121,9 @@ class Ranks:
         return [numbers.tolist() for numbers in every]
 
     def host_group(self) -> dist.ProcessGroup | None:
-        """Make one more group of all ranks that talks on the host, for a thread; None where this is alone.
+        """Create another host group of all ranks for a thread; None in a run of one process.
 
-        Messages of a thread must not get between those of the training: they need a group to themselves.
+        Messages of a thread must not mix with those of training, so they need a group of their own.
         """
         if self.is_single:
             return None
@@ -141,17 +141,17 @@ class Ranks:
 
 
 def join(device: str = "auto", *, timeout_minutes: float = TIMEOUT_MINUTES) -> Ranks:
-    """Join the process group that torchrun's environment describes; without one, be alone.
+    """Join the process group of torchrun's environment; without one, return a single rank.
 
-    Each process takes the device of its number on its machine: ``cuda:LOCAL_RANK``, or the CPU. Tensors on
-    CUDA go through NCCL, everything on the host through gloo.
+    Each process uses the device ``cuda:LOCAL_RANK``, or the CPU. Tensors on CUDA are exchanged by NCCL, those
+    on the host by gloo.
 
     Args:
-        device: as the command line has it; with several processes ``auto``, ``cuda`` or ``cpu``.
-        timeout_minutes: how long a rank waits for the others before it gives up.
+        device: as on the command line; with several processes ``auto``, ``cuda`` or ``cpu``.
+        timeout_minutes: how long a rank waits for the others.
 
     Raises:
-        DeviceError: no such device, or one named by number for several processes.
+        DeviceError: the device does not exist, or a numbered device is given to several processes.
 
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -161,21 +161,21 @@ def join(device: str = "auto", *, timeout_minutes: float = TIMEOUT_MINUTES) -> R
     chosen = choose_device(device)
     if chosen.index is not None:
         raise DeviceError(
-            f"device {device!r} is one device, but there are {world_size} processes; "
-            "give --device cuda or cpu, each process takes its own"
+            f"device {device!r} is a single device, but there are {world_size} processes; "
+            "use --device cuda or cpu, so that each process uses its own"
         )
     if chosen.type == "cuda":
         if local_rank >= torch.cuda.device_count():
             raise DeviceError(
-                f"process {local_rank} of this machine has no GPU: there are {torch.cuda.device_count()}; "
-                "start fewer by --nproc-per-node"
+                f"process {local_rank} of this machine has no GPU (available: {torch.cuda.device_count()}); "
+                "start fewer processes by --nproc-per-node"
             )
         chosen = torch.device("cuda", local_rank)
         torch.cuda.set_device(chosen)
     elif chosen.type != "cpu":
         raise DeviceError(f"device {device!r} can't be used by several processes; use cuda or cpu")
     if not dist.is_initialized():
-        # One group for both kinds of tensors: the device of a tensor picks gloo or NCCL.
+        # One group for both: the device of a tensor selects gloo or NCCL.
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo",
             timeout=timedelta(minutes=timeout_minutes),
@@ -184,7 +184,7 @@ def join(device: str = "auto", *, timeout_minutes: float = TIMEOUT_MINUTES) -> R
 
 
 def leave() -> None:
-    """Leave the process group, where there is one."""
+    """Leave the process group, if there is one."""
     if dist.is_available() and dist.is_initialized():
         _kept.append(dist.group.WORLD)
         dist.destroy_process_group()

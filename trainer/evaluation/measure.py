@@ -17,18 +17,7 @@ from torch import Tensor, nn
 from trainer.data.source import Batch, EvaluationSet
 from trainer.distributed import Ranks
 from trainer.reporting.metrics import rounded
-from trainer.run.step import PERCENTILES, SearchStatistics, autocast, correct_and_scored, search_statistics
-
-_SEARCH_COLUMNS = (
-    "iterations",
-    *(f"iterations_p{percent}" for percent in PERCENTILES),
-    "iterations_max",
-    "residual",
-    *(f"residual_p{percent}" for percent in PERCENTILES),
-    "residual_max",
-    "non_converged",
-    "diverged",
-)
+from trainer.run.step import SearchStatistics, autocast, correct_and_scored, search_row, search_statistics
 
 
 class EvaluationStopped(Exception):  # noqa: N818  # asked for, no error
@@ -85,31 +74,6 @@ class EvaluationResult:
                 None if iterations is None else [rounded(value, 4) for value in iterations]
             )
         return row
-
-
-def search_row(search: SearchStatistics | None) -> dict[str, Any]:
-    """Return the columns every row of metrics has about the search; all None for an explicit model."""
-    if search is None:
-        return dict.fromkeys(_SEARCH_COLUMNS)
-    values = (
-        rounded(search.iterations),
-        *search.iterations_percentiles,
-        search.iterations_max,
-        rounded(search.residual),
-        *map(rounded, search.residual_percentiles),
-        rounded(search.residual_max),
-        rounded(search.non_converged),
-        rounded(search.diverged),
-    )
-    return dict(zip(_SEARCH_COLUMNS, values, strict=True))
-
-
-def adjoint_row(adjoint: SearchStatistics | None) -> dict[str, Any]:
-    """Return the columns about the backward solves of an exact gradient; none for gradients without."""
-    if adjoint is None:
-        return {}
-    keys = ("iterations", "residual", "residual_max", "non_converged")
-    return {f"adjoint_{key}": value for key, value in search_row(adjoint).items() if key in keys}
 
 
 @torch.no_grad()

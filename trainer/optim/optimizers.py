@@ -1,7 +1,7 @@
 """Optimizers built from specs, and their state by parameter name.
 
-State is kept by name and not by position, so that a checkpoint says what belongs to what, survives a change
-of the order of parameters, and needs no pickle.
+State is stored by parameter name, not by position: a checkpoint is readable, does not depend on the order of
+the parameters, and needs no pickle.
 """
 
 from __future__ import annotations
@@ -12,16 +12,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainer.run.trainable_model import TrainableModel
+
 if TYPE_CHECKING:
     from trainer.specs.training import AdamWSpec
 
 
 def build_adamw(spec: AdamWSpec, *, model: nn.Module) -> torch.optim.AdamW:
-    """Build AdamW for ``model``, with weight decay on the parameters its ``decay_groups()`` names first.
+    """Build AdamW for ``model``, with weight decay on the first of its ``decay_groups()``.
 
-    On CUDA the fused kernel is used; on the CPU the plain one, whose sums have one fixed order.
+    On CUDA the fused kernel is used, on the CPU the plain one, whose order of summation is fixed.
+
+    Raises:
+        ValueError: the model has no ``decay_groups``.
+
     """
-    with_decay, without_decay = model.decay_groups()  # type: ignore[operator]  # the contract of language models
+    if not isinstance(model, TrainableModel):
+        raise ValueError(
+            f"{type(model).__name__} has no decay_groups(), which optimizer 'adamw' needs; "
+            "implement it, or choose another optimizer"
+        )
+    with_decay, without_decay = model.decay_groups()
     groups = [
         {"params": list(with_decay), "weight_decay": spec.weight_decay},
         {"params": list(without_decay), "weight_decay": 0.0},
@@ -34,19 +45,10 @@ def build_adamw(spec: AdamWSpec, *, model: nn.Module) -> torch.optim.AdamW:
     )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)
-        else:
-            group["lr"] = rate
-
-
 def optimizer_state(
     optimizer: torch.optim.Optimizer, model: nn.Module
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the optimizer's state as tensors named ``<parameter>/<entry>`` and the rest as JSON values."""
+    """Return the state: tensors named ``<parameter>/<entry>``, and the other entries as JSON values."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
@@ -66,10 +68,10 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
 ) -> None:
-    """Put back what :func:`optimizer_state` returned.
+    """Restore a state that :func:`optimizer_state` returned.
 
     Raises:
-        ValueError: the state names a parameter the model doesn't have, or a shape differs.
+        ValueError: the state names a parameter that the model lacks, or a shape differs.
 
     """
     parameters = dict(model.named_parameters())
@@ -78,9 +80,7 @@ def load_optimizer_state(
         name, _, entry = key.rpartition("/")
         parameter = parameters.get(name)
         if parameter is None:
-            raise ValueError(
-                f"the optimizer state names the parameter {name!r}, which this model doesn't have"
-            )
+            raise ValueError(f"the optimizer state names the parameter {name!r}, which this model lacks")
         if isinstance(value, Tensor) and value.dim() > 0:
             if value.shape != parameter.shape and entry.startswith("exp_avg"):
                 raise ValueError(
@@ -89,7 +89,7 @@ def load_optimizer_state(
                 )
             value = value.to(parameter.device)
         elif isinstance(value, Tensor):
-            # Step counters: AdamW keeps them on the CPU, except where its kernels are fused or capturable.
+            # Step counters: AdamW keeps them on the CPU, unless it is fused or capturable.
             fused = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
             value = value.to(parameter.device if fused else "cpu").clone()
         optimizer.state[parameter][entry] = value

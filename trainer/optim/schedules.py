@@ -1,6 +1,6 @@
-"""Learning-rate schedules: a peak rate and a step give the rate of that step.
+"""Learning-rate schedules: the learning rate of a step, given a peak rate. Imports no torch.
 
-A schedule knows the length of the run and nothing else, so that a phase may change the peak
+A schedule depends on the length of the run only. A phase can change the peak rate
 (``phases[i].training.optimizer.learning_rate``) without moving the warm-up or the decay.
 """
 
@@ -19,14 +19,14 @@ class Schedule(ABC):
 
     @abstractmethod
     def rate(self, step: int, *, peak: float) -> float:
-        """Return the learning rate of the update at ``step`` (counted from 0), for a given peak rate."""
+        """Return the learning rate of the update at ``step``, counted from 0, for the given peak rate."""
 
 
 def steps_of(amount: float | int | str, total_steps: int) -> int:
-    """Return ``amount`` in steps: a float below 1 is a fraction of the run, anything else is steps already.
+    """Return ``amount`` in steps: a float up to 1.0 is a fraction of the run, any other number is in steps.
 
-    A fraction is rounded to the nearest step; the fraction 1.0 is the whole run. What counts tokens must have
-    been worked out (`ScheduleSpec.in_steps`).
+    A fraction is rounded to the nearest step. Amounts in tokens must be converted first
+    (`ScheduleSpec.in_steps`).
     """
     assert not isinstance(amount, str)
     if isinstance(amount, float) and amount <= 1.0:
@@ -35,12 +35,12 @@ def steps_of(amount: float | int | str, total_steps: int) -> int:
 
 
 def _warm_up(step: int, warmup_steps: int) -> float:
-    # (step + 1): the first update would otherwise have rate 0 and be wasted.
+    # step + 1, because the first update would otherwise have rate 0.
     return min(1.0, (step + 1) / warmup_steps) if warmup_steps > 0 else 1.0
 
 
 class WarmupConstantSqrt(Schedule):
-    """Linear warm-up, a constant peak, then ``1 - sqrt`` decay down to a final rate.
+    """Linear warm-up, constant peak, then ``1 - sqrt`` decay to a final rate.
 
     Over the last ``decay_steps`` the rate is ``final + (peak - final) (1 - sqrt(progress))`` (Hägele et al.,
     "Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations", 2024).
@@ -57,13 +57,13 @@ class WarmupConstantSqrt(Schedule):
         decay_from = self.total_steps - self.decay_steps
         if step < decay_from or self.decay_steps == 0:
             return peak * _warm_up(step, self.warmup_steps)
-        # The last step of the run gets the final rate exactly.
+        # The last step of the run has exactly the final rate.
         progress = min(1.0, (step - decay_from + 1) / self.decay_steps)
         return self.final_rate + (peak - self.final_rate) * (1.0 - math.sqrt(progress))
 
 
 class WarmupLinear(Schedule):
-    """Linear warm-up, then a straight line down to a final rate, which the step after the last would have."""
+    """Linear warm-up, then linear decay; the step after the last one would have the final rate."""
 
     def __init__(self, spec: WarmupLinearSpec, *, total_steps: int) -> None:
         self.total_steps = total_steps

@@ -1,4 +1,4 @@
-"""What computed a run's operators: said once each, and kept in its manifest."""
+"""The record of the backends that computed a run's operators: one line each, and a note in the manifest."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trainer.storage.run_folder import RunFolder
 
 
 class BackendRecord:
-    """Watches for backends that have not run before.
+    """Reports backends that have not run before in this process.
 
     Args:
-        folder: whose manifest names them; None: no manifest, on processes that don't write.
-        display: where a line is said.
+        folder: of the run, whose manifest names the backends; None on processes that do not write.
+        display: shows a line for new backends.
 
     """
 
@@ -23,7 +23,7 @@ class BackendRecord:
         self._known: tuple[tuple[str, str], ...] = ()
 
     def update(self) -> None:
-        """Say and record what is new; costs nothing where nothing is."""
+        """Report the backends that have run since the last call."""
         ran = backends.chosen()
         if ran == self._known:
             return
@@ -33,5 +33,5 @@ class BackendRecord:
             self._display.log(f"computed: {', '.join(new)}")
             try:
                 self._folder.record_backends(backends.report())
-            except (OSError, RunFolderError) as error:  # nothing depends on it
-                self._display.log(f"WARNING: the backends can't be noted in the manifest ({error})")
+            except (OSError, RunFolderError) as error:  # the run does not depend on the record
+                self._display.log(f"WARNING: the backends can't be recorded in the manifest ({error})")

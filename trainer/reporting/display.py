@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a live bar on a terminal, plain lines everywhere else."""
+"""The progress of a run: a live bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, TextIO
 
 
 class Display:
-    """Shows a run's progress and knows nothing of training; itself silent, for all processes but one."""
+    """Shows the progress of a run. This base class shows nothing, for all ranks but rank 0."""
 
     def start(self, *, step: int, total: int) -> None:
-        """Begin at ``step`` of ``total``."""
+        """Start at ``step`` of ``total``."""
 
     def step(self, row: Mapping[str, Any]) -> None:
         """Show the row of metrics of a finished step."""
@@ -21,14 +21,14 @@ class Display:
         """Print a message of one or more lines."""
 
     def doing(self, text: str) -> None:
-        """Name what is being done between two steps."""
+        """Show an activity between two steps, such as saving."""
 
     def close(self) -> None:
-        """Leave the terminal in order."""
+        """Restore the terminal."""
 
 
 def duration(seconds: float) -> str:
-    """Return a time as ``45s``, ``3m05s`` or ``2h07m``."""
+    """Format a time as ``45s``, ``3m05s`` or ``2h07m``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -38,12 +38,12 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """Return a number of things: ``1 document``, ``2,000 documents``."""
+    """Format a number with its noun: ``1 document``, ``2,000 documents``."""
     return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def magnitude(value: float) -> str:
-    """Return a count as ``950``, ``12.3k`` or ``4.5M``."""
+    """Format a count as ``950``, ``12.3k`` or ``4.5M``."""
     for limit, divisor, suffix in ((1e3, 1.0, ""), (1e6, 1e3, "k"), (1e9, 1e6, "M"), (1e12, 1e9, "B")):
         if value < limit:
             return f"{value / divisor:.0f}" if suffix == "" else f"{value / divisor:.1f}{suffix}"
@@ -51,7 +51,7 @@ def magnitude(value: float) -> str:
 
 
 def format_row(row: Mapping[str, Any], *, accuracy: bool) -> str:
-    """Return the metrics of a step in words: loss, accuracy, rate, and the search where there is one."""
+    """Format the metrics of a step: loss, accuracy, search (if the model has one), rates."""
     parts = [f"loss {row['loss']:.4f}"]
     if accuracy:
         parts.append(f"acc {row['accuracy']:.1%}")
@@ -60,7 +60,7 @@ def format_row(row: Mapping[str, Any], *, accuracy: bool) -> str:
         residual = row["residual"]  # None: not finite
         parts.append("res non-finite" if residual is None else f"res {residual:.1e}")
         if row["non_converged"]:
-            parts.append(f"open {row['non_converged']:.0%}")
+            parts.append(f"unconverged {row['non_converged']:.0%}")
         if row["diverged"]:
             parts.append(f"diverged {row['diverged']:.0%}")
     if row.get("adjoint_non_converged"):
@@ -73,29 +73,29 @@ def format_row(row: Mapping[str, Any], *, accuracy: bool) -> str:
 
 
 _RECENT_STEPS = 50
-"""Steps that the time left is judged by: phases differ in pace, so the latest ones tell best."""
+"""Number of latest steps that the ETA is based on, because phases differ in pace."""
 
 
 class _Pace:
-    """Estimates the time left from the pace of the latest steps, what happened between them included."""
+    """Estimates the remaining time from the latest steps, including what happens between them."""
 
     def __init__(self, *, total: int) -> None:
         self._total = total
         self._ends: deque[tuple[int, float]] = deque(maxlen=_RECENT_STEPS + 1)
-        """Steps and when each ended."""
+        """Steps and the times at which they ended."""
 
     def remaining(self, row: Mapping[str, Any]) -> float:
-        """Return the seconds left after ``row``, the row of the step that just ended."""
+        """Return the remaining seconds after ``row``, the row of the latest step."""
         step, now = int(row["step"]), float(row["seconds"])
         self._ends.append((step, now))
         first, then = self._ends[0]
-        # The first step of a process compiles and warms up: it counts only as long as it is the only one.
+        # The first step of a process compiles and warms up: it counts only while it is the only one.
         pace = (now - then) / (step - first) if step > first else float(row["step_seconds"])
         return pace * (self._total - step)
 
 
 class PlainDisplay(Display):
-    """One line every ``log_every`` steps, for logs and pipes, which need no notes on the moment."""
+    """Prints one line every ``log_every`` steps, for logs and pipes."""
 
     def __init__(self, *, log_every: int, accuracy: bool, stream: TextIO | None = None) -> None:
         self._log_every = log_every
@@ -105,7 +105,7 @@ class PlainDisplay(Display):
         self._pace: _Pace | None = None
 
     def start(self, *, step: int, total: int) -> None:
-        """Begin at ``step`` of ``total``."""
+        """Start at ``step`` of ``total``."""
         self._total = total
         self._pace = _Pace(total=total)
 
@@ -115,21 +115,20 @@ class PlainDisplay(Display):
         remaining = self._pace.remaining(row)
         if row["step"] % self._log_every and row["step"] not in (1, self._total):
             return
-        left = f"  left {duration(remaining)}"
         width = len(str(self._total))
         self.log(
             f"{row['step']:>{width}}/{self._total}  {row['phase']}  "
-            f"{format_row(row, accuracy=self._accuracy)}{left}"
+            f"{format_row(row, accuracy=self._accuracy)}  ETA {duration(remaining)}"
         )
 
     def log(self, text: str) -> None:
         """Print a message."""
-        # Looked up at every call: tests and notebooks exchange sys.stdout.
+        # sys.stdout is looked up in every call, because tests and notebooks replace it.
         print(text, file=self._stream or sys.stdout, flush=True)
 
 
 class RichDisplay(Display):
-    """A live bar on a terminal, the latest metrics in a line below it."""
+    """Shows a live bar on a terminal, with the latest metrics in a line below it."""
 
     def __init__(self, *, accuracy: bool) -> None:
         from rich.console import Console
@@ -141,9 +140,9 @@ class RichDisplay(Display):
             TextColumn("[bold]{task.fields[phase]}"),
             BarColumn(bar_width=40),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[eta]}"),
         )
-        self._task = self._progress.add_task("train", total=None, phase="", left="")
+        self._task = self._progress.add_task("train", total=None, phase="", eta="")
         self._live = Live(console=Console(), refresh_per_second=4)
         self._show("")
         self._pace: _Pace | None = None
@@ -155,7 +154,7 @@ class RichDisplay(Display):
         self._live.update(Group(self._progress, Text(note, no_wrap=True, overflow="ellipsis")))
 
     def start(self, *, step: int, total: int) -> None:
-        """Begin at ``step`` of ``total``."""
+        """Start at ``step`` of ``total``."""
         self._pace = _Pace(total=total)
         self._progress.update(self._task, completed=step, total=total)
         self._live.start()
@@ -168,29 +167,29 @@ class RichDisplay(Display):
             self._task,
             completed=row["step"],
             phase=row["phase"],
-            left=f"{duration(remaining)} left",
+            eta=f"ETA {duration(remaining)}",
         )
         self._show(format_row(row, accuracy=self._accuracy))
 
     def log(self, text: str) -> None:
         """Print a message above the bar."""
-        # soft_wrap: long paths stay in one piece and can be copied.
+        # soft_wrap keeps long paths on one line, so that they can be copied.
         self._live.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def doing(self, text: str) -> None:
-        """Show what is being done below the bar."""
+        """Show an activity below the bar."""
         self._show(text)
 
     def close(self) -> None:
-        """Stop the bar and leave its last state standing."""
+        """Stop the bar and leave its last state on the screen."""
         self._live.stop()
 
 
 def make_display(*, log_every: int, accuracy: bool) -> Display:
-    """Return a live display if standard output is a terminal and rich is installed, else a plain one."""
+    """Return a live display if standard output is a terminal and rich is installed, else plain lines."""
     if sys.stdout.isatty():
         try:
             return RichDisplay(accuracy=accuracy)
         except ImportError:
-            pass  # rich comes with the `train` extra; plain lines say the same
+            pass  # rich comes with the extra `train`; plain lines show the same
     return PlainDisplay(log_every=log_every, accuracy=accuracy)

@@ -1,4 +1,4 @@
-"""Metrics as lines of JSON: one object a step in ``metrics.jsonl``, one a set in ``evaluations.jsonl``."""
+"""Metrics as JSON lines: one object per step in ``metrics.jsonl``, one per set in ``evaluations.jsonl``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import Any, BinaryIO
 from trainer.storage.files import open_own, replacing
 
 _AT_ONCE = 1 << 14
-"""Bytes that are read from a file's end at a time."""
+"""Block size in bytes for reading a file from its end."""
 
 
 def json_value(value: Any) -> Any:
-    """Return ``value`` with what JSON can't say, infinity and NaN, as None."""
+    """Return ``value`` with None in place of infinity and NaN, which JSON cannot represent."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -27,20 +27,20 @@ def json_value(value: Any) -> Any:
 
 
 def rounded(value: float, digits: int = 6) -> float:
-    """Return ``value`` with so many significant digits: what is measured needs no seventeen."""
+    """Return ``value`` rounded to ``digits`` significant digits."""
     return float(f"{value:.{digits}g}")
 
 
 def epoch_row(epochs: Mapping[str, float]) -> dict[str, float]:
-    """Return the columns that say how often the data have been gone through: ``epoch``, or one a source."""
+    """Return the columns for the passes over the data: ``epoch``, or ``epoch_<name>`` for each source."""
     return {f"epoch_{name}" if name else "epoch": rounded(value) for name, value in epochs.items()}
 
 
 class MetricsFile:
-    """A file of JSON lines, each with a ``step``, appended to in order and readable at any moment.
+    """A file of JSON lines, each with a ``step``, that can be read while it is written.
 
-    Where the disk is full lines are kept in memory, in order, and written once there is room; ``trouble`` is
-    what the operating system said, None while all is well.
+    If the disk is full, lines are kept in memory and written in order once there is space. ``trouble`` is the
+    error of the last write, or None.
     """
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class MetricsFile:
         self._pending = b""
 
     def write(self, *rows: Mapping[str, Any]) -> None:
-        """Append a line for each row and hand them to the operating system together."""
+        """Append one line per row, all in one write to the operating system."""
         for row in rows:
             self._pending += json.dumps(json_value(row), allow_nan=False).encode() + b"\n"
         self._push()
@@ -58,7 +58,7 @@ class MetricsFile:
     def _push(self) -> None:
         try:
             if self._file is None:
-                # Without a buffer of its own: nothing is lost or doubled where a write fails half way.
+                # Unbuffered: nothing is lost or repeated if a write fails halfway.
                 descriptor = open_own(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
                 self._file = os.fdopen(descriptor, "ab", buffering=0)
             while self._pending:
@@ -69,7 +69,7 @@ class MetricsFile:
             self.trouble = None
 
     def truncate_after(self, step: int) -> None:
-        """Drop later steps' lines, and a last line cut short, so that a resumed run has each step once."""
+        """Remove lines of later steps and an incomplete last line, so that each step occurs once."""
         self.close()
         if not self.path.exists():
             return
@@ -79,7 +79,7 @@ class MetricsFile:
                 if (row := _object_of(line)) is not None and row["step"] <= step:
                     kept, last = end, line
                     break
-            if os.fstat(file.fileno()).st_nlink > 1:  # the file is elsewhere too, where it stays as it is
+            if os.fstat(file.fileno()).st_nlink > 1:  # another hard link to the file must not change
                 file.seek(0)
                 with replacing(self.path) as own:
                     for begin in range(0, kept, _AT_ONCE):
@@ -105,14 +105,14 @@ class MetricsFile:
             yield from read_metrics(self.path, required=required, numbers=numbers, damaged=damaged)
 
     def last_row(self) -> dict[str, Any] | None:
-        """Return the latest line's object, or None where there is none; reads the file's end alone."""
+        """Return the object of the last complete line, or None; reads only the end of the file."""
         if not self.path.exists():
             return None
         with self.path.open("rb") as file:
             return next((row for line, _ in _lines_from_the_end(file) if (row := _object_of(line))), None)
 
     def close(self) -> None:
-        """Close the file; the next line opens it again."""
+        """Close the file; the next write opens it again."""
         if self._pending:
             self._push()
         if self._file is not None:
@@ -127,17 +127,17 @@ def read_metrics(
     numbers: Collection[str] = (),
     damaged: Callable[[str], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a metrics file, as they are read; a last line that a crash cut short is left out.
+    """Yield the rows of a metrics file lazily, without a last line that a crash left incomplete.
 
     Args:
         path: the file.
-        required: keys that every row must have, beside ``step``.
-        numbers: keys whose values are numbers or null, in rows that have them.
-        damaged: called with a sentence for each line that is not such a row, and the line is left out; None:
-            such a line is an error.
+        required: keys that every row must have in addition to ``step``.
+        numbers: keys whose values must be numbers or null where present.
+        damaged: called with a message for each invalid line, which is then skipped; None: an invalid line is
+            an error.
 
     Raises:
-        ValueError: naming the first line that is not such a row.
+        ValueError: a line is invalid; names the first one.
 
     """
     broken: str | None = None
@@ -164,25 +164,25 @@ def _complain(complaint: str, damaged: Callable[[str], None] | None) -> None:
 
 
 def _row_fault(row: Any, required: Collection[str] = (), numbers: Collection[str] = ()) -> str | None:
-    """Say why a JSON value is not a row of metrics; None: it is one."""
+    """Return why a JSON value is not a valid row of metrics, or None."""
     if not isinstance(row, dict):
-        return f"a row is an object, this is a {type(row).__name__}"
+        return f"expected a JSON object, got a {type(row).__name__}"
     if type(row.get("step")) is not int:
-        return f"a row has the number of a step, this has {row.get('step')!r}"
+        return f"step must be an integer, got {row.get('step')!r}"
     if missing := [name for name in required if name not in row]:
-        return f"it lacks {', '.join(missing)}"
+        return f"missing {', '.join(missing)}"
     if not isinstance(row.get("phase", ""), str):
-        return f"phase is {row['phase']!r}, which is not a name"
+        return f"phase must be a string, got {row['phase']!r}"
     for name in numbers:
         value = row.get(name)
         sound = value is None or isinstance(value, float) or (type(value) is int and abs(value) < 2**1000)
         if not sound:
-            return f"{name} is {str(value)[:50]}, which is not a number"
+            return f"{name} must be a number, got {str(value)[:50]}"
     return None
 
 
 def _lines_from_the_end(file: BinaryIO, *, at_once: int = _AT_ONCE) -> Iterator[tuple[bytes, int]]:
-    """Yield a file's lines and where they end, the last one first: a run of months has gigabytes of them."""
+    """Yield a file's lines and their end positions, last line first, without reading the whole file."""
     end = position = file.seek(0, os.SEEK_END)
     rest = b""
     while position > 0:
@@ -199,7 +199,7 @@ def _lines_from_the_end(file: BinaryIO, *, at_once: int = _AT_ONCE) -> Iterator[
 
 
 def _object_of(line: bytes) -> dict[str, Any] | None:
-    """Return what a line says; None where a crash cut it short, or it is no row of metrics."""
+    """Return the row in a line, or None if the line is incomplete or not a valid row of metrics."""
     try:
         row: dict[str, Any] = json.loads(line)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""What a finished run leaves for people and programs to read: ``summary.json``."""
+"""The summary of a finished run, ``summary.json``, and measurements summed up by phase."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from torch import nn
 
 from trainer.checkpoint.load import SaveTimes, TrainingProgress
 from trainer.evaluation.measure import EvaluationResult
-from trainer.reporting.metrics import json_value
-from trainer.reporting.throughput import by_phase
+from trainer.reporting.display import counted, duration, magnitude
+from trainer.reporting.metrics import json_value, rounded
+from trainer.run.step import PERCENTILES
 from trainer.specs.run import RunSpec, WordProblemSpec
 from trainer.storage.run_folder import differences
 
@@ -29,10 +30,21 @@ def summarize(
     saves: Sequence[SaveTimes] = (),
     stall_seconds: float = 0.0,
 ) -> dict[str, Any]:
-    """Return the summary of a finished run as JSON values; ``seconds`` is its wall time, resumes included.
+    """Return the summary of a finished run as JSON values; ``seconds`` is its wall time over all starts.
 
-    ``rows`` are the run's metrics, summed up by phase. ``stopped`` is why a callback ended it before its last
-    step. ``saves`` and the ``stall_seconds`` for which they held up training are since the last start.
+    Args:
+        name: of the run.
+        spec: of the run.
+        model: the trained model.
+        progress: of the run at its end.
+        last_row: metrics of the last step.
+        results: of the final evaluation.
+        manifest: of this start of the run.
+        rows: metrics of all steps, summed up by phase.
+        stopped: why a callback ended the run before its last step; None: it did not.
+        saves: checkpoints saved since this start.
+        stall_seconds: for which those saves stalled training.
+
     """
     measured = by_phase(rows)
     summary = {
@@ -90,7 +102,115 @@ def summarize(
 
 
 def _chance(spec: RunSpec) -> float | None:
-    """Return the accuracy of guessing, where every answer is equally likely: a group without a monoid."""
+    """Return the accuracy of random guessing if all answers are equally likely (a group), else None."""
     if isinstance(spec.data, WordProblemSpec) and spec.data.monoid is None:
         return 1.0 / spec.data.vocab_size
     return None
+
+
+_AVERAGED = (
+    "iterations",
+    "iterations_p50",
+    "iterations_p90",
+    "iterations_p99",
+    "residual",
+    "residual_p50",
+    "residual_p90",
+    "residual_p99",
+    "non_converged",
+    "diverged",
+    "gradient_norm",
+    "tflops",
+    "tflops_executed",
+    "mfu",
+    "hfu",
+)
+_LARGEST = ("iterations_max", "residual_max", "memory_gb", "memory_allocated_gb")
+
+REQUIRED = ("phase", "loss", "step_seconds", "tokens_per_second")
+"""Columns that :func:`by_phase` requires in every row."""
+NUMBERS = (*_AVERAGED, *_LARGEST, *REQUIRED[1:], "save_stall_seconds")
+"""Columns that :func:`by_phase` computes with."""
+
+
+def by_phase(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Sum up the metrics of each phase, in order, without keeping the rows in memory.
+
+    Averages are over steps, ``tokens_per_second`` is over time. Quantities that no row of a phase has are
+    None.
+    """
+    phases: dict[str, _PhaseSums] = {}
+    for row in rows:
+        phases.setdefault(row["phase"], _PhaseSums()).add(row)
+    return {name: sums.summary() for name, sums in phases.items()}
+
+
+class _PhaseSums:
+    """Running sums over the rows of a phase."""
+
+    def __init__(self) -> None:
+        self._steps = self._skipped = 0
+        self._seconds = self._tokens = self._stalled = 0.0
+        self._losses: tuple[float | None, float | None] = None, None
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self._largest: dict[str, float] = {}
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Add a row."""
+        self._losses = row["loss"] if self._steps == 0 else self._losses[0], row["loss"]
+        self._steps += 1
+        self._skipped += row.get("skipped") is not None
+        seconds = row["step_seconds"] or 0.0
+        self._seconds += seconds
+        self._tokens += (row["tokens_per_second"] or 0.0) * seconds
+        self._stalled += row.get("save_stall_seconds") or 0.0  # absent in files of older versions
+        for key in _AVERAGED:
+            if (value := row.get(key)) is not None:
+                self._sums[key] = self._sums.get(key, 0.0) + value
+                self._counts[key] = self._counts.get(key, 0) + 1
+        for key in _LARGEST:
+            if (value := row.get(key)) is not None:
+                self._largest[key] = max(value, self._largest.get(key, value))
+
+    def summary(self) -> dict[str, Any]:
+        """Return the sums, averages and maxima."""
+        rate = round(self._tokens / self._seconds, 1) if self._seconds > 0 else None
+        return {
+            "steps": self._steps,
+            "seconds": round(self._seconds, 2),
+            "tokens": round(self._tokens),
+            "tokens_per_second": rate,
+            "loss_first": self._losses[0],
+            "loss_last": self._losses[1],
+            "skipped": self._skipped,
+            "save_stall_seconds": round(self._stalled, 3),
+            **{
+                key: rounded(self._sums[key] / self._counts[key]) if key in self._sums else None
+                for key in _AVERAGED
+            },
+            **{key: self._largest.get(key) for key in _LARGEST},
+        }
+
+
+def in_words(name: str, measured: Mapping[str, Any]) -> str:
+    """Return the measurements of a phase, from :func:`by_phase`, as one line of text."""
+    parts = [f"phase {name}: {counted(measured['steps'], 'step')} in {duration(measured['seconds'])}"]
+    if measured["tokens_per_second"] is not None:
+        parts.append(f"{magnitude(measured['tokens_per_second'])} tok/s")
+    if measured["mfu"] is not None:
+        parts.append(f"mfu {measured['mfu']:.1%} (executed {measured['hfu']:.1%})")
+    if measured["memory_gb"] is not None:
+        parts.append(f"{measured['memory_gb']:.1f} GB")
+    if measured["iterations"] is not None:
+        parts.append(f"iter {measured['iterations']:.1f}, at most {measured['iterations_max']}")
+    if measured["residual_p50"] is not None:
+        percentiles = ", ".join(f"{measured[f'residual_p{percent}']:.1e}" for percent in PERCENTILES)
+        parts.append(f"res p{'/'.join(map(str, PERCENTILES))} {percentiles}")
+    if measured["non_converged"] is not None:
+        parts.append(f"unconverged {measured['non_converged']:.1%}")
+    if measured["gradient_norm"] is not None:
+        parts.append(f"|g| {measured['gradient_norm']:.2f}")
+    if measured["skipped"]:
+        parts.append(f"{measured['skipped']} skipped")
+    return "  ".join(parts)

@@ -1,1 +1,1 @@
-"""A run: building its parts, the training loop, a step, resuming."""
+"""A training run: building it, the loop, a step, resuming."""

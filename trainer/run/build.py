@@ -1,4 +1,4 @@
-"""A run, from its spec to its summary: builds the parts, makes or resumes the folder, trains, reports."""
+"""A run from its spec to its summary: builds the components, creates or resumes the folder, trains."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ from implicit_blocks import registry
 from implicit_blocks._utils.devices import choose_device, device_name
 from implicit_blocks._utils.own_parts import install_extra
 from implicit_blocks.specs import load_spec
-from trainer.checkpoint.load import Checkpointer, TrainingProgress, list_checkpoints, load_checkpoint
+from trainer.callbacks import CallbackContext, CallbackDispatcher
+from trainer.checkpoint.load import TrainingProgress, list_checkpoints, load_checkpoint
+from trainer.checkpoint.manager import CheckpointManager
 from trainer.checkpoint.rng import seed_everything
+from trainer.checkpoint.writer import Checkpointer
 from trainer.distributed import Layout, Ranks, require_same_data, require_same_spec
 from trainer.errors import RunFolderError
 from trainer.evaluation.measure import EvaluationResult
+from trainer.optim.schedules import Schedule
+from trainer.reporting.backends import BackendRecord
 from trainer.reporting.display import Display, make_display
+from trainer.reporting.recorder import StepRecorder, ThroughputMeter
 from trainer.reporting.report import draw, read_run
-from trainer.reporting.summary import summarize
-from trainer.reporting.throughput import NUMBERS, REQUIRED, in_words
+from trainer.reporting.summary import NUMBERS, REQUIRED, in_words, summarize
+from trainer.run.evaluating import Evaluator
 from trainer.run.init_from import Origin, find_start
 from trainer.run.loop import Loop
-from trainer.run.parts import lay_out_model, make_parts
+from trainer.run.parts import Parts, lay_out_model, make_parts
+from trainer.run.phases import ActivePhase
 from trainer.run.resume import resume as resume_run
 from trainer.specs.run import RunSpec
 from trainer.storage.files import digest, write_json
@@ -41,12 +48,12 @@ from trainer.storage.run_folder import (
 )
 
 _SHOWN = 3
-"""Damaged lines of metrics that are named one by one."""
+"""Maximum number of damaged lines of metrics that are reported one by one."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is ready to train, and its folder."""
+    """A run that is ready to train."""
 
     name: str
     spec: RunSpec
@@ -58,17 +65,20 @@ class Run:
 
     @property
     def display(self) -> Display:
-        """Where the run speaks."""
+        """The display of the run's progress."""
         return self.loop.display
 
     def train(self, *, stop_at: int | None = None) -> dict[str, Any] | None:
         """Train, evaluate, and write ``summary.json`` and ``report.png``; return the summary.
 
-        Returns None where the run was stopped before its end, by ``stop_at`` (a step) or an interrupt; it
-        can be resumed then. Raises :class:`~trainer.errors.NonFiniteLossError` where the loss stops being a
-        number. With several processes all of them call this; one writes.
+        Returns None if the run was stopped before its end by ``stop_at`` (a step) or a signal; it can be
+        resumed then. With several processes all of them call this, and rank 0 writes.
+
+        Raises:
+            NonFiniteLossError: the loss or the gradient is NaN or infinite; other errors as `Loop.run`.
+
         """
-        self.ranks.run_on_rank0(self.folder.hold)  # it was let go of where this run has been trained before
+        self.ranks.run_on_rank0(self.folder.hold)  # an earlier call of `train` has released it
         try:
             results = self.loop.run(stop_at=stop_at)
             if results is None:
@@ -85,27 +95,27 @@ class Run:
             spec=self.spec,
             model=self.model,
             progress=self.loop.progress,
-            last_row=self.loop.last_row,
+            last_row=self.loop.recorder.last_row,
             results=results,
             manifest=self.manifest,
-            # One after the other: a run of months has millions.
+            # An iterator, because a long run has millions of rows.
             rows=self.folder.metrics.rows(required=REQUIRED, numbers=NUMBERS, damaged=damaged.append),
             stopped=self.loop.callbacks.stop_reason,
-            saves=self.loop.checkpointer.saves,
-            stall_seconds=self.loop.stalled_seconds,
+            saves=self.loop.checkpoints.saves,
+            stall_seconds=self.loop.checkpoints.stalled_seconds,
         )
         write_json(self.folder.summary_path, summary)
-        for complaint in damaged[:_SHOWN]:
-            self.display.log(f"WARNING: {complaint}; the summary leaves it out")
+        for message in damaged[:_SHOWN]:
+            self.display.log(f"WARNING: {message}; the summary ignores it")
         if len(damaged) > _SHOWN:
-            self.display.log(f"WARNING: and {len(damaged) - _SHOWN} more lines of that kind")
+            self.display.log(f"WARNING: and {len(damaged) - _SHOWN} more damaged lines")
         for phase in summary["phases"]:
             if phase["measured"] is not None:
                 self.display.log(in_words(phase["name"], phase["measured"]))
         try:
             draw([read_run(self.folder.path, damaged=lambda _: None)], self.folder.report_path)
         except ImportError:
-            self.display.log(f"no picture: matplotlib is not installed ({install_extra('train')})")
+            self.display.log(f"no report.png: matplotlib is not installed ({install_extra('train')})")
         return summary
 
 
@@ -121,27 +131,26 @@ def build(
     display: Display | None = None,
     ranks: Ranks | None = None,
 ) -> Run:
-    """Build what ``spec`` describes, and make its folder, or find it and load its checkpoint.
+    """Build the run that ``spec`` describes; create its folder, or load the checkpoint of an existing run.
 
-    Everything that may be refused is refused before the folder is made.
+    Everything is validated before the folder is created.
 
     Args:
         spec: the run.
-        name: what records call it.
-        output: its folder; None is ``runs/<name>-<time>``. To resume it must be given.
-        device: such as ``cpu`` or ``cuda:1``; ``auto`` is CUDA where there is one. Not read where ``ranks``
-            are given.
-        resume: go on with the run in ``output``, from its newest checkpoint that is whole.
-        checkpoint: go on from this one (such as ``step-00000120``) and no other.
-        command: what to note as the command.
-        display: where to show progress; None: a live bar on a terminal, else lines.
-        ranks: the processes of the run, each of which calls this (`trainer.distributed.join`); None: this one
-            alone. The main one makes the folder and speaks.
+        name: of the run in its records.
+        output: folder of the run; None: ``runs/<name>-<time>``. Required to resume.
+        device: such as ``cpu`` or ``cuda:1``; ``auto`` is CUDA if available. Ignored if ``ranks`` is given.
+        resume: resume the run in ``output`` from its newest complete checkpoint.
+        checkpoint: resume from this checkpoint, such as ``step-00000120``.
+        command: recorded as the command line.
+        display: shows progress; None: a live bar on a terminal, plain lines elsewhere.
+        ranks: the processes of the run (`trainer.distributed.join`), all of which call this function; None:
+            a single process. Rank 0 creates the folder and prints.
 
     Raises:
-        ValueError: something in the spec can't be built, no such device, the folder holds another run, the
-            checkpoint is damaged or of another model, the ranks have different specs, or a layout is asked
-            for that they can't have. Where one rank is refused all are.
+        ValueError: a component cannot be built, the device does not exist, the folder holds another run, the
+            checkpoint is damaged or of another model, the ranks have different specs, or the layout is not
+            supported. An error of one rank is raised on all ranks.
 
     """
     resume = resume or checkpoint is not None
@@ -162,7 +171,7 @@ def build(
         model, data = parts.model, parts.sources[-1].identity()
         require_same_data(ranks, [source.identity() for source in parts.sources])
         layout = lay_out_model(spec, model, ranks)
-        if not ranks.is_main:  # what is drawn while training, such as dropout, must differ between ranks
+        if not ranks.is_main:  # random numbers of training, such as dropout, must differ between ranks
             seed_everything(training.seed + ranks.rank)
         optimizer = registry.build(training.optimizer, model=model)
         schedule = registry.build(spec.schedule_spec(), total_steps=spec.total_steps)
@@ -185,39 +194,95 @@ def build(
                 ranks=ranks,
             )
         else:
-            if output is None:  # another run may have been given the same name in the same second
+            if output is None:  # another run may have taken the name in the same second
                 folder = RunFolder(ranks.run_on_rank0(lambda: claim_folder(name)))
                 refused.callback(folder.release)
             ranks.run_on_rank0(lambda: folder.create(spec=dumped, manifest=manifest))
         _warn(display, origin, folder)
 
-        loop = Loop(
+        loop = _make_loop(
             spec,
+            parts,
             layout=layout,
             optimizer=optimizer,
             schedule=schedule,
-            sources=parts.sources,
-            evaluation_sets=parts.evaluation_sets,
             folder=folder,
             display=display,
-            checkpointer=Checkpointer(
-                folder.checkpoints,
-                model=model,
-                optimizer=optimizer,
-                spec_digest=digest(dumped),
-                keep=training.keep_checkpoints,
-                keep_every=training.keep_every,
-                ranks=ranks,
-            ),
             progress=progress,
-            callbacks=parts.callbacks,
         )
-        refused.pop_all()  # it is not: the folder stays held
+        refused.pop_all()  # nothing was refused: the folder stays locked
     return Run(name=name, spec=spec, folder=folder, model=model, ranks=ranks, loop=loop, manifest=manifest)
 
 
+def _make_loop(
+    spec: RunSpec,
+    parts: Parts,
+    *,
+    layout: Layout,
+    optimizer: torch.optim.Optimizer,
+    schedule: Schedule,
+    folder: RunFolder,
+    display: Display,
+    progress: TrainingProgress,
+) -> Loop:
+    """Connect the components of a run."""
+    model, ranks, training, callbacks = layout.model, layout.ranks, spec.training, parts.callbacks
+    stop_on_failure = training.on_failed_save == "stop"
+    context = CallbackContext(
+        spec=spec,
+        model=model,
+        optimizer=optimizer,
+        device=ranks.device,
+        is_main=ranks.is_main,
+        rank=ranks.rank,
+        folder=folder.path,
+        log=display.log,
+        stop=callbacks.stop,
+    )
+    dispatcher = CallbackDispatcher(callbacks, context, ranks=ranks)
+    checkpointer = Checkpointer(
+        folder.checkpoints,
+        model=model,
+        optimizer=optimizer,
+        spec_digest=digest(spec.model_dump(mode="json")),
+        keep=training.keep_checkpoints,
+        keep_every=training.keep_every,
+        ranks=ranks,
+    )
+    return Loop(
+        spec=spec,
+        layout=layout,
+        optimizer=optimizer,
+        schedule=schedule,
+        folder=folder,
+        display=display,
+        callbacks=callbacks,
+        dispatcher=dispatcher,
+        active=ActivePhase(spec, model=model, sources=parts.sources, ranks=ranks, display=display),
+        evaluator=Evaluator(spec, layout=layout, sets=parts.evaluation_sets, folder=folder, display=display),
+        recorder=StepRecorder(
+            folder,
+            meter=ThroughputMeter(devices=ranks.world_size, device=ranks.device, peak=training.peak_flops),
+            display=display,
+            ranks=ranks,
+            stop_on_failure=stop_on_failure,
+        ),
+        checkpoints=CheckpointManager(
+            folder,
+            checkpointer,
+            layout=layout,
+            display=display,
+            notify=dispatcher.notify,
+            begun_at=progress.step,
+            stop_on_failure=stop_on_failure,
+        ),
+        backends=BackendRecord(folder if ranks.is_main else None, display),
+        progress=progress,
+    )
+
+
 def _claim(folder: RunFolder, *, resume: bool) -> None:
-    """Refuse a folder that can't be used as asked; one with a run to go on with is held from now on."""
+    """Refuse a folder that cannot be used; lock the folder of a run to resume."""
     if resume:
         folder.require_run()
         folder.hold()
@@ -226,32 +291,32 @@ def _claim(folder: RunFolder, *, resume: bool) -> None:
 
 
 def _origin(spec: RunSpec, folder: RunFolder, changes: Sequence[str], *, resume: bool) -> Origin | None:
-    """Find the weights of another run to begin with; None where there are none, or the run has begun."""
+    """Find the initial weights that the spec names; None if it names none, or if the run has checkpoints."""
     if resume and list_checkpoints(folder.checkpoints):
         if changed := [change for change in changes if change.startswith("training.init_from")]:
             raise RunFolderError(
-                f"{folder.path} has begun already, so it can't be started from elsewhere "
-                f"({'; '.join(changed)}); leave that as it was, or start anew in another folder"
+                f"the run in {folder.path} has started already, so its initial weights can't change "
+                f"({'; '.join(changed)}); revert this, or start a new run in another folder"
             )
         return None
     return None if spec.training.init_from is None else find_start(spec.training.init_from, spec)
 
 
 def _display(spec: RunSpec, given: Display | None, ranks: Ranks) -> Display:
-    """Return where this process speaks: only the main one does."""
+    """Return the display of this process; only rank 0 prints."""
     if not ranks.is_main:
         return Display()
     return given or make_display(log_every=spec.training.log_every, accuracy=spec.data.task is not None)
 
 
 def _warn(display: Display, origin: Origin | None, folder: RunFolder) -> None:
-    """Say what is doubtful about the run's beginning."""
-    for complaint in () if origin is None else origin.complaints:
-        display.log(f"WARNING: {complaint}")
+    """Log problems at the start of the run."""
+    for message in () if origin is None else origin.complaints:
+        display.log(f"WARNING: {message}")
     if folder.not_locked is not None:
         display.log(
             f"WARNING: {folder.path} can't be locked ({folder.not_locked}); "
-            "see to it that no other process trains in it"
+            "make sure that no other process trains in it"
         )
 
 
@@ -263,7 +328,7 @@ def _beginning(
     optimizer: torch.optim.Optimizer,
     ranks: Ranks,
 ) -> TrainingProgress:
-    """Return where the run begins; what it takes over from ``origin`` beside the weights is loaded."""
+    """Return the initial progress; load the optimizer state of ``origin`` if the spec asks for it."""
     start = spec.training.init_from
     if origin is None or start is None:
         return TrainingProgress()
@@ -281,7 +346,7 @@ def _manifest(
     layout: Layout,
     origin: Origin | None,
 ) -> dict[str, Any]:
-    """Return what is noted of this start of the run: command, machine, data, where its weights are from."""
+    """Return the record of this start of the run: command, machine, data, origin of the weights."""
     ranks = layout.ranks
     return make_manifest(
         name=name,
@@ -297,14 +362,13 @@ def _manifest(
 
 
 def _changes(folder: RunFolder, spec: RunSpec, *, resume: bool) -> list[str]:
-    """Return how a resumed run's spec differs from that in the folder; another model is refused.
+    """Return how the spec of a resumed run differs from that in the folder; empty for a new run.
 
-    Fields that a phase could change too, such as solver and gradient, don't make it another one. A new run
-    changes nothing.
+    A different model is refused, except for fields that a phase can change, such as solver and gradient.
     """
     if not resume:
         return []
-    # Validated again, so that fields this version added have their defaults on both sides.
+    # Validated again, so that fields added by this version have their defaults on both sides.
     old = load_spec(str(folder.spec_path)).model_dump(mode="json")
     changes = differences(old, spec.model_dump(mode="json"))
     free = tuple(f"model.{name}{end}" for name in spec.model.changeable for end in (".", ":"))
@@ -313,6 +377,6 @@ def _changes(folder: RunFolder, spec: RunSpec, *, resume: bool) -> list[str]:
         raise RunFolderError(
             f"{folder.path} holds a run of another model, so it can't be resumed with this spec "
             f"({'; '.join(of_model)}); resume it with its own spec, {folder.spec_path}, "
-            "or start anew in another folder"
+            "or start a new run in another folder"
         )
     return changes

@@ -1,4 +1,4 @@
-"""Beginning a run with the weights of another: where they are, whether they fit, what is noted of them.
+"""Initial weights of a run from another run or file: finding, checking, reading, recording.
 
 Finding them imports no torch, so that a dry run can do it; reading them does.
 """
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from trainer.specs.run import RunSpec
 
 _NOT_OF_THE_WEIGHTS = frozenset({"dropout", "embedding_std", "scale_residual_init"})
-"""Fields of models that say nothing about trained weights."""
+"""Fields of a model spec that do not matter for trained weights."""
 
 
 class Origin(NamedTuple):
-    """Weights that were found, checked but not read.
+    """Weights that were found and checked, but not read.
 
-    ``model`` is the spec of the model they are of, ``optimizer`` the kind of optimizer that made them, and
-    ``task`` what they were trained for, None where that isn't known. ``progress`` is how far the other run
-    had come, for a checkpoint; ``complaints`` are what is wrong with newer ones.
+    ``model`` is the spec of their model, ``optimizer`` the kind of optimizer that trained them, and ``task``
+    the task they were trained on; each is None if unknown. ``progress`` is that of the other run, for a
+    checkpoint; ``complaints`` are the faults of newer checkpoints.
     """
 
     path: Path
@@ -44,7 +44,7 @@ class Origin(NamedTuple):
     task: str | None = None
 
     def record(self) -> dict[str, Any]:
-        """Return what a manifest says of them; the digest is that of the checkpoint's state or the file."""
+        """Return the record for the manifest; the digest is that of the checkpoint's state or of the file."""
         progress = self.progress or {}
         inside = {"checkpoint": STATE_FILE, "transformers": SAFETENSORS, "safetensors": ""}
         file = self.path / inside[self.form]
@@ -58,11 +58,11 @@ class Origin(NamedTuple):
 
 
 def find_start(start: StartSpec, spec: RunSpec) -> Origin:
-    """Find the weights that a run begins with, and refuse what can be refused without reading them.
+    """Find the initial weights of a run and check everything that can be checked without reading them.
 
     Raises:
-        ValueError: nothing is there, none of it is whole, it is of another model or another optimizer, or it
-            is no checkpoint where more than weights are asked for.
+        ValueError: nothing is found, no checkpoint is complete, the model or the optimizer differs, or more
+            than weights is requested of something other than a checkpoint.
 
     """
     origin = _find(Path(start.path))
@@ -71,13 +71,13 @@ def find_start(start: StartSpec, spec: RunSpec) -> Origin:
     if None not in (origin.task, spec.data.task) and origin.task != spec.data.task:
         raise CheckpointError(
             f"training.init_from: {origin.path} was trained for another task, {origin.task}; this run's is "
-            f"{spec.data.task}; start from one on that, or from an exported folder to use the weights anyway"
+            f"{spec.data.task}; choose a run of this task, or an exported folder to use the weights anyway"
         )
     more = [name for name in ("optimizer", "position") if getattr(start, name)]
     if more and origin.form != "checkpoint":
         raise ValueError(
             f"training.init_from: {origin.path} holds weights only, no {' and no '.join(more)}; "
-            "give a run or a checkpoint, or set "
+            "choose a run or a checkpoint, or set "
             + " and ".join(f"training.init_from.{name}=false" for name in more)
         )
     if start.optimizer:
@@ -90,7 +90,7 @@ def find_start(start: StartSpec, spec: RunSpec) -> Origin:
         if origin.model is not None and origin.model.kind != spec.model.kind:
             raise ValueError(
                 f"training.init_from.optimizer: the weights of {origin.path}, a model of kind "
-                f"{origin.model.kind!r}, become others here, for which its optimizer has no state; "
+                f"{origin.model.kind!r}, are converted here, and its optimizer has no state for the result; "
                 "set training.init_from.optimizer=false"
             )
     return origin
@@ -99,8 +99,8 @@ def find_start(start: StartSpec, spec: RunSpec) -> Origin:
 def _find(path: Path) -> Origin:
     if not path.exists():
         raise ValueError(
-            f"training.init_from: there is nothing at {path}; give a run's folder, a checkpoint, a folder "
-            "for transformers or a file of safetensors"
+            f"training.init_from: {path} does not exist; give the folder of a run, a checkpoint, a "
+            "pretrained folder of transformers, or a safetensors file"
         )
     if path.is_file():
         return Origin(path, "safetensors")
@@ -116,7 +116,7 @@ def _find(path: Path) -> Origin:
         beside = read_model_spec(path / MODEL) if (path / MODEL).is_file() else None
         return Origin(path / SAFETENSORS, "safetensors", model=beside)
     raise ValueError(
-        f"training.init_from: {path} is no run, no checkpoint and no exported folder: it has no spec.yaml, "
+        f"training.init_from: {path} is not a run, a checkpoint or an exported folder: it has no spec.yaml, "
         f"{STATE_FILE}, {CONFIG} or {SAFETENSORS}"
     )
 
@@ -137,22 +137,22 @@ def _checkpoint(path: Path, run: Path, complaints: list[str] | None = None) -> O
 
 
 def require_fitting(theirs: ModelSpec, ours: ModelSpec, *, path: Path) -> None:
-    """Refuse another model; solver, gradient and whatever else a phase may change make none.
+    """Refuse weights of another model; fields that a phase may change, such as the solver, do not count.
 
     Raises:
-        CheckpointError: lists what differs.
+        CheckpointError: the models differ; lists the differences.
 
     """
     skipped = ours.changeable | theirs.changeable | _NOT_OF_THE_WEIGHTS
     if isinstance(theirs, ExplicitLMSpec) and isinstance(ours, ImplicitLMSpec):
         if ours.z_init != "embedding":
             raise CheckpointError(
-                f"training.init_from: {path} is of an explicit model; to begin where it ends, an implicit "
-                f"one must start its search at the embedding, not at {ours.z_init}; set "
+                f"training.init_from: {path} is of an explicit model; an implicit model that continues from "
+                f"it must start its search at the embedding, got model.z_init={ours.z_init}; set "
                 "model.z_init=embedding"
             )
         skipped |= {"kind", *(set(ImplicitLMSpec.model_fields) - set(ExplicitLMSpec.model_fields))}
-        if ours.weight_norm:  # it is added without changing a weight
+        if ours.weight_norm:  # weight norm is added without changing a weight
             skipped |= {"weight_norm"}
     old, new = (
         {name: value for name, value in model.model_dump(mode="json").items() if name not in skipped}
@@ -161,15 +161,15 @@ def require_fitting(theirs: ModelSpec, ours: ModelSpec, *, path: Path) -> None:
     if found := list(filter(of_values, differences(old, new, "model"))):
         raise CheckpointError(
             f"training.init_from: {path} is of another model ({'; '.join(found)}); "
-            "start from one of this model, or change the spec"
+            "choose weights of this model, or change the spec"
         )
 
 
 def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read the tensors of a model, on the CPU, in the names and shapes of ``like``, its own state dict.
+    """Read the tensors of a model on the CPU, with the names and shapes of ``like``, its state dict.
 
     Raises:
-        ValueError: they can't be read, or don't fit; all that differs is listed.
+        ValueError: the tensors cannot be read, or do not fit; lists all differences.
 
     """
     from implicit_blocks.checkpoints.folder import check_tensors, read_file
@@ -182,8 +182,8 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
     if origin.form == "transformers":
         if not isinstance(ours, ImplicitLMSpec | ExplicitLMSpec):
             raise ValueError(
-                f"training.init_from: a model of kind {ours.kind!r} can't begin with a folder for "
-                "transformers; one of kind 'transformers' reads it as model.folder"
+                f"training.init_from: a model of kind {ours.kind!r} can't load a pretrained folder of "
+                "transformers; use model.kind=transformers with model.folder"
             )
         found = read_pretrained(origin.path)
         theirs, tensors = found.spec, found.state
@@ -200,6 +200,7 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
     except ValueError as error:
         listed = str(error).partition("\n")[2]
         raise CheckpointError(
-            f"training.init_from: {origin.path} is of another model; its tensors, by this one's:\n{listed}"
+            f"training.init_from: {origin.path} is of another model; its tensors compared with this "
+            f"model's:\n{listed}"
         ) from None
     return tensors

@@ -1,4 +1,4 @@
-"""A polite end: a signal lets the step finish and the run be saved."""
+"""Signals that stop a run after the current step, so that it can be saved."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
-"""What ends a run politely: Ctrl-C, and what schedulers send before they take a machine away."""
+"""Ctrl-C, and the signals that schedulers send before they end a job."""
 
 REPEAT_SECONDS = 1.0
-"""A terminal and a launcher may both pass on one Ctrl-C: what comes so soon is the same request."""
+"""Signals within this time are one request, since a terminal and a launcher may both forward a Ctrl-C."""
 
 
 class Interrupt:
-    """Within this context a signal of :data:`SIGNALS` is noted in ``received``, and the program goes on.
+    """A context in which a signal of :data:`SIGNALS` is stored in ``received`` and the program continues.
 
-    A second SIGINT, later than :data:`REPEAT_SECONDS` after the first signal, raises KeyboardInterrupt: the
-    user means it. The others may come as often as they like; who wants the process gone at once has SIGKILL.
-    Outside the main thread, where Python takes no signals, it does nothing.
+    A second SIGINT, more than :data:`REPEAT_SECONDS` after the first signal, raises KeyboardInterrupt; other
+    repeated signals have no effect. Outside the main thread, in which alone Python handles signals, the
+    context does nothing.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""What a run is made of: its callbacks, data and model, built from its spec and laid out over the ranks."""
+"""The components of a run (callbacks, data, model), built from its spec and laid out over the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -14,14 +14,15 @@ from trainer.checkpoint.rng import seed_everything
 from trainer.data.source import DataSource, EvaluationSet
 from trainer.distributed import Layout, Ranks, lay_out
 from trainer.run.init_from import Origin, read_start
+from trainer.run.trainable_model import CapturesGraphs, CheckpointsActivations, ChecksInputs, CompilesLayers
 from trainer.specs.run import RunSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of a run that don't depend on how it is laid out; the model is on the CPU.
+    """The components of a run that do not depend on its layout; the model is on the CPU.
 
-    ``sources`` are the data of each phase, the same object where they are the same.
+    ``sources`` holds the data of each phase; phases with equal data specs share one object.
     """
 
     callbacks: Callbacks
@@ -31,11 +32,13 @@ class Parts:
 
 
 def make_parts(spec: RunSpec, *, origin: Origin | None, processes: int) -> Parts:
-    """Build what ``spec`` describes, with the weights of ``origin`` where there is one; every rank the same.
+    """Build the components that ``spec`` describes, with the weights of ``origin`` if given.
+
+    The result is the same on every rank.
 
     Raises:
-        ValueError: something can't be built, the processes can't share a batch, or the model lacks what the
-            training or the data ask for.
+        ValueError: a component cannot be built, the processes cannot share a batch equally, or the model
+            lacks a capability that the spec asks for.
 
     """
     spec.require_shares(processes)
@@ -47,9 +50,9 @@ def make_parts(spec: RunSpec, *, origin: Origin | None, processes: int) -> Parts
         isinstance(sets, Mapping) and all(isinstance(each, EvaluationSet) for each in sets.values()),
         own,
         "evaluation sets",
-        f"evaluation_sets returned a {type(sets).__name__}; return a dict of EvaluationSets by their names",
+        f"evaluation_sets returned a {type(sets).__name__}; return a dict of EvaluationSets by name",
     )
-    # Built on the CPU and moved, so that the initial weights depend on neither device nor layout.
+    # The model is built on the CPU and then moved: initial weights depend on neither device nor layout.
     seed_everything(spec.training.seed)
     model = _model(spec)
     if origin is not None:
@@ -59,22 +62,25 @@ def make_parts(spec: RunSpec, *, origin: Origin | None, processes: int) -> Parts
 
 
 def lay_out_model(spec: RunSpec, model: nn.Module, ranks: Ranks) -> Layout:
-    """Lay the model out over the ranks; its work is captured as CUDA graphs where spec and layout have it so.
+    """Lay the model out over the ranks; switch on CUDA graphs where the spec asks and the layout allows it.
 
     Raises:
-        ValueError: a layout that these ranks or this model can't have, or a model that records no graphs.
+        ValueError: these ranks or this model do not support the layout, or the model does not support CUDA
+            graphs.
 
     """
     training = spec.training
     layout = lay_out(model, training.distributed, ranks, phases=[phase.model for phase in spec.phase_specs()])
     if training.cuda_graphs and ranks.device.type == "cuda" and layout.kind in ("none", "ddp"):
-        _method(model, spec, "capture_graphs", "training.cuda_graphs=false")()
+        if not isinstance(model, CapturesGraphs):
+            raise _unsupported(spec, "capture_graphs", "training.cuda_graphs=false")
+        model.capture_graphs()
     return layout
 
 
 def _sources(spec: RunSpec) -> list[DataSource]:
-    """Return the run's own data and those of each phase; equal specs share one source."""
-    vocab_size = getattr(spec.model, "vocab_size", None)
+    """Return the run's own data, then those of each phase; equal specs share one source."""
+    vocab_size = getattr(spec.model, "vocab_size", None)  # a field of most kinds of model specs
     read = [spec.data, *(phase.data for phase in spec.phase_specs())]
     made: dict[str, DataSource] = {}
     for each in read:
@@ -84,25 +90,23 @@ def _sources(spec: RunSpec) -> list[DataSource]:
 
 
 def _model(spec: RunSpec) -> nn.Module:
-    """Build the model, and refuse what it doesn't offer while nothing has been made yet."""
+    """Build the model and refuse missing capabilities before anything is written."""
     model: nn.Module = registry.build(spec.model)
-    # The library's models keep documents apart, at any length; others may have to refuse, before anything is
-    # made.
     data = [spec.data, *(phase.data for phase in spec.phase_specs())]
-    if any(getattr(each, "documents", "ignore") != "ignore" for each in data):
-        getattr(model, "require_documents_apart", lambda: None)()
-    lengths = [*(each.seq_len for each in data), *spec.evaluation.at(spec.data.seq_len).lengths]
-    getattr(model, "require_length", lambda length: None)(max(lengths))
+    if isinstance(model, ChecksInputs):
+        if any(getattr(each, "documents", "ignore") != "ignore" for each in data):
+            model.require_documents_apart()
+        lengths = [*(each.seq_len for each in data), *spec.evaluation.at(spec.data.seq_len).lengths]
+        model.require_length(max(lengths))
     if spec.training.compile_layers:
-        _method(model, spec, "compile_layers", "training.compile_layers=false")()
-    if any(phase.training.checkpoint_activations != "none" for phase in spec.phase_specs()):
-        _method(model, spec, "checkpoint_activations", "training.checkpoint_activations=none")
+        if not isinstance(model, CompilesLayers):
+            raise _unsupported(spec, "compile_layers", "training.compile_layers=false")
+        model.compile_layers()
+    checkpoints = any(phase.training.checkpoint_activations != "none" for phase in spec.phase_specs())
+    if checkpoints and not isinstance(model, CheckpointsActivations):
+        raise _unsupported(spec, "checkpoint_activations", "training.checkpoint_activations=none")
     return model
 
 
-def _method(model: nn.Module, spec: RunSpec, name: str, instead: str) -> Callable[..., None]:
-    """Return what a model offers for a setting of training, or refuse the setting."""
-    found: Callable[..., None] | None = getattr(model, name, None)
-    if found is None:
-        raise ValueError(f"a model of kind {spec.model.kind!r} does not offer {name}; set {instead}")
-    return found
+def _unsupported(spec: RunSpec, capability: str, remedy: str) -> ValueError:
+    return ValueError(f"a model of kind {spec.model.kind!r} does not offer {capability}; set {remedy}")

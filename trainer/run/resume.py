@@ -1,4 +1,4 @@
-"""Going on with a run: which checkpoint, what it puts back, what is left of a future that didn't happen."""
+"""Resuming a run: choosing and loading the checkpoint, removing records of later steps."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _AFTER_TRAINING = (
     "training.log_every",
     "training.export_every",
 )
-"""Fields of a spec that have an effect on a run that is finished."""
+"""Fields of a spec that affect a finished run."""
 
 
 def resume(
@@ -50,27 +50,26 @@ def resume(
     display: Display,
     ranks: Ranks,
 ) -> TrainingProgress:
-    """Put model, optimizer, generators and the folder back to where a checkpoint has them; return how far.
+    """Restore model, optimizer, random number generators and folder from a checkpoint; return its progress.
 
-    A run that was stopped before its first checkpoint starts again; its seed makes that the same run. Every
-    rank must call this.
+    A run without checkpoints starts again; its seed makes that the same run. Every rank must call this.
 
     Args:
         folder: of the run.
-        spec: as it is now; written to the folder where there are ``changes``.
-        beginning: how far it has come before its first checkpoint.
-        checkpoint: the name of the one to go on from; None: the newest that is whole.
-        model: as it was built; the inner module, its tensors may be sharded.
+        spec: the current spec; written to the folder if there are ``changes``.
+        beginning: progress of the run before its first checkpoint.
+        checkpoint: name of the checkpoint; None: the newest complete one.
+        model: the inner module, without a DDP wrapper; its tensors may be sharded.
         optimizer: of that model.
-        data: what its data are (`DataSource.identity`); others are refused unless ``changes`` have them.
-        changes: what differs from the spec in the folder.
-        manifest: of this start, noted in the folder.
-        display: where to say what happens.
+        data: identity of the data (`DataSource.identity`); refused if it differs, unless ``changes`` name it.
+        changes: differences to the spec in the folder.
+        manifest: of this start, recorded in the folder.
+        display: shows messages.
         ranks: the processes.
 
     Raises:
-        CheckpointError: no such checkpoint, none that is whole, or one of another model.
-        RunFolderError: the checkpoint lies beyond the end of the run, or the data are others.
+        CheckpointError: the checkpoint does not exist, none is complete, or it is of another model.
+        RunFolderError: the checkpoint is after the end of the run, or the data differ.
 
     """
     if not any(change.startswith("data") for change in changes):
@@ -84,8 +83,8 @@ def resume(
     total_steps = spec.total_steps
     if progress.step > total_steps:
         raise RunFolderError(
-            f"{path} is {progress.step} steps into the run, but the spec ends at {total_steps}; "
-            "raise training.max_steps, or name an earlier checkpoint by --checkpoint"
+            f"{path} is at step {progress.step}, but the spec ends the run at step {total_steps}; "
+            "raise training.max_steps, or choose an earlier checkpoint by --checkpoint"
         )
 
     finished = (
@@ -106,7 +105,7 @@ def resume(
             folder.set_results_aside()
         folder.metrics.truncate_after(progress.step)
         _warn_of_differences(folder, progress.step, manifest["versions"], display)
-        # At its end a run is evaluated again, for its summary.
+        # A run resumed at its end is evaluated again, for its summary.
         folder.evaluations.truncate_after(progress.step - (progress.step == total_steps))
         folder.record_resume(
             spec=spec.model_dump(mode="json"),
@@ -118,37 +117,38 @@ def resume(
 
     ranks.run_on_rank0(tidy)
     if path is None:
-        display.log(f"{folder.path} was stopped before its first checkpoint; it starts again")
+        display.log(f"{folder.path} has no checkpoint yet; the run starts again")
     else:
         display.log(f"resumed {folder.path} after step {progress.step}")
     for change in changes:
-        display.log(f"  changed since it was started: {change}")
+        display.log(f"  changed since the start: {change}")
     if finished:
-        display.log(f"the run is finished: {folder.spec_path.name} keeps the spec that it was trained with")
+        display.log(f"the run is finished: {folder.spec_path.name} keeps the spec of its training")
     if (message := _other_batches(spec, progress)) is not None:
         display.log(f"WARNING: {message}")
     return progress
 
 
 def _warn_of_differences(folder: RunFolder, step: int, versions: Mapping[str, Any], display: Display) -> None:
-    """Say which metrics are missing, and which packages have changed since the run was trained last."""
+    """Warn of missing metrics, and of packages whose versions have changed since the last start."""
     recorded = (folder.metrics.last_row() or {"step": 0})["step"]
     if recorded < step:
         display.log(
             f"WARNING: {folder.metrics.path} ends at step {recorded}, but the checkpoint is of step {step}: "
-            f"the metrics of {step - recorded} steps are missing, in summaries and pictures too"
+            f"the metrics of {step - recorded} steps are missing, in summaries and plots too"
         )
     if changed := folder.version_changes(versions):
         display.log(
-            f"WARNING: versions have changed since the run was trained last: {', '.join(changed)}; the run "
-            "goes on, but its values may differ from those of an uninterrupted run"
+            f"WARNING: package versions have changed since the last start: {', '.join(changed)}; the values "
+            "of the run may differ from those of an uninterrupted run"
         )
 
 
 def _other_batches(spec: RunSpec, progress: TrainingProgress) -> str | None:
-    """Say what it means that a run has seen more or less than so many steps of its spec come to, or None.
+    """Return a message if the tokens seen so far differ from those that the spec plans up to this step.
 
-    So it is where the batch or the length was changed on a resume: what is left is counted in steps.
+    They differ after ``batch_size`` or ``seq_len`` was changed on a resume, because the length of a run is
+    counted in steps.
     """
     planned = 0
     for phase in spec.phase_specs():
@@ -158,22 +158,22 @@ def _other_batches(spec: RunSpec, progress: TrainingProgress) -> str | None:
         return None
     end = progress.tokens + spec.total_tokens - planned
     return (
-        f"{progress.step} steps of this spec are {planned:,} tokens, but the run has seen "
-        f"{progress.tokens:,}; its end, phases and schedule stand in this spec's steps, so it ends after "
-        f"{end:,} tokens of {spec.total_tokens:,}; for another batch from here on give back the one it had, "
-        "and a phase the other"
+        "Changing batch_size or seq_len mid-run changes the token budget: the run has seen "
+        f"{progress.tokens:,} tokens instead of {planned:,}, and now ends after {end:,} tokens instead of "
+        f"{spec.total_tokens:,}. To keep the budget, restore the previous values and add a phase that "
+        "changes them"
     )
 
 
 def _was_finished(folder: RunFolder, progress: TrainingProgress) -> bool:
-    """Whether the run has come to the end that the spec in its folder gives it."""
+    """Whether the run has reached the end given by the spec in its folder."""
     old = load_spec(str(folder.spec_path))
     assert isinstance(old, RunSpec)
     return progress.step >= old.total_steps
 
 
 def _matters_after_training(change: str) -> bool:
-    """Whether a change of the spec has an effect on a run that is finished: it is evaluated and exported."""
+    """Whether a change of the spec affects a finished run, which is evaluated and exported again."""
     return change.startswith(_AFTER_TRAINING) or not of_values(change)
 
 
@@ -183,21 +183,21 @@ def _choose(folder: RunFolder, name: str | None, display: Display) -> Path | Non
         path = folder.checkpoints / (step_name(int(name)) if name.isdigit() else Path(name).name)
         if not path.is_dir():
             names = ", ".join(found.name for found in there) or "none"
-            raise CheckpointError(f"{folder.path} has no checkpoint {name!r}; there are: {names}")
+            raise CheckpointError(f"{folder.path} has no checkpoint {name!r}; available: {names}")
         verify_checkpoint(path)
         return path
     if not there:
         return None
     path, complaints = newest_sound_checkpoint(folder.checkpoints)
-    for complaint in complaints:
-        display.log(f"WARNING: {complaint}")
+    for message in complaints:
+        display.log(f"WARNING: {message}")
     if complaints:
-        display.log(f"WARNING: going back to {path.name}, the newest checkpoint that is whole")
+        display.log(f"WARNING: resuming from {path.name}, the newest complete checkpoint")
     return path
 
 
 def _leave_later_checkpoints(folder: RunFolder, step: int, display: Display) -> None:
-    # They are damaged, or of a future that this run now leaves: a later resume must not jump there.
+    # Later checkpoints are damaged, or of steps that the run now repeats: a later resume must not use them.
     for path in list_checkpoints(folder.checkpoints):
         if path.name > step_name(step):
             display.log(f"set aside: {set_aside(path)}")

@@ -1,4 +1,4 @@
-"""One training step: gradients of a global batch in micro-batches, the checks, the update.
+"""One training step: the gradient of a global batch, the check that it is finite, and the update.
 
 Shape legend: B sequences of a micro-batch, L tokens, V vocabulary.
 """
@@ -17,17 +17,30 @@ from torch import Tensor
 from implicit_blocks.solution import Solution
 from trainer.data.source import IGNORED, Batch
 from trainer.distributed import Layout, Ranks
+from trainer.reporting.metrics import rounded
+from trainer.run.trainable_model import TrainingOutput
 
 _Status = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 PERCENTILES = (50, 90, 99)
-"""Of the sequences of a batch, in the metrics."""
+"""Percentiles over the sequences of a batch that the metrics contain."""
+
+_SEARCH_COLUMNS = (
+    "iterations",
+    *(f"iterations_p{percent}" for percent in PERCENTILES),
+    "iterations_max",
+    "residual",
+    *(f"residual_p{percent}" for percent in PERCENTILES),
+    "residual_max",
+    "non_converged",
+    "diverged",
+)
 
 
 @dataclass(frozen=True)
 class SearchStatistics:
-    """How the searches of a batch for their fixed points went; residuals are measured, never assumed."""
+    """Iterations, residuals and convergence of the fixed-point searches of a batch."""
 
     iterations: float
     iterations_max: int
@@ -38,16 +51,16 @@ class SearchStatistics:
     iterations_percentiles: tuple[float, ...] = ()
     """At :data:`PERCENTILES`."""
     residual_percentiles: tuple[float, ...] = ()
-    """The same."""
+    """At :data:`PERCENTILES`."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step measured; ``search`` is None for an explicit model.
+    """Measurements of one training step over all ranks.
 
-    ``adjoint`` is the backward solves of a gradient that has them (``implicit_function``), else None.
-    ``iterations_executed`` is how many calls of the map a sequence was part of, in the mean, done or not.
-    Everything is over all ranks.
+    ``search`` is None for an explicit model. ``adjoint`` describes the adjoint solves in backward; it is None
+    for a gradient without them. ``iterations_executed`` is the mean number of calls of the map that a
+    sequence was part of, whether it had converged or not.
     """
 
     loss: float
@@ -60,7 +73,7 @@ class StepResult:
 
     @property
     def not_finite(self) -> str | None:
-        """The quantity that is not a number, or None where the update was made."""
+        """The quantity that is NaN or infinite; None if the update was made."""
         for quantity, value in (("loss", self.loss), ("gradient norm", self.gradient_norm)):
             if not math.isfinite(value):
                 return quantity
@@ -68,16 +81,25 @@ class StepResult:
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[None]:
-    """Return the context a model's passes run in: bfloat16 autocast, or nothing for float32."""
+    """Return the context of a model's passes: bfloat16 autocast, or an empty one for float32."""
     if precision == "bfloat16":
         return torch.autocast(device.type, dtype=torch.bfloat16)
     return nullcontext()
 
 
 def correct_and_scored(predictions_BL: Tensor, labels_BL: Tensor) -> tuple[Tensor, Tensor]:
-    """Return where the most likely token is the label, and where there is a label, both bool (B, L)."""
+    """Return where the most likely token is the label and where there is a label, both bool (B, L)."""
     scored_BL = labels_BL != IGNORED
     return (predictions_BL == labels_BL) & scored_BL, scored_BL
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def training_step(
@@ -90,11 +112,21 @@ def training_step(
     max_grad_norm: float | None,
     last_tokens: int,
 ) -> StepResult:
-    """Make one update from a global batch, of which ``batch`` is this rank's part, cut into micro-batches.
+    """Make one update from a global batch.
 
-    The loss is the mean over the global batch's scored tokens, however cut. Before the update the loss
-    and the gradient norm are read; where one isn't finite, weights and optimizer state stay as they were, on
-    every rank: the result says so (``not_finite``).
+    The loss is the mean over the scored tokens of the global batch, independent of the micro-batches. If the
+    loss or the gradient norm is not finite, weights and optimizer state do not change on any rank
+    (``StepResult.not_finite``).
+
+    Args:
+        layout: the model over the ranks.
+        optimizer: of that model, with the learning rate of this step.
+        batch: this rank's share of the global batch.
+        precision: ``float32``, or ``bfloat16`` for autocast.
+        micro_batch_size: sequences per forward pass; None: the whole share.
+        max_grad_norm: the norm to which gradients are clipped; None: not clipped.
+        last_tokens: tokens at the end of a sequence that ``accuracy_last`` covers.
+
     """
     ranks = layout.ranks
     layout.forward.train()
@@ -106,19 +138,23 @@ def training_step(
         part = batch.rows(first, first + size)
         share = int((part.labels != IGNORED).sum()) / scored_total
         if share == 0.0 and ranks.is_single:
-            continue  # a mean over no label at all would be NaN
+            continue  # a mean over no labels is NaN
         part = part.to(ranks.device)
         labels_BL = part.labels
-        if share == 0.0:  # the others wait for this rank to take part: with a label that weighs nothing
+        if share == 0.0:  # the other ranks wait for this one: add a label, with weight 0
             labels_BL = labels_BL.clone()
             labels_BL[0, 0] = 0
         with layout.accumulating(last=first + size >= len(batch)):
             with autocast(ranks.device, precision):
-                output = layout.forward(part.inputs, labels=labels_BL, return_logits=False, **part.context())
-            (_objective(output) * (share * layout.gradient_scale)).backward()
-        tally.add(output.loss.detach() * share, output, part.labels, last_tokens)
+                output: TrainingOutput = layout.forward(
+                    part.inputs, labels=labels_BL, return_logits=False, **part.context()
+                )
+            loss = output.loss
+            assert loss is not None
+            (_objective(loss, output.solution) * (share * layout.gradient_scale)).backward()
+        tally.add(loss.detach() * share, output, part.labels, last_tokens)
 
-    # One reading from the device for the check: the update must not be made with what isn't a number.
+    # All measurements are read from the device at once, before the update, which NaN would destroy.
     norm = layout.clip(math.inf if max_grad_norm is None else max_grad_norm)
     totals = tally.over(ranks, norm=norm, at_once=size)
     if totals.not_finite is None:
@@ -126,17 +162,13 @@ def training_step(
     return totals
 
 
-def _objective(output: Any) -> Tensor:
-    """Return what is differentiated: the loss, and what the gradient estimator adds to it."""
-    loss: Tensor = output.loss
-    if output.solution is None or output.solution.penalty is None:
-        return loss
-    penalty: Tensor = output.solution.penalty
-    return loss + penalty.mean()
+def _objective(loss: Tensor, solution: Solution | None) -> Tensor:
+    """Return the loss plus the penalty of the gradient estimator, if it has one."""
+    return loss if solution is None or solution.penalty is None else loss + solution.penalty.mean()
 
 
 class _Tally:
-    """Sums over a rank's micro-batches, kept on the device until the end of the step."""
+    """Sums over a rank's micro-batches, on the device until the end of the step."""
 
     def __init__(self, device: torch.device) -> None:
         self._loss = torch.zeros((), device=device)
@@ -145,8 +177,9 @@ class _Tally:
         self._searches: list[_Status] = []
         self._adjoints: list[_Status] = []
 
-    def add(self, loss: Tensor, output: Any, labels_BL: Tensor, last_tokens: int) -> None:
+    def add(self, loss: Tensor, output: TrainingOutput, labels_BL: Tensor, last_tokens: int) -> None:
         self._loss = self._loss + loss.to(self._loss)
+        assert output.predictions is not None
         correct_BL, scored_BL = correct_and_scored(output.predictions, labels_BL)
         last_correct, last_scored = correct_BL[:, -last_tokens:], scored_BL[:, -last_tokens:]
         self._correct += torch.stack(
@@ -160,9 +193,9 @@ class _Tally:
             self._adjoints += map(_status, solution.adjoint.solutions)
 
     def over(self, ranks: Ranks, *, norm: Tensor, at_once: int) -> StepResult:
-        """Read everything from the device at once, and put it together with what the other ranks read.
+        """Read all sums from the device at once and combine them with those of the other ranks.
 
-        ``at_once`` sequences of a rank were searched together.
+        ``at_once`` is the number of sequences of a rank in one search.
         """
         searches, adjoints = _columns(self._searches), _columns(self._adjoints)
         scalars = torch.cat([torch.stack([self._loss, norm.to(self._loss)]), self._correct])
@@ -183,7 +216,7 @@ class _Tally:
 
 
 def _status(solution: Solution) -> _Status:
-    # Not the solution itself: it would keep its values alive until the end of the step.
+    # Not the solution itself, which would keep its values in memory until the end of the step.
     return solution.iterations, solution.residual, solution.converged, solution.diverged
 
 
@@ -192,17 +225,17 @@ def _columns(searches: list[_Status]) -> list[Tensor]:
 
 
 def _summed_up(every: Tensor) -> SearchStatistics | None:
-    """Sum up the four columns of all ranks' searches, (ranks, 4 · sequences of a rank)."""
+    """Summarize the four columns of all ranks' searches, (ranks, 4 · sequences of a rank)."""
     return search_statistics(*every.unflatten(1, (4, -1)).unbind(1)) if every.numel() else None
 
 
 def _executed(iterations: Tensor, at_once: int) -> float:
-    """Return the mean number of calls a sequence was part of, from the iterations (ranks, sequences) it took.
+    """Return the mean number of calls a sequence was part of, given its iterations (ranks, sequences).
 
-    Sequences that are done stay in the batch until half of those in it are (`Search.compact`).
+    Converged sequences stay in the batch until half of its sequences have converged (`Search.compact`).
     """
     total = 0
-    # A rank's share need not be a multiple of the micro-batch: the last one is smaller then.
+    # A rank's share need not be a multiple of the micro-batch size: the last micro-batch may be smaller.
     for batch in [row.tolist() for part in iterations.split(at_once, dim=1) for row in part]:
         ordered = sorted(batch)
         inside, begun = len(batch), 0
@@ -214,10 +247,35 @@ def _executed(iterations: Tensor, at_once: int) -> float:
     return total / iterations.numel()
 
 
+def search_row(search: SearchStatistics | None) -> dict[str, Any]:
+    """Return the metrics columns of a search; all None for an explicit model."""
+    if search is None:
+        return dict.fromkeys(_SEARCH_COLUMNS)
+    values = (
+        rounded(search.iterations),
+        *search.iterations_percentiles,
+        search.iterations_max,
+        rounded(search.residual),
+        *map(rounded, search.residual_percentiles),
+        rounded(search.residual_max),
+        rounded(search.non_converged),
+        rounded(search.diverged),
+    )
+    return dict(zip(_SEARCH_COLUMNS, values, strict=True))
+
+
+def adjoint_row(adjoint: SearchStatistics | None) -> dict[str, Any]:
+    """Return the metrics columns of the adjoint solves; no columns for gradients without them."""
+    if adjoint is None:
+        return {}
+    keys = ("iterations", "residual", "residual_max", "non_converged")
+    return {f"adjoint_{key}": value for key, value in search_row(adjoint).items() if key in keys}
+
+
 def search_statistics(
     iterations: Tensor, residual: Tensor, converged: Tensor, diverged: Tensor
 ) -> SearchStatistics:
-    """Summarize the searches of many sequences, all of one shape, with one reading from the device."""
+    """Summarize the searches of many sequences, all tensors of one shape, in one read from the device."""
     residual = residual.float()
     counts = iterations.float()
     moments = torch.stack(
@@ -245,6 +303,6 @@ def search_statistics(
 
 
 def _percentiles(values: Tensor) -> Tensor:
-    # The nearest value, not one between two: those may be infinite.
+    # The nearest value: interpolating between infinite values gives NaN.
     at = torch.tensor([percent / 100 for percent in PERCENTILES], device=values.device, dtype=values.dtype)
     return torch.quantile(values, at, interpolation="nearest")

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
+from implicit_blocks import registry
 from implicit_blocks.specs import ModelSpec, field_error
 
 
@@ -57,12 +58,13 @@ class TransformersSpec(ModelSpec):
         return self
 
     def parameter_total(self) -> int:
-        """Count the parameters of the model, built without memory: needs transformers.
+        """Count the parameters of the model, built on the meta device; needs transformers.
 
         Raises:
-            ValueError: whatever is wrong with the configuration.
+            ValueError: the configuration cannot be used.
 
         """
-        from trainer.baselines.transformers_model import count_parameters  # torch and transformers
-
-        return count_parameters(self)
+        # By the registry, which imports the model and torch here and not with the specs.
+        model_class: Any = registry.entry("model", self.kind).resolve_builder()
+        total: int = model_class.count_parameters(self)
+        return total

@@ -1,1 +1,1 @@
-"""The run folder, its lock, and atomic files."""
+"""The files of a run: its folder, the lock on it, atomic writes."""

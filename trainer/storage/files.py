@@ -1,4 +1,4 @@
-"""Writing files so that a crash at any moment leaves the old content or the new one, never half of either."""
+"""Atomic writes: after a crash at any moment a file has its old or its new content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from implicit_blocks.checkpoints.find import read_json as read_json  # beside `w
 
 
 def fsync_path(path: Path) -> None:
-    """Force a file's content, or a folder's list of entries, onto the disk."""
+    """Sync the content of a file, or the entries of a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -25,20 +25,20 @@ def fsync_path(path: Path) -> None:
 
 
 class LinkError(OSError):
-    """A file that is to be written is a link or something else than a file."""
+    """A file to be written is a symbolic link or not a regular file."""
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file for writing and return its descriptor; a link is not followed.
+    """Open a file for writing without following a symbolic link; return its descriptor.
 
-    A run's folder may come from elsewhere, and a link in it must not make the trainer write into other files.
+    A run's folder may come from another person, and a link in it must not redirect writes to other files.
 
     Raises:
         LinkError: the path is a symbolic link, a folder, a pipe or a device.
-        OSError: the file can't be opened.
+        OSError: the file cannot be opened.
 
     """
-    # Without O_NONBLOCK opening a pipe that nobody reads would wait for a reader.
+    # Without O_NONBLOCK, opening a pipe would wait for a reader.
     extra = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
         descriptor = os.open(path, flags | extra, 0o666)
@@ -55,16 +55,16 @@ def open_own(path: Path, flags: int) -> int:
 def _link_error(path: Path) -> LinkError:
     kind = "a symbolic link" if path.is_symlink() else "not a regular file"
     return LinkError(
-        f"{path} is {kind}, and is not written to; remove it, or put the file itself in its place"
+        f"{path} is {kind}, which the trainer does not write to; remove it, or replace it by a regular file"
     )
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Write a new file beside ``path``, which takes its place at the end, on the disk, or is removed.
+    """Write a temporary file beside ``path``; sync it and rename it to ``path`` at the end, or remove it.
 
-    The temporary file has a random name and is created exclusively. Where ``path`` is a link the link is
-    replaced, and the file that it names stays as it is.
+    The temporary file has a random name and is created exclusively. If ``path`` is a link, the link is
+    replaced and its target does not change.
     """
     temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}.tmp")
     descriptor = open_own(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL)
@@ -88,12 +88,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as indented JSON, atomically; NaN and infinity, which JSON lacks, are refused."""
+    """Write ``value`` as indented JSON, atomically; NaN and infinity are refused."""
     write_atomically(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
 def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal digits."""
+    """Return the SHA-256 of a file's content in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,26 +1,27 @@
-"""Locks of folders: one process at a time works in one, and a process that was killed leaves none behind."""
+"""Locks on folders: one process at a time works in a folder, and a killed process leaves no lock."""
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import socket
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 
+from filelock import FileLock, Timeout
+
 from trainer.storage.files import open_own
 
 LOCK = ".lock"
-"""The usual name of the file, in the folder."""
+"""Usual name of the lock file in a folder."""
 
 
 class LockedError(ValueError):
-    """Somebody else, mostly another process, works in the folder.
+    """The lock is held by another process, or by this one.
 
     Attributes:
-        holder: which one, and since when, as far as its file tells.
+        holder: the process and since when, as recorded in the lock file.
 
     """
 
@@ -30,53 +31,43 @@ class LockedError(ValueError):
 
 
 class FolderLock:
-    """The lock on the file ``path``: held from when it is made to :meth:`release`, or to the process's end.
+    """A lock on the file ``path``, held from its creation to :meth:`release` or the end of the process.
 
-    It is the kernel's (``flock``), so that it ends with the process however that ends: a run that was killed
-    is gone on with at once. Programs that this process starts don't inherit it (what it merely forks does).
-    The file stays, with a line that says who holds the lock, or held it last.
+    It is a lock of the operating system, which ends with the process even if that is killed: a killed run can
+    be resumed immediately. Child processes do not hold it. The file stays and records the latest holder.
 
     Args:
-        path: the file, made where it is not there; its folder must be.
-        wait: for whoever holds the lock, rather than refuse.
+        path: the lock file, created if missing; its folder must exist.
+        wait: wait for the holder to release the lock instead of raising.
 
     Raises:
-        LockedError: it is held, by another process or by this one, and was not to be waited for.
-        OSError: the file can't be written, or is a link, which is not followed.
+        LockedError: the lock is held, by another process or by this one, and ``wait`` is False.
+        OSError: the file cannot be written, or is a symbolic link.
 
     """
 
     def __init__(self, path: Path, *, wait: bool = False) -> None:
         self.path = path
         self.trouble: str | None = None
-        """Why there is no lock: some network file systems have none, nor has Windows. None: it is held."""
-        self._file: int | None = None
+        """Why the lock is not available, as on some network file systems; None: it is held."""
+        self._lock: FileLock | None = None
+        os.close(open_own(path, os.O_RDWR | os.O_CREAT))  # filelock refuses links, but not pipes
+        lock = FileLock(str(path), timeout=-1 if wait else 0, thread_local=False, fallback_to_soft=False)
         try:
-            import fcntl
-        except ImportError:
-            self.trouble = "this system has no flock"
-            return
-        file = open_own(path, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-            _sign(file)
+            lock.acquire()
+        except Timeout:
+            raise LockedError(path, _read_holder(path)) from None
         except OSError as error:
-            holder = _read(file)
-            os.close(file)
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise LockedError(path, holder) from None
             self.trouble = error.strerror or str(error)
-        except BaseException:
-            os.close(file)
-            raise
-        else:
-            self._file = file
+            return
+        self._lock = lock
+        _record_holder(path)
 
     def release(self) -> None:
-        """Give the lock back; nothing happens where it is not held."""
-        file, self._file = self._file, None
-        if file is not None:
-            os.close(file)
+        """Release the lock, if it is held."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            lock.release()
 
     def __enter__(self) -> FolderLock:
         return self
@@ -90,15 +81,19 @@ class FolderLock:
         self.release()
 
 
-def _sign(file: int) -> None:
-    """Say in the file who holds it, for those who are refused; on a full disk they are not told."""
-    if os.fstat(file).st_nlink > 1:  # the file is elsewhere too, and may hold something else there
-        return
+def _record_holder(path: Path) -> None:
+    """Write the holder to the file, for the error of other processes; skipped on a full disk."""
     now = datetime.now(UTC).isoformat(timespec="seconds")
     with contextlib.suppress(OSError):
-        os.ftruncate(file, 0)
-        os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, since {now}\n".encode(), 0)
+        file = open_own(path, os.O_RDWR)
+        try:
+            if os.fstat(file).st_nlink == 1:  # else a hard link to a file with other content
+                os.ftruncate(file, 0)
+                os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}, since {now}\n".encode(), 0)
+        finally:
+            os.close(file)
 
 
-def _read(file: int) -> str:
-    return os.pread(file, 200, 0).decode("utf-8", "replace").strip() or "a process that didn't say its number"
+def _read_holder(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(200).decode("utf-8", "replace").strip() or "an unknown process"

@@ -1,4 +1,4 @@
-"""The folder of a run: its resolved spec, where it ran, its metrics, checkpoints and report."""
+"""The folder of a run: resolved spec, manifest, metrics, checkpoints, summary and report."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from trainer.storage.lock import LOCK, FolderLock, LockedError
 
 _MARKS = (SPEC, "manifest.json", "metrics.jsonl", CHECKPOINTS)
 _FOLDERS = ("exports", "profiles", "tensorboard", "wandb")
-"""Folders in a run's folder in which it writes, beside that of its checkpoints."""
+"""Folders that a run writes to, in addition to that of its checkpoints."""
 _SHAPE_VALUES = ("implicit_blocks", "torch", "numpy")
-"""Packages whose version can change what a run computes."""
+"""Packages whose version can change the values that a run computes."""
 
 
 class RunFolder:
-    """The files of one run, under ``path``.
+    """The files of a run, under ``path``.
 
-    Who writes here holds the folder (:meth:`hold`, :meth:`release`); reading takes no lock.
+    A process that writes locks the folder (:meth:`hold`, :meth:`release`); reading needs no lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,17 +45,17 @@ class RunFolder:
 
     @property
     def holds_a_run(self) -> bool:
-        """Whether a run was begun here."""
+        """Whether the folder contains files of a run."""
         return any((self.path / mark).exists() for mark in _MARKS)
 
     def hold(self) -> None:
-        """Keep other processes from training in this folder, which must be there, until :meth:`release`.
+        """Lock the folder, which must exist, so that no other process trains in it until :meth:`release`.
 
-        Nothing happens where it is held already. Of a run's processes the main one holds it.
+        Does nothing if this object holds the lock already. Rank 0 of a run holds it.
 
         Raises:
-            RunFolderError: another process, or another run of this one, trains here; or a folder in which
-                the run writes is a link to elsewhere.
+            RunFolderError: another process, or another run of this process, trains in the folder; or a folder
+                that the run writes to is a symbolic link.
 
         """
         if self._lock is not None:
@@ -63,95 +63,93 @@ class RunFolder:
         for name in (CHECKPOINTS, *_FOLDERS):
             if (self.path / name).is_symlink():
                 raise RunFolderError(
-                    f"{self.path / name} is a symbolic link, and a run writes into its own folder only; "
-                    "put the folder itself in its place"
+                    f"{self.path / name} is a symbolic link, but a run writes only inside its own folder; "
+                    "replace the link by a folder"
                 )
         try:
             self._lock = FolderLock(self.path / LOCK)
         except LockedError as error:
             raise RunFolderError(
-                f"the run in {self.path} is under way already ({error.holder}); wait for it, or stop it; "
-                f"where it is gone and its whole machine with it, remove {self.path / LOCK}"
+                f"the run in {self.path} is in progress already ({error.holder}); wait for it, or stop it; "
+                f"if its machine no longer exists, remove {self.path / LOCK}"
             ) from None
 
     def release(self) -> None:
-        """Let others train here."""
+        """Release the lock."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
 
     @property
     def not_locked(self) -> str | None:
-        """Why others are not kept from training here: the file system has no locks. None: all is well."""
+        """Why the folder is not locked, such as a file system without locks; None: it is locked or unused."""
         return None if self._lock is None else self._lock.trouble
 
     def require_free(self) -> None:
-        """Refuse a folder that holds a run, or a path that is no folder."""
+        """Refuse a folder that holds a run, or a path that is not a folder."""
         if self.holds_a_run:
             raise RunFolderError(
-                f"the output folder {self.path} already holds a run; go on with it by --resume, "
-                "or give another folder by --output"
+                f"the output folder {self.path} already holds a run; continue it by --resume, "
+                "or choose another folder by --output"
             )
         if self.path.exists() and not self.path.is_dir():
-            raise RunFolderError(
-                f"the output {self.path} is a file, not a folder; give another one by --output"
-            )
+            raise RunFolderError(f"the output {self.path} is not a directory; choose another one by --output")
 
     def require_run(self) -> None:
-        """Refuse a folder that holds no run to resume, or a damaged manifest."""
+        """Refuse a folder without a run to resume, or with a damaged manifest."""
         if not self.spec_path.is_file():
             raise RunFolderError(
                 f"nothing to resume: {self.path} holds no run (spec.yaml is missing); "
-                "name its folder by --output, or start it without --resume"
+                "give the folder of the run by --output, or start a run without --resume"
             )
         self._manifest()
 
     def run_name(self) -> str:
-        """Return the name its run was started under; the folder's own where the manifest doesn't tell."""
+        """Return the name of the run from the manifest, or the name of the folder if that is missing."""
         return str(self._manifest().get("name", self.path.name))
 
     def _manifest(self) -> dict[str, Any]:
-        """Read the manifest. Nothing depends on it, so it may be missing; but it must not be damaged."""
+        """Read the manifest. It may be missing, since no run depends on it, but it must not be damaged."""
         if not self.manifest_path.is_file():
             return {}
         try:
             found = read_json(self.manifest_path)
         except ValueError as error:
-            raise RunFolderError(f"{error}; move it away to go on") from error
+            raise RunFolderError(f"{error}; move it away to continue") from error
         if not _is_manifest(found):
             raise RunFolderError(
-                f"{self.manifest_path} is cut short or not a JSON object as the trainer writes it; "
-                "move it away to go on"
+                f"{self.manifest_path} is truncated or was not written by the trainer; "
+                "move it away to continue"
             )
         manifest: dict[str, Any] = found
         return manifest
 
     def create(self, *, spec: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
-        """Make the folder, hold it, and write the resolved spec and the manifest."""
+        """Create and lock the folder, and write the resolved spec and the manifest."""
         self.require_free()
         self.path.mkdir(parents=True, exist_ok=True)
         self.hold()
-        self.require_free()  # what another process has begun meanwhile
+        self.require_free()  # another process may have started a run meanwhile
         self._write_spec(spec)
         write_json(self.manifest_path, dict(manifest))
 
     def noted_data(self) -> dict[str, Any]:
-        """Return what the manifest says of the data that the run was trained on last; empty: nothing."""
+        """Return the identity of the data that the run was last trained on; empty if unknown."""
         history = self._manifest()
         noted = [entry["data"] for entry in (history, *history.get("resumed", ())) if entry.get("data")]
         return dict(noted[-1]) if noted else {}
 
     def require_data(self, identity: Mapping[str, Any]) -> None:
-        """Refuse data that are not those the run was trained on last, as far as either says what they are."""
+        """Refuse data that differ from those the run was last trained on, if both identities are known."""
         noted = self.noted_data()
         if noted and identity and (changes := differences(noted, dict(identity))):
             raise RunFolderError(
-                f"the data of {self.path} are not those it was trained on ({'; '.join(changes)}); give those "
-                "back, or name the new ones by data.path=…, and the run goes on with them"
+                f"the data of {self.path} differ from those it was trained on ({'; '.join(changes)}); "
+                "restore them, or set data.path=… to continue with the new data"
             )
 
     def version_changes(self, now: Mapping[str, Any]) -> list[str]:
-        """Return which packages that matter have another version than when the run was trained last."""
+        """Return the packages that can change values and whose version differs from the last start."""
         history = self._manifest()
         starts = (history, *history.get("resumed", ()))
         before: dict[str, Any] = next(
@@ -172,23 +170,23 @@ class RunFolder:
         changes: Sequence[str],
         stored: bool = True,
     ) -> None:
-        """Note in the manifest that the run goes on from ``step``, and what is changed from there on.
+        """Record in the manifest that the run is resumed after ``step``, with these changes to its spec.
 
-        A changed spec is stored, unless ``stored`` is False: nothing is trained with it.
+        A changed spec is written, unless ``stored`` is False because no step is trained with it.
         """
         history = self._manifest()
         resumes = [*history.get("resumed", []), {"step": step, "changes": list(changes), **manifest}]
         write_json(self.manifest_path, {**history, "resumed": resumes})
         if changes and stored:
-            # A copy: killed between the two, the folder must not be without its spec.
+            # A copy, so that the folder has a spec if the process is killed between the two writes.
             before = self.spec_path.read_text(encoding="utf-8")
             write_atomically(self.path / f"spec.until-step-{step:08d}.yaml", before)
             self._write_spec(spec)
 
     def set_results_aside(self) -> None:
-        """Rename the summary and the report of an earlier end, after which training continues.
+        """Rename the summary and the report of an earlier end of a run that continues to train.
 
-        They would present the run as finished, with metrics of a later state.
+        They would otherwise present the run as finished.
         """
         if not self.summary_path.is_file():
             return
@@ -201,7 +199,7 @@ class RunFolder:
                 path.replace(path.with_name(f"{path.stem}.until-step-{steps:08d}{path.suffix}"))
 
     def record_backends(self, report: Mapping[str, Mapping[str, str]]) -> None:
-        """Note in the manifest which backends ran, for the part of the run that is under way."""
+        """Record in the manifest which backends ran since the current start."""
         history = self._manifest()
         part = (history.get("resumed") or [history])[-1]
         part["backends"] = {operation: dict(found) for operation, found in report.items()}
@@ -213,7 +211,7 @@ class RunFolder:
 
 
 def _is_manifest(value: Any) -> bool:
-    """Return whether a JSON value has what is read of a manifest in the kinds that are relied on."""
+    """Return whether the parts of a JSON value that are read of a manifest have the expected types."""
     if not isinstance(value, dict) or not isinstance(value.get("resumed", []), list):
         return False
     starts = [value, *value.get("resumed", [])]
@@ -225,14 +223,14 @@ def _is_manifest(value: Any) -> bool:
 
 
 def default_folder(name: str, *, root: Path = Path("runs")) -> Path:
-    """Return ``runs/<name>-<UTC time>``, with a number behind it where that folder exists."""
+    """Return ``runs/<name>-<UTC time>``, with a number appended if that folder exists."""
     return next(path for path in _candidates(name, root) if not path.exists())
 
 
 def claim_folder(name: str, *, root: Path = Path("runs")) -> Path:
-    """Make the folder that :func:`default_folder` names, for this process alone, and return it.
+    """Create the folder of :func:`default_folder` exclusively and return it.
 
-    Of several processes that start in the same second each gets a folder of its own.
+    Processes that start in the same second get different folders.
     """
     root.mkdir(parents=True, exist_ok=True)
     for path in _candidates(name, root):
@@ -241,7 +239,7 @@ def claim_folder(name: str, *, root: Path = Path("runs")) -> Path:
         except FileExistsError:
             continue
         return path
-    raise AssertionError("the candidates have no end")
+    raise AssertionError("the candidates are endless")
 
 
 def _candidates(name: str, root: Path) -> Iterator[Path]:
@@ -252,18 +250,18 @@ def _candidates(name: str, root: Path) -> Iterator[Path]:
 
 
 def folder_to_resume(name: str, *, root: Path = Path("runs")) -> Path:
-    """Return the one run of the spec ``name`` under ``runs``; with several the user must say which."""
+    """Return the only run of the spec ``name`` under ``runs``."""
     found = sorted(path for path in root.glob(f"{name}-*") if RunFolder(path).spec_path.is_file())
-    # A name may continue another one (word_problem_s3 and word_problem_s3_explicit are told apart by the
-    # time's digit).
+    # One name may be a prefix of another (word_problem_s3, word_problem_s3_explicit): the time begins with a
+    # digit.
     found = [path for path in found if path.name[len(name) + 1 :][:1].isdigit()]
     if not found:
         raise RunFolderError(
-            f"nothing to resume: there is no run of {name} under {root}/; name its folder by --output"
+            f"nothing to resume: there is no run of {name} under {root}/; give its folder by --output"
         )
     if len(found) > 1:
         listed = ", ".join(map(str, found))
-        raise RunFolderError(f"several runs of {name} could be resumed: {listed}; name one by --output")
+        raise RunFolderError(f"several runs of {name} could be resumed: {listed}; choose one by --output")
     return found[0]
 
 
@@ -279,8 +277,8 @@ def make_manifest(
     data: Mapping[str, Any] | None = None,
     started_from: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return what must be known to repeat a run: versions, machine, device, seed, command, first weights."""
-    from implicit_blocks.ops import accelerated  # brings torch, which a dry run does without
+    """Return what is needed to repeat a run: versions, machine, device, seed, command, initial weights."""
+    from implicit_blocks.ops import accelerated  # imports torch, which a dry run does not need
 
     return {
         "name": name,
@@ -301,7 +299,7 @@ def make_manifest(
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of the packages that shape a run's numbers."""
+    """Return the versions of the packages that a run uses."""
     found: dict[str, str | None] = {}
     for name in ("implicit_blocks", "torch", "numpy", "pydantic", "safetensors", "matplotlib"):
         try:
@@ -312,7 +310,7 @@ def versions() -> dict[str, str | None]:
 
 
 def of_values(change: str) -> bool:
-    """Whether a change of a spec, one of `differences`, can change values: not a choice of backends."""
+    """Whether a change of a spec, one of `differences`, can change values; a choice of backends cannot."""
     field = change.partition(":")[0].rpartition(".")[2]
     return field != "backend" and not field.endswith("_backend")
 
@@ -330,5 +328,5 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
             else:
                 found += differences(old[key], new[key], inner)
         return found
-    same = old == new or repr(old) == repr(new)  # a NaN equals none
+    same = old == new or repr(old) == repr(new)  # NaN is not equal to itself
     return [] if same else [f"{path}: {old!r} → {new!r}"]

@@ -1,4 +1,4 @@
-"""Several processes on the CPU, talking by gloo, each of which runs a scenario of `scenarios.py`."""
+"""Several processes on the CPU that communicate by gloo; each runs a scenario of `scenarios.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each of several processes does in a test; run by path, with TASK given."""
+"""The work of each process of a distributed test; run as a program, with TASK in the environment."""
 
 from __future__ import annotations
 

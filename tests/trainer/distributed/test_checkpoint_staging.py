@@ -1,4 +1,4 @@
-"""What each rank copies for a checkpoint, and what is told of how long it took."""
+"""The tensors that each rank copies for a checkpoint, and the recorded durations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.run.build import build
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_share_what_all_of_them_hold(world_size: int) -> None:
+def test_replicated_tensors_are_divided_among_the_ranks(world_size: int) -> None:
     tensors = {f"{size}": torch.zeros(size) for size in (64, 3, 40, 24, 16, 9, 31, 5)}
     shares = [own_share(tensors, Ranks(torch.device("cpu"), rank, world_size)) for rank in range(world_size)]
     assert Counter(name for share in shares for name in share) == Counter(tensors.keys())
@@ -29,7 +29,7 @@ def test_ranks_share_what_all_of_them_hold(world_size: int) -> None:
     assert max(sizes) <= max(64, sum(sizes) / world_size + 40)
 
 
-def test_copies_are_kept_and_made_anew_where_the_tensors_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_staging_memory_is_reused_for_the_same_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     locked: list[int] = []
     unlocked: list[int] = []
 
@@ -66,7 +66,7 @@ def test_copies_are_kept_and_made_anew_where_the_tensors_are_others(monkeypatch:
     assert unlocked == [512, 1024]
 
 
-def test_pages_that_cannot_be_locked_are_said_and_serve_all_the_same(
+def test_unlockable_pages_are_logged_and_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     refusing = SimpleNamespace(cudart=lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
@@ -87,7 +87,7 @@ def test_each_rank_writes_its_share_of_any_layout(processes: Any, tmp_path: Path
         assert max(sizes) < 1.3 * min(sizes)
 
 
-def test_the_time_that_saves_take_is_told(small: Callable[..., Any], tmp_path: Path) -> None:
+def test_the_duration_of_saves_is_recorded(small: Callable[..., Any], tmp_path: Path) -> None:
     spec = small({"training.checkpoint_every": 2, "training.max_steps": 5, "training.keep_checkpoints": 9})
     run = build(spec, output=tmp_path / "run", device="cpu")
     run.train()

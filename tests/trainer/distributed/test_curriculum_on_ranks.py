@@ -1,4 +1,4 @@
-"""A batch that changes with the phase, and weights of another run, on two processes as on one."""
+"""Phases with another batch size, and initial weights of another run, on two processes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_losses_are_those_of_one_process(processes: Any, tmp_path: Path) -> None
             assert (row["samples"], row["tokens"]) == (other["samples"], other["tokens"]), name
 
 
-def test_a_batch_that_two_processes_can_not_share_is_refused(processes: Any, tmp_path: Path) -> None:
+def test_a_batch_that_two_processes_cannot_share_is_refused(processes: Any, tmp_path: Path) -> None:
     spec = {**SPEC, "phases": [SPEC["phases"][0], {"name": "free", "training": {"batch_size": 3}}]}
     for kind, words in processes("train_each", runs={"odd": spec}, folder=str(tmp_path)):
         assert kind == "ValueError"

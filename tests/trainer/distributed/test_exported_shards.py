@@ -1,4 +1,4 @@
-"""What several ranks hold of a model is exported whole."""
+"""The export of a sharded model is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.specs.run import RunSpec
 Small = Callable[..., RunSpec]
 
 
-def test_shards_are_put_together(
+def test_sharded_weights_are_gathered_for_export(
     small: Small, tmp_path: Path, processes: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporting, "_write_for_transformers", lambda *args: False)

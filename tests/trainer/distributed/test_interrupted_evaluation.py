@@ -1,4 +1,4 @@
-"""A signal during an evaluation ends it at the next batch; a resumed run makes up for what is missing."""
+"""A signal stops an evaluation before its next batch, and the resumed run repeats the evaluation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def left(folder: Path) -> Any:
 
 
 @pytest.mark.parametrize("at", [2, 4], ids=["on the way", "at the end"])
-def test_the_next_batch_is_not_evaluated(small: Callable[..., Any], tmp_path: Path, at: int) -> None:
+def test_an_interrupted_evaluation_stops_before_the_next_batch(
+    small: Callable[..., Any], tmp_path: Path, at: int
+) -> None:
     whole = build(small(CHANGES), output=tmp_path / "whole", device="cpu")
     whole.train()
     run = build(small(CHANGES), output=tmp_path / "run", device="cpu")
@@ -56,7 +58,7 @@ def test_the_next_batch_is_not_evaluated(small: Callable[..., Any], tmp_path: Pa
     assert left(tmp_path / "run") == left(tmp_path / "whole")
 
 
-def test_an_evaluation_that_was_made_is_not_made_again(small: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_complete_evaluation_is_not_repeated(small: Callable[..., Any], tmp_path: Path) -> None:
     build(small(CHANGES), output=tmp_path / "whole", device="cpu").train()
     build(small(CHANGES), output=tmp_path / "run", device="cpu").train(stop_at=2)
     assert {row["step"] for row in left(tmp_path / "run")[1]} == {2}
@@ -64,7 +66,9 @@ def test_an_evaluation_that_was_made_is_not_made_again(small: Callable[..., Any]
     assert left(tmp_path / "run") == left(tmp_path / "whole")
 
 
-def test_all_ranks_leave_it_together(small: Callable[..., Any], processes: Any, tmp_path: Path) -> None:
+def test_all_ranks_stop_an_evaluation_together(
+    small: Callable[..., Any], processes: Any, tmp_path: Path
+) -> None:
     # Five sequences: the last rank has fewer batches than the first.
     spec = small({**CHANGES, "evaluation.sequences": 5}).model_dump(mode="json")
     found = processes("interrupt_evaluation", spec=spec, folder=str(tmp_path / "run"), at=2)

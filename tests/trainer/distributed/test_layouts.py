@@ -1,4 +1,4 @@
-"""The same spec on one process and on two: equal losses in every layout, and nothing hangs."""
+"""Every layout has the losses of one process, and no rank hangs."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_evaluations_are_those_of_one_process(trained: Any, layout: str) -> None
         assert row["iterations"] == pytest.approx(other["iterations"], rel=1e-3)
 
 
-def test_layouts_are_what_was_asked_for(trained: Any) -> None:
+def test_layouts_are_those_of_the_spec(trained: Any) -> None:
     _, (found, other) = trained
     assert {name: found[name]["layout"] for name in LAYOUTS} == {
         "auto": "ddp",  # on the CPU
@@ -132,7 +132,7 @@ def test_layouts_are_what_was_asked_for(trained: Any) -> None:
         assert mine[0] + its[0] == whole[0]  # hsdp with groups of one rank holds everything
 
 
-def test_ranks_stop_on_their_own_unless_they_talk_in_the_loop(trained: Any) -> None:
+def test_ranks_stop_independently_unless_the_loop_communicates(trained: Any) -> None:
     _, (first, second) = trained
     for layout in ("auto", "fsdp", "hsdp"):
         assert first[layout]["calls"] != second[layout]["calls"]
@@ -158,7 +158,7 @@ def test_groups_of_ranks_that_share_the_state(processes: Any, tmp_path: Path) ->
     assert len({rank["hsdp"]["calls"] for rank in four}) > 1
 
 
-def test_the_mean_is_over_all_labels_however_they_are_spread(processes: Any, tmp_path: Path) -> None:
+def test_the_loss_is_the_mean_over_the_labels_of_all_ranks(processes: Any, tmp_path: Path) -> None:
     runs = {}
     for kind in ("ddp", "fsdp"):
         for size in (None, 1, 2):  # 2: micro-batches of 2 and of 1 sequence
@@ -176,9 +176,7 @@ def test_the_mean_is_over_all_labels_however_they_are_spread(processes: Any, tmp
         assert [row["accuracy"] for row in found[name]["rows"]] == [row["accuracy"] for row in expected]
 
 
-def test_weights_are_gathered_once_a_step_however_often_the_layers_are_iterated(
-    processes: Any, tmp_path: Path
-) -> None:
+def test_weights_are_gathered_once_per_step(processes: Any, tmp_path: Path) -> None:
     def fixed(iterations: int, unit: str, **training: Any) -> Any:
         spec = spec_of(LLAMA, distributed={"kind": "fsdp", "unit": unit}, max_steps=2, **training)
         spec["model"]["stopping"] = {"tolerance": 0.0, "max_iterations": iterations}
@@ -204,7 +202,7 @@ def test_weights_are_gathered_once_a_step_however_often_the_layers_are_iterated(
     assert many - few == 2 * 14
 
 
-def test_what_a_layout_exchanges_draws_and_keeps(processes: Any, tmp_path: Path) -> None:
+def test_communication_randomness_and_memory_of_a_layout(processes: Any, tmp_path: Path) -> None:
     runs = {
         kind: spec_of(MAMBA2, distributed={"kind": kind}, batch_size=9, micro_batch_size=1)
         for kind in ("ddp", "fsdp")
@@ -218,7 +216,7 @@ def test_what_a_layout_exchanges_draws_and_keeps(processes: Any, tmp_path: Path)
     assert one["fsdp"]["gathered"] != "DTensor"
 
 
-def test_an_exact_gradient_is_solved_by_each_rank_on_its_own(processes: Any, tmp_path: Path) -> None:
+def test_each_rank_solves_an_exact_gradient_independently(processes: Any, tmp_path: Path) -> None:
     spec = spec_of(MAMBA2, max_steps=3)
     spec.pop("phases")
     spec["model"]["gradient"] = {

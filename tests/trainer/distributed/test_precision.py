@@ -1,4 +1,4 @@
-"""bfloat16 and compiled layers over two processes; models without layers of our own."""
+"""bfloat16, compiled layers and models of transformers on two processes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_compiled_layers_are_those_of_one_process(each: Any) -> None:
         assert losses(run) == pytest.approx(losses(single), abs=1e-6)
 
 
-def test_models_of_transformers_are_laid_out_too(each: Any) -> None:
+def test_models_of_transformers_can_be_sharded(each: Any) -> None:
     pytest.importorskip("transformers", reason="models of transformers need transformers")
     config = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = {"kind": "transformers", "architecture": "llama", "vocab_size": 6, "config": config}

@@ -1,4 +1,4 @@
-"""What ranks tell one another, what they refuse together, and how they end together."""
+"""Communication between ranks, common refusals, and the end of a run on all ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def plain(small: Any) -> Any:
     return lambda changes=None: small(changes).model_dump(mode="json")
 
 
-def test_a_process_alone_has_only_itself_to_talk_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_rank_needs_no_communication(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     ranks = join("cpu")
     assert (ranks.rank, ranks.world_size, ranks.is_main, ranks.is_single) == (0, 1, True, True)
@@ -36,7 +36,7 @@ def test_a_process_alone_has_only_itself_to_talk_to(monkeypatch: pytest.MonkeyPa
     ranks.barrier()
 
 
-def test_ranks_talk(processes: Any) -> None:
+def test_ranks_exchange_values(processes: Any) -> None:
     first, second = processes("talk")
     assert first.pop("together") == 0
     assert second.pop("together") == 1
@@ -49,7 +49,7 @@ def test_ranks_talk(processes: Any) -> None:
     assert first["broadcast"] == first["run_on_rank0"] == "of rank 0"
 
 
-def test_what_the_main_rank_is_refused_all_are(processes: Any) -> None:
+def test_an_error_of_rank_0_is_raised_on_all(processes: Any) -> None:
     first, second = processes("fail_on_main")
     assert first == ("ValueError", "the folder is taken")
     assert second == ("ValueError", "rank 0: the folder is taken")
@@ -60,7 +60,7 @@ def test_one_device_for_several_processes_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    with pytest.raises(DeviceError, match="'cuda:1' is one device, but there are 2 processes"):
+    with pytest.raises(DeviceError, match="'cuda:1' is a single device, but there are 2 processes"):
         join("cuda:1")
 
 
@@ -88,7 +88,7 @@ def test_ranks_that_find_other_data_are_refused(plain: Any, processes: Any, tmp_
     found = processes("build_in_own_folder", spec=spec, folders=folders[1:], folder=f"{run}2")
     for kind, words in found:
         assert kind == "ValueError"
-        assert "rank 1 found others than rank 0; copy them to every machine again" in words
+        assert "rank 1 reads other data than rank 0; copy them to every machine again" in words
     assert not Path(f"{run}2").exists()
 
 
@@ -107,7 +107,7 @@ def test_ranks_that_find_other_data_are_refused(plain: Any, processes: Any, tmp_
         ),
     ],
 )
-def test_layouts_that_cannot_be_are_refused(
+def test_unsupported_layouts_are_refused(
     plain: Any, processes: Any, tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
     for kind, message in processes("build_it", specs=[plain(changes)], folder=str(tmp_path / "run")):
@@ -123,7 +123,7 @@ def test_layouts_that_cannot_be_are_refused(
         ("callback", ("PeerError", "no room"), ("CallbackError", "no room")),
     ],
 )
-def test_what_fails_on_one_rank_ends_all(
+def test_a_failure_on_one_rank_ends_all(
     plain: Any, processes: Any, tmp_path: Path, what: str, first: Any, second: Any
 ) -> None:
     found = processes("fail_on_one_rank", spec=plain(), folder=str(tmp_path / "run"), what=what)
@@ -133,7 +133,7 @@ def test_what_fails_on_one_rank_ends_all(
 
 
 @pytest.mark.parametrize("distributed", [{"kind": "ddp"}, {"kind": "fsdp", "unit": "layer"}])
-def test_a_rank_that_breaks_down_leaves_no_other_waiting(
+def test_no_rank_waits_for_one_that_crashed(
     plain: Any, processes: Any, tmp_path: Path, distributed: dict[str, Any]
 ) -> None:
     spec = plain({"training.distributed": distributed})

@@ -72,7 +72,7 @@ def test_a_finished_run_on_other_data_is_not_read(tmp_path: Path, small: Small) 
     finished = runs.train(spec, tmp_path / "one", name="one", device="cpu")
     assert runs.train(spec, tmp_path / "one", name="one", device="cpu").summary == finished.summary
     write_tokens(tmp_path / "text.bin", tokens[:300], vocab_size=6)
-    with pytest.raises(RunFolderError, match="are not those it was trained on"):
+    with pytest.raises(RunFolderError, match="differ from those it was trained on"):
         runs.train(spec, tmp_path / "one", name="one", device="cpu")
 
 

@@ -1,4 +1,4 @@
-"""Runs that begin with the weights of others."""
+"""Runs that start with the weights of another run or file."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def starting(path: Any, **more: Any) -> dict[str, Any]:
     return {**STEADY, "training.init_from": path if isinstance(path, dict) else str(path), **more}
 
 
-def test_a_free_run_goes_on_from_a_bounded_one_as_within_one_run(
+def test_a_free_run_started_from_a_bounded_one_equals_one_run(
     bounded: Path, small: Small, tmp_path: Path
 ) -> None:
     phases = [{"name": "bounded", "until": 4, "model": BOUNDED}, {"name": "free"}]
@@ -77,7 +77,7 @@ def test_a_free_run_goes_on_from_a_bounded_one_as_within_one_run(
     assert len(origin["sha256"]) == 64
 
 
-def test_weights_alone_begin_a_run_of_its_own(bounded: Path, small: Small, tmp_path: Path) -> None:
+def test_weights_alone_start_a_new_run(bounded: Path, small: Small, tmp_path: Path) -> None:
     run = build(small(starting(bounded)), output=tmp_path / "run", device="cpu")
     stored = read_model_tensors(last(bounded))
     for name, tensor in run.model.state_dict().items():
@@ -107,7 +107,7 @@ def test_weights_in_other_forms(
         assert torch.equal(tensor, stored[name]), name
     assert manifest(tmp_path / "run")["started_from"]["sha256"]
     if source != "checkpoint":
-        with pytest.raises(ValueError, match="holds weights only, no optimizer; give a run or a checkpoint"):
+        with pytest.raises(ValueError, match="holds weights only, no optimizer; choose a run"):
             build(small(starting({"path": str(path), "optimizer": True})), output=tmp_path / "no")
 
 
@@ -128,7 +128,7 @@ def test_an_explicit_run_starts_an_implicit_one(small: Small, tmp_path: Path) ->
     with pytest.raises(CheckpointError, match=r"set model\.z_init=embedding"):
         build(small(starting(tmp_path / "explicit")), output=tmp_path / "no")
     start = {"path": str(tmp_path / "explicit"), "optimizer": True}
-    with pytest.raises(ValueError, match=r"has no state; set training\.init_from\.optimizer=false"):
+    with pytest.raises(ValueError, match=r"has no state for the result; .*init_from\.optimizer=false"):
         build(small(starting(start, **implicit)), output=tmp_path / "no")
     assert not (tmp_path / "no").exists()
 
@@ -138,11 +138,11 @@ def test_an_explicit_run_starts_an_implicit_one(small: Small, tmp_path: Path) ->
     [
         ({"model.d_model": 32}, r"another model \(model.d_model: 16 → 32\)"),
         ({"model.mixer.d_state": 4}, r"another model \(model.mixer.d_state: 8 → 4\)"),
-        ({"training.init_from": "nowhere"}, "there is nothing at nowhere; give a run's folder"),
-        ({"training.init_from": "empty"}, "is no run, no checkpoint and no exported folder"),
+        ({"training.init_from": "nowhere"}, "nowhere does not exist"),
+        ({"training.init_from": "empty"}, "is not a run, a checkpoint or an exported folder"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_anything_is_written(
+def test_unsuitable_initial_weights_are_refused_before_writing(
     bounded: Path, small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -176,7 +176,7 @@ def test_another_optimizers_state_is_refused(bounded: Path, small: Small, tmp_pa
         build(small(starting(start)), output=tmp_path / "run", device="cpu")
 
 
-def test_an_optimizers_state_needs_the_same_optimizer_and_weights_that_stay(
+def test_optimizer_state_requires_the_same_optimizer_and_unconverted_weights(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = small()
@@ -193,7 +193,7 @@ def test_an_optimizers_state_needs_the_same_optimizer_and_weights_that_stay(
     found = found._replace(optimizer="adamw")
     find_start(asked, spec)
     found = found._replace(model=explicit)
-    with pytest.raises(ValueError, match="of kind 'explicit_lm', become others here"):
+    with pytest.raises(ValueError, match="of kind 'explicit_lm', are converted here"):
         find_start(asked, small({"model.z_init": "embedding"}))
 
 
@@ -209,7 +209,7 @@ def test_weight_norm_is_added_to_an_explicit_start_and_not_taken_away(small: Sma
                 require_fitting(explicit, implicit, path=tmp_path)
 
 
-def test_a_run_resumed_before_its_first_checkpoint_starts_there_again(
+def test_a_run_without_checkpoints_loads_its_initial_weights_again(
     bounded: Path, small: Small, tmp_path: Path
 ) -> None:
     build(small(starting(bounded)), output=tmp_path / "run", device="cpu")
@@ -217,7 +217,7 @@ def test_a_run_resumed_before_its_first_checkpoint_starts_there_again(
     build(small(starting(bounded)), output=tmp_path / "run", device="cpu", resume=True).train(stop_at=2)
     build(small(starting(bounded)), output=tmp_path / "whole", device="cpu").train()
     # Once it has begun, the other run is not needed any more; it can't be exchanged either.
-    with pytest.raises(RunFolderError, match="has begun already, so it can't be started from elsewhere"):
+    with pytest.raises(RunFolderError, match="has started already, so its initial weights can't change"):
         build(small(starting(tmp_path)), output=tmp_path / "run", device="cpu", resume=True)
     build(small(starting(bounded)), output=tmp_path / "run", device="cpu", resume=True).train()
     assert losses(tmp_path / "run") == losses(tmp_path / "whole")
@@ -229,7 +229,7 @@ def test_the_dry_run_says_where_it_starts(bounded: Path, small: Small) -> None:
 
 
 @pytest.mark.parametrize("kind", ["explicit_lm", "implicit_lm"])
-def test_an_ordinary_llama_of_transformers_is_a_start(kind: str, small: Small, tmp_path: Path) -> None:
+def test_a_llama_of_transformers_is_a_valid_start(kind: str, small: Small, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra hf is not installed")
     config = transformers.LlamaConfig(
         vocab_size=6, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
