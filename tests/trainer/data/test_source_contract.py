@@ -1,4 +1,4 @@
-"""A data source that hands over what can't be used is named, with what it gave and what was asked for."""
+"""Errors for data sources that violate their contract name the source, its result and the requirement."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ evaluation: {lengths: [], identity_probabilities: [], sequences: 4, batch_size: 
         ("nothing", "returned a NoneType; return a trainer.data.source.DataSource"),
     ],
 )
-def test_a_fault_is_named(fault, message, tmp_path, capsys):
+def test_an_invalid_batch_is_reported(fault, message, tmp_path, capsys):
     file = tmp_path / "bits.yaml"
     file.write_text(SPEC)
     arguments = [
@@ -105,7 +105,7 @@ def test_a_fault_is_named(fault, message, tmp_path, capsys):
     assert message in error
 
 
-def test_the_faultless_one_trains(tmp_path):
+def test_a_valid_source_trains(tmp_path):
     file = tmp_path / "bits.yaml"
     file.write_text(SPEC)
     assert main(["--spec", str(file), "--output", str(tmp_path / "run"), "--device", "cpu"]) == 0

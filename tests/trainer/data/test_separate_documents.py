@@ -1,4 +1,4 @@
-"""Documents packed into rows and kept apart: batches, losses, states."""
+"""Separate documents in packed rows: batches, losses, states."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ def test_documents_and_labels(tmp_path: Path, shard_tokens: int) -> None:
     ids=["mamba2", "attention"],
 )
 @pytest.mark.parametrize("kind", ["implicit_lm", "explicit_lm"])
-def test_a_document_is_read_as_if_it_were_alone(tmp_path: Path, mixer: dict[str, Any], kind: str) -> None:
+def test_a_document_does_not_depend_on_other_documents_in_its_row(
+    tmp_path: Path, mixer: dict[str, Any], kind: str
+) -> None:
     texts = ["first one", "and the second", "a third, longer one"]
     folder = folder_of(tmp_path, texts)
     data = TokenData(folder, length=sum(map(len, texts)) + 2, documents="reset")
@@ -95,10 +97,10 @@ def test_a_document_is_read_as_if_it_were_alone(tmp_path: Path, mixer: dict[str,
         assert float(packed.loss) == pytest.approx(total / scored, abs=1e-4)
 
 
-def test_refuses_files_that_do_not_say_where_documents_end(tmp_path: Path) -> None:
+def test_files_without_document_ends_are_rejected(tmp_path: Path) -> None:
     np.arange(100, dtype="<u2").tofile(tmp_path / "a.bin")
-    with pytest.raises(ValueError, match=r"don't say where documents end.*set data\.documents=ignore"):
+    with pytest.raises(ValueError, match=r"has no document ends.*set data\.documents=ignore"):
         TokenData(tmp_path / "a.bin", length=5, dtype="uint16", documents="reset")
     (tmp_path / "a.documents").write_bytes(np.array([50, 101], dtype="<i8").tobytes())
-    with pytest.raises(ValueError, match=r"a\.documents doesn't fit its 100 tokens"):
+    with pytest.raises(ValueError, match=r"a\.documents doesn't match its 100 tokens"):
         TokenData(tmp_path / "a.bin", length=5, dtype="uint16")
