@@ -77,7 +77,7 @@ def test_differences_name_paths_and_both_values() -> None:
     assert differences(old, old) == []
 
 
-def test_numbers_are_shown_for_people() -> None:
+def test_numbers_are_formatted_readably() -> None:
     assert [duration(s) for s in (5, 65, 7265)] == ["5s", "1m05s", "2h01m"]
     assert [counted(n, "shard") for n in (0, 1, 2000)] == ["0 shards", "1 shard", "2,000 shards"]
     assert [magnitude(n) for n in (950, 12_345, 4.5e6, 2.07e11)] == ["950", "12.3k", "4.5M", "207.0B"]
@@ -93,7 +93,7 @@ def step_row(step: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_plain_lines_come_every_so_many_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_follow_log_every(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainDisplay(log_every=10, accuracy=True)
     display.start(step=0, total=25)
     for step in range(1, 26):
@@ -104,7 +104,7 @@ def test_plain_lines_come_every_so_many_steps(capsys: pytest.CaptureFixture[str]
     assert "iter 3.0/4  res non-finite  open 25%  diverged 50%" in lines[1]
 
 
-def test_what_diverged_is_shown_where_something_did(capsys: pytest.CaptureFixture[str]) -> None:
+def test_divergence_is_shown_if_it_occurs(capsys: pytest.CaptureFixture[str]) -> None:
     display = PlainDisplay(log_every=1, accuracy=True)
     display.start(step=0, total=2)
     for step, diverged, open_ in ((1, 0.0, 0.25), (2, 0.5, 0.0)):
@@ -117,7 +117,7 @@ def test_what_diverged_is_shown_where_something_did(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("last", "scale"), [(1.9, "linear"), (0.1, "log")])
-def test_losses_that_fall_far_are_drawn_by_their_logarithm(last: float, scale: str) -> None:
+def test_losses_over_a_wide_range_use_a_logarithmic_axis(last: float, scale: str) -> None:
     from matplotlib.figure import Figure
 
     losses = [(1, 4.0), (2, 2.0), (3, last)]
@@ -203,10 +203,10 @@ def test_a_run_given_twice_and_a_label_given_twice_are_refused(
 ) -> None:
     run = fake_run(tmp_path / "run", name="run", implicit=True)
     assert main([str(run), f"{tmp_path}/./run", "--output", str(tmp_path / "a.png")]) == 2
-    assert "is given 2 times; name each run once" in capsys.readouterr().err
+    assert "is given 2 times; give each run once" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([str(run), str(run), "--label", "same", "--label", "same"])
-    assert "two runs have the same --label" in capsys.readouterr().err
+    assert "--label values must be distinct" in capsys.readouterr().err
 
 
 def test_every_run_has_a_color_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,14 +253,14 @@ def test_digits_that_are_kept_are_significant_ones() -> None:
     assert rounded(-0.00012345, 2) == -0.00012
 
 
-def test_a_run_that_did_not_finish_is_not_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unfinished_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "summary.json is missing" in capsys.readouterr().err
     assert main([str(tmp_path / "none")]) == 2
-    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+    assert f"there is no directory {tmp_path / 'none'}" in capsys.readouterr().err
 
 
-def test_what_keeps_a_picture_from_being_drawn_is_said(
+def test_plotting_errors_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = str(fake_run(tmp_path / "run", name="run", implicit=True))

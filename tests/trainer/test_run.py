@@ -396,7 +396,7 @@ def test_a_run_that_continues_after_its_end_is_not_finished_meanwhile(small: Sma
     build(small(), output=folder, device="cpu").train()
     longer = small({"training.max_steps": 6})
     assert build(longer, output=folder, device="cpu", resume=True).train(stop_at=5) is None
-    with pytest.raises(RunFolderError, match=r"holds no finished run \(summary\.json is missing\)"):
+    with pytest.raises(RunFolderError, match=r"contains no finished run \(summary\.json is missing\)"):
         read_run(folder)
     assert json.loads((folder / "summary.until-step-00000004.json").read_text())["steps"] == 4
     assert build(longer, output=folder, device="cpu", resume=True).train() is not None
