@@ -27,7 +27,7 @@ from report import machine, write
 from implicit_blocks._utils.devices import choose_device
 from trainer.cli.exit_codes import refuse
 from trainer.data.word_problem import build as build_data
-from trainer.evaluation.measure import evaluate
+from trainer.evaluation.evaluate import evaluate
 from trainer.experiments.run_options import require_once
 from trainer.experiments.runs import Finished, load_model, train
 from trainer.experiments.word_problem_specs import IMPLICIT, varied

@@ -19,7 +19,7 @@ from implicit_blocks._utils.devices import choose_device, device_name
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.specs import spec_name
 from trainer.data.source import EvaluationSet
-from trainer.evaluation.measure import evaluate
+from trainer.evaluation.evaluate import evaluate
 from trainer.experiments.language_picture import draw
 from trainer.experiments.run_options import refuse_taken
 from trainer.experiments.runs import (

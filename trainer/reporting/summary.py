@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainer.checkpoint.load import SaveTimes, TrainingProgress
-from trainer.evaluation.measure import EvaluationResult
+from trainer.evaluation.evaluate import EvaluationResult
 from trainer.reporting.metrics import json_value
 from trainer.reporting.throughput import by_phase
 from trainer.specs.run import RunSpec, WordProblemSpec

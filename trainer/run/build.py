@@ -20,7 +20,7 @@ from trainer.checkpoint.load import Checkpointer, TrainingProgress, list_checkpo
 from trainer.checkpoint.rng import seed_everything
 from trainer.distributed import Layout, Ranks, require_same_data, require_same_spec
 from trainer.errors import RunFolderError
-from trainer.evaluation.measure import EvaluationResult
+from trainer.evaluation.evaluate import EvaluationResult
 from trainer.reporting.display import Display, make_display
 from trainer.reporting.report import draw, read_run
 from trainer.reporting.summary import summarize
@@ -250,8 +250,8 @@ def _warn(display: Display, origin: Origin | None, folder: RunFolder) -> None:
         display.log(f"WARNING: {complaint}")
     if folder.not_locked is not None:
         display.log(
-            f"WARNING: {folder.path} can't be locked ({folder.not_locked}); "
-            "see to it that no other process trains in it"
+            f"WARNING: {folder.path} can't be locked ({folder.not_locked}); see to it that no other "
+            "process trains in it"
         )
 
 

@@ -20,7 +20,7 @@ from trainer.data.prefetch import Prefetcher
 from trainer.data.source import DataSource, EvaluationSet, rank_share
 from trainer.distributed import Layout
 from trainer.errors import CallbackError, DataError, NonFiniteLossError
-from trainer.evaluation.measure import (
+from trainer.evaluation.evaluate import (
     EvaluationResult,
     EvaluationStopped,
     adjoint_row,
@@ -384,7 +384,7 @@ class Loop:
                     window_length=evaluation.window_length,
                     announce=self.display.doing,
                     ranks=self.ranks,
-                    equally_often=self.layout.communicates_in_the_loop,
+                    equal_calls=self.layout.communicates_in_the_loop,
                     stop=self._signalled,
                 )
         except EvaluationStopped:

@@ -1,4 +1,4 @@
-"""A folder of data with a few items of every benchmark, and small models with a tokenizer."""
+"""A data directory with a few items per benchmark, and small models with a tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long requests may be, checked before the first is asked; and what an evaluation that fails leaves."""
+"""Checks of request lengths before evaluation, and results after a failure."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def results(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
-def test_nothing_is_asked_while_a_request_does_not_fit(exported, benchmarks, refused, tmp_path, monkeypatch):
+def test_no_task_runs_if_a_request_does_not_fit(exported, benchmarks, refused, tmp_path, monkeypatch):
     """HellaSwag's continuations are too long; the tasks before it are not asked in vain."""
     from trainer.evaluation import scores
 
     longest = 8
-    monkeypatch.setattr(scores, "_ask_one", None)
+    monkeypatch.setattr(scores, "_run_task", None)
     message = refused(
         "--checkpoint", exported, "--data", benchmarks, "--max-length", longest, "--output", tmp_path / "out",
         "--tasks", "lambada", "hellaswag",
@@ -91,16 +91,16 @@ def test_a_table_of_positions_limits_requests(
     measure = ["--checkpoint", run, "--tokens", tokens, "--limit", 2, "--device", "cpu", "--output"]
     assert "has positions for 16 tokens" in refused(*measure, tmp_path / "no", "--lengths", 16, 32)
     assert evaluate(*measure, tmp_path / "lengths") == 0
-    assert "lengths 32, 64, 128 are left out" in capsys.readouterr().out
+    assert "skipping lengths 32, 64, 128" in capsys.readouterr().out
     assert [row["length"] for row in results(tmp_path / "lengths")["lengths"]] == [16]
 
 
 @pytest.mark.parametrize("ending", [KeyboardInterrupt(), OSError("the disk is gone"), RuntimeError("a bug")])
-def test_what_is_done_is_kept(ending, exported, benchmarks, tmp_path, monkeypatch, capsys):
+def test_finished_results_survive_a_failure(ending, exported, benchmarks, tmp_path, monkeypatch, capsys):
     """The second task fails at the second budget: what was found before is written, and said to be a part."""
     from trainer.evaluation import scores
 
-    asked, ask_one = [], scores._ask_one
+    asked, ask_one = [], scores._run_task
 
     def failing(lm, task, *, limit):
         asked.append(task.name)
@@ -108,7 +108,7 @@ def test_what_is_done_is_kept(ending, exported, benchmarks, tmp_path, monkeypatc
             raise ending
         return ask_one(lm, task, limit=limit)
 
-    monkeypatch.setattr(scores, "_ask_one", failing)
+    monkeypatch.setattr(scores, "_run_task", failing)
     arguments = [
         "--checkpoint", exported, "--data", benchmarks, "--tasks", "piqa", "winogrande", "--device", "cpu",
         "--self-iterations", 1, 2, "--output", tmp_path / "out", "--log-samples",
@@ -119,7 +119,7 @@ def test_what_is_done_is_kept(ending, exported, benchmarks, tmp_path, monkeypatc
     else:
         assert evaluate(*arguments) == (130 if isinstance(ending, KeyboardInterrupt) else 2)
     record = results(tmp_path / "out")
-    assert record["incomplete"] == (str(ending) or "stopped by the user")
+    assert record["incomplete"] == (str(ending) or "interrupted by the user")
     assert [list(row["tasks"]) for row in record["results"]] == [["piqa", "winogrande"], ["piqa"]]
     assert "INCOMPLETE" in (tmp_path / "out" / "table.md").read_text()
     if isinstance(ending, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""``python -m trainer.evaluate``: what it takes, what it writes, what it refuses."""
+"""``python -m trainer.evaluate``: inputs, outputs, and invalid requests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_paper_s_table_over_self_iterations(exported, benchmarks, tmp_path, 
     assert {"task", "self_iterations", "item", "requests", "answers", "target"} <= samples[0].keys()
 
 
-def test_a_run_and_its_checkpoint_and_its_weights_give_the_same(
+def test_a_run_its_checkpoint_and_its_weights_give_equal_scores(
     run_folder, benchmarks, tokenizer_file, tmp_path
 ):
     (checkpoint,) = (run_folder / "checkpoints").glob("step-*")
@@ -146,7 +146,7 @@ def test_perplexity_is_of_held_out_tokens_where_there_are_some(run_folder, tmp_p
     assert whole["perplexity"] == held_out["perplexity"] != train["perplexity"]
 
 
-def test_tokens_that_would_give_another_perplexity_are_refused(small, tmp_path, capsys):
+def test_incompatible_tokens_are_rejected(small, tmp_path, capsys):
     """Training text in place of held-out text, another tokenizer, documents whose ends nothing says."""
     tokenizers = pytest.importorskip("tokenizers", reason="another tokenizer than bytes")
     (tmp_path / "a.txt").write_text(50 * "seen in training ")
@@ -163,9 +163,9 @@ def test_tokens_that_would_give_another_perplexity_are_refused(small, tmp_path, 
     build(spec, name="mine", output=tmp_path / "run", device="cpu").train()
     arguments = ["--checkpoint", tmp_path / "run", "--lengths", 16, "--limit", 2, "--device", "cpu"]
     for tokens, message in (
-        ("own", "own has no validation split; name held-out tokens, or "),
-        ("other", "were made by another tokenizer than those that mine was trained on"),
-        ("plain.bin", "mine was trained with documents kept apart"),
+        ("own", "own has no validation split; give held-out tokens, or "),
+        ("other", "were written with a different tokenizer than those that mine was trained on"),
+        ("plain.bin", "mine was trained with separate documents"),
     ):
         assert evaluate(*arguments, "--tokens", tmp_path / tokens, "--output", tmp_path / "out") == 2
         assert message in capsys.readouterr().err
@@ -177,10 +177,10 @@ def test_tokens_that_would_give_another_perplexity_are_refused(small, tmp_path, 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--max-length", 8], "--max-length is of tasks, and --tokens alone asks none; leave it out"),
-        (["--log-samples"], "--log-samples is of tasks"),
-        (["--lengths", 16, 16], "--lengths has 16 2 times; give each value once"),
-        (["--self-iterations", 3, 3], "--self-iterations has 3 2 times; give each value once"),
+        (["--max-length", 8], "--max-length applies to tasks, but only --tokens is given; omit it"),
+        (["--log-samples"], "--log-samples applies to tasks"),
+        (["--lengths", 16, 16], "--lengths contains 16 2 times; give each value once"),
+        (["--self-iterations", 3, 3], "--self-iterations contains 3 2 times; give each value once"),
     ],
 )
 def test_options_without_an_effect_are_refused(run_folder, tmp_path, capsys, options, message):
@@ -307,7 +307,7 @@ def build_rhyme(spec: RhymeSpec, *, data: Path) -> Any:
 # ------------------------------------------------------------------------------------ what it refuses
 
 
-def test_missing_files_are_all_named(exported, benchmarks, refused, tmp_path):
+def test_all_missing_files_are_listed(exported, benchmarks, refused, tmp_path):
     (benchmarks / "piqa" / "valid.jsonl").unlink()
     (benchmarks / "arc" / "arc_easy_test_llmfoundry.jsonl").unlink()
     message = refused(
@@ -316,9 +316,9 @@ def test_missing_files_are_all_named(exported, benchmarks, refused, tmp_path):
     )  # fmt: skip
     assert "piqa: no file" in message
     assert "arc_easy: no file" in message
-    assert "hellaswg: no evaluation task; did you mean 'hellaswag'?" in message
+    assert "hellaswg: unknown evaluation task; did you mean 'hellaswag'?" in message
     assert "lm_eval: no file mine.yaml" in message
-    assert "winogrande: named twice" in message
+    assert "winogrande: given twice" in message
     assert message.count("\n") == 6
 
 
@@ -336,13 +336,13 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, small_model, tokenizer_file
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--checkpoint", "nowhere"], "there is nothing at nowhere"),
-        (["--checkpoint", "{data}"], "is no run, no checkpoint and no exported folder"),
-        (["--checkpoint", "{exported}", "--spec", "llama_130m"], "says itself what model it is"),
-        (["--checkpoint", "{exported}/model.safetensors"], "name its spec by --spec"),
+        (["--checkpoint", "nowhere"], "nowhere does not exist"),
+        (["--checkpoint", "{data}"], "is not a run, checkpoint or pretrained folder"),
+        (["--checkpoint", "{exported}", "--spec", "llama_130m"], "contains its own config"),
+        (["--checkpoint", "{exported}/model.safetensors"], "set --spec"),
         (
             ["--checkpoint", "{exported}/model.safetensors", "--spec", "word_problem_s3"],
-            "comes without a tokenizer",
+            "has no tokenizer",
         ),
         (["--checkpoint", "{exported}", "--tokenizer", "{data}"], "there is no tokenizer at"),
         (
@@ -350,13 +350,13 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, small_model, tokenizer_file
             "is no tokenizer that can be read",
         ),
         (["--checkpoint", "{exported}", "--tasks"], "there is nothing to evaluate"),
-        (["--checkpoint", "{exported}", "--lengths", "8"], "name token files"),
+        (["--checkpoint", "{exported}", "--lengths", "8"], "--lengths requires --tokens"),
         (["--checkpoint", "{exported}", "--tolerance", "-1"], "error: tolerance: should be greater than or"),
-        (["--checkpoint", "{exported}", "--output", "{data}"], "choose another by --output"),
+        (["--checkpoint", "{exported}", "--output", "{data}"], "choose another --output"),
         (["--checkpoint", "{exported}", "--device", "tpu9"], "is not a device's name"),
     ],
 )
-def test_what_cannot_be_done_is_said(arguments, message, exported, benchmarks, refused, tmp_path):
+def test_invalid_requests_are_reported(arguments, message, exported, benchmarks, refused, tmp_path):
     given = [argument.format(exported=exported, data=benchmarks) for argument in arguments]
     if "--tasks" not in given:
         given += ["--tasks", "piqa"]
@@ -372,7 +372,7 @@ def test_explicit_models_have_no_self_iterations(tmp_path, benchmarks, tokenizer
     tokenizer.save_pretrained(tmp_path / "explicit")
     for options in (("--self-iterations", 1, 2), ("--tolerance", 0.1)):
         message = refused("--checkpoint", tmp_path / "explicit", "--data", benchmarks, *options)
-        assert f"doesn't search for fixed points; leave {options[0]} out" in message
+        assert f"does not search for fixed points; omit {options[0]}" in message
 
 
 def test_weights_of_another_model(run_folder, exported, benchmarks, tokenizer_file, refused, tmp_path):
@@ -383,14 +383,14 @@ def test_weights_of_another_model(run_folder, exported, benchmarks, tokenizer_fi
     assert "do not fit its configuration" in message
 
 
-def test_a_damaged_item_is_named_before_the_model_is_asked(exported, benchmarks, refused, tmp_path):
+def test_a_damaged_item_is_reported_before_evaluation(exported, benchmarks, refused, tmp_path):
     with (benchmarks / "piqa" / "valid.jsonl").open("a") as file:
         file.write('{"goal": ')
     message = refused("--checkpoint", exported, "--data", benchmarks, "--output", tmp_path / "out")
     assert "valid.jsonl, line 4: not JSON" in message
 
 
-def test_a_request_that_cannot_be_asked_leaves_nothing(exported, benchmarks, refused, tmp_path):
+def test_a_request_that_does_not_fit_writes_nothing(exported, benchmarks, refused, tmp_path):
     message = refused(
         "--checkpoint", exported, "--data", benchmarks, "--max-length", 2, "--output", tmp_path / "out"
     )
@@ -400,7 +400,7 @@ def test_a_request_that_cannot_be_asked_leaves_nothing(exported, benchmarks, ref
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_on_bytes_is_asked_text(small, benchmarks, tokenizer_file, refused, tmp_path):
+def test_a_bytes_run_is_evaluated_on_text(small, benchmarks, tokenizer_file, refused, tmp_path):
     (tmp_path / "text.txt").write_text("the cat sat on the mat. " * 60)
     text = [str(tmp_path / "text.txt"), "--workers", "1", "--tokenizer", "bytes"]
     assert tokenize([*text, "--output", str(tmp_path / "tokens")]) == 0
@@ -438,7 +438,7 @@ def with_benchmarks(small, tmp_path, benchmarks, tokenizer_file, **changes: Any)
     )
 
 
-def test_a_run_names_the_packages_that_asking_takes(small, tmp_path, benchmarks, tokenizer_file, monkeypatch):
+def test_a_run_reports_missing_evaluation_packages(small, tmp_path, benchmarks, tokenizer_file, monkeypatch):
     spec = with_benchmarks(small, tmp_path, benchmarks, tokenizer_file)
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(ValueError, match=r"lm_eval: not installed; pip install -c .*\[eval\]'"):
@@ -446,7 +446,7 @@ def test_a_run_names_the_packages_that_asking_takes(small, tmp_path, benchmarks,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_asks_benchmarks_on_its_way(small, tmp_path, benchmarks, tokenizer_file):
+def test_a_run_evaluates_benchmarks_during_training(small, tmp_path, benchmarks, tokenizer_file):
     spec = with_benchmarks(small, tmp_path, benchmarks, tokenizer_file)
     build(spec, output=tmp_path / "run", device="cpu").train()
     build(spec, output=tmp_path / "run", device="cpu", resume=True).train()  # evaluated once more

@@ -1,4 +1,4 @@
-"""What scores come to: standard errors, and means over tasks of different sizes."""
+"""Scores: standard errors, and means over tasks of different sizes."""
 
 from __future__ import annotations
 

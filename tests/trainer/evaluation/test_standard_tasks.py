@@ -1,4 +1,4 @@
-"""The benchmarks from local files: the same requests as lm-eval makes of the data sets on the hub."""
+"""Benchmarks from local files: the same requests as lm-eval's Hub datasets."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_released_form_gives_the_same(kind, benchmarks, as_released, write_l
     assert requests(released) == requests(registry.build(spec_of(kind), data=benchmarks))
 
 
-def test_prompts_as_one_reads_them(benchmarks):
+def test_prompts_match_the_expected_text(benchmarks):
     asked = {kind: requests(registry.build(spec_of(kind), data=benchmarks)) for kind in KINDS}
     assert asked["lambada"][0] == ("He took the rope. The rope was wet, so he dried the", " rope")
     assert asked["hellaswag"][1] == (
@@ -116,7 +116,7 @@ def test_other_forms_of_the_releases(kind, row, asked, tmp_path, write_lines):
     assert requests(task)[0] == asked
 
 
-def test_packed_files_are_unpacked(benchmarks):
+def test_compressed_files_are_read(benchmarks):
     path = benchmarks / "hellaswag" / "hellaswag_val_full.txt"
     packed = path.with_suffix(".txt.bz2")
     packed.write_bytes(bz2.compress(path.read_bytes()))
@@ -126,28 +126,36 @@ def test_packed_files_are_unpacked(benchmarks):
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("piqa", '{"goal": "x", "sol1": "a"}\n', r"line 1: no item of piqa .*'sol2' is missing.*goal, sol1"),
+        (
+            "piqa",
+            '{"goal": "x", "sol1": "a"}\n',
+            r"line 1: unknown format of an item of piqa .*'sol2' is missing.*goal, sol1",
+        ),
         ("piqa", '{"goal": "x", "sol1": "a", "sol2": "b"}\n', "'label' is missing"),
-        ("piqa", '{"goal": "x", "sol1": "a", "sol2": "b", "label": 2}\n', "the answer is 2.*2 choices"),
-        ("lambada", '{"text": "so he"}\n{"text": 3}\n', "line 2: no item of lambada .*3 is no text"),
+        ("piqa", '{"goal": "x", "sol1": "a", "sol2": "b", "label": 2}\n', "the answer index is 2.*2 choices"),
+        (
+            "lambada",
+            '{"text": "so he"}\n{"text": 3}\n',
+            "line 2: unknown format of an item of lambada .*3 is not text",
+        ),
         ("lambada", '{"text": \n', "line 1: not JSON"),
-        ("lambada", "[1]\n", "line 1: a JSON object is expected, not a list"),
-        ("lambada", "\n", "holds no items"),
-        ("arc_easy", '{"query": "x", "choices": ["a"], "gold": 1}\n', "the answer is 1.*1 choices"),
+        ("lambada", "[1]\n", "line 1: expected a JSON object, got a list"),
+        ("lambada", "\n", "contains no items"),
+        ("arc_easy", '{"query": "x", "choices": ["a"], "gold": 1}\n', "the answer index is 1.*1 choices"),
         (
             "openbookqa",
             '{"question_stem": "x", "choices": {"text": ["a"], "label": ["A"]}, "answerKey": "B"}\n',
-            "the answer 'B' is none of A",
+            "answer key 'B' is not one of A",
         ),
         (
             "winogrande",
             '{"sentence": "no gap", "option1": "a", "option2": "b", "answer": "1"}\n',
-            "no gap _",
+            "no placeholder _",
         ),
         (
             "winogrande",
             '{"sentence": "a _ gap", "option1": "a", "option2": "b", "answer": ""}\n',
-            "answer is ''",
+            "answer must be '1' or '2', got ''",
         ),
     ],
 )
@@ -158,24 +166,24 @@ def test_items_that_cannot_be_read_are_named(kind, text, message, tmp_path):
         read_items(kind, path)
 
 
-def test_files_cut_short_are_named(benchmarks, tmp_path):
+def test_truncated_files_are_reported(benchmarks, tmp_path):
     path = benchmarks / "hellaswag" / "hellaswag_val_full.txt"
     packed = tmp_path / "cut.txt.bz2"
     packed.write_bytes(bz2.compress(path.read_bytes())[:-20])
-    with pytest.raises(ValueError, match=r"cut\.txt\.bz2 can't be read"):
+    with pytest.raises(ValueError, match=r"cut\.txt\.bz2 cannot be read"):
         read_items("hellaswag", packed)
     path.write_text(path.read_text().rpartition("\n")[0].rpartition("\n")[0])
-    with pytest.raises(ValueError, match="no multiple of 6"):
+    with pytest.raises(ValueError, match="not a multiple of 6"):
         read_items("hellaswag", path)
     (benchmarks / "piqa" / "valid-labels.lst").write_text("0\n")
-    with pytest.raises(ValueError, match="more items than its file of labels, 1"):
+    with pytest.raises(ValueError, match=r"more items than its label file \(1\)"):
         read_items("piqa", benchmarks / "piqa" / "valid.jsonl")
     (benchmarks / "piqa" / "valid-labels.lst").write_text("0\n0\n1\n1\n")
-    with pytest.raises(ValueError, match="has 3 items, and its file of labels 4"):
+    with pytest.raises(ValueError, match="has 3 items, but its label file has 4"):
         read_items("piqa", benchmarks / "piqa" / "valid.jsonl")
 
 
-def test_a_file_that_is_not_there(tmp_path):
+def test_a_missing_file_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"piqa: no file .*piqa/valid\.jsonl or .*piqa\.jsonl"):
         registry.build(spec_of("piqa"), data=tmp_path)
 

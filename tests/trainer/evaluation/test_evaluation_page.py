@@ -1,4 +1,4 @@
-"""What docs/evaluation.md says: its commands, its table of files, its plugin."""
+"""The commands, file table and plugin of docs/evaluation.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Benchmarks of a baseline of transformers, trained here: from its run, and from what it is exported to."""
+"""Benchmarks of a trained transformers baseline, from its run and from its export."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def scores(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("architecture", SIZES)
-def test_a_baseline_is_asked(
+def test_a_baseline_is_evaluated(
     architecture: str,
     small: Any,
     benchmarks: Path,

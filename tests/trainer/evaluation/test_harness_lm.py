@@ -1,4 +1,4 @@
-"""The model as lm-eval asks it: the numbers of lm-eval's own backend, whatever the batch and the padding."""
+"""The lm-eval adapter: equal to lm-eval's own backend, independent of batch and padding."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def test_scores_depend_on_neither_batch_nor_padding(family, small_model, tokeniz
         assert_equal(answers(harness(model, tokenizer, batch_size=size, padding=padding), tasks), expected)
 
 
-def test_scores_are_lm_eval_s(small_model, tokenizer, benchmarks):
+def test_scores_equal_those_of_lm_eval(small_model, tokenizer, benchmarks):
     """Accuracies and the perplexity, computed again by hand from the log-likelihoods."""
-    from trainer.evaluation.scores import ask
+    from trainer.evaluation.scores import run_tasks
 
     lm = harness(small_model(), tokenizer)
-    (scores,) = ask(lm, asked(("lambada", "hellaswag"), benchmarks))
+    (scores,) = run_tasks(lm, asked(("lambada", "hellaswag"), benchmarks))
     lambada, hellaswag = scores.tasks
     answered = [sample["filtered_resps"][0] for sample in lambada.samples]
     mean = sum(value for value, _ in answered) / len(answered)
@@ -93,19 +93,19 @@ def test_scores_are_lm_eval_s(small_model, tokenizer, benchmarks):
 
 
 def test_limit_takes_the_first_items(small_model, tokenizer, benchmarks):
-    from trainer.evaluation.scores import ask
+    from trainer.evaluation.scores import run_tasks
 
-    (scores,) = ask(harness(small_model(), tokenizer), asked(("piqa",), benchmarks), limit=2)
+    (scores,) = run_tasks(harness(small_model(), tokenizer), asked(("piqa",), benchmarks), limit=2)
     (task,) = scores.tasks
     assert task.items == 2
     assert [sample["doc_id"] for sample in task.samples] == [0, 1]
 
 
 def test_self_iterations_bound_the_search(small_model, tokenizer, benchmarks):
-    from trainer.evaluation.scores import ask
+    from trainer.evaluation.scores import run_tasks
 
     lm, tasks = harness(small_model(), tokenizer), asked(("piqa", "winogrande"), benchmarks)
-    found = ask(lm, tasks, budgets=(1, 3, None))
+    found = run_tasks(lm, tasks, budgets=(1, 3, None))
     one, three, spec = ([task.search for task in scores.tasks] for scores in found)
     assert all(tally.iterations == 1.0 and tally.non_converged == 1.0 for tally in one)
     assert all(tally.iterations_max == 3 for tally in three)
@@ -119,27 +119,27 @@ def test_self_iterations_bound_the_search(small_model, tokenizer, benchmarks):
 
 
 def test_a_tolerance_of_one_s_own(small_model, tokenizer, benchmarks):
-    from trainer.evaluation.scores import ask
+    from trainer.evaluation.scores import run_tasks
 
     lm, tasks = harness(small_model(), tokenizer), asked(("piqa",), benchmarks)
-    (tight,), (loose,) = ask(lm, tasks), ask(lm, tasks, search={"tolerance": 0.1})
+    (tight,), (loose,) = run_tasks(lm, tasks), run_tasks(lm, tasks, search={"tolerance": 0.1})
     assert loose.tasks[0].search.iterations < tight.tasks[0].search.iterations
 
 
 def test_explicit_models_have_no_searches(tokenizer, benchmarks):
     import implicit_blocks as ib
-    from trainer.evaluation.scores import ask
+    from trainer.evaluation.scores import run_tasks
     from trainer.evaluation.tables import paper_table, task_table
 
     spec = ib.ExplicitLMSpec(vocab_size=300, d_model=16, n_layers=1, mixer=ib.AttentionSpec(n_heads=2))
-    found = ask(harness(ib.build(spec).eval(), tokenizer), asked(("piqa",), benchmarks))
+    found = run_tasks(harness(ib.build(spec).eval(), tokenizer), asked(("piqa",), benchmarks))
     assert found[0].tasks[0].search is None
     assert found[0].as_row()["tasks"]["piqa"]["search"] is None
     assert "iterations" not in paper_table(found).replace("self-iterations", "")
     assert "piqa" in task_table(found)
 
 
-def test_equal_texts_are_read_once(small_model, tokenizer):
+def test_equal_requests_share_a_forward_pass(small_model, tokenizer):
     """Answers of one token to the same question, and the same request twice."""
     from lm_eval.api.instance import Instance
 
@@ -221,13 +221,13 @@ def test_real_items_score_as_in_lm_eval_s_own_backend(family, small_model, token
     from lm_eval.models.huggingface import HFLM
 
     from trainer.evaluation.command import PAPER_TASKS
-    from trainer.evaluation.scores import ask
+    from trainer.evaluation.scores import run_tasks
 
     model, tasks = small_model(family), asked(PAPER_TASKS, shared_data)
     from_library(model, max_position_embeddings=640).save_pretrained(tmp_path / "exported")
     tokenizer.save_pretrained(tmp_path / "exported")
     ours = harness(model, tokenizer, batch_size=5, max_length=640)
-    (scores,) = ask(ours, tasks, limit=12)
+    (scores,) = run_tasks(ours, tasks, limit=12)
     theirs = HFLM(pretrained=str(tmp_path / "exported"), device="cpu", batch_size=2)
     assert theirs.max_length == 640
     for task, score in zip(tasks, scores.tasks, strict=True):

@@ -1,4 +1,4 @@
-"""What an evaluation leaves: ``results.json``, ``table.md``, the picture, and the answers if wanted."""
+"""The results of an evaluation: ``results.json``, ``table.md``, the plot, and optionally the responses."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from implicit_blocks.checkpoints.folder import whole_folder
 from trainer.evaluation.eval_model import EvalModel
-from trainer.evaluation.measure import EvaluationResult
-from trainer.evaluation.picture import draw, panels
+from trainer.evaluation.evaluate import EvaluationResult
+from trainer.evaluation.plot import draw, panels
 from trainer.evaluation.tables import length_table, paper_table, task_table
 from trainer.reporting.metrics import json_value
 from trainer.storage.files import sha256_of, write_atomically, write_json
@@ -28,7 +28,7 @@ _PACKAGES = ("lm_eval", "transformers", "tokenizers")
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """An evaluation, whole or ended early: of what, how, and what came out."""
+    """The results of a complete or interrupted evaluation, with its model and settings."""
 
     eval_model: EvalModel
     settings: Mapping[str, Any]
@@ -36,10 +36,10 @@ class Record:
     scores: Sequence[Scores]
     lengths: Sequence[EvaluationResult]
     incomplete: str | None = None
-    """Why the evaluation ended early; None: it did not."""
+    """Why the evaluation ended early; None: it is complete."""
 
     def text(self) -> str:
-        """Return the tables, in Markdown."""
+        """Return the tables in Markdown."""
         shown = {name: value for name, value in self.settings.items() if value is not None}
         settings = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in shown.items())
         parts = [
@@ -47,7 +47,7 @@ class Record:
             f"{'Zero-shot; ' if self.scores else ''}{settings}",
         ]
         if self.incomplete is not None:
-            parts.append(f"INCOMPLETE, the evaluation ended early: {self.incomplete}")
+            parts.append(f"INCOMPLETE: the evaluation ended early: {self.incomplete}")
         if self.scores:
             parts += [paper_table(self.scores), task_table(self.scores)]
         if self.lengths:
@@ -55,7 +55,7 @@ class Record:
         return "\n\n".join(parts) + "\n"
 
     def as_row(self) -> dict[str, Any]:
-        """Return all of it as JSON values."""
+        """Return everything as JSON values."""
         files = {asked.name: asked.file for asked in self.tasks if asked.file is not None}
         return {
             "format": FORMAT,
@@ -71,14 +71,14 @@ class Record:
         }
 
     def write(self, folder: Path, *, samples: bool = False) -> list[Path]:
-        """Write the folder, whole or not at all; return its files.
+        """Write the output directory atomically; return its files.
 
         Args:
-            folder: new, or empty.
-            samples: write ``samples.jsonl`` too, the answer to every item.
+            folder: output directory, new or empty.
+            samples: also write ``samples.jsonl``, the response to every item.
 
         Raises:
-            ValueError: it exists and is not empty.
+            ValueError: the directory is not empty.
 
         """
         drawn = panels(self.scores, self.lengths)

@@ -1,4 +1,4 @@
-"""Evaluation: how good the answers are, always beside how far their fixed points had converged.
+"""Evaluation of a model on sets of sequences, with the convergence of its searches.
 
 Shape legend: B sequences, L tokens.
 """
@@ -31,18 +31,18 @@ _SEARCH_COLUMNS = (
 )
 
 
-class EvaluationStopped(Exception):  # noqa: N818  # asked for, no error
-    """An evaluation was stopped before its end; there is no result."""
+class EvaluationStopped(Exception):  # noqa: N818  # requested by the user, not an error
+    """The evaluation was stopped early; there is no result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationResult:
-    """A model's answers on one set.
+    """A model's results on one set.
 
     ``loss`` is the mean cross-entropy (nats) of the scored tokens, ``accuracy_last`` the accuracy over the
-    last tokens of each sequence; where no token is scored they are NaN. ``search`` and
-    ``iterations_by_position`` (L,) are None for an explicit model, the latter also where iterations aren't
-    counted by token. ``token_converged`` is the fraction of tokens under the tolerance.
+    last tokens of each sequence; both are NaN if no token is scored. ``search`` and
+    ``iterations_by_position`` (L,) are None for an explicit model, the latter also if iterations are not
+    counted per token. ``token_converged`` is the fraction of tokens under the tolerance.
     """
 
     name: str
@@ -60,11 +60,11 @@ class EvaluationResult:
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``; infinite where that is too large for a float."""
+        """``exp(loss)``; infinite if it overflows."""
         return math.inf if self.loss >= 700.0 else math.exp(self.loss)
 
     def as_row(self, *, by_position: bool) -> dict[str, Any]:
-        """Return the result as JSON values, with or without the values of every position."""
+        """Return the result as JSON values, optionally with the values of every position."""
         row: dict[str, Any] = {
             "set": self.name,
             **self.settings,
@@ -88,7 +88,7 @@ class EvaluationResult:
 
 
 def search_row(search: SearchStatistics | None) -> dict[str, Any]:
-    """Return the columns every row of metrics has about the search; all None for an explicit model."""
+    """Return the metrics columns of the search; all None for an explicit model."""
     if search is None:
         return dict.fromkeys(_SEARCH_COLUMNS)
     values = (
@@ -105,7 +105,7 @@ def search_row(search: SearchStatistics | None) -> dict[str, Any]:
 
 
 def adjoint_row(adjoint: SearchStatistics | None) -> dict[str, Any]:
-    """Return the columns about the backward solves of an exact gradient; none for gradients without."""
+    """Return the metrics columns of an exact gradient's backward solves; empty for other gradients."""
     if adjoint is None:
         return {}
     keys = ("iterations", "residual", "residual_max", "non_converged")
@@ -125,21 +125,21 @@ def evaluate(
     search: Mapping[str, float] | None = None,
     announce: Callable[[str], None] = lambda text: None,
     ranks: Ranks | None = None,
-    equally_often: bool = False,
+    equal_calls: bool = False,
     stop: Callable[[], bool] | None = None,
     on_result: Callable[[EvaluationResult], object] = lambda result: None,
 ) -> list[EvaluationResult]:
     """Evaluate ``model`` on every set, in eval mode (its evaluation solver and stopping).
 
-    Each of the ``ranks`` takes its share of a set, and all get the result of the whole; ``equally_often``
-    has them call the model equally often, for models that communicate when they are called. ``batch_size``
-    sequences of the shortest set go through the model at once, of longer ones as many fewer. ``search`` are
-    options of the model's own for its searches, ``max_iterations`` and ``tolerance``. ``stop`` is asked
-    before every batch, equally often on all ranks, which it must give the same answer. ``on_result`` is
-    called with each set's result as soon as it is known.
+    Each rank evaluates its share of a set, and all ranks receive the combined result. With ``equal_calls``
+    all ranks call the model equally often, for models that communicate in their forward pass. ``batch_size``
+    is that of the shortest set and is reduced in proportion for longer ones. ``search`` contains search
+    options of the model, ``max_iterations`` and ``tolerance``. ``stop`` is called before every batch, equally
+    often on all ranks, and must return the same value on all of them. ``on_result`` is called with each set's
+    result when it is available.
 
     Raises:
-        EvaluationStopped: ``stop`` said so.
+        EvaluationStopped: ``stop`` returned True.
 
     """
     sets = list(sets)
@@ -153,14 +153,14 @@ def evaluate(
             announce(f"evaluating {evaluation_set.name}")
             sums = _Sums(evaluation_set.length)
             at_once = max(1, tokens_at_once // evaluation_set.length)
-            for shared, counts in _share(evaluation_set, at_once, ranks, equally_often=equally_often):
+            for shared, counts in _share(evaluation_set, at_once, ranks, equal_calls=equal_calls):
                 if stop is not None and stop():
                     raise EvaluationStopped
                 if shared is None:
                     continue
                 batch = shared.to(device)
                 with autocast(device, precision):
-                    # Not the logits: at eight times the training length a GPU has no memory for them.
+                    # No logits: at eight times the training length they exceed a GPU's memory.
                     output = model(
                         batch.inputs,
                         labels=batch.labels,
@@ -179,7 +179,7 @@ def evaluate(
 
 
 class _Sums:
-    """What a rank has seen of a set, and with the others' the result."""
+    """Sums over a rank's share of a set, combined over ranks in the result."""
 
     def __init__(self, length: int) -> None:
         self.began = time.perf_counter()
@@ -188,13 +188,13 @@ class _Sums:
         self.scored_L = torch.zeros(length, dtype=torch.int64)
         self.iterations_L = torch.zeros(length, dtype=torch.float64)
         self.by_token = True
-        """Whether every search has told of each token."""
+        """Whether every search has reported per-token results."""
         self.tokens_converged = 0
         self.searches: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        """Iterations, residual, converged, diverged of the sequences of each batch."""
+        """Iterations, residual, converged, diverged of the sequences, per batch."""
 
     def take(self, output: Any, labels_BL: Tensor) -> None:
-        """Add a batch's."""
+        """Add a batch."""
         correct_BL, scored_BL = correct_and_scored(output.predictions, labels_BL)
         scored = int(scored_BL.sum())
         if scored > 0:
@@ -212,7 +212,7 @@ class _Sums:
             self.tokens_converged += int(solution.token_converged.sum())
 
     def result(self, evaluation_set: EvaluationSet, ranks: Ranks, *, last_tokens: int) -> EvaluationResult:
-        """Put the ranks' sums together; all of them must call this."""
+        """Combine the sums of all ranks, each of which must call this."""
         length, sequences = evaluation_set.length, evaluation_set.sequences
         status = [torch.cat(column).cpu() for column in zip(*self.searches, strict=True)]
         every = [columns for columns in ranks.gather_objects(status) if columns]
@@ -237,11 +237,11 @@ class _Sums:
 
 
 def _share(
-    evaluation_set: EvaluationSet, batch_size: int, ranks: Ranks, *, equally_often: bool
+    evaluation_set: EvaluationSet, batch_size: int, ranks: Ranks, *, equal_calls: bool
 ) -> Iterator[tuple[Batch | None, bool]]:
-    """Go through a rank's share of a set, in as many turns as there are on every rank.
+    """Iterate over a rank's share of a set, in the same number of turns on every rank.
 
-    With False come turns that only keep the others company: with a batch where the model must be called.
+    Turns with False only keep the number of turns equal, with a batch if the model must be called.
     """
     turns = 0
     for batch in evaluation_set.batches(batch_size, rank=ranks.rank, world_size=ranks.world_size):
@@ -249,7 +249,7 @@ def _share(
         turns += 1
     largest_share = -(-evaluation_set.sequences // ranks.world_size)
     for _ in range(turns, -(-largest_share // batch_size)):
-        yield evaluation_set.source.batch(0, 1) if equally_often else None, False
+        yield evaluation_set.source.batch(0, 1) if equal_calls else None, False
 
 
 def _ratio(correct: Tensor, scored: Tensor) -> float:
@@ -257,7 +257,7 @@ def _ratio(correct: Tensor, scored: Tensor) -> float:
 
 
 def table(results: Iterable[EvaluationResult], *, last_tokens: int, words: bool) -> str:
-    """Return the results as aligned text: accuracies (``words``: there are right answers) or perplexities."""
+    """Return the results as an aligned text table of accuracies (``words``) or perplexities."""
     rows = [["set", f"last {last_tokens}", "all", "loss"] if words else ["set", "perplexity", "loss"]]
     results = list(results)
     searched = any(result.search is not None for result in results)

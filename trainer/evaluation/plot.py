@@ -1,4 +1,4 @@
-"""The picture of an evaluation: scores against the iterations allowed, perplexity against length."""
+"""Plot of an evaluation: scores against the maximum number of iterations, perplexity against length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.evaluation.measure import EvaluationResult
+from trainer.evaluation.evaluate import EvaluationResult
 from trainer.reporting.pictures import (
     BLUE,
     DARK,
@@ -30,9 +30,11 @@ Panel = Callable[["Axes"], None]
 
 
 def panels(found: Sequence[Scores], lengths: Sequence[EvaluationResult]) -> list[Panel]:
-    """Return what there is to draw: nothing for a single budget of iterations and at most one length."""
+    """Return the panels to draw; empty for a single budget of iterations and at most one length."""
     drawn: list[Panel] = []
-    whole = [scores for scores in found if len(scores.tasks) == len(found[0].tasks)]  # unless it was stopped
+    whole = [
+        scores for scores in found if len(scores.tasks) == len(found[0].tasks)
+    ]  # excludes a budget that was interrupted
     budgets = [scores for scores in whole if scores.self_iterations is not None]
     if len(budgets) > 1:
         headers = list(budgets[0].columns())
@@ -51,7 +53,7 @@ def panels(found: Sequence[Scores], lengths: Sequence[EvaluationResult]) -> list
 
 
 def draw(drawn: Sequence[Panel], output: Path, *, title: str) -> None:
-    """Draw the panels side by side into ``output``, whole or not at all."""
+    """Draw the panels side by side and write them atomically to ``output``."""
     figure = new_figure(width=5.4 * len(drawn), height=4.7, title=title)
     for axes, panel in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True):
         panel(axes)
@@ -90,8 +92,8 @@ def _draw_search(axes: Axes, budgets: Sequence[Scores]) -> None:
             axes.plot(*zip(*points, strict=True), "o-", color=color, linewidth=1.7, label=task.name)
     _iterations_axis(axes, steps)
     axes.set_ylim(-3, 103)
-    axes.set_ylabel("sequences that converged (%)")
-    axes.set_title("Converged within the self-iterations allowed")
+    axes.set_ylabel("converged sequences (%)")
+    axes.set_title("Convergence against self-iterations")
     _legend(axes)
 
 
@@ -121,13 +123,13 @@ def _draw_budgets(axes: Axes, lengths: Sequence[EvaluationResult]) -> None:
 
 
 def _legend(axes: Axes) -> None:
-    # Beside the axes: the curves of seven tasks leave no place free.
+    # Beside the axes: the curves of seven tasks leave no free space.
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, fontsize=9)
 
 
 def _iterations_axis(axes: Axes, steps: Sequence[int]) -> None:
     lengths_axis(axes, steps)
-    axes.set_xlabel("self-iterations allowed")
+    axes.set_xlabel("maximum self-iterations")
 
 
 def _budget(scores: Scores) -> int:
