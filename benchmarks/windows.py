@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from report import machine, write
 
-from trainer.experiments.runs import evaluation_batch, trained, trained_model
+from trainer.experiments.common.runs import evaluation_batch, find_trained_run, load_trained_model
 
 
 def main() -> None:
@@ -37,8 +37,8 @@ def main() -> None:
 
 
 def measure(arguments: argparse.Namespace) -> list[dict[str, float | int | str]]:
-    name, spec, weights = trained(arguments.checkpoint)
-    model = trained_model(spec, weights)[0].to(arguments.device).train()
+    name, spec, weights = find_trained_run(arguments.checkpoint)
+    model = load_trained_model(spec, weights)[0].to(arguments.device).train()
     stopping = model.spec.stopping.model_copy(update={"max_iterations": arguments.max_iterations})
     base = model.spec.model_copy(update={"stopping": stopping})
     rows: list[dict[str, float | int | str]] = []

@@ -27,10 +27,10 @@ from report import machine, write
 from implicit_blocks._utils.devices import choose_device
 from trainer.cli.exit_codes import refuse
 from trainer.data.word_problem import build as build_data
-from trainer.evaluation.measure import evaluate
-from trainer.experiments.run_options import require_once
-from trainer.experiments.runs import Finished, load_model, train
-from trainer.experiments.word_problem_specs import IMPLICIT, varied
+from trainer.evaluation.evaluate import evaluate
+from trainer.experiments.common.checks import require_once
+from trainer.experiments.common.runs import Finished, load_model, train
+from trainer.experiments.word_problem.specs import IMPLICIT, vary_spec
 from trainer.specs.run import RunSpec, WordProblemSpec
 
 KEPT = ("identity_probability", "length", "sequences", "accuracy_last", "accuracy", "iterations",
@@ -129,7 +129,7 @@ def run_spec(options: argparse.Namespace, recipe: str, one: Asked, *, start: Pat
         changes.append(f"training.init_from={start}")
 
     def made(*more: str) -> RunSpec:
-        return varied(
+        return vary_spec(
             recipe,
             model=one.model,
             layers=one.layers,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from implicit_blocks.specs import load_spec
-from trainer.experiments.word_problem import SETTINGS
+from trainer.experiments.word_problem.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))

@@ -31,13 +31,12 @@ def test_later_recipes_continue_a_run(program: Any, monkeypatch: pytest.MonkeyPa
     report = importlib.import_module("report")
     monkeypatch.setattr(report, "RESULTS", tmp_path / "results")
     small = (
-        "--models implicit-mamba2 mamba2 --explicit-steps 2 --device cpu --output word_problem_rows "
-        "--then word_problem_a5_mixed word_problem_a5_256 --groups S3 data.seq_len=4 phases=[] "
-        "model.d_model=8 model.mixer.d_state=4 model.mixer.head_dim=8 model.mixer.chunk_size=4 "
-        "model.at_evaluation.stopping.max_iterations=4 "
-        "training.max_steps=2 training.batch_size=4 training.precision=float32 training.loader_threads=0 "
-        "evaluation.lengths=[4] evaluation.identity_probabilities=[0.5] evaluation.sequences=2 "
-        "evaluation.last_tokens=4"
+        "--models implicit-mamba2 mamba2 --explicit-steps 2 --device cpu --output word_problem_rows --then "
+        "word_problem_a5_mixed word_problem_a5_256 --groups S3 data.seq_len=4 phases=[] model.d_model=8 "
+        "model.mixer.d_state=4 model.mixer.head_dim=8 model.mixer.chunk_size=4 "
+        "model.at_evaluation.stopping.max_iterations=4 training.max_steps=2 training.batch_size=4 "
+        "training.precision=float32 training.loader_threads=0 evaluation.lengths=[4] "
+        "evaluation.identity_probabilities=[0.5] evaluation.sequences=2 evaluation.last_tokens=4"
     )
     monkeypatch.setattr("sys.argv", ["word_problems.py", "--runs", str(tmp_path / "runs"), *small.split()])
     assert program.main() == 0
@@ -58,7 +57,7 @@ def test_later_recipes_continue_a_run(program: Any, monkeypatch: pytest.MonkeyPa
         ("--models implicit-mamba2 mamba", "model 'mamba' is not known"),
         ("--models mamba2 --learning-rates 1e-3 -1", "should be greater than 0; got -1.0"),
         ("--then word_problem_a5_mixed data.group=S5", "unknown key 'group'"),
-        ("--seeds 0 1 0", "--seeds has 0 2 times; give each value once"),
+        ("--seeds 0 1 0", "--seeds contains 0 2 times; give each value once"),
         ("--learning-rates 1e-3 0.001", "--learning-rates has 0.001 2 times"),
         ("--then word_problem_a5", "--spec with --then has word_problem_a5 2 times"),
     ],

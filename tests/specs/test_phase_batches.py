@@ -69,18 +69,18 @@ def test_a_number_of_tokens_needs_its_unit_and_must_be_whole(until: Any) -> None
     [
         (
             [{"until": "25600 tokens"}, {}],
-            r"ends at step 100 \(25600 tokens\) of 100, so the next one never begins",
+            r"ends at step 100 \(25600 tokens\) of 100, so the next phase never starts",
         ),
         (
             [{"until": 50}, {"until": "12800 tokens"}, {}],
-            r"begins at step 50 and ends at 50 \(12800 tokens\); end it later",
+            r"starts at step 50 but ends at 50 \(12800 tokens\); end it later",
         ),
-        ([{"until": "12800 tokens"}], r"the last phase ends at step 50 \(12800 tokens\) of 100; leave out"),
+        ([{"until": "12800 tokens"}], r"the last phase ends at step 50 \(12800 tokens\) of 100; omit until"),
         (
             [{"until": 0.5}, batch(6, micro_batch_size=4)],
             "batch_size 6 is not divisible by micro_batch_size",
         ),
-        ([{}, {}], "give a step, a share or tokens"),
+        ([{}, {}], "set a step, a share or a number of tokens"),
     ],
 )
 def test_phases_that_do_not_cover_the_run_are_rejected(phases: list[Any], message: str) -> None:
@@ -127,7 +127,7 @@ def test_phases_with_any_batch_sizes_cover_the_tokens(
 def test_the_batch_of_every_phase_must_be_divisible_by_the_ranks() -> None:
     spec = run({"until": 0.5}, {"name": "late", **batch(6)})
     spec.require_shares(2)
-    with pytest.raises(ValueError, match=r"phase 'late': training.batch_size 6 can't be shared equally by 4"):
+    with pytest.raises(ValueError, match=r"phase 'late': training.batch_size 6 is not divisible by 4"):
         spec.require_shares(4)
 
 
@@ -155,8 +155,8 @@ def test_warm_up_and_decay_in_tokens_use_the_batches_of_their_phases() -> None:
 
 
 def test_a_warm_up_longer_than_the_run_is_rejected() -> None:
-    message = r"a warm-up of 110 steps and a decay of 20 don't fit into 100 steps"
+    message = r"a warmup of 110 steps and a decay of 20 don't fit into 100 steps"
     with pytest.raises(SpecError, match=message):
         run(schedule={"kind": "warmup_constant_sqrt", "warmup": "28160 tokens"})
-    with pytest.raises(SpecError, match="a warm-up of 200 steps doesn't fit into 100 steps"):
+    with pytest.raises(SpecError, match="a warmup of 200 steps doesn't fit into 100 steps"):
         run(schedule={"kind": "warmup_linear", "warmup": "51200 tokens"})

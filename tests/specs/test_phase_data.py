@@ -49,7 +49,7 @@ def test_tokens_are_counted_with_the_length_of_each_phase() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"group": "S4"}, "can't change 'group' of data of kind 'word_problem'"),
+        ({"group": "S4"}, "cannot change 'group' of data of kind 'word_problem'"),
         ({"seqlen": 4}, "did you mean 'seq_len'"),
         ({"seq_len": 0}, "greater than or equal to 1|greater than 0"),
         ({"identity_probability": 1.5}, "less than or equal to 1"),
@@ -63,7 +63,7 @@ def test_invalid_data_changes_are_rejected(changes: dict[str, Any], message: str
 
 def test_a_phase_cannot_change_token_data() -> None:
     text = {"kind": "tokens", "seq_len": 16}
-    with pytest.raises(SpecError, match="can't change 'seq_len' of data of kind 'tokens'"):
+    with pytest.raises(SpecError, match="cannot change 'seq_len' of data of kind 'tokens'"):
         RunSpec.model_validate(
             merge(
                 {**BASE, "data": text, "model": {**BASE["model"], "vocab_size": 8}},
@@ -76,7 +76,7 @@ def test_the_dry_run_shows_the_data_of_each_phase() -> None:
     report = dry_run_report(RunSpec.model_validate(BASE), name="growing", rate="160")
     for line in (
         "8 x 4 = 32 tokens",
-        "p = 0.2, length 4, made on the fly",
+        "p = 0.2, length 4, generated on the fly",
         "4 x 32 = 128 tokens",
         "10s at 160 tokens/s",
         "40s at 160 tokens/s",

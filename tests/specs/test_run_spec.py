@@ -84,38 +84,38 @@ def test_phases_given_as_shares_cover_the_run(shares: list[float], steps: int) -
 @pytest.mark.parametrize(
     ("phases", "message"),
     [
-        ([{"name": "a"}, {"name": "b"}], "only the last phase may leave out where it ends"),
-        ([{"name": "a", "until": 50}], "the last phase ends at step 50 of 100; leave out"),
+        ([{"name": "a"}, {"name": "b"}], "only the last phase may omit until"),
+        ([{"name": "a", "until": 50}], "the last phase ends at step 50 of 100; omit until"),
         (
             [{"name": "a", "until": 100}, {"name": "b"}],
-            "ends at step 100 of 100, so the next one never begins",
+            "ends at step 100 of 100, so the next phase never starts",
         ),
         (
             [{"name": "a", "until": 50}, {"name": "b", "until": 50}, {"name": "c"}],
-            "begins at step 50 and ends at 50",
+            "starts at step 50 but ends at 50",
         ),
-        ([{"name": "a", "until": 0}, {"name": "b"}], "begins at step 0 and ends at 0"),
+        ([{"name": "a", "until": 0}, {"name": "b"}], "starts at step 0 but ends at 0"),
         (
             [{"name": "a", "until": 0.5}, {"name": "b", "until": 0.4}, {"name": "c"}],
-            "phase 'b' ends at 0.4, and the one before it at 0.5",
+            "phase 'b' ends at 0.4, but the previous phase ends at 0.5",
         ),
         (
             [{"name": "a", "until": 50}, {"name": "b", "until": 0.4}, {"name": "c"}],
-            "phase 'b' ends at 0.4, and the one before it at 50",
+            "phase 'b' ends at 0.4, but the previous phase ends at 50",
         ),
-        ([{"name": "a", "until": 50}, {"name": "a"}], "another phase has this name"),
+        ([{"name": "a", "until": 50}, {"name": "a"}], "phase names must be unique"),
         ([{"name": "a", "until": -1}, {"name": "b"}], "give a number of steps"),
         ([{"name": "a", "until": "half"}, {"name": "b"}], "give a number of steps"),
         (
             [{"name": "a", "model": {"d_model": 128}}],
-            "a phase can't change 'd_model' of a model of kind 'implicit_lm'",
+            "a phase cannot change 'd_model' of a model of kind 'implicit_lm'",
         ),
         ([{"name": "a", "model": {"solvr": {}}}], "did you mean 'solver'"),
-        ([{"name": "a", "model": {"kind": "explicit_lm"}}], "can't change 'kind'"),
+        ([{"name": "a", "model": {"kind": "explicit_lm"}}], "cannot change 'kind'"),
         ([{"name": "a", "model": {"solver": {"damping": 2}}}], "less than or equal to 1"),
-        ([{"name": "a", "training": {"max_steps": 3}}], "can't change 'max_steps' of training"),
+        ([{"name": "a", "training": {"max_steps": 3}}], "cannot change 'max_steps' of training"),
         ([{"name": "a", "training": {"batch_size": 0}}], "greater than 0"),
-        ([{"name": "a", "training": {"optimizer": {"eps": 3}}}], "can't change 'eps' of the optimizer"),
+        ([{"name": "a", "training": {"optimizer": {"eps": 3}}}], "cannot change 'eps' of the optimizer"),
         ([{"name": "a", "training": {"optimizer": {"learning_rate": 0}}}], "greater than 0"),
         ([{"name": "a", "training": {"optimizer": 3}}], "should be a mapping"),
         ([{"until": 3}], "is missing; add it"),
@@ -127,7 +127,7 @@ def test_invalid_phases_are_rejected(phases: list[Any], message: str) -> None:
 
 def test_more_phases_than_steps_are_rejected() -> None:
     refused(
-        "2 phases don't fit into a run of length 1; give it 2 steps or more",
+        "2 phases don't fit into a run of 1 steps; use at least 2 steps",
         training={"max_steps": 1},
         phases=[{"name": "a", "until": 0.5}, {"name": "b"}],
     )
@@ -136,7 +136,7 @@ def test_more_phases_than_steps_are_rejected() -> None:
 def test_phases_of_an_explicit_model() -> None:
     explicit = {**BASE["model"], "kind": "explicit_lm"}
     refused(
-        "can't change 'gradient' of a model of kind 'explicit_lm'; known: none",
+        "cannot change 'gradient' of a model of kind 'explicit_lm'; known: none",
         model=explicit,
         phases=[{"name": "a", "model": {"gradient": {"steps": 1}}}],
     )
@@ -166,7 +166,7 @@ def test_the_vocabulary_comes_from_the_data() -> None:
     assert run(data={"group": "A5", "monoid": "EABX"}).model.vocab_size == 240
     assert run(data={"monoid": [[0, 1], [1, 1]]}).model.vocab_size == 12
     assert run(model={"vocab_size": 8}).model.vocab_size == 8
-    refused("the data have 6 tokens; give 6 or more, or leave it out", model={"vocab_size": 5})
+    refused("the data have 6 token IDs; use 6 or more, or omit vocab_size", model={"vocab_size": 5})
     with pytest.raises(SpecError, match="vocab_size"):
         run(data={"kind": "tokens"})
 
@@ -176,7 +176,7 @@ def test_the_vocabulary_comes_from_the_data() -> None:
     [
         ({"data": {"monoid": [[0, 1], [1]]}}, "not square"),
         ({"data": {"monoid": "XYZ"}}, "monoid 'XYZ' is not known"),
-        ({"data": {"monoid": 3}}, "a monoid is a name such as EABX"),
+        ({"data": {"monoid": 3}}, "a monoid must be a name such as EABX"),
         ({"data": {"identity_probability": 1.1}}, "less than or equal to 1"),
         ({"data": {"draw_order": "quick"}}, "'fast' or 'published'"),
         ({"training": {"micro_batch_size": 3}}, "batch_size 8 is not divisible by micro_batch_size 3"),
@@ -185,15 +185,15 @@ def test_the_vocabulary_comes_from_the_data() -> None:
         ({"training": {"seed": 2**64}}, "outside the range of 64-bit integers"),
         (
             {"training": {"schedule": {"warmup": 60, "decay": 50}}},
-            "a warm-up of 60 steps and a decay of 50 don't fit",
+            "a warmup of 60 steps and a decay of 50 don't fit",
         ),
         (
             {"training": {"schedule": {"kind": "warmup_linear", "warmup": 101}}},
-            "a warm-up of 101 steps doesn't fit",
+            "a warmup of 101 steps doesn't fit",
         ),
         ({"training": {"schedule": {"warmup": True}}}, "give a number of steps"),
         ({"training": {"precision": "float16"}}, "'float32' or 'bfloat16'"),
-        ({"evaluation": {"lengths": [5]}}, "the shortest sequence evaluated has 5 tokens; give 5 or less"),
+        ({"evaluation": {"lengths": [5]}}, "the shortest evaluation length is 5 tokens; use 5 or less"),
         ({"evaluation": {"window_length": 0}}, "greater than 0"),
     ],
 )

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from implicit_blocks.models.counting import count_flops, count_parameters, training_flops_per_token
 from implicit_blocks.specs import MLPSpec, load_spec, zoo_names
 from implicit_blocks.specs.loading import zoo_folder
-from trainer.experiments.runs import explicit_twin
+from trainer.experiments.common.runs import explicit_twin
 
 SIZES = ("130m", "350m", "760m", "1.3b")
 MODELS = [f"{family}_{size}" for family in ("llama", "mamba2") for size in SIZES]

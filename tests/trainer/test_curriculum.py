@@ -143,14 +143,14 @@ def test_a_nan_loss_names_the_samples_of_its_phase(small: Small, tmp_path: Path)
 def test_the_dry_run_shows_each_phases_batch(small: Small) -> None:
     report = dry_run_report(small(GROWING), name="growing", ranks=2, rate="96")
     for line in (
-        "9 steps of batches by phase, 1.2k tokens in all",
+        "9 steps of batches by phase, 1.2k tokens in total",
         "8 x 12 = 96 tokens, micro-batches of 4",
         "12 x 12 = 144 tokens, micro-batches of 4",
         "3s at 96 tokens/s",
         "9s at 96 tokens/s",
     ):
         assert line in report, report
-    with pytest.raises(ValueError, match=r"phase 'bounded': training\.batch_size 8 can't be shared"):
+    with pytest.raises(ValueError, match=r"phase 'bounded': training\.batch_size 8 is not divisible"):
         dry_run_report(small(GROWING), name="growing", ranks=3)
 
 

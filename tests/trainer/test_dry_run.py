@@ -9,7 +9,7 @@ import pytest
 
 from implicit_blocks.specs import load_spec
 from trainer.__main__ import main
-from trainer.estimate.memory import Memory, estimate_memory, work_out
+from trainer.estimate.memory import Memory, estimate_memory, resolve_layout
 from trainer.specs.distributed import DistributedSpec
 
 PARAMETERS = 1_324_083_184
@@ -98,8 +98,8 @@ def test_a_micro_batch_is_no_larger_than_a_ranks_share() -> None:
     ],
 )
 def test_auto_shards_what_is_large(ranks: int, machine: int, memory: Any, expected: Any) -> None:
-    found = DistributedSpec().spread(
-        parameters=PARAMETERS, ranks=ranks, ranks_a_machine=machine, memory=memory
+    found = DistributedSpec().resolve(
+        parameters=PARAMETERS, ranks=ranks, ranks_per_machine=machine, memory=memory
     )
     assert found == expected
 
@@ -110,7 +110,7 @@ def test_time_at_a_measured_rate(capsys: pytest.CaptureFixture[str]) -> None:
     assert "48m" in out  # 0.8 of an hour of 3.6e9 tokens
     assert "1h00m for 3.6B tokens" in out
     assert "8, fsdp (auto, for GPUs of 80 GB): each with 1/8 of the state" in out
-    assert " a rank: weights 0.7 GB" in out
+    assert " per rank: weights 0.7 GB" in out
     code, out, _ = run(["--rate", "bounded=1e6,free=5e5", "training.max_tokens=3600000000"], capsys)
     assert code == 0
     assert "1h12m for 3.6B tokens" in out
@@ -119,10 +119,10 @@ def test_time_at_a_measured_rate(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--rate", "fast"], "no positive number"),
-        (["--rate", "-1"], "no positive number"),
-        (["--rate", "free=3"], "the phases are bounded, free: bounded=20000,free=20000"),
-        (["--ranks", "3"], "batch_size 512 can't be shared equally by 3 processes"),
+        (["--rate", "fast"], "positive number of tokens"),
+        (["--rate", "-1"], "positive number of tokens"),
+        (["--rate", "free=3"], "use bounded=20000,free=20000"),
+        (["--ranks", "3"], "batch_size 512 is not divisible by 3 processes"),
         (
             ["--ranks", "8", "training.distributed={kind: hsdp, shard_size: 3}"],
             "shard_size 3 does not divide",
@@ -144,7 +144,7 @@ def test_ranks_and_rate_require_dry_run(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_memory_of_one_layer_is_at_most_that_of_the_model() -> None:
-    assert work_out(load_spec("llama_1.3b"), 8) == ("fsdp", 8)  # type: ignore[arg-type]  # a run's
+    assert resolve_layout(load_spec("llama_1.3b"), 8) == ("fsdp", 8)  # type: ignore[arg-type]  # a run's
     memory = memory_of("model.n_layers=1", "training.distributed={kind: fsdp, unit: layer}", ranks=8)
     whole = memory_of("model.n_layers=1", "training.distributed={kind: fsdp}", ranks=8)
     assert memory.gathered == whole.gathered
@@ -164,7 +164,7 @@ def test_the_duration_of_the_run_is_the_sum_over_its_phases(capsys: pytest.Captu
     code, out, _ = run(["training.max_tokens=3600000000"], capsys)
     assert code == 0
     scale = {"T": 1e12, "P": 1e15, "E": 1e18, "Z": 1e21}
-    parts = [float(n) * scale[s] for n, s in re.findall(r"([\d.]+) ([TPEZ])FLOP in all", out)]
+    parts = [float(n) * scale[s] for n, s in re.findall(r"([\d.]+) ([TPEZ])FLOP in total", out)]
     ((number, suffix),) = re.findall(r"whole run +at most ([\d.]+) ([TPEZ])FLOP", out)
     assert len(parts) == 2
     assert float(number) * scale[suffix] == pytest.approx(sum(parts), rel=0.01)

@@ -13,7 +13,7 @@ from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
 from trainer.data.source import Batch, DataSource, EvaluationSet
 from trainer.distributed import Ranks
-from trainer.evaluation.measure import _share, evaluate, table
+from trainer.evaluation.evaluate import _share, evaluate, table
 from trainer.reporting.metrics import json_value
 
 LENGTH, VOCABULARY = 6, 5
@@ -237,7 +237,7 @@ def test_every_rank_makes_the_same_number_of_calls(batch_size: int, world_size: 
     for sequences in range(1, 12):
         shared = EvaluationSet(name="set", source=cast(Any, Numbers()), sequences=sequences)
         turns = [
-            list(_share(shared, batch_size, ranks, equally_often=True))
+            list(_share(shared, batch_size, ranks, equal_calls=True))
             for ranks in (Ranks(torch.device("cpu"), rank, world_size) for rank in range(world_size))
         ]
         assert len({len(of_rank) for of_rank in turns}) == 1
@@ -247,5 +247,5 @@ def test_every_rank_makes_the_same_number_of_calls(batch_size: int, world_size: 
         ]
         assert list(chain.from_iterable(counted)) == list(range(sequences))
         last = Ranks(torch.device("cpu"), world_size - 1, world_size)
-        silent = _share(shared, batch_size, last, equally_often=False)
+        silent = _share(shared, batch_size, last, equal_calls=False)
         assert all(counts == (batch is not None) for batch, counts in silent)

@@ -21,7 +21,7 @@ from trainer.reporting.metrics import read_metrics
 from trainer.run import init_from as start
 from trainer.run.build import build
 from trainer.run.init_from import Origin, find_start, require_fitting
-from trainer.specs.init_from import StartSpec
+from trainer.specs.init_from import InitFromSpec
 from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
@@ -184,7 +184,7 @@ def test_optimizer_state_requires_the_same_optimizer_and_unconverted_weights(
         {k: v for k, v in spec.model.model_dump().items() if k in ExplicitLMSpec.model_fields}
         | {"kind": "explicit_lm"}
     )
-    asked = StartSpec(path=str(tmp_path), optimizer=True)
+    asked = InitFromSpec(path=str(tmp_path), optimizer=True)
     found = Origin(tmp_path, "checkpoint", model=spec.model, optimizer="acme")
     monkeypatch.setattr(start, "_find", lambda path: found)
     with pytest.raises(ValueError, match="has the state of 'acme', this run's optimizer is 'adamw'"):

@@ -203,10 +203,10 @@ def test_a_run_given_twice_and_a_label_given_twice_are_refused(
 ) -> None:
     run = fake_run(tmp_path / "run", name="run", implicit=True)
     assert main([str(run), f"{tmp_path}/./run", "--output", str(tmp_path / "a.png")]) == 2
-    assert "is given 2 times; name each run once" in capsys.readouterr().err
+    assert "is given 2 times; give each run once" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main([str(run), str(run), "--label", "same", "--label", "same"])
-    assert "two runs have the same --label" in capsys.readouterr().err
+    assert "--label values must be distinct" in capsys.readouterr().err
 
 
 def test_every_run_has_its_own_color(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +257,7 @@ def test_an_unfinished_run_is_not_plotted(tmp_path: Path, capsys: pytest.Capture
     assert main([str(tmp_path)]) == 2
     assert "summary.json is missing" in capsys.readouterr().err
     assert main([str(tmp_path / "none")]) == 2
-    assert f"there is no folder {tmp_path / 'none'}" in capsys.readouterr().err
+    assert f"there is no directory {tmp_path / 'none'}" in capsys.readouterr().err
 
 
 def test_a_report_that_cannot_be_written_is_refused(

@@ -396,7 +396,7 @@ def test_the_summary_of_a_continued_run_is_renamed(small: Small, tmp_path: Path)
     build(small(), output=folder, device="cpu").train()
     longer = small({"training.max_steps": 6})
     assert build(longer, output=folder, device="cpu", resume=True).train(stop_at=5) is None
-    with pytest.raises(RunFolderError, match=r"holds no finished run \(summary\.json is missing\)"):
+    with pytest.raises(RunFolderError, match=r"contains no finished run \(summary\.json is missing\)"):
         read_run(folder)
     assert json.loads((folder / "summary.until-step-00000004.json").read_text())["steps"] == 4
     assert build(longer, output=folder, device="cpu", resume=True).train() is not None

@@ -318,11 +318,17 @@ def test_nothing_can_be_reconfigured() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"vocab_size": 6}, "give architecture or folder"),
-        ({"architecture": "llama", "folder": "x", "vocab_size": 6}, "give architecture or folder"),
-        ({"architecture": "llama"}, "the data do not tell how many tokens there are"),
-        ({"architecture": "llama", "vocab_size": 6, "weights": False}, "leave it out, or give a folder"),
-        ({"architecture": "llama", "vocab_size": 6, "config": {"vocab_size": 3}}, "give model.vocab_size"),
+        ({"vocab_size": 6}, "needs exactly one of architecture and folder"),
+        (
+            {"architecture": "llama", "folder": "x", "vocab_size": 6},
+            "needs exactly one of architecture and folder",
+        ),
+        ({"architecture": "llama"}, "the data do not determine the vocabulary size"),
+        ({"architecture": "llama", "vocab_size": 6, "weights": False}, "omit weights, or give a folder"),
+        (
+            {"architecture": "llama", "vocab_size": 6, "config": {"vocab_size": 3}},
+            "set the vocabulary size as model.vocab_size",
+        ),
         ({"architecture": "llama", "vocab_size": 6, "confg": {}}, "did you mean 'config'?"),
     ],
 )

@@ -193,7 +193,7 @@ def test_prepared_data_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 read_published(path, mmap=mmap)
     for raw in PICKLES.values():
         path.write_bytes(raw)
-        with pytest.raises(ValueError, match=r"data\.bin can't be read as a torch file"):
+        with pytest.raises(ValueError, match=r"data\.bin cannot be read as a torch file"):
             read_published(path)
     array = np.array([Ran(), Ran()], dtype=object)
     np.save(tmp_path / "tokens.npy", array, allow_pickle=True)

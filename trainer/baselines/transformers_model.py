@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from implicit_blocks.checkpoints.folder import read_config
 from implicit_blocks.layers import at_least_float32
 from implicit_blocks.models.outputs import LMOutput
 from trainer.errors import DataError
-from trainer.specs.transformers_model import TransformersSpec
+
+if TYPE_CHECKING:
+    from trainer.specs.transformers_model import TransformersSpec
 
 _SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _NOT_DECAYED = ("A_log", "dt_bias", "D")

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer
 from trainer.baselines.transformers_model import TransformersLM
 from trainer.callbacks.base import Callback, CallbackContext
-from trainer.evaluation.measure import EvaluationResult
+from trainer.evaluation.evaluate import EvaluationResult
 from trainer.evaluation.tasks import build_tasks, locate_all, require_packages
 from trainer.reporting.metrics import MetricsFile
 from trainer.specs.callbacks import BenchmarksSpec
@@ -66,10 +66,10 @@ class Benchmarks(Callback):
 
     def on_evaluation(self, run: CallbackContext, *, step: int, results: Sequence[EvaluationResult]) -> None:
         """Run all tasks and write the scores."""
-        from trainer.evaluation.scores import ask
+        from trainer.evaluation.scores import run_tasks
 
         training = run.model.training
-        (scores,) = ask(self._lm(run), self._tasks, limit=self._spec.limit)
+        (scores,) = run_tasks(self._lm(run), self._tasks, limit=self._spec.limit)
         run.model.train(training)
         columns = ", ".join(f"{header} {value:.4g}" for header, value in scores.columns().items())
         if run.is_main:

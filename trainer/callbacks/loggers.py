@@ -9,7 +9,7 @@ from typing import Any
 
 from implicit_blocks._utils.own_parts import install_extra
 from trainer.callbacks.base import Callback, CallbackContext
-from trainer.evaluation.measure import EvaluationResult
+from trainer.evaluation.evaluate import EvaluationResult
 from trainer.specs.callbacks import TensorBoardSpec, WandbSpec
 from trainer.storage.files import write_atomically
 

@@ -1,5 +1,5 @@
-"""Training data: word problems made on the fly, and memory-mapped tokens.
+"""Training data: generated word problems, catbAbI, tokenized text, streamed datasets and mixtures.
 
-`trainer.data.source` is what the training loop knows of either; `trainer.data.groups` imports no torch, so
-that specs may check a group's name.
+`trainer.data.source` defines the interface to the training loop. `trainer.data.groups` imports no torch, so
+that specs can validate group names.
 """

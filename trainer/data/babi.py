@@ -1,11 +1,11 @@
-"""bAbI's twenty tasks as one stream of words: catbAbI.
+"""catbAbI: bAbI's twenty tasks concatenated into one stream of words.
 
 J. Weston et al., "Towards AI-complete question answering", 2015; concatenated: I. Schlag, T. Munkhdalai and
 J. Schmidhuber, "Learning associative inference using fast weight memory", ICLR 2021.
 
-Supporting facts are removed, words are in lower case, "." and "?" are tokens, the answer stands after "?" as
-one token ("s,e" too). Every story is kept: of each file the last one too, and of an epoch the last
-row, filled up.
+Supporting facts are removed, words are lowercased, "." and "?" are tokens, and the answer follows "?" as a
+single token (even "s,e"). No story is dropped, not even the last one of a file; the last row of an epoch is
+padded.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Number = TypeVar("_Number", np.int16, np.int8)
 
 
 class Story(NamedTuple):
-    """The tokens of a story, and which of them are answers."""
+    """The tokens of a story, with a flag for each token that is an answer."""
 
     task: int
     words: tuple[str, ...]
@@ -49,26 +49,28 @@ class Story(NamedTuple):
 
 
 class Stories(NamedTuple):
-    """All stories by split, and the words of all of them in order, padding first."""
+    """All stories by split, and the sorted vocabulary of all splits, with the padding token first."""
 
     by_split: Mapping[str, Sequence[Story]]
     vocabulary: tuple[str, ...]
     stand_ins: Mapping[str, int]
-    """Files for which those of the set ``en`` stand in, and how many stories they give."""
+    """Files replaced by files of the set ``en``, with the number of stories that each replacement
+    provides."""
 
 
 def read_stories(path: Path) -> Stories:
-    """Read the archive (``en-valid-10k.tar.xz``) or a folder it was unpacked into.
+    """Read the archive (``en-valid-10k.tar.xz``) or its extracted directory.
 
-    A task's file that is missing may be stood in for by that of the set ``en``; those of its stories that are
-    also in the task's other splits are left out.
+    A missing task file is replaced by that of the set ``en`` if available; its stories that also occur in
+    other splits of the task are dropped.
 
     Raises:
-        DataError: nothing there, files missing or empty (all are named), or a line that is not bAbI's.
+        DataError: the path does not exist, files are missing or empty (all are listed), or a line is not in
+            bAbI's format.
 
     """
     if not path.exists():
-        raise DataError(f"there is no bAbI archive at {path}; give en-valid-10k.tar.xz, or its folder")
+        raise DataError(f"there is no bAbI archive at {path}; give en-valid-10k.tar.xz or its directory")
     files: dict[tuple[int, str], str] = {}
     stand_ins: dict[tuple[int, str], str] = {}
     for name, text in _files(path):
@@ -80,7 +82,7 @@ def read_stories(path: Path) -> Stories:
     if missing:
         named = ", ".join(missing) if len(missing) < len(expected) else f"{missing[0]} to {missing[-1]}"
         raise DataError(
-            f"{path} lacks {len(missing)} of bAbI's {len(expected)} files: {named}; give the whole archive"
+            f"{path} lacks {len(missing)} of bAbI's {len(expected)} files: {named}; use the complete archive"
         )
     by_split: dict[str, list[Story]] = {split: [] for split in SPLITS}
     stood_in: dict[str, int] = {}
@@ -103,7 +105,7 @@ def _files(path: Path) -> Iterator[tuple[str, str]]:
             try:
                 text = file.read_text(encoding="utf-8")
             except UnicodeDecodeError as error:
-                raise DataError(f"{file} is no text in UTF-8 ({error}); fetch the file anew") from error
+                raise DataError(f"{file} is not UTF-8 text ({error}); download the file again") from error
             yield f"{path.name}/{file.relative_to(path).as_posix()}", text
         return
     try:
@@ -113,15 +115,15 @@ def _files(path: Path) -> Iterator[tuple[str, str]]:
                 if content is not None:
                     yield member.name, content.read().decode("utf-8")
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError, UnicodeDecodeError) as error:
-        why = str(error).partition(":\n")[0]  # tarfile lists, line by line, all that it tried
-        raise DataError(f"{path} is no archive that can be read ({why}); fetch it anew") from error
+        why = str(error).partition(":\n")[0]  # tarfile lists every format that it tried, one per line
+        raise DataError(f"{path} cannot be read as an archive ({why}); download it again") from error
 
 
 def parse(text: str, *, task: int) -> list[Story]:
-    """Cut a file into stories: one begins wherever the numbers of its lines begin again at 1.
+    """Split a file into stories; a story starts at each line with number 1.
 
     Raises:
-        DataError: a line without a number, or a first line whose number isn't 1.
+        DataError: a line has no number, or the number of the first line is not 1.
 
     """
     stories: list[Story] = []
@@ -133,7 +135,7 @@ def parse(text: str, *, task: int) -> list[Story]:
         index, _, rest = line.partition(" ")
         if not index.isdigit() or (not words and index != "1"):
             raise DataError(
-                f"qa{task}, line {number}: {line[:40]!r} is no line of a story; fetch the file anew"
+                f"qa{task}, line {number}: {line[:40]!r} is not a line of a story; download the file again"
             )
         if index == "1" and words:
             stories.append(Story(task, tuple(words), tuple(answers)))
@@ -151,19 +153,20 @@ def parse(text: str, *, task: int) -> list[Story]:
 
 
 class CatbAbI(DataSource):
-    """A split's stories, shuffled anew each epoch by the seed, put one behind the other and cut into rows.
+    """The stories of a split, shuffled in every epoch, concatenated and cut into rows.
 
-    The label of a token is the next one: at "?" the answer. Scoring ``answers`` ignores all other labels,
-    ``all`` none. The last row of an epoch is filled up with padding that isn't scored.
+    The label of a token is the next token, so the label at "?" is the answer. With scoring ``answers`` only
+    answers are scored; with ``all`` every token is. The last row of an epoch is padded; padding is never
+    scored.
 
     Args:
-        stories: of one split.
-        vocabulary: words by their ids.
-        length: tokens in a row.
-        seed: of the order of the stories.
-        scoring: which labels count.
-        held_out: where evaluation sets come from; None: there are none.
-        stand_ins: what `Stories` says of them; None: there are none.
+        stories: stories of one split.
+        vocabulary: words, indexed by their IDs.
+        length: tokens per row.
+        seed: seed of the story order.
+        scoring: which labels are scored, ``"answers"`` or ``"all"``.
+        held_out: stories for the evaluation sets; None: no evaluation sets.
+        stand_ins: see `Stories`; None: no files are replaced.
 
     """
 
@@ -181,9 +184,10 @@ class CatbAbI(DataSource):
         stand_ins: Mapping[str, int] | None = None,
     ) -> None:
         self.stand_ins: Mapping[str, int] = stand_ins or {}
-        """Files of the archive for which others stand in, and how many stories those give."""
+        """Files of the archive that are replaced, with the number of stories that each replacement
+        provides."""
         ids = {word: number for number, word in enumerate(vocabulary)}
-        # All stories one behind the other in two arrays: an epoch takes them in its order at one stroke.
+        # All stories concatenated in two arrays, so that an epoch is assembled by one gather.
         self._words = np.array([ids[word] for story in stories for word in story.words], dtype=np.int16)
         self._tasks = np.array(
             [story.task if answer else 0 for story in stories for answer in story.answers], dtype=np.int8
@@ -197,7 +201,7 @@ class CatbAbI(DataSource):
         self._kept = np.arange(-(-self.total // length))
 
     def only(self, task: int) -> Self:
-        """Return the same stories with this task's answers alone scored, in the rows that have some."""
+        """Return a copy that scores only this task's answers, in the rows that contain one."""
         other = copy(self)
         other._only_task = task
         other._kept = np.flatnonzero((self._rows(0)[1][:, 1:] == task).any(1))
@@ -205,40 +209,40 @@ class CatbAbI(DataSource):
 
     @property
     def vocab_size(self) -> int:
-        """Words, and padding."""
+        """Number of words, including padding."""
         return len(self._vocabulary)
 
     @property
     def length(self) -> int:
-        """Tokens in a row."""
+        """Tokens per row."""
         return self._length
 
     @property
     def samples(self) -> int:
-        """Rows in an epoch."""
+        """Rows per epoch."""
         return len(self._kept)
 
     def _rows(self, epoch: int) -> tuple[npt.NDArray[np.int16], npt.NDArray[np.int8]]:
-        """Return words and the tasks of answers (0 elsewhere), (rows, length + 1)."""
+        """Return the words, and the task of each answer (0 elsewhere), (rows, length + 1)."""
         kept = self._epoch
         if kept is None or kept[0] != epoch:
             order = np.random.default_rng((self._seed, epoch)).permutation(len(self._lengths))
             lengths = self._lengths[order]
-            # Where each word of the epoch stands among all: its story's first word there, and so many on.
+            # Index of each word of the epoch in the concatenated stories: start of its story plus its offset.
             behind = (np.cumsum(self._lengths) - self._lengths)[order] - (np.cumsum(lengths) - lengths)
             places = np.repeat(behind, lengths) + np.arange(self.total)
             kept = self._epoch = epoch, self._cut(self._words[places]), self._cut(self._tasks[places])
         return kept[1], kept[2]
 
     def _cut(self, stream: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
-        """Return rows (rows, length + 1) of a stream, each beginning with the last one's last token."""
+        """Return a stream as rows (rows, length + 1); each starts with the previous row's last token."""
         rows = -(-self.total // self._length)
         whole = np.zeros(rows * self._length + 1, dtype=stream.dtype)
         whole[: self.total] = stream
         return np.lib.stride_tricks.sliding_window_view(whole, self._length + 1)[:: self._length]
 
     def _taken(self, position: int, count: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return words and tasks of the rows at positions [position, position + count), copies."""
+        """Return copies of the words and tasks of the rows at positions [position, position + count)."""
         parts: list[tuple[npt.NDArray[np.int16], npt.NDArray[np.int8]]] = []
         while count > 0:
             epoch, index = divmod(position, self.samples)
@@ -262,19 +266,19 @@ class CatbAbI(DataSource):
         return Batch(inputs=torch.from_numpy(words[:, :-1].copy()), labels=torch.from_numpy(labels))
 
     def tasks(self, position: int, count: int) -> torch.Tensor:
-        """Give the task that each label of `batch` answers, int64 (count, L), 0 where it answers none."""
+        """Return the task that each label of `batch` answers, int64 (count, L), 0 for other labels."""
         check_range(position, count)
         return torch.from_numpy(self._taken(position, count)[1][:, 1:].copy())
 
     def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
-        """One set of all answers, ``L200``, and one a task, ``qa1_L200``: its answers in the same rows.
+        """Return one set of all answers, ``L200``, and one per task, ``qa1_L200``.
 
         Raises:
-            ValueError: there is nothing held out.
+            ValueError: this source is itself an evaluation set.
 
         """
         if self._held_out is None:
-            raise ValueError("a set that is held out already has none of its own; ask the training source")
+            raise ValueError("an evaluation set has no evaluation sets; use the training source")
         sets = {}
         for length in evaluation.lengths or (self._length,):
             whole = CatbAbI(self._held_out, self._vocabulary, length=length, seed=evaluation.seed)
@@ -292,19 +296,19 @@ class CatbAbI(DataSource):
 
 
 def build(spec: CatbAbISpec, *, seed: int = 0, vocab_size: int | None = None) -> CatbAbI:
-    """Make the training source that a `data` section describes.
+    """Build the training source of a `data` section.
 
     Args:
         spec: the section.
-        seed: of the order of the stories.
-        vocab_size: the model's, if it is to be checked.
+        seed: seed of the story order.
+        vocab_size: vocabulary size of the model, checked if given.
 
     Raises:
-        ValueError: no path, or a vocabulary that is too small; as `read_stories`.
+        ValueError: the path is missing or the vocabulary is too small; as `read_stories`.
 
     """
     if spec.path is None:
-        raise ValueError("the bAbI archive is not named; give it by data.path=en-valid-10k.tar.xz")
+        raise ValueError("data.path is not set; give the bAbI archive, data.path=en-valid-10k.tar.xz")
     try:
         stories = read_stories(Path(spec.path))
     except DataError as error:

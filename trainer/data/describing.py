@@ -1,4 +1,4 @@
-"""Data in words, checked, for a dry run. Imports no torch."""
+"""Descriptions of the data for a dry run, with checks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def describe_tokens(spec: TokensSpec, *, sequences: int, vocab_size: int | None) -> list[str]:
-    """Say how much text there is, and how often a run goes through it; see `DataSpec.describe`."""
+    """Describe the amount of text and the number of epochs in a run; see `DataSpec.describe`."""
     if spec.path is None:
-        return [f"tokens, length {spec.seq_len:,}; where they are is not set: data.path=DIR"]
+        return [f"tokens, length {spec.seq_len:,}; the path is not set: data.path=DIR"]
     training = open_tokens(spec.path, dtype=spec.dtype, check_sums=spec.check_sums)
     check_tokens(
         training,
@@ -35,47 +35,46 @@ def describe_tokens(spec: TokensSpec, *, sequences: int, vocab_size: int | None)
     held_out = validation_folder(spec.path, spec.validation_path)
     if held_out is None:
         lines.append(
-            "validation: none, so nothing is evaluated; tokenize with --validation or --validation-fraction, "
-            "or set data.validation_path"
+            "validation: none, so evaluation is skipped; tokenize with --validation or "
+            "--validation-fraction, or set data.validation_path"
         )
     else:
         validation = open_tokens(held_out, dtype=spec.dtype, check_sums=spec.check_sums)
         check_same_tokenizer(training, validation)
-        same = ": the training tokens themselves" if held_out.resolve() == training.path.resolve() else ""
+        same = ": identical to the training tokens" if held_out.resolve() == training.path.resolve() else ""
         lines.append(f"validation: {_amount(validation)}{same}")
     if training.vocab_size is not None and vocab_size is not None and 2 * training.vocab_size < vocab_size:
         lines.append(
-            f"vocabulary {training.vocab_size:,}, of the model {vocab_size:,}: model.vocab_size says so"
+            f"vocabulary: {training.vocab_size:,} in the data, {vocab_size:,} in the model (model.vocab_size)"
         )
     if spec.documents == "reset":
-        lines.append("documents are kept apart: states and attention begin anew with each")
+        lines.append("documents are separated: states and attention are reset at each")
     return lines
 
 
 def describe_stream(spec: StreamSpec, *, vocab_size: int | None) -> list[str]:
-    """Say what is streamed; nothing of it is read; see `DataSpec.describe`."""
+    """Describe a stream without reading it; see `DataSpec.describe`."""
     from trainer.data.tokenizing.tokenizers import load_tokenizer
 
     tokenizer = load_tokenizer(spec.tokenizer, end_of_document=spec.end_of_document)
     check_vocabulary(tokenizer.vocab_size, vocab_size, what=f"tokenizer {spec.tokenizer}")
     return [
-        f"stream of dataset {spec.dataset}, split {spec.split}, length {spec.seq_len:,}: its size isn't "
-        "known",
-        f"vocabulary {tokenizer.vocab_size:,}; where a run is resumed is approximate",
+        f"stream of dataset {spec.dataset}, split {spec.split}, length {spec.seq_len:,}, of unknown size",
+        f"vocabulary {tokenizer.vocab_size:,}; resuming is approximate",
     ]
 
 
 def check_vocabulary(needed: int, vocab_size: int | None, *, what: str) -> None:
-    """Refuse a model whose vocabulary is smaller than that of its data.
+    """Reject a model whose vocabulary is smaller than that of its data.
 
     Raises:
-        ValueError: says both.
+        ValueError: names both sizes.
 
     """
     if vocab_size is not None and vocab_size < needed:
         raise ValueError(
-            f"{what} has {needed} ids, but the model has vocab_size {vocab_size}; "
-            f"set model.vocab_size={needed}"
+            f"{what} has {needed} IDs, but the model has vocab_size {vocab_size}; set "
+            f"model.vocab_size={needed}"
         )
 
 

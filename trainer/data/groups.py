@@ -1,9 +1,9 @@
-"""Finite groups and monoids, by name or by table: the algebra under word problems. Imports no torch.
+"""Finite groups and monoids, by name or by multiplication table, for word problems. Imports no torch.
 
 Element order and composition follow the published state-tracking data (Schöne et al., "Implicit Language
-Models are RNNs", ICML 2025): the permutations of S_n in lexicographic order, so that index 0 is the identity;
-A_n the even ones among them in the same order; composition ``(a∘b)[i] = a[b[i]]``. Tables are indexed
-``table[a, b] = a∘b``.
+Models are RNNs", ICML 2025): the permutations of S_n are in lexicographic order, so that index 0 is the
+identity; A_n contains the even ones in the same order; composition is ``(a∘b)[i] = a[b[i]]``. Tables are
+indexed ``table[a, b] = a∘b``.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import numpy.typing as npt
 
 Table = npt.NDArray[np.int32]
 Definition = str | Sequence[Sequence[int]]
-"""A name, or a table of rows."""
+"""A name, or a multiplication table given by its rows."""
 
 MAX_ORDER = 5040
-"""Largest group: S7. Its table takes 100 MB; S8's would take 6.5 GB."""
+"""Maximum group order, that of S7, whose table takes 100 MB; S8's would take 6.5 GB."""
 
 MAX_MONOID = 256
-"""Largest table of a monoid, or of a group given by one; associativity is checked over all triples."""
+"""Maximum order of a monoid or group given by a table; associativity is checked over all triples."""
 
 PUBLISHED_MONOID: tuple[tuple[int, ...], ...] = ((0, 1, 2, 3), (1, 3, 3, 3), (2, 1, 2, 3), (3, 3, 3, 3))
-"""The published monoid's rows, for E, A, B, X: E is the identity, X absorbs.
+"""Rows of the published monoid, for E, A, B, X: E is the identity, X is absorbing.
 
-Its source describes it as words over a and b without "aa"; the table itself is stricter, since A∘B is X: a
-product of A's and B's is X unless A stands at the end at most. The table is what the published data follow.
+The published source describes it as words over a and b without "aa", but the table is stricter, since A∘B is
+X: a product of A's and B's is X unless A occurs only at its end. The published data follow the table.
 """
 
 _MONOIDS = {"EABX": PUBLISHED_MONOID, "published": PUBLISHED_MONOID}
@@ -42,9 +42,9 @@ _GROUP_REMEDY = "use S_n, A_n or Z_n with a number, such as S5, A5 or Z7, a prod
 
 @dataclass(frozen=True, eq=False)
 class Algebra:
-    """A finite set with an associative product and an identity: a monoid, which may be a group.
+    """A finite set with an associative product and an identity: a monoid or a group.
 
-    ``table[a, b]`` is the index of ``a∘b``, an array of shape (order, order), read-only.
+    ``table[a, b]`` is the index of ``a∘b``, a read-only array of shape (order, order).
     """
 
     name: str
@@ -57,12 +57,12 @@ class Algebra:
         return int(self.table.shape[0])
 
     def compose(self, a: int, b: int) -> int:
-        """Index of ``a∘b``."""
+        """Return the index of ``a∘b``."""
         return int(self.table[a, b])
 
 
 def product(left: Algebra, right: Algebra) -> Algebra:
-    """Direct product; the pair (a, b) has index ``right.order·a + b``."""
+    """Return the direct product; the pair (a, b) has index ``right.order·a + b``."""
     size = left.order * right.order
     table = left.table[:, None, :, None] * right.order + right.table[None, :, None, :]
     return Algebra(
@@ -73,18 +73,18 @@ def product(left: Algebra, right: Algebra) -> Algebra:
 
 
 def group_order(definition: Definition) -> int:
-    """Tell the order of a group; of one by name without building its table.
+    """Return the order of a group; for a group given by name, without building its table.
 
     Raises:
-        ValueError: the name isn't ``S_n``, ``A_n``, ``Z_n`` or a product of them, or the group has more than
-            `MAX_ORDER` elements; of tables as `group`.
+        ValueError: the name is not ``S_n``, ``A_n``, ``Z_n`` or a product of them, or the group has more than
+            `MAX_ORDER` elements; for tables, as `group`.
 
     """
     if not isinstance(definition, str):
         return group(definition).order
     name, order = definition, 1
     for family, n in _factors(name):
-        # No factorial of a large n: 8! is over the limit already.
+        # Clamped to avoid the factorial of a large n: 8! already exceeds the limit.
         symmetric = math.factorial(min(n, 12))
         order *= n if family == "Z" else symmetric if family == "S" else max(1, symmetric // 2)
         if order > MAX_ORDER:
@@ -96,14 +96,14 @@ def group_order(definition: Definition) -> int:
 
 
 def group(definition: Definition) -> Algebra:
-    """Build a finite group by name (``S5``, ``A5``, ``Z7``, or a product such as ``A5xZ2``) or table of rows.
+    """Build a finite group from a name (``S5``, ``A5``, ``Z7``, or a product such as ``A5xZ2``) or its table.
 
-    Index 0 is the identity. Z_n counts 0 … n-1 under addition; in a product the last factor runs fastest.
-    ``rows[a][b]`` is the index of ``a∘b``.
+    Index 0 is the identity. Z_n is 0 … n-1 under addition; in a product the index of the last factor varies
+    fastest. ``rows[a][b]`` is the index of ``a∘b``.
 
     Raises:
-        ValueError: as `group_order`; a table that is no monoid's (see `monoid`), whose identity isn't
-            element 0, or in which an element has no inverse.
+        ValueError: as `group_order`; a table that does not define a monoid (see `monoid`), whose identity is
+            not element 0, or with an element without an inverse.
 
     """
     return _named_group(definition) if isinstance(definition, str) else _group_from_rows(definition)
@@ -121,14 +121,14 @@ def _named_group(name: str) -> Algebra:
 
 
 def monoid(definition: Definition) -> Algebra:
-    """Build a monoid by name (``"EABX"``, also called ``"published"``) or by its table of rows.
+    """Build a monoid from a name (``"EABX"``, also called ``"published"``) or its table.
 
-    Names may be multiplied, as in ``"EABXxEABX"``. ``rows[a][b]`` is the index of ``a∘b``; the identity is
-    found in the table, at whatever index it stands.
+    Names can be multiplied, as in ``"EABXxEABX"``. ``rows[a][b]`` is the index of ``a∘b``; the identity may
+    have any index.
 
     Raises:
-        ValueError: unknown name; a table that isn't square, has entries outside it, isn't associative, or has
-            no two-sided identity; more than `MAX_MONOID` elements.
+        ValueError: an unknown name; a table that is not square, has invalid entries, is not associative or
+            has no two-sided identity; more than `MAX_MONOID` elements.
 
     """
     if not isinstance(definition, str):
@@ -170,7 +170,7 @@ def _permutations(n: int, *, even_only: bool) -> Algebra:
             (elements[:, i] > elements[:, j]).astype(np.int64) for i, j in itertools.combinations(range(n), 2)
         )
         elements = elements[np.broadcast_to(np.asarray(inversions), len(elements)) % 2 == 0]
-    # A permutation read as a number in base n; ascending in lexicographic order, so that searching finds it.
+    # Permutations encoded as base-n numbers, which ascend in lexicographic order and allow binary search.
     place = n ** np.arange(n - 1, -1, -1, dtype=np.int64)
     codes = elements @ place
     table = np.empty((len(elements), len(elements)), dtype=np.int32)
@@ -183,14 +183,14 @@ def _group_from_rows(rows: Sequence[Sequence[int]]) -> Algebra:
     made = _monoid_from_rows("table", rows, what="group")
     if made.identity != 0:
         raise ValueError(
-            f"the group table's identity is element {made.identity}, not 0; number the elements so that it "
-            "comes first (tokens are made the identity with probability p)"
+            f"the identity of the group table is element {made.identity}, not 0; renumber the elements so "
+            "that it is the first (tokens are set to the identity with probability p)"
         )
     without = np.flatnonzero((made.table != 0).all(axis=1))
     if without.size:
         raise ValueError(
-            f"the group table gives element {without[0]} no inverse: no product with it is the identity, 0; "
-            "correct the table, or give it as the monoid, beside a group"
+            f"element {without[0]} of the group table has no inverse: no product with it is the identity, 0; "
+            "correct the table, or use it as the monoid of another group"
         )
     return made
 
@@ -198,20 +198,20 @@ def _group_from_rows(rows: Sequence[Sequence[int]]) -> Algebra:
 def _monoid_from_rows(name: str, rows: Sequence[Sequence[int]], *, what: str = "monoid") -> Algebra:
     size = len(rows)
     if not 1 <= size <= MAX_MONOID:
-        raise ValueError(f"a {what} table has 1 to {MAX_MONOID} rows, not {size}")
+        raise ValueError(f"a {what} table must have 1 to {MAX_MONOID} rows, got {size}")
     for a, row in enumerate(rows):
         if not isinstance(row, Sequence | np.ndarray):
-            raise ValueError(f"row {a} of the {what} table is {row!r}; give a row of {size} indices")
+            raise ValueError(f"row {a} of the {what} table is {row!r}; expected a row of {size} indices")
         if len(row) != size:
             raise ValueError(
-                f"the {what} table is not square: row {a} has {len(row)} entries, the table has {size} rows; "
-                f"give {size} rows of {size} entries"
+                f"the {what} table is not square: row {a} has {len(row)} entries but the table has "
+                f"{size} rows; give {size} rows of {size} entries"
             )
         for b, entry in enumerate(row):
             if not isinstance(entry, int | np.integer) or isinstance(entry, bool) or not 0 <= entry < size:
                 raise ValueError(
-                    f"the {what} table's entry [{a}][{b}] is {entry!r}, not an element; "
-                    f"entries are indices from 0 to {size - 1}"
+                    f"entry [{a}][{b}] of the {what} table is {entry!r}, not an element; "
+                    f"entries must be indices from 0 to {size - 1}"
                 )
     table = np.array(rows, dtype=np.int32)
     for a in range(size):
@@ -220,14 +220,15 @@ def _monoid_from_rows(name: str, rows: Sequence[Sequence[int]], *, what: str = "
             b, c = (int(i) for i in np.argwhere(left != right)[0])
             raise ValueError(
                 f"the {what} table is not associative: ({a}∘{b})∘{c} is {left[b, c]} but {a}∘({b}∘{c}) is "
-                f"{right[b, c]}; correct the table (prefix products have no meaning without associativity)"
+                f"{right[b, c]}; correct the table (prefix products require associativity)"
             )
     index = np.arange(size)
     for e in range(size):
         if np.array_equal(table[e], index) and np.array_equal(table[:, e], index):
             return Algebra(name, _frozen(table), e)
     raise ValueError(
-        f"the {what} table has no identity, an element whose row and column are the indices in order; add one"
+        f"the {what} table has no identity (an element whose row and column are the indices in order); "
+        "add one"
     )
 
 

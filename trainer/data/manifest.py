@@ -1,12 +1,12 @@
-"""What `python -m trainer.tokenize` says of the shards it wrote, and checking that they are still so.
+"""The manifest of tokenized shards, written by `python -m trainer.tokenize`, and its verification.
 
-A split's folder holds ``shard_00000.bin`` and so on (ids, raw little-endian uint16 or uint32), beside each
-``shard_00000.documents`` (where its documents end: raw little-endian int64, the offset in the shard after a
-document's last token) and ``shard_00000.json`` (the sidecar), and for all of them ``manifest.json``, which
-also says which tokenizer made them. A document may go on in the next shard.
+A split's directory contains, for each shard, ``shard_00000.bin`` (raw little-endian uint16 or uint32 IDs),
+``shard_00000.documents`` (document ends: raw little-endian int64 offsets in the shard after each document's
+last token) and ``shard_00000.json`` (the sidecar). ``manifest.json`` lists all shards and identifies their
+tokenizer. A document may continue in the next shard.
 
-Sizes are checked whenever shards are opened. Checksums are checked by `verify`: once for shards that have not
-changed since (by size and time of modification, kept in ``.verified.json``).
+Sizes are checked whenever shards are opened. `verify` checks the checksums, once for shards that have not
+changed since (by size and modification time, stored in ``.verified.json``).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.storage.files import sha256_of, write_json
 
 MANIFEST = "manifest.json"
 JOB = "job.json"
-"""What a folder of tokens is made of, beside its splits; written first."""
+"""Record of the job's settings in the output directory, beside the splits; written first."""
 DOCUMENTS_SUFFIX = ".documents"
 FORMAT = 1
 TRAIN, VALIDATION = "train", "validation"
@@ -32,16 +32,17 @@ _VERIFIED = ".verified.json"
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """Read the manifest of a folder of shards; None where there is none.
+    """Read the manifest of a directory of shards; return None if there is none.
 
     Raises:
-        ValueError: it can't be read; a shard that it lists is missing, of another size, or not listed.
+        ValueError: the manifest cannot be read; a listed shard is missing or has another size, or a shard is
+            not listed.
 
     """
     path = folder / MANIFEST
     if not path.is_file():
         return None
-    remedy = "write the tokens again, or copy the whole folder again"
+    remedy = "tokenize again, or copy the whole directory again"
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         listed = {shard["file"]: shard for shard in manifest["shards"]}
@@ -52,7 +53,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
             raise TypeError(f"the tokenizer's sha256 is {identity!r}")
         for name, shard in listed.items():
             if not plain_name(name):
-                raise ValueError(f"{name!r} is not the name of a file in this folder")
+                raise ValueError(f"{name!r} is not the name of a file in this directory")
             for key in ("tokens", "documents"):
                 if type(shard[key]) is not int:
                     raise TypeError(f"{key} of {name} is {shard[key]!r}")
@@ -61,35 +62,35 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
                     raise TypeError(f"{key} of {name} is {shard[key]!r}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(
-            f"{path} is no manifest of tokens ({type(error).__name__}: {error}): cut short, altered, or of "
-            f"something else, such as a run; {remedy}"
+            f"{path} is not a valid token manifest ({type(error).__name__}: {error}): truncated, modified, "
+            f"or of another kind of directory, such as a run; {remedy}"
         ) from error
     if manifest.get("format") != FORMAT:
         raise ValueError(
-            f"{path} has format {manifest.get('format')!r}, but this version reads {FORMAT}; {remedy}"
+            f"{path} has format {manifest.get('format')!r}, but this version supports {FORMAT}; {remedy}"
         )
     for name, expected in sizes.items():
         for file, size in zip(
             (folder / name, (folder / name).with_suffix(DOCUMENTS_SUFFIX)), expected, strict=True
         ):
             if not file.is_file():
-                raise ValueError(f"{file}, which {path} lists, is missing; {remedy}")
+                raise ValueError(f"{file} is listed in {path} but missing; {remedy}")
             if file.stat().st_size != size:
                 raise ValueError(
-                    f"{file} has {file.stat().st_size} bytes where {path} says {size}: cut short or "
+                    f"{file} has {file.stat().st_size} bytes but {path} specifies {size}: truncated or "
                     f"replaced; {remedy}"
                 )
     others = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".npy") and p.name not in listed)
     if others:
         raise ValueError(
-            f"{folder / others[0]} is not listed in {path}; keep other tokens in a folder of their own"
+            f"{folder / others[0]} is not listed in {path}; move other tokens to a separate directory"
         )
     result: dict[str, Any] = manifest
     return result
 
 
 def require_finished(path: Path) -> None:
-    """Refuse the output of `python -m trainer.tokenize`, or a split of it, that was stopped before its end.
+    """Reject an output directory of `python -m trainer.tokenize`, or a split of it, that is incomplete.
 
     Raises:
         ValueError: a split that the job writes has no manifest.
@@ -101,28 +102,28 @@ def require_finished(path: Path) -> None:
         sides = [TRAIN, *([VALIDATION] if job.get("validation_fraction") or VALIDATION in job else [])]
         ours = "tokenizer" in job and "shard_tokens" in job
     except (OSError, ValueError, AttributeError, RecursionError):
-        return  # it is no such folder
+        return  # not an output directory
     sides = [path.name] if path.name in sides and output != path else sides
     missing = [side for side in sides if not (output / side / MANIFEST).is_file()]
     if ours and missing:
         raise ValueError(
-            f"tokenizing into {output} was stopped before its end: {output / missing[0]} is not finished; "
-            "run the same command of python -m trainer.tokenize again"
+            f"tokenization into {output} is incomplete: {output / missing[0]} is not finished; "
+            "run the same python -m trainer.tokenize command again"
         )
 
 
 def verify(folder: Path, *, again: bool = False) -> int:
-    """Check the checksums of a folder's shards; give how many bytes were read.
+    """Verify the checksums of the shards in a directory; return the number of bytes read.
 
-    What was checked before and has not changed since is not read again; nor is anything by other processes
-    of a node than the first (``LOCAL_RANK`` of torchrun above 0).
+    Files that have been verified and have not changed since are skipped. On each node only the first process
+    verifies (those with torchrun's ``LOCAL_RANK`` above 0 skip it).
 
     Args:
-        folder: with a manifest; without one there is nothing to check.
-        again: read everything in any case.
+        folder: directory with a manifest; without one nothing is verified.
+        again: verify all files, even if verified before.
 
     Raises:
-        ValueError: a file is not what it was when it was written.
+        ValueError: the content of a file has changed.
 
     """
     manifest = read_manifest(folder)
@@ -140,17 +141,17 @@ def verify(folder: Path, *, again: bool = False) -> int:
     for name, sha256 in zip(unknown, found, strict=True):
         if sha256 != expected[name]:
             raise ValueError(
-                f"{folder / name} has been altered: its SHA-256 is {sha256[:16]}…, where {folder / MANIFEST} "
-                f"says {expected[name][:16]}…; write the tokens again, or copy the file again"
+                f"{folder / name} has been modified: its SHA-256 is {sha256[:16]}…, but {folder / MANIFEST} "
+                f"specifies {expected[name][:16]}…; tokenize again, or copy the file again"
             )
     if unknown:
-        with contextlib.suppress(OSError):  # a folder that can't be written to is checked each time
+        with contextlib.suppress(OSError):  # a read-only directory is verified each time
             write_json(folder / _VERIFIED, marks)
     return sum((folder / name).stat().st_size for name in unknown)
 
 
 def tokenizer_identity(manifest: Mapping[str, Any] | None) -> str | None:
-    """Give the SHA-256 that identifies the tokenizer; None where nothing says it."""
+    """Return the SHA-256 that identifies the tokenizer, or None without a manifest."""
     return None if manifest is None else str(manifest["tokenizer"]["sha256"])
 
 

@@ -1,9 +1,8 @@
-"""Several sources mixed by weight, in an order that is computed from the position alone.
+"""A weighted mixture of sources, in an order that is computed from the position alone.
 
-Samples are dealt out in blocks of 65 536, in each of which every source has its exact share. Which of a
-block's samples come from which source is a keyed permutation of them; and the n-th sample that a source gives
-is its own n-th. So any position is found without what came before it, and a restart sees exactly the
-remaining samples.
+Samples are dealt in blocks of 65 536 in which every source has its exact share. A keyed permutation assigns
+the samples of a block to sources, and the n-th sample taken from a source is its own n-th. So any position
+can be computed without its predecessors, and a resumed run reads exactly the remaining samples.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 
 from implicit_blocks import registry
+from trainer.data.apportionment import BLOCK, apportion
 from trainer.data.permutation import permute
-from trainer.data.quotas import BLOCK, quotas
 from trainer.data.source import Batch, DataSource, EvaluationSet, check_range
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 @dataclass(frozen=True)
 class Part:
-    """A source in a mixture."""
+    """A source of a mixture."""
 
     name: str
     source: DataSource
@@ -43,43 +42,43 @@ class Mixture(DataSource):
     """Samples of several sources.
 
     Args:
-        parts: the sources, of one length.
-        seed: of the order; 0 to 2^64 - 1. The sources have seeds of their own.
+        parts: the sources, all of the same length.
+        seed: seed of the order, 0 to 2^64 - 1. Each source has its own seed.
 
     Raises:
-        ValueError: weights that are not above 0; lengths that differ.
+        ValueError: a weight is not positive, or lengths differ.
 
     """
 
     def __init__(self, parts: Sequence[Part], *, seed: int) -> None:
         lengths = sorted({part.source.length for part in parts})
         if len(lengths) != 1:
-            raise ValueError(f"the sources of a mixture have lengths {lengths}; give all the same")
+            raise ValueError(f"the sources of a mixture must have the same length, got {lengths}")
         self.parts = tuple(parts)
         self.concurrent = all(part.source.concurrent for part in parts)
         self._length, self._seed = lengths[0], seed
-        self._quotas = np.array(quotas([part.weight for part in parts]), dtype=np.int64)
+        self._quotas = np.array(apportion([part.weight for part in parts]), dtype=np.int64)
         self._block = lru_cache(maxsize=4)(self._deal)
 
     @property
     def vocab_size(self) -> int | None:
-        """The largest of the sources'; None where one doesn't say."""
+        """Largest vocabulary of the sources, or None if any is unknown."""
         sizes = [part.source.vocab_size for part in self.parts]
         known = [size for size in sizes if size is not None]
         return max(known) if len(known) == len(sizes) else None
 
     @property
     def length(self) -> int:
-        """Tokens in a sequence."""
+        """Tokens per sequence."""
         return self._length
 
     @property
     def samples(self) -> None:
-        """None: each source goes on into its own next epoch."""
+        """None: each source continues with its own next epoch."""
         return None
 
     def origin(self, position: int) -> tuple[int, int]:
-        """Say which source gives the sample at a position, and which of its own positions that is."""
+        """Return which source provides the sample at a position, and the sample's position in that source."""
         sources, positions = self._block(position // BLOCK)
         source = int(sources[position % BLOCK])
         own = position // BLOCK * int(self._quotas[source]) + int(positions[position % BLOCK])
@@ -101,7 +100,7 @@ class Mixture(DataSource):
         return Batch(inputs=inputs, labels=labels, documents=documents)
 
     def epochs(self, position: int) -> Mapping[str, float]:
-        """How often each source has been gone through; endless ones are left out."""
+        """Return the number of epochs of each source; endless sources are omitted."""
         block, within = divmod(position, BLOCK)
         counts = block * self._quotas
         if within:
@@ -113,11 +112,11 @@ class Mixture(DataSource):
         }
 
     def identity(self) -> Mapping[str, Any]:
-        """See `DataSource.identity`: those of the sources, by name."""
+        """See `DataSource.identity`: the identities of the sources, by name."""
         return {part.name: dict(part.source.identity()) for part in self.parts}
 
     def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
-        """Give the sets of every source, its name before theirs: ``web_L2048``."""
+        """Return the sets of all sources, prefixed by the source's name: ``web_L2048``."""
         sets = {}
         for part in self.parts:
             for name, found in part.source.evaluation_sets(evaluation).items():
@@ -125,7 +124,7 @@ class Mixture(DataSource):
         return sets
 
     def _deal(self, block: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Give the source of each sample of a block, and how many it gave before in the block."""
+        """Return the source of each sample of a block, and its index among that source's samples there."""
         slots = permute(np.arange(BLOCK, dtype=np.int64), BLOCK, seed=self._seed, epoch=block)
         sources = np.searchsorted(np.cumsum(self._quotas), slots, side="right")
         positions = np.empty(BLOCK, dtype=np.int64)
@@ -135,7 +134,7 @@ class Mixture(DataSource):
 
 
 def _runs(origins: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[int]]]:
-    """Put the rows of each source together: its number, its first position (the others follow on), rows."""
+    """Group rows by source: its index, its first position (the others follow consecutively), its rows."""
     rows: dict[int, list[int]] = {}
     for row, (source, _) in enumerate(origins):
         rows.setdefault(source, []).append(row)
@@ -143,15 +142,15 @@ def _runs(origins: Sequence[tuple[int, int]]) -> list[tuple[int, int, list[int]]
 
 
 def build(spec: MixtureSpec, *, seed: int = 0, vocab_size: int | None = None) -> Mixture:
-    """Build the sources that a `data` section names, and mix them.
+    """Build a mixture and its sources from a `data` section.
 
     Args:
         spec: the section.
-        seed: of the order and, changed for each, of the sources.
-        vocab_size: the model's.
+        seed: seed of the order; each source gets a different seed derived from it.
+        vocab_size: vocabulary size of the model.
 
     Raises:
-        ValueError: as the sources; tokens of different tokenizers.
+        ValueError: as the sources; the sources have different tokenizers.
 
     """
     parts = []
@@ -178,5 +177,5 @@ def _check_tokenizers(parts: Sequence[Part]) -> None:
         if identity != known[0][1]:
             raise ValueError(
                 f"the sources {known[0][0]!r} and {name!r} of the mixture have different tokenizers (SHA-256 "
-                f"{known[0][1][:16]}… and {identity[:16]}…); give both the same"
+                f"{known[0][1][:16]}… and {identity[:16]}…); use the same tokenizer"
             )

@@ -1,10 +1,10 @@
-"""A random order of n samples that needs no memory: a Feistel network with cycle walking.
+"""A memory-free random permutation of n samples: a Feistel network with cycle walking.
 
-`permute` is a bijection on range(n) for every key, computed for any positions alone: epochs of a billion
-samples are shuffled without a table, and a restart goes on anywhere. Black and Rogaway, "Ciphers with
-Arbitrary Finite Domains" (CT-RSA 2002), methods 2 and 3; the rounds' function is the finalizer of
-SplitMix64 (Steele et al., "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014). A shuffle for
-training data, not a cipher; over a handful of samples it reaches only some of the orders.
+`permute` is a bijection on range(n) for every key and can be evaluated at any positions: a billion samples
+are shuffled without a table, and a resumed run continues anywhere. Black and Rogaway, "Ciphers with Arbitrary
+Finite Domains" (CT-RSA 2002), methods 2 and 3; the round function is the finalizer of SplitMix64 (Steele et
+al., "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014). It shuffles training data and is not a
+secure cipher; for a handful of samples it reaches only some of the permutations.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def permute(positions: npt.NDArray[np.int64], n: int, *, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Where `positions`, each in range(n), are sent by the permutation with this seed and epoch.
+    """Return the images of `positions`, each in range(n), under the permutation of this seed and epoch.
 
     Args:
         positions: one-dimensional, int64.
-        n: samples, 1 to 2^62.
+        n: number of samples, 1 to 2^62.
         seed: 0 to 2^64 - 1.
-        epoch: from 0 up; every epoch has another permutation.
+        epoch: 0 or greater; every epoch has a different permutation.
 
     """
-    # Two halves of equal width whose square covers n with less than 4 n to spare.
+    # Two halves of equal width; their product covers n and is below 4 n.
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     keys = _keys(seed, epoch)
     result = positions.astype(np.uint64)
@@ -54,7 +54,7 @@ def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def _keys(seed: int, epoch: int) -> list[int]:
-    """One 64-bit key a round, by SplitMix64 from seed and epoch."""
+    """Return one 64-bit key per round, by SplitMix64 from seed and epoch."""
     state = int(_mix(np.array([(seed + _GOLDEN) & _MASK], dtype=np.uint64))[0])
     state = (state + epoch * 0xD1B54A32D192ED03) & _MASK
     states = [(state + (i + 1) * _GOLDEN) & _MASK for i in range(_ROUNDS)]

@@ -1,4 +1,4 @@
-"""Batches prepared in the background while a step runs: the same ones, in the same order."""
+"""Prefetching of batches in background threads; batches and their order do not change."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _Range = tuple[int, int]
 
 
 class Prefetcher:
-    """Asks a source for the batches that are likely next, in threads; what is given is what was asked for.
+    """Loads the batches that are likely requested next in background threads.
 
-    A batch is named by its positions, so a wrong guess (the batch size changed with the phase, or a callback
-    jumped) costs time and nothing else.
+    A batch is identified by its positions, so a wrong prediction (the batch size changed with the phase, or a
+    callback changed the position) costs only time.
 
     Args:
-        source: asked by one thread at a time, unless it is `concurrent`.
-        workers: threads; 0 asks the source directly.
-        pin: put batches into page-locked memory, from which a GPU copies while it computes.
+        source: the data source; used by one thread at a time unless it is `concurrent`.
+        workers: number of threads; 0 disables prefetching.
+        pin: put batches into page-locked memory, which allows asynchronous copies to a GPU.
 
     """
 
@@ -32,14 +32,14 @@ class Prefetcher:
 
     @property
     def depth(self) -> int:
-        """How many batches beyond the one asked for are worth naming."""
+        """Number of batches worth prefetching beyond the requested one."""
         return self._workers + 1 if self._workers else 0
 
     def batch(self, position: int, count: int, *, following: Sequence[_Range] = ()) -> Batch:
-        """Give the batch at positions [position, position + count), and begin with the following ones.
+        """Return the batch at positions [position, position + count) and start loading the following ones.
 
         Raises:
-            ValueError: as the source, and only for the batch that is asked for.
+            ValueError: as the source, and only for the requested batch.
 
         """
         if not self._workers:
@@ -55,7 +55,7 @@ class Prefetcher:
         return self._waiting.pop((position, count)).result()
 
     def close(self) -> None:
-        """End the threads, once they have finished what they are at."""
+        """Stop the threads after their current batch."""
         for future in self._waiting.values():
             future.cancel()
         self._waiting.clear()

@@ -1,10 +1,10 @@
-"""Prefix products of many sequences at once: a two-level scan by table look-ups.
+"""Prefix products of many sequences: a two-level scan by table look-ups.
 
-A sequence of L tokens is cut into about √L chunks of about √L. The chunks of all sequences are scanned side
-by side, then the chunks' totals, and every chunk's products are composed with the total before it: two
-look-ups a token in about 2√L vectorized calls, where a plain loop over tokens takes one look-up in 2·L
-calls, which for a hundred sequences is all call overhead. A Hillis-Steele scan takes log2(L) look-ups a
-token. Products are exact, so the order of composition changes nothing.
+A sequence of L tokens is cut into about √L chunks of about √L tokens. The chunks of all sequences are scanned
+in parallel, then the chunk totals, and each chunk's products are composed with the total before it: two
+look-ups per token in about 2√L vectorized calls. A plain loop over tokens needs one look-up per token in 2·L
+calls, which for a hundred sequences is dominated by call overhead; a Hillis-Steele scan needs log2(L)
+look-ups per token. Products are exact, so the order of composition does not change the result.
 """
 
 from __future__ import annotations

@@ -1,17 +1,18 @@
-"""Read and write the published word-problem files: ``train_A5_L256_P050.bin`` and the like.
+"""Read and write the published word-problem files, such as ``train_A5_L256_P050.bin``.
 
-The format, as read in ``state_tracking/dataset.py`` of the published code
+The format is that of ``state_tracking/dataset.py`` in the published code
 (markschoene/implicit_languagemodels, the repository of Schöne et al., "Implicit Language Models are RNNs",
 ICML 2025): ``torch.save`` of a dict with
 
-- ``inputs`` and ``targets``: int64, (samples, length), aligned, no shift;
-- ``vocab_size``: int64 of shape (1,), the size of group × monoid.
+- ``inputs`` and ``targets``: int64, (samples, length), aligned, without a shift;
+- ``vocab_size``: int64 of shape (1,), the order of group × monoid.
 
-A file is named ``{train|test}_{group}_L{length}_P{int(100·p):03d}.bin``. The name leaves the monoid out and
-cuts p off at two digits (and ``int(100 * 0.29)`` is 28): trust the contents. Training splits hold 16 384 ·
-512 samples and, as the script's ``--dtype`` is ignored, take 34 GB at length 256; smaller integers are read
-too. Its readme says the tensors are (samples, batch, length), its code writes two dimensions; both are
-read. Its own loader fails on ``torch.load(..., weight_only=True)``; the files are sound.
+Files are named ``{train|test}_{group}_L{length}_P{int(100·p):03d}.bin``. The name omits the monoid and
+truncates p to two digits (``int(100 * 0.29)`` is 28), so rely on the contents. Training splits contain 16 384
+· 512 samples; because the published script ignores its ``--dtype``, they take 34 GB at length 256. Smaller
+integer types can be read too. The published readme describes the tensors as (samples, batch, length), but its
+code writes two dimensions; both are supported. The published loader fails on ``torch.load(...,
+weight_only=True)``; the files themselves are valid.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _INTEGERS = (torch.uint8, torch.int16, torch.int32, torch.int64, torch.uint16, t
 
 @dataclass(frozen=True)
 class PublishedSplit:
-    """A split as it stands in its file; with ``mmap`` only the rows that are used are read.
+    """A split backed by its file; with ``mmap`` only the rows in use are read.
 
     `inputs` and `targets` are (samples, length), of the file's integer type.
     """
@@ -44,29 +45,29 @@ class PublishedSplit:
 
     @property
     def length(self) -> int:
-        """Tokens in a sequence."""
+        """Tokens per sequence."""
         return self.inputs.shape[1]
 
     def batch(self, position: int, count: int) -> Batch:
-        """Give samples [position, position + count) of the file.
+        """Return samples [position, position + count) of the file.
 
         Raises:
-            ValueError: samples beyond the end; ids outside the vocabulary.
+            ValueError: the range exceeds the file; IDs are outside the vocabulary.
 
         """
         check_range(position, count)
         if position + count > len(self):
             raise ValueError(
-                f"{self.path} holds {len(self)} samples; {position} to {position + count - 1} go beyond them"
+                f"{self.path} has {len(self)} samples; {position} to {position + count - 1} are out of range"
             )
         rows = slice(position, position + count)
-        # Copies: rows that need no conversion would be views of the file.
+        # Copy explicitly: rows that need no conversion would be views of the file.
         inputs = self.inputs[rows].to(torch.int64, copy=True)
         labels = self.targets[rows].to(torch.int64, copy=True)
         for name, ids in (("inputs", inputs), ("targets", labels)):
             if ids.min() < 0 or ids.max() >= self.vocab_size:
                 raise ValueError(
-                    f"{name} of {self.path} hold ids from {int(ids.min())} to {int(ids.max())} in samples "
+                    f"{name} of {self.path} contain IDs from {int(ids.min())} to {int(ids.max())} in samples "
                     f"{position} to {position + count - 1}, outside its vocabulary of {self.vocab_size}; "
                     "generate the file again"
                 )
@@ -74,7 +75,7 @@ class PublishedSplit:
 
 
 def published_name(split: str, *, group: str, length: int, identity_probability: float) -> str:
-    """Name the file of a split (``train`` or ``test``) as the published script does."""
+    """Return the published file name of a split (``train`` or ``test``)."""
     return f"{split}_{group}_L{length}_P{int(100 * identity_probability):03d}.bin"
 
 
@@ -86,28 +87,28 @@ def write_published(
     vocab_size: int,
     dtype: torch.dtype = torch.int64,
 ) -> None:
-    """Write a split as the published script does.
+    """Write a split in the published format.
 
     Args:
-        path: of the file.
-        inputs_BL: token ids, (samples, length).
+        path: output file.
+        inputs_BL: token IDs, (samples, length).
         targets_BL: prefix products, the same shape.
-        vocab_size: number of ids.
-        dtype: int64 as published, or a smaller integer (uint8 takes an eighth).
+        vocab_size: number of token IDs.
+        dtype: int64 as published, or a smaller integer type (uint8 takes an eighth of the space).
 
     Raises:
-        ValueError: shapes that differ or aren't two-dimensional; ids outside the vocabulary; a type that
-            doesn't hold it.
+        ValueError: the shapes differ or are not two-dimensional, IDs are outside the vocabulary, or the dtype
+            is too small for it.
 
     """
     _check_shapes(Path(path), inputs_BL, targets_BL)
     if dtype not in _INTEGERS or vocab_size - 1 > torch.iinfo(dtype).max:
-        raise ValueError(f"dtype {dtype} can't hold a vocabulary of {vocab_size}; use torch.int64")
+        raise ValueError(f"dtype {dtype} is too small for a vocabulary of {vocab_size}; use torch.int64")
     for name, ids in (("inputs", inputs_BL), ("targets", targets_BL)):
         low, high = (int(value) for value in torch.aminmax(ids))
         if low < 0 or high >= vocab_size:
-            raise ValueError(f"{name} run from {low} to {high}; all ids must be from 0 to {vocab_size - 1}")
-    # A slice would be saved with the whole storage that it views.
+            raise ValueError(f"{name} range from {low} to {high}; all IDs must be from 0 to {vocab_size - 1}")
+    # Clone, because torch saves a view with its whole storage.
     content = {
         "inputs": inputs_BL.to(dtype).clone(),
         "targets": targets_BL.to(dtype).clone(),
@@ -120,11 +121,11 @@ def read_published(path: str | Path, *, mmap: bool = True) -> PublishedSplit:
     """Open a split.
 
     Args:
-        path: of the file.
-        mmap: map it, so that opening 34 GB reads next to nothing; False reads it whole.
+        path: the file.
+        mmap: memory-map the file, so that opening 34 GB reads almost nothing; False reads it completely.
 
     Raises:
-        ValueError: no such file; not in the format described above; cut short.
+        ValueError: the file does not exist, is not in the format above, or is truncated.
 
     """
     path = Path(path)
@@ -134,7 +135,7 @@ def read_published(path: str | Path, *, mmap: bool = True) -> PublishedSplit:
         content = torch.load(path, map_location="cpu", mmap=mmap, weights_only=True)
     except Exception as error:  # a crafted file can make its reader raise anything
         raise ValueError(
-            f"{path} can't be read as a torch file of tensors ({_first_line(error)}): cut short, or of "
+            f"{path} cannot be read as a torch file of tensors ({_first_line(error)}): truncated, or of "
             "another format; generate or copy it again"
         ) from error
     tensors = {}
@@ -144,14 +145,16 @@ def read_published(path: str | Path, *, mmap: bool = True) -> PublishedSplit:
     if missing:
         found = list(tensors) or type(content).__name__
         raise ValueError(
-            f"{path} lacks {', '.join(sorted(missing))}: a word-problem file is a dict of the tensors "
-            f"inputs, targets and vocab_size, this one holds {found}"
+            f"{path} lacks {', '.join(sorted(missing))}: a word-problem file is a dict of tensors "
+            f"inputs, targets and vocab_size, but this file contains {found}"
         )
     for name, tensor in tensors.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise ValueError(f"{name} of {path} is sparse, quantized or without values; save a plain tensor")
+            raise ValueError(
+                f"{name} of {path} is sparse, quantized or on the meta device; save a dense CPU tensor"
+            )
     if tensors["vocab_size"].numel() != 1 or tensors["vocab_size"].dtype not in _INTEGERS:
-        raise ValueError(f"vocab_size of {path} is not a whole number: {tensors['vocab_size']!r}")
+        raise ValueError(f"vocab_size of {path} is not a single integer: {tensors['vocab_size']!r}")
     inputs, targets = tensors["inputs"], tensors["targets"]
     if inputs.ndim == 3:
         inputs = inputs.flatten(0, 1)
@@ -167,11 +170,11 @@ def _check_shapes(path: Path, inputs: Tensor, targets: Tensor) -> None:
     if inputs.ndim != 2 or inputs.shape != targets.shape or not inputs.numel():
         raise ValueError(
             f"inputs and targets of {path} have shapes {tuple(inputs.shape)} and {tuple(targets.shape)}; "
-            "both are (samples, length), and not empty"
+            "both must be (samples, length) and not empty"
         )
     for name, ids in (("inputs", inputs), ("targets", targets)):
         if ids.dtype not in _INTEGERS:
-            raise ValueError(f"{name} of {path} are {ids.dtype}; token ids are integers, int64 as published")
+            raise ValueError(f"{name} of {path} have dtype {ids.dtype}; token IDs must be integers")
 
 
 def _first_line(error: BaseException) -> str:

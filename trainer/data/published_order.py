@@ -1,10 +1,9 @@
-"""Word problems drawn number by number as the published generator draws them, for a bit-exact match.
+"""Word problems drawn in the order of the published generator, for bitwise agreement.
 
-Each sample takes, from one torch generator on the CPU: ``rand(L)``, ``randint(|G|, (L,))``, ``randint(|M|,
+Each sample draws from one torch generator on the CPU: ``rand(L)``, ``randint(|G|, (L,))``, ``randint(|M|,
 (L,))``; a token keeps its group element where the first is *above* p and is the identity elsewhere. Without
-a monoid the published code multiplies by the trivial one and still draws its L zeros, and so does this. The
-published labels are then composed token by token; here all samples are composed at once, with the same
-result.
+a monoid the published code multiplies by the trivial one and still draws L zeros, as does this module. The
+published labels are composed token by token; here all samples are composed together, with the same result.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ def draw(
     p: float,
     generator: torch.Generator | None,
 ) -> npt.NDArray[np.int64]:
-    """Token ids ``|M|·g + m`` of `count` samples, (count, length); advances `generator`."""
+    """Draw token IDs ``|M|·g + m`` of `count` samples, (count, length); advances `generator`."""
     random_BL = torch.empty(count, length)
     group_BL = torch.empty(count, length, dtype=torch.int64)
     monoid_BL = torch.empty_like(group_BL)
-    # In place on views made beforehand, as `rand` and `randint` do inside: half of their time is overhead.
+    # In place on preallocated views: half of the time of `rand` and `randint` is overhead.
     for random_L, group_L, monoid_L in zip(random_BL, group_BL, monoid_BL, strict=True):
         random_L.uniform_(generator=generator)
         group_L.random_(0, group_order, generator=generator)
@@ -38,10 +37,10 @@ def draw(
 
 
 class PublishedSequence:
-    """The published order as numbered positions: position i is the i-th sample drawn from one generator.
+    """The published order with numbered positions: position i is the i-th sample drawn from one generator.
 
-    torch's CPU generator can't jump, so going forward draws and discards what lies between (about 2 µs a
-    sample of length 256, some 20 s for the published 8.4 million), and going back starts again from the
+    torch's CPU generator cannot jump: moving forward draws and discards the samples in between (about 2 µs
+    per sample of length 256, about 20 s for the published 8.4 million), and moving back restarts from the
     seed.
     """
 
@@ -52,7 +51,7 @@ class PublishedSequence:
         self._position = 0
 
     def tokens(self, position: int, count: int) -> npt.NDArray[np.int64]:
-        """Token ids of samples [position, position + count), (count, length)."""
+        """Return the token IDs of samples [position, position + count), (count, length)."""
         if position < self._position:
             self._generator.manual_seed(self._seed)
             self._position = 0
@@ -68,7 +67,7 @@ class PublishedSequence:
         )
 
     def _skip(self, samples: int) -> None:
-        # A uniform number and a small integer take one 32-bit output of the generator each.
+        # A uniform number and a small integer each consume one 32-bit output of the generator.
         outputs = 3 * self._length * samples
         while outputs:
             discarded = min(outputs, 1 << 20)

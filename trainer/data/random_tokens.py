@@ -1,8 +1,8 @@
-"""Random tokens from a counter: which numbers are drawn depends on a key and an index alone.
+"""Counter-based random tokens: the numbers drawn depend only on a key and an index.
 
-The bits are Philox-4x64's (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), as numpy
-gives them raw: numpy keeps a bit generator's raw stream the same from version to version, which it doesn't
-promise of the methods built on it.
+The bits are those of Philox-4x64 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011),
+taken raw from numpy: numpy guarantees the raw stream of a bit generator across versions, but not the methods
+built on it.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _CELLS = 1 << 16
 
 
 def random_words(key: tuple[int, int], *, stream: int, index: int, count: int) -> npt.NDArray[np.uint64]:
-    """Give the first `count` 64-bit words of one of Philox's streams.
+    """Return the first `count` 64-bit words of a Philox stream.
 
     Args:
-        key: two 64-bit numbers: a seed, and what the numbers are for.
-        stream: streams of the same key and index share no word.
-        index: which block of numbers, from 0 up.
-        count: words.
+        key: two 64-bit numbers: a seed and a domain.
+        stream: index of the stream; streams of the same key and index are disjoint.
+        index: index of the block, 0 or greater.
+        count: number of words.
 
     """
     counter = np.array([0, stream, index, 0], dtype=np.uint64)
@@ -33,16 +33,15 @@ def random_words(key: tuple[int, int], *, stream: int, index: int, count: int) -
 
 
 class Categorical:
-    """Draws indices with given probabilities, 16 random bits for nearly each of them.
+    """Draws indices from a categorical distribution, with 16 random bits for almost all of them.
 
-    The 65 536 values of a 16-bit number are shared out: index k owns ``floor(65536·P_k)`` of them, and one
-    look-up finds the owner. The values left over (fewer than there are indices) mean "draw again", by a
-    64-bit number from the distribution of what remains of every probability. So no rejection loop is
-    needed, and each index's probability is met to within 2^-64 (the thresholds of the second draw are
-    rounded to that).
+    The 65 536 values of a 16-bit number are divided among the indices: index k owns ``floor(65536·P_k)`` of
+    them, and one look-up finds the owner. The remaining values (fewer than there are indices) trigger a
+    second draw, by a 64-bit number, from the distribution of the remainders. This avoids a rejection loop and
+    realizes each probability to within 2^-64 (the rounding of the second draw's thresholds).
 
     Args:
-        probabilities: exact, summing to 1.
+        probabilities: exact probabilities that sum to 1.
 
     """
 
@@ -64,9 +63,9 @@ class Categorical:
         self._thresholds = np.array(thresholds, dtype=np.uint64)
 
     def draw(self, key: tuple[int, int], *, index: int, count: int) -> npt.NDArray[np.unsignedinteger]:
-        """`count` independent indices, the smallest unsigned type that holds them.
+        """Draw `count` independent indices, in the smallest unsigned type that fits them.
 
-        They are a prefix of what a larger `count` gives.
+        They are a prefix of the indices for a larger `count`.
         """
         words = random_words(key, stream=0, index=index, count=-(-count // 4))
         bits = words.astype("<u8", copy=False).view("<u2")[:count]

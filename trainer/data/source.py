@@ -1,4 +1,4 @@
-"""What the training loop knows of data: sequences at numbered positions, and sets to evaluate on."""
+"""Interface between the training loop and the data: sequences at numbered positions, and evaluation sets."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from trainer.specs.run import EvaluationSpec
 
 IGNORED = -100
-"""The label of a position that is not scored."""
+"""Label of a position that is not scored."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Sequences for the model: B of them, L tokens each.
+    """A batch of B sequences of L tokens.
 
     Args:
-        inputs: token ids, int64 (B, L).
-        labels: int64 (B, L), aligned: ``labels[:, j]`` is the answer at token j; −100 is not scored.
-        documents: int64 (B, L), non-decreasing along a row: no token sees those of another document. None: a
-            row is one document.
+        inputs: token IDs, int64 (B, L).
+        labels: int64 (B, L), aligned: ``labels[:, j]`` is the target at token j; −100 is not scored.
+        documents: document index, int64 (B, L), non-decreasing along a row: tokens do not see other
+            documents. None: each row is one document.
 
     """
 
@@ -41,23 +41,23 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Input tokens, B·L."""
+        """Number of input tokens, B·L."""
         return self.inputs.numel()
 
     def rows(self, first: int, stop: int) -> Batch:
-        """Give the sequences [first, stop), as views: a micro-batch, or a rank's share."""
+        """Return the sequences [first, stop) as views: a micro-batch, or a rank's share."""
         return self._each(lambda tensor: tensor[first:stop])
 
     def to(self, device: torch.device) -> Batch:
-        """Give the batch on a device; from pinned memory the copy overlaps with what runs there."""
+        """Return the batch on a device; from pinned memory the copy is asynchronous."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> Batch:
-        """Give the batch in page-locked memory, from which a GPU copies without waiting."""
+        """Return the batch in page-locked memory, which allows asynchronous copies to a GPU."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def context(self) -> dict[str, Tensor]:
-        """Give what the model is told beside inputs and labels, as keyword arguments of its ``forward``."""
+        """Return the keyword arguments of the model's ``forward`` besides inputs and labels."""
         return {} if self.documents is None else {"documents": self.documents}
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -66,71 +66,72 @@ class Batch:
 
 
 class DataSource(ABC):
-    """An order of sequences, each at a *position*: a count of global samples since the start of the run.
+    """An ordered set of sequences, indexed by *position*: a count of samples since the start of the run.
 
-    What stands at a position depends on the source and its seed alone, never on how the run is cut into
-    batches, ranks, threads or restarts. So a checkpoint stores one number, and a run goes on with another
-    batch size or another number of ranks where it stopped.
+    The sequence at a position depends only on the source and its seed, never on the division of the run into
+    batches, ranks, threads or restarts. So a checkpoint stores one number, and a run can resume with another
+    batch size or number of ranks.
     """
 
     concurrent: bool = False
-    """Whether several threads may ask for batches at once."""
+    """Whether `batch` may be called from several threads concurrently."""
 
     @property
     @abstractmethod
     def vocab_size(self) -> int | None:
-        """Number of token ids, all below it; None where the data don't say."""
+        """Number of token IDs; all IDs are below it. None: unknown."""
 
     @property
     @abstractmethod
     def length(self) -> int:
-        """Tokens in a sequence."""
+        """Tokens per sequence."""
 
     @property
     @abstractmethod
     def samples(self) -> int | None:
-        """Sequences in an epoch; positions go on into the next one, in another order. None: endless."""
+        """Sequences per epoch; later positions are in the next epoch, in another order. None: endless."""
 
     @abstractmethod
     def batch(self, position: int, count: int) -> Batch:
-        """Give the sequences at positions [position, position + count).
+        """Return the sequences at positions [position, position + count).
 
         Returns:
-            On the CPU, owned by the caller.
+            A batch on the CPU, owned by the caller.
 
         """
 
     def epochs(self, position: int) -> Mapping[str, float]:
-        """How often the data have been gone through before `position`, by the names of their parts.
+        """Return the number of epochs completed before `position`, by part name.
 
-        A source of one part calls it ``""``. Endless data have none.
+        A source with a single part names it ``""``. Endless sources have none.
         """
         return {} if self.samples is None else {"": position / self.samples}
 
     def identity(self) -> Mapping[str, Any]:
-        """Say what the data are, as JSON values: a run is not resumed on others unless its spec says so.
+        """Return the identity of the data as JSON values.
 
-        Sources that the spec and the seed describe completely have nothing to say.
+        A run does not resume on data of a different identity unless its spec has changed. Sources that are
+        fully determined by spec and seed return nothing.
         """
         return {}
 
     @abstractmethod
     def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
-        """Give the sets to evaluate on, by name, in the order to report them.
+        """Return the evaluation sets by name, in reporting order.
 
-        Call it before training starts: it refuses what could not be evaluated later.
+        Call it before training starts, so that an invalid evaluation is rejected early.
 
         Raises:
-            ValueError: the data can't give what `evaluation` asks for.
+            ValueError: the data cannot provide the sets that `evaluation` specifies.
 
         """
 
 
 def take(source: DataSource, position: int, count: int) -> Batch:
-    """Return ``source.batch(position, count)``, looked at: shapes and types, as they are known at once.
+    """Return ``source.batch(position, count)`` after checking its shapes and types.
 
     Raises:
-        ContractError: it is no batch of so many sequences, by the name of the source and its plugin.
+        ContractError: the result is not a batch of `count` sequences; names the source and its plugin.
 
     """
     batch = source.batch(position, count)
@@ -155,10 +156,10 @@ def _shown(batch: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationSet:
-    """The first `sequences` positions of a source, under a name.
+    """The first `sequences` positions of a source, with a name.
 
-    `settings` says what the set varies (``{"identity_probability": 0.5, "length": 64}``): for records and
-    plots.
+    `settings` contains the settings that vary between sets (``{"identity_probability": 0.5, "length": 64}``),
+    for logs and plots.
     """
 
     name: str
@@ -168,14 +169,14 @@ class EvaluationSet:
 
     @property
     def length(self) -> int:
-        """Tokens in a sequence."""
+        """Tokens per sequence."""
         return self.source.length
 
     def batches(self, batch_size: int, *, rank: int = 0, world_size: int = 1) -> Iterator[Batch]:
-        """Go through this rank's share of the set, in batches of `batch_size`; the last may be smaller.
+        """Iterate over this rank's share of the set in batches of `batch_size`; the last may be smaller.
 
-        Over all ranks every sequence comes exactly once, so that counts summed over ranks are the set's.
-        A rank's share, and so its number of batches, may differ from another's.
+        Over all ranks each sequence occurs exactly once, so that counts can be summed over ranks. The shares,
+        and thus the numbers of batches, may differ between ranks.
         """
         first, count = rank_share(self.sequences, rank=rank, world_size=world_size)
         for start in range(first, first + count, batch_size):
@@ -183,29 +184,26 @@ class EvaluationSet:
 
 
 def rank_share(count: int, *, rank: int, world_size: int) -> tuple[int, int]:
-    """First index and size of a rank's contiguous share of `count` items; the shares differ by one at most.
+    """Return the start and size of a rank's contiguous share of `count` items; shares differ by at most one.
 
     Raises:
-        ValueError: no such rank.
+        ValueError: the rank is out of range.
 
     """
     if not 0 <= rank < world_size:
-        raise ValueError(
-            f"rank {rank} is not one of {world_size} ranks; ranks count from 0 to world_size - 1"
-        )
+        raise ValueError(f"rank must be from 0 to world_size - 1 = {world_size - 1}, got {rank}")
     first = count * rank // world_size
     return first, count * (rank + 1) // world_size - first
 
 
 def check_range(position: int, count: int) -> None:
-    """Refuse negative positions and empty batches.
+    """Reject negative positions and empty batches.
 
     Raises:
-        ValueError: `position` below 0 or `count` below 1.
+        ValueError: `position` is below 0 or `count` is below 1.
 
     """
     if position < 0 or count < 1:
         raise ValueError(
-            f"a batch begins at a position from 0 up and holds at least 1 sequence; got position {position}, "
-            f"count {count}"
+            f"position must be at least 0 and count at least 1; got position {position}, count {count}"
         )

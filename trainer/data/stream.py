@@ -1,11 +1,11 @@
-"""A dataset tokenized as it comes, for those who accept an approximate resume.
+"""A dataset tokenized on the fly, for runs that accept an approximate resume.
 
-The documents are the dataset's, shuffled in a buffer, tokenized, put in a row and cut into samples as those
-of `trainer.data.tokens`; at its end the dataset begins anew, in another order. Nothing of that is on the
-disk, so a position can only be reached by reading on. Up to `EXACT` samples are tokenized and dropped, which
-is exact; a longer way is gone by skipping documents, their tokens estimated from their characters: a resumed
-run then sees some samples again, or misses some. Every rank reads the whole stream. Write the tokens first,
-by `python -m trainer.tokenize`, for an exact resume and for many ranks.
+Documents are shuffled in a buffer, tokenized, concatenated and cut into samples like those of
+`trainer.data.tokens`; at its end the dataset restarts in another order. Nothing is stored on disk, so a
+position can only be reached by reading up to it. Up to `EXACT` samples are tokenized and dropped, which is
+exact. Larger distances skip documents whose token counts are estimated from their characters: a resumed run
+then repeats or misses some samples. Every rank reads the whole stream. For an exact resume or many ranks,
+write tokens first by `python -m trainer.tokenize`.
 """
 
 from __future__ import annotations
@@ -29,30 +29,31 @@ if TYPE_CHECKING:
     from trainer.specs.run import EvaluationSpec
 
 EXACT = 4096
-"""Samples that are read and dropped to reach a position; more are skipped by estimate."""
-_SAMPLED = 64  # documents whose tokens a character are measured
+"""Maximum number of samples that are read and dropped to reach a position; beyond it, documents are
+skipped."""
+_SAMPLED = 64  # documents for estimating tokens per character
 _AT_ONCE = 64  # documents tokenized together
 
 Documents = Literal["ignore", "reset"]
 
 
 class ApproximateResumeWarning(UserWarning):
-    """A run on a stream does not go on exactly where it stopped."""
+    """Resuming a run on a stream is not exact."""
 
 
 class StreamData(DataSource):
-    """Samples of a dataset as they come.
+    """Samples of a streamed dataset.
 
     Args:
         dataset: iterable Hugging Face dataset.
-        name: what to call it.
-        text_field: of its rows.
-        tokenizer: makes the ids.
-        length: L, tokens in a sample's inputs.
-        seed: of the order.
-        shuffle_buffer: documents among which the next one is drawn; 0: as they stand.
+        name: name used in messages.
+        text_field: field that contains the text.
+        tokenizer: the tokenizer.
+        length: L, number of input tokens per sample.
+        seed: seed of the order.
+        shuffle_buffer: size of the shuffle buffer in documents; 0: no shuffling.
         documents: see `TokenData`.
-        validation: where the evaluation sets come from; None: there are none.
+        validation: source of the evaluation sets; None: no evaluation sets.
 
     """
 
@@ -78,24 +79,24 @@ class StreamData(DataSource):
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's."""
+        """Vocabulary size of the tokenizer."""
         return self._tokenizer.vocab_size
 
     @property
     def length(self) -> int:
-        """Tokens in a sequence."""
+        """Tokens per sequence."""
         return self._length
 
     @property
     def samples(self) -> None:
-        """None: how much there is isn't known."""
+        """None: the size of the stream is unknown."""
         return None
 
     def batch(self, position: int, count: int) -> Batch:
-        """See `DataSource.batch`; a position other than the next one costs time, far ones are approximate.
+        """See `DataSource.batch`; jumps take time, and large jumps are approximate.
 
         Raises:
-            ValueError: the dataset can't be read, or holds no text.
+            ValueError: the dataset cannot be read, or contains no text.
 
         """
         check_range(position, count)
@@ -112,24 +113,24 @@ class StreamData(DataSource):
         )
 
     def identity(self) -> Mapping[str, Any]:
-        """See `DataSource.identity`: the tokenizer's content, which the spec names by its path alone."""
+        """See `DataSource.identity`: the tokenizer's content, which the spec references only by path."""
         return {"tokenizer": self._tokenizer.identity["sha256"]}
 
     def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
-        """Those of the validation tokens, if there are any."""
+        """Return the sets of the validation tokens, if any."""
         return {} if self._validation is None else self._validation.evaluation_sets(evaluation)
 
     def _restart(self) -> None:
         self._texts = self._read()
         self._position = 0
-        self._begins = True  # once it is on its way, what other ranks take is read and dropped, however much
-        # Tokens read but not yet given, and which document each is of.
+        self._begins = True  # later, the samples of other ranks are always read and dropped
+        # Tokens that are read but not yet returned, and the document of each.
         self._ids: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._numbers: npt.NDArray[np.int64] = np.zeros(0, dtype=np.int64)
         self._ended = 0
 
     def _read(self) -> Iterator[str]:
-        """Texts without end, epoch after epoch."""
+        """Yield texts endlessly, epoch after epoch."""
         epoch = 0
         while True:
             self._dataset.set_epoch(epoch)
@@ -145,7 +146,9 @@ class StreamData(DataSource):
                     found = True
                     yield text
             if not found:
-                raise ValueError(f"dataset {self._name} holds no text; check data.split and data.text_field")
+                raise ValueError(
+                    f"dataset {self._name} contains no text; check data.split and data.text_field"
+                )
             epoch += 1
 
     def _rows(self) -> Iterator[Mapping[str, Any]]:
@@ -153,20 +156,20 @@ class StreamData(DataSource):
             yield from self._dataset
         except Exception as error:  # the package raises whatever reading and downloading raise
             raise ValueError(
-                f"dataset {self._name} can't be read further ({type(error).__name__}: {error}); resume the "
-                "run when it can"
+                f"dataset {self._name} cannot be read further ({type(error).__name__}: {error}); resume the "
+                "run when it is available"
             ) from error
 
     def _next(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Give inputs, labels and documents of the next sample."""
+        """Return inputs, labels and documents of the next sample."""
         parts, numbers = [self._ids], [self._numbers]
-        held = len(self._ids)
-        while held < self._length + 1:
+        buffered = len(self._ids)
+        while buffered < self._length + 1:
             for ids in self._tokenizer.encode([next(self._texts) for _ in range(_AT_ONCE)]):
                 parts += [ids.astype(np.int64), np.array([self._tokenizer.end_of_document])]
                 numbers.append(np.full(len(ids) + 1, self._ended, dtype=np.int64))
                 self._ended += 1
-                held += len(ids) + 1
+                buffered += len(ids) + 1
         self._ids, self._numbers = np.concatenate(parts), np.concatenate(numbers)
         self._begins = False
         tokens, of = self._ids[: self._length + 1].copy(), self._numbers[: self._length + 1].copy()
@@ -178,10 +181,11 @@ class StreamData(DataSource):
         return tokens[:-1], labels, of[:-1] - of[0]
 
     def _skip(self, position: int) -> None:
-        """Read on without tokenizing, until about as many tokens have gone by as the position says."""
+        """Skip documents without tokenizing until about the given position."""
         warnings.warn(
-            f"going on with dataset {self._name} near sample {position}, not exactly there: it is streamed, "
-            "so documents are skipped by an estimate of their tokens; some samples come again or are missed",
+            f"resuming dataset {self._name} near sample {position}, not exactly at it: the dataset is "
+            "streamed, so documents are skipped by estimated token counts; some samples are repeated or "
+            "missed",
             ApproximateResumeWarning,
             stacklevel=3,
         )
@@ -197,22 +201,23 @@ class StreamData(DataSource):
 
 
 def build(spec: StreamSpec, *, seed: int = 0, vocab_size: int | None = None) -> StreamData:
-    """Open the dataset that a `data` section names, and warn that a resume will be approximate.
+    """Open the dataset of a `data` section and warn that resuming is approximate.
 
     Args:
         spec: the section.
-        seed: of the order.
-        vocab_size: the model's; must hold the tokenizer's.
+        seed: seed of the order.
+        vocab_size: vocabulary size of the model; must cover the tokenizer's.
 
     Raises:
-        ValueError: no such dataset or tokenizer, a vocabulary that is too small, other held-out tokens.
+        ValueError: the dataset or tokenizer does not exist, the vocabulary is too small, or the held-out
+            tokens have another tokenizer.
 
     """
     tokenizer = load_tokenizer(spec.tokenizer, end_of_document=spec.end_of_document)
     check_vocabulary(tokenizer.vocab_size, vocab_size, what=f"tokenizer {spec.tokenizer}")
     validation = None
     if spec.validation_path is not None:
-        # A view of itself: what it would train on is what is evaluated on.
+        # Its own validation set: evaluation reads exactly these tokens.
         validation = TokenData(
             spec.validation_path,
             length=spec.seq_len,
@@ -224,8 +229,8 @@ def build(spec: StreamSpec, *, seed: int = 0, vocab_size: int | None = None) -> 
         )
     dataset = load_dataset(spec.dataset, split=spec.split, config=spec.config, streaming=True)
     warnings.warn(
-        f"dataset {spec.dataset} is streamed: a resumed run goes on near where it stopped, not exactly "
-        "there; write the tokens by python -m trainer.tokenize for an exact resume",
+        f"dataset {spec.dataset} is streamed: a resumed run continues near the point where it stopped, not "
+        "exactly at it; write the tokens by python -m trainer.tokenize for an exact resume",
         ApproximateResumeWarning,
         stacklevel=2,
     )

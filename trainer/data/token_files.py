@@ -1,10 +1,10 @@
-"""Files of tokens: raw little-endian integers or ``.npy``, memory-mapped, several shards read as one row.
+"""Memory-mapped token files, raw little-endian integers or ``.npy``; several shards form one sequence.
 
 A shard is ``NAME.bin``, tokens as raw little-endian uint16 or uint32, or ``NAME.npy``, a one-dimensional
-array of integers. Beside it may stand ``NAME.json``: ``{"dtype": "uint16", "count": 1000, "vocab_size":
-50277}``, every key optional; then the type need not be given, a file cut short is noticed, and ids are
-checked. ``NAME.documents`` may say where documents end: raw little-endian int64, for each the offset in the
-shard after its last token.
+array of integers. An optional sidecar ``NAME.json`` contains ``{"dtype": "uint16", "count": 1000,
+"vocab_size": 50277}``, with every key optional: it declares the dtype, detects truncated files and allows IDs
+to be checked. An optional ``NAME.documents`` contains the document ends: raw little-endian int64, for each
+document the offset in the shard after its last token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NPY_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of tokens, mapped: reading touches only what is asked for."""
+    """One memory-mapped token file; only requested tokens are read."""
 
     path: Path
     tokens: npt.NDArray[np.integer[Any]]
@@ -35,10 +35,10 @@ class Shard:
     document_ends: npt.NDArray[np.int64] | None = None
 
     def read(self, start: int, stop: int, *, vocab_size: int | None) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop) of this file, checked against the vocabulary.
+        """Return tokens [start, stop) of this file, checked against the vocabulary.
 
         Raises:
-            ValueError: an id outside the vocabulary, with the file and the token's offset in it.
+            ValueError: an ID is outside the vocabulary; names the file and the token's offset.
 
         """
         tokens = self.tokens[start:stop].astype(np.int64)
@@ -47,51 +47,50 @@ class Shard:
         if len(wrong):
             first = int(wrong[0])
             raise ValueError(
-                f"token id {tokens[first]} at offset {start + first} of {self.path} is outside the "
-                f"vocabulary of {vocab_size}; "
-                "check the file's dtype, or that it was made with this model's tokenizer"
+                f"token ID {tokens[first]} at offset {start + first} of {self.path} is outside the "
+                f"vocabulary of {vocab_size}; check the file's dtype, and that it was written with this "
+                "model's tokenizer"
             )
         return tokens
 
 
 def open_shards(path: str | Path, *, dtype: TokenDtype | None = None) -> list[Shard]:
-    """Open the shards at a path: a file, or a folder's ``.bin`` and ``.npy`` files in the order of names.
+    """Open the shards at a path: a file, or a directory's ``.bin`` and ``.npy`` files sorted by name.
 
     Args:
-        path: file or folder.
-        dtype: of ``.bin`` files without a sidecar that says.
+        path: file or directory.
+        dtype: type of ``.bin`` files whose sidecar does not declare it.
 
     Raises:
-        ValueError: nothing there; a file that is neither ``.bin`` nor ``.npy``, such as text; an empty file,
-            or one cut short; a type that is unknown or contradicts the
-            sidecar or the header; shards with different vocabularies; an unreadable sidecar.
+        ValueError: the path does not exist; a file is neither ``.bin`` nor ``.npy``, empty or truncated; the
+            dtype is unknown or contradicts the sidecar or header; shards have different vocabularies; a
+            sidecar cannot be read.
 
     """
     path = Path(path)
     if dtype is not None and dtype not in get_args(TokenDtype):
-        raise ValueError(f"dtype {dtype!r} is not a token type; use uint16 or uint32")
+        raise ValueError(f"dtype {dtype!r} is not a token dtype; use uint16 or uint32")
     if path.is_dir():
         files = sorted(p for p in path.iterdir() if p.suffix in (".bin", ".npy"))
         if not files:
             raise ValueError(
-                f"folder {path} holds no .bin or .npy file; write tokens there by python -m trainer.tokenize"
+                f"directory {path} contains no .bin or .npy file; write tokens by python -m trainer.tokenize"
             )
     elif path.is_file():
         if path.suffix not in (".bin", ".npy"):
             raise ValueError(
-                f"{path} is not a token file (these end in .bin or .npy); turn text into tokens by "
-                f"python -m trainer.tokenize {path} --output DIR --tokenizer FILE, with the tokenizer of the "
-                "model, and give DIR"
+                f"{path} is not a token file (.bin or .npy); tokenize text by python -m trainer.tokenize "
+                f"{path} --output DIR --tokenizer FILE, with the model's tokenizer, and use DIR"
             )
         files = [path]
     else:
-        raise ValueError(f"there is no token file or folder {path}; check the path")
+        raise ValueError(f"there is no token file or directory {path}; check the path")
     shards = [_open(file, dtype) for file in files]
     vocabularies = {s.vocab_size for s in shards if s.vocab_size is not None}
     if len(vocabularies) > 1:
         raise ValueError(
-            f"the sidecars in {path} give different vocabularies, {sorted(vocabularies)}; "
-            "keep shards of different tokenizers in different folders"
+            f"the sidecars in {path} declare different vocabularies, {sorted(vocabularies)}; "
+            "keep shards of different tokenizers in different directories"
         )
     return shards
 
@@ -106,13 +105,14 @@ def write_tokens(
     """Write ``path`` (``.bin`` or ``.npy``) and its sidecar.
 
     Args:
-        path: of the file to write.
-        tokens: ids, each at least 0 and below `vocab_size`.
-        vocab_size: number of ids.
-        dtype: None takes the smaller one that holds the vocabulary.
+        path: output file.
+        tokens: IDs, each at least 0 and below `vocab_size`.
+        vocab_size: number of IDs.
+        dtype: None selects the smallest one that fits the vocabulary.
 
     Raises:
-        ValueError: another suffix, ids outside the vocabulary, a type too small for it, or no tokens.
+        ValueError: the suffix is unknown, IDs are outside the vocabulary, the dtype is too small, or there
+            are no tokens.
 
     """
     path = Path(path)
@@ -120,13 +120,13 @@ def write_tokens(
         raise ValueError(f"{path} has suffix {path.suffix!r}; token files end in .bin or .npy")
     chosen = dtype or ("uint16" if vocab_size <= 1 << 16 else "uint32")
     if chosen not in get_args(TokenDtype) or not 1 <= vocab_size <= np.iinfo(chosen).max + 1:
-        raise ValueError(f"dtype {chosen!r} does not hold a vocabulary of {vocab_size}; use uint16 or uint32")
+        raise ValueError(f"dtype {chosen!r} does not fit a vocabulary of {vocab_size}; use uint16 or uint32")
     array = np.asarray(tokens)
     if array.ndim != 1 or not len(array):
         raise ValueError(f"tokens have shape {array.shape}; give a non-empty one-dimensional sequence")
     if array.min() < 0 or array.max() >= vocab_size:
         raise ValueError(
-            f"token ids run from {array.min()} to {array.max()}; all must be from 0 to {vocab_size - 1}"
+            f"token IDs range from {array.min()} to {array.max()}; all must be from 0 to {vocab_size - 1}"
         )
     array = array.astype(np.dtype(chosen).newbyteorder("<"))
     if path.suffix == ".npy":
@@ -141,17 +141,15 @@ def write_tokens(
 def _open(path: Path, dtype: TokenDtype | None) -> Shard:
     sidecar = _read_sidecar(path.with_suffix(".json"))
     if path.stat().st_size == 0:
-        raise ValueError(f"{path} is empty; write its tokens again")
+        raise ValueError(f"{path} is empty; write the tokens again")
     stated = sidecar.get("dtype", dtype)
     if dtype is not None and stated != dtype:
-        raise ValueError(
-            f"{path} holds {stated} by its sidecar, but dtype {dtype} was asked for; leave it out"
-        )
+        raise ValueError(f"the sidecar of {path} declares {stated}, but dtype is {dtype}; omit dtype")
     tokens = _map_npy(path, stated) if path.suffix == ".npy" else _map_raw(path, stated)
     count = sidecar.get("count", len(tokens))
     if count != len(tokens):
         raise ValueError(
-            f"{path} holds {len(tokens)} tokens where its sidecar says {count}: cut short or replaced; "
+            f"{path} has {len(tokens)} tokens but its sidecar declares {count}: truncated or replaced; "
             "write or copy it again"
         )
     ends = _map_document_ends(path.with_suffix(DOCUMENTS_SUFFIX), len(tokens))
@@ -165,7 +163,8 @@ def _map_document_ends(path: Path, tokens: int) -> npt.NDArray[np.int64] | None:
     ends: npt.NDArray[np.int64] = np.zeros(0, dtype="<i8") if not size else np.memmap(path, "<i8", mode="r")
     if size % 8 or (size and not 0 < ends[0] <= ends[-1] <= tokens):
         raise ValueError(
-            f"{path} doesn't fit its {tokens} tokens: cut short, or of another shard; write or copy it again"
+            f"{path} doesn't match its {tokens} tokens: truncated, or of another shard; write or copy it "
+            "again"
         )
     return ends
 
@@ -173,13 +172,13 @@ def _map_document_ends(path: Path, tokens: int) -> npt.NDArray[np.int64] | None:
 def _map_raw(path: Path, dtype: str | None) -> npt.NDArray[np.integer[Any]]:
     if dtype is None:
         raise ValueError(
-            f"the type of the tokens in {path} is unknown; set dtype to uint16 or uint32, "
-            f"or write it to {path.with_suffix('.json').name}"
+            f"the dtype of {path} is unknown; set dtype to uint16 or uint32, or add it to "
+            f"{path.with_suffix('.json').name}"
         )
     size, width = path.stat().st_size, np.dtype(dtype).itemsize
     if size % width:
         raise ValueError(
-            f"{path} has {size} bytes, not a multiple of {width} ({dtype}): cut short, or of another dtype"
+            f"{path} has {size} bytes, not a multiple of {width} ({dtype}): truncated, or of another dtype"
         )
     return np.memmap(path, dtype=np.dtype(dtype).newbyteorder("<"), mode="r")
 
@@ -189,15 +188,15 @@ def _map_npy(path: Path, dtype: str | None) -> npt.NDArray[np.integer[Any]]:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except Exception as error:  # a crafted header can make its reader raise anything
         raise ValueError(
-            f"{path} can't be read as .npy ({error}): cut short or of another format; write it again"
+            f"{path} cannot be read as .npy ({error}): truncated or of another format; write it again"
         ) from error
     if tokens.ndim != 1 or tokens.dtype.name not in _NPY_DTYPES or not len(tokens):
         raise ValueError(
-            f"{path} holds {tokens.dtype} of shape {tokens.shape}; tokens are a non-empty one-dimensional "
-            f"array of {', '.join(_NPY_DTYPES)}"
+            f"{path} has dtype {tokens.dtype} and shape {tokens.shape}; tokens must be a non-empty "
+            f"one-dimensional array of {', '.join(_NPY_DTYPES)}"
         )
     if dtype is not None and tokens.dtype.name != dtype:
-        raise ValueError(f"{path} holds {tokens.dtype.name} by its header, not {dtype}; leave dtype out")
+        raise ValueError(f"the header of {path} declares {tokens.dtype.name}, not {dtype}; omit dtype")
     result: npt.NDArray[np.integer[Any]] = tokens
     return result
 
@@ -209,13 +208,13 @@ def _read_sidecar(path: Path) -> dict[str, Any]:
     try:
         sidecar = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not readable as JSON ({error}); {remedy}") from error
+        raise ValueError(f"{path} cannot be read as JSON ({error}); {remedy}") from error
     if not isinstance(sidecar, dict):
-        raise ValueError(f"{path} holds {type(sidecar).__name__}, not an object; {remedy}")
+        raise ValueError(f"{path} contains a {type(sidecar).__name__}, not an object; {remedy}")
     if "dtype" in sidecar and sidecar["dtype"] not in _NPY_DTYPES:
         raise ValueError(f"{path} has dtype {sidecar['dtype']!r}; use uint16 or uint32")
     for key in ("count", "vocab_size"):
         value = sidecar.get(key, 1)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{path} has {key} {value!r}; {key} is a number from 1 up")
+            raise ValueError(f"{key} in {path} must be a positive integer, got {value!r}")
     return sidecar

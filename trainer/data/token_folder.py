@@ -1,4 +1,4 @@
-"""Tokens at a path as one row: shards, document ends, which tokenizer made them. Imports no torch."""
+"""Token directories: shards, document ends and the tokenizer's identity as one sequence. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from trainer.storage.files import digest
 
 @dataclass(frozen=True)
 class TokenFolder:
-    """The shards of a path, read as one row of tokens; made by `open_tokens`."""
+    """The shards at a path as one sequence of tokens; created by `open_tokens`."""
 
     path: Path
     shards: list[Shard]
@@ -33,17 +33,17 @@ class TokenFolder:
 
     @cached_property
     def ends(self) -> npt.NDArray[np.int64]:
-        """Where each shard ends in the row."""
+        """End of each shard in the sequence."""
         return np.cumsum([len(shard.tokens) for shard in self.shards], dtype=np.int64)
 
     @property
     def tokens(self) -> int:
-        """Tokens in all shards together."""
+        """Number of tokens in all shards."""
         return int(self.ends[-1])
 
     @cached_property
     def document_counts(self) -> npt.NDArray[np.int64] | None:
-        """How many documents end before each shard's end; None where a shard doesn't say."""
+        """Cumulative number of documents at each shard's end, or None if a shard has no document ends."""
         ends = [shard.document_ends for shard in self.shards if shard.document_ends is not None]
         if len(ends) < len(self.shards):
             return None
@@ -51,30 +51,30 @@ class TokenFolder:
 
     @property
     def documents(self) -> int | None:
-        """Documents in all shards together; None where a shard doesn't say."""
+        """Number of documents in all shards, or None if a shard has no document ends."""
         return None if self.document_counts is None else int(self.document_counts[-1])
 
     @property
     def vocab_size(self) -> int | None:
-        """The sidecars' vocabulary, if one of them says."""
+        """Vocabulary size declared by the sidecars, or None."""
         return next((shard.vocab_size for shard in self.shards if shard.vocab_size is not None), None)
 
     @property
     def tokenizer(self) -> str | None:
-        """The SHA-256 that identifies the tokenizer, where the manifest says it."""
+        """SHA-256 that identifies the tokenizer, or None without a manifest."""
         return tokenizer_identity(self.manifest)
 
     def identity(self) -> dict[str, Any]:
-        """Say what the tokens are, wherever they lie: equal for equal manifests."""
+        """Return the identity of the tokens, independent of their path: equal for equal manifests."""
         files = [[shard.path.name, len(shard.tokens)] for shard in self.shards]
         content = files if self.manifest is None else self.manifest
         return {"tokens": self.tokens, "tokenizer": self.tokenizer, "content": digest(content)}
 
     def read(self, start: int, stop: int, *, vocab_size: int | None) -> npt.NDArray[np.int64]:
-        """Tokens [start, stop) of the row.
+        """Return tokens [start, stop) of the sequence.
 
         Raises:
-            ValueError: an id outside the vocabulary.
+            ValueError: an ID is outside the vocabulary.
 
         """
         parts = []
@@ -83,7 +83,7 @@ class TokenFolder:
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def read_documents(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """Which document each of the tokens [start, stop) belongs to, counted from the row's beginning."""
+        """Return the document index of each of the tokens [start, stop) of the sequence."""
         assert self.document_counts is not None
         parts = []
         for shard, first, last in self._parts(start, stop):
@@ -94,7 +94,7 @@ class TokenFolder:
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def _parts(self, start: int, stop: int) -> list[tuple[int, int, int]]:
-        """Find the shards that hold the tokens [start, stop), and which of theirs these are."""
+        """Return the shards that contain the tokens [start, stop), with the range in each."""
         parts = []
         number = int(np.searchsorted(self.ends, start, side="right"))
         while start < stop:
@@ -110,14 +110,14 @@ def open_tokens(
 ) -> TokenFolder:
     """Open the tokens at a path.
 
-    Sizes are checked against manifest and sidecars in any case.
+    Sizes are always checked against manifest and sidecars.
 
     Args:
-        path: a file, a folder of shards, or the output folder of `python -m trainer.tokenize`: its training
-            split.
-        dtype: of ``.bin`` files without a sidecar that says.
-        check_sums: compare the checksums with the manifest's, where there is one, for files that have changed
-            since that was last done.
+        path: a file, a directory of shards, or the output directory of `python -m trainer.tokenize`, whose
+            training split is opened.
+        dtype: type of ``.bin`` files whose sidecar does not declare it.
+        check_sums: verify the checksums of files that have changed since the last verification, if there is a
+            manifest.
 
     Raises:
         ValueError: as `open_shards`, `require_finished`, `read_manifest` and `verify`.
@@ -132,12 +132,12 @@ def open_tokens(
 
 
 def split_folder(path: Path, split: str) -> Path:
-    """Give the folder of a split, if `path` is the output of `python -m trainer.tokenize`, else `path`."""
+    """Return the directory of a split if `path` is an output of `python -m trainer.tokenize`, else `path`."""
     return path / split if (path / split / MANIFEST).is_file() else path
 
 
 def validation_folder(path: str | Path, validation_path: str | Path | None) -> Path | None:
-    """Where the held-out tokens are: as said, or else beside the training split at `path`; None: nowhere."""
+    """Return the path of the held-out tokens, by default beside the training split, or None."""
     if validation_path is not None:
         return split_folder(Path(validation_path), VALIDATION)
     found = split_folder(Path(path), VALIDATION)
@@ -147,50 +147,50 @@ def validation_folder(path: str | Path, validation_path: str | Path | None) -> P
 def check_tokens(
     tokens: TokenFolder, *, length: int, vocab_size: int | None, documents: str, tokenizer: str | None = None
 ) -> None:
-    """Refuse tokens that a run can't be trained on.
+    """Reject tokens that a run cannot be trained on.
 
     Args:
         tokens: see `open_tokens`.
-        length: of a sample.
-        vocab_size: the model's.
-        documents: ``"reset"`` if they are to be kept apart.
-        tokenizer: the one that must have made them, see `check_tokenizer`.
+        length: length of a sample.
+        vocab_size: vocabulary size of the model.
+        documents: ``"reset"`` to separate documents.
+        tokenizer: required tokenizer, see `check_tokenizer`.
 
     Raises:
-        ValueError: too few tokens, a vocabulary larger than the model's, documents whose ends nothing says,
-            another tokenizer.
+        ValueError: there are too few tokens, the vocabulary exceeds the model's, document ends are missing,
+            or the tokenizer differs.
 
     """
     if tokens.tokens <= length:
         raise ValueError(
-            f"{tokens.path} holds {tokens.tokens} tokens, too few for one sample of length {length} and its "
-            f"labels ({length + 1}); add tokens, or shorten the length: data.seq_len of training, "
-            "evaluation.lengths or --lengths of what is evaluated"
+            f"{tokens.path} has {tokens.tokens} tokens, too few for one sample of length {length} and its "
+            f"labels ({length + 1}); add tokens, or reduce the length: data.seq_len for training, "
+            "evaluation.lengths or --lengths for evaluation"
         )
     stated = tokens.vocab_size
     if vocab_size is not None and stated is not None and stated > vocab_size:
         raise ValueError(
-            f"the tokens in {tokens.path} have a vocabulary of {stated} by their sidecar, but the model has "
+            f"the sidecar of {tokens.path} declares a vocabulary of {stated}, but the model has "
             f"vocab_size {vocab_size}; set model.vocab_size={stated}"
         )
     if tokenizer is not None:
         check_tokenizer(tokens, tokenizer)
     if documents == "reset" and tokens.documents is None:
         raise ValueError(
-            f"the tokens in {tokens.path} don't say where documents end, so they can't be kept apart; set "
-            "data.documents=ignore, or write them by python -m trainer.tokenize"
+            f"{tokens.path} has no document ends, so documents cannot be separated; set "
+            "data.documents=ignore, or write the tokens by python -m trainer.tokenize"
         )
 
 
 def check_tokenizer(tokens: TokenFolder, tokenizer: str) -> None:
-    """Refuse tokens that another tokenizer made.
+    """Reject tokens written with a different tokenizer.
 
     Args:
         tokens: see `open_tokens`.
-        tokenizer: a `tokenizer.json`, a folder that holds one, or ``bytes``.
+        tokenizer: a `tokenizer.json`, a directory that contains one, or ``bytes``.
 
     Raises:
-        ValueError: another tokenizer, or one that can't be told.
+        ValueError: the tokenizer differs or is unknown.
 
     """
     from trainer.data.tokenizing.tokenizers import load_tokenizer
@@ -198,25 +198,26 @@ def check_tokenizer(tokens: TokenFolder, tokenizer: str) -> None:
     identity = load_tokenizer(tokenizer).identity["sha256"]
     if tokens.tokenizer is None:
         raise ValueError(
-            f"{tokens.path} has no {MANIFEST}, so nothing says which tokenizer made its tokens; leave "
-            "data.tokenizer out, or write the tokens by python -m trainer.tokenize"
+            f"{tokens.path} has no {MANIFEST}, so the tokenizer of its tokens is unknown; omit "
+            "data.tokenizer, or write the tokens by python -m trainer.tokenize"
         )
     if tokens.tokenizer != identity:
         raise ValueError(
-            f"the tokens in {tokens.path} were made by another tokenizer than {tokenizer} (SHA-256 "
-            f"{tokens.tokenizer[:16]}…, not {identity[:16]}…); write them again, or name that one"
+            f"the tokens in {tokens.path} were written with a tokenizer other than {tokenizer} (SHA-256 "
+            f"{tokens.tokenizer[:16]}…, not {identity[:16]}…); tokenize again, or set data.tokenizer to the "
+            "original"
         )
 
 
 def check_same_tokenizer(one: TokenFolder, other: TokenFolder) -> None:
-    """Refuse tokens of two tokenizers in one run.
+    """Reject tokens of two different tokenizers in one run.
 
     Raises:
-        ValueError: both say which tokenizer made them, and it isn't the same.
+        ValueError: both tokenizers are known and differ.
 
     """
     if one.tokenizer is not None and other.tokenizer is not None and one.tokenizer != other.tokenizer:
         raise ValueError(
-            f"the tokens in {one.path} and {other.path} were made by different tokenizers (SHA-256 "
-            f"{one.tokenizer[:16]}… and {other.tokenizer[:16]}…); write one of them again"
+            f"the tokens in {one.path} and {other.path} were written with different tokenizers (SHA-256 "
+            f"{one.tokenizer[:16]}… and {other.tokenizer[:16]}…); tokenize one of them again"
         )

@@ -1,13 +1,13 @@
-"""Text as tokens: samples cut from memory-mapped files, in a random order that needs no memory.
+"""Tokenized text: samples cut from memory-mapped files, in a memory-free random order.
 
-The shards are read as one row of tokens. Sample i is the L + 1 tokens from i·L on: its inputs are the first
-L, its labels the last L, so that every token but the very first is a label once an epoch, and neighbours
-share one token. An incomplete rest is left out. Every epoch has its own order, which depends on the seed
-and the epoch alone.
+The shards form one sequence of tokens. Sample i is the L + 1 tokens from i·L on: its inputs are the first L,
+its labels the last L, so that every token but the very first is a label once per epoch, and neighboring
+samples share one token. An incomplete remainder is dropped. The order of an epoch depends only on the seed
+and the epoch.
 
-So documents are packed into rows without gaps, and long ones go on in another row. With documents kept apart
-a batch says which document each token belongs to, and a document's first token is no label: nothing before
-it tells it.
+Documents are therefore packed into rows without gaps, and long documents continue in another row. With
+``documents="reset"`` a batch contains the document of each token, and a document's first token is not a
+label, because no token of its document precedes it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,17 @@ Documents = Literal["ignore", "reset"]
 
 
 class TokenData(DataSource):
-    """Samples of a token file, or of a folder of shards.
+    """Samples of a token file or a directory of shards.
 
     Args:
         path: see `trainer.data.token_folder.open_tokens`.
-        length: L, tokens in a sample's inputs.
+        length: L, number of input tokens per sample.
         dtype: ``"uint16"`` or ``"uint32"``, for ``.bin`` files without a sidecar.
-        seed: of the order; 0 to 2^64 - 1.
-        vocab_size: ids must be below it; checked as they are read. None takes the sidecars'.
-        validation_path: tokens to evaluate on; None: the validation split beside a training split, if there
-            is one.
-        documents: ``"reset"`` keeps the documents of a row apart: states and attention begin anew.
-        tokenizer: refuse tokens of another one; see `trainer.data.token_folder.check_tokenizer`.
+        seed: seed of the order, 0 to 2^64 - 1.
+        vocab_size: upper bound of the IDs, checked when they are read. None uses the sidecars'.
+        validation_path: tokens to evaluate on; None: the validation split beside a training split, if any.
+        documents: ``"reset"`` separates the documents in a row: states and attention are reset.
+        tokenizer: required tokenizer; see `trainer.data.token_folder.check_tokenizer`.
         check_sums: see `open_tokens`.
 
     Raises:
@@ -70,7 +69,7 @@ class TokenData(DataSource):
         check_sums: bool = False,
     ) -> None:
         if length < 1:
-            raise ValueError(f"length {length} is too short; a sample has at least 1 token")
+            raise ValueError(f"length must be at least 1, got {length}")
         if not 0 <= seed < 2**64:
             raise ValueError(f"seed {seed} is out of range; use 0 to 2**64 - 1")
         self.files = open_tokens(path, dtype=dtype, check_sums=check_sums)
@@ -86,30 +85,30 @@ class TokenData(DataSource):
 
     @property
     def vocab_size(self) -> int | None:
-        """The sidecars' vocabulary, else the one given."""
+        """Vocabulary size declared by the sidecars, else the one given."""
         stated = self.files.vocab_size
         return stated if stated is not None else self._limit
 
     @property
     def length(self) -> int:
-        """Tokens in a sample's inputs."""
+        """Number of input tokens per sample."""
         return self._length
 
     @property
     def tokens(self) -> int:
-        """Tokens in all shards together."""
+        """Number of tokens in all shards."""
         return self.files.tokens
 
     @property
     def samples(self) -> int:
-        """Samples in an epoch."""
+        """Samples per epoch."""
         return self._samples
 
     def sample(self, index: int) -> npt.NDArray[np.int64]:
-        """Read the L + 1 tokens of a sample, counted in the files' order, int64.
+        """Return the L + 1 tokens of a sample, indexed in file order, int64.
 
         Raises:
-            ValueError: no such sample, or an id outside the vocabulary.
+            ValueError: the index is out of range, or an ID is outside the vocabulary.
 
         """
         return self.files.read(*self._range(index), vocab_size=self._limit)
@@ -118,7 +117,7 @@ class TokenData(DataSource):
         """See `DataSource.batch`; position n is in epoch ``n // samples``.
 
         Raises:
-            ValueError: an id outside the vocabulary, with its file and offset.
+            ValueError: an ID is outside the vocabulary; names the file and offset.
 
         """
         check_range(position, count)
@@ -137,13 +136,13 @@ class TokenData(DataSource):
         )
 
     def identity(self) -> Mapping[str, Any]:
-        """See `DataSource.identity`: the manifest's, or without one that of the files' names and sizes."""
+        """See `DataSource.identity`: that of the manifest, or else of the files' names and sizes."""
         return self.files.identity()
 
     def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
-        """One set a length, named such as ``L2048``: random samples of the validation tokens, or all of them.
+        """Return one set per length, named like ``L2048``: random validation samples, or all of them.
 
-        Without validation tokens there is none.
+        Without validation tokens there are no sets.
         """
         if self._validation_path is None:
             return {}
@@ -169,11 +168,11 @@ class TokenData(DataSource):
 
     def _range(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self._samples:
-            raise ValueError(f"sample {index} is not one of {self._samples}; they count from 0")
+            raise ValueError(f"sample index must be from 0 to {self._samples - 1}, got {index}")
         return index * self._length, (index + 1) * self._length + 1
 
     def _order(self, position: int, count: int) -> list[int]:
-        """Which samples stand at positions [position, position + count)."""
+        """Return the indices of the samples at positions [position, position + count)."""
         indices = np.empty(count, dtype=np.int64)
         for epoch in range(position // self._samples, (position + count - 1) // self._samples + 1):
             first = max(position, epoch * self._samples)
@@ -185,19 +184,19 @@ class TokenData(DataSource):
 
 
 def build(spec: TokensSpec, *, seed: int = 0, vocab_size: int | None = None) -> TokenData:
-    """Open the training tokens that a `data` section names.
+    """Open the training tokens of a `data` section.
 
     Args:
         spec: the section.
-        seed: of the order of samples.
-        vocab_size: the model's; ids must be below it.
+        seed: seed of the sample order.
+        vocab_size: vocabulary size of the model; IDs must be below it.
 
     Raises:
-        ValueError: no path; else as `TokenData`.
+        ValueError: the path is missing; else as `TokenData`.
 
     """
     if spec.path is None:
-        raise ValueError("data.path is not set; give a token file or a folder of them, data.path=PATH")
+        raise ValueError("data.path is not set; give a token file or a directory of them, data.path=PATH")
     return TokenData(
         spec.path,
         length=spec.seq_len,

@@ -1,9 +1,9 @@
-"""Word problems: track the product of a sequence of group elements, made on the fly.
+"""Word problems: track the product of a sequence of group elements, generated on the fly.
 
 Token j is an element x_j; the label at j is the prefix product ``t_1 = x_1``, ``t_j = t_{j-1} ∘ x_j``,
-aligned with the inputs: no shift. With a monoid M beside the group G a token is a pair and its id is
+aligned with the inputs, without a shift. With a monoid M beside the group G a token is a pair with ID
 ``|M|·g + m`` (for the published monoid ``4·g + m``). A token's group element is the identity with
-probability p and else uniform over all of G, the identity included: p = 0.9 is the paper's "10 % hard
+probability p and otherwise uniform over G, including the identity: p = 0.9 is the paper's "10 % hard
 tokens". Its monoid element is always uniform.
 
 Task and conventions: Schöne et al., "Implicit Language Models are RNNs" (ICML 2025), Figs. 1 and 3, after
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 
 DrawOrder = Literal["fast", "published"]
 Sequences = tuple[torch.Tensor, torch.Tensor]
-"""Inputs and labels, (B, L), of one integer type."""
+"""Inputs and labels, (B, L), of the same integer type."""
 
 BLOCK = 128
-"""Sequences drawn together in the fast order: block b of a stream holds positions [128·b, 128·(b + 1))."""
+"""Sequences drawn together in the fast order: block b of a stream covers positions [128·b, 128·(b + 1))."""
 
 _TRAINING, _EVALUATION = 0, 1
-_JOINT_LIMIT = 1024  # a joint table of G × M up to here: 8 MB, and half the look-ups of two tables
+_JOINT_LIMIT = 1024  # maximum order for a joint table of G × M: 8 MB, and half the look-ups of two tables
 _DTYPES = {torch.uint8: 8, torch.int16: 15, torch.int32: 31, torch.int64: 63}
 
 
@@ -47,12 +47,13 @@ class WordProblem:
     """A word problem over a group, optionally times a monoid.
 
     Args:
-        group: such as ``"S5"``, ``"A5"``, ``"Z7"``, ``"A5xZ2"``, or a table of rows; see
+        group: a name such as ``"S5"``, ``"A5"``, ``"Z7"``, ``"A5xZ2"``, or a multiplication table; see
             `trainer.data.groups.group`.
-        monoid: None, ``"EABX"`` (the published one), or a table of rows; see `trainer.data.groups.monoid`.
+        monoid: None, ``"EABX"`` (the published one), or a multiplication table; see
+            `trainer.data.groups.monoid`.
         identity_probability: p, from 0 to 1.
-        draw_order: ``"fast"``, or ``"published"`` for the published generator's numbers, bit by bit;
-            about a third as fast, and p is then met to 2^-24, as torch's `rand` resolves it.
+        draw_order: ``"fast"``, or ``"published"`` to reproduce the published generator's numbers exactly, at
+            about a third of the speed; p is then resolved to 2^-24, as by torch's `rand`.
 
     Raises:
         ValueError: an unknown group, monoid or order; a probability outside [0, 1].
@@ -68,9 +69,9 @@ class WordProblem:
         draw_order: DrawOrder = "fast",
     ) -> None:
         if not 0 <= identity_probability <= 1:
-            raise ValueError(f"identity_probability {identity_probability} is no probability; give 0 to 1")
+            raise ValueError(f"identity_probability must be from 0 to 1, got {identity_probability}")
         if draw_order not in get_args(DrawOrder):
-            raise ValueError(f"draw_order {draw_order!r} is not known; use 'fast' or 'published'")
+            raise ValueError(f"draw_order {draw_order!r} is unknown; use 'fast' or 'published'")
         self.group = groups.group(group)
         self.monoid = None if monoid is None else groups.monoid(monoid)
         self.identity_probability = float(identity_probability)
@@ -92,7 +93,7 @@ class WordProblem:
         return self.group.order * self._monoid_order
 
     def with_identity_probability(self, identity_probability: float) -> WordProblem:
-        """Give the same problem at another p."""
+        """Return the same problem with another p."""
         group, monoid = self._definition
         return WordProblem(
             group=group,
@@ -111,22 +112,22 @@ class WordProblem:
     ) -> Sequences:
         """Draw `n` sequences of `length` tokens.
 
-        In the published order the numbers are `generator`'s own, in that order. In the fast one a single
-        64-bit number is taken from it, which keys a counter-based stream: the same sequences on any number
-        of threads.
+        The published order draws all numbers from `generator`. The fast order draws a single 64-bit number
+        from it as the key of a counter-based stream, so the sequences do not depend on the number of threads.
 
         Args:
-            n: sequences, at least 1.
-            length: tokens in each, at least 1.
-            generator: on the CPU; None is torch's default one.
-            dtype: int64, or a smaller type that holds the vocabulary (uint8, int16, int32): it takes less
-                memory and a little less time.
+            n: number of sequences, at least 1.
+            length: tokens per sequence, at least 1.
+            generator: a CPU generator; None uses torch's default one.
+            dtype: int64, or a smaller type that fits the vocabulary (uint8, int16, int32), which saves memory
+                and a little time.
 
         Returns:
             Inputs and labels, (n, length), on the CPU.
 
         Raises:
-            ValueError: `n` or `length` below 1, a dtype too small, a generator on another device.
+            ValueError: `n` or `length` is below 1, the dtype is too small, or the generator is not on the
+                CPU.
 
         """
         check_range(0, n)
@@ -160,7 +161,7 @@ class WordProblem:
         if dtype not in _DTYPES or self.vocab_size > 1 << _DTYPES[dtype]:
             fitting = [str(d) for d, bits in _DTYPES.items() if self.vocab_size <= 1 << bits]
             raise ValueError(
-                f"dtype {dtype} can't hold a vocabulary of {self.vocab_size}; use {', '.join(fitting)}"
+                f"dtype {dtype} is too small for a vocabulary of {self.vocab_size}; use {', '.join(fitting)}"
             )
 
     def _fast(
@@ -172,7 +173,7 @@ class WordProblem:
         key: tuple[int, int],
         dtype: torch.dtype = torch.int64,
     ) -> Sequences:
-        """Positions [position, position + count) of the stream with this key, drawn block by block."""
+        """Draw positions [position, position + count) of the stream with this key, block by block."""
         assert self._categorical is not None
         inputs, labels = _empty(count, length, dtype)
         into_inputs, into_labels = inputs.numpy(), labels.numpy()
@@ -188,7 +189,7 @@ class WordProblem:
         return inputs, labels
 
     def _compose(self, tokens_BL: npt.NDArray[np.int64], *, dtype: torch.dtype = torch.int64) -> Sequences:
-        """Make inputs and labels of drawn tokens, in blocks that stay in the cache."""
+        """Compute inputs and labels of drawn tokens, in blocks that fit the cache."""
         inputs, labels = _empty(len(tokens_BL), tokens_BL.shape[1], dtype)
         inputs.numpy()[:] = tokens_BL
         into_labels = labels.numpy()
@@ -209,19 +210,19 @@ class WordProblem:
 class WordProblemStream(DataSource):
     """An endless, reproducible stream of a word problem's sequences at numbered positions.
 
-    Fast order: position i lies in block ``i // 128``, whose random numbers are Philox's for the key (seed,
-    domain) and the counter (block): any range costs its own blocks and nothing before them, and batches,
-    ranks and restarts cut the same stream. A block is drawn time first, so a longer stream's sequences
-    begin with a shorter one's of the same seed and p. Training and evaluation are different domains: an
-    evaluation never meets training data, even with equal seeds.
+    Fast order: position i is in block ``i // 128``, whose random numbers are Philox's for the key (seed,
+    domain) and the counter (block), so any range costs only its own blocks and does not depend on batches,
+    ranks or restarts. A block is drawn time first, so the sequences of a longer stream begin with those of a
+    shorter one of the same seed and p. Training and evaluation are different domains and never share data,
+    even with equal seeds.
 
     Published order: position i is the i-th sample that the published generator draws after
-    ``torch.manual_seed(seed)``. Jumps cost time there (see `PublishedSequence`), and evaluation must have
-    another seed than training, or it evaluates on training data.
+    ``torch.manual_seed(seed)``. Jumps take time (see `PublishedSequence`), and evaluation needs a different
+    seed than training, otherwise it evaluates on training data.
 
     Args:
-        problem: what to draw.
-        length: tokens in a sequence.
+        problem: the word problem.
+        length: tokens per sequence.
         seed: 0 to 2^64 - 1.
 
     """
@@ -250,7 +251,7 @@ class WordProblemStream(DataSource):
 
     @property
     def length(self) -> int:
-        """Tokens in a sequence."""
+        """Tokens per sequence."""
         return self._length
 
     @property
@@ -268,19 +269,19 @@ class WordProblemStream(DataSource):
         return Batch(inputs=inputs, labels=labels)
 
     def evaluation_sets(self, evaluation: EvaluationSpec) -> Mapping[str, EvaluationSet]:
-        """One set for every identity probability and length, named such as ``p0.5_L64``.
+        """Return one set per identity probability and length, named like ``p0.5_L64``.
 
-        All are drawn with the evaluation seed, so that in the fast order the sets of one p and several
-        lengths begin with the same tokens.
+        All sets use the evaluation seed, so in the fast order the sets of one p begin with the same tokens at
+        every length.
 
         Raises:
-            ValueError: in the published order, a seed of evaluation that is that of training.
+            ValueError: the published order with equal seeds for evaluation and training.
 
         """
         if self._published is not None and evaluation.seed == self._key[0]:
             raise ValueError(
-                f"in the published order evaluation with seed {evaluation.seed}, the seed of training, would "
-                "be on training data; set evaluation.seed or training.seed to another number, or "
+                f"in the published order, evaluation with the training seed {evaluation.seed} would "
+                "use training data; change evaluation.seed or training.seed, or set "
                 "data.draw_order=fast"
             )
         sets = {}
@@ -300,15 +301,15 @@ class WordProblemStream(DataSource):
 
 
 def build(spec: WordProblemSpec, *, seed: int = 0, vocab_size: int | None = None) -> WordProblemStream:
-    """Make the training stream that a `data` section describes.
+    """Build the training stream of a `data` section.
 
     Args:
         spec: the section.
-        seed: of the training sequences.
-        vocab_size: the model's, if it is to be checked.
+        seed: seed of the training sequences.
+        vocab_size: vocabulary size of the model, checked if given.
 
     Raises:
-        ValueError: as `WordProblem`; a model's vocabulary that is smaller than the problem's.
+        ValueError: as `WordProblem`; the model's vocabulary is too small.
 
     """
     problem = WordProblem(
@@ -327,4 +328,4 @@ def _empty(count: int, length: int, dtype: torch.dtype) -> Sequences:
 
 def _check_length(length: int) -> None:
     if length < 1:
-        raise ValueError(f"length {length} is too short; a sequence has at least 1 token")
+        raise ValueError(f"length must be at least 1, got {length}")

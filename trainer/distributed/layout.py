@@ -25,7 +25,7 @@ from implicit_blocks.specs import ModelSpec
 from implicit_blocks.weights.cache import WEIGHTS_COME_AND_GO
 from trainer.distributed.ranks import Ranks
 from trainer.run.trainable_model import AgreesOnStopping, ShardsLayers
-from trainer.specs.distributed import DistributedSpec, Kind, Spread
+from trainer.specs.distributed import DistributedSpec, Kind, ResolvedLayout
 
 BUCKET_MEGABYTES = 100
 """Size of the gradient buckets of DDP: large enough for the full bandwidth of a fast link, small enough that
@@ -116,13 +116,13 @@ def lay_out(
         model = model.to(ranks.device)
         return Layout("none", ranks, model, model)
     on_cuda = ranks.device.type == "cuda"
-    spread = spec.spread(
+    resolved = spec.resolve(
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         ranks=ranks.world_size,
-        ranks_a_machine=ranks.local_world_size,
+        ranks_per_machine=ranks.local_world_size,
         memory=torch.cuda.get_device_properties(ranks.device).total_memory if on_cuda else None,
     )
-    if spread.kind == "ddp":
+    if resolved.kind == "ddp":
         model = model.to(ranks.device)
         for module in model.modules():
             if isinstance(module, Backbone):
@@ -137,7 +137,7 @@ def lay_out(
             bucket_cap_mb=BUCKET_MEGABYTES,
         )
         return Layout("ddp", ranks, model, wrapped)
-    mesh = _mesh(spread, ranks)
+    mesh = _mesh(resolved, ranks)
     by_layer = spec.unit == "layer"
     model.register_forward_hook(_register_output)
     if by_layer:
@@ -151,13 +151,13 @@ def lay_out(
     # The search uses these weights many times, so they stay gathered from forward to backward. They stay in
     # float32: autocast makes bfloat16 copies once a pass, and norms and an SSM's A, dt and D use float32.
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    return Layout(spread.kind, ranks, model, model, communicates_in_the_loop=by_layer)
+    return Layout(resolved.kind, ranks, model, model, communicates_in_the_loop=by_layer)
 
 
-def _mesh(spread: Spread, ranks: Ranks) -> DeviceMesh:
-    if spread.kind == "fsdp":
+def _mesh(resolved: ResolvedLayout, ranks: Ranks) -> DeviceMesh:
+    if resolved.kind == "fsdp":
         return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("shard",))
-    shape = (ranks.world_size // spread.shards, spread.shards)
+    shape = (ranks.world_size // resolved.shards, resolved.shards)
     return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("replicate", "shard"))
 
 

@@ -1,1 +1,1 @@
-"""What a run costs, from its spec alone: FLOPs, memory, a dry run. Imports no torch."""
+"""Cost estimates of a run from its spec alone: FLOPs, memory, a dry run. Imports no torch."""

@@ -1,4 +1,4 @@
-"""What a run would take, from its spec alone: sizes, operations, memory, phases, data. Imports no torch."""
+"""Dry run: sizes, operations, memory, phases and data of a run from its spec alone. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from implicit_blocks.models.counting import (
     training_flops_per_token,
 )
 from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
-from trainer.estimate.memory import GPU_BYTES, estimate_memory, work_out
+from trainer.estimate.memory import GPU_BYTES, estimate_memory, resolve_layout
 from trainer.reporting.display import duration, magnitude
 from trainer.run.init_from import find_start
 from trainer.specs.run import Phase, RunSpec
 
 
 def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None = None) -> str:
-    """Return what a run would take, for people to read.
+    """Return a readable report of a run's cost.
 
     Args:
         spec: the run.
-        name: what to call it.
-        ranks: processes, one GPU each.
-        rate: measured tokens a second of the whole run: a number, or one for each phase, such as
+        name: name of the run.
+        ranks: number of processes, one GPU each.
+        rate: measured throughput of the whole run in tokens per second: a number, or one per phase, such as
             ``bounded=20000,free=9000``.
 
     Raises:
-        ValueError: the data are named but can't be read; a layout these ranks can't have; a rate that is no
-            positive number, or lacks a phase.
+        ValueError: the data cannot be read, the layout is impossible with these ranks, or a rate is not a
+            positive number or lacks a phase.
 
     """
     training, phases = spec.training, spec.phase_specs()
@@ -42,9 +42,9 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
         *_section(
             "training",
             [
-                f"{spec.total_steps:,} steps of {_batch(phases[0])}, {magnitude(tokens)} tokens in all"
+                f"{spec.total_steps:,} steps of {_batch(phases[0])}, {magnitude(tokens)} tokens in total"
                 if one_batch
-                else f"{spec.total_steps:,} steps of batches by phase, {magnitude(tokens)} tokens in all",
+                else f"{spec.total_steps:,} steps of batches by phase, {magnitude(tokens)} tokens in total",
                 (_micro_batches(phases[0], ranks) + ", " if one_batch else "")
                 + f"{training.precision}, {training.optimizer.kind}, {training.schedule.kind}",
             ],
@@ -67,7 +67,7 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
             seconds += taken
         lines += _section(f"phase {phase.name}", described)
         total = None if total is None or flops is None else total + flops
-    whole = ["not known" if total is None else f"at most {_scaled(total)}FLOP"]
+    whole = ["unknown" if total is None else f"at most {_scaled(total)}FLOP"]
     if rates:
         whole.append(f"{duration(seconds)} for {magnitude(tokens)} tokens")
     lines += _section("whole run", whole)
@@ -87,7 +87,7 @@ def _parameters(model: ModelSpec) -> list[str]:
     counts = count_parameters(model)
     if counts is None:
         number = model.parameter_total()
-        return ["not known: the model's spec does not tell" if number is None else f"{number:,}"]
+        return ["unknown: not declared by the model's spec" if number is None else f"{number:,}"]
     named = (
         ("embedding", counts.embedding),
         ("head", counts.head),
@@ -95,8 +95,8 @@ def _parameters(model: ModelSpec) -> list[str]:
         ("injection", counts.injection),
         ("weight norm's gains", counts.gains),
     )
-    parts = [f"{label} {'not known' if n is None else magnitude(n)}" for label, n in named if n != 0]
-    total = "not known" if counts.total is None else f"{counts.total:,}"
+    parts = [f"{label} {'unknown' if n is None else magnitude(n)}" for label, n in named if n != 0]
+    total = "unknown" if counts.total is None else f"{counts.total:,}"
     return [f"{total}: {', '.join(parts)}"]
 
 
@@ -114,7 +114,7 @@ def _micro_batches(phase: Phase, ranks: int) -> str:
 
 
 def _start(spec: RunSpec) -> list[str]:
-    """Say which weights the run begins with, if they are not fresh."""
+    """Return the source of the initial weights; empty for random initialization."""
     start = spec.training.init_from
     if start is None:
         return []
@@ -128,22 +128,22 @@ def _start(spec: RunSpec) -> list[str]:
 def _ranks(spec: RunSpec, ranks: int) -> list[str]:
     if ranks == 1:
         return ["1 (--ranks N for more)"]
-    spread = work_out(spec, ranks)
-    if spread is None:
-        return [f"{ranks}, layout not known: it depends on the model's size"]
+    resolved = resolve_layout(spec, ranks)
+    if resolved is None:
+        return [f"{ranks}, unknown layout: it depends on the model's size"]
     whole = {
-        "ddp": "each with the whole state",
-        "fsdp": f"each with 1/{spread.shards} of the state",
-        "hsdp": f"in groups of {spread.shards}, each rank with 1/{spread.shards} of the state",
+        "ddp": "each with the full state",
+        "fsdp": f"each with 1/{resolved.shards} of the state",
+        "hsdp": f"in groups of {resolved.shards}, each rank with 1/{resolved.shards} of the state",
     }
     assumed = (
         f" (auto, for GPUs of {GPU_BYTES / 1e9:.0f} GB)" if spec.training.distributed.kind == "auto" else ""
     )
-    return [f"{ranks}, {spread.kind}{assumed}: {whole[spread.kind]}"]
+    return [f"{ranks}, {resolved.kind}{assumed}: {whole[resolved.kind]}"]
 
 
 def _rates(given: str | None, phases: list[str]) -> dict[str, float]:
-    """Return the tokens a second of each phase."""
+    """Return the throughput of each phase in tokens per second."""
     if given is None:
         return {}
     entries = [entry.rpartition("=") for entry in given.split(",")]
@@ -152,12 +152,14 @@ def _rates(given: str | None, phases: list[str]) -> dict[str, float]:
     except ValueError:
         rates = {}
     if not rates or min(rates.values()) <= 0:
-        raise ValueError(f"--rate {given!r} is no positive number of tokens a second; give one such as 20000")
+        raise ValueError(
+            f"--rate must be a positive number of tokens per second, such as 20000; got {given!r}"
+        )
     if set(rates) == {""}:
         return dict.fromkeys(phases, rates[""])
     if set(rates) != set(phases):
         raise ValueError(
-            f"--rate {given!r} must name each phase once; the phases are {', '.join(phases)}: "
+            f"--rate must name each phase once, got {given!r}; use "
             f"{','.join(f'{phase}=20000' for phase in phases)}"
         )
     return rates
@@ -169,43 +171,45 @@ def _phase(spec: RunSpec, phase: Phase, ranks: int) -> tuple[list[str], float | 
     flops = training_flops_per_token(phase.model, length=length)
     forward = count_flops(phase.model, length=length)
     if flops is None or forward is None or forward.layers is None:
-        lines.append("FLOP a token: not known, a component does not tell its cost")
+        lines.append("FLOP per token: unknown, a component does not declare its cost")
         return lines, None
     least = training_flops_per_token(phase.model, length=length, iterations=1)
     whole = flops * _sequences(phase) * length
     if least is None or least == flops:
-        cost = f"{_scaled(flops)}FLOP a token"
+        cost = f"{_scaled(flops)}FLOP per token"
     else:
-        cost = f"{_scaled(least)}FLOP a token where one iteration suffices, {_scaled(flops)}FLOP at most"
-    lines.append(f"{cost} ({_scaled(forward.layers)}FLOP one pass through the layers)")
-    lines.append(f"{'' if least == flops else 'at most '}{_scaled(whole)}FLOP in all")
+        cost = f"{_scaled(least)}FLOP per token with one iteration, at most {_scaled(flops)}FLOP"
+    lines.append(f"{cost} ({_scaled(forward.layers)}FLOP per pass through the layers)")
+    lines.append(f"{'' if least == flops else 'at most '}{_scaled(whole)}FLOP in total")
     memory = estimate_memory(spec, phase, ranks=ranks)
     if memory is not None:
         parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.parts().items())
         again = phase.training.checkpoint_activations
-        computed = "" if again == "none" else f"; {again} computed again in backward"
-        each = "" if ranks == 1 else " a rank"
+        computed = "" if again == "none" else f"; {again} recomputed in backward"
+        each = "" if ranks == 1 else " per rank"
         lines.append(f"memory about {_bytes(memory.total)}{each}: {parts}{computed}")
     return lines, whole
 
 
 def _search(model: ModelSpec) -> str:
-    """Return the search in words, in the paper's (s+k) where it applies."""
+    """Return a description of the search, with the paper's (s+k) where it applies."""
     if not isinstance(model, ImplicitLMSpec):
         return "one pass through the layers"
     gradient, stopping = model.gradient, model.stopping
-    steps = getattr(getattr(gradient, "gradient", gradient), "steps", None)  # a penalty has a gradient within
+    steps = getattr(
+        getattr(gradient, "gradient", gradient), "steps", None
+    )  # a penalty wraps another gradient
     if gradient.kind == "unrolled":
         return f"{steps} updates of {model.solver.kind}, unrolled"
     budget = f"({stopping.max_iterations}+{steps})" if steps is not None else f"({stopping.max_iterations})"
     return (
-        f"{budget}: {model.solver.kind} to a residual of {stopping.tolerance:g} "
-        f"({stopping.norm}), {gradient.kind} gradient"
+        f"{budget}: {model.solver.kind} to a residual of {stopping.tolerance:g} ({stopping.norm}), "
+        f"{gradient.kind} gradient"
     )
 
 
 def _evaluation_search(spec: RunSpec) -> list[str]:
-    """Say by what evaluations search, which is a choice of its own: not the solver that trains."""
+    """Return a description of the evaluation search, which has its own solver."""
     model = spec.final_model
     if not isinstance(model, ImplicitLMSpec):
         return []
@@ -219,7 +223,7 @@ def _evaluation_search(spec: RunSpec) -> list[str]:
 
 
 def _scaled(value: float) -> str:
-    """Return a number with a metric suffix, ready for a unit: ``4.5 G``, ``950``."""
+    """Return a number with a metric prefix for a unit: ``4.5 G``, ``950``."""
     for suffix in ("", " k", " M", " G", " T", " P", " E"):
         if value < 1000:
             return f"{value:.0f} " if suffix == "" else f"{value:.3g}{suffix}"

@@ -1,4 +1,4 @@
-"""Operations of a training step, those that are the model's and those the machine makes. Imports no torch."""
+"""FLOPs of a training step: useful and executed operations. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from trainer.specs.training import CheckpointActivations
 
 
 class TrainingFlops(NamedTuple):
-    """Floating-point operations of one training step, a token; a multiply-add counts 2.
+    """Floating-point operations per token of one training step; a multiply-add counts 2.
 
-    ``useful`` is what the mathematics asks for: each sequence's own iterations, the forward and the backward
-    pass of what is differentiated. ``executed`` is what the machine is given: sequences that are done stand
-    in the batch until it is finished or compacted, and checkpointed activations are computed twice. A
-    utilization counts the useful ones; the executed ones tell how busy the machine is.
+    ``useful`` operations are those of the algorithm: each sequence's own iterations, and the forward and
+    backward pass of the differentiated part. ``executed`` operations are those that the device performs:
+    converged sequences stay in the batch until it finishes or is compacted, and checkpointed activations are
+    computed twice. Utilization (MFU) counts useful operations; executed ones measure how busy the device is.
     """
 
     useful: float
@@ -30,18 +30,19 @@ def training_flops(
     iterations_executed: float | None = None,
     checkpoint_activations: CheckpointActivations = "none",
 ) -> TrainingFlops | None:
-    """Operations of one training step, a token.
+    """Return the operations per token of one training step.
 
     Args:
-        model: the model of the phase.
-        length: tokens in a sequence.
-        iterations: of the search, the mean over sequences; None: as many as the stopping rule allows.
-        iterations_executed: calls of the map a sequence was part of, done or not: where rows do not leave
-            the batch, the largest number of iterations in its micro-batch. None: as ``iterations``.
-        checkpoint_activations: as the spec's `training` section says.
+        model: model of the phase.
+        length: tokens per sequence.
+        iterations: mean iterations of the search over sequences; None: the maximum of the stopping rule.
+        iterations_executed: calls of the map in which a sequence was part of the batch, converged or not: if
+            rows do not leave the batch, the largest number of iterations in its micro-batch. None: as
+            ``iterations``.
+        checkpoint_activations: as in the spec's `training` section.
 
     Returns:
-        None where a component doesn't tell its cost.
+        None if a component does not declare its cost.
 
     """
     useful = training_flops_per_token(model, length=length, iterations=iterations)
@@ -50,7 +51,7 @@ def training_flops(
         return None
     again = 0.0
     if isinstance(model, ImplicitLMSpec):
-        if getattr(model.gradient, "checkpointing", False):  # the spec's own cost has what it computes twice
+        if getattr(model.gradient, "checkpointing", False):  # already included in the spec's own cost
             useful -= differentiated_passes(model) * once.layers
             again += differentiated_passes(model)
         if iterations is not None and iterations_executed is not None and _searches(model):
@@ -65,5 +66,5 @@ def _searches(model: ImplicitLMSpec) -> bool:
 
 
 def differentiated_passes(model: ModelSpec) -> int:
-    """Return how many passes through the layers are differentiated."""
+    """Return the number of differentiated passes through the layers."""
     return model.gradient.differentiated_calls if isinstance(model, ImplicitLMSpec) else 1

@@ -1,4 +1,4 @@
-"""What a training step holds in the memory of one device, estimated from the spec. Imports no torch."""
+"""Estimate of the device memory of a training step from the spec. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,36 +7,37 @@ from dataclasses import dataclass, fields
 from implicit_blocks.models.counting import ParameterCounts, count_parameters
 from implicit_blocks.specs import ImplicitLMSpec, LanguageModelSpec
 from trainer.estimate.flops import differentiated_passes
-from trainer.specs.distributed import Spread
+from trainer.specs.distributed import ResolvedLayout
 from trainer.specs.run import Phase, RunSpec
 
 GPU_BYTES = 80e9
-"""Of the GPU that `training.distributed.kind: auto` is worked out for, where there is none to ask."""
-RANKS_A_MACHINE = 8
+"""GPU memory assumed for `training.distributed.kind: auto` when no GPU is available."""
+RANKS_PER_MACHINE = 8
 
 _FLOAT32 = 4
 _LOGIT_COPIES = 3
-"""Float32 arrays of the size of a chunk's logits alive at once."""
+"""Number of float32 arrays of the size of a chunk's logits that exist simultaneously."""
 _LOGIT_CHUNK = 1 << 27
-"""Entries of a chunk's logits, as `implicit_blocks.ops.cross_entropy` cuts them."""
-_VALUES_A_WEIGHT_COLUMN = 2
-"""Values a layer keeps for backward, a token, for each output of its matrices: the output, and what the next
-operation makes of it. Against measured peaks of the paper's models in bfloat16 this is right for attention
-with a fused kernel and up to 40 % too much for Mamba2 with one; plain PyTorch kernels keep more."""
+"""Entries per chunk of logits, as in `implicit_blocks.ops.cross_entropy`."""
+_VALUES_PER_WEIGHT_COLUMN = 2
+"""Values per token that a layer stores for backward, per output of its matrices: the output and the result of
+the next operation. Compared with measured peaks of the paper's models in bfloat16, this is accurate for
+attention with a fused kernel and up to 40 % too high for Mamba2 with one; plain PyTorch kernels store
+more."""
 _GATHERED_COPIES = 3
-"""Of what is gathered together: weights, their gradients, and the gradients as they are sent."""
+"""Copies of the gathered parameters: weights, their gradients, and the gradients in transit."""
 _POINTS = 5
-"""Of a search and of the differentiated call, float32, that graphs read and write."""
+"""Float32 points that captured graphs read and write, in the search and the differentiated call."""
 _LAYERS_AT_ONCE = 2
-"""Sharded layer by layer: the one at work and the one fetched ahead."""
+"""Gathered layers when sharded layer by layer: the current one and the prefetched one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes of a training step on one device.
+    """Memory of a training step on one device, in bytes.
 
-    ``gathered`` is what a sharded layout holds of the whole model for a time, beside its own share;
-    ``graphs`` what captured CUDA graphs keep: weights, their gradients, points.
+    ``gathered`` is the temporary full-model memory of a sharded layout, besides its own share; ``graphs``
+    that of captured CUDA graphs: weights, their gradients, points.
     """
 
     weights: int
@@ -53,35 +54,35 @@ class Memory:
         return sum(self.parts().values())
 
     def parts(self) -> dict[str, int]:
-        """Bytes by part, those of which there are any."""
+        """Return the nonzero parts, in bytes."""
         every = {field.name: int(getattr(self, field.name)) for field in fields(self)}
         return {name: size for name, size in every.items() if size}
 
 
-def work_out(spec: RunSpec, ranks: int) -> Spread | None:
-    """Work out the run's layout on so many GPUs; None where the model's size isn't known.
+def resolve_layout(spec: RunSpec, ranks: int) -> ResolvedLayout | None:
+    """Resolve the run's layout for a number of GPUs; None if the model's size is unknown.
 
     Raises:
-        ValueError: as `ParallelSpec.spread`.
+        ValueError: as `DistributedSpec.resolve`.
 
     """
     counts = count_parameters(spec.model)
     total = spec.model.parameter_total() if counts is None else counts.total
     if total is None:
         return None
-    return spec.training.distributed.spread(
-        parameters=total, ranks=ranks, ranks_a_machine=min(ranks, RANKS_A_MACHINE), memory=GPU_BYTES
+    return spec.training.distributed.resolve(
+        parameters=total, ranks=ranks, ranks_per_machine=min(ranks, RANKS_PER_MACHINE), memory=GPU_BYTES
     )
 
 
 def estimate_memory(spec: RunSpec, phase: Phase, *, ranks: int = 1) -> Memory | None:
-    """Return the bytes of a step of ``phase`` on each of so many devices; None where a size isn't known.
+    """Return the memory of a step of ``phase`` per device; None if a size is unknown.
 
-    Float32 weights and gradients, two moments for AdamW, the activations of one micro-batch for as many
-    passes through the layers as are differentiated, and the logits.
+    Consists of float32 weights and gradients, two moments for AdamW, the activations of one micro-batch for
+    all differentiated passes through the layers, and the logits.
     """
-    model, counts, spread = phase.model, count_parameters(phase.model), work_out(spec, ranks)
-    if counts is None or counts.total is None or not isinstance(model, LanguageModelSpec) or spread is None:
+    model, counts, resolved = phase.model, count_parameters(phase.model), resolve_layout(spec, ranks)
+    if counts is None or counts.total is None or not isinstance(model, LanguageModelSpec) or resolved is None:
         return None
     parts = [part for part in (model.mixer, model.mlp) if part is not None]
     sizes = [part.parameter_count(model.d_model) for part in parts]
@@ -91,17 +92,17 @@ def estimate_memory(spec: RunSpec, phase: Phase, *, ranks: int = 1) -> Memory | 
     training = phase.training
     tokens = min(training.sequences_at_once, training.share(ranks)) * phase.data.seq_len
     width = 2 if training.precision == "bfloat16" else _FLOAT32
-    # Beside what the matrices make: the residual stream, in float32, before each branch.
-    layer = _VALUES_A_WEIGHT_COLUMN * columns * width + len(parts) * model.d_model * _FLOAT32
-    share = _FLOAT32 * counts.total / spread.shards
+    # Besides the outputs of the matrices: the residual stream, in float32, before each branch.
+    layer = _VALUES_PER_WEIGHT_COLUMN * columns * width + len(parts) * model.d_model * _FLOAT32
+    share = _FLOAT32 * counts.total / resolved.shards
     return Memory(
         weights=round(share),
         gradients=round(share),
         optimizer=round(2 * share),
-        gathered=_gathered(spec, spread, counts),
-        graphs=0 if spread.shards > 1 else _graphs(phase, model, counts, tokens=tokens, width=width),
-        activations=round(tokens * _kept_a_token(phase, model, layer)),
-        # A chunk of them at a time, and the head's own gradient, kept until backward.
+        gathered=_gathered(spec, resolved, counts),
+        graphs=0 if resolved.shards > 1 else _graphs(phase, model, counts, tokens=tokens, width=width),
+        activations=round(tokens * _stored_per_token(phase, model, layer)),
+        # One chunk at a time, plus the head's gradient, stored until backward.
         logits=_FLOAT32
         * (
             _LOGIT_COPIES * min(tokens * model.padded_vocab_size, _LOGIT_CHUNK)
@@ -110,8 +111,8 @@ def estimate_memory(spec: RunSpec, phase: Phase, *, ranks: int = 1) -> Memory | 
     )
 
 
-def _gathered(spec: RunSpec, spread: Spread, counts: ParameterCounts) -> int:
-    if spread.shards == 1 or counts.total is None:
+def _gathered(spec: RunSpec, resolved: ResolvedLayout, counts: ParameterCounts) -> int:
+    if resolved.shards == 1 or counts.total is None:
         return 0
     together = float(counts.total)
     if spec.training.distributed.unit == "layer" and isinstance(spec.model, LanguageModelSpec):
@@ -123,17 +124,17 @@ def _gathered(spec: RunSpec, spread: Spread, counts: ParameterCounts) -> int:
 def _graphs(
     phase: Phase, model: LanguageModelSpec, counts: ParameterCounts, *, tokens: int, width: int
 ) -> int:
-    """Bytes that captured graphs keep beside what the same calls would, rather more than less."""
+    """Return the extra memory of captured graphs in bytes, an upper estimate."""
     if not phase.training.cuda_graphs or not isinstance(model, ImplicitLMSpec):
         return 0
-    recomputed = phase.training.checkpoint_activations != "none"  # then searches alone are recorded
+    recomputed = phase.training.checkpoint_activations != "none"  # then only searches are captured
     weights = (1 if recomputed else 2) * width * ((counts.backbone or 0) + (counts.gains or 0))
     masks = 2 * model.n_layers if model.dropout else 0
     return round(weights + tokens * model.d_model * (_POINTS + masks) * _FLOAT32)
 
 
-def _kept_a_token(phase: Phase, model: LanguageModelSpec, layer: float) -> float:
-    """Bytes kept for backward, a token, given those of a layer whose activations are all kept."""
+def _stored_per_token(phase: Phase, model: LanguageModelSpec, layer: float) -> float:
+    """Return the bytes stored per token for backward, given those of a layer without checkpointing."""
     passes, start = differentiated_passes(model), model.d_model * _FLOAT32
     match phase.training.checkpoint_activations:
         case "layers":

@@ -1,9 +1,9 @@
-"""What known devices can do at most, for utilizations: dense matrix products a second, from data sheets."""
+"""Peak FLOP/s of known devices for utilization: dense matrix products, from data sheets."""
 
 from __future__ import annotations
 
 _PEAKS: tuple[tuple[str, float, float], ...] = (
-    # part of the device's name, bfloat16 and float32 (without TF32), FLOP/s; the first that fits counts
+    # substring of the device name, bfloat16 and float32 (without TF32) FLOP/s; the first match applies
     ("B200", 2.25e15, 75e12),
     ("H200", 989e12, 67e12),
     ("H100 PCIe", 756e12, 51e12),
@@ -25,10 +25,10 @@ _PEAKS: tuple[tuple[str, float, float], ...] = (
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the FLOP/s of a device by its name, such as ``NVIDIA H100 80GB HBM3``; None: not known.
+    """Return the peak FLOP/s of a device by its name, such as ``NVIDIA H100 80GB HBM3``; None if unknown.
 
     Args:
-        device_name: as torch tells it.
+        device_name: name of the device as reported by torch.
         precision: ``bfloat16`` or ``float32``, the spec's `training.precision`.
 
     """

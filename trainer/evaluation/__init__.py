@@ -1,1 +1,1 @@
-"""Benchmarks of language models: tasks of lm-eval on local files, and the model as lm-eval asks it."""
+"""Benchmarks of language models: lm-eval tasks on local files, and the model adapter for lm-eval."""

@@ -1,10 +1,10 @@
 """The command line: ``python -m trainer.evaluate --checkpoint RUN --tokenizer FILE --data DIR [--tasks …]``.
 
-Asks a trained model the benchmarks of the paper (or any other registered evaluation task) through lm-eval,
-from local files, and writes ``results.json``, ``table.md`` and, where there is something to draw,
+Evaluates a trained model on the benchmarks of the paper (or any other registered evaluation task) through
+lm-eval, from local files, and writes ``results.json``, ``table.md`` and, if there are several points to plot,
 ``evaluation.png``.
 
-Exit codes: 0 done, 2 the request can't be carried out (said in a sentence), 130 interrupted.
+Exit codes: 0 success, 2 the request cannot be carried out (with a message), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from trainer.data.source import EvaluationSet
     from trainer.evaluation.eval_model import EvalModel
+    from trainer.evaluation.evaluate import EvaluationResult
     from trainer.evaluation.harness import HarnessLM
-    from trainer.evaluation.measure import EvaluationResult
     from trainer.evaluation.scores import EvalTask, Scores
 
 PAPER_TASKS = ("lambada", "hellaswag", "piqa", "arc_easy", "arc_challenge", "winogrande", "openbookqa")
@@ -38,7 +38,7 @@ _SETTINGS = ("limit", "batch_size", "tolerance", "max_length", "padding", "preci
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     made = argparse.ArgumentParser(
         prog="python -m trainer.evaluate", description="Evaluate a model on benchmarks, from local files."
     )
@@ -47,52 +47,57 @@ def parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="PATH",
-        help="a run's folder, one of its checkpoints, a safetensors file, or an exported folder",
+        help="a run directory, one of its checkpoints, a safetensors file, or a pretrained folder",
+    )
+    made.add_argument("--spec", metavar="FILE", help="a YAML file or a zoo name (default: the run's own)")
+    made.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json, a directory with one, or bytes"
     )
     made.add_argument(
-        "--spec", metavar="FILE", help="a YAML file or a name in the zoo; default: the run's own"
-    )
-    made.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json, a folder with one, or bytes"
-    )
-    made.add_argument(
-        "--data", type=Path, default=Path("data"), metavar="DIR", help="folder of the tasks' files"
+        "--data", type=Path, default=Path("data"), metavar="DIR", help="directory of the task files (data)"
     )
     made.add_argument(
         "--tasks",
         nargs="*",
         metavar="TASK",
-        help="kinds of evaluation tasks, KIND=FILE for other files, or YAML files of lm-eval's "
-        f"(default: {' '.join(PAPER_TASKS)}; none where --tokens are measured)",
+        help="kinds of evaluation tasks, KIND=FILE for other files, or lm-eval YAML files "
+        f"(default: {' '.join(PAPER_TASKS)}; none with --tokens)",
     )
-    made.add_argument("--limit", type=_positive, metavar="N", help="the first N items of each task only")
-    made.add_argument("--batch-size", type=_positive, default=16, metavar="N", help="sequences at once (16)")
+    made.add_argument("--limit", type=_positive, metavar="N", help="only the first N items of each task")
+    made.add_argument(
+        "--batch-size", type=_positive, default=16, metavar="N", help="sequences per forward pass (16)"
+    )
     made.add_argument(
         "--self-iterations",
         type=_positive,
         nargs="+",
         metavar="N",
-        help="repeat it with so many iterations of the search at most; the last call of the map, which gives "
-        "the output, comes on top",
+        help="repeat the evaluation with each maximum number of iterations; the final call of the map, "
+        "which gives the output, is not counted",
     )
-    made.add_argument("--tolerance", type=float, metavar="X", help="of the search, instead of the spec's")
+    made.add_argument(
+        "--tolerance", type=float, metavar="X", help="tolerance of the search (default: the spec's)"
+    )
     made.add_argument(
         "--max-length",
         type=_positive,
         metavar="N",
-        help="tokens of a request at most; longer contexts are cut on the left (default: as many as the "
-        "model has positions for, and nothing is cut)",
+        help="maximum tokens per request; longer contexts are truncated on the left (default: the model's "
+        "number of positions, without truncation)",
     )
     made.add_argument(
-        "--padding", choices=("right", "left"), default="right", help="where; the scores don't depend on it"
+        "--padding",
+        choices=("right", "left"),
+        default="right",
+        help="padding side; the scores do not depend on it",
     )
     made.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="(float32)")
-    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda where there is one)")
+    made.add_argument("--device", default="auto", help="cpu, cuda, … (default: cuda if available)")
     made.add_argument(
         "--tokens",
         type=Path,
         metavar="PATH",
-        help="token files, or what python -m trainer.tokenize wrote (its validation split): perplexity "
+        help="token files, or the output of python -m trainer.tokenize (its validation split): perplexity "
         "against length",
     )
     made.add_argument(
@@ -100,22 +105,22 @@ def parser() -> argparse.ArgumentParser:
         type=_positive,
         nargs="+",
         metavar="N",
-        help="lengths of the sequences cut from --tokens (default: 1, 2, 4 and 8 times the training length)",
+        help="sequence lengths for --tokens (default: 1, 2, 4 and 8 times the training length)",
     )
     made.add_argument(
-        "--output", type=Path, metavar="DIR", help="folder to write (default evaluations/<name>-<time>)"
+        "--output", type=Path, metavar="DIR", help="output directory (default: evaluations/<name>-<time>)"
     )
-    made.add_argument("--log-samples", action="store_true", help="write the answer to every item too")
+    made.add_argument("--log-samples", action="store_true", help="also write the response to every item")
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command and return its exit code."""
     options = parser().parse_args(arguments)
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # read once, when lm-eval imports it
-    # What the user asked for is checked first, where a ValueError is the answer to it. Later it is a mistake
-    # in the program, and keeps its traceback.
+    # The request is validated first, so that a ValueError here is a user error. Later it is a bug and
+    # keeps its traceback.
     try:
         job = _prepare(options)
     except ModuleNotFoundError as error:
@@ -124,21 +129,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return refuse(str(error))
     written: list[Path] = []
     try:
-        return _carry_out(job, options, written)
+        return _run(job, options, written)
     except (DataError, OSError) as error:
         return refuse(str(error))
     except KeyboardInterrupt:
         what = f"the results so far are in {written[0]}" if written else "nothing was written"
-        return refuse(f"stopped; {what}", INTERRUPTED)
+        return refuse(f"interrupted; {what}", INTERRUPTED)
     except Exception as error:
         if (short := short_of_memory(error)) is None:
             raise
-        return refuse(f"{job.device} is out of memory ({short}); lower --batch-size or take another --device")
+        return refuse(
+            f"{job.device} is out of memory ({short}); lower --batch-size or choose another --device"
+        )
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be done, all of it checked."""
+    """A validated evaluation."""
 
     eval_model: EvalModel
     device: torch.device
@@ -153,14 +160,16 @@ def _prepare(options: argparse.Namespace) -> _Job:
     tasks = options.tasks if options.tasks is not None else () if options.tokens else PAPER_TASKS
     specs = find_specs(tasks, data=options.data)
     if not specs and options.tokens is None:
-        raise ValueError("there is nothing to evaluate; name tasks by --tasks, or token files by --tokens")
+        raise ValueError("there is nothing to evaluate; set --tasks or --tokens")
     _require_used(options, tasks=bool(specs))
     # Perplexity of token files alone needs neither lm-eval nor, for a run, transformers.
     if specs:
         require_packages()
     elif (options.checkpoint / "config.json").is_file():
         require_packages("transformers")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of being given a model at all
+    logging.getLogger("lm_eval").setLevel(
+        logging.ERROR
+    )  # lm-eval warns about models that are already initialized
 
     from implicit_blocks._utils.devices import choose_device
     from implicit_blocks.search.options import SearchOptions
@@ -173,16 +182,16 @@ def _prepare(options: argparse.Namespace) -> _Job:
     eval_model = find_eval_model(options.checkpoint, spec=options.spec)
     if not eval_model.implicit and (options.self_iterations or options.tolerance is not None):
         given = "--self-iterations" if options.self_iterations else "--tolerance"
-        raise ValueError(f"{eval_model.name} doesn't search for fixed points; leave {given} out")
+        raise ValueError(f"{eval_model.name} does not search for fixed points; omit {given}")
     if options.tolerance is not None:
         SearchOptions(tolerance=options.tolerance).stopping(Stopping())
     output: Path | None = options.output
     if output is not None and output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists already and is not an empty folder; choose another by --output")
+        raise ValueError(f"{output} already exists and is not an empty directory; choose another --output")
     tokens = None if options.tokens is None else validation_folder(options.tokens, None) or options.tokens
     if tokens is not None and split_folder(tokens, TRAIN) != tokens:
         raise ValueError(
-            f"{tokens} has no validation split; name held-out tokens, or {tokens / TRAIN} to measure on the "
+            f"{tokens} has no validation split; give held-out tokens, or {tokens / TRAIN} to evaluate on the "
             "training text"
         )
     return _Job(
@@ -197,7 +206,7 @@ def _prepare(options: argparse.Namespace) -> _Job:
 
 
 def _require_used(options: argparse.Namespace, *, tasks: bool) -> None:
-    """Refuse options without an effect, and values given twice, which would be measured twice."""
+    """Reject options without an effect, and repeated values, which would be measured twice."""
     for option, given in (
         ("--max-length", options.max_length is not None),
         ("--padding", options.padding != "right"),
@@ -205,29 +214,29 @@ def _require_used(options: argparse.Namespace, *, tasks: bool) -> None:
         ("--tokenizer", options.tokenizer is not None),
     ):
         if given and not tasks:
-            raise ValueError(f"{option} is of tasks, and --tokens alone asks none; leave it out")
+            raise ValueError(f"{option} applies to tasks, but only --tokens is given; omit it")
     for option, values in (("--lengths", options.lengths), ("--self-iterations", options.self_iterations)):
         for value in values or ():
             if (times := values.count(value)) > 1:
-                raise ValueError(f"{option} has {value} {times} times; give each value once")
+                raise ValueError(f"{option} contains {value} {times} times; give each value once")
 
 
-def _carry_out(job: _Job, options: argparse.Namespace, written: list[Path]) -> int:
-    """Evaluate, write the results, and append their folder to ``written``."""
+def _run(job: _Job, options: argparse.Namespace, written: list[Path]) -> int:
+    """Evaluate, write the results, and append their directory to ``written``."""
     from implicit_blocks._utils.devices import device_name
     from trainer.evaluation.eval_model import longest_request
-    from trainer.evaluation.record import Record
+    from trainer.evaluation.results import Record
     from trainer.storage.run_folder import claim_folder
 
     for note in job.eval_model.notes:
         _log(f"WARNING: {note}")
     try:
         model = job.eval_model.load().to(job.device).eval()
-    except ValueError as error:  # weights that are damaged, or of another model
+    except ValueError as error:  # damaged weights, or those of another model
         return refuse(str(error))
     _log(f"{job.eval_model.name}: {job.eval_model.weights} on {device_name(job.device)}")
     longest = longest_request(model)
-    job = replace(job, sets=_readable(job.sets, longest, named=options.lengths is not None))
+    job = replace(job, sets=_fitting_sets(job.sets, longest, named=options.lengths is not None))
     lm = _checked_lm(model, job, options, longest) if job.tasks else None
     found: list[Scores] = []
     lengths: list[EvaluationResult] = []
@@ -250,10 +259,10 @@ def _carry_out(job: _Job, options: argparse.Namespace, written: list[Path]) -> i
         written.append(output)
 
     try:
-        _ask_all(model, lm, job, options, found=found, lengths=lengths)
-    except BaseException as error:  # what is done is kept, whatever ended it
+        _evaluate_all(model, lm, job, options, found=found, lengths=lengths)
+    except BaseException as error:  # finished results are kept after any error
         if found or lengths:
-            write("stopped by the user" if isinstance(error, KeyboardInterrupt) else str(error))
+            write("interrupted by the user" if isinstance(error, KeyboardInterrupt) else str(error))
         raise
     write()
     return 0
@@ -262,7 +271,7 @@ def _carry_out(job: _Job, options: argparse.Namespace, written: list[Path]) -> i
 def _checked_lm(
     model: torch.nn.Module, job: _Job, options: argparse.Namespace, longest: int | None
 ) -> HarnessLM:
-    """Return the model as lm-eval asks it, once the lengths of all requests have been checked."""
+    """Return the model's lm-eval adapter, after checking the lengths of all requests."""
     from trainer.evaluation.eval_model import as_transformers
     from trainer.evaluation.harness import HarnessLM
     from trainer.evaluation.scores import check_lengths
@@ -281,7 +290,7 @@ def _checked_lm(
     return lm
 
 
-def _ask_all(
+def _evaluate_all(
     model: torch.nn.Module,
     lm: HarnessLM | None,
     job: _Job,
@@ -290,15 +299,17 @@ def _ask_all(
     found: list[Scores],
     lengths: list[EvaluationResult],
 ) -> None:
-    """Ask all tasks and measure all lengths; results go to ``found`` and ``lengths`` once they are known."""
-    from trainer.evaluation.measure import evaluate
+    """Run all tasks and evaluate all lengths, appending results to ``found`` and ``lengths``."""
+    from trainer.evaluation.evaluate import evaluate
 
     budgets: Sequence[int | None] = options.self_iterations or (None,)
     search = {} if options.tolerance is None else {"tolerance": options.tolerance}
     if lm is not None:
-        from trainer.evaluation.scores import ask
+        from trainer.evaluation.scores import run_tasks
 
-        ask(lm, job.tasks, budgets=budgets, search=search, limit=options.limit, announce=_log, found=found)
+        run_tasks(
+            lm, job.tasks, budgets=budgets, search=search, limit=options.limit, announce=_log, found=found
+        )
     for budget in budgets:
         evaluate(
             model,
@@ -313,19 +324,21 @@ def _ask_all(
         )
 
 
-def _readable(sets: Sequence[EvaluationSet], longest: int | None, *, named: bool) -> Sequence[EvaluationSet]:
-    """Return the sets whose sequences the model has positions for: all, where their lengths were named.
+def _fitting_sets(
+    sets: Sequence[EvaluationSet], longest: int | None, *, named: bool
+) -> Sequence[EvaluationSet]:
+    """Return the sets whose sequences fit the model's positions.
 
     Raises:
-        DataError: a length was named that it has none for, or it has none for the training length.
+        DataError: an explicitly given length does not fit, or no length does.
 
     """
     fitting = [given for given in sets if longest is None or given.length <= longest]
     left = [str(given.length) for given in sets if longest is not None and given.length > longest]
     if left and (named or not fitting):
-        raise DataError(f"the model has positions for {longest} tokens; leave --lengths {' '.join(left)} out")
+        raise DataError(f"the model has positions for {longest} tokens; omit --lengths {' '.join(left)}")
     if left:
-        _log(f"lengths {', '.join(left)} are left out: the model has positions for {longest} tokens")
+        _log(f"skipping lengths {', '.join(left)}: the model has positions for {longest} tokens")
     return fitting
 
 
@@ -338,9 +351,7 @@ def _tokenizer(path: Path | None, eval_model: EvalModel) -> Any:
 
     source = path or eval_model.tokenizer
     if source is None:
-        raise ValueError(
-            f"{eval_model.name} comes without a tokenizer; name its tokenizer.json by --tokenizer"
-        )
+        raise ValueError(f"{eval_model.name} has no tokenizer; give its tokenizer.json by --tokenizer")
     tokenizer = load_tokenizer(source)
     if eval_model.rows is not None:
         check_tokenizer_fits(tokenizer, eval_model.rows, name=source)
@@ -352,7 +363,7 @@ def _token_sets(
 ) -> list[EvaluationSet]:
     if tokens is None:
         if options.lengths:
-            raise ValueError("--lengths are of the sequences cut from --tokens; name token files")
+            raise ValueError("--lengths requires --tokens")
         return []
     from trainer.data.source import EvaluationSet
     from trainer.data.tokens import TokenData
@@ -365,18 +376,17 @@ def _token_sets(
         if eval_model.documents == "reset":
             if source.files.documents is None:
                 raise ValueError(
-                    f"{eval_model.name} was trained with documents kept apart (data.documents=reset), but "
-                    "the "
-                    f"tokens in {source.path} don't say where documents end; write them by "
-                    "python -m trainer.tokenize"
+                    f"{eval_model.name} was trained with separate documents (data.documents=reset), but "
+                    f"{source.path} has no document ends; write the tokens by python -m "
+                    "trainer.tokenize"
                 )
             source = TokenData(tokens, length=length, vocab_size=vocab_size, documents="reset")
         made_by, known = source.files.tokenizer, eval_model.token_identity
         if made_by is not None and known is not None and made_by != known:
             raise ValueError(
-                f"the tokens in {source.path} were made by another tokenizer than those that "
-                f"{eval_model.name} "
-                f"was trained on (SHA-256 {made_by[:16]}…, not {known[:16]}…); tokenize the text with its own"
+                f"the tokens in {source.path} were written with a different tokenizer than those that "
+                f"{eval_model.name} was trained on (SHA-256 {made_by[:16]}…, not {known[:16]}…); tokenize "
+                "the text with its own"
             )
         count = source.samples if options.limit is None else min(options.limit, source.samples)
         name = f"L{length} ({count} sequences)"
@@ -385,7 +395,7 @@ def _token_sets(
 
 
 def _at(given: EvaluationSet, budget: int) -> EvaluationSet:
-    """Return the set under the name and with the setting of so many self-iterations."""
+    """Return the set with a maximum number of self-iterations in its name and settings."""
     name = f"{given.name}, {counted(budget, 'self-iteration')}"
     return replace(given, name=name, settings={**given.settings, "self_iterations": budget})
 
@@ -393,5 +403,5 @@ def _at(given: EvaluationSet, budget: int) -> EvaluationSet:
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
     return value

@@ -1,4 +1,4 @@
-"""What is evaluated: a spec with weights from a run, a checkpoint, or a folder of transformers."""
+"""The model to evaluate: a spec with weights from a run, a checkpoint, or a pretrained folder."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from trainer.checkpoint.load import STATE_FILE, newest_sound_checkpoint
 from trainer.storage.run_folder import RunFolder
 
 DEFAULT_LENGTH = 2048
-"""Tokens of a request at most where nothing says otherwise, as in lm-eval."""
+"""Default maximum number of tokens per request, as in lm-eval."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalModel:
-    """A model to be evaluated, and where it comes from.
+    """A model to evaluate, and its origin.
 
-    ``load`` reads the weights, on the CPU; what can be refused without them has been. ``rows`` is the size of
-    its vocabulary, ``length`` the tokens it was trained on at once, ``tokenizer`` a folder that has one.
+    ``load`` reads the weights on the CPU; everything else has been validated before. ``rows`` is the size of
+    the vocabulary, ``length`` the training length in tokens, ``tokenizer`` a directory that contains one.
     """
 
     name: str
@@ -39,40 +39,40 @@ class EvalModel:
     tokenizer: Path | None = None
     notes: tuple[str, ...] = ()
     documents: Literal["ignore", "reset"] = "ignore"
-    """Whether it was trained with the documents of a row kept apart: ``data.documents`` of its run."""
+    """Whether the model was trained with separate documents: ``data.documents`` of its run."""
     token_identity: str | None = None
-    """The SHA-256 that identifies the tokenizer of the tokens it was trained on, where that is known."""
+    """SHA-256 that identifies the tokenizer of the training tokens, if known."""
 
     @property
     def implicit(self) -> bool:
-        """Whether it searches for fixed points."""
+        """Whether the model searches for fixed points."""
         return hasattr(self.spec, "at_evaluation")
 
     @property
     def rows(self) -> int | None:
-        """The size of the vocabulary, with its padding; None where the spec doesn't tell."""
+        """Size of the vocabulary including padding, or None if the spec does not determine it."""
         rows = getattr(self.spec, "padded_vocab_size", None) or getattr(self.spec, "vocab_size", None)
         return None if rows is None else int(rows)
 
 
 def find_eval_model(checkpoint: Path, *, spec: str | None = None) -> EvalModel:
-    """Find out what is to be evaluated; the weights are not read yet.
+    """Find the model to evaluate, without reading its weights.
 
     Args:
-        checkpoint: a run's folder (its newest checkpoint that is whole), a checkpoint of the trainer, a file
-            of safetensors, or a folder that transformers reads.
-        spec: a name of the zoo or a YAML file; None: the run's own, or what the folder says.
+        checkpoint: a run directory (its newest valid checkpoint), a checkpoint of the trainer, a safetensors
+            file, or a pretrained folder of transformers.
+        spec: a zoo name or a YAML file; None: the run's own, or that of the folder.
 
     Raises:
-        ValueError: there is nothing of the kind, no spec, or (a folder of transformers) weights that do not
+        ValueError: the path is none of these, has no spec, or (a pretrained folder) has weights that do not
             fit.
 
     """
     if not checkpoint.exists():
-        raise ValueError(f"there is nothing at {checkpoint}; give a run, a checkpoint, or an exported folder")
+        raise ValueError(f"{checkpoint} does not exist; give a run, a checkpoint, or a pretrained folder")
     if (checkpoint / CONFIG).is_file():
         if spec is not None:
-            raise ValueError(f"{checkpoint} says itself what model it is; leave --spec out")
+            raise ValueError(f"{checkpoint} contains its own config; omit --spec")
         return _of_transformers(checkpoint)
     weights, run, notes = _weights(checkpoint)
     if spec is not None:
@@ -80,7 +80,7 @@ def find_eval_model(checkpoint: Path, *, spec: str | None = None) -> EvalModel:
     elif run is not None:
         name, loaded = run.run_name(), load_spec(run.spec_path)
     else:
-        raise ValueError(f"{checkpoint} doesn't say what model it is; name its spec by --spec")
+        raise ValueError(f"{checkpoint} has no spec; set --spec")
     length = getattr(getattr(loaded, "data", None), "seq_len", DEFAULT_LENGTH)
     return EvalModel(
         name=name,
@@ -96,7 +96,7 @@ def find_eval_model(checkpoint: Path, *, spec: str | None = None) -> EvalModel:
 
 
 def _weights(checkpoint: Path) -> tuple[Path, RunFolder | None, list[str]]:
-    """Find the weights, the run they belong to, and what is wrong with newer ones."""
+    """Return the path of the weights, the run they belong to, and problems with newer checkpoints."""
     if not checkpoint.is_dir():
         return checkpoint, None, []
     run = RunFolder(checkpoint)
@@ -109,7 +109,7 @@ def _weights(checkpoint: Path) -> tuple[Path, RunFolder | None, list[str]]:
     if (checkpoint / SAFETENSORS).is_file():
         return checkpoint / SAFETENSORS, None, []
     raise ValueError(
-        f"{checkpoint} is no run, no checkpoint and no exported folder: it has no spec.yaml, {STATE_FILE}, "
+        f"{checkpoint} is not a run, checkpoint or pretrained folder: it has no spec.yaml, {STATE_FILE}, "
         f"{CONFIG} or {SAFETENSORS}"
     )
 
@@ -140,11 +140,11 @@ def _of_transformers(folder: Path) -> EvalModel:
 
 
 ANY_LENGTH = 2**31 - 1
-"""Tokens of a request where nothing limits them: rotary positions and recurrent states go on."""
+"""Request length for models without a limit: rotary positions and recurrent states extrapolate."""
 
 
 def longest_request(model: nn.Module) -> int | None:
-    """Return how many tokens a model can read at once, for which it has positions; None: any number."""
+    """Return the maximum number of tokens for which a model has positions; None: unlimited."""
     if isinstance(model, LanguageModel):
         return None
     if hasattr(model, "longest"):
@@ -155,12 +155,12 @@ def longest_request(model: nn.Module) -> int | None:
 
 
 def as_transformers(model: nn.Module) -> Any:
-    """Return a model as transformers has it, which is what lm-eval asks; its storage is shared.
+    """Return a model as a transformers model that shares its storage, as lm-eval requires.
 
-    One of the library reads requests of any length, whatever it was trained on.
+    Models of the library accept requests of any length, whatever their training length.
 
     Raises:
-        ValueError: it is none of the library's language models, and can't say what it is to transformers.
+        ValueError: it is not a language model of the library and has no method ``to_transformers``.
 
     """
     if isinstance(model, LanguageModel):
@@ -170,6 +170,6 @@ def as_transformers(model: nn.Module) -> Any:
     convert: Any = getattr(model, "to_transformers", None)
     if convert is None:
         raise ValueError(
-            f"a {type(model).__name__} can't be asked by lm-eval: it has no method to_transformers()"
+            f"lm-eval cannot evaluate a {type(model).__name__}: it has no method to_transformers()"
         )
     return convert()

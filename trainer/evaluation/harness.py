@@ -1,4 +1,4 @@
-"""The model as lm-eval asks it: its own backend of transformers, with masks and a tally of the searches.
+"""The lm-eval adapter: a backend for transformers models with attention masks and search statistics.
 
 Shape legend: B requests of a batch, L tokens, T scored tokens of a batch, V vocabulary.
 """
@@ -27,11 +27,11 @@ Scored = tuple[float, bool]
 
 @dataclass(frozen=True, kw_only=True)
 class SearchTally:
-    """How the searches of many sequences went.
+    """Statistics of the searches for many sequences.
 
-    ``iterations`` is the mean over sequences of what the slowest token took, ``token_iterations`` that over
-    tokens (None where they aren't counted by token); ``non_converged`` and ``diverged`` are shares of the
-    sequences, ``residual`` is a mean and ``residual_max`` the largest.
+    ``iterations`` is the mean over sequences of the slowest token's iterations, ``token_iterations`` the mean
+    over tokens (None if they are not counted per token); ``non_converged`` and ``diverged`` are fractions of
+    the sequences, ``residual`` is a mean and ``residual_max`` the maximum.
     """
 
     sequences: int
@@ -45,23 +45,23 @@ class SearchTally:
 
 
 class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
-    """A causal model of transformers (or one of the library, by ``from_library``), asked by lm-eval.
+    """An lm-eval model for a causal model of transformers (or of the library, by ``from_library``).
 
-    It differs from lm-eval's own backend in what the answers should not depend on: padding is masked, on
-    either side; only the logits that are scored are computed; requests with the same tokens are answered by
-    one pass. With a ``max_length``, contexts too long are cut on the left, as there, and counted in
+    It differs from lm-eval's own backend in properties that must not affect the scores: padding is masked on
+    either side, only scored logits are computed, and requests with the same tokens share one forward pass.
+    With a ``max_length``, longer contexts are truncated on the left, as in lm-eval, and counted in
     ``truncated``.
 
     Args:
         model: the model; it stays on its device.
-        tokenizer: of transformers.
-        batch_size: sequences that go through the model at once, sorted by length.
-        padding: the side of it.
-        max_length: tokens of a request at most; None: any number. ``ask`` checks requests before it begins.
-        window: tokens of the windows in which whole documents are scored, at most ``max_length``.
-        precision: ``bfloat16`` is autocast.
-        search: of the model's forward pass: ``max_iterations``, ``tolerance``, ``damping``. Explicit models
-            have no search and ignore them.
+        tokenizer: a tokenizer of transformers.
+        batch_size: sequences per forward pass, sorted by length.
+        padding: padding side.
+        max_length: maximum tokens per request; None: unlimited. ``check_lengths`` checks requests in advance.
+        window: window in tokens for scoring whole documents, at most ``max_length``.
+        precision: ``bfloat16`` uses autocast.
+        search: options of the model's forward pass: ``max_iterations``, ``tolerance``, ``damping``. Explicit
+            models have no search and ignore them.
 
     """
 
@@ -96,13 +96,13 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
     # ------------------------------------------------------------------------------------ tally
 
     def restart(self, *, search: Mapping[str, float] | None = None) -> None:
-        """Forget the searches so far, and search otherwise from now on."""
+        """Clear the statistics and set the search options."""
         self.search = dict(search or {})
         self.truncated = 0
         self._solutions = []
 
     def tally(self) -> SearchTally | None:
-        """Sum up the searches since ``restart``; None where there were none: explicit models, generation."""
+        """Return the statistics since ``restart``; None without searches (explicit models, generation)."""
         if not self._solutions:
             return None
         iterations, residual, converged, diverged, by_token, tokens = map(
@@ -134,21 +134,22 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
 
     @property
     def limited(self) -> bool:
-        """Whether requests may be too long."""
+        """Whether requests can be too long."""
         return bool(self.max_length < ANY_LENGTH)
 
     def token_counts(self, requests: Sequence[Any]) -> list[tuple[int, int]]:
-        """Return how many tokens the context and the continuation of each request have; nothing is scored.
+        """Return the number of context and continuation tokens of each request, without scoring.
 
-        The continuation of a request to generate is what may be generated, and one more, since that is read
-        with the rest. Whole documents are scored in windows, so they have no length here: (0, 0).
+        The continuation of a generation request is the maximum number of generated tokens plus one, because
+        generated tokens are read as well. Whole documents are scored in windows and have no length here: (0,
+        0).
         """
         counts: list[tuple[int, int]] = []
         for request in requests:
             if request.request_type == "loglikelihood":
                 self._counts = counts
                 try:
-                    self.loglikelihood([request], disable_tqdm=True)  # which encodes as lm-eval does
+                    self.loglikelihood([request], disable_tqdm=True)  # encodes as lm-eval does
                 finally:
                     self._counts = None
             elif request.request_type == "generate_until":
@@ -174,7 +175,7 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
             self._max_length = longest
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[Scored]:
-        """Answer the requests, with a bar on a terminal only."""
+        """Score the requests, with a progress bar on a terminal only."""
         quiet = disable_tqdm or not sys.stderr.isatty()
         found: list[Scored] = super().loglikelihood(requests, disable_tqdm=quiet)
         return found
@@ -185,23 +186,23 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         disable_tqdm: bool = False,
         override_bs: int | None = None,
     ) -> list[Scored]:
-        """Return the log-likelihood of each continuation, and whether it is the likeliest one."""
+        """Return the log-likelihood of each continuation, and whether it is the greedy one."""
         if self._counts is not None:
             self._counts += [(len(context), len(continuation)) for _, context, continuation in requests]
             return []
-        # A model reads all tokens but the last one; what several requests have in common is read once.
+        # The model reads all tokens but the last; requests with equal inputs share a forward pass.
         readers: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for number, (_, context, continuation) in enumerate(requests):
             tokens = context + continuation
             if len(continuation) > self.max_length:
                 raise DataError(
                     f"a continuation has {len(continuation)} tokens, more than the model's maximum of "
-                    f"{self.max_length}; raise it (--max-length), or leave the task out"
+                    f"{self.max_length}; raise it (--max-length), or omit the task"
                 )
             self.truncated += len(tokens) > self.max_length + 1
             readers[tuple(tokens[-(self.max_length + 1) :][:-1])].append(number)
         answers: list[Scored | None] = [None] * len(requests)
-        # The longest first: what doesn't fit into memory shows at once.
+        # Longest first, so that out-of-memory errors occur early.
         inputs = sorted(readers, key=lambda tokens: (-len(tokens), tokens))
         size = override_bs or int(self.batch_size)
         for first in range(0, len(inputs), size):
@@ -219,7 +220,7 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
     def _score(
         self, batch: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, int, list[int]]]
     ) -> Iterable[Scored]:
-        """Answer the requests of a batch: (row, number of the request, its continuation)."""
+        """Score the requests of a batch: (row, index of the request, its continuation)."""
         lengths = [len(tokens) for tokens in batch]
         longest = max(lengths)
         starts = [0 if self.padding == "right" else longest - length for length in lengths]
@@ -229,7 +230,7 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
             ids_BL[row, start : start + len(tokens)] = torch.tensor(tokens)
             mask_BL[row, start : start + len(tokens)] = 1
         ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        # The logits of the last tokens, as few as hold all that is scored.
+        # Number of final tokens that cover all scored positions.
         kept = max(longest - ends[row] + len(continuation) for row, _, continuation in wanted)
         logits_BLV = self._logits(ids_BL.to(self.device), mask_BL.to(self.device), kept)
         left_out = longest - logits_BLV.shape[1]
@@ -259,7 +260,7 @@ class HarnessLM(HFLM):  # type: ignore[misc]  # lm-eval is untyped
         return at_least_float32(output.logits[:, -kept:])
 
     def _savings(self, kept: int) -> dict[str, Any]:
-        """Return the arguments that spare work, those that the model has: not all of transformers' do."""
+        """Return the arguments that save work, as far as the model's forward accepts them."""
         known = inspect.signature(self.model.forward).parameters
         wanted = {"use_cache": False, "logits_to_keep": kept}
         return {name: value for name, value in wanted.items() if name in known}

@@ -1,9 +1,9 @@
-"""Items of the benchmarks as lm-eval's prompts expect them, from whichever form a file has.
+"""Benchmark items in the fields of lm-eval's prompts, read from the known file formats.
 
-Of each benchmark the form of its release (or of its data set on the hub, as JSON lines) is read, and the
+For each benchmark the format of its release (or of its Hub dataset, as JSON lines) is supported, and the
 compact one of ``*_llmfoundry.jsonl``: ``context`` and ``continuation``; ``query``, ``choices`` and ``gold``;
-or ``context_options``, ``continuation`` and ``gold``. HellaSwag also as text of six lines an item: the
-context, the label, four endings.
+or ``context_options``, ``continuation`` and ``gold``. HellaSwag is also read from text with six lines per
+item: the context, the label, four endings.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _OPENERS: dict[str, Callable[..., Any]] = {".bz2": bz2.open, ".gz": gzip.open, "
 
 
 def read_items(kind: str, path: Path) -> list[Item]:
-    """Read the items of a benchmark, in the fields that lm-eval's own configuration of it uses.
+    """Read the items of a benchmark, in the fields of lm-eval's own configuration.
 
     Args:
-        kind: of the task, such as ``piqa``.
-        path: its file; ``.bz2``, ``.gz`` and ``.xz`` are unpacked.
+        kind: kind of the task, such as ``piqa``.
+        path: its file; ``.bz2``, ``.gz`` and ``.xz`` are decompressed.
 
     Raises:
-        ValueError: nothing in it, or an item in none of the known forms; names file and line.
+        ValueError: the file is empty, or an item has an unknown format; names file and line.
 
     """
     items = []
@@ -42,17 +42,17 @@ def read_items(kind: str, path: Path) -> list[Item]:
                     items.append(_CONVERTERS[kind](row))
                 except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
                     raise ValueError(
-                        f"{path}, line {line}: no item of {kind} in a form that is known "
-                        f"({_said(error)}); it has {', '.join(map(str, row))}"
+                        f"{path}, line {line}: unknown format of an item of {kind} ({_describe(error)}); "
+                        f"it has {', '.join(map(str, row))}"
                     ) from None
     except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} can't be read; it is cut short or damaged: {error}") from None
+        raise ValueError(f"{path} cannot be read (truncated or damaged): {error}") from None
     if not items:
-        raise ValueError(f"{path} holds no items of {kind}")
+        raise ValueError(f"{path} contains no items of {kind}")
     return items
 
 
-def _said(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{error} is missing" if isinstance(error, KeyError) else str(error)
 
 
@@ -62,7 +62,7 @@ def _open(path: Path) -> TextIO:
 
 
 def _rows(kind: str, path: Path, file: TextIO) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the rows of a file with the line they begin at."""
+    """Yield the rows of a file with their first line numbers."""
     if kind == "hellaswag" and ".txt" in path.suffixes:
         yield from _six_lines(path, file)
         return
@@ -76,15 +76,15 @@ def _rows(kind: str, path: Path, file: TextIO) -> Iterator[tuple[int, Mapping[st
         except ValueError as error:
             raise ValueError(f"{path}, line {line}: not JSON ({error})") from None
         if not isinstance(row, Mapping):
-            raise ValueError(f"{path}, line {line}: a JSON object is expected, not a {type(row).__name__}")
+            raise ValueError(f"{path}, line {line}: expected a JSON object, got a {type(row).__name__}")
         if labels is not None and "label" not in row:
             if number >= len(labels):
-                raise ValueError(f"{path} has more items than its file of labels, {len(labels)}")
+                raise ValueError(f"{path} has more items than its label file ({len(labels)})")
             row = {**row, "label": labels[number]}
         number += 1
         yield line, row
     if labels is not None and number != len(labels):
-        raise ValueError(f"{path} has {number} items, and its file of labels {len(labels)}")
+        raise ValueError(f"{path} has {number} items, but its label file has {len(labels)}")
 
 
 def _six_lines(path: Path, file: TextIO) -> Iterator[tuple[int, Mapping[str, Any]]]:
@@ -93,7 +93,7 @@ def _six_lines(path: Path, file: TextIO) -> Iterator[tuple[int, Mapping[str, Any
         lines.pop()
     if len(lines) % 6:
         raise ValueError(
-            f"{path} has {len(lines)} lines, no multiple of 6 (context, label, four endings); it is cut short"
+            f"{path} has {len(lines)} lines, not a multiple of 6 (context, label, four endings): truncated"
         )
     for first in range(0, len(lines), 6):
         context, label, *endings = lines[first : first + 6]
@@ -101,7 +101,7 @@ def _six_lines(path: Path, file: TextIO) -> Iterator[tuple[int, Mapping[str, Any
 
 
 def _piqa_labels(path: Path) -> list[str] | None:
-    """Return the labels that PIQA keeps beside its items, ``valid-labels.lst`` beside ``valid.jsonl``."""
+    """Return the labels that PIQA stores beside its items (``valid-labels.lst``), if the file exists."""
     file = path.with_name(f"{path.name.removesuffix('.jsonl')}-labels.lst")
     return file.read_text(encoding="utf-8").split() if file.is_file() else None
 
@@ -121,16 +121,16 @@ def _hellaswag(row: Mapping[str, Any]) -> Item:
     if "context" in row:
         label, colon, context = row["context"].partition(": ")
         if not colon:
-            raise ValueError("the context names no activity before a colon")
+            raise ValueError("the context has no activity label before a colon")
         whole, begun = _begun_sentence(context)
         return {"activity_label": label, "ctx_a": whole, "ctx_b": begun, **item}
     return {name: _text(row[name]) for name in ("activity_label", "ctx_a", "ctx_b")} | item
 
 
 def _begun_sentence(context: str) -> tuple[str, str]:
-    """Part a context into the whole sentences and the one begun, which lm-eval writes with a capital.
+    """Split a context into its complete sentences and the incomplete one, which lm-eval capitalizes.
 
-    The text of six lines has them joined by a space, the one begun in small letters.
+    The six-line format joins them by a space, with the incomplete sentence in lower case.
     """
     if context.rstrip().endswith((".", "!", "?", '"', "'", ")")):
         return context, ""
@@ -147,14 +147,14 @@ def _piqa(row: Mapping[str, Any]) -> Item:
 
 
 def _choices(row: Mapping[str, Any]) -> tuple[str, Item]:
-    """Return the question, and the choices with the answer's key, as ARC and OpenBookQA have them."""
+    """Return the question, and the choices with the answer key, as in ARC and OpenBookQA."""
     if "query" in row:
         texts = [_text(choice) for choice in row["choices"]]
         labels = [chr(ord("A") + number) for number in range(len(texts))]
         return _text(row["query"]), _answered(texts, labels, labels[_among(row["gold"], texts)])
     question = row["question_stem"] if "question_stem" in row else row["question"]
     choices = row.get("choices")
-    if isinstance(question, Mapping):  # the releases' own form
+    if isinstance(question, Mapping):  # format of the releases
         question, choices = question["stem"], question["choices"]
     if isinstance(choices, Mapping):
         return _text(question), _answered(choices["text"], choices["label"], row["answerKey"])
@@ -165,7 +165,7 @@ def _choices(row: Mapping[str, Any]) -> tuple[str, Item]:
 
 def _answered(texts: list[str], labels: list[str], key: str) -> Item:
     if key.strip() not in labels:
-        raise ValueError(f"the answer {key!r} is none of {', '.join(labels)}")
+        raise ValueError(f"answer key {key!r} is not one of {', '.join(labels)}")
     return {"choices": {"text": list(texts), "label": list(labels)}, "answerKey": key}
 
 
@@ -183,9 +183,9 @@ def _winogrande(row: Mapping[str, Any]) -> Item:
     if "context_options" not in row:
         item = {name: _text(row[name]) for name in ("sentence", "option1", "option2")}
         if "_" not in item["sentence"]:
-            raise ValueError("the sentence has no gap _")
+            raise ValueError("the sentence has no placeholder _")
         if row["answer"] not in ("1", "2"):
-            raise ValueError(f"the answer is {row['answer']!r}, not '1' or '2'")
+            raise ValueError(f"the answer must be '1' or '2', got {row['answer']!r}")
         return {**item, "answer": row["answer"]}
     first, second = row["context_options"]
     pairs = zip(first.split(" "), second.split(" "), strict=False)
@@ -203,7 +203,7 @@ def _boolq(row: Mapping[str, Any]) -> Item:
     if "query" in row:
         passage, mark, question = row["query"].rpartition("\nQuestion: ")
         if not mark:
-            raise ValueError("the query has no line that begins with Question:")
+            raise ValueError("the query has no line that starts with Question:")
         item = {"passage": passage.removeprefix("Passage: "), "question": question.removesuffix("?")}
         return {**item, "label": _among(row["gold"], ("no", "yes"))}
     passage = f"{row['title']} -- {row['passage']}" if "title" in row else _text(row["passage"])
@@ -229,7 +229,7 @@ _CONVERTERS: dict[str, Callable[[Mapping[str, Any]], Item]] = {
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not text")
     return value
 
 
@@ -237,5 +237,5 @@ def _among(answer: Any, choices: Any) -> int:
     """Return an answer as the index of a choice."""
     index = int(answer)
     if not 0 <= index < len(choices):
-        raise ValueError(f"the answer is {index}, and there are {len(choices)} choices")
+        raise ValueError(f"the answer index is {index}, but there are {len(choices)} choices")
     return index

@@ -1,4 +1,4 @@
-"""Asking a model all tasks, at one budget of iterations after another; the scores as JSON and tables."""
+"""Running all tasks for each budget of iterations; the scores as JSON and tables."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from trainer.reporting.metrics import rounded
 from trainer.specs.evaluation_tasks import EvaluationTaskSpec
 
 PAPER_COLUMNS = ("LMB ppl", "LMB", "HS", "PIQA", "ArcE", "ArcC", "WG", "OBQA")
-"""The columns of the paper's table, in its order."""
+"""Columns of the paper's table, in order."""
 _AVERAGED = PAPER_COLUMNS[1:]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvalTask:
-    """A task that is ready to be asked, under the name it was asked for by."""
+    """A task ready to run, with the name that the user gave."""
 
     name: str
     spec: EvaluationTaskSpec
@@ -37,9 +37,9 @@ class EvalTask:
 class TaskScore:
     """A model's score on one task.
 
-    ``metrics`` are lm-eval's, ``errors`` their standard errors over the items where they have one (that of a
-    perplexity to first order). ``columns`` says under which header of the table a metric stands. ``search``
-    is None where nothing was searched for; ``truncated`` counts requests whose context was cut to fit.
+    ``metrics`` are lm-eval's, ``errors`` their standard errors over the items if available (for a perplexity
+    to first order). ``columns`` maps metrics to headers of the table. ``search`` is None without searches;
+    ``truncated`` is the number of requests whose context was truncated.
     """
 
     name: str
@@ -67,13 +67,13 @@ class TaskScore:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """All tasks at one budget of self-iterations; None is the spec's own stopping."""
+    """All tasks at one budget of self-iterations; None uses the spec's stopping."""
 
     self_iterations: int | None
     tasks: Sequence[TaskScore]
 
     def columns(self) -> dict[str, float]:
-        """Return the table's values by header: the paper's first, and their mean where all are there."""
+        """Return the table's values by header: the paper's first, with their mean if all are present."""
         values = {
             header: task.metrics[metric] for task in self.tasks for metric, header in task.columns.items()
         }
@@ -83,7 +83,7 @@ class Scores:
         return {**ordered, **values}
 
     def samples(self) -> Iterator[dict[str, Any]]:
-        """Yield the answer to every item: what was asked, lm-eval's answers, what they count for."""
+        """Yield every item: its requests, responses and metrics."""
         for task in self.tasks:
             for sample in task.samples:
                 counts = {name: sample[name] for name in sample["metrics"]}
@@ -106,7 +106,7 @@ class Scores:
         }
 
 
-def ask(
+def run_tasks(
     lm: HarnessLM,
     tasks: Sequence[EvalTask],
     *,
@@ -116,16 +116,16 @@ def ask(
     announce: Callable[[str], None] = lambda text: None,
     found: list[Scores] | None = None,
 ) -> list[Scores]:
-    """Ask every task at every budget.
+    """Run every task at every budget.
 
     Args:
         lm: the model.
-        tasks: what it is asked.
-        budgets: iterations of the search at most; None: as the model's spec says.
-        search: of every search besides, such as the tolerance.
-        limit: the first so many items of each task only.
-        announce: is told what begins and what came of it.
-        found: takes the scores as soon as they are known, so that they outlive a failure; None: a new list.
+        tasks: the tasks.
+        budgets: maximum numbers of iterations; None: as in the model's spec.
+        search: further search options, such as the tolerance.
+        limit: only the first items of each task.
+        announce: called with a message before and after each task.
+        found: list to append the scores to as they arrive, so that they survive a failure; None: a new list.
 
     """
     found = [] if found is None else found
@@ -133,26 +133,26 @@ def ask(
         given = {**(search or {}), **({} if budget is None else {"max_iterations": budget})}
         scores: list[TaskScore] = []
         for task in tasks:
-            announce(_name(task.name, budget))
+            announce(_label(task.name, budget))
             lm.restart(search=given)
-            scores.append(_ask_one(lm, task, limit=limit))
+            scores.append(_run_task(lm, task, limit=limit))
             if len(scores) == 1:
                 found.append(Scores(self_iterations=budget, tasks=scores))
-            announce(f"  {_said(scores[-1])}")
+            announce(f"  {_summary(scores[-1])}")
     return found
 
 
 def check_lengths(lm: HarnessLM, tasks: Sequence[EvalTask], *, limit: int | None, truncate: bool) -> None:
-    """Compare the lengths of all requests with what the model can read, before any is asked.
+    """Check the lengths of all requests against the model's maximum before running any task.
 
     Args:
         lm: the model.
-        tasks: what it will be asked.
-        limit: the first so many items of each task only.
-        truncate: whether contexts may be cut to fit; continuations are never cut.
+        tasks: the tasks.
+        limit: only the first items of each task.
+        truncate: whether contexts may be truncated; continuations never are.
 
     Raises:
-        DataError: requests that do not fit, of all tasks.
+        DataError: lists the tasks with requests that do not fit.
 
     """
     if not lm.limited:
@@ -162,7 +162,7 @@ def check_lengths(lm: HarnessLM, tasks: Sequence[EvalTask], *, limit: int | None
         asked.task.build_all_requests(limit=limit, rank=0, world_size=1)
         counts = lm.token_counts(asked.task.instances)
         continuation = max((after for _, after in counts), default=0)
-        # A model reads all tokens but the last one.
+        # The model reads all tokens but the last.
         whole = [before + after - 1 for before, after in counts]
         too_long = sum(length > most for length in whole)
         longest = max(longest, *whole)
@@ -175,20 +175,19 @@ def check_lengths(lm: HarnessLM, tasks: Sequence[EvalTask], *, limit: int | None
     if complaints:
         listed = "".join(f"\n  {complaint}" for complaint in complaints)
         remedy = (
-            f"raise the maximum (--max-length, max_length), to {longest} for all of them whole"
+            f"raise the maximum (--max-length, max_length) to at least {longest}"
             if truncate
-            else f"cut their contexts on the left (--max-length {most}, max_length)"
+            else f"truncate the contexts on the left (--max-length {most}, max_length)"
         )
         raise DataError(
-            f"requests do not fit into the maximum of {most} tokens:{listed}\n{remedy}, or leave these tasks "
-            "out"
+            f"requests exceed the maximum of {most} tokens:{listed}\n{remedy}, or omit these tasks"
         )
 
 
-def _ask_one(lm: HarnessLM, asked: EvalTask, *, limit: int | None) -> TaskScore:
+def _run_task(lm: HarnessLM, asked: EvalTask, *, limit: int | None) -> TaskScore:
     began = time.perf_counter()
-    # One task at a time: lm-eval mixes the requests of several, and the searches could not be told apart.
-    # Without its bootstrap of standard errors, which takes processes and seeds of its own.
+    # One task at a time: lm-eval mixes the requests of several, which would mix their search statistics.
+    # Without lm-eval's bootstrap of standard errors, which uses separate processes and seeds.
     found = lm_eval.evaluate(
         lm, {"tasks": {asked.name: asked.task}}, limit=limit, bootstrap_iters=0, log_samples=True
     )
@@ -202,7 +201,7 @@ def _ask_one(lm: HarnessLM, asked: EvalTask, *, limit: int | None) -> TaskScore:
     absent = [name for name in columns if name not in metrics]
     if absent:
         raise ValueError(
-            f"{asked.name} has no {', '.join(absent)} to show; its metrics are {', '.join(metrics)}"
+            f"{asked.name} has no metric {', '.join(absent)}; its metrics are {', '.join(metrics)}"
         )
     return TaskScore(
         name=asked.name,
@@ -227,27 +226,27 @@ def _errors(task: Task, samples: Sequence[Mapping[str, Any]]) -> dict[str, float
             continue
         if aggregation is mean:
             errors[metric] = float(mean_stderr(values))
-        elif aggregation is perplexity:  # exp(−mean), so to first order:
+        elif aggregation is perplexity:  # exp(−mean), to first order
             errors[metric] = float(perplexity(values) * mean_stderr(values))
     return errors
 
 
 def _number(value: float | None) -> float | None:
-    """Return a value with so many digits as mean something; None for what JSON can't say."""
+    """Return a value rounded for JSON; None if it is not finite."""
     if not isinstance(value, float):
         return value
     return rounded(value) if math.isfinite(value) else None
 
 
-def _name(name: str, budget: int | None) -> str:
+def _label(name: str, budget: int | None) -> str:
     return name if budget is None else f"{name}, {budget} self-iteration{'s' if budget > 1 else ''}"
 
 
-def _said(score: TaskScore) -> str:
+def _summary(score: TaskScore) -> str:
     parts = [f"{name} {value:.4g}" for name, value in score.metrics.items()]
     if score.search is not None:
         parts.append(f"iterations {score.search.iterations:.1f}")
         parts.append(f"converged {1.0 - score.search.non_converged:.1%}")
     if score.truncated:
-        parts.append(f"{score.truncated} requests cut to fit")
+        parts.append(f"{score.truncated} requests truncated")
     return f"{', '.join(parts)} ({score.items} items, {score.seconds:.0f} s)"

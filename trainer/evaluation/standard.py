@@ -1,4 +1,4 @@
-"""The standard benchmarks as tasks of lm-eval: its own prompts and metrics, on items from a file."""
+"""The standard benchmarks as lm-eval tasks, with lm-eval's prompts and metrics and items from a file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from datasets import Dataset
 from lm_eval.api.task import ConfigurableTask, Task
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml  # nothing public gives a configuration without its data
+from lm_eval.tasks._yaml_loader import load_yaml  # no public function loads a configuration without its data
 
 from trainer.evaluation.items import read_items
 from trainer.specs.evaluation_tasks import HarnessTaskSpec, StandardTaskSpec
@@ -19,11 +19,11 @@ _STRUCTURE = ("tag", "group", "task_list")
 
 
 def build_standard(spec: StandardTaskSpec, *, data: Path) -> Task:
-    """Make the task from lm-eval's own configuration of it; nothing is downloaded.
+    """Build the task from lm-eval's own configuration; nothing is downloaded.
 
     Raises:
-        ValueError: the file can't be read.
-        FileNotFoundError: there is none.
+        ValueError: the file cannot be read.
+        FileNotFoundError: the file does not exist.
 
     """
     path = spec.locate(data)
@@ -33,25 +33,25 @@ def build_standard(spec: StandardTaskSpec, *, data: Path) -> Task:
     split = config.get("test_split") or config["validation_split"]
     kept = {name: value for name, value in config.items() if name not in (*_LOADED_BY, *_STRUCTURE)}
     kept |= {"task": spec.kind, "validation_split": None, "test_split": split, "num_fewshot": 0}
-    # What lm-eval logs of a task's metadata it also gives to the function that makes its data.
+    # lm-eval passes a task's logged metadata to the function that builds its data.
     kept["metadata"] = {"version": config["metadata"]["version"]}
     return ConfigurableTask(config={**kept, "custom_dataset": lambda **_: {split: Dataset.from_list(items)}})
 
 
 def build_harness_task(spec: HarnessTaskSpec, *, data: Path) -> Task:
-    """Make the task that a YAML file of lm-eval's describes; ``data`` is not looked at.
+    """Build the task of an lm-eval YAML file; ``data`` is unused.
 
     Raises:
-        ValueError: the file describes no task, or several.
-        FileNotFoundError: there is none.
+        ValueError: the file defines no task, or several.
+        FileNotFoundError: the file does not exist.
 
     """
     path = spec.locate(data)
     try:
         loaded = TaskManager(include_defaults=False).load([str(path)])["tasks"]
     except FileNotFoundError as error:
-        raise ValueError(f"{path}: its data are not there: {error}") from None
+        raise ValueError(f"{path}: its data are missing: {error}") from None
     if len(loaded) != 1:
-        raise ValueError(f"{path} describes {len(loaded)} tasks; give a file of one")
+        raise ValueError(f"{path} defines {len(loaded)} tasks; use a file with one")
     (task,) = loaded.values()
     return task

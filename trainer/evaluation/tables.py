@@ -1,25 +1,25 @@
-"""The scores as tables in Markdown. Imports no lm-eval: perplexities of token files are shown without it."""
+"""Tables of scores in Markdown. Imports no lm-eval, which is not needed for perplexities of token files."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trainer.evaluation.measure import EvaluationResult
+from trainer.evaluation.evaluate import EvaluationResult
 
 if TYPE_CHECKING:
     from trainer.evaluation.scores import Scores
 
 
 def paper_table(found: Sequence[Scores]) -> str:
-    """Return the table with the paper's columns, in Markdown: a row for each budget of iterations."""
+    """Return the paper's columns as a Markdown table, one row per budget of iterations."""
     columns = list(found[0].columns())
     searched = any(task.search is not None for scores in found for task in scores.tasks)
     header = ["self-iterations", *columns, *(["iterations", "converged"] if searched else [])]
     rows = []
     for scores in found:
         values = scores.columns()
-        row = ["as the spec says" if scores.self_iterations is None else str(scores.self_iterations)]
+        row = ["as in the spec" if scores.self_iterations is None else str(scores.self_iterations)]
         row += [_cell(name, values[name]) if name in values else "" for name in columns]
         if searched:
             tallies = [task.search for task in scores.tasks if task.search is not None]
@@ -32,7 +32,7 @@ def paper_table(found: Sequence[Scores]) -> str:
 
 
 def task_table(found: Sequence[Scores]) -> str:
-    """Return all metrics of every task with their standard errors and how the searches went, in Markdown."""
+    """Return all metrics per task, with standard errors and search statistics, as a Markdown table."""
     header = ["task", "self-iterations", "items", "metric", "value", "±", "iterations", "max", "converged"]
     rows = []
     for scores in found:
@@ -57,7 +57,7 @@ def task_table(found: Sequence[Scores]) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows, the first of them the header, as an aligned table of Markdown."""
+    """Return rows, the first of them the header, as an aligned Markdown table."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |"
@@ -74,7 +74,7 @@ def _cell(name: str, value: float) -> str:
 
 
 def length_table(found: Sequence[EvaluationResult]) -> str:
-    """Return perplexities of token files: a row for each length and budget of iterations."""
+    """Return the perplexities of token files, one row per length and budget of iterations."""
     rows = [["length", "sequences", "perplexity", "loss", "iterations", "max", "converged"]]
     budgets = any("self_iterations" in result.settings for result in found)
     if budgets:

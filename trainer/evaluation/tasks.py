@@ -1,4 +1,4 @@
-"""Finding and building the tasks that are asked for, and refusing all that can't be at once."""
+"""Finding and building evaluation tasks; all problems are reported together."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from trainer.evaluation.scores import EvalTask
 
 NamedSpec = tuple[str, EvaluationTaskSpec]
-"""A task's spec, and what the results call it."""
+"""A task's name in the results, and its spec."""
 
 
 def find_specs(names: Sequence[str], *, data: Path) -> list[NamedSpec]:
-    """Return the specs of tasks that are named: ``KIND``, ``KIND=FILE``, or a YAML file of lm-eval's.
+    """Return the specs of tasks given as ``KIND``, ``KIND=FILE``, or an lm-eval YAML file.
 
     Raises:
-        ValueError: kinds that there aren't, and files that are missing, all of them.
+        ValueError: lists all unknown kinds and missing files.
 
     """
     found: list[NamedSpec] = []
@@ -38,10 +38,10 @@ def find_specs(names: Sequence[str], *, data: Path) -> list[NamedSpec]:
 
 
 def locate_all(specs: Sequence[NamedSpec], *, data: Path) -> None:
-    """Look for all that the tasks need.
+    """Check that everything the tasks need is available.
 
     Raises:
-        ValueError: lm-eval is not installed, files are missing, all of them, or a name comes twice.
+        ValueError: lm-eval is not installed, files are missing (all are listed), or a name is repeated.
 
     """
     require_packages()
@@ -49,10 +49,10 @@ def locate_all(specs: Sequence[NamedSpec], *, data: Path) -> None:
 
 
 def require_packages(*needed: str) -> None:
-    """Refuse to go on without packages of the extra ``eval``: those named, or all.
+    """Require packages of the extra ``eval``: those given, or all.
 
     Raises:
-        ValueError: naming those that are missing.
+        ValueError: names the missing packages.
 
     """
     missing = [package for package in needed or ("transformers", "lm_eval") if find_spec(package) is None]
@@ -61,10 +61,10 @@ def require_packages(*needed: str) -> None:
 
 
 def build_tasks(specs: Sequence[NamedSpec], *, data: Path) -> list[EvalTask]:
-    """Build the tasks; their items are read.
+    """Build the tasks and read their items.
 
     Raises:
-        ValueError: what can't be read, with file and line.
+        ValueError: an item cannot be read; names file and line.
 
     """
     if not specs:
@@ -84,7 +84,7 @@ def _spec(name: str) -> NamedSpec:
     known = registry.kinds("evaluation_task")
     if kind not in known:
         raise ValueError(
-            f"{kind}: no evaluation task; {did_you_mean(kind, known)}{registry.absent_plugins()}"
+            f"{kind}: unknown evaluation task; {did_you_mean(kind, known)}{registry.absent_plugins()}"
         )
     spec = registry.entry("evaluation_task", kind).spec
     return kind, spec.model_validate({"path": path} if path else {})
@@ -94,7 +94,7 @@ def _missing(specs: Sequence[NamedSpec], data: Path) -> list[str]:
     complaints = []
     for number, (name, spec) in enumerate(specs):
         if name in dict(specs[:number]):
-            complaints.append(f"{name}: named twice")
+            complaints.append(f"{name}: given twice")
         try:
             spec.locate(data)
         except (ValueError, OSError) as error:
@@ -105,4 +105,4 @@ def _missing(specs: Sequence[NamedSpec], data: Path) -> list[str]:
 def _refuse(complaints: Sequence[str], *, of: int) -> None:
     if complaints:
         listed = "".join(f"\n  {complaint}" for complaint in complaints)
-        raise ValueError(f"these of {of} tasks can't be asked:{listed}")
+        raise ValueError(f"{len(complaints)} of {of} tasks cannot be run:{listed}")

@@ -1,1 +1,1 @@
-"""The paper's experiments, each one command: ``python -m trainer.experiments NAME``."""
+"""The experiments of the paper, one package each, with their command line."""

@@ -1,7 +1,7 @@
 """The command line: ``python -m trainer.experiments jacobian | duality …``.
 
-Each experiment writes a JSON file with every number and a picture. Exit codes: 0 done, 2 the request can't be
-carried out (said in a sentence), 130 interrupted; where a run fails, those of ``python -m trainer``.
+Each experiment writes a JSON file with all numbers and a plot. Exit codes: 0 success, 2 the request cannot be
+carried out (with a message), 130 interrupted; if a run fails, those of ``python -m trainer``.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 from types import ModuleType
 
 from trainer.cli.exit_codes import INTERRUPTED, refuse
-from trainer.experiments.run_options import require_once
+from trainer.experiments.common.checks import require_once
 
 EXPERIMENTS = ("catbabi", "duality", "jacobian", "language", "solvers", "word-problem")
-"""Each has a module in ``trainer.experiments.commands``: HELP, ``add_options`` and ``carry_out``."""
+"""Each has a module ``trainer.experiments.<name>.command`` with HELP, ``add_options`` and ``run_command``."""
 _MEASURED_ONCE = ("duality", "jacobian", "solvers")
-"""The others train runs, which the same command continues, and puts together again."""
-_ADD_UP, _MAY_BE_EQUAL = ("set", "explicit_set"), ("dt",)
+"""Experiments that do not resume; the others train runs that the same command continues."""
+_ACCUMULATING, _REPEATABLE = ("set", "explicit_set"), ("dt",)
 """Lists that add up when given again; whose values may be equal."""
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     made = argparse.ArgumentParser(
         prog="python -m trainer.experiments", description="The paper's experiments."
     )
@@ -35,47 +35,47 @@ def parser() -> argparse.ArgumentParser:
     for name in EXPERIMENTS:
         module = _command(name)
         description = f"{module.HELP[0].upper()}{module.HELP[1:]}."
-        # Without abbreviations: --seed 0 --seeds 1 would lose the first of them unseen.
+        # No abbreviations: with --seed 0 --seeds 1 the first would be silently lost.
         command = commands.add_parser(name, help=module.HELP, description=description, allow_abbrev=False)
         module.add_options(command)
         command.add_argument(
-            "--output", type=Path, metavar="DIR", help="folder to write (experiments/<name>-<time>)"
+            "--output", type=Path, metavar="DIR", help="output directory (experiments/<name>-<time>)"
         )
     return made
 
 
 def _remove_empty(folder: Path | None) -> None:
-    """Remove the folder that was made for an experiment, where nothing has been written into it."""
+    """Remove the output directory if nothing has been written to it."""
     with contextlib.suppress(OSError):
         if folder is not None:
             folder.rmdir()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command and return its exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     options = parser().parse_args(given)
     folder: Path | None = options.output
     try:
-        from trainer.experiments.failures import require_drawing, require_writable
+        from trainer.experiments.common.checks import require_matplotlib, require_writable
         from trainer.storage.run_folder import claim_folder
 
         _require_once(given, options)
-        require_drawing()
+        require_matplotlib()
         require_writable(folder or Path("experiments"))
         if folder is not None:
             _require_no_results(options.experiment, folder)
         folder = folder or claim_folder(options.experiment, root=Path("experiments"))
-        text: str = _command(options.experiment).carry_out(folder, options)
+        text: str = _command(options.experiment).run_command(folder, options)
     except KeyboardInterrupt:
         _remove_empty(folder)
-        kept = f"go on by the same command with --output {folder}" if folder and folder.exists() else ""
-        return refuse(f"stopped; {kept or 'nothing was written'}", INTERRUPTED)
+        kept = f"resume by the same command with --output {folder}" if folder and folder.exists() else ""
+        return refuse(f"interrupted; {kept or 'nothing was written'}", INTERRUPTED)
     except Exception as error:
-        from trainer.experiments.failures import message
+        from trainer.experiments.common.errors import describe_error
 
         _remove_empty(folder)
-        if (found := message(error)) is None:
+        if (found := describe_error(error)) is None:
             raise
         return refuse(*found)
     print(text)
@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _require_once(given: Sequence[str], options: argparse.Namespace) -> None:
-    """Refuse what would be lost or counted twice: a list given again, a value again in its list.
+    """Reject repeated lists and repeated values in a list, which would be lost or counted twice.
 
     Raises:
         ValueError: names the option.
@@ -92,27 +92,26 @@ def _require_once(given: Sequence[str], options: argparse.Namespace) -> None:
     names = Counter(word.partition("=")[0] for word in given if word.startswith("--"))
     for key, values in vars(options).items():
         name = f"--{key.replace('_', '-')}"
-        if not isinstance(values, list) or key in _ADD_UP:
+        if not isinstance(values, list) or key in _ACCUMULATING:
             continue
         if names[name] > 1:
-            raise ValueError(f"{name} is given {names[name]} times; give it once, with all its values behind")
-        if key not in _MAY_BE_EQUAL:
+            raise ValueError(f"{name} is given {names[name]} times; give it once with all its values")
+        if key not in _REPEATABLE:
             require_once(name, values)
 
 
 def _require_no_results(experiment: str, folder: Path) -> None:
-    """Refuse to replace the results of an experiment that continues no earlier one.
+    """Reject an output directory with results of an experiment that does not resume.
 
     Raises:
-        ValueError: they are in the folder.
+        ValueError: the directory contains results.
 
     """
     if experiment in _MEASURED_ONCE and (folder / f"{experiment}.json").exists():
         raise ValueError(
-            f"{folder} holds the results of an earlier call ({experiment}.json); name another folder by "
-            "--output"
+            f"{folder} contains the results of an earlier call ({experiment}.json); choose another --output"
         )
 
 
 def _command(name: str) -> ModuleType:
-    return importlib.import_module(f"trainer.experiments.commands.{name.replace('-', '_')}")
+    return importlib.import_module(f"trainer.experiments.{name.replace('-', '_')}.command")

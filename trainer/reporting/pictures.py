@@ -1,4 +1,4 @@
-"""How pictures look, and how they are written: whole or not at all."""
+"""Style of plots, and writing them atomically."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ BLUE, ORANGE, GREEN, GREY, DARK = "#2b6cb0", "#d9730d", "#2f855a", "#5a6472", "#
 
 
 def new_figure(*, width: float, height: float, title: str) -> Figure:
-    """Return an empty figure, its size in inches."""
+    """Return an empty figure of the given size in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    # A figure of its own canvas: no global pyplot state, no window system, nothing to close.
+    # A figure with its own canvas needs no global pyplot state, no window system and no closing.
     figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize=12.5, fontweight="bold", color=DARK)
@@ -28,7 +28,7 @@ def new_figure(*, width: float, height: float, title: str) -> Figure:
 
 
 def finish(axes: Axes, *, title: str, x: str, y: str) -> None:
-    """Label a panel with lines in it."""
+    """Set title and labels of a panel, and style it."""
     axes.set_title(title)
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -36,7 +36,7 @@ def finish(axes: Axes, *, title: str, x: str, y: str) -> None:
 
 
 def tidy(axes: Axes) -> None:
-    """Give a panel with lines in it its looks."""
+    """Style a panel."""
     axes.title.set_fontsize(11)
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#9aa5b1")
@@ -48,9 +48,9 @@ def tidy(axes: Axes) -> None:
 def plain_logarithm(
     axes: Axes, which: str, *, at: Sequence[float] | None = None, about: int | None = None
 ) -> None:
-    """Make an axis logarithmic with few, plainly written ticks: round values, these, or about so many.
+    """Make an axis logarithmic with few plain ticks: round values, those in ``at``, or ``about`` many.
 
-    ``about`` is for a narrow range, in which 1, 2, 5, 10 and the like may miss altogether.
+    ``about`` is for narrow ranges that may contain none of 1, 2, 5, 10 and so on.
     """
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
@@ -65,7 +65,7 @@ def plain_logarithm(
 
 
 def lengths_axis(axes: Axes, lengths: Sequence[int]) -> None:
-    """Scale the x axis by factors of two and mark exactly the lengths that were measured."""
+    """Make the x axis logarithmic with base two, with ticks at exactly the measured lengths."""
     from matplotlib.ticker import FixedLocator, NullLocator
 
     axes.set_xscale("log", base=2)
@@ -78,7 +78,7 @@ def lengths_axis(axes: Axes, lengths: Sequence[int]) -> None:
 def write_results(
     folder: Path, name: str, written: dict[str, Any], draw: Callable[[dict[str, Any]], Figure]
 ) -> str:
-    """Write an experiment's numbers, then draw and write its picture; return the line that says where."""
+    """Write an experiment's numbers and plot; return a line with their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     numbers, picture = folder / f"{name}.json", folder / f"{name}.png"
     write_json(numbers, written)
@@ -87,6 +87,6 @@ def write_results(
 
 
 def write_picture(figure: Figure, path: Path) -> None:
-    """Write it through a temporary file beside it; the ending says the format."""
+    """Write a figure atomically through a temporary file; the suffix selects the format."""
     with replacing(path) as file:
         figure.savefig(file, dpi=140, format=path.suffix.removeprefix(".") or "png")

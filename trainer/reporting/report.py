@@ -1,6 +1,6 @@
-"""The picture of a run, or of several: accuracy against length, iterations against position, the loss.
+"""Plots of one or several runs: accuracy against length, iterations against position, the loss.
 
-``python -m trainer.report RUN [RUN …] [--output FILE]`` draws it from what the runs' folders hold.
+``python -m trainer.report RUN [RUN …] [--output FILE]`` draws them from the run directories.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLORS = (BLUE, ORANGE, GREEN, "#805ad5", "#b83280", "#718096")
-_TITLED = 3  # runs that a title names
+_TITLED = 3  # maximum number of runs named in the title
 _STYLES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
-_MARKERS = ("o", "s", "D", "^", "v")  # one more than there are styles, so that both together last longer
+_MARKERS = ("o", "s", "D", "^", "v")  # one more than the styles, for more combinations
 _OPEN_BELOW = 0.99
-"""A point is drawn hollow where a smaller fraction of its sequences than this had converged."""
+"""Fraction of converged sequences below which a point is hollow."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a finished run's folder says about it."""
+    """The records of a finished run."""
 
     label: str
     summary: dict[str, Any]
     losses: list[tuple[int, float]]
-    """Step and loss of each step that had one."""
+    """Step and loss of each step with a loss."""
 
     @property
     def evaluation(self) -> list[dict[str, Any]]:
-        """The final evaluation, one entry a set."""
+        """The final evaluation, one entry per set."""
         found: list[dict[str, Any]] = self.summary["evaluation"]
         return found
 
     @property
     def words(self) -> bool:
-        """Whether the task has right answers, rather than a text's next tokens."""
+        """Whether the task has right answers rather than next tokens of a text."""
         return bool(self.summary["task"] == "word_problem")
 
 
@@ -71,35 +71,37 @@ _SUMMARY = {
     "phases": list,
     "evaluation": list,
 }
-"""What the pictures need of a summary."""
+"""Summary fields that the plots need."""
 
 
 def read_run(
     path: Path, *, label: str | None = None, damaged: Callable[[str], None] | None = None
 ) -> RunRecord:
-    """Read the folder of a finished run.
+    """Read the directory of a finished run.
 
     Args:
-        path: the folder.
-        label: what the picture calls the run; None: its name.
-        damaged: called with a sentence for each line of the metrics that can't be read; None: it is an error.
+        path: the run directory.
+        label: label of the run in the plot; None: its name.
+        damaged: called with a message for each unreadable line of the metrics; None: such lines are errors.
 
     Raises:
-        RunFolderError: the folder is missing, or its run did not finish.
-        ValueError: its summary or metrics are cut short or altered.
+        RunFolderError: the directory is missing, or its run is not finished.
+        ValueError: its summary or metrics are truncated or modified.
 
     """
     summary_path = path / "summary.json"
     if not summary_path.is_file():
         if not path.is_dir():
-            raise RunFolderError(f"there is no folder {path}; give those of finished runs")
-        raise RunFolderError(f"{path} holds no finished run (summary.json is missing); finish it by --resume")
+            raise RunFolderError(f"there is no directory {path}; give directories of finished runs")
+        raise RunFolderError(
+            f"{path} contains no finished run (summary.json is missing); finish it by --resume"
+        )
     summary = read_json(summary_path)
     for key, kind in _SUMMARY.items():
         if not isinstance(summary, dict) or not isinstance(summary.get(key), kind):
             raise RunFolderError(
-                f"{summary_path} is not the summary of a run ({key} is missing or of another kind); "
-                "remove it and write it anew by --resume"
+                f"{summary_path} is not the summary of a run ({key} is missing or has the wrong type); "
+                "remove it and write it again by --resume"
             )
     metrics_path = path / "metrics.jsonl"
     rows: Iterable[dict[str, Any]] = ()
@@ -110,11 +112,11 @@ def read_run(
 
 
 def draw(runs: Sequence[RunRecord], output: Path, *, title: str | None = None) -> None:
-    """Draw the runs into ``output`` (its ending says the format)."""
+    """Draw the runs and write the plot to ``output`` (its suffix selects the format)."""
     figure = new_figure(width=12.6, height=4.4, title=title or _title(runs))
     answers, search, loss = figure.subplots(1, 3)
     if not any(run.evaluation for run in runs):
-        _nothing(answers, "nothing was evaluated: there are no validation data")
+        _nothing(answers, "no evaluation: there are no validation data")
     elif all(run.words for run in runs):
         _draw_accuracy(answers, runs)
     else:
@@ -136,16 +138,16 @@ def _title(runs: Sequence[RunRecord]) -> str:
 
 
 def distinct_labels(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
-    """Return a label for each run: its name, or as much of its path as distinguishes it from its namesakes.
+    """Return a distinct label per run: its name, extended by its path if several runs share the name.
 
     Raises:
-        RunFolderError: one folder is given twice.
+        RunFolderError: a directory is given twice.
 
     """
     places = [path.resolve() for path in paths]
     for path, place in zip(paths, places, strict=True):
         if places.count(place) > 1:
-            raise RunFolderError(f"{path} is given {places.count(place)} times; name each run once")
+            raise RunFolderError(f"{path} is given {places.count(place)} times; give each run once")
     labels = list(names)
     for name in {name for name in names if names.count(name) > 1}:
         alike = [index for index, other in enumerate(names) if other == name]
@@ -155,12 +157,12 @@ def distinct_labels(paths: Sequence[Path], names: Sequence[str]) -> list[str]:
                 break
         for index, end in zip(alike, ends, strict=True):
             labels[index] = end
-    # A folder may have the name of another run.
+    # The path of a run may equal the name of another.
     return labels if len(set(labels)) == len(labels) else [str(place) for place in places]
 
 
 def _color(index: int, *, of: int) -> Any:
-    """Return a color of its own for each of so many lines."""
+    """Return a distinct color for each line."""
     if of <= len(_COLORS):
         return _COLORS[index]
     from matplotlib import colormaps
@@ -174,7 +176,7 @@ def _probabilities(runs: Sequence[RunRecord]) -> list[float | None]:
 
 
 def _look(runs: Sequence[RunRecord], run: int, p: int, *, probabilities: int) -> dict[str, Any]:
-    """Return color and line style: runs differ by color and p by style, one run's p by color."""
+    """Return color and line style: runs differ by color and p by style; for a single run, p by color."""
     if len(runs) == 1:
         color = _color(p, of=probabilities)
         return {"color": color, "linestyle": "-", "marker": _MARKERS[p % len(_MARKERS)]}
@@ -231,7 +233,7 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
     axes.set_ylabel(f"accuracy over the last {last} tokens (%)")
     axes.set_xlabel("sequence length (tokens)")
     axes.set_title(
-        "Accuracy against length, read at convergence" if _searched(runs) else "Accuracy against length"
+        "Accuracy against length, at convergence" if _searched(runs) else "Accuracy against length"
     )
     if hollow:
         axes.plot(
@@ -241,9 +243,9 @@ def _draw_accuracy(axes: Axes, runs: Sequence[RunRecord]) -> None:
 
 
 def _series(run: RunRecord) -> dict[str, list[dict[str, Any]]]:
-    """Return the evaluation rows of each line to draw, by length; a line's sets differ in length alone.
+    """Return the evaluation rows of each line by length; the sets of a line differ only in length.
 
-    Sets of single tasks are left out where there is one of all tasks together.
+    Sets of single tasks are omitted if there is one of all tasks.
     """
     rows = run.evaluation
     rows = [row for row in rows if "task" not in row] or rows
@@ -286,11 +288,11 @@ def _draw_iterations(axes: Axes, runs: Sequence[RunRecord]) -> None:
             look.pop("marker")
             axes.plot(range(1, len(values) + 1), values, linewidth=1.9, label=_name(runs, run, p), **look)
             drawn = True
-    axes.set_title("Iterations of a token, by position")
+    axes.set_title("Iterations per token by position")
     axes.set_xlabel("position (tokens)")
-    axes.set_ylabel("iterations, mean over the sequences")
+    axes.set_ylabel("iterations (mean over sequences)")
     if not drawn:
-        _nothing(axes, "no iterations to show")
+        _nothing(axes, "no iterations recorded")
         return
     axes.set_ylim(bottom=0)
     axes.set_xlim(left=0)
@@ -311,7 +313,7 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
         steps, losses = [step for step, _ in points], [loss for _, loss in points]
         color = _color(run_index, of=len(runs))
         axes.plot(steps, losses, linewidth=0.8, alpha=0.28, color=color)
-        # A curve runs through the middle of its points only if it is smoothed on the scale it is drawn on.
+        # Smooth on the scale of the axis, so that the curve runs through the middle of its points.
         middle = smoothed([math.log(loss) for loss in losses] if logarithmic else losses)
         middle = [math.exp(value) for value in middle] if logarithmic else middle
         axes.plot(steps, middle, linewidth=1.9, color=color, label=run.label)
@@ -320,8 +322,8 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
     curricula: list[list[dict[str, Any]]] = [run.summary["phases"] for run in runs]
     several = [phases for phases in curricula if len(phases) > 1]
     alike = {tuple((phase["name"], phase["first_step"]) for phase in phases) for phases in several}
-    phases = several[0] if len(alike) == 1 else []  # which run other phases are of could not be seen
-    if phases:  # a name outside, of a run that ended at once, would leave the panel no room
+    phases = several[0] if len(alike) == 1 else []  # different curricula cannot be distinguished
+    if phases:  # a label outside the panel would shrink it
         axes.set_xlim(left=min(0.0, axes.get_xlim()[0]))
     for phase in phases:
         if phase["first_step"] > 0:
@@ -331,14 +333,14 @@ def _draw_loss(axes: Axes, runs: Sequence[RunRecord]) -> None:
             textcoords="offset points", fontsize=8.5, color=GREY, rotation=90, va="bottom",
         )  # fmt: skip
     axes.set_xlabel("step")
-    axes.set_ylabel("training loss (nats a token)")
+    axes.set_ylabel("training loss (nats per token)")
     axes.set_title("Training loss")
     if len(runs) > 1:
         _legend(axes)
 
 
 def smoothed(values: Sequence[float], *, share: float = 0.03) -> list[float]:
-    """Return the mean of each value's neighbours, so many to both sides that they are ``share`` of all."""
+    """Return a moving average over a window of ``share`` of all values, centered on each value."""
     reach = round(share * len(values) / 2)
     sums = [0.0, *accumulate(values)]
     result = []
@@ -355,7 +357,7 @@ def _mark_training_length(axes: Axes, runs: Sequence[RunRecord]) -> None:
     (length,) = lengths
     first, last = axes.get_xlim()
     if not first <= length <= last:
-        return  # a mark outside would leave the panel no room
+        return  # a label outside the panel would shrink it
     axes.axvline(length, color=GREY, linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
     axes.annotate(
         "training length", (length, 0.03), xycoords=("data", "axes fraction"), xytext=(4, 0),
@@ -374,14 +376,14 @@ def _legend(axes: Axes) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    made = argparse.ArgumentParser(prog="python -m trainer.report", description="Draw runs side by side.")
-    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a finished run")
+    """Return the command-line parser."""
+    made = argparse.ArgumentParser(prog="python -m trainer.report", description="Plot runs side by side.")
+    made.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="directory of a finished run")
     made.add_argument(
-        "--output", type=Path, default=Path("report.png"), help="picture to write (default report.png)"
+        "--output", type=Path, default=Path("report.png"), help="output file (default: report.png)"
     )
-    made.add_argument("--label", action="append", default=[], help="name of a run in the picture, once a run")
-    made.add_argument("--title", help="title of the picture")
+    made.add_argument("--label", action="append", default=[], help="label of a run in the plot, once per run")
+    made.add_argument("--title", help="title of the plot")
     return made
 
 
@@ -390,9 +392,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = parser()
     options = command.parse_args(arguments)
     if options.label and len(options.label) != len(options.runs):
-        command.error(f"{len(options.label)} labels for {len(options.runs)} runs; give one a run, or none")
+        command.error(f"{len(options.label)} labels for {len(options.runs)} runs; give one per run, or none")
     if len(set(options.label)) < len(options.label):
-        command.error("two runs have the same --label; give each run a label of its own")
+        command.error("--label values must be distinct")
     try:
         records = [read_run(path) for path in options.runs]
         labels = options.label or distinct_labels(options.runs, [record.label for record in records])

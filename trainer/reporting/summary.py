@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from trainer.checkpoint.load import SaveTimes, TrainingProgress
-from trainer.evaluation.measure import EvaluationResult
+from trainer.evaluation.evaluate import EvaluationResult
 from trainer.reporting.display import counted, duration, magnitude
 from trainer.reporting.metrics import json_value, rounded
 from trainer.run.step import PERCENTILES

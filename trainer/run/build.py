@@ -23,7 +23,7 @@ from trainer.checkpoint.rng import seed_everything
 from trainer.checkpoint.writer import Checkpointer
 from trainer.distributed import Layout, Ranks, require_same_data, require_same_spec
 from trainer.errors import RunFolderError
-from trainer.evaluation.measure import EvaluationResult
+from trainer.evaluation.evaluate import EvaluationResult
 from trainer.optim.schedules import Schedule
 from trainer.reporting.backends import BackendRecord
 from trainer.reporting.display import Display, make_display

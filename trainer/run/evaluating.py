@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from trainer.data.source import EvaluationSet
 from trainer.distributed import Layout
-from trainer.evaluation.measure import EvaluationResult, EvaluationStopped, evaluate, table
+from trainer.evaluation.evaluate import EvaluationResult, EvaluationStopped, evaluate, table
 from trainer.reporting.display import Display
 from trainer.specs.run import RunSpec
 from trainer.storage.run_folder import RunFolder
@@ -69,7 +69,7 @@ class Evaluator:
                     window_length=evaluation.window_length,
                     announce=self._display.doing,
                     ranks=self._ranks,
-                    equally_often=self._layout.communicates_in_the_loop,
+                    equal_calls=self._layout.communicates_in_the_loop,
                     stop=interrupted,
                 )
         except EvaluationStopped:

@@ -14,7 +14,7 @@ from trainer.checkpoint.manager import CheckpointManager
 from trainer.data.source import DataSource
 from trainer.distributed import Layout
 from trainer.errors import CallbackError, NonFiniteLossError
-from trainer.evaluation.measure import EvaluationResult
+from trainer.evaluation.evaluate import EvaluationResult
 from trainer.optim.schedules import Schedule
 from trainer.reporting.backends import BackendRecord
 from trainer.reporting.display import Display

@@ -17,7 +17,8 @@ from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
 
 if TYPE_CHECKING:
-    from implicit_blocks.models.implicit import ExplicitLM, ImplicitLM
+    from implicit_blocks.models.explicit import ExplicitLM
+    from implicit_blocks.models.implicit import ImplicitLM
     from trainer.baselines.transformers_model import TransformersLM
 
 

@@ -1,4 +1,4 @@
-"""What else happens while a run trains: code of others, called at its steps, evaluations, checkpoints."""
+"""Callback sections of a run spec: code called at a run's steps, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -11,58 +11,60 @@ from trainer.specs.evaluation_tasks import EvaluationTaskSpec
 
 
 class CallbackSpec(ComponentSpec):
-    """Base of all callbacks' specs."""
+    """Base class of all callback specs."""
 
     family: ClassVar[str] = "callback"
 
     required: bool = True
-    """Whether its failure ends the run, saved; false: it is left out from there on, with a warning."""
+    """Whether a failure of the callback ends the run after a save; false: a failed callback is removed with a
+    warning and training continues."""
 
 
 class StopWhenSpec(CallbackSpec):
-    """End the run early, evaluated as at its end, once a value of the metrics has stayed past a limit."""
+    """End the run early, with the final evaluation, once a metric has stayed past a limit."""
 
     kind: Literal["stop_when"] = "stop_when"
     value: str
-    """Which: a column of metrics.jsonl, such as loss or accuracy_last."""
+    """Metric to watch: a column of metrics.jsonl, such as loss or accuracy_last."""
     above: float | None = None
-    """The limit that it must be above ..."""
+    """Stop when the metric is above this limit. Give either `above` or `below`."""
     below: float | None = None
-    """... or below; give one of the two."""
+    """Stop when the metric is below this limit."""
     steps: PositiveInt = 1
-    """For so many steps in a row."""
+    """Number of consecutive steps for which the metric must be past the limit."""
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
         if (self.above is None) == (self.below is None):
-            raise ValueError("stop_when takes one limit; give either above or below")
+            raise ValueError("stop_when needs exactly one limit; give either above or below")
         return self
 
 
 class BenchmarksSpec(CallbackSpec):
-    """Ask the model evaluation tasks whenever it is evaluated; the scores go to benchmarks.jsonl."""
+    """Run evaluation tasks at every evaluation of the model; scores are written to benchmarks.jsonl."""
 
     kind: Literal["benchmarks"] = "benchmarks"
     tasks: tuple[EvaluationTaskSpec, ...]
-    """What it is asked."""
+    """Evaluation tasks to run."""
     data: str = "data"
-    """Folder of the tasks' files."""
+    """Directory of the task files."""
     tokenizer: str
-    """A tokenizer.json, a folder with one, or `bytes`."""
+    """A tokenizer.json, a directory that contains one, or `bytes`."""
     limit: PositiveInt | None = None
-    """The first so many items of each task only; null: all."""
+    """Maximum number of items per task, taken from the start; null: all items."""
     batch_size: PositiveInt = 16
-    """Sequences that go through the model at once."""
+    """Sequences per forward pass."""
     max_length: PositiveInt | None = None
-    """Tokens of a request at most, longer contexts are cut on the left; null: no limit but the model's."""
+    """Maximum request length in tokens; longer contexts are truncated on the left; null: the model's
+    limit."""
 
 
 class TensorBoardSpec(CallbackSpec):
-    """Write the metrics as TensorBoard's scalars into the folder `tensorboard` of the run."""
+    """Write the metrics as TensorBoard scalars to the `tensorboard` directory of the run."""
 
     kind: Literal["tensorboard"] = "tensorboard"
     every: PositiveInt = 1
-    """Steps between those written; evaluations all are."""
+    """Steps between logged training metrics; every evaluation is logged."""
 
 
 class WandbSpec(CallbackSpec):
@@ -70,22 +72,22 @@ class WandbSpec(CallbackSpec):
 
     kind: Literal["wandb"] = "wandb"
     project: str = "implicit_blocks"
-    """Where they appear."""
+    """Name of the project."""
     entity: str | None = None
-    """User or team; null: the one logged in."""
+    """User or team; null: the logged-in user."""
     name: str | None = None
-    """What the run is called there; null: as its folder."""
+    """Display name of the run; null: the name of the run directory."""
     mode: Literal["online", "offline", "disabled"] = "online"
-    """Offline keeps them in the run's folder, for `wandb sync`."""
+    """`offline` stores the metrics in the run directory for `wandb sync`."""
     every: PositiveInt = 1
-    """Steps between those sent; evaluations all are."""
+    """Steps between logged training metrics; every evaluation is logged."""
 
 
 class ProfileSpec(CallbackSpec):
-    """Trace some steps with torch's profiler, into the folder `profiles` of the run."""
+    """Trace some steps with torch's profiler; traces are written to the `profiles` directory of the run."""
 
     kind: Literal["profile"] = "profile"
     start: PositiveInt = 10
-    """First step traced; the first steps of a run are not like the others."""
+    """First traced step. The first steps of a run are not representative."""
     steps: PositiveInt = 3
-    """How many."""
+    """Number of traced steps."""

@@ -1,4 +1,4 @@
-"""What the model is trained on."""
+"""The `data` section of a run spec: training data sources."""
 
 from __future__ import annotations
 
@@ -16,54 +16,60 @@ BabiTask = Annotated[int, Field(ge=1, le=20)]
 
 
 class DataSpec(ComponentSpec):
-    """Base of all data sources' specs."""
+    """Base class of all data source specs."""
 
     family: ClassVar[str] = "data"
     builds: ClassVar[str | None] = "trainer.data.source:DataSource"
     changeable: ClassVar[frozenset[str]] = frozenset()
-    """Fields that a phase of training may change; any position can then be read with any of their values."""
+    """Fields that a training phase may change. Every position must be readable with any of their values."""
 
     seq_len: PositiveInt
-    """Tokens in a training sequence."""
+    """Tokens per training sequence."""
 
     @property
     def vocab_size(self) -> int | None:
-        """Number of token ids, where the spec alone tells it."""
+        """Number of token IDs, or None if the spec alone does not determine it."""
         return None
 
     @property
     def task(self) -> str | None:
-        """What is asked for, where answers to something else are of no use here; None: text, of any kind."""
+        """Task that the data define, or None for general text.
+
+        Weights trained on a different task are of no use for these data.
+
+        """
         return None
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
-        """Say in words what the data are, for a dry run, and check them as far as that takes no torch.
+        """Describe the data for a dry run and check them as far as possible without torch.
 
         Args:
-            sequences: how many the run takes.
-            vocab_size: the model's, where it has one.
+            sequences: number of sequences in the run.
+            vocab_size: vocabulary size of the model, if it has one.
 
         Raises:
-            ValueError: the data are named but can't be used.
+            ValueError: the data are specified but cannot be used.
 
         """
         return [f"{self.kind}, length {self.seq_len:,}"]
 
 
 class WordProblemSpec(DataSpec):
-    """Prefix products in a finite group, optionally times a monoid: generated as they are needed."""
+    """Prefix products in a finite group, optionally times a monoid, generated on the fly."""
 
     changeable: ClassVar[frozenset[str]] = frozenset({"seq_len", "identity_probability"})
 
     kind: Literal["word_problem"] = "word_problem"
     group: str | tuple[tuple[int, ...], ...]
-    """S_n, A_n, Z_n or a product: S3, A5, Z7, A5xZ2. Or a table of rows, the identity first."""
+    """S_n, A_n, Z_n or a product: S3, A5, Z7, A5xZ2. Or a multiplication table whose first row is the
+    identity."""
     monoid: str | tuple[tuple[int, ...], ...] | None = None
-    """A monoid to multiply the group with: EABX (the published one), or a table of rows."""
+    """Monoid to multiply the group with: EABX (the published one), or a multiplication table."""
     identity_probability: Probability = 0.5
-    """Share of tokens forced to the group's identity; the others are uniform over the group."""
+    """Fraction of tokens forced to the group's identity; the others are uniform over the group."""
     draw_order: Literal["fast", "published"] = "fast"
-    """`published` draws bit by bit what the published generator draws, at about a third of the speed."""
+    """`published` reproduces the random draws of the published generator exactly, at about a third of the
+    speed."""
 
     @property
     def vocab_size(self) -> int:
@@ -74,12 +80,12 @@ class WordProblemSpec(DataSpec):
 
     @property
     def group_name(self) -> str:
-        """The group's name, or that it goes by a table."""
+        """Name of the group, or `a table`."""
         return self.group if isinstance(self.group, str) else "a table"
 
     @property
     def task(self) -> str:
-        """Products in the group, and in the monoid."""
+        """Products in the group and in the monoid."""
         monoid = "EABX" if self.monoid == "published" else self.monoid
         return f"products in {self.group}" + ("" if monoid is None else f" times the monoid {monoid}")
 
@@ -89,14 +95,14 @@ class WordProblemSpec(DataSpec):
         monoid = "" if self.monoid is None else f" x monoid {named}"
         return [
             f"word problem over {self.group_name}{monoid}: {self.vocab_size} tokens, "
-            f"p = {self.identity_probability:g}, length {self.seq_len}, made on the fly"
+            f"p = {self.identity_probability:g}, length {self.seq_len}, generated on the fly"
         ]
 
     @field_validator("group", mode="before")
     @classmethod
     def _known_group(cls, group: object) -> object:
         if not isinstance(group, str | list | tuple):
-            raise ValueError("a group is a name such as S5, or a table of rows")
+            raise ValueError("a group must be a name such as S5 or a multiplication table")
         groups.group_order(group)
         return group
 
@@ -105,39 +111,39 @@ class WordProblemSpec(DataSpec):
     def _known_monoid(cls, monoid: object) -> object:
         if monoid is not None:
             if not isinstance(monoid, str | list | tuple):
-                raise ValueError("a monoid is a name such as EABX, or a table of rows")
+                raise ValueError("a monoid must be a name such as EABX or a multiplication table")
             groups.monoid(monoid)
         return monoid
 
 
 class CatbAbISpec(DataSpec):
-    """bAbI's twenty tasks, their stories shuffled and put one behind the other."""
+    """bAbI's twenty tasks as one stream: stories are shuffled and concatenated."""
 
     changeable: ClassVar[frozenset[str]] = frozenset({"seq_len", "tasks"})
 
     kind: Literal["catbabi"] = "catbabi"
     path: str | None = None
-    """The archive en-valid-10k.tar.xz, or its folder; null in specs that leave it to the command line."""
+    """The archive en-valid-10k.tar.xz or its extracted directory; null: set on the command line."""
     seq_len: PositiveInt = 200
-    """Tokens in a training sequence."""
+    """Tokens per training sequence."""
     scoring: Literal["answers", "all"] = "answers"
-    """What the loss of training is over: the answers alone (QA mode), or every next word. Accuracy is of the
-    answers in either case, all together and by task."""
+    """Positions in the training loss: the answers only (QA mode), or every next word. Accuracy is always
+    measured on the answers, overall and per task."""
     held_out: Literal["valid", "test"] = "valid"
-    """The split to evaluate on; nothing should be chosen by the test split."""
+    """Split to evaluate on. Do not tune on the test split."""
     tasks: Annotated[tuple[BabiTask, ...], Field(min_length=1)] | None = None
-    """Whose stories are trained on, for a phase that begins with some of them; null: all twenty, once. A task
-    that is named several times has its stories that often in an epoch. What is held out has all, once."""
+    """Tasks to train on; null: all twenty, once each. The stories of a task listed n times occur n times per
+    epoch. The evaluation split always contains every task once."""
 
     @property
     def task(self) -> str:
-        """Answers to bAbI's questions."""
+        """Answers to the questions of bAbI."""
         return "answers in catbAbI"
 
     @field_validator("tasks")
     @classmethod
     def _in_order(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """So that the same tasks are the same spec."""
+        """Sort the tasks, so that the same tasks give equal specs."""
         return None if value is None else tuple(sorted(value))
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
@@ -152,25 +158,27 @@ Documents = Literal["ignore", "reset"]
 
 
 class TokensSpec(DataSpec):
-    """Text as memory-mapped token ids, such as `python -m trainer.tokenize` writes."""
+    """Text as memory-mapped token IDs, as written by `python -m trainer.tokenize`."""
 
     kind: Literal["tokens"] = "tokens"
     path: str | None = None
-    """File or folder of token ids; null in specs that leave it to the command line: `data.path=DIR`."""
+    """File or directory of token IDs; null: set on the command line by `data.path=DIR`."""
     validation_path: str | None = None
-    """The same for held-out text; null: the validation split beside the training split, if there is one."""
+    """File or directory of held-out token IDs; null: the validation split beside the training split, if
+    any."""
     seq_len: PositiveInt = 2048
-    """Tokens in a training sequence."""
+    """Tokens per training sequence."""
     documents: Documents = "ignore"
-    """`reset` keeps the documents that share a row apart: states begin anew, attention doesn't look across,
-    and a document's first token is not predicted."""
+    """`reset` separates the documents in a row: states are reset, attention is masked across documents, and
+    the first token of a document is not predicted."""
     tokenizer: str | None = None
-    """The tokenizer that must have made the tokens: a tokenizer.json, a folder, or `bytes`; null: any."""
+    """Tokenizer that the files must have been written with: a tokenizer.json, a directory, or `bytes`; null:
+    any."""
     check_sums: bool = True
-    """Compare files with the checksums in their manifest before training, once for files that don't change;
-    their sizes are checked in any case."""
+    """Verify the files against the checksums in their manifest before training, once per unchanged file;
+    sizes are always checked."""
     dtype: Literal["uint16", "uint32"] | None = None
-    """Type of the ids in the files; null: as the files say."""
+    """Integer type of the IDs in the files; null: as declared by the files."""
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
         """See `DataSpec.describe`."""
@@ -183,54 +191,54 @@ class MixtureSourceSpec(Spec):
     """One source of a mixture."""
 
     weight: float
-    """Its share of the samples, in proportion to the others' weights; above 0."""
+    """Sampling weight relative to the other sources; must be positive."""
     name: str | None = None
-    """What records call it; null: by its place, `source0` and so on."""
+    """Name in logs and metrics; null: `source0`, `source1`, … by index."""
     data: DataSpec
-    """What it is. Its length is the mixture's unless it says one, which must be the same."""
+    """The data source. Its seq_len defaults to that of the mixture and must equal it."""
 
     @field_validator("weight")
     @classmethod
     def _above_zero(cls, weight: float) -> float:
         if weight <= 0:
-            raise ValueError("a source's weight is above 0; leave a source out to take nothing of it")
+            raise ValueError("weight must be positive; remove the source to exclude it")
         return weight
 
 
 class MixtureSpec(DataSpec):
-    """Samples of several sources, each as often as its weight says, in an order that the seed fixes."""
+    """Samples from several sources in proportion to their weights, in an order determined by the seed."""
 
     kind: Literal["mixture"] = "mixture"
     sources: Annotated[tuple[MixtureSourceSpec, ...], Field(min_length=1)]
-    """What is mixed."""
+    """Sources of the mixture."""
     seq_len: PositiveInt = 2048
-    """Tokens in a training sequence, whatever its source."""
+    """Tokens per training sequence, for all sources."""
 
     @property
     def vocab_size(self) -> int | None:
-        """The largest of the sources', where all tell it."""
+        """Largest vocabulary of the sources, or None if any is unknown."""
         sizes = [source.data.vocab_size for source in self.sources]
         known = [size for size in sizes if size is not None]
         return max(known) if len(known) == len(sizes) else None
 
     @property
     def task(self) -> str | None:
-        """The sources', where all have the same."""
+        """Task of the sources, or None if they differ."""
         tasks = {source.data.task for source in self.sources}
         return tasks.pop() if len(tasks) == 1 else None
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What records call the sources."""
+        """Names of the sources in logs and metrics."""
         return tuple(source.name or f"source{index}" for index, source in enumerate(self.sources))
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
         """See `DataSpec.describe`."""
-        from trainer.data.quotas import quotas, scale
+        from trainer.data.apportionment import BLOCK, apportion
 
-        parts, lines = quotas([source.weight for source in self.sources]), []
+        parts, lines = apportion([source.weight for source in self.sources]), []
         for name, source, part in zip(self.names, self.sources, parts, strict=True):
-            share = part / scale(parts)
+            share = part / BLOCK
             described = source.data.describe(sequences=round(sequences * share), vocab_size=vocab_size)
             lines += [f"{share:6.2%} {name}: {described[0]}", *(f"       {line}" for line in described[1:])]
         return lines
@@ -238,7 +246,7 @@ class MixtureSpec(DataSpec):
     @model_validator(mode="before")
     @classmethod
     def _one_length(cls, value: Any) -> Any:
-        """Give sources that say no length the mixture's."""
+        """Set the seq_len of sources that do not set it to that of the mixture."""
         if not isinstance(value, Mapping) or not isinstance(value.get("sources"), list | tuple):
             return value
         length = value.get("seq_len", cls.model_fields["seq_len"].default)
@@ -254,40 +262,38 @@ class MixtureSpec(DataSpec):
     def _sources_fit(self) -> Self:
         for index, source in enumerate(self.sources):
             if source.data.seq_len != self.seq_len:
-                message = (
-                    f"the mixture's length is {self.seq_len}; give this source the same, or leave it out"
-                )
+                message = f"the seq_len of the mixture is {self.seq_len}; use the same value here, or omit it"
                 raise field_error(message, "sources", index, "data", "seq_len", value=source.data.seq_len)
             if self.names.index(self.names[index]) != index:
-                message = "another source has this name; give each its own"
+                message = "source names must be unique; rename this source"
                 raise field_error(message, "sources", index, "name", value=source.name)
         return self
 
 
 class StreamSpec(DataSpec):
-    """Text of a Hugging Face dataset, tokenized as it comes; where a run is resumed is approximate."""
+    """A Hugging Face dataset tokenized on the fly; resuming a run is approximate."""
 
     kind: Literal["stream"] = "stream"
     dataset: str
-    """A name on the hub, or a folder of data files or of `save_to_disk`."""
+    """Dataset name on the Hugging Face Hub, or a directory of data files or of `save_to_disk`."""
     config: str | None = None
-    """Configuration of a dataset of the hub."""
+    """Configuration name of a Hub dataset."""
     split: str = "train"
-    """Which split."""
+    """Dataset split."""
     text_field: str = "text"
-    """The field that holds the text."""
+    """Field that contains the text."""
     tokenizer: str
-    """A tokenizer.json, a folder that holds one, or `bytes`."""
+    """A tokenizer.json, a directory that contains one, or `bytes`."""
     end_of_document: str | None = None
-    """The token appended to each document; null: the usual one."""
+    """Token appended to each document; null: the tokenizer's end-of-text token."""
     shuffle_buffer: NonNegativeInt = 10_000
-    """Documents among which the next one is drawn; 0: they come as they stand."""
+    """Size of the shuffle buffer in documents; 0: no shuffling."""
     seq_len: PositiveInt = 2048
-    """Tokens in a training sequence."""
+    """Tokens per training sequence."""
     documents: Documents = "ignore"
-    """See the kind `tokens`."""
+    """As for `tokens`."""
     validation_path: str | None = None
-    """Held-out text as token files; null: none."""
+    """Held-out token files; null: none."""
 
     def describe(self, *, sequences: int, vocab_size: int | None) -> list[str]:
         """See `DataSpec.describe`."""

@@ -1,4 +1,4 @@
-"""How a run is laid out over its processes."""
+"""The `training.distributed` section: how a run is distributed over its processes."""
 
 from __future__ import annotations
 
@@ -11,59 +11,61 @@ from implicit_blocks.specs import Spec
 Kind = Literal["none", "ddp", "fsdp", "hsdp"]
 
 STATE_BYTES = 16
-"""Of a parameter, in training: the weight, its gradient and two moments, all float32."""
+"""Bytes of training state per parameter: weight, gradient and two moments, all float32."""
 DDP_SHARE = 0.2
-"""Of a GPU's memory: where the state takes more, `auto` shards it."""
+"""Fraction of a GPU's memory above which `auto` shards the training state."""
 
 
-class Spread(NamedTuple):
-    """A layout worked out for a number of ranks; ``shards`` is how many share one copy of the state."""
+class ResolvedLayout(NamedTuple):
+    """A distribution resolved for a number of ranks; ``shards`` ranks share one copy of the state."""
 
     kind: Kind
     shards: int
 
 
 class DistributedSpec(Spec):
-    """The `training.distributed` section. A process that runs alone has everything and needs none of it.
+    """The `training.distributed` section; it has no effect on a single process.
 
-    ``ddp`` keeps the whole state on every rank, ``fsdp`` a share of it, ``hsdp`` a share among the ranks of a
-    group and the same in every group. Losses do not depend on it.
+    ``ddp`` replicates the training state on every rank, ``fsdp`` shards it over all ranks, and ``hsdp``
+    shards it within groups of ranks and replicates it across groups. The loss does not depend on the layout.
     """
 
     kind: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
-    """The layout. Auto: ddp where weights, gradients and optimizer state take up to a fifth of a GPU's memory
-    (and on the CPU), else fsdp within one machine and hsdp over several. None refuses several processes."""
+    """Layout. `auto` selects ddp if weights, gradients and optimizer state take at most a fifth of a GPU's
+    memory (and on the CPU), otherwise fsdp on one machine and hsdp on several. `none` rejects several
+    processes."""
     shard_size: PositiveInt | None = None
-    """hsdp: ranks that share one copy of the state; null: those of one machine."""
+    """hsdp: number of ranks that share one copy of the state; null: the ranks of one machine."""
     unit: Literal["model", "layer"] = "model"
-    """What is gathered together: the whole model once a step, however often the layers are iterated, or each
-    layer whenever it is called, for models whose weights do not fit on one rank."""
+    """Unit of gathering: the whole model once per step, however often the layers are iterated, or each layer
+    whenever it is called, for models whose weights do not fit on one rank."""
     stopping: Literal["agreed", "fixed_budget"] = "agreed"
-    """Unit layer: ranks iterate until all of them are done, or always for as many iterations as are allowed.
-    In other layouts each rank stops on its own."""
+    """For `unit: layer`: ranks iterate until all have converged, or always for the maximum number of
+    iterations. In other layouts each rank stops independently."""
     timeout_minutes: PositiveFloat = 30.0
-    """How long a rank waits for the others before it gives up."""
+    """Maximum time that a rank waits for the others."""
 
-    def spread(self, *, parameters: int, ranks: int, ranks_a_machine: int, memory: float | None) -> Spread:
-        """Work out the layout.
+    def resolve(
+        self, *, parameters: int, ranks: int, ranks_per_machine: int, memory: float | None
+    ) -> ResolvedLayout:
+        """Resolve the layout for a number of processes.
 
         Args:
-            parameters: of the model.
-            ranks: processes of the run.
-            ranks_a_machine: processes of one machine.
-            memory: bytes of a GPU; None on the CPU.
+            parameters: number of model parameters.
+            ranks: number of processes.
+            ranks_per_machine: number of processes per machine.
+            memory: memory of a GPU in bytes; None on the CPU.
 
         Raises:
-            ValueError: several processes for kind none; groups that don't come out even.
+            ValueError: several processes with kind none, or a shard_size that does not divide their number.
 
         """
         if ranks == 1:
-            return Spread("none", 1)
+            return ResolvedLayout("none", 1)
         if self.kind == "none":
             raise ValueError(
-                f"training.distributed.kind is none, but there are {ranks} processes; choose auto, ddp, fsdp "
-                "or "
-                "hsdp, or start one process"
+                f"training.distributed.kind is none, but there are {ranks} processes; choose auto, ddp, "
+                "fsdp or hsdp, or start one process"
             )
         kind: Kind
         if self.kind != "auto":
@@ -71,13 +73,13 @@ class DistributedSpec(Spec):
         elif memory is None or STATE_BYTES * parameters <= DDP_SHARE * memory:
             kind = "ddp"
         else:
-            kind = "fsdp" if ranks <= ranks_a_machine else "hsdp"
+            kind = "fsdp" if ranks <= ranks_per_machine else "hsdp"
         if kind != "hsdp":
-            return Spread(kind, ranks if kind == "fsdp" else 1)
-        shards = self.shard_size if self.shard_size is not None else ranks_a_machine
+            return ResolvedLayout(kind, ranks if kind == "fsdp" else 1)
+        shards = self.shard_size if self.shard_size is not None else ranks_per_machine
         if ranks % shards:
             raise ValueError(
                 f"training.distributed.shard_size {shards} does not divide the {ranks} processes; choose a "
                 "divisor"
             )
-        return Spread(kind, shards)
+        return ResolvedLayout(kind, shards)

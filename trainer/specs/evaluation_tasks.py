@@ -1,4 +1,4 @@
-"""Evaluation tasks: questions with known answers, asked by ``python -m trainer.evaluate``."""
+"""Specs of evaluation tasks, run by ``python -m trainer.evaluate``."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from implicit_blocks.specs import ComponentSpec
 
 
 class EvaluationTaskSpec(ComponentSpec):
-    """Base of all evaluation tasks' specs.
+    """Base class of all evaluation task specs.
 
-    A task is built as ``builder(spec, data=folder)``, which returns a task of lm-eval (an instance of
-    ``lm_eval.api.task.Task``). lm-eval makes the requests from it and scores the answers; the model is asked
-    by ``trainer.evaluation.HarnessLM``.
+    A task is built as ``builder(spec, data=folder)``, which returns an ``lm_eval.api.task.Task``. lm-eval
+    creates the requests and scores the responses; ``trainer.evaluation.HarnessLM`` runs the model.
     """
 
     family: ClassVar[str] = "evaluation_task"
 
     columns: ClassVar[Mapping[str, str]] = {}
-    """The metrics that the table shows, and under which header; none: all that the task has."""
+    """Metrics in the results table and their column headers; empty: all metrics of the task."""
     usual_files: ClassVar[tuple[str, ...]] = ()
-    """Where its items are in a folder of data, by preference; none: the task needs no file there."""
+    """File names in the data directory, in order of preference; empty: the task needs no file."""
 
     path: str | None = None
-    """File of its items; null: the first of the usual ones that is in the folder of data."""
+    """File with the task's items; null: the first of `usual_files` that exists in the data directory."""
 
     def locate(self, data: Path) -> Path | None:
-        """Find the file of the items; None for a task that needs none.
+        """Return the file with the items, or None for a task that needs none.
 
         Raises:
-            FileNotFoundError: it isn't there; says where it was looked for.
+            FileNotFoundError: no file exists; the message lists the candidates.
 
         """
         candidates = [Path(self.path)] if self.path is not None else [data / f for f in self.usual_files]
@@ -42,16 +41,16 @@ class EvaluationTaskSpec(ComponentSpec):
 
 
 class StandardTaskSpec(EvaluationTaskSpec):
-    """A task that lm-eval has too: its prompts and metrics are lm-eval's own, its items come from a file.
+    """A task of lm-eval: prompts and metrics are lm-eval's, items are read from a file.
 
-    ``lm_eval_task`` is the file of lm-eval's own configuration, in its folder of tasks.
+    ``lm_eval_task`` is lm-eval's configuration file, relative to its task directory.
     """
 
     lm_eval_task: ClassVar[str]
 
 
 class LambadaSpec(StandardTaskSpec):
-    """LAMBADA, as OpenAI released it: the last word of a passage."""
+    """LAMBADA as released by OpenAI: predict the last word of a passage."""
 
     kind: Literal["lambada"] = "lambada"
     lm_eval_task: ClassVar[str] = "lambada/lambada_openai.yaml"
@@ -64,7 +63,7 @@ class LambadaSpec(StandardTaskSpec):
 
 
 class HellaSwagSpec(StandardTaskSpec):
-    """HellaSwag, validation: how a description goes on."""
+    """HellaSwag, validation set: select the continuation of a description."""
 
     kind: Literal["hellaswag"] = "hellaswag"
     lm_eval_task: ClassVar[str] = "hellaswag/hellaswag.yaml"
@@ -78,7 +77,7 @@ class HellaSwagSpec(StandardTaskSpec):
 
 
 class PIQASpec(StandardTaskSpec):
-    """PIQA, validation: which of two ways reaches a goal."""
+    """PIQA, validation set: select the better of two ways to reach a goal."""
 
     kind: Literal["piqa"] = "piqa"
     lm_eval_task: ClassVar[str] = "piqa/piqa.yaml"
@@ -87,7 +86,7 @@ class PIQASpec(StandardTaskSpec):
 
 
 class ArcEasySpec(StandardTaskSpec):
-    """ARC, the easy part's test set: questions of school science."""
+    """ARC-Easy, test set: school science questions."""
 
     kind: Literal["arc_easy"] = "arc_easy"
     lm_eval_task: ClassVar[str] = "arc/arc_easy.yaml"
@@ -100,7 +99,7 @@ class ArcEasySpec(StandardTaskSpec):
 
 
 class ArcChallengeSpec(StandardTaskSpec):
-    """ARC, the challenging part's test set."""
+    """ARC-Challenge, test set."""
 
     kind: Literal["arc_challenge"] = "arc_challenge"
     lm_eval_task: ClassVar[str] = "arc/arc_challenge.yaml"
@@ -113,7 +112,7 @@ class ArcChallengeSpec(StandardTaskSpec):
 
 
 class WinoGrandeSpec(StandardTaskSpec):
-    """WinoGrande, development set: whom a pronoun stands for."""
+    """WinoGrande, development set: resolve a pronoun."""
 
     kind: Literal["winogrande"] = "winogrande"
     lm_eval_task: ClassVar[str] = "winogrande/default.yaml"
@@ -126,11 +125,12 @@ class WinoGrandeSpec(StandardTaskSpec):
 
 
 class OpenBookQASpec(StandardTaskSpec):
-    """OpenBookQA, test set: elementary science, without the book."""
+    """OpenBookQA, test set: elementary science without the book."""
 
     kind: Literal["openbookqa"] = "openbookqa"
     lm_eval_task: ClassVar[str] = "openbookqa/openbookqa.yaml"
-    # The paper's table can't mean the plain accuracy: models of its sizes have about .2 there, .33 by length.
+    # The paper's values must be length-normalized: plain accuracy at its model sizes is about .2, normalized
+    # .33.
     columns: ClassVar[Mapping[str, str]] = {"acc_norm": "OBQA"}
     usual_files: ClassVar[tuple[str, ...]] = (
         "openbookqa/test.jsonl",
@@ -140,7 +140,7 @@ class OpenBookQASpec(StandardTaskSpec):
 
 
 class BoolQSpec(StandardTaskSpec):
-    """BoolQ, validation: yes or no, given a passage. Not in the paper's table."""
+    """BoolQ, validation set: answer yes or no, given a passage. Not in the paper's table."""
 
     kind: Literal["boolq"] = "boolq"
     lm_eval_task: ClassVar[str] = "super_glue/boolq/default.yaml"
@@ -154,8 +154,8 @@ class BoolQSpec(StandardTaskSpec):
 
 
 class HarnessTaskSpec(EvaluationTaskSpec):
-    """Any task of lm-eval, from the YAML file that configures it; what it loads is the file's affair."""
+    """Any lm-eval task, from its YAML file, which also determines where its items come from."""
 
     kind: Literal["lm_eval"] = "lm_eval"
     path: str
-    """The task's YAML file."""
+    """YAML file of the task."""

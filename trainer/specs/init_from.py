@@ -1,4 +1,4 @@
-"""Where a run's first weights come from, if they are not fresh."""
+"""The `training.init_from` section: initial weights from another run or file."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pydantic import BeforeValidator, Field
 from implicit_blocks.specs import Spec
 
 
-class StartSpec(Spec):
-    """Another run's weights, and what else is taken over from it."""
+class InitFromSpec(Spec):
+    """Initial weights, and what else to load from another run."""
 
     path: Annotated[str, Field(min_length=1)]
-    """A run's folder (its newest checkpoint that is whole), a checkpoint, a folder that transformers reads,
-    or a file of safetensors. The model must be the same but for what a phase may change; an explicit one may
-    start an implicit one, whose injection grows from nothing."""
+    """A run directory (its newest valid checkpoint), a checkpoint, a pretrained folder of transformers, or a
+    safetensors file. The models must be equal except for fields that a phase may change. An explicit model
+    can initialize an implicit one, whose injection then starts from zero."""
     optimizer: bool = False
-    """Whether the optimizer's moments are taken over too; else it begins afresh. From a checkpoint only."""
+    """Load the optimizer's moments too; false: start with a fresh optimizer. Checkpoints only."""
     position: bool = False
-    """Whether the data go on at the sample where that run stood, as they would within it, which means
-    something for the same data and seed; else they begin at the first. From a checkpoint only."""
+    """Continue the data at the sample where the other run stopped, which is meaningful for the same data and
+    seed; false: start with the first sample. Checkpoints only."""
 
 
 def _from_path(value: Any) -> Any:
     return {"path": value} if isinstance(value, str) else value
 
 
-Start = Annotated[StartSpec, BeforeValidator(_from_path, json_schema_input_type=str | StartSpec)]
-"""The whole mapping, or the path alone."""
+InitFrom = Annotated[InitFromSpec, BeforeValidator(_from_path, json_schema_input_type=str | InitFromSpec)]
+"""The full mapping, or its `path` alone."""

@@ -1,7 +1,8 @@
-"""Phases of a run: how search, gradient, batch and data change on the way, the weights staying as they are.
+"""Phases of a run: changes of solver, gradient, batch and data during training; the weights carry over.
 
-Steps are the run's clock: a share of the run is a share of its steps, for phases as for schedules, however
-the batch changes. Tokens are counted over the phases, each with its own batch.
+Steps are the unit of time: a share of the run is a share of its steps, for phases and schedules alike, even
+    if
+the batch size changes. Tokens are counted over the phases, each with its own batch size and length.
 """
 
 from __future__ import annotations
@@ -24,25 +25,26 @@ _CHANGEABLE = {"batch_size", "micro_batch_size", "max_grad_norm", "checkpoint_ac
 
 
 class PhaseSpec(Spec):
-    """One phase: what differs from the run's own `model`, `training` and `data` sections."""
+    """One phase: overrides of the run's `model`, `training` and `data` sections."""
 
     name: str
-    """What records call it."""
+    """Name of the phase in logs and metrics."""
     until: Until | None = None
-    """Where it ends, counted from the start of the run: a step, a share of its steps, or a number of tokens
-    (`2e9 tokens`), rounded up to whole steps. Null: the end of the run, so only in the last phase."""
+    """End of the phase, counted from the start of the run: a step, a share of the run's steps, or a number of
+    tokens (`2e9 tokens`), rounded up to whole steps. Null: the end of the run, only allowed in the last
+    phase."""
     model: dict[str, Any] = Field(default_factory=dict)
-    """Changes to the model's solver, gradient, stopping and at_evaluation."""
+    """Overrides of the model's solver, gradient, stopping and at_evaluation."""
     training: dict[str, Any] = Field(default_factory=dict)
-    """Changes to batch_size, micro_batch_size, max_grad_norm, checkpoint_activations and
+    """Overrides of batch_size, micro_batch_size, max_grad_norm, checkpoint_activations and
     optimizer.learning_rate."""
     data: dict[str, Any] = Field(default_factory=dict)
-    """Changes to the data, where their kind allows any: the seq_len and identity_probability of word
-    problems, the seq_len and tasks of catbAbI."""
+    """Overrides of the data, where their kind supports it: seq_len and identity_probability of word problems,
+    seq_len and tasks of catbAbI."""
 
 
 class Phase(NamedTuple):
-    """A phase worked out: steps [first_step, last_step), and the specs that hold there."""
+    """A resolved phase: steps [first_step, last_step) and the specs that apply to them."""
 
     name: str
     first_step: int
@@ -55,12 +57,14 @@ class Phase(NamedTuple):
 def plan(
     phases: Sequence[PhaseSpec], *, model: ModelSpec, training: TrainingSpec, data: DataSpec
 ) -> list[Phase]:
-    """Work out the phases of a run; without any, one named ``train``.
+    """Resolve the phases of a run; a run without phases has a single one named ``train``.
 
-    The last one ends where the run does. A run measured in tokens ends with the step that completes them.
+    The last phase ends with the run. A run measured in tokens ends with the step that reaches the token
+    count.
 
     Raises:
-        ValidationError: phases that overlap, end early or change what they can't; located from the run spec.
+        ValidationError: phases overlap, do not cover the run, or change a fixed field; located from the run
+            spec.
 
     """
     if not phases:
@@ -69,7 +73,7 @@ def plan(
     changed = []
     for index, phase in enumerate(phases):
         if any(phase.name == other.name for other in phases[:index]):
-            message = "another phase has this name, and records tell phases by their names; give another"
+            message = "phase names must be unique; rename this phase"
             raise field_error(message, "phases", index, "name", value=phase.name)
         try:
             changed.append(
@@ -81,9 +85,9 @@ def plan(
             )
         except ValidationError as error:
             raise merge_errors([error], under=("phases", index)) from None
-    tokens_a_step = [own.batch_size * read.seq_len for _, own, read in changed]
-    total = min(_lengths(training, lambda tokens: _steps_with(tokens, phases, tokens_a_step)))
-    ends = _ends(phases, tokens_a_step, total)
+    tokens_per_step = [own.batch_size * read.seq_len for _, own, read in changed]
+    total = min(_lengths(training, lambda tokens: _steps_with(tokens, phases, tokens_per_step)))
+    ends = _ends(phases, tokens_per_step, total)
     return [
         Phase(phase.name, start, end, *own)
         for phase, start, end, own in zip(phases, [0, *ends], ends, changed, strict=False)
@@ -91,9 +95,9 @@ def plan(
 
 
 def steps_of_tokens(tokens: int, phases: Sequence[Phase], *, from_the_end: bool = False) -> int:
-    """Return how many steps at the start or the end of a run have so many tokens, rounded up.
+    """Return the number of steps, rounded up, at the start or the end of a run that contain `tokens` tokens.
 
-    Of a run that is too short, as many as it would take if it went on like its last phase (or its first one).
+    If the run is too short, its last phase (or its first, counting from the end) is extrapolated.
     """
     steps, each = 0, 1
     for phase in reversed(phases) if from_the_end else phases:
@@ -105,31 +109,33 @@ def steps_of_tokens(tokens: int, phases: Sequence[Phase], *, from_the_end: bool 
 
 
 def _lengths(training: TrainingSpec, steps_with: Callable[[int], int]) -> list[int]:
-    """Return the lengths of the run in steps, of which the shortest holds."""
+    """Return the lengths of the run in steps; the shortest applies."""
     lengths = [] if training.max_steps is None else [training.max_steps]
     return lengths if training.max_tokens is None else [*lengths, steps_with(training.max_tokens)]
 
 
-def _steps_with(tokens: int, phases: Sequence[PhaseSpec], tokens_a_step: Sequence[int]) -> int:
-    """Return a number of steps that make a run of ``tokens``, where one step less makes a shorter one."""
-    # By halving, because phases that end at a share of the run move with its length.
-    short, enough = 0, -(-tokens // min(tokens_a_step))
+def _steps_with(tokens: int, phases: Sequence[PhaseSpec], tokens_per_step: Sequence[int]) -> int:
+    """Return the smallest number of steps for which the run has at least `tokens` tokens."""
+    # Bisection, because the ends of phases given as a share depend on the length of the run.
+    short, enough = 0, -(-tokens // min(tokens_per_step))
     while enough - short > 1:
         middle = (short + enough) // 2
         seen = sum(
             (end - start) * each
-            for (start, end), each in zip(_spans(phases, tokens_a_step, middle), tokens_a_step, strict=True)
+            for (start, end), each in zip(
+                _spans(phases, tokens_per_step, middle), tokens_per_step, strict=True
+            )
         )
         short, enough = (short, middle) if seen >= tokens else (middle, enough)
     return enough
 
 
 def _spans(
-    phases: Sequence[PhaseSpec], tokens_a_step: Sequence[int], total_steps: int
+    phases: Sequence[PhaseSpec], tokens_per_step: Sequence[int], total_steps: int
 ) -> Iterator[tuple[int, int]]:
-    """Yield the steps [start, end) of each phase, cut to a run of so many steps."""
+    """Yield the steps [start, end) of each phase, clipped to a run of `total_steps`."""
     start, tokens = 0, 0
-    for index, each in enumerate(tokens_a_step):
+    for index, each in enumerate(tokens_per_step):
         end = _end(phases, index, start=start, tokens=tokens, each=each, total_steps=total_steps)
         end = min(max(end, start), total_steps) if index + 1 < len(phases) else total_steps
         yield start, end
@@ -139,10 +145,10 @@ def _spans(
 def _end(
     phases: Sequence[PhaseSpec], index: int, *, start: int, tokens: int, each: int, total_steps: int
 ) -> int:
-    """Return where a phase ends as its spec says, whether the run is long enough or not.
+    """Return the step at which a phase ends according to its spec, which may be beyond the end of the run.
 
-    It begins at step ``start``, with ``tokens`` seen before, and sees ``each`` a step. Shares are rounded so
-    that every phase has a step.
+    The phase begins at step ``start``, after ``tokens`` tokens, and takes ``each`` tokens per step. Shares
+    are rounded such that every phase has at least one step.
     """
     until, left = phases[index].until, len(phases) - index - 1
     if until is None:
@@ -153,52 +159,52 @@ def _end(
     return min(max(end, start + 1), total_steps - left) if isinstance(until, float) and left else end
 
 
-def _ends(phases: Sequence[PhaseSpec], tokens_a_step: Sequence[int], total_steps: int) -> list[int]:
-    """Find the step before which each phase ends, and refuse those that don't cover the run."""
+def _ends(phases: Sequence[PhaseSpec], tokens_per_step: Sequence[int], total_steps: int) -> list[int]:
+    """Return the end of each phase and reject phases that do not cover the run."""
     if len(phases) > total_steps:
         message = (
-            f"{len(phases)} phases don't fit into a run of length {total_steps}; "
-            f"give it {len(phases)} steps or more, or leave phases out"
+            f"{len(phases)} phases don't fit into a run of {total_steps} steps; use at least {len(phases)} "
+            "steps, or remove phases"
         )
         raise field_error(message, "phases", value=phases)
     ends: list[int] = []
     start = tokens = 0
-    for index, (phase, each) in enumerate(zip(phases, tokens_a_step, strict=True)):
+    for index, (phase, each) in enumerate(zip(phases, tokens_per_step, strict=True)):
         end = _end(phases, index, start=start, tokens=tokens, each=each, total_steps=total_steps)
-        if complaint := _misplaced(phases, index, start=start, end=end, total_steps=total_steps):
+        if complaint := _end_error(phases, index, start=start, end=end, total_steps=total_steps):
             raise field_error(complaint, "phases", index, "until", value=phase.until)
         ends.append(end)
         start, tokens = end, tokens + (end - start) * each
     return ends
 
 
-def _misplaced(
+def _end_error(
     phases: Sequence[PhaseSpec], index: int, *, start: int, end: int, total_steps: int
 ) -> str | None:
-    """Say what is wrong with where a phase ends, if anything is."""
+    """Return why the end of a phase is invalid, or None."""
     phase, last = phases[index], index == len(phases) - 1
     place = f"{end} ({phase.until})" if isinstance(phase.until, str) else str(end)
     if not last and phase.until is None:
-        return "only the last phase may leave out where it ends; give a step, a share or tokens"
+        return "only the last phase may omit until; set a step, a share or a number of tokens"
     if not last and end >= total_steps:
         return (
-            f"phase {phase.name!r} ends at step {place} of {total_steps}, so the next one never begins; "
-            "end it earlier, give a share such as 0.5, or lengthen the run"
+            f"phase {phase.name!r} ends at step {place} of {total_steps}, so the next phase never starts; "
+            "end it earlier, use a share such as 0.5, or lengthen the run"
         )
     if last and end != total_steps:
-        return f"the last phase ends at step {place} of {total_steps}; leave out where it ends"
+        return f"the last phase ends at step {place} of {total_steps}; omit until"
     if index and _goes_back(phase.until, phases[index - 1].until, start, total_steps):
         return (
-            f"phase {phase.name!r} ends at {phase.until}, and the one before it at "
-            f"{phases[index - 1].until}; each ends later than the one before"
+            f"phase {phase.name!r} ends at {phase.until}, but the previous phase ends at "
+            f"{phases[index - 1].until}; phases must end in increasing order"
         )
     if end <= start:
-        return f"phase {phase.name!r} begins at step {start} and ends at {place}; end it later"
+        return f"phase {phase.name!r} starts at step {start} but ends at {place}; end it later"
     return None
 
 
 def _goes_back(until: Until | None, before: Until | None, start: int, total_steps: int) -> bool:
-    """Whether a share is of less than the phase before it, which giving each phase a step would hide."""
+    """Whether a share ends before the previous phase; rounding to at least one step would hide that."""
     if not isinstance(until, float):
         return False
     return until <= before if isinstance(before, float) else steps_of(until, total_steps) < start
@@ -212,7 +218,7 @@ def _changed_training(training: TrainingSpec, phase: PhaseSpec) -> TrainingSpec:
 
 
 def _changed(section: str, spec: _Section, changes: Mapping[str, Any], allowed: Collection[str]) -> _Section:
-    """Return a section of the run as a phase has it."""
+    """Return a section of the run with a phase's overrides applied."""
     kind = f"of kind {getattr(spec, 'kind', None)!r}"
     what = {"model": f"a model {kind}", "data": f"data {kind}"}.get(section, section)
     _refuse_others(changes, allowed, section, what=what)
@@ -225,5 +231,5 @@ def _changed(section: str, spec: _Section, changes: Mapping[str, Any], allowed: 
 def _refuse_others(changes: Mapping[str, Any], allowed: Collection[str], *where: str, what: str) -> None:
     for key, value in changes.items():
         if key not in allowed:
-            message = f"a phase can't change {key!r} of {what}; {did_you_mean(key, allowed)}"
+            message = f"a phase cannot change {key!r} of {what}; {did_you_mean(key, allowed)}"
             raise field_error(message, *where, key, value=value, of_key=True)

@@ -1,4 +1,4 @@
-"""A run's spec: model, data, training, phases, evaluation. Imports no torch."""
+"""The run spec: model, data, training, phases, evaluation, callbacks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -68,59 +68,60 @@ __all__ = [
 
 
 class EvaluationSpec(Spec):
-    """What the model is evaluated on."""
+    """The `evaluation` section."""
 
     lengths: tuple[PositiveInt, ...] = ()
-    """Sequence lengths; none: the training length."""
+    """Sequence lengths; empty: the training length."""
     length_multiples: tuple[PositiveInt, ...] = ()
-    """Sequence lengths in training lengths, such as [1, 2, 4, 8]; read where `lengths` are none."""
+    """Sequence lengths as multiples of the training length, such as [1, 2, 4, 8]; used if `lengths` is
+    empty."""
     identity_probabilities: tuple[Probability, ...] = ()
-    """Word problems: identity probabilities; none: the training one."""
+    """Identity probabilities for word problems; empty: the training value."""
     sequences: PositiveInt = 256
-    """Sequences for each length and probability."""
+    """Sequences per length and probability."""
     batch_size: PositiveInt = 64
-    """Sequences that go through the model at once; of lengths above the shortest one as many fewer."""
+    """Sequences per forward pass at the shortest length; reduced in proportion at longer ones."""
     last_tokens: PositiveInt = 10
-    """Accuracy is read on this many tokens at the end of each sequence."""
+    """Number of tokens at the end of each sequence on which accuracy_last is measured."""
     seed: Seed = 1234
-    """Of the sequences drawn for evaluation."""
+    """Seed of the evaluation sequences."""
     window_length: PositiveInt | None = None
     """Tokens solved together: 1 is sequential mode; null: the whole sequence, simultaneous mode."""
 
     def at(self, training_length: int) -> EvaluationSpec:
-        """Return the same with its lengths worked out for a training length."""
+        """Return a copy with `lengths` resolved for a training length."""
         lengths = self.lengths or tuple(times * training_length for times in self.length_multiples)
         return self.model_copy(update={"lengths": lengths or (training_length,), "length_multiples": ()})
 
 
 class RunSpec(BaseRunSpec):
-    """Everything that a training run depends on."""
+    """Complete specification of a training run."""
 
     kind: Literal["run"] = "run"
     data: DataSpec
-    """What the model is trained on."""
+    """Training data."""
     training: TrainingSpec
-    """How."""
+    """Training settings."""
     phases: tuple[PhaseSpec, ...] = ()
-    """Changes of solver, gradient, batch and data on the way; none: one phase."""
+    """Changes of solver, gradient, batch and data during training; empty: one phase."""
     evaluation: EvaluationSpec = EvaluationSpec()
-    """What is evaluated, on the way and at the end."""
+    """Evaluation during training and at the end."""
     callbacks: tuple[CallbackSpec, ...] = ()
-    """What else happens while it trains."""
+    """Code called during training."""
 
     @property
     def final_model(self) -> ModelSpec:
-        """The model as the last phase leaves it."""
+        """Model spec of the last phase."""
         return self.phase_specs()[-1].model
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run."""
+        """Number of steps of the run."""
         return self.phase_specs()[-1].last_step
 
     @property
     def total_tokens(self) -> int:
-        """Tokens that the whole run sees, over all phases."""
+        """Number of training tokens of the run, over all phases."""
         return sum(
             (phase.last_step - phase.first_step) * phase.training.batch_size * phase.data.seq_len
             for phase in self.phase_specs()
@@ -128,17 +129,17 @@ class RunSpec(BaseRunSpec):
 
     @property
     def total_sequences(self) -> int:
-        """Sequences that the whole run sees, over all phases."""
+        """Number of training sequences of the run, over all phases."""
         return sum(
             (phase.last_step - phase.first_step) * phase.training.batch_size for phase in self.phase_specs()
         )
 
     def phase_specs(self) -> list[Phase]:
-        """Name, first step, last step (exclusive), model, training and data spec of each phase."""
+        """Return the resolved phases."""
         return plan(self.phases, model=self.model, training=self.training, data=self.data)
 
     def schedule_spec(self) -> ScheduleSpec:
-        """Return the schedule with spans that count tokens worked out in steps."""
+        """Return the schedule with spans in tokens converted to steps."""
         phases = self.phase_specs()
 
         def steps(tokens: int, *, from_the_end: bool) -> int:
@@ -147,10 +148,10 @@ class RunSpec(BaseRunSpec):
         return self.training.schedule.in_steps(steps)
 
     def require_shares(self, ranks: int) -> None:
-        """Refuse a number of processes that can't share every phase's batch equally.
+        """Reject a number of processes that does not divide every phase's batch size.
 
         Raises:
-            ValueError: naming the phase, where there are several.
+            ValueError: names the phase if there are several.
 
         """
         for phase in self.phase_specs():
@@ -162,7 +163,7 @@ class RunSpec(BaseRunSpec):
     @model_validator(mode="before")
     @classmethod
     def _vocabulary_of_the_data(cls, value: Any) -> Any:
-        """Give a model that names no vocabulary that of its data, where they tell it."""
+        """Set a model's missing vocab_size to that of its data, if the data determine it."""
         if not isinstance(value, Mapping):
             return value
         model, data = value.get("model"), value.get("data")
@@ -172,7 +173,7 @@ class RunSpec(BaseRunSpec):
             return value
         try:
             size = DataSpec.model_validate(data).vocab_size
-        except ValueError:  # said by the field's own validation; a missing vocabulary would only distract
+        except ValueError:  # reported by the validation of `data`; an error for vocab_size would distract
             size = 1
         if size is None or "vocab_size" not in registry.entry("model", model["kind"]).spec.model_fields:
             return value
@@ -182,7 +183,7 @@ class RunSpec(BaseRunSpec):
     def _parts_fit(self) -> Self:
         needed, rows = self.data.vocab_size, getattr(self.model, "vocab_size", None)
         if needed is not None and rows is not None and rows < needed:
-            message = f"the data have {needed} tokens; give {needed} or more, or leave it out"
+            message = f"the data have {needed} token IDs; use {needed} or more, or omit vocab_size"
             raise field_error(message, "model", "vocab_size", value=rows)
         total_steps = self.total_steps
         try:
@@ -191,6 +192,6 @@ class RunSpec(BaseRunSpec):
             raise field_error(str(error), "training", "schedule", value=self.training.schedule) from None
         shortest = min(self.evaluation.at(self.data.seq_len).lengths)
         if shortest < self.evaluation.last_tokens:
-            message = f"the shortest sequence evaluated has {shortest} tokens; give {shortest} or less"
+            message = f"the shortest evaluation length is {shortest} tokens; use {shortest} or less"
             raise field_error(message, "evaluation", "last_tokens", value=self.evaluation.last_tokens)
         return self

@@ -1,4 +1,4 @@
-"""Lengths of time within a run: a number of steps, a share of the run, a number of tokens."""
+"""Durations within a run: a number of steps, a share of the run, or a number of tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, fresh or from a folder, as a baseline. Imports no torch."""
+"""Spec of a causal language model of transformers, used as a baseline. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,26 +14,27 @@ from implicit_blocks.specs import ModelSpec, field_error
 
 
 class TransformersSpec(ModelSpec):
-    """A causal language model of transformers: an architecture with fresh weights, or a folder."""
+    """A causal language model of transformers: an architecture or a pretrained folder."""
 
     kind: Literal["transformers"] = "transformers"
     architecture: str | None = None
-    """Model type by transformers' name, such as llama, mamba, mamba2, rwkv; or give a folder."""
+    """transformers' model type, such as llama, mamba, mamba2 or rwkv. Give either `architecture` or
+    `folder`."""
     folder: str | None = None
-    """Folder with a config.json and weights, as save_pretrained leaves it."""
+    """Folder with a config.json and weights, as written by save_pretrained."""
     weights: bool = True
-    """Whether the folder's weights are the start; false: its configuration alone, with fresh weights."""
+    """Whether to load the folder's weights; false: use its configuration with random weights."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the architecture's configuration that differ from its defaults, or from the folder's."""
+    """Overrides of the architecture's default configuration, or of the folder's."""
     vocab_size: PositiveInt | None = None
-    """Number of token ids; null: the folder's."""
+    """Number of token IDs; null: that of the folder."""
     attention: Literal["eager", "sdpa", "flash_attention_2", "flex_attention"] | None = None
-    """How transformers computes attention; null: its choice."""
+    """Attention implementation; null: transformers' default."""
 
     @model_validator(mode="before")
     @classmethod
     def _vocabulary_of_the_folder(cls, value: Any) -> Any:
-        """Take the vocabulary from the folder, where it can be read; what is wrong is said at building."""
+        """Read the vocabulary size from the folder if possible; errors are reported at building."""
         if not isinstance(value, Mapping) or value.get("vocab_size") is not None:
             return value
         try:
@@ -45,15 +46,15 @@ class TransformersSpec(ModelSpec):
     @model_validator(mode="after")
     def _one_origin(self) -> Self:
         if (self.architecture is None) == (self.folder is None):
-            raise ValueError("a model of transformers is made from one of two; give architecture or folder")
+            raise ValueError("a transformers model needs exactly one of architecture and folder")
         if self.folder is None and not self.weights:
-            message = "an architecture has no weights of its own; leave it out, or give a folder"
+            message = "an architecture has no pretrained weights; omit weights, or give a folder"
             raise field_error(message, "weights", value=False, of_key=True)
         if self.folder is None and self.vocab_size is None:
-            message = "the data do not tell how many tokens there are; give it"
+            message = "the data do not determine the vocabulary size; set vocab_size"
             raise field_error(message, "vocab_size", value=None)
         if "vocab_size" in self.config:
-            message = "the vocabulary is a field of the model itself; give model.vocab_size"
+            message = "set the vocabulary size as model.vocab_size instead"
             raise field_error(message, "config", "vocab_size", value=self.config["vocab_size"], of_key=True)
         return self
 

@@ -1,4 +1,4 @@
-"""CatbAbI: every story kept, the order from the seed, answers scored, missing files named."""
+"""catbAbI: stories, their order, scored answers, and missing files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def words(data: CatbAbI, ids: torch.Tensor) -> list[str]:
     return [data._vocabulary[number] for number in ids.tolist()]
 
 
-def test_a_file_is_cut_into_stories_and_the_last_one_is_kept():
+def test_a_file_is_split_into_stories_including_the_last():
     first, last = parse(TEXT.format(task="two", split="hall"), task=2)
     assert " ".join(first.words) == (
         "mary moved to the bathroom . where is mary ? bathroom how do you go there ? s,e"
@@ -53,11 +53,11 @@ def test_a_file_is_cut_into_stories_and_the_last_one_is_kept():
         "s,e",
     ]
     assert " ".join(last.words) == "john two went to the hall . where is john ? hall"
-    with pytest.raises(DataError, match="qa2, line 1: '2 Mary' is no line of a story"):
+    with pytest.raises(DataError, match="qa2, line 1: '2 Mary' is not a line of a story"):
         parse("2 Mary", task=2)
 
 
-def test_an_epoch_has_every_story_once_in_an_order_of_its_own(folder):
+def test_an_epoch_contains_every_story_once_in_its_own_order(folder):
     data = source(folder)
     epochs = [data.batch(epoch * data.samples, data.samples).inputs.flatten() for epoch in (0, 1)]
     for epoch in epochs:
@@ -88,7 +88,7 @@ def test_labels_are_the_next_tokens(folder, scoring):
         assert int(scored.sum()) == data.total - 1
 
 
-def test_some_tasks_alone_are_trained_on_in_words_of_all(folder):
+def test_selected_tasks_keep_the_full_vocabulary(folder):
     every, some = source(folder), source(folder, tasks=[16, 3])
     assert some.vocab_size == every.vocab_size
     assert some.total == every.total // 10
@@ -102,7 +102,7 @@ def test_some_tasks_alone_are_trained_on_in_words_of_all(folder):
     ]
 
 
-def test_a_task_that_is_named_several_times_has_its_stories_that_often(folder):
+def test_a_repeated_task_repeats_its_stories(folder):
     spec = CatbAbISpec(tasks=[*TASKS, 16, 16])
     assert spec.describe(sequences=1, vocab_size=None)[0].endswith("15, 16 (3 times), 17, 18, 19, 20")
     every, more = source(folder), source(folder, tasks=spec.tasks)
@@ -117,7 +117,7 @@ def test_a_task_that_is_named_several_times_has_its_stories_that_often(folder):
     ("tasks", "message"),
     [([0], "greater than or equal to 1"), ([21], "less than or equal to 20"), ([], "at least 1 item")],
 )
-def test_tasks_that_bAbI_has_not_are_refused(tasks, message):
+def test_unknown_bAbI_tasks_are_rejected(tasks, message):
     with pytest.raises(ValueError, match=message):
         CatbAbISpec(tasks=tasks)
 
@@ -154,11 +154,11 @@ def test_a_phase_reads_some_tasks_and_shorter_rows_first(folder, tmp_path):
     rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert [row["tokens"] for row in rows] == [32, 64, 128, 192]
     first["data"] = {"scoring": "all"}
-    with pytest.raises(ValueError, match="a phase can't change 'scoring' of data of kind 'catbabi'"):
+    with pytest.raises(ValueError, match="a phase cannot change 'scoring' of data of kind 'catbabi'"):
         small_run(folder, max_steps=4, phases=[first, {"name": "all"}]).phase_specs()
 
 
-def test_sets_are_scored_by_task(folder):
+def test_evaluation_sets_score_each_task(folder):
     evaluation = EvaluationSpec(sequences=1000).at(16)
     sets = source(folder).evaluation_sets(evaluation)
     assert list(sets) == ["L16", *(f"qa{task}_L16" for task in TASKS)]
@@ -170,7 +170,7 @@ def test_sets_are_scored_by_task(folder):
     assert set(counts.values()) == {3}
 
 
-def test_rows_of_a_task_have_answers_to_it_among_their_labels(folder):
+def test_rows_of_a_task_contain_its_answers(folder):
     for length, task in product((3, 4, 5, 6, 7), TASKS):
         of_task = source(folder, seq_len=length).only(task)
         labels = of_task.batch(0, of_task.samples).labels
@@ -179,13 +179,13 @@ def test_rows_of_a_task_have_answers_to_it_among_their_labels(folder):
         )  # an answer that only begins a row is scored in the one before
 
 
-def test_an_archive_is_read_as_its_folder(folder, tmp_path):
+def test_an_archive_equals_its_directory(folder, tmp_path):
     with tarfile.open(tmp_path / "babi.tar.xz", "w:xz") as archive:
         archive.add(folder, arcname="en-valid-10k")
     assert read_stories(tmp_path / "babi.tar.xz") == read_stories(folder)
 
 
-def test_what_is_missing_is_named(folder, tmp_path):
+def test_missing_files_are_listed(folder, tmp_path):
     (folder / "qa3_train.txt").unlink()
     (folder / "qa17_valid.txt").write_text("\n")  # a copy that broke off
     with pytest.raises(ValueError, match=r"lacks 2 of bAbI's 60 files: qa3_train.txt, qa17_valid.txt"):
@@ -193,7 +193,7 @@ def test_what_is_missing_is_named(folder, tmp_path):
     with pytest.raises(ValueError, match="there is no bAbI archive at"):
         source(tmp_path / "nowhere")
     (tmp_path / "cut.tar.xz").write_bytes(b"\xfd7zXZ\x00broken")
-    with pytest.raises(ValueError, match="is no archive that can be read"):
+    with pytest.raises(ValueError, match="cannot be read as an archive"):
         source(tmp_path / "cut.tar.xz")
     # Damaged in the middle, of no kind that is known, and a file that is no text: a sentence each.
     with tarfile.open(tmp_path / "whole.tar.xz", "w:xz") as archive:
@@ -203,20 +203,20 @@ def test_what_is_missing_is_named(folder, tmp_path):
     (tmp_path / "damaged.tar.xz").write_bytes(damaged)
     (tmp_path / "text.tar.xz").write_text("no archive")
     for name in ("damaged", "text"):
-        with pytest.raises(ValueError, match="is no archive that can be read") as refused:
+        with pytest.raises(ValueError, match="cannot be read as an archive") as refused:
             source(tmp_path / f"{name}.tar.xz")
         assert "\n" not in str(refused.value)
     (folder / "qa1_test.txt").write_bytes(b"1 caf\xe9.\n")
-    with pytest.raises(ValueError, match=r"qa1_test\.txt is no text in UTF-8"):
+    with pytest.raises(ValueError, match=r"qa1_test\.txt is not UTF-8 text"):
         source(folder)
     (tmp_path / "none").mkdir()
     with pytest.raises(ValueError, match=r"lacks 60 of bAbI's 60 files: qa1_train\.txt to qa20_test\.txt;"):
         source(tmp_path / "none")
-    with pytest.raises(ValueError, match="the bAbI archive is not named"):
+    with pytest.raises(ValueError, match="give the bAbI archive"):
         build(CatbAbISpec())
 
 
-def test_a_stand_in_gives_no_story_of_the_other_splits(folder):
+def test_a_replacement_file_excludes_stories_of_other_splits(folder):
     (folder / "qa3_train.txt").unlink()
     (folder / "en").mkdir()
     stand_in = TEXT.format(task="other", split="train")
@@ -227,7 +227,7 @@ def test_a_stand_in_gives_no_story_of_the_other_splits(folder):
     assert [story.words[1] for story in stories] == ["other"]  # Mary's is in qa3_valid.txt too
 
 
-def test_a_run_trains_on_it_and_tells_accuracy_by_task(folder, tmp_path):
+def test_a_run_reports_accuracy_per_task(folder, tmp_path):
     size = source(folder).vocab_size
     spec = small_run(folder, max_steps=2, evaluation={"sequences": 4, "batch_size": 4})
     run = build_run(spec, output=tmp_path / "run", device="cpu")
@@ -238,7 +238,7 @@ def test_a_run_trains_on_it_and_tells_accuracy_by_task(folder, tmp_path):
         **spec.model_dump(mode="json"),
         "model": {**spec.model_dump(mode="json")["model"], "vocab_size": 5},
     }
-    with pytest.raises(ValueError, match=f"bAbI has {size} ids, but the model has vocab_size 5"):
+    with pytest.raises(ValueError, match=f"bAbI has {size} IDs, but the model has vocab_size 5"):
         build_run(RunSpec.model_validate(small), output=tmp_path / "small", device="cpu")
 
 

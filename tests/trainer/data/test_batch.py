@@ -1,4 +1,4 @@
-"""What the loop is given: sequences, and what the model is told about them."""
+"""Batches: rows, and the model's additional arguments."""
 
 from __future__ import annotations
 

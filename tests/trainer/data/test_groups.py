@@ -1,4 +1,4 @@
-"""Groups and monoids: axioms, the order of elements, and what is refused."""
+"""Groups and monoids: axioms, element order, and invalid definitions."""
 
 import itertools
 import subprocess
@@ -65,7 +65,7 @@ def test_permutations_are_lexicographic_and_compose_as_functions(name: str) -> N
         assert g.compose(a, b) == elements.index(composed)
 
 
-def test_a_product_runs_its_last_factor_fastest() -> None:
+def test_the_last_factor_of_a_product_varies_fastest() -> None:
     g = group("Z2xS3")
     s3 = group("S3")
     for (a, b), (c, d) in itertools.product(itertools.product(range(2), range(6)), repeat=2):
@@ -117,7 +117,7 @@ def test_products_of_monoids_by_name() -> None:
     assert np.array_equal(m.table, product(one, one).table)
 
 
-def test_the_identity_may_stand_anywhere() -> None:
+def test_the_identity_of_a_monoid_may_have_any_index() -> None:
     assert monoid([[1, 0], [0, 1]]).identity == 1
 
 
@@ -126,13 +126,13 @@ def test_the_identity_may_stand_anywhere() -> None:
     [
         ("EAB", "monoid 'EAB' is not known; use EABX or published"),
         ("x".join(["EABX"] * 5), "more than 256 elements"),
-        ([], "1 to 256 rows, not 0"),
+        ([], "must have 1 to 256 rows, got 0"),
         ([[0, 1], [1]], "not square: row 1 has 1 entries"),
-        ([[0, 1], [1, 2]], r"entry \[1\]\[1\] is 2, not an element"),
-        ([[0, 1], [1, -1]], r"entry \[1\]\[1\] is -1"),
-        ([[0, 1], [1, 0.5]], r"entry \[1\]\[1\] is 0.5"),
-        (["01", "10"], r"entry \[0\]\[0\] is '0'"),
-        ([0, 1], r"row 0 of the monoid table is 0; give a row of 2 indices"),
+        ([[0, 1], [1, 2]], r"entry \[1\]\[1\] of the monoid table is 2, not an element"),
+        ([[0, 1], [1, -1]], r"entry \[1\]\[1\] of the monoid table is -1"),
+        ([[0, 1], [1, 0.5]], r"entry \[1\]\[1\] of the monoid table is 0.5"),
+        (["01", "10"], r"entry \[0\]\[0\] of the monoid table is '0'"),
+        ([0, 1], r"row 0 of the monoid table is 0; expected a row of 2 indices"),
         ([[0, 0], [0, 0]], "no identity"),
         ([[0, 1, 2], [1, 2, 0], [2, 1, 0]], r"not associative: \(1∘1\)∘1 is"),
     ],
@@ -154,23 +154,23 @@ def test_a_group_by_its_table() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ([], "a group table has 1 to 256 rows, not 0"),
-        ([[0, 1], [1, 2]], r"the group table's entry \[1\]\[1\] is 2, not an element"),
+        ([], "a group table must have 1 to 256 rows, got 0"),
+        ([[0, 1], [1, 2]], r"entry \[1\]\[1\] of the group table is 2, not an element"),
         ([[0, 1, 2], [1, 2, 0], [2, 1, 0]], r"the group table is not associative: \(1∘1\)∘1 is"),
-        ([[0, 1], [1, 1]], "gives element 1 no inverse"),
-        ([[1, 0], [0, 1]], "identity is element 1, not 0; number the elements"),
+        ([[0, 1], [1, 1]], "element 1 of the group table has no inverse"),
+        ([[1, 0], [0, 1]], "is element 1, not 0; renumber the elements"),
         ([[0, 0], [0, 0]], "the group table has no identity"),
         ([0, 1], "row 0 of the group table is 0"),
     ],
 )
-def test_refuses_a_table_that_is_no_group_s(table: list, message: str) -> None:
+def test_a_table_that_is_not_a_group_is_rejected(table: list, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         group(table)
     with pytest.raises(ValueError, match=message):
         WordProblemSpec(group=table, seq_len=4)
 
 
-def test_a_word_problem_over_a_table_is_that_over_its_name() -> None:
+def test_a_group_given_by_table_equals_the_named_group() -> None:
     by_table, by_name = (
         WordProblemSpec(group=one, seq_len=6, identity_probability=0.3) for one in (KLEIN, "Z2xZ2")
     )
@@ -179,7 +179,7 @@ def test_a_word_problem_over_a_table_is_that_over_its_name() -> None:
     first, second = (build(spec, seed=3).batch(0, 5) for spec in (by_table, by_name))
     assert torch.equal(first.inputs, second.inputs)
     assert torch.equal(first.labels, second.labels)
-    with pytest.raises(ValueError, match="a group is a name such as S5, or a table of rows"):
+    with pytest.raises(ValueError, match="a group must be a name such as S5"):
         WordProblemSpec(group=5, seq_len=4)
 
 

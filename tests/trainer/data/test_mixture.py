@@ -1,4 +1,4 @@
-"""Mixtures: exact shares, positions alone, epochs of small sources, what is refused."""
+"""Mixtures: exact shares, random access, epochs of small sources, invalid specs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from implicit_blocks.specs import SpecError
 from trainer.cli.train import main
+from trainer.data.apportionment import BLOCK, apportion
 from trainer.data.mixture import Mixture, Part, build
-from trainer.data.quotas import BLOCK, quotas
 from trainer.data.tokenizing.command import main as tokenize
 from trainer.data.tokens import TokenData, write_tokens
 from trainer.specs.run import MixtureSpec
@@ -43,7 +43,7 @@ def folder_of(path: Path, texts: list[str]) -> Path:
     return path / "tokens"
 
 
-def test_shares_are_exact_and_sources_give_all_they_have(tmp_path: Path) -> None:
+def test_shares_are_exact_and_every_sample_occurs(tmp_path: Path) -> None:
     mixture = Mixture(parts(tmp_path), seed=5)
     batch = mixture.batch(0, 4000)
     source = batch.inputs[:, 0] // 10_000
@@ -60,7 +60,7 @@ def test_shares_are_exact_and_sources_give_all_they_have(tmp_path: Path) -> None
 
 @settings(deadline=None, max_examples=40)
 @given(position=st.integers(0, 3 * BLOCK), count=st.integers(1, 50), seed=st.integers(0, 3))
-def test_what_stands_at_a_position_depends_on_nothing_before(
+def test_a_position_does_not_depend_on_earlier_positions(
     tmp_path_factory: pytest.TempPathFactory, position: int, count: int, seed: int
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "mixture"
@@ -73,7 +73,7 @@ def test_what_stands_at_a_position_depends_on_nothing_before(
     assert torch.equal(whole.labels, torch.cat([row.labels for row in rows]))
 
 
-def test_positions_of_a_source_follow_on_over_blocks(tmp_path: Path) -> None:
+def test_positions_of_a_source_continue_across_blocks(tmp_path: Path) -> None:
     mixture = Mixture(parts(tmp_path, sizes=(101, 1001, 31), weights=(1.0, 3.3, 0.02)), seed=5)
     seen: list[list[int]] = [[], [], []]
     for position in range(2 * BLOCK + 100):
@@ -90,16 +90,16 @@ def test_positions_of_a_source_follow_on_over_blocks(tmp_path: Path) -> None:
     assert mixture.epochs(0) == {"part0": 0.0, "part1": 0.0, "part2": 0.0}
 
 
-def test_quotas() -> None:
-    assert quotas([2.0]) == [BLOCK]
-    assert quotas([1, 1, 1]) == [21846, 21845, 21845]
-    assert quotas([1, 2, 6]) == [7282, 14563, 43691]  # 7281.8, 14563.6, 43690.7: the largest rests first
-    assert sum(quotas([0.1, 0.7, 12.3, 1e-2])) == BLOCK
-    with pytest.raises(ValueError, match="weight 1e-09 of 1 in all is less than one sample in 65536"):
-        quotas([1, 1e-9])
+def test_apportionment_by_largest_remainders() -> None:
+    assert apportion([2.0]) == [BLOCK]
+    assert apportion([1, 1, 1]) == [21846, 21845, 21845]
+    assert apportion([1, 2, 6]) == [7282, 14563, 43691]  # 7281.8, 14563.6, 43690.7: the largest rests first
+    assert sum(apportion([0.1, 0.7, 12.3, 1e-2])) == BLOCK
+    with pytest.raises(ValueError, match="weight 1e-09 of a total of 1 is less than one sample in 65536"):
+        apportion([1, 1e-9])
     for weight in (0, -1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match="weights are above 0 and finite"):
-            quotas([weight, 1])
+        with pytest.raises(ValueError, match="weight must be positive and finite"):
+            apportion([weight, 1])
 
 
 def section(tmp_path: Path, **changes: Any) -> dict[str, Any]:
@@ -129,33 +129,35 @@ def test_specs(tmp_path: Path) -> None:
 def test_refuses_a_weight(tmp_path: Path, weight: float, capsys: pytest.CaptureFixture[str]) -> None:
     value = section(tmp_path)
     value["sources"][0]["weight"] = weight
-    with pytest.raises(SpecError, match="a source's weight is above 0; leave a source out"):
+    with pytest.raises(SpecError, match="weight must be positive"):
         MixtureSpec.model_validate(value)
     file = tmp_path / "run.yaml"
     file.write_text(f"extends: books_10m\ndata: {value!r}\n")
     assert main(["--spec", str(file), "--dry-run"]) == 2
     assert "data.sources" in (message := capsys.readouterr().err)
-    assert "weight is above 0" in message
+    assert "weight must be positive" in message
 
 
 def test_refuses_sources_that_do_not_fit(tmp_path: Path) -> None:
     value = section(tmp_path)
     value["sources"][1]["data"]["seq_len"] = 20
-    with pytest.raises(SpecError, match="the mixture's length is 10; give this source the same"):
+    with pytest.raises(SpecError, match="the seq_len of the mixture is 10"):
         MixtureSpec.model_validate(value)
     value = section(tmp_path)
     value["sources"][1]["name"] = "small"
-    with pytest.raises(SpecError, match="another source has this name"):
+    with pytest.raises(SpecError, match="source names must be unique"):
         MixtureSpec.model_validate(value)
     with pytest.raises(SpecError, match="sources"):
         MixtureSpec.model_validate(section(tmp_path, sources=[]))
     value = section(tmp_path)
     value["sources"][0]["data"]["path"] = str(tmp_path / "gone")
-    with pytest.raises(ValueError, match="source 'small' of the mixture: there is no token file or folder"):
+    with pytest.raises(
+        ValueError, match="source 'small' of the mixture: there is no token file or directory"
+    ):
         build(MixtureSpec.model_validate(value))
 
 
-def test_tokens_of_two_tokenizers_do_not_mix(tmp_path: Path) -> None:
+def test_sources_with_different_tokenizers_are_rejected(tmp_path: Path) -> None:
     folders = [folder_of(tmp_path / str(number), ["a text " * 20]) for number in range(2)]
     sources = [{"weight": 1, "data": {"kind": "tokens", "path": str(folder)}} for folder in folders]
     spec = MixtureSpec.model_validate({"kind": "mixture", "seq_len": 10, "sources": sources})
@@ -163,11 +165,11 @@ def test_tokens_of_two_tokenizers_do_not_mix(tmp_path: Path) -> None:
     manifest = json.loads((folders[1] / "train" / "manifest.json").read_text())
     manifest["tokenizer"]["sha256"] = "0" * 64
     (folders[1] / "train" / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ValueError, match="were made by different tokenizers"):
+    with pytest.raises(ValueError, match="were written with different tokenizers"):
         build(spec)
 
 
-def test_documents_are_those_of_the_sources(tmp_path: Path) -> None:
+def test_documents_of_the_sources_are_preserved(tmp_path: Path) -> None:
     sources = [
         TokenData(folder_of(tmp_path / str(number), texts), length=10, seed=number, documents="reset")
         for number, texts in enumerate((["ab", "cde", "f"] * 20, ["a longer text", "and", "more"] * 20))

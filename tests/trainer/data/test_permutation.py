@@ -1,4 +1,4 @@
-"""The counter-based permutation: a bijection, another one for every seed and epoch, and well mixed."""
+"""The counter-based permutation: bijective, distinct for every seed and epoch, and well mixed."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_positions_are_computed_alone(n: int) -> None:
         assert permute(np.array([position]), n, seed=7, epoch=2) == [expected]
 
 
-def test_seeds_and_epochs_give_other_orders() -> None:
+def test_seeds_and_epochs_change_the_order() -> None:
     orders = [permute(np.arange(1000), 1000, seed=s, epoch=e) for s in range(5) for e in range(5)]
     for i, a in enumerate(orders):
         for b in orders[:i]:
@@ -34,7 +34,7 @@ def test_seeds_and_epochs_give_other_orders() -> None:
 
 
 @pytest.mark.parametrize("n", [10, 100, 1000])
-def test_every_place_is_equally_likely(n: int) -> None:
+def test_every_position_is_equally_likely(n: int) -> None:
     trials = 4000
     orders = np.array([permute(np.arange(10), n, seed=s, epoch=0) for s in range(trials)])
     for column in orders.T[[0, 1, 9]]:

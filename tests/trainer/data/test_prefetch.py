@@ -1,4 +1,4 @@
-"""Batches prepared in the background are those that would have come anyway."""
+"""Prefetching does not change batches."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Slow(DataSource):
 
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
-def test_gives_what_is_asked_for(workers: int) -> None:
+def test_prefetched_batches_equal_direct_ones(workers: int) -> None:
     source = Slow(concurrent=True)
     loader = Prefetcher(source, workers=workers)
     for first in (0, 4, 8, 20, 24):  # a jump that nobody foresaw
@@ -69,7 +69,7 @@ def test_loading_overlaps_with_computing() -> None:
     assert spent < 0.34  # 0.4 one after the other, 0.22 side by side
 
 
-def test_only_concurrent_sources_are_asked_by_several_threads() -> None:
+def test_only_concurrent_sources_use_several_threads() -> None:
     for concurrent, expected in ((False, 1), (True, 3)):
         source = Slow(0.02, concurrent=concurrent)
         loader = Prefetcher(source, workers=3)
@@ -88,7 +88,7 @@ def test_an_error_is_raised_by_the_batch_it_belongs_to() -> None:
     loader.close()
 
 
-def test_ranks_and_workers_change_and_each_remaining_sample_comes_once(tmp_path: Path) -> None:
+def test_each_remaining_sample_occurs_once_after_changing_ranks_and_workers(tmp_path: Path) -> None:
     """A run on one rank goes on on two, then on four, with other batch sizes and loaders."""
     tokens = np.arange(4001)
     write_tokens(tmp_path / "a.bin", tokens, vocab_size=5000)
@@ -126,7 +126,5 @@ def test_ranks_and_workers_change_and_each_remaining_sample_comes_once(tmp_path:
     ("workers", "concurrent", "depth"),
     [(0, True, 0), (1, True, 2), (3, True, 4), (3, False, 2), (0, False, 0)],
 )
-def test_a_batch_more_than_there_are_workers_is_worth_naming(
-    workers: int, concurrent: bool, depth: int
-) -> None:
+def test_prefetching_goes_one_batch_beyond_the_workers(workers: int, concurrent: bool, depth: int) -> None:
     assert Prefetcher(Slow(concurrent=concurrent), workers=workers).depth == depth

@@ -1,4 +1,4 @@
-"""The published word-problem files: round trip, the format itself, and what is refused."""
+"""The published word-problem files: round trip, format, and invalid files."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, mmap: bool) -> None:
     assert torch.equal(got.labels, labels[5:12])
 
 
-def test_a_batch_is_the_callers_own(tmp_path: Path) -> None:
+def test_a_batch_is_owned_by_the_caller(tmp_path: Path) -> None:
     inputs, labels = split()
     write_published(tmp_path / "a.bin", inputs, labels, vocab_size=240)
     read = read_published(tmp_path / "a.bin")
@@ -52,7 +52,7 @@ def test_labels_are_copies_whatever_type_the_inputs_have(tmp_path: Path) -> None
     assert bool((split.batch(0, 2).labels == 1).all())
 
 
-def test_what_is_written_is_what_the_published_loader_takes(tmp_path: Path) -> None:
+def test_written_files_match_the_published_format(tmp_path: Path) -> None:
     inputs, labels = split()
     write_published(tmp_path / "a.bin", inputs[3:9], labels[3:9], vocab_size=240)
     content = torch.load(tmp_path / "a.bin", weights_only=True)
@@ -91,35 +91,35 @@ def test_refuses_files(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for cut in (0, 10, len(whole) // 2, len(whole) - 30):
         path.write_bytes(whole[:cut])
-        with pytest.raises(ValueError, match=r"a\.bin can't be read as a torch file"):
+        with pytest.raises(ValueError, match=r"a\.bin cannot be read as a torch file"):
             read_published(path)
     path.write_bytes(b"tokens" * 100)
-    with pytest.raises(ValueError, match="can't be read as a torch file"):
+    with pytest.raises(ValueError, match="cannot be read as a torch file"):
         read_published(path)
     torch.save(inputs, path)
-    with pytest.raises(ValueError, match=r"lacks inputs, targets, vocab_size: .* holds Tensor"):
+    with pytest.raises(ValueError, match=r"lacks inputs, targets, vocab_size: .* contains Tensor"):
         read_published(path)
     torch.save({"inputs": inputs, "vocab_size": torch.tensor([240])}, path)
-    with pytest.raises(ValueError, match=r"lacks targets: .* holds \['inputs', 'vocab_size'\]"):
+    with pytest.raises(ValueError, match=r"lacks targets: .* contains \['inputs', 'vocab_size'\]"):
         read_published(path)
     torch.save({"inputs": inputs, "targets": labels[:3], "vocab_size": torch.tensor([240])}, path)
     with pytest.raises(ValueError, match=r"shapes \(20, 16\) and \(3, 16\)"):
         read_published(path)
     torch.save({"inputs": inputs.float(), "targets": labels, "vocab_size": torch.tensor([240])}, path)
-    with pytest.raises(ValueError, match=r"inputs of .* are torch\.float32"):
+    with pytest.raises(ValueError, match=r"inputs of .* have dtype torch\.float32"):
         read_published(path)
 
 
 def test_refuses_ids_and_ranges(tmp_path: Path) -> None:
     inputs, labels = split()
     path = tmp_path / "a.bin"
-    with pytest.raises(ValueError, match="all ids must be from 0 to 5"):
+    with pytest.raises(ValueError, match="all IDs must be from 0 to 5"):
         write_published(path, inputs, labels, vocab_size=6)
-    with pytest.raises(ValueError, match=r"uint8 can't hold a vocabulary of 480"):
+    with pytest.raises(ValueError, match=r"uint8 is too small for a vocabulary of 480"):
         write_published(path, inputs, labels, vocab_size=480, dtype=torch.uint8)
     torch.save({"inputs": inputs, "targets": labels, "vocab_size": torch.tensor([6])}, path)
     read = read_published(path)
     with pytest.raises(ValueError, match="outside its vocabulary of 6"):
         read.batch(0, 20)
-    with pytest.raises(ValueError, match="holds 20 samples; 18 to 20 go beyond"):
+    with pytest.raises(ValueError, match="has 20 samples; 18 to 20 are out of range"):
         read.batch(18, 3)

@@ -1,4 +1,4 @@
-"""Drawing from a counter, at the edges that random bits hardly ever meet."""
+"""Counter-based drawing, in rare edge cases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.data import random_tokens
 from trainer.data.random_tokens import Categorical
 
 
-def test_values_left_over_are_drawn_again_from_what_remains(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leftover_values_are_redrawn_from_the_remainders(monkeypatch: pytest.MonkeyPatch) -> None:
     thirds = Categorical([Fraction(1, 3)] * 3)  # 21 845 of 65 536 values each, and one left over
     bits = np.array([0, 21844, 21845, 43690, 65534, 65535, 65535, 65535], dtype="<u2")
     third = 2**64 // 3

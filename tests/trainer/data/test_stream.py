@@ -1,4 +1,4 @@
-"""Streaming: exact nearby, approximate far on, and saying so."""
+"""Streaming: exact for short distances, approximate with a warning for long ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def open_stream(folder: Path, **changes: Any) -> StreamData:
     return build(StreamSpec.model_validate({"kind": "stream", **settings}), seed=3, vocab_size=257)
 
 
-def test_samples_are_the_documents_in_a_row(folder: Path) -> None:
+def test_samples_are_cut_from_concatenated_documents(folder: Path) -> None:
     data = open_stream(folder, shuffle_buffer=0, documents="reset")
     batch = data.batch(0, 400)
     row = [*batch.inputs.flatten().tolist(), int(batch.labels[-1, -1])]
@@ -82,7 +82,7 @@ def first_document(row: torch.Tensor) -> int:
     return int(texts[1].split(b":")[0])
 
 
-def test_far_on_is_approximate_and_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_jump_is_approximate_and_warns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "EXACT", 100)
     exact = open_stream(folder, shuffle_buffer=0, seq_len=128).batch(0, 70).inputs[-1]
     data = open_stream(folder, shuffle_buffer=0, seq_len=128)
@@ -93,7 +93,7 @@ def test_far_on_is_approximate_and_said(folder: Path, monkeypatch: pytest.Monkey
     assert data.batch(70, 3).inputs.shape == (3, 128)
 
 
-def test_on_its_way_it_is_exact_however_large_the_others_shares_are(
+def test_sequential_reading_is_exact_for_any_rank_share(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = open_stream(folder).batch(0, 400).inputs
@@ -103,21 +103,21 @@ def test_on_its_way_it_is_exact_however_large_the_others_shares_are(
     assert torch.equal(data.batch(200, 100).inputs, whole[200:300])
 
 
-def test_says_at_the_start_that_a_resume_is_approximate(folder: Path) -> None:
-    with pytest.warns(ApproximateResumeWarning, match="is streamed: a resumed run goes on near"):
+def test_building_a_stream_warns_about_approximate_resume(folder: Path) -> None:
+    with pytest.warns(ApproximateResumeWarning, match="is streamed: a resumed run continues near"):
         open_stream(folder)
 
 
 def test_refuses(folder: Path, tmp_path: Path) -> None:
     spec = StreamSpec(dataset=str(folder), tokenizer="bytes")
-    with pytest.raises(ValueError, match="tokenizer bytes has 257 ids, but the model has vocab_size 10"):
+    with pytest.raises(ValueError, match="tokenizer bytes has 257 IDs, but the model has vocab_size 10"):
         build(spec, vocab_size=10)
     with pytest.raises(ValueError, match=r"has no text in field 'body'; it has text; set data\.text_field"):
         open_stream(folder, text_field="body").batch(0, 1)
     datasets.Dataset.from_dict({"text": ["", "  "]}).save_to_disk(str(tmp_path / "empty"))
-    with pytest.raises(ValueError, match="holds no text"):
+    with pytest.raises(ValueError, match="contains no text"):
         open_stream(tmp_path / "empty").batch(0, 1)
-    with pytest.raises(ValueError, match="can't be opened"):
+    with pytest.raises(ValueError, match="cannot be opened"):
         open_stream(tmp_path / "gone")
 
     def breaks() -> Any:
@@ -126,7 +126,9 @@ def test_refuses(folder: Path, tmp_path: Path) -> None:
 
     broken = datasets.IterableDataset.from_generator(breaks)
     data = StreamData(broken, name="far", text_field="text", tokenizer=load_tokenizer("bytes"), length=16)
-    with pytest.raises(ValueError, match=r"dataset far can't be read further \(ConnectionError: gone away\)"):
+    with pytest.raises(
+        ValueError, match=r"dataset far cannot be read further \(ConnectionError: gone away\)"
+    ):
         data.batch(0, 1)
 
 
@@ -142,7 +144,7 @@ def test_a_run_on_a_stream(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
     settings += [f"data={{kind: stream, dataset: {folder}, tokenizer: bytes, seq_len: 16}}"]
     run = ["--spec", "books_10m_explicit", *settings, "--device", "cpu"]
     assert main([*run, "--dry-run"]) == 0
-    assert "where a run is resumed is approximate" in capsys.readouterr().out
+    assert "resuming is approximate" in capsys.readouterr().out
     assert main([*run, "--output", str(tmp_path / "whole")]) == 0
     assert main([*run, "--output", str(tmp_path / "cut"), "--stop-at", "2"]) == 0
     assert main(["--resume", "--output", str(tmp_path / "cut"), "--device", "cpu"]) == 0

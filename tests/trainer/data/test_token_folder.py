@@ -1,4 +1,4 @@
-"""Folders that `python -m trainer.tokenize` wrote: found, checked, refused when they have changed."""
+"""Output directories of `python -m trainer.tokenize`: found, verified, and rejected after changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_finds_both_splits(tokens: Path) -> None:
     assert build(TokensSpec(path=str(tokens / "train"), seq_len=16)).evaluation_sets(WANTED) == {}
 
 
-def test_evaluation_reads_the_held_out_tokens_as_training_reads_its_own(tokens: Path) -> None:
+def test_evaluation_checks_held_out_tokens_like_training_tokens(tokens: Path) -> None:
     spec = TokensSpec(path=str(tokens), seq_len=16, documents="reset", check_sums=False)
     data = build(spec)
     (batch,) = data.evaluation_sets(WANTED)["L8"].batches(4)
@@ -59,7 +59,7 @@ def test_evaluation_reads_the_held_out_tokens_as_training_reads_its_own(tokens: 
     shard.write_bytes(content)
     data.evaluation_sets(WANTED)
     checked = TokenData(tokens, length=16, check_sums=True)
-    with pytest.raises(ValueError, match=r"validation/shard_00000\.bin has been altered"):
+    with pytest.raises(ValueError, match=r"validation/shard_00000\.bin has been modified"):
         checked.evaluation_sets(WANTED)
 
 
@@ -71,17 +71,20 @@ def test_epochs_are_counted(tokens: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("shard_00001.bin cut", r"shard_00001\.bin has \d+ bytes where .*manifest\.json says \d+: cut short"),
-        ("shard_00000.documents cut", r"shard_00000\.documents has \d+ bytes where"),
+        (
+            "shard_00001.bin cut",
+            r"shard_00001\.bin has \d+ bytes but .*manifest\.json specifies \d+: truncated",
+        ),
+        ("shard_00000.documents cut", r"shard_00000\.documents has \d+ bytes but"),
         (
             "shard_00001.bin gone",
-            r"shard_00001\.bin, which .*manifest\.json lists, is missing; write",
+            r"shard_00001\.bin is listed in .*manifest\.json but missing; tokenize",
         ),
-        ("shard_00000.bin altered", r"shard_00000\.bin has been altered: its SHA-256 is \w+…, where"),
-        ("shard_00000.documents altered", r"shard_00000\.documents has been altered"),
+        ("shard_00000.bin altered", r"shard_00000\.bin has been modified: its SHA-256 is \w+…, but"),
+        ("shard_00000.documents altered", r"shard_00000\.documents has been modified"),
         (
             "manifest.json cut",
-            r"manifest\.json is no manifest of tokens \(JSONDecodeError.*\): cut short",
+            r"manifest\.json is not a valid token manifest \(JSONDecodeError.*\): truncated",
         ),
         ("shard_00009.bin added", r"shard_00009\.bin is not listed in .*manifest\.json"),
     ],
@@ -112,7 +115,7 @@ def test_damaged_folders(tokens: Path, tmp_path: Path, capsys: Capture, damage: 
     assert tokenize(["--verify", str(tokens)]) == 2
 
 
-def test_checksums_are_read_once(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_verified_once(tokens: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tokens / "train"
     assert verify(folder) > 0
     assert verify(folder) == 0
@@ -127,30 +130,32 @@ def test_checksums_are_read_once(tokens: Path, monkeypatch: pytest.MonkeyPatch) 
     assert open_tokens(folder).tokens
 
 
-def test_tokens_of_another_tokenizer(tmp_path: Path, tokens: Path) -> None:
+def test_tokens_of_another_tokenizer_are_rejected(tmp_path: Path, tokens: Path) -> None:
     pytest.importorskip("tokenizers", reason="another tokenizer than bytes")
     other = write(tmp_path / "other", "--train-tokenizer", "270")
     file = str(other / "tokenizer.json")
     build(TokensSpec(path=str(other), seq_len=16, tokenizer=file))
     build(TokensSpec(path=str(tokens), seq_len=16, tokenizer="bytes"))
-    with pytest.raises(ValueError, match=r"were made by another tokenizer than .*tokenizer\.json \(SHA-256"):
+    with pytest.raises(
+        ValueError, match=r"were written with a tokenizer other than .*tokenizer\.json \(SHA-256"
+    ):
         build(TokensSpec(path=str(tokens), seq_len=16, tokenizer=file))
     mixed = build(TokensSpec(path=str(tokens), validation_path=str(other), seq_len=16))
-    with pytest.raises(ValueError, match="were made by different tokenizers"):
+    with pytest.raises(ValueError, match="were written with different tokenizers"):
         mixed.evaluation_sets(WANTED)
     np.arange(100, dtype="<u2").tofile(tmp_path / "raw.bin")
-    with pytest.raises(ValueError, match=r"has no manifest\.json, so nothing says which tokenizer"):
+    with pytest.raises(ValueError, match=r"has no manifest\.json, so the tokenizer of its tokens is unknown"):
         build(TokensSpec(path=str(tmp_path / "raw.bin"), dtype="uint16", seq_len=16, tokenizer="bytes"))
 
 
 def test_a_vocabulary_that_is_too_small(tokens: Path, capsys: Capture) -> None:
-    with pytest.raises(ValueError, match=r"257 by their sidecar, but the model has vocab_size 256"):
+    with pytest.raises(ValueError, match=r"declares a vocabulary of 257, but the model has vocab_size 256"):
         build(TokensSpec(path=str(tokens), seq_len=16), vocab_size=256)
     assert main(["--spec", "books_10m", f"data.path={tokens}", "model.vocab_size=100", "--dry-run"]) == 2
     assert "set model.vocab_size=257" in capsys.readouterr().err
 
 
-def test_a_dry_run_says_what_there_is(tokens: Path, capsys: Capture) -> None:
+def test_a_dry_run_describes_the_tokens(tokens: Path, capsys: Capture) -> None:
     run = ["--spec", "books_10m", f"data.path={tokens}", "data.seq_len=16", "training.max_tokens=null"]
     settings = ["training.max_steps=10", "training.batch_size=48", "data.documents=reset"]
     assert main([*run, *settings, "--dry-run"]) == 0
@@ -160,7 +165,7 @@ def test_a_dry_run_says_what_there_is(tokens: Path, capsys: Capture) -> None:
     assert f"training: {found.tokens:,} tokens, 40 documents in 2 files of" in message
     assert f"the run takes {epochs:.2f} epochs" in message
     assert "10 documents in 1 file of" in message
-    assert "documents are kept apart" in message
+    assert "documents are separated" in message
 
 
 def test_a_run_is_not_resumed_on_other_tokens(tmp_path: Path, tokens: Path, capsys: Capture) -> None:

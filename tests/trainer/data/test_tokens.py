@@ -28,13 +28,13 @@ def shards(folder: Path, sizes: list[int]) -> np.ndarray:
     return tokens
 
 
-def test_samples_are_cut_from_the_shards_in_a_row(tmp_path: Path) -> None:
+def test_samples_are_cut_from_concatenated_shards(tmp_path: Path) -> None:
     tokens = shards(tmp_path, [30, 1, 2, 47, 21])  # 101 tokens: ten samples of 10 and the last label
     data = TokenData(tmp_path, length=10)
     assert (data.tokens, data.samples, data.vocab_size, data.length) == (101, 10, 1000, 10)
     for i in range(10):
         assert data.sample(i).tolist() == tokens[10 * i : 10 * i + 11].tolist()
-    with pytest.raises(ValueError, match="sample 10 is not one of 10"):
+    with pytest.raises(ValueError, match="sample index must be from 0 to 9, got 10"):
         data.sample(10)
 
 
@@ -57,7 +57,7 @@ def test_every_epoch_has_every_sample_once_in_another_order(tmp_path: Path) -> N
 
 @settings(deadline=None, max_examples=50)
 @given(position=st.integers(0, 100), count=st.integers(1, 60), world_size=st.integers(1, 5))
-def test_batches_and_ranks_cut_one_order(
+def test_batches_and_ranks_share_one_order(
     tmp_path_factory: pytest.TempPathFactory, position: int, count: int, world_size: int
 ) -> None:
     folder = tmp_path_factory.getbasetemp() / "one_order"
@@ -96,7 +96,7 @@ def test_without_a_sidecar(tmp_path: Path) -> None:
     np.arange(10, dtype="<u4").tofile(tmp_path / "a.bin")
     assert TokenData(tmp_path / "a.bin", length=3, dtype="uint32").sample(2).tolist() == [6, 7, 8, 9]
     assert TokenData(tmp_path / "a.bin", length=3, dtype="uint32").vocab_size is None
-    with pytest.raises(ValueError, match=r"type of the tokens in .*a\.bin is unknown; set dtype"):
+    with pytest.raises(ValueError, match=r"dtype of .*a\.bin is unknown; set dtype"):
         TokenData(tmp_path / "a.bin", length=3)
     np.save(tmp_path / "b.npy", np.arange(10, dtype=np.int32))
     assert TokenData(tmp_path / "b.npy", length=3).sample(0).tolist() == [0, 1, 2, 3]
@@ -111,21 +111,19 @@ def test_ids_are_checked_as_they_are_read(tmp_path: Path) -> None:
     raw.tofile(tmp_path / "b.bin")
     data = TokenData(tmp_path, length=7)
     data.sample(0)
-    message = r"token id 60000 at offset 7 of .*b\.bin is outside the vocabulary of 50"
+    message = r"token ID 60000 at offset 7 of .*b\.bin is outside the vocabulary of 50"
     with pytest.raises(ValueError, match=message):
         data.batch(0, 7)
     (tmp_path / "c").mkdir()
     np.save(tmp_path / "c" / "c.npy", np.array([1, 2, -1, 3]))
-    with pytest.raises(ValueError, match="token id -1 at offset 2"):
+    with pytest.raises(ValueError, match="token ID -1 at offset 2"):
         TokenData(tmp_path / "c", length=3).sample(0)
     assert TokenData(tmp_path / "a.bin", length=7, vocab_size=60).vocab_size == 50
-    with pytest.raises(
-        ValueError, match=r"vocabulary of 50 by their sidecar, but the model has vocab_size 10"
-    ):
+    with pytest.raises(ValueError, match=r"declares a vocabulary of 50, but the model has vocab_size 10"):
         TokenData(tmp_path / "a.bin", length=7, vocab_size=10)
 
 
-def test_text_is_not_read_as_tokens(tmp_path: Path) -> None:
+def test_a_text_file_is_rejected(tmp_path: Path) -> None:
     """A dtype would make two letters of it one token."""
     path = tmp_path / "input.txt"
     path.write_text("First Citizen:\nBefore we proceed any further, hear me speak.\n")
@@ -139,56 +137,56 @@ def test_text_is_not_read_as_tokens(tmp_path: Path) -> None:
 
 def test_refuses_files(tmp_path: Path) -> None:
     path = tmp_path / "a.bin"
-    with pytest.raises(ValueError, match="there is no token file or folder"):
+    with pytest.raises(ValueError, match="there is no token file or directory"):
         TokenData(path, length=3)
-    with pytest.raises(ValueError, match=r"holds no \.bin or \.npy file"):
+    with pytest.raises(ValueError, match=r"contains no \.bin or \.npy file"):
         TokenData(tmp_path, length=3)
     path.write_bytes(b"")
     with pytest.raises(ValueError, match=r"a\.bin is empty"):
         TokenData(path, length=3, dtype="uint16")
     path.write_bytes(b"12345")
-    with pytest.raises(ValueError, match=r"5 bytes, not a multiple of 2 \(uint16\): cut short"):
+    with pytest.raises(ValueError, match=r"5 bytes, not a multiple of 2 \(uint16\): truncated"):
         TokenData(path, length=3, dtype="uint16")
-    with pytest.raises(ValueError, match="dtype 'int8' is not a token type"):
+    with pytest.raises(ValueError, match="dtype 'int8' is not a token dtype"):
         TokenData(path, length=3, dtype="int8")  # type: ignore[arg-type]  # wrong on purpose
     write_tokens(path, range(10), vocab_size=10)
-    with pytest.raises(ValueError, match=r"holds 10 tokens, too few for one sample of length 10"):
+    with pytest.raises(ValueError, match=r"has 10 tokens, too few for one sample of length 10"):
         TokenData(path, length=10)
-    with pytest.raises(ValueError, match="length 0 is too short"):
+    with pytest.raises(ValueError, match="length must be at least 1, got 0"):
         TokenData(path, length=0)
     with pytest.raises(ValueError, match="seed -1 is out of range"):
         TokenData(path, length=2, seed=-1)
-    with pytest.raises(ValueError, match="holds uint16 by its sidecar, but dtype uint32"):
+    with pytest.raises(ValueError, match="declares uint16, but dtype is uint32"):
         TokenData(path, length=3, dtype="uint32")
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match="holds 9 tokens where its sidecar says 10: cut short"):
+    with pytest.raises(ValueError, match="has 9 tokens but its sidecar declares 10: truncated"):
         TokenData(path, length=3)
 
 
 def test_refuses_npy_files(tmp_path: Path) -> None:
     path = write_tokens(tmp_path / "a.npy", range(10), vocab_size=10)
     path.write_bytes(path.read_bytes()[:-2])
-    with pytest.raises(ValueError, match=r"a\.npy can't be read as \.npy"):
+    with pytest.raises(ValueError, match=r"a\.npy cannot be read as \.npy"):
         TokenData(path, length=3)
     np.save(path, np.zeros((2, 2), dtype=np.uint16))
-    with pytest.raises(ValueError, match=r"holds uint16 of shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"has dtype uint16 and shape \(2, 2\)"):
         TokenData(path, length=3)
     np.save(path, np.zeros(10))
-    with pytest.raises(ValueError, match="holds float64"):
+    with pytest.raises(ValueError, match="has dtype float64"):
         TokenData(path, length=3)
     np.save(path, np.zeros(10, dtype=np.int64))
-    with pytest.raises(ValueError, match="holds int64 by its header, not uint16"):
+    with pytest.raises(ValueError, match="declares int64, not uint16"):
         TokenData(path, length=3)
 
 
 @pytest.mark.parametrize(
     ("sidecar", "message"),
     [
-        ("{", "not readable as JSON"),
-        ("[]", "holds list, not an object"),
+        ("{", "cannot be read as JSON"),
+        ("[]", "contains a list, not an object"),
         ('{"dtype": "float16"}', "dtype 'float16'"),
-        ('{"count": "ten"}', "count 'ten'; count is a number"),
-        ('{"vocab_size": 0}', "vocab_size 0"),
+        ('{"count": "ten"}', "must be a positive integer, got 'ten'"),
+        ('{"vocab_size": 0}', "must be a positive integer, got 0"),
     ],
 )
 def test_refuses_sidecars(tmp_path: Path, sidecar: str, message: str) -> None:
@@ -208,9 +206,9 @@ def test_refuses_shards_of_two_tokenizers(tmp_path: Path) -> None:
 def test_refuses_to_write(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"suffix '\.txt'"):
         write_tokens(tmp_path / "a.txt", [1], vocab_size=2)
-    with pytest.raises(ValueError, match="ids run from 0 to 2; all must be from 0 to 1"):
+    with pytest.raises(ValueError, match="IDs range from 0 to 2; all must be from 0 to 1"):
         write_tokens(tmp_path / "a.bin", [0, 2], vocab_size=2)
-    with pytest.raises(ValueError, match="'uint16' does not hold a vocabulary of 65537"):
+    with pytest.raises(ValueError, match="'uint16' does not fit a vocabulary of 65537"):
         write_tokens(tmp_path / "a.bin", [0], vocab_size=65537, dtype="uint16")
     with pytest.raises(ValueError, match=r"shape \(0,\)"):
         write_tokens(tmp_path / "a.bin", [], vocab_size=2)
@@ -229,7 +227,7 @@ def test_evaluation_sets(tmp_path: Path) -> None:
     rows = torch.cat([batch.inputs for batch in sets["L4"].batches(4)])
     assert len(rows.unique(dim=0)) == 6
     wanted.lengths = (41,)
-    with pytest.raises(ValueError, match=r"valid\.bin holds 41 tokens, too few for one sample of length 41"):
+    with pytest.raises(ValueError, match=r"valid\.bin has 41 tokens, too few for one sample of length 41"):
         data.evaluation_sets(wanted)
     assert TokenData(train, length=8).evaluation_sets(wanted) == {}
     with pytest.raises(ValueError, match=r"data\.path is not set"):

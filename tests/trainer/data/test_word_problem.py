@@ -168,7 +168,7 @@ def test_the_fast_order_is_pinned() -> None:
     assert stream.batch(127, 2).inputs.tolist() == PINNED
 
 
-def test_a_seed_gives_the_same_sequences_on_any_number_of_threads() -> None:
+def test_sequences_do_not_depend_on_the_number_of_threads() -> None:
     problem = WordProblem(group="S5", identity_probability=0.5)
     before = torch.get_num_threads()
     try:
@@ -185,7 +185,7 @@ def test_a_seed_gives_the_same_sequences_on_any_number_of_threads() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(position=st.integers(0, 700), count=st.integers(1, 300), order=st.sampled_from(["fast", "published"]))
-def test_a_stream_is_the_same_however_it_is_cut(position: int, count: int, order: str) -> None:
+def test_a_stream_does_not_depend_on_the_batch_size(position: int, count: int, order: str) -> None:
     problem = WordProblem(group="S3", identity_probability=0.5, draw_order=order)
     whole = WordProblemStream(problem, length=16, seed=3).batch(0, 1000)
     inputs, labels = whole.inputs, whole.labels
@@ -206,7 +206,7 @@ def test_ranks_share_a_step(order: str, world_size: int) -> None:
     assert torch.equal(torch.cat([part.labels for part in parts]), whole.labels)
 
 
-def test_far_positions_of_the_published_order_are_those_reached_one_by_one() -> None:
+def test_jumps_in_the_published_order_equal_sequential_reading() -> None:
     problem = WordProblem(group="A5", monoid="EABX", identity_probability=0.5, draw_order="published")
     far = 2 * (1 << 20) // (3 * 64) + 5  # numbers are discarded a million at a time
     jumped, walked = (WordProblemStream(problem, length=64, seed=3) for _ in range(2))
@@ -215,7 +215,7 @@ def test_far_positions_of_the_published_order_are_those_reached_one_by_one() -> 
     assert torch.equal(jumped.batch(far, 2).inputs, walked.batch(far, 2).inputs)
 
 
-def test_positions_far_out_cost_nothing_before_them() -> None:
+def test_distant_positions_do_not_draw_earlier_ones() -> None:
     problem = WordProblem(group="S3", identity_probability=0.5)
     batch = WordProblemStream(problem, length=16, seed=2**64 - 1).batch(10**15, 4)
     assert batch.inputs.shape == (4, 16)
@@ -271,7 +271,7 @@ def test_evaluation_falls_back_to_the_training_settings() -> None:
 def test_the_published_order_is_not_evaluated_on_training_data() -> None:
     problem = WordProblem(group="S3", identity_probability=0.5, draw_order="published")
     stream = WordProblemStream(problem, length=8, seed=3)
-    with pytest.raises(ValueError, match=r"with seed 3, the seed of training, would be on training data"):
+    with pytest.raises(ValueError, match=r"with the training seed 3 would use training data"):
         stream.evaluation_sets(evaluation())
     assert stream.evaluation_sets(evaluation(seed=4))
 
@@ -282,25 +282,25 @@ def test_build() -> None:
     assert (stream.vocab_size, stream.length, stream.samples) == (12, 32, None)
     direct = WordProblemStream(WordProblem(group="A4", identity_probability=0.5), length=32, seed=5)
     assert torch.equal(stream.batch(9, 3).inputs, direct.batch(9, 3).inputs)
-    with pytest.raises(ValueError, match=r"12 ids, but the model has vocab_size 6; set model\.vocab_size=12"):
+    with pytest.raises(ValueError, match=r"12 IDs, but the model has vocab_size 6; set model\.vocab_size=12"):
         build(spec, vocab_size=6)
 
 
 @pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
 def test_refuses_a_probability(p: float) -> None:
-    with pytest.raises(ValueError, match=rf"identity_probability {p} is no probability"):
+    with pytest.raises(ValueError, match=rf"identity_probability must be from 0 to 1, got {p}"):
         WordProblem(group="S3", identity_probability=p)
 
 
 def test_refuses_bad_values() -> None:
     problem = WordProblem(group="S5", monoid="EABX", identity_probability=0.5)
-    with pytest.raises(ValueError, match="draw_order 'quick' is not known"):
+    with pytest.raises(ValueError, match="draw_order 'quick' is unknown"):
         WordProblem(group="S3", identity_probability=0, draw_order="quick")  # type: ignore[arg-type]  # on purpose
-    with pytest.raises(ValueError, match="length 0 is too short"):
+    with pytest.raises(ValueError, match="length must be at least 1, got 0"):
         problem.sample(1, 0)
     with pytest.raises(ValueError, match="got position 0, count 0"):
         problem.sample(0, 1)
-    with pytest.raises(ValueError, match=r"uint8 can't hold a vocabulary of 480; use torch\.int16"):
+    with pytest.raises(ValueError, match=r"uint8 is too small for a vocabulary of 480; use torch\.int16"):
         problem.sample(1, 1, dtype=torch.uint8)
     with pytest.raises(ValueError, match="float32 can't hold"):
         problem.sample(1, 1, dtype=torch.float32)
@@ -311,7 +311,7 @@ def test_refuses_bad_values() -> None:
         rank_share(4, rank=2, world_size=2)
     with pytest.raises(ValueError, match="seed -1 is out of range"):
         WordProblemStream(problem, length=4, seed=-1)
-    with pytest.raises(ValueError, match="length 0 is too short"):
+    with pytest.raises(ValueError, match="length must be at least 1, got 0"):
         WordProblemStream(problem, length=0, seed=0)
 
 

@@ -56,4 +56,4 @@ def test_a_batch_that_two_processes_cannot_share_is_refused(processes: Any, tmp_
     spec = {**SPEC, "phases": [SPEC["phases"][0], {"name": "free", "training": {"batch_size": 3}}]}
     for kind, words in processes("train_each", runs={"odd": spec}, folder=str(tmp_path)):
         assert kind == "ValueError"
-        assert "phase 'free': training.batch_size 3 can't be shared equally by 2 processes" in words
+        assert "phase 'free': training.batch_size 3 is not divisible by 2 processes" in words

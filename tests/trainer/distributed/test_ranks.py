@@ -95,7 +95,7 @@ def test_ranks_that_find_other_data_are_refused(plain: Any, processes: Any, tmp_
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"training.batch_size": 7}, "batch_size 7 can't be shared equally by 2 processes"),
+        ({"training.batch_size": 7}, "batch_size 7 is not divisible by 2 processes"),
         ({"training.distributed.kind": "none"}, "kind is none, but there are 2 processes"),
         ({"training.distributed": {"kind": "hsdp", "shard_size": 3}}, "shard_size 3 does not divide the 2"),
         (

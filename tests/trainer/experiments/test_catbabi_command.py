@@ -1,4 +1,4 @@
-"""``python -m trainer.experiments catbabi``: trains once, asks every answer, by task; what is refused."""
+"""``python -m trainer.experiments catbabi``: training, scores per task, and invalid requests."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+pytest.importorskip("matplotlib", reason="the plot needs the extra 'train'")
 
 from trainer.data.babi import SPLITS, TASKS, CatbAbI, read_stories
-from trainer.experiments import catbabi
-from trainer.experiments.catbabi import ask
-from trainer.experiments.catbabi_picture import draw
+from trainer.experiments.catbabi import experiment as catbabi
+from trainer.experiments.catbabi.experiment import score_answers
+from trainer.experiments.catbabi.plot import draw
 from trainer.experiments.cli import main
-from trainer.experiments.runs import load_spec
+from trainer.experiments.common.runs import load_spec
 
 NARROW = [
     "model.vocab_size=40", "model.d_model=16", "model.mixer.d_state=4", "model.mixer.head_dim=8",
@@ -36,7 +36,7 @@ def archive(tmp_path):
     return folder
 
 
-def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
+def test_models_are_trained_once_and_scored_per_task(archive, tmp_path, capsys):
     folder = tmp_path / "out"
     (archive / "en").mkdir()
     (archive / "qa3_train.txt").rename(archive / "en/qa3_three-supporting-facts_train.txt")
@@ -61,7 +61,7 @@ def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
     message = capsys.readouterr().out
     assert "qa20" in message
     # Here all its stories are also those of another split.
-    assert "qa3_train.txt is missing: 0 stories of the set en stand in for it" in message
+    assert "qa3_train.txt is missing: replaced by 0 stories of the set en" in message
     assert written["stand_ins"] == {"qa3_train.txt": 0}
 
     summary = folder / "runs/implicit-1-answers-0/summary.json"
@@ -80,7 +80,7 @@ def test_models_are_trained_once_and_asked_by_task(archive, tmp_path, capsys):
     assert "length is 0; choose at least 1" in capsys.readouterr().err
 
     assert main([*arguments[:-1], "evaluation.sequences=1", *alone]) == 2
-    assert "holds a run of other settings (evaluation.sequences: 2 → 1)" in capsys.readouterr().err
+    assert "contains a run with different settings (evaluation.sequences: 2 → 1)" in capsys.readouterr().err
 
 
 def test_a_twin_reads_what_its_implicit_model_reads(archive, tmp_path):
@@ -108,7 +108,7 @@ class Knows(torch.nn.Module):
 def test_answers_are_counted_by_task_and_only_right_ones_as_right(archive):
     stories = read_stories(archive)
     source = CatbAbI(stories.by_split["valid"], stories.vocabulary, length=7, seed=0)
-    counted = ask(
+    counted = score_answers(
         Knows(), source, rows=source.samples, batch_size=3, device=torch.device("cpu"), precision="float32"
     )
     ids = {word: number for number, word in enumerate(stories.vocabulary)}
@@ -117,18 +117,20 @@ def test_answers_are_counted_by_task_and_only_right_ones_as_right(archive):
     assert 0 < sum(counted["correct"].values()) < len(TASKS)
 
 
-def test_the_mean_of_tasks_weighs_them_alike_and_the_accuracy_answers():
+def test_the_task_mean_is_unweighted_and_the_accuracy_weights_answers():
     none = dict.fromkeys(map(str, TASKS), 0)
     answers = {"asked": {**none, "1": 8, "2": 2}, "correct": {**none, "1": 8, "2": 1}, "search": None}
     finished = SimpleNamespace(summary=dict.fromkeys(("parameters", "steps", "seconds"), 1))
-    row = catbabi._row(catbabi._asked("explicit-2"), "answers", 0, 200, finished, answers)
+    row = catbabi._row(catbabi._candidate("explicit-2"), "answers", 0, 200, finished, answers)
     assert (row["accuracy"], row["mean_of_tasks"], row["answers"]) == (0.9, 0.75, 10)
     assert (row["by_task"]["1"], row["by_task"]["2"], row["by_task"]["3"]) == (1.0, 0.5, None)
 
 
-def test_answers_are_kept_by_the_length_of_their_rows(tmp_path, monkeypatch):
+def test_answers_are_cached_per_row_length(tmp_path, monkeypatch):
     monkeypatch.setattr(catbabi, "load_model", lambda finished, device: None)
-    monkeypatch.setattr(catbabi, "ask", lambda model, source, **more: {"of": [source.length, more["rows"]]})
+    monkeypatch.setattr(
+        catbabi, "score_answers", lambda model, source, **more: {"of": [source.length, more["rows"]]}
+    )
     evaluation, data = SimpleNamespace(batch_size=8), SimpleNamespace(seq_len=16)
     spec = SimpleNamespace(evaluation=evaluation, data=data, training=SimpleNamespace(precision="float32"))
     for length, rows in ((16, 2), (64, 2), (64, 3), (16, 2)):
@@ -142,12 +144,12 @@ def test_answers_are_kept_by_the_length_of_their_rows(tmp_path, monkeypatch):
 def test_what_is_refused(archive, tmp_path, capsys):
     out = ["--output", str(tmp_path / "out")]
     assert main(["catbabi", "--data", str(archive), "--models", "deep-1", *out]) == 2
-    assert "'deep-1' is no model; write its kind and layers" in capsys.readouterr().err
+    assert "'deep-1' is not a model; give its kind and layers" in capsys.readouterr().err
     assert main(["catbabi", "--data", str(archive), "--spec", "word_problem_s3", *out]) == 2
     assert "the data of word_problem_s3 are of kind 'word_problem'" in capsys.readouterr().err
     for change, option in (("data.scoring=all", "--scoring"), ("model.n_layers=2", "--models")):
         assert main(["catbabi", "--data", str(archive), "--set", change, *out]) == 2
-        assert f"--set {change} is said by {option} here" in capsys.readouterr().err
+        assert f"--set {change} conflicts with {option}" in capsys.readouterr().err
     (archive / "qa3_train.txt").unlink()
     assert main(["catbabi", "--data", str(archive), *out]) == 2
     assert "lacks 1 of bAbI's 60 files: qa3_train.txt" in capsys.readouterr().err
@@ -171,7 +173,7 @@ def test_the_laptop_setting(shared_data, tmp_path):
 @pytest.mark.parametrize(
     ("layers", "first"), [((1, 2, 4), "explicit-1"), ((1, 2, 4, 8, 16), "explicit\n1")], ids=["few", "many"]
 )
-def test_names_of_many_models_are_broken(layers, first):
+def test_long_model_names_are_wrapped(layers, first):
     row = {
         "scoring": "answers",
         "length": 200,

@@ -1,4 +1,4 @@
-"""``python -m trainer.experiments duality``: a small trained run, evaluated both ways."""
+"""``python -m trainer.experiments duality``: a small trained run, evaluated in both modes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import pytest
 import torch
 import yaml
 
-pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+pytest.importorskip("matplotlib", reason="the plot needs the extra 'train'")
 
 from implicit_blocks.registry import build as build_component
 from trainer.checkpoint.load import load_checkpoint
 from trainer.cli.train import main as train
-from trainer.experiments import duality
 from trainer.experiments.cli import main
-from trainer.experiments.duality import Mode, _readable, compare, evaluate, table
-from trainer.experiments.runs import evaluation_batch
-from trainer.experiments.runs import trained as find_trained
+from trainer.experiments.common.runs import evaluation_batch, find_trained_run
+from trainer.experiments.duality import experiment as duality
+from trainer.experiments.duality.experiment import Mode, _readable, compare, evaluate, table
 from trainer.run.build import build
 from trainer.specs.run import RunSpec
 
@@ -61,7 +60,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_both_modes_agree_as_far_as_the_tolerance(trained, tmp_path, capsys):
+def test_both_modes_agree_within_the_tolerance(trained, tmp_path, capsys):
     arguments = ["--checkpoint", str(trained), "--tolerances", "1e-9", "1e-2", "--sequences", "4", "--double"]
     assert main(["duality", *arguments, "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
     written = json.loads((tmp_path / "out/duality.json").read_text())
@@ -112,13 +111,13 @@ def test_the_error_of_equal_tokens_is_over_sequences():
     assert "WARNING" not in table([row])
     open_ = {name: replace(mode, converged=torch.tensor([[True, False]] * 4)) for name, mode in modes.items()}
     row = compare({**open_, "sequential": modes["sequential"]}, torch.zeros(4, 2).long(), tolerance=0.1)
-    warning = "WARNING: at tolerance 1e-01 50.00% of the tokens converged together, 100.00% in turn"
+    warning = "50.00% of the tokens converged in simultaneous and 100.00% in sequential"
     assert warning in table([row])
     one = {name: replace(mode, logits=mode.logits[:1]) for name, mode in modes.items()}
     assert compare(one, torch.zeros(1, 2).long(), tolerance=0.1)["equal_tokens_error"] is None
 
 
-def test_clear_tokens_are_those_that_twice_the_distance_does_not_reach():
+def test_clear_tokens_exceed_twice_the_largest_distance():
     margins, distance = torch.tensor([0.9, 1.5, 1.9, 2.1]), 1.0
     logits = torch.zeros(1, 4, 3)
     logits[0, :, 0] = margins
@@ -134,7 +133,7 @@ def test_clear_tokens_are_those_that_twice_the_distance_does_not_reach():
 
 
 def test_a_mode_leaves_the_model_as_it_was(trained):
-    _, run, weights = find_trained(trained)
+    _, run, weights = find_trained_run(trained)
     model = build_component(run.model)
     load_checkpoint(weights, model=model)
     before = model.spec
@@ -144,7 +143,7 @@ def test_a_mode_leaves_the_model_as_it_was(trained):
         assert model.spec == before
 
 
-def test_the_windows_of_a_models_own_evaluation_are_left_out(trained, tmp_path, monkeypatch):
+def test_windows_of_the_models_evaluation_are_disabled(trained, tmp_path, monkeypatch):
     class SeenError(Exception):
         pass
 
@@ -212,16 +211,19 @@ def test_tokens_are_named_by_a_tokenizer(trained, tmp_path, capsys):
     assert {one["text"] for one in written["by_token"]} == {"\u2423even", "odd"}
     vocabulary.write_text(json.dumps({"model": {"vocab": {"even": 0, "another": 2}}}))
     assert main([*arguments, "--output", str(tmp_path / "other")]) == 2
-    assert "has a token 2, the model a vocabulary of 2; give its data's tokenizer" in capsys.readouterr().err
+    assert (
+        "has token 2, but the model's vocabulary is 2; use the tokenizer of its data"
+        in capsys.readouterr().err
+    )
     vocabulary.write_text("[]")
     assert main([*arguments, "--output", str(tmp_path / "other")]) == 2
-    assert "is no tokenizer.json with a vocabulary" in capsys.readouterr().err
+    assert "is not a tokenizer.json with a vocabulary" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tolerances", "-1"], "tolerance -1.0 is none; choose numbers above 0"),
+        (["--tolerances", "-1"], "tolerance must be positive and finite, got -1.0"),
         (["--damping", "1.5"], "damping is 1.5; choose a number in (0, 1]"),
         (["--damping", "0.5"], "solver 'broyden' has no damping; leave it out or choose another solver"),
         (["--sequences", "0"], "sequences is 0; choose at least 1"),
@@ -236,9 +238,9 @@ def test_settings_out_of_range_are_refused(trained, tmp_path, capsys, options, m
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_no_run_of_an_implicit_model_is_refused(tmp_path, capsys):
+def test_runs_without_an_implicit_model_are_rejected(tmp_path, capsys):
     assert main(["duality", "--checkpoint", str(tmp_path / "none")]) == 2
-    assert "is no run and no checkpoint of one" in capsys.readouterr().err
+    assert "is neither a run nor a checkpoint of one" in capsys.readouterr().err
     explicit = spec().model_dump(mode="json", exclude_defaults=False)
     explicit["model"] = {
         "kind": "explicit_lm",
@@ -250,7 +252,7 @@ def test_what_is_no_run_of_an_implicit_model_is_refused(tmp_path, capsys):
     explicit["training"]["max_steps"] = 1
     build(RunSpec.model_validate(explicit), output=tmp_path / "explicit", device="cpu").train()
     assert main(["duality", "--checkpoint", str(tmp_path / "explicit")]) == 2
-    assert "is of kind 'explicit_lm', which solves for nothing" in capsys.readouterr().err
+    assert "is of kind 'explicit_lm', which has no fixed point" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""``python -m trainer.experiments``: what all experiments share of the command line."""
+"""``python -m trainer.experiments``: the common command line."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import torch
 from trainer.cli.exit_codes import INTERRUPTED
 from trainer.errors import FailedSaveError, NonFiniteLossError
 from trainer.experiments import cli
-from trainer.experiments.commands import jacobian, language
+from trainer.experiments.jacobian import command as jacobian
+from trainer.experiments.language import command as language
 
 
 @pytest.mark.parametrize("began", [False, True], ids=["nothing-yet", "runs-to-go-on-with"])
-def test_an_interrupted_command_says_how_to_go_on(
+def test_an_interrupted_command_reports_how_to_resume(
     began: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def stopped(folder: Path, options: object) -> str:
@@ -24,25 +25,25 @@ def test_an_interrupted_command_says_how_to_go_on(
             (folder / "runs").mkdir(parents=True)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(jacobian, "carry_out", stopped)
+    monkeypatch.setattr(jacobian, "run_command", stopped)
     folder = tmp_path / "out"
     assert cli.main(["jacobian", "--output", str(folder)]) == INTERRUPTED
-    message = f"go on by the same command with --output {folder}" if began else "nothing was written"
-    assert capsys.readouterr().err == f"error: stopped; {message}\n"
+    message = f"resume by the same command with --output {folder}" if began else "nothing was written"
+    assert capsys.readouterr().err == f"error: interrupted; {message}\n"
 
 
-def test_changes_are_asked_for_alike_by_all_that_train() -> None:
+def test_all_training_experiments_share_the_set_option() -> None:
     needed = {"catbabi": ["--data", "x"], "language": ["--data", "x"], "word-problem": []}
     for name, more in needed.items():
         options = cli.parser().parse_args([name, *more, "--set", "a=1", "b=2", "--set", "c=3"])
         assert options.set == ["a=1", "b=2", "c=3"]
 
 
-def test_changes_of_explicit_twins_add_up_too(
+def test_repeated_explicit_set_options_accumulate(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[argparse.Namespace] = []
-    monkeypatch.setattr(language, "carry_out", lambda folder, options: asked.append(options) or "")
+    monkeypatch.setattr(language, "run_command", lambda folder, options: asked.append(options) or "")
     given = ["language", "--data", "x", "--explicit-set", "a=1", "--explicit-set", "b=2"]
     assert cli.main([*given, "--output", str(tmp_path / "out")]) == 0
     assert asked[0].explicit_set == ["a=1", "b=2"]
@@ -81,7 +82,7 @@ FULL = FailedSaveError(step=3, reason="No space left on device", kept=None)
         "memory",
     ],
 )
-def test_what_ends_an_experiment_is_said_in_a_sentence(
+def test_expected_errors_give_a_message_and_exit_code(
     error: Exception,
     code: int,
     message: str,
@@ -92,20 +93,18 @@ def test_what_ends_an_experiment_is_said_in_a_sentence(
     def failed(folder: Path, options: object) -> str:
         raise error
 
-    monkeypatch.setattr(jacobian, "carry_out", failed)
+    monkeypatch.setattr(jacobian, "run_command", failed)
     assert cli.main(["jacobian", "--output", str(tmp_path / "out")]) == code
     text = capsys.readouterr().err
     assert text.startswith("error: ")
     assert message in text
 
 
-def test_a_mistake_in_the_program_keeps_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failed(folder: Path, options: object) -> str:
         raise RuntimeError("a mistake")
 
-    monkeypatch.setattr(jacobian, "carry_out", failed)
+    monkeypatch.setattr(jacobian, "run_command", failed)
     with pytest.raises(RuntimeError, match="a mistake"):
         cli.main(["jacobian", "--output", str(tmp_path / "out")])
 
@@ -113,16 +112,19 @@ def test_a_mistake_in_the_program_keeps_its_traceback(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["duality", "--checkpoint", "x", "--tolerances", "0.05", "5e-2"], "--tolerances has 0.05 2 times"),
-        (["word-problem", "--seeds", "0", "1", "0"], "--seeds has 0 2 times; give each value once"),
-        (["word-problem", "--seeds", "0", "--seeds=1"], "--seeds is given 2 times; give it once, with all"),
+        (
+            ["duality", "--checkpoint", "x", "--tolerances", "0.05", "5e-2"],
+            "--tolerances contains 0.05 2 times",
+        ),
+        (["word-problem", "--seeds", "0", "1", "0"], "--seeds contains 0 2 times; give each value once"),
+        (["word-problem", "--seeds", "0", "--seeds=1"], "--seeds is given 2 times; give it once with all"),
         (
             ["jacobian", "--dt", "0.1", "0.1", "--dt", "1", "1"],
-            "--dt is given 2 times; give it once, with all",
+            "--dt is given 2 times; give it once with all",
         ),
     ],
 )
-def test_nothing_is_counted_twice_or_lost(
+def test_repeated_options_and_values_are_rejected(
     options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main([*options, "--output", str(tmp_path / "out")]) == 2
@@ -132,30 +134,32 @@ def test_nothing_is_counted_twice_or_lost(
 def test_results_of_an_earlier_call_are_not_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(jacobian, "carry_out", lambda folder, options: "")
+    monkeypatch.setattr(jacobian, "run_command", lambda folder, options: "")
     (tmp_path / "duality.json").touch()
     assert cli.main(["jacobian", "--output", str(tmp_path)]) == 0  # of another experiment
     (tmp_path / "jacobian.json").touch()
     assert cli.main(["jacobian", "--output", str(tmp_path)]) == 2
-    assert "holds the results of an earlier call (jacobian.json); name another" in capsys.readouterr().err
+    assert (
+        "contains the results of an earlier call (jacobian.json); choose another" in capsys.readouterr().err
+    )
 
 
-def test_an_output_or_a_picture_that_can_not_be_written_is_refused_before_the_work(
+def test_unwritable_outputs_are_rejected_before_any_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     worked: list[object] = []
-    monkeypatch.setattr(jacobian, "carry_out", lambda *asked: worked.append(asked) or "")
+    monkeypatch.setattr(jacobian, "run_command", lambda *asked: worked.append(asked) or "")
     file = tmp_path / "file"
     file.touch()
     assert cli.main(["jacobian", "--output", str(file)]) == 2
-    assert f"the output {file} is a file, not a folder; give another one" in capsys.readouterr().err
+    assert f"the output {file} is a file, not a directory; choose another" in capsys.readouterr().err
     assert cli.main(["jacobian", "--output", str(file / "out")]) == 2
-    assert f"would lie in {file}, which is no folder" in capsys.readouterr().err
+    assert f"is inside {file}, which is a file" in capsys.readouterr().err
     with monkeypatch.context() as without:
         without.setattr("importlib.util.find_spec", lambda name: None)
         assert cli.main(["jacobian", "--output", str(tmp_path / "out")]) == 2
-    assert "the picture needs matplotlib; pip install" in capsys.readouterr().err
+    assert "the plot needs matplotlib; pip install" in capsys.readouterr().err
     monkeypatch.setattr("os.access", lambda place, mode: False)
     assert cli.main(["jacobian", "--output", str(tmp_path / "out")]) == 2
-    assert f"can't be written: no permission in {tmp_path}" in capsys.readouterr().err
+    assert f"cannot be written: no permission in {tmp_path}" in capsys.readouterr().err
     assert not worked

@@ -1,4 +1,4 @@
-"""``python -m trainer.experiments jacobian``: its file, its picture, its refusals."""
+"""``python -m trainer.experiments jacobian``: its numbers, plot, and invalid requests."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+pytest.importorskip("matplotlib", reason="the plot needs the extra 'train'")
 
 from trainer.experiments.cli import main
 
 
-def test_it_writes_numbers_and_a_picture(tmp_path, capsys):
+def test_it_writes_numbers_and_a_plot(tmp_path, capsys):
     folder = tmp_path / "out"
     assert main(["jacobian", "--width", "16", "--output", str(folder)]) == 0
     written = json.loads((folder / "jacobian.json").read_text())
@@ -34,14 +34,14 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tokens", "1"], "1 tokens"),
+        (["--tokens", "1"], "got 1 and 8"),
         (["--max-iterations", "2"], "was not found"),
         (["--dt", "0.5", "0.1"], "dt_min 0.5 is above dt_max 0.1"),
         (["--dt", "-1", "0.1"], "dt_min: should be greater than 0; got -1.0\n"),
-        (["--seed", "-1"], "seed is -1; choose one from 0"),
+        (["--seed", "-1"], "seed must be from 0 to 2^63 - 1, got -1"),
     ],
 )
-def test_what_can_not_be_done_is_said_in_a_sentence(tmp_path, capsys, options, message):
+def test_invalid_requests_are_reported(tmp_path, capsys, options, message):
     assert main(["jacobian", "--width", "8", *options, "--output", str(tmp_path / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""``python -m trainer.experiments language``: twins on one text, everything measured; what is refused."""
+"""``python -m trainer.experiments language``: implicit models and explicit twins, and invalid requests."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+pytest.importorskip("matplotlib", reason="the plot needs the extra 'train'")
 
 from trainer.data.tokenizing.command import main as tokenize
-from trainer.experiments import language
 from trainer.experiments.cli import main
-from trainer.experiments.language import Settings, _plans, _training
-from trainer.experiments.language_picture import draw
+from trainer.experiments.language import experiment as language
+from trainer.experiments.language.experiment import Settings, _plans, _training
+from trainer.experiments.language.plot import draw
 
 NARROW = [
     "model.vocab_size=40", "model.d_model=16", "model.n_layers=1", "data.seq_len=12", "data.dtype=uint16",
@@ -61,7 +61,7 @@ def test_twins_are_trained_and_measured(tokens, tmp_path, capsys):
     assert "books_5m_mamba2-explicit-0" in capsys.readouterr().out
 
 
-def test_without_other_shares_the_picture_shows_the_lead():
+def test_without_other_shares_the_plot_shows_the_lead():
     def run(kind, perplexities, seed=0):
         curve = [
             {"tokens": 100 * n, "flops": 10.0 * n, "perplexity": p} for n, p in enumerate(perplexities, 1)
@@ -88,7 +88,7 @@ def test_without_other_shares_the_picture_shows_the_lead():
     assert "further seeds faint" in figure.get_suptitle()
 
 
-def test_what_was_measured_is_kept_until_it_is_to_be_measured_otherwise(tmp_path, monkeypatch):
+def test_measurements_are_cached_until_their_settings_change(tmp_path, monkeypatch):
     asked = []
     monkeypatch.setattr(
         language, "_measure", lambda run, settings, device: asked.append(settings) or {"x": 1}
@@ -102,7 +102,7 @@ def test_what_was_measured_is_kept_until_it_is_to_be_measured_otherwise(tmp_path
     assert len(asked) == 4
 
 
-def test_runs_are_evaluated_so_often_on_the_way_at_their_own_length(tokens):
+def test_runs_are_evaluated_regularly_at_their_training_length(tokens):
     settings = Settings(changes=(*NARROW, f"data.path={tokens}"), evaluations=2, bounded=(0.8,))
     for _, spec in _plans("books_5m_mamba2", tokens, settings, True):
         assert (spec.total_steps, spec.training.evaluate_every) == (5, 2)
@@ -125,7 +125,7 @@ def test_explicit_twins_may_have_a_learning_rate_of_their_own(tokens):
     assert found == {"implicit": 8e-3, "explicit": 4e-3, "curriculum": 8e-3}
 
 
-def test_every_share_is_tried_with_every_seed_on_the_first_spec(tokens):
+def test_the_first_spec_trains_every_share_with_every_seed(tokens):
     settings = Settings(seeds=(0, 1), bounded=(0.7, 0.8), changes=tuple(NARROW))
     plans = [(label["run"], spec) for label, spec in _plans("books_5m_mamba2", tokens, settings, True)]
     twins = [f"books_5m_mamba2{kind}-{seed}" for seed in (0, 1) for kind in ("", "-explicit")]
@@ -141,13 +141,13 @@ def test_every_share_is_tried_with_every_seed_on_the_first_spec(tokens):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--specs", "books_5m_explicit"], "is of kind 'explicit_lm'; give runs of an implicit_lm"),
-        (["--specs", "word_problem_s3"], "the data of word_problem_s3 are of kind 'word_problem'; give runs"),
-        (["--set", "training.seed=1"], "--set training.seed=1 is said by --seeds here; give it there"),
-        (["--specs", "books_5m", "./books_5m"], "several of the specs are called books_5m"),
-        (["--only-finished"], "holds no finished run of these; leave --only-finished out to train them"),
-        (["--bounded", "1.5"], "a first phase of 1.5 of the run leaves no second"),
-        (["--self-iterations", "0"], "self-iterations 0: give numbers from 1 up"),
+        (["--specs", "books_5m_explicit"], "is of kind 'explicit_lm'; use runs of an implicit_lm"),
+        (["--specs", "word_problem_s3"], "the data of word_problem_s3 are of kind 'word_problem'; use runs"),
+        (["--set", "training.seed=1"], "--set training.seed=1 conflicts with --seeds"),
+        (["--specs", "books_5m", "./books_5m"], "several specs have the name books_5m"),
+        (["--only-finished"], "contains none of these runs finished; omit --only-finished to train them"),
+        (["--bounded", "1.5"], "the share of the first phase must be above 0 and below 1, got 1.5"),
+        (["--self-iterations", "0"], "self-iterations must be at least 1, got 0"),
     ],
 )
 def test_what_is_refused(tokens, tmp_path, capsys, options, message):

@@ -1,4 +1,4 @@
-"""Runs that several processes share: what one is training the others wait for, and read."""
+"""Runs shared by several processes: waiting for, reading and locking them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 
 from trainer.data.tokens import write_tokens
 from trainer.errors import CheckpointError, RunFolderError
-from trainer.experiments import runs
+from trainer.experiments.common import runs
 from trainer.specs.run import RunSpec
 
 Small = Callable[..., RunSpec]
@@ -41,7 +41,7 @@ def test_a_run_that_another_process_trains_is_waited_for_and_read(
         second.start()
         second.join(0.5)
         assert second.is_alive()
-        assert "one is being trained by" in capsys.readouterr().err
+        assert "which is training one" in capsys.readouterr().err
         (tmp_path / "summary.json").rename(folder / "summary.json")
     second.join(60)
     assert [one.summary for one in found] == [finished.summary]
@@ -59,8 +59,8 @@ def test_a_finished_run_without_its_last_checkpoint_is_not_measured(
     last.write_bytes(last.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match=r"trained for 2 steps, but .* is step-00000001 \(.*cut short"):
         runs.load_model(finished, torch.device("cpu"))
-    assert runs.trained(tmp_path / "one")[2].name == "step-00000001"
-    assert "step-00000001 is taken instead" in capsys.readouterr().err
+    assert runs.find_trained_run(tmp_path / "one")[2].name == "step-00000001"
+    assert "using step-00000001 instead" in capsys.readouterr().err
 
 
 def test_a_finished_run_on_other_data_is_not_read(tmp_path: Path, small: Small) -> None:
@@ -78,7 +78,7 @@ def test_a_finished_run_on_other_data_is_not_read(tmp_path: Path, small: Small) 
 
 def test_one_of_several_ranks_does_not_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with runs._in_turn(tmp_path / "one"), runs._in_turn(tmp_path / "one"):
+    with runs._exclusive(tmp_path / "one"), runs._exclusive(tmp_path / "one"):
         assert not (tmp_path / ".one.lock").exists()
 
 

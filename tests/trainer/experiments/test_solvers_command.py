@@ -1,4 +1,4 @@
-"""``python -m trainer.experiments solvers``: its file, its picture, its refusals, on a small trained run."""
+"""``python -m trainer.experiments solvers``: numbers, plots and invalid requests, on a small trained run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+pytest.importorskip("matplotlib", reason="the plot needs the extra 'train'")
 
 from trainer.experiments.cli import main
 from trainer.run.build import build
@@ -47,13 +47,13 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_ways_by_name_are_measured_and_drawn(trained, tmp_path, capsys):
+def test_selected_configurations_are_measured_and_plotted(trained, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--checkpoint", str(trained), "--tolerances", "0.1", "--sequences", "2", "--repeats", "1"]
     arguments += ["--only", "damping 0.8", "windows of 4", "--max-iterations", "32"]
     assert main(["solvers", *arguments, "--device", "cpu", "--output", str(out)]) == 0
     (one,) = json.loads((out / "solvers.json").read_text())["models"]
-    assert {row["way"] for row in one["rows"]} == {
+    assert {row["config"] for row in one["rows"]} == {
         "Picard, damping 0.8",
         "Anderson, memory 5, damping 0.8",
         "Picard 0.8, windows of 4",
@@ -64,7 +64,7 @@ def test_ways_by_name_are_measured_and_drawn(trained, tmp_path, capsys):
     assert "Picard 0.8, windows of 4" in capsys.readouterr().out
 
 
-def test_runs_of_one_name_have_a_picture_each(trained, tmp_path):
+def test_runs_of_the_same_name_get_separate_plots(trained, tmp_path):
     """Such as those of two seeds, or two checkpoints of a run."""
     runs = [str(trained), str(next((trained / "checkpoints").glob("step-*")))]
     arguments = ["--tolerances", "0.1", "--sequences", "1", "--repeats", "1", "--only", "damping 0.8"]
@@ -77,13 +77,13 @@ def test_runs_of_one_name_have_a_picture_each(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_way_is_measured_and_drawn(trained, tmp_path, capsys):
+def test_every_configuration_is_measured_and_plotted(trained, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["--checkpoint", str(trained), "--tolerances", "0.1", "1e-4", "--sequences", "2"]
     settings = ["--repeats", "1", "--penalties", "0", "0.3", "--penalty-steps", "2", "--max-iterations", "64"]
     assert main(["solvers", *arguments, *settings, "--output", str(out)]) == 0
     (one,) = json.loads((out / "solvers.json").read_text())["models"]
-    rows = {(row["way"], row["scope"], row["tolerance"]): row for row in one["rows"]}
+    rows = {(row["config"], row["scope"], row["tolerance"]): row for row in one["rows"]}
     tight = {
         way: row for (way, scope, tolerance), row in rows.items() if (scope, tolerance) == ("prefix", 1e-4)
     }
@@ -109,17 +109,17 @@ def test_every_way_is_measured_and_drawn(trained, tmp_path, capsys):
     assert penalized["step_ms"] > 0
     assert (out / "solvers_run.png").read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out
-    assert "spectral radius of single tokens' maps" in printed
+    assert "spectral radius of the maps of single tokens" in printed
     assert "penalty " in printed
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tolerances", "0"], "tolerance 0.0 is none; choose numbers above 0"),
-        (["--penalties", "-1"], "penalty -1.0 is none"),
+        (["--tolerances", "0"], "tolerance must be positive and finite, got 0.0"),
+        (["--penalties", "-1"], "penalty must be finite and at least 0"),
         (["--repeats", "0"], "repeats is 0; choose at least 1"),
-        (["--only", "nonsense"], "no way of searching has nonsense in its name; there are Picard, "),
+        (["--only", "nonsense"], "no configuration name contains nonsense; available: Picard, "),
     ],
 )
 def test_settings_out_of_range_are_refused(trained, tmp_path, capsys, options, message):
@@ -135,7 +135,7 @@ def test_the_laptop_setting(tmp_path, capsys):
     options = ["--sequences", "4", "--tolerances", "1e-3", "--repeats", "1", "--length", "64"]
     assert main(["solvers", *options, "--device", "cpu", "--output", str(tmp_path)]) == 0
     (one,) = json.loads((tmp_path / "solvers.json").read_text())["models"]
-    rows = {(row["way"], row["scope"]): row for row in one["rows"]}
+    rows = {(row["config"], row["scope"]): row for row in one["rows"]}
     plain = rows["Picard, damping 0.8", "prefix"]
     assert plain["converged"] == 1
     assert plain["accuracy"] > 0.97

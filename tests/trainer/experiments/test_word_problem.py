@@ -1,4 +1,4 @@
-"""``python -m trainer.experiments word-problem``: both studies, tiny, and in the laptop's setting (slow)."""
+"""``python -m trainer.experiments word-problem``: both studies, tiny, and in the laptop setting (slow)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+pytest.importorskip("matplotlib", reason="the plot needs the extra 'train'")
 
 from trainer.cli.train import main as train
 from trainer.data.word_problem import WordProblem, WordProblemStream
 from trainer.experiments.cli import main
-from trainer.experiments.word_problem_hard_tokens import _by_iterations
-from trainer.experiments.word_problem_measure import (
+from trainer.experiments.word_problem.hard_tokens import _by_iterations
+from trainer.experiments.word_problem.measure import (
     _by_hard_tokens,
     _by_hard_tokens_near,
     _hard,
@@ -56,9 +56,7 @@ def read(folder: Path) -> Any:
     return json.loads((folder / "word_problem.json").read_text(encoding="utf-8"))
 
 
-def test_least_layers_and_going_on_with_them(
-    tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_layers_study_resumes(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "out"
     common = ["word-problem", "--spec", tiny, "--groups", "Z2", "--layers", "2", "1", "--sequences", "4"]
     common += ["--device", "cpu", "--output", str(folder)]
@@ -78,7 +76,7 @@ def test_least_layers_and_going_on_with_them(
     ]  # fmt: skip
     assert all(test["residual"] > 0 and 0 <= test["non_converged"] <= 1 for test in implicit["tests"])
     assert all(test["residual"] is None for test in explicit["tests"])
-    assert "least layers for 0%" in capsys.readouterr().out
+    assert "layers needed for 0%" in capsys.readouterr().out
 
     metrics = folder / "runs/Z2-mamba2-1-L2-seed0/metrics.jsonl"
     before = metrics.stat().st_mtime_ns
@@ -149,7 +147,7 @@ def test_a_checkpoint_of_another_task_is_refused(
         assert train(["--spec", tiny, *text, *changes, "--device", "cpu", "--output", "text"]) == 0
     options = ["--study", "hard-tokens", "--checkpoints", str(tmp_path / "text"), "--device", "cpu"]
     assert main(["word-problem", *options, "--output", str(tmp_path / "out")]) == 2
-    assert "is a run on data of kind 'tokens'; give one that was trained on a word_problem" in (
+    assert "is a run on data of kind 'tokens'; use one that was trained on a word_problem" in (
         capsys.readouterr().err
     )
     z4 = tmp_path / "z4"
@@ -177,7 +175,7 @@ def test_right_answers_have_no_wrong_steps_where_the_order_of_factors_counts() -
     assert not _wrong_steps(source, batch.inputs, batch.labels).any()
 
 
-def test_a_point_of_the_picture_is_the_mean_over_seeds() -> None:
+def test_a_plotted_point_is_the_mean_over_seeds() -> None:
     rows = [{"training_iterations": n, "accuracy_last": y} for n, y in ((8, 0.5), (2, 0.1), (8, 1.0))]
     assert _by_iterations(rows, "accuracy_last") == ([2, 8], [0.1, 0.75])
 
@@ -209,26 +207,26 @@ def test_a_step_is_wrong_by_itself_not_by_those_before_it() -> None:
     ("options", "message"),
     [
         (["--groups", "Q8"], "group 'Q8' is not known"),
-        (["--test-p", "2"], "p = 2 is no probability; give numbers from 0 to 1"),
-        (["--lengths", "0"], "lengths: 0 is too small; give numbers from 1 up"),
-        (["--spec", "llama_130m"], "give one on a word_problem"),
-        (["--checkpoints", "runs/one"], "checkpoints are tested by hard-tokens"),
-        (["--study", "hard-tokens", "--checkpoints", "none"], "is no run and no checkpoint of one"),
+        (["--test-p", "2"], "p must be from 0 to 1, got 2"),
+        (["--lengths", "0"], "lengths must be at least 1, got 0"),
+        (["--spec", "llama_130m"], "use one on a word_problem"),
+        (["--checkpoints", "runs/one"], "--checkpoints requires --study hard-tokens"),
+        (["--study", "hard-tokens", "--checkpoints", "none"], "is neither a run nor a checkpoint of one"),
         (["--study", "hard-tokens", "--device", "nonsense"], "device 'nonsense' is not a device's name"),
         # A Mamba2 that knows the change is compared first, and not trained in vain.
         (["--models", "mamba2", "llama", "--set", "model.mixer.d_state=4"], "unknown key 'd_state'"),
         (["--models", "implicit-mamba2", "transformers:mambo2"], "did you mean 'mamba2'?"),
-        (["--set", "data.group=S5"], "--set data.group=S5 is said by --groups here; give it there"),
-        (["--study", "hard-tokens", "--set", "training.seed=1"], "training.seed=1 is said by --seeds here"),
-        (["--iterations", "4"], "--iterations would change nothing in the study layers"),
-        (["--study", "hard-tokens", "--models", "llama"], "--models would change nothing in the study hard"),
+        (["--set", "data.group=S5"], "--set data.group=S5 conflicts with --groups"),
+        (["--study", "hard-tokens", "--set", "training.seed=1"], "training.seed=1 conflicts with --seeds"),
+        (["--iterations", "4"], "--iterations has no effect in the study layers"),
+        (["--study", "hard-tokens", "--models", "llama"], "--models has no effect in the study hard"),
         (
             ["--study", "hard-tokens", "--checkpoints", "runs/one", "--groups", "S5", "--test-p", "0"],
-            "--groups would change nothing of runs that are trained;",
+            "--groups has no effect on existing runs;",
         ),
     ],
 )
-def test_what_cannot_be_done_is_said(
+def test_invalid_requests_are_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
 ) -> None:
     assert main(["word-problem", *options, "--output", str(tmp_path / "out")]) == 2
@@ -237,7 +235,7 @@ def test_what_cannot_be_done_is_said(
 
 
 @pytest.mark.slow
-def test_the_laptops_least_layers(tmp_path: Path) -> None:
+def test_the_layers_study_on_a_laptop(tmp_path: Path) -> None:
     assert main(["word-problem", "--device", "cpu", "--output", str(tmp_path / "out")]) == 0
     written = read(tmp_path / "out")
     implicit = [row for row in written["runs"] if row["model"] == "implicit-mamba2"]
@@ -254,7 +252,7 @@ def test_the_laptops_least_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_laptops_hard_tokens(tmp_path: Path) -> None:
+def test_the_hard_tokens_study_on_a_laptop(tmp_path: Path) -> None:
     options = ["--study", "hard-tokens", "--device", "cpu", "--output", str(tmp_path / "out")]
     assert main(["word-problem", *options]) == 0
     rows = read(tmp_path / "out")["tests"]

@@ -1,4 +1,4 @@
-"""The search for the least layers, with models whose accuracy is known: what is trained, and what counts."""
+"""The search for the smallest number of layers, with models of known accuracy."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="the picture needs the extra 'train'")
+pytest.importorskip("matplotlib", reason="the plot needs the extra 'train'")
 
-from trainer.experiments import word_problem_layers
-from trainer.experiments.word_problem import Settings
-from trainer.experiments.word_problem_layers import carry_out, summed_up
+from trainer.experiments.word_problem import layers as layers_study
+from trainer.experiments.word_problem.layers import run, summarize_run
+from trainer.experiments.word_problem.settings import Settings
 from trainer.reporting.pictures import new_figure
 from trainer.storage.files import read_json
 
@@ -41,21 +41,23 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         solved = 0.9 if layers >= 2 and length <= 8 and seed == 1 else 0.5
         return finished(seed, [row(4 * length, 0.0, 1.0), row(length, 0.0, solved), row(length, 0.5, 1.0)])
 
-    def varied(base: str, *, model: str, layers: int, length: int, seed: int, **more: Any) -> Any:
+    def vary_spec(base: str, *, model: str, layers: int, length: int, seed: int, **more: Any) -> Any:
         return model, layers, length, seed
 
-    monkeypatch.setattr(word_problem_layers, "train", train)
-    monkeypatch.setattr(word_problem_layers, "varied", varied)
-    monkeypatch.setattr(word_problem_layers, "draw", lambda written: new_figure(width=1, height=1, title=""))
+    monkeypatch.setattr(layers_study, "train", train)
+    monkeypatch.setattr(layers_study, "vary_spec", vary_spec)
+    monkeypatch.setattr(layers_study, "draw", lambda written: new_figure(width=1, height=1, title=""))
     return runs
 
 
-def test_layers_go_up_from_what_a_shorter_length_took(trained: list[tuple[Any, ...]], tmp_path: Path) -> None:
+def test_layers_increase_from_those_of_the_previous_length(
+    trained: list[tuple[Any, ...]], tmp_path: Path
+) -> None:
     settings = Settings(
         spec="x", groups=("S3",), models=("mamba2",), layers=(4, 1, 2), lengths=(8, 4, 16, 32),
         seeds=(0, 1, 2), sequences=1, threshold=0.9,
     )  # fmt: skip
-    carry_out(tmp_path, settings, device="cpu")
+    run(tmp_path, settings, device="cpu")
     written = read_json(tmp_path / "word_problem.json")
     assert [(one["length"], one["least_layers"]) for one in written["least_layers"]] == [
         (4, 2), (8, 2), (16, None)
@@ -71,8 +73,9 @@ def test_layers_go_up_from_what_a_shorter_length_took(trained: list[tuple[Any, .
 
 def test_the_accuracy_that_counts_is_at_the_training_length_and_the_first_p() -> None:
     tests = [row(32, 0.2, 0.1), row(8, 0.2, 0.7), row(8, 0.5, 0.9)]
-    summary = summed_up(finished(3, tests), group="S3", model="llama", layers=2, length=8)
+    summary = summarize_run(finished(3, tests), group="S3", model="llama", layers=2, length=8)
     assert (summary["accuracy_last"], summary["seed"], len(summary["tests"])) == (0.7, 3, 3)
     assert (
-        summed_up(finished(3, tests), group="S3", model="llama", layers=2, length=16)["accuracy_last"] == 0.1
+        summarize_run(finished(3, tests), group="S3", model="llama", layers=2, length=16)["accuracy_last"]
+        == 0.1
     )

@@ -1,6 +1,6 @@
-"""Text into token shards: documents, tokenizers, the shards' format, the parallel job. Imports no torch.
+"""Tokenization of text into shards: documents, tokenizers, shard format, the parallel job. Imports no torch.
 
-`python -m trainer.tokenize` is the command; `tokenize` the same for programs.
+`python -m trainer.tokenize` is the command; `tokenize` is its Python interface.
 """
 
 from trainer.data.tokenizing.documents import Documents

@@ -1,7 +1,8 @@
-"""Text into token shards: ``python -m trainer.tokenize INPUT … --output DIR --tokenizer FILE``.
+"""Tokenize text into shards: ``python -m trainer.tokenize INPUT … --output DIR --tokenizer FILE``.
 
-Exit codes: 0 done, 2 the request can't be carried out (said in a sentence), 130 interrupted. After an
-interrupt, a kill or a full disk the same command goes on with the finished shards.
+Exit codes: 0 success, 2 the request cannot be carried out (with a message), 130 interrupted. After an
+    interrupt,
+a kill or a full disk, the same command resumes after the finished shards.
 """
 
 from __future__ import annotations
@@ -25,47 +26,48 @@ from trainer.reporting.display import counted
 
 
 def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
+    """Return the command-line parser."""
     made = argparse.ArgumentParser(
         prog="python -m trainer.tokenize",
-        description="Turn text into token shards to train on: data.path=OUTPUT.",
-        epilog="The shards depend on the inputs and the options, not on the number of workers; the same "
-        "command goes on with a run that was stopped.",
+        description="Tokenize text into shards for training: data.path=OUTPUT.",
+        epilog="The shards do not depend on the number of workers. Running the same command again "
+        "resumes an interrupted job.",
     )
     # fmt: off
     add = made.add_argument
-    add("inputs", nargs="+", metavar="INPUT", help="files, folders of files, or datasets: .txt .md .jsonl "
-        ".json .parquet (.xz .gz .bz2 .zst of the text formats), folders of `save_to_disk`; with --format "
-        "dataset names on the hub")
-    add("--output", type=Path, metavar="DIR", help="folder to write train/ and validation/ into")
-    add("--tokenizer", metavar="FILE", help="a tokenizer.json, a folder that holds one, or 'bytes'")
-    add("--train-tokenizer", type=int, metavar="SIZE", help="train a byte-level BPE tokenizer of so many ids "
-        "on the inputs first, without what is held out, and keep it as DIR/tokenizer.json")
-    add("--end-of-document", metavar="TOKEN", help="appended to each document (default: the usual token)")
-    add("--format", choices=get_args(Format), default="auto", help="of the inputs (default: by their names)")
-    add("--separator", metavar="TEXT", help="text files: what stands between documents")
-    add("--text-field", metavar="NAME", help="jsonl, parquet, datasets: where the text is (text)")
-    add("--split", metavar="NAME", help="datasets: which split (train)")
-    add("--config", metavar="NAME", help="datasets of the hub: which configuration")
+    add("inputs", nargs="+", metavar="INPUT", help="files, directories of files, or datasets: .txt .md "
+        ".jsonl .json .parquet (text formats may be compressed: .xz .gz .bz2 .zst), "
+        "`save_to_disk` directories; with --format dataset: Hub names")
+    add("--output", type=Path, metavar="DIR", help="output directory for train/ and validation/")
+    add("--tokenizer", metavar="FILE", help="a tokenizer.json, a directory that contains one, or 'bytes'")
+    add("--train-tokenizer", type=int, metavar="SIZE", help="first train a byte-level BPE tokenizer of "
+        "SIZE IDs on the training documents, and save it as DIR/tokenizer.json")
+    add("--end-of-document", metavar="TOKEN", help="token appended to each document (default: "
+        "the tokenizer's end-of-text token)")
+    add("--format", choices=get_args(Format), default="auto", help="input format (default: by file suffix)")
+    add("--separator", metavar="TEXT", help="text files: separator between documents")
+    add("--text-field", metavar="NAME", help="jsonl, parquet, datasets: field with the text (default: text)")
+    add("--split", metavar="NAME", help="datasets: split to read (default: train)")
+    add("--config", metavar="NAME", help="Hub datasets: configuration name")
     add("--validation", nargs="+", default=[], metavar="INPUT", help="held-out inputs")
-    add("--validation-split", metavar="NAME", help="datasets: a held-out split of the same inputs")
-    add("--validation-fraction", type=float, default=0.0, metavar="SHARE", help="or the share of the "
-        "documents to hold out, chosen by their text and --seed; of a single document its end")
-    add("--seed", type=int, metavar="N", help="of that choice (0)")
-    add("--workers", type=int, metavar="N", help="processes (default: one a core)")
-    add("--shard-tokens", type=float, default=float(1 << 27), metavar="N", help="tokens in a shard, about")
-    add("--verify", action="store_true", help="only check the checksums of the token folders given as INPUT")
+    add("--validation-split", metavar="NAME", help="datasets: held-out split of the same inputs")
+    add("--validation-fraction", type=float, default=0.0, metavar="SHARE", help="fraction of the "
+        "documents to hold out, selected by their text and --seed; of a single document, its end")
+    add("--seed", type=int, metavar="N", help="seed of that selection (default: 0)")
+    add("--workers", type=int, metavar="N", help="number of processes (default: one per core)")
+    add("--shard-tokens", type=float, default=float(1 << 27), metavar="N", help="tokens per shard, about")
+    add("--verify", action="store_true", help="only verify the checksums of the directories INPUT")
     # fmt: on
     return made
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+    """Run the command and return its exit code."""
     command = parser()
     options = command.parse_args(arguments)
     if not options.verify:
         if options.output is None:
-            command.error("give a folder to write to by --output")
+            command.error("--output is required")
         if (options.tokenizer is None) == (options.train_tokenizer is None):
             command.error("give either --tokenizer FILE or --train-tokenizer SIZE")
     try:
@@ -77,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         return refuse(str(error))
     except KeyboardInterrupt:
-        return refuse("stopped; the same command goes on with the finished shards", INTERRUPTED)
+        return refuse("interrupted; run the same command to resume after the finished shards", INTERRUPTED)
 
 
 def _tokenize(options: argparse.Namespace, progress: TokenizationProgress) -> None:
@@ -85,7 +87,7 @@ def _tokenize(options: argparse.Namespace, progress: TokenizationProgress) -> No
     documents = _documents(options, options.inputs, split)
     validation = None
     if options.validation and options.validation_split:
-        raise ValueError("give --validation or --validation-split, not both")
+        raise ValueError("give either --validation or --validation-split, not both")
     if options.validation or options.validation_split:
         inputs = options.validation or options.inputs
         validation = _documents(options, inputs, options.validation_split or split)
@@ -111,43 +113,43 @@ def _tokenize(options: argparse.Namespace, progress: TokenizationProgress) -> No
 
 
 def _require_used(options: argparse.Namespace, documents: Documents, validation: Documents | None) -> None:
-    """Refuse options without an effect on these inputs, and numbers that are none."""
+    """Reject options without an effect on these inputs, and invalid numbers."""
     formats = {
         source.format for part in (documents, validation) if part is not None for source in part.sources
     }
     for option, value, unused, applies in (
-        ("--separator", options.separator, "text" not in formats, "divides text files"),
+        ("--separator", options.separator, "text" not in formats, "separates documents in text files"),
         (
             "--text-field",
             options.text_field,
             formats == {"text"},
-            "names a field of jsonl, parquet, datasets",
+            "selects a field of jsonl, parquet or datasets",
         ),
-        ("--split", options.split, "dataset" not in formats, "names a split of a dataset"),
-        ("--config", options.config, "dataset" not in formats, "names a configuration of a dataset"),
+        ("--split", options.split, "dataset" not in formats, "selects a split of a dataset"),
+        ("--config", options.config, "dataset" not in formats, "selects a configuration of a dataset"),
         (
             "--seed",
             options.seed,
             not options.validation_fraction,
-            "chooses what --validation-fraction holds out",
+            "selects the documents of --validation-fraction",
         ),
     ):
         if value is not None and unused:
-            raise ValueError(f"{option} {value!r} has no effect here: it {applies}; leave it out")
+            raise ValueError(f"{option} {value!r} has no effect on these inputs: it {applies}; omit it")
     if not 1 <= options.shard_tokens < float("inf"):
-        raise ValueError(f"--shard-tokens is {options.shard_tokens:g}; give 1 or more")
+        raise ValueError(f"--shard-tokens must be at least 1, got {options.shard_tokens:g}")
 
 
 def _log_separator(job: Job, results: Sequence[Result], progress: TokenizationProgress) -> None:
-    """Say so where a separator was in no text file, such as a line break that stayed two letters."""
+    """Log a message if the separator occurs in no text file, for example an unescaped line break."""
     parts = [part for part in (job.documents, job.validation) if part is not None]
     sources = [source for part in parts for source in part.sources]
     separator = job.documents.separator
     if separator is None or any(source.format != "text" for source in sources):
         return
     if sum(result.documents for result in results) <= len(sources):
-        hint = "; in a shell a line break is $'\\n'" if "\\" in separator else ""
-        progress.log(f"the separator {separator!r} divides no file: each is one document{hint}")
+        hint = "; in a shell, write a line break as $'\\n'" if "\\" in separator else ""
+        progress.log(f"the separator {separator!r} occurs in no file: each file is one document{hint}")
 
 
 def _documents(options: argparse.Namespace, inputs: Sequence[str], split: str) -> Documents:
@@ -167,8 +169,8 @@ def _tokenizer(
         return load_tokenizer(options.tokenizer, end_of_document=options.end_of_document)
     if options.end_of_document not in (None, END_OF_DOCUMENT):
         raise ValueError(
-            f"a tokenizer trained here ends documents with {END_OF_DOCUMENT}, not with "
-            f"{options.end_of_document!r}; leave --end-of-document out"
+            f"--train-tokenizer ends documents with {END_OF_DOCUMENT}, not with "
+            f"{options.end_of_document!r}; omit --end-of-document"
         )
     return train_tokenizer_for(
         options.output,
@@ -193,7 +195,7 @@ def _verify(folders: Sequence[str]) -> int:
         for part in parts or [folder]:
             manifest = read_manifest(part)
             if manifest is None:
-                raise ValueError(f"{part} has no manifest.json, so there is nothing to check it against")
+                raise ValueError(f"{part} has no manifest.json to verify it against")
             size = verify(part, again=True)
-            print(f"{part}: {manifest['tokens']:,} tokens, {size:,} bytes as they were written")
+            print(f"{part}: {manifest['tokens']:,} tokens, {size:,} bytes verified")
     return 0

@@ -1,6 +1,6 @@
-"""Documents out of files: plain text, jsonl, parquet, Hugging Face datasets, compressed or not.
+"""Documents from plain text, jsonl, parquet and Hugging Face datasets, optionally compressed.
 
-Text comes in pieces of bounded size, see `trainer.data.tokenizing.pieces`.
+Text is read in pieces of bounded size, see `trainer.data.tokenizing.pieces`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from implicit_blocks._utils.own_parts import install_extra
 from trainer.data.tokenizing.pieces import Piece, cut, whole, with_text
 from trainer.storage.files import sha256_of
 
-_BLOCK = 1 << 18  # characters read at once
+_BLOCK = 1 << 18  # characters per read
 _GLIMPSE = 1 << 16  # bytes
 
 Format = Literal["auto", "text", "jsonl", "parquet", "dataset"]
@@ -36,17 +36,17 @@ _COMPRESSED = (".xz", ".gz", ".bz2", ".zst")
 
 @dataclass(frozen=True)
 class Source:
-    """One input: a file, or a dataset by folder or hub name, and how to read it."""
+    """One input, a file or a dataset (path or Hub name), and its format."""
 
     name: str
     path: Path | None
     format: Format
 
     def fingerprint(self) -> dict[str, Any]:
-        """Say what the input was, to notice that it has changed.
+        """Return a fingerprint of the input, for detecting changes.
 
-        Of what lies here that is its size, and a digest of the beginning, middle and end of its files: to
-        read all of it would take as long as tokenizing. Of what lies on the hub it is the name alone.
+        For local inputs it consists of their size and a digest of the beginning, middle and end of each file,
+        because reading everything would take as long as tokenizing. For Hub datasets it is the name alone.
         """
         found: dict[str, Any] = {"name": self.name, "format": self.format}
         if self.path is None:
@@ -67,14 +67,14 @@ class Documents:
 
     Args:
         sources: see `find_sources`.
-        separator: plain text: what stands between two documents of a file; None: a file is one document. A
-            line break right after it goes with it.
-        text_field: jsonl, parquet and datasets: the field that holds the text.
-        dataset_split: datasets: which split.
-        dataset_config: datasets of the hub: which configuration.
+        separator: plain text: the separator between documents of a file, together with a line break right
+            after it; None: each file is one document.
+        text_field: jsonl, parquet and datasets: the field that contains the text.
+        dataset_split: datasets: the split.
+        dataset_config: Hub datasets: the configuration.
 
     Raises:
-        ValueError: a separator without letters, or an input given twice, whose documents would count twice.
+        ValueError: the separator is empty, or an input is given twice and its documents would count twice.
 
     """
 
@@ -86,15 +86,15 @@ class Documents:
 
     def __post_init__(self) -> None:
         if self.separator == "":
-            raise ValueError("the separator is empty; give what stands between documents, or leave it out")
+            raise ValueError("the separator is empty; give the text between documents, or omit it")
         for names in self._inputs().values():
             if len(names) > 1:
                 others = ", ".join(dict.fromkeys(names[1:]))
                 also = "" if others == names[0] else f" (as {others})"
-                raise ValueError(f"{names[0]} is among the inputs {len(names)} times{also}; name it once")
+                raise ValueError(f"{names[0]} is given {len(names)} times{also}; give each input once")
 
     def _inputs(self) -> dict[tuple[Any, ...], list[str]]:
-        """Return the names of each input, by what identifies it: links to a file are that file."""
+        """Return the names of each input by its identity; links to the same file are identical."""
         found: dict[tuple[Any, ...], list[str]] = {}
         for source in self.sources:
             key: tuple[Any, ...] = (source.name,)
@@ -107,7 +107,7 @@ class Documents:
         return found
 
     def require_apart(self, held_out: Documents) -> None:
-        """Refuse inputs that are to be trained on and held out: the same, links to them, or copies.
+        """Reject inputs that are both trained on and held out: the same files, links to them, or copies.
 
         Raises:
             ValueError: names them.
@@ -119,17 +119,17 @@ class Documents:
             both = sorted(_copies(self.sources, held_out.sources))
         if both:
             raise ValueError(
-                f"{', '.join(both)}: to be trained on and held out; hold out other inputs, or a share of "
-                "these by --validation-fraction"
+                f"{', '.join(both)}: used for both training and validation; hold out other inputs, or a "
+                "fraction of these by --validation-fraction"
             )
 
     def pieces(self, progress: Callable[[float], None] = lambda share: None) -> Iterator[Piece]:
-        """Go through the text of all inputs; `progress` hears how much has been read, from 0 to 1.
+        """Iterate over the text of all inputs; `progress` is called with the fraction read, from 0 to 1.
 
-        Documents without text are left out.
+        Documents without text are skipped.
 
         Raises:
-            ValueError: a file that can't be read as what it is said to be; says which, and where in it.
+            ValueError: a file cannot be read in its format; names the file and position.
 
         """
         sizes = [_size(source) for source in self.sources]
@@ -160,7 +160,7 @@ class Documents:
         if self.text_field not in dataset.column_names:
             raise ValueError(
                 f"dataset {source.name} has no field {self.text_field!r}; it has "
-                f"{', '.join(dataset.column_names)}; name one by --text-field"
+                f"{', '.join(dataset.column_names)}; select one by --text-field"
             )
         for number, text in enumerate(dataset[self.text_field]):
             yield _text(text, f"row {number} of {source.name}", self.text_field)
@@ -169,18 +169,18 @@ class Documents:
 
 
 def find_sources(inputs: Sequence[str], *, format: Format = "auto") -> list[Source]:
-    """Find what to read: files, all files of a folder in the order of their names, or datasets.
+    """Find the inputs: files, all files of a directory sorted by name, or datasets.
 
     Args:
-        inputs: paths; with format ``dataset`` folders or names on the hub.
-        format: ``auto`` goes by the suffix before that of a compression (``.xz .gz .bz2 .zst``).
+        inputs: paths; with format ``dataset``, directories or Hub names.
+        format: ``auto`` selects it by the suffix before a compression suffix (``.xz .gz .bz2 .zst``).
 
     Raises:
-        ValueError: nothing there, or nothing that can be read; says what is known.
+        ValueError: an input does not exist or has an unknown format; lists the known ones.
 
     """
     if format not in get_args(Format):
-        raise ValueError(f"format {format!r} is not known; use {', '.join(get_args(Format))}")
+        raise ValueError(f"format {format!r} is unknown; use {', '.join(get_args(Format))}")
     found = []
     for name in inputs:
         path = Path(name)
@@ -191,25 +191,26 @@ def find_sources(inputs: Sequence[str], *, format: Format = "auto") -> list[Sour
             if format == "auto":
                 inside = [file for file in inside if _format_of(file) is not None]
             if not inside:
-                raise ValueError(f"folder {path} holds no file with a suffix of {_known()}; name its files")
+                raise ValueError(
+                    f"directory {path} contains no file with a suffix of {_known()}; give its files"
+                )
             found += [Source(str(file), file, _format(file, format)) for file in inside]
         elif path.is_file():
             found.append(Source(name, path, _format(path, format)))
         else:
             raise ValueError(
-                f"there is no file or folder {path}; check the path "
-                "(a dataset of the hub is named with --format dataset)"
+                f"there is no file or directory {path}; check the path (Hub datasets need --format dataset)"
             )
     if not found:
-        raise ValueError("there is nothing to read; name files, folders or a dataset")
+        raise ValueError("no inputs; give files, directories or a dataset")
     return found
 
 
 def load_dataset(name: str, *, split: str, config: str | None, streaming: bool) -> Any:
-    """Open a Hugging Face dataset: a folder that `save_to_disk` wrote, a folder of data files, or a hub name.
+    """Open a Hugging Face dataset: a `save_to_disk` directory, a directory of data files, or a Hub name.
 
     Raises:
-        ValueError: the package is missing, there is no such dataset or split.
+        ValueError: the package is missing, or the dataset or split does not exist.
 
     """
     try:
@@ -223,12 +224,12 @@ def load_dataset(name: str, *, split: str, config: str | None, streaming: bool) 
             loaded = datasets.load_from_disk(name)
             if isinstance(loaded, datasets.DatasetDict):
                 if split not in loaded:
-                    raise ValueError(f"it has no split {split!r}, but {', '.join(map(str, loaded))}")
+                    raise ValueError(f"it has no split {split!r}; available: {', '.join(map(str, loaded))}")
                 loaded = loaded[split]
             return loaded.to_iterable_dataset() if streaming else loaded
         return datasets.load_dataset(name, config, split=split, streaming=streaming)
     except Exception as error:  # the package raises whatever reading and downloading raise
-        raise ValueError(f"dataset {name} can't be opened: {error}") from error
+        raise ValueError(f"dataset {name} cannot be opened: {error}") from error
 
 
 def _is_dataset(path: Path) -> bool:
@@ -244,18 +245,18 @@ def _format(path: Path, asked: Format) -> Format:
     found = _format_of(path) if asked == "auto" else asked
     if found is None:
         raise ValueError(
-            f"the format of {path} can't be told from its name; it is read as {_known()}; "
-            "say --format text, jsonl or parquet"
+            f"cannot determine the format of {path} from its name; known suffixes: {_known()}; "
+            "set --format text, jsonl or parquet"
         )
     return found
 
 
 def _known() -> str:
-    return f"{' '.join(_SUFFIXES)} (and these with {' '.join(_COMPRESSED)})"
+    return f"{' '.join(_SUFFIXES)} (also with {' '.join(_COMPRESSED)})"
 
 
 def _glimpses(path: Path) -> Iterator[bytes]:
-    """Give the beginning, middle and end of a file, which for a short one is all of it."""
+    """Yield the beginning, middle and end of a file; for a short file, all of it."""
     size = path.stat().st_size
     with path.open("rb") as file:
         for start in sorted({0, max(0, (size - _GLIMPSE) // 2), max(0, size - _GLIMPSE)}):
@@ -264,7 +265,7 @@ def _glimpses(path: Path) -> Iterator[bytes]:
 
 
 def _copies(sources: Sequence[Source], others: Sequence[Source]) -> Iterator[str]:
-    """Name the files among some inputs whose whole content is that of a file among the others."""
+    """Yield the files among some inputs whose content equals that of a file among the others."""
 
     def by_size(given: Sequence[Source]) -> dict[int, list[Path]]:
         found: dict[int, list[Path]] = {}
@@ -289,7 +290,7 @@ def _size(source: Source) -> int:
 
 
 def _blocks(path: Path, report: Callable[[float], None]) -> Iterator[str]:
-    """Decompressed text in blocks; every line end becomes a line feed."""
+    """Yield decompressed text in blocks, with line ends normalized to line feeds."""
     with _opened(path, report) as file:
         try:
             while block := file.read(_BLOCK):
@@ -300,7 +301,7 @@ def _blocks(path: Path, report: Callable[[float], None]) -> Iterator[str]:
 
 @contextmanager
 def _opened(path: Path, report: Callable[[float], None]) -> Iterator[IO[str]]:
-    """Open text, decompressed, every line end made a line feed, a byte-order mark left out."""
+    """Open a text file, decompressed, with line feeds as line ends and without a byte-order mark."""
     with ExitStack() as stack:
         raw = stack.enter_context(io.BufferedReader(_Reported(path, report), 1 << 20))
         opened: Any = raw
@@ -320,7 +321,7 @@ def _opened(path: Path, report: Callable[[float], None]) -> Iterator[IO[str]]:
 
 
 class _Reported(io.FileIO):
-    """A file that says how far it has been read."""
+    """A file that reports how much of it has been read."""
 
     def __init__(self, path: Path, report: Callable[[float], None]) -> None:
         super().__init__(path)
@@ -347,13 +348,13 @@ def _rows_of_jsonl(path: Path, field: str, report: Callable[[float], None]) -> I
                 except (ValueError, RecursionError) as error:
                     why = "nested too deeply" if isinstance(error, RecursionError) else f"not JSON ({error})"
                     raise ValueError(
-                        f"line {number} of {path} is {why}; jsonl has one object a line"
+                        f"line {number} of {path} is {why}; jsonl has one object per line"
                     ) from error
                 if not isinstance(row, dict) or field not in row:
                     has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
                     raise ValueError(
-                        f"line {number} of {path} has no field {field!r} but {has}; "
-                        "name the field of the text by --text-field"
+                        f"line {number} of {path} has no field {field!r}, only {has}; "
+                        "select the text field by --text-field"
                     )
                 yield _text(row[field], f"line {number} of {path}", field)
         except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError) as error:
@@ -371,8 +372,8 @@ def _rows_of_parquet(path: Path, field: str, report: Callable[[float], None]) ->
             names = file.schema_arrow.names
             if field not in names:
                 raise ValueError(
-                    f"{path} has no column {field!r} but {', '.join(names)}; "
-                    "name the column of the text by --text-field"
+                    f"{path} has no column {field!r}, only {', '.join(names)}; select the text column by "
+                    "--text-field"
                 )
             number, rows = 0, max(1, file.metadata.num_rows)
             for batch in file.iter_batches(batch_size=1024, columns=[field]):
@@ -387,12 +388,12 @@ def _rows_of_parquet(path: Path, field: str, report: Callable[[float], None]) ->
 def _text(value: Any, where: str, field: str) -> str:
     if not isinstance(value, str):
         raise ValueError(
-            f"{field!r} in {where} is {type(value).__name__}, not text; name another --text-field"
+            f"{field!r} in {where} is {type(value).__name__}, not text; set another --text-field"
         )
     text: str = value
     try:
         text.encode("utf-8")
-    except UnicodeEncodeError:  # half of a pair, which JSON lets through
+    except UnicodeEncodeError:  # a lone surrogate, which JSON allows
         text = text.encode("utf-8", "replace").decode("utf-8")
     return text
 
@@ -400,7 +401,9 @@ def _text(value: Any, where: str, field: str) -> str:
 def _unreadable(path: Path, error: BaseException, where: str = "") -> ValueError:
     if isinstance(error, UnicodeDecodeError):
         return ValueError(f"{path} is not UTF-8{where} ({error}); convert it first, for example by iconv")
-    return ValueError(f"{path} can't be read{where} ({error}): cut short or of another format; copy it again")
+    return ValueError(
+        f"{path} cannot be read{where} ({error}): truncated or of another format; copy it again"
+    )
 
 
 def _needs_pyarrow(path: Path) -> ValueError:

@@ -1,6 +1,6 @@
-"""The job: documents in, shards out, by several processes, going on where a killed run stopped.
+"""The tokenization job: parallel and resumable, from documents to shards.
 
-This process reads and writes; others tokenize (``workers``).
+This process reads documents and writes shards; worker processes tokenize (``workers``).
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from trainer.reporting.display import counted
 from trainer.storage.files import write_atomically, write_json
 from trainer.storage.lock import LOCK, FolderLock, LockedError
 
-_TASK = 1 << 20  # characters handed to a process at once
-_OURS = (LOCK, "tokenizer.json", "tokenizer_training.json")
+_TASK = 1 << 20  # characters per task
+_OWN_FILES = (LOCK, "tokenizer.json", "tokenizer_training.json")
 
 Log = Callable[[str], None]
 Report = Callable[[float, int, int], None]
-"""Hears the share of the inputs that has been read, and the documents and tokens written."""
+"""Called with the fraction of the inputs read, and the numbers of documents and tokens written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to tokenize, and how.
+    """Inputs and options of a tokenization.
 
     Args:
-        output: folder to write ``train`` and, where text is held out, ``validation`` into.
-        documents: to train on.
-        tokenizer: makes the ids.
-        validation: held-out documents, from inputs of their own.
-        validation_fraction: or the share of `documents` to hold out, by document: which side a document is on
-            depends on its text and `seed` alone, so exact copies stay together. The end of a single document.
-        seed: of the choice; 0 to 2^64 - 1.
-        shard_tokens: tokens from which on a shard is closed.
-        workers: processes; the shards don't depend on it.
+        output: output directory for ``train`` and, if text is held out, ``validation``.
+        documents: training documents.
+        tokenizer: the tokenizer.
+        validation: held-out documents from separate inputs.
+        validation_fraction: fraction of `documents` to hold out instead. The side of a document depends only
+            on its text and `seed`, so exact copies stay together; of a single document, the end is held out.
+        seed: seed of that selection; 0 to 2^64 - 1.
+        shard_tokens: number of tokens at which a shard is closed.
+        workers: number of processes; the shards do not depend on it.
 
     """
 
@@ -66,34 +66,36 @@ class Job:
     workers: int = 1
 
     def check(self) -> None:
-        """Refuse what can't be done.
+        """Reject invalid options.
 
         Raises:
-            ValueError: says what.
+            ValueError: explains which.
 
         """
         if not 0 <= self.validation_fraction < 1:
-            raise ValueError(f"validation fraction {self.validation_fraction} is no share; give 0 to below 1")
+            raise ValueError(
+                f"validation fraction must be at least 0 and below 1, got {self.validation_fraction}"
+            )
         if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed {self.seed} is out of range; give 0 to 2**64 - 1")
+            raise ValueError(f"seed {self.seed} is out of range; use 0 to 2**64 - 1")
         if self.validation is not None and self.validation_fraction:
             raise ValueError("give validation inputs or a validation fraction, not both")
         if self.validation is not None:
             self.documents.require_apart(self.validation)
         for what, documents in (("inputs", self.documents), ("held-out inputs", self.validation)):
             if documents is not None and next(documents.pieces(), None) is None:
-                raise ValueError(f"the {what} hold no text: {_names(documents)}")
+                raise ValueError(f"the {what} contain no text: {_names(documents)}")
         for name, value in (("workers", self.workers), ("shard_tokens", self.shard_tokens)):
             if value < 1:
-                raise ValueError(f"{name} is {value}; give 1 or more")
+                raise ValueError(f"{name} must be at least 1, got {value}")
 
     @property
     def dtype(self) -> Dtype:
-        """The smaller type that holds the vocabulary."""
+        """Smallest integer type that fits the vocabulary."""
         return "uint16" if self.tokenizer.vocab_size <= 1 << 16 else "uint32"
 
     def record(self) -> dict[str, Any]:
-        """Say everything that the shards depend on."""
+        """Return everything that the shards depend on."""
         sides = {TRAIN: self.documents, VALIDATION: self.validation}
         return {
             "tokenizer": self.tokenizer.identity,
@@ -106,7 +108,7 @@ class Job:
 
 
 class Result(NamedTuple):
-    """What stands in a split's folder at the end."""
+    """Final contents of a split's directory."""
 
     folder: Path
     tokens: int
@@ -117,15 +119,15 @@ class Result(NamedTuple):
 def tokenize(
     job: Job, *, log: Log = print, report: Report = lambda share, documents, tokens: None
 ) -> list[Result]:
-    """Write the shards of a job, or what is missing of them.
+    """Write the shards of a job, or those that are missing.
 
-    A run that was stopped at any moment is gone on with by the same call: finished shards are checked against
-    their checksums and kept, the rest is done again. The result is the same to the byte.
+    An interrupted job is resumed by the same call: finished shards are verified against their checksums and
+        kept,
+    the rest is written again. The result is identical to the byte.
 
     Raises:
-        ValueError: something is wrong with the job or its inputs; the folder holds something else, or is in
-            use.
-        DiskFullError: there is no room.
+        ValueError: the job or its inputs are invalid, or the directory contains something else or is in use.
+        DiskFullError: the disk is full.
 
     """
     job.check()
@@ -144,8 +146,8 @@ def tokenize(
             if job.validation is not None:
                 if repeats is not None and repeats.count:
                     log(
-                        f"WARNING: {repeats.count:,} of {results[0].documents:,} training documents equal "
-                        "held-out documents, which are therefore not unseen text"
+                        f"WARNING: {repeats.count:,} of {results[0].documents:,} training documents are "
+                        "identical to held-out documents, which are therefore not unseen"
                     )
                 held_out = OneSide(VALIDATION)
                 results += _convert(job, job.validation, held_out, [VALIDATION], encode, log, report)
@@ -215,7 +217,7 @@ def _convert(
 
 
 def _abandon(job: Job, writers: Iterable[ShardWriter]) -> None:
-    """Remove what has been written: no other options could continue with it."""
+    """Remove everything written, because no other options could continue from it."""
     for writer in writers:
         writer.discard()
         for path in writer.folder.glob("shard_*"):
@@ -226,20 +228,20 @@ def _abandon(job: Job, writers: Iterable[ShardWriter]) -> None:
 
 
 def _counted(pieces: Iterator[tuple[str, Piece]], *, least: int, output: Path) -> Iterator[tuple[str, Piece]]:
-    """Refuse inputs that end before what the finished shards hold: they are not what they were."""
+    """Reject inputs that end before the text of the finished shards, because they must have changed."""
     count = 0
     for assigned in pieces:
         count += 1
         yield assigned
     if count < least:
         raise ValueError(
-            f"the inputs have {count} pieces of text, but the finished shards in {output} were made of "
-            f"{least}: they have changed meanwhile; name another folder by --output"
+            f"the inputs have {count} pieces of text, but the finished shards in {output} were written from "
+            f"{least}: the inputs have changed; choose another --output"
         )
 
 
 def _tasks(pieces: Iterator[tuple[str, Piece]], done: dict[str, int]) -> Iterator[Task]:
-    """Put pieces together to tasks, leaving out those whose shards are finished."""
+    """Group pieces into tasks, skipping those whose shards are finished."""
     task, size = Task([], [], [], []), 0
     for number, (side, piece) in enumerate(pieces):
         if number < done[side]:
@@ -257,7 +259,7 @@ def _tasks(pieces: Iterator[tuple[str, Piece]], done: dict[str, int]) -> Iterato
 
 
 def described(documents: Documents) -> dict[str, Any]:
-    """Say what documents are, to notice that they have changed."""
+    """Return a description of documents, for detecting changes."""
     return {
         "inputs": [source.fingerprint() for source in documents.sources],
         "separator": documents.separator,
@@ -275,7 +277,7 @@ def _result(folder: Path) -> Result:
 
 def _kept(folder: Path, log: Log) -> Result:
     verify(folder, again=True)
-    log(f"{folder} is finished; its checksums are right")
+    log(f"{folder} is finished; its checksums match")
     return _result(folder)
 
 
@@ -283,28 +285,30 @@ def _kept(folder: Path, log: Log) -> Result:
 
 
 def _begin(job: Job) -> None:
-    """Write down what the folder is for, or check that it is for this."""
+    """Record the job in the output directory, or check that the existing record matches."""
     path, record = job.output / JOB, job.record()
     if path.is_file():
         try:
             before = json.loads(path.read_text(encoding="utf-8"))
             if not isinstance(before, dict):
-                raise ValueError(f"it holds a {type(before).__name__}, not an object")
+                raise ValueError(f"it contains a {type(before).__name__}, not an object")
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} can't be read ({error}); remove the folder and begin anew") from error
+            raise ValueError(
+                f"{path} cannot be read ({error}); remove the directory and start again"
+            ) from error
         changed = sorted(key for key in before.keys() | record.keys() if before.get(key) != record.get(key))
         if changed:
             first = changed[0]
             raise ValueError(
-                f"{job.output} was begun with other {', '.join(changed)} "
-                f"({first} was {_short(before.get(first))}, is {_short(record.get(first))}); give the same "
-                "again, or another folder by --output"
+                f"{job.output} was started with different {', '.join(changed)} ({first} was "
+                f"{_short(before.get(first))}, is now {_short(record.get(first))}); use the same options, "
+                "or choose another --output"
             )
     else:
-        others = sorted(p.name for p in job.output.iterdir() if p.name not in _OURS)
+        others = sorted(p.name for p in job.output.iterdir() if p.name not in _OWN_FILES)
         if others:
             raise ValueError(
-                f"{job.output} holds other files ({others[0]}); name an empty folder by --output"
+                f"{job.output} contains other files ({others[0]}); choose an empty directory by --output"
             )
         _require_tokenizer(job)
         write_json(path, record)
@@ -313,7 +317,7 @@ def _begin(job: Job) -> None:
 
 
 def _require_tokenizer(job: Job) -> None:
-    """Refuse a folder with another tokenizer: whatever reads its tokens would take that for theirs."""
+    """Reject a directory with a different tokenizer, which readers would attribute to these tokens."""
     file = job.output / "tokenizer.json"
     if not file.is_file():
         return
@@ -322,10 +326,7 @@ def _require_tokenizer(job: Job) -> None:
     except (ValueError, RecursionError):
         there = None
     if not isinstance(job.tokenizer, FileTokenizer) or there != json.loads(job.tokenizer.content):
-        raise ValueError(
-            f"{file} is another tokenizer than that of these tokens; remove it, or name another folder by "
-            "--output"
-        )
+        raise ValueError(f"{file} is not the tokenizer of this job; remove it, or choose another --output")
 
 
 def _names(documents: Documents) -> str:
@@ -340,12 +341,12 @@ def _short(value: Any) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Refuse to write into a folder that another process is writing into."""
+    """Lock an output directory against other processes."""
     try:
         lock = FolderLock(folder / LOCK)
     except LockedError as error:
         raise ValueError(
-            f"another process is writing into {folder} ({error.holder}); wait for it, or stop it"
+            f"another process is writing to {folder} ({error.holder}); wait for it, or stop it"
         ) from None
     with lock:
         yield

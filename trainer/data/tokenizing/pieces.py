@@ -1,7 +1,7 @@
-"""Documents in pieces of bounded size, so that a book or a file of any length takes constant memory.
+"""Documents in pieces of bounded size, so that files of any length take constant memory.
 
-A piece ends with its document, or else at the first line's end after `PIECE` characters: how a document is
-cut depends on its text alone.
+A piece ends with its document, or at the first line end after `PIECE` characters, so the pieces of a document
+depend only on its text.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 PIECE = 1 << 20
-"""Characters from which on a piece ends at the next line's end."""
+"""Number of characters after which a piece ends at the next line end."""
 
 
 class Piece(NamedTuple):
-    """A part of a document; `begins` and `ends` say whether it is the document's first and last."""
+    """A part of a document; `begins` and `ends` mark the document's first and last piece."""
 
     text: str
     begins: bool
@@ -22,18 +22,18 @@ class Piece(NamedTuple):
 
 
 def cut(blocks: Iterator[str], separator: str | None) -> Iterator[Piece]:
-    """Documents between separators, in pieces; blocks may end anywhere, within a separator too."""
+    """Split text at separators into documents, in pieces; blocks may end within a separator."""
     rest, begins = "", True
-    # A separator may be cut by a block's end, and so may the line break that goes with it.
-    held = 0 if separator is None else len(separator)
+    # A block may end within a separator, or before the line break after it.
+    width = 0 if separator is None else len(separator)
     for block in blocks:
         rest += block
         while separator is not None and (at := rest.find(separator, 0, len(rest) - 1)) >= 0:
             yield from _pieces(rest[:at], begins=begins, ends=True)
-            begins, rest = True, rest[at + held :]
+            begins, rest = True, rest[at + width :]
             rest = rest[1:] if rest.startswith("\n") else rest
-        if len(rest) > 2 * PIECE + held:
-            cut = _line_end(rest, PIECE, len(rest) - held)
+        if len(rest) > 2 * PIECE + width:
+            cut = _line_end(rest, PIECE, len(rest) - width)
             if cut is not None:
                 yield from _pieces(rest[:cut], begins=begins, ends=False)
                 begins, rest = False, rest[cut:]
@@ -44,7 +44,7 @@ def cut(blocks: Iterator[str], separator: str | None) -> Iterator[Piece]:
 
 
 def _pieces(text: str, *, begins: bool, ends: bool) -> Iterator[Piece]:
-    """Cut text so that every piece but the last ends at the first line's end from PIECE characters on."""
+    """Split text so that every piece but the last ends at the first line end after PIECE characters."""
     start = 0
     while (cut := _line_end(text, start + PIECE, len(text) - 1)) is not None:
         yield Piece(text[start:cut], begins, False)
@@ -53,17 +53,17 @@ def _pieces(text: str, *, begins: bool, ends: bool) -> Iterator[Piece]:
 
 
 def _line_end(text: str, start: int, stop: int) -> int | None:
-    """Where the first line from `start` on is over, before `stop`."""
+    """Return the end of the first line that ends between `start` and `stop`, or None."""
     at = text.find("\n", start, stop)
     return None if at < 0 else at + 1
 
 
 def whole(texts: Iterator[str]) -> Iterator[Piece]:
-    """Give texts that are documents in pieces."""
+    """Yield complete documents in pieces."""
     for text in texts:
         yield from _pieces(text, begins=True, ends=True)
 
 
 def with_text(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Leave out documents of nothing but white space, as long as one piece shows it."""
+    """Drop documents that consist only of white space, if they are a single piece."""
     return (piece for piece in pieces if not (piece.begins and piece.ends) or piece.text.strip())

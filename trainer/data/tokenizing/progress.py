@@ -1,4 +1,4 @@
-"""How far the job is: a live bar on a terminal, a line now and then elsewhere."""
+"""Progress of the tokenization: a live bar on a terminal, occasional lines elsewhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _EVERY = 10.0  # seconds between lines where no terminal shows a bar
 
 
 class TokenizationProgress:
-    """Shows the share of the inputs that has been read, documents, tokens, their rate and the time left.
+    """Shows the fraction of the inputs read, documents, tokens, throughput and the remaining time.
 
     Args:
-        stream: where to; a bar needs a terminal and the package rich, else there are plain lines.
+        stream: output stream; a bar needs a terminal and the package rich, otherwise plain lines are printed.
 
     """
 
@@ -46,17 +46,17 @@ class TokenizationProgress:
             print(text, file=self._stream, flush=True)
 
     def report(self, share: float, documents: int, tokens: int) -> None:
-        """Show how far it is."""
+        """Update the progress."""
         now = time.perf_counter()
         if self._first is None or share < self._last_share:
-            # What a stopped run had done is not this one's pace, nor that of training a tokenizer before.
+            # Exclude resumed shards and tokenizer training from the throughput.
             self._first = now, share, tokens
         self._last_share = share
         began, before, tokens_before = self._first
         left = (now - began) / (share - before) * (1 - share) if share > before else None
         rate = (tokens - tokens_before) / (now - began) if now > began else 0.0
         text = f"{magnitude(documents)} documents  {magnitude(tokens)} tokens  {magnitude(rate)} tok/s"
-        text += "" if left is None else f"  {duration(left)} left"
+        text += "" if left is None else f"  ETA {duration(left)}"
         if self._bar is not None:
             self._bar.update(self._task, completed=share, text=text)
         elif now - self._last_line >= _EVERY:

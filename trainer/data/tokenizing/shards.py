@@ -1,4 +1,4 @@
-"""Writing shards: each appears whole or not at all, and is finished once its sidecar stands beside it."""
+"""Writing shards: each is written atomically, and is finished once its sidecar exists."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFullError(OSError):
-    """There is no room for the next shard; those that are finished stay."""
+    """The disk is full; finished shards are kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedShard:
-    """A shard that stands on the disk; `next_piece` counts the pieces of the inputs up to its end."""
+    """A finished shard; `next_piece` is the number of input pieces up to its end."""
 
     file: str
     tokens: int
@@ -39,22 +39,22 @@ class FinishedShard:
     next_piece: int
 
     def as_manifest(self) -> dict[str, Any]:
-        """Give its entry in the manifest."""
+        """Return the shard's manifest entry."""
         return {key: value for key, value in vars(self).items() if key != "next_piece"}
 
 
 class ShardWriter:
-    """Writes ids one after another into the shards of a folder.
+    """Writes IDs consecutively into the shards of a directory.
 
-    A shard is closed by the first piece that brings it to `shard_tokens` tokens or more, so where shards end
-    depends on the ids alone.
+    A shard is closed by the first piece that brings it to at least `shard_tokens` tokens, so shard boundaries
+    depend only on the IDs.
 
     Args:
-        folder: made if need be; finished shards in it are gone on after.
-        dtype: of the ids.
-        vocab_size: for the sidecars.
+        folder: output directory, created if missing; writing resumes after its finished shards.
+        dtype: type of the IDs.
+        vocab_size: vocabulary size for the sidecars.
         shard_tokens: see above.
-        log: is told of shards that are no longer what they were, and are written again.
+        log: receives a message for each shard that has changed and is written again.
 
     """
 
@@ -78,19 +78,19 @@ class ShardWriter:
 
     @property
     def tokens(self) -> int:
-        """Tokens written so far, finished or not."""
+        """Number of tokens written so far, including unfinished shards."""
         return sum(shard.tokens for shard in self.finished) + self._tokens
 
     @property
     def documents(self) -> int:
-        """Documents ended so far."""
+        """Number of documents ended so far."""
         return sum(shard.documents for shard in self.finished) + len(self._ends)
 
     def add(self, ids: npt.NDArray[np.integer[Any]], *, ends: bool, piece: int) -> None:
-        """Append the ids of a piece, its number `piece` among all pieces of the inputs.
+        """Append the IDs of a piece, with index `piece` among all input pieces.
 
         Raises:
-            DiskFullError: there is no room.
+            DiskFullError: the disk is full.
 
         """
         data = ids.astype(np.dtype(self._dtype).newbyteorder("<")).tobytes()
@@ -107,17 +107,19 @@ class ShardWriter:
             self._finish()
 
     def close(self, description: dict[str, Any]) -> None:
-        """Finish the last shard and write the manifest: `description`, and what only the writer knows.
+        """Finish the last shard and write the manifest, which extends `description`.
 
         Raises:
-            DiskFullError: there is no room.
+            DiskFullError: the disk is full.
             ValueError: nothing has been written.
 
         """
         if self._tokens:
             self._finish()
         if not self.finished:
-            raise ValueError(f"no document went to {self.folder}; give more text, or a larger share of it")
+            raise ValueError(
+                f"no document was written to {self.folder}; give more text, or a larger fraction"
+            )
         manifest = {
             "format": FORMAT,
             **description,
@@ -154,15 +156,15 @@ class ShardWriter:
                 next_piece=self.next_piece,
             )
             of_ids = {"dtype": self._dtype, "count": self._tokens, "vocab_size": self._vocab_size}
-            # Last: a shard without it is not finished.
+            # Written last: it marks the shard as finished.
             write_json(self.folder / f"{name}.json", {**of_ids, **vars(shard)})
         self.finished.append(shard)
         self._file, self._hash, self._tokens, self._ends = None, hashlib.sha256(), 0, []
 
     def discard(self) -> None:
-        """Remove what is not finished."""
+        """Remove unfinished files."""
         if self._file is not None:
-            with suppress(OSError):  # what it still holds may not fit on the disk
+            with suppress(OSError):  # buffered data may not fit on the disk
                 self._file.close()
         for suffix in (".bin", DOCUMENTS_SUFFIX):
             self._temporary(suffix).unlink(missing_ok=True)
@@ -182,14 +184,14 @@ class ShardWriter:
             if error.errno not in _FULL:
                 raise
             message = (
-                f"there is no room for another shard in {self.folder} ({error.strerror}); make room and run "
-                f"the same command again: it goes on, {len(self.finished)} finished"
+                f"no space for another shard in {self.folder} ({error.strerror}); free disk space and run "
+                f"the same command again to resume after {len(self.finished)} finished shards"
             )
             raise DiskFullError(message) from error
 
 
 def _create(path: Path) -> IO[bytes]:
-    """Create a file; what an earlier process left under its name, a link included, goes."""
+    """Create a file, replacing leftovers of an earlier process, including links."""
     path.unlink(missing_ok=True)
     return os.fdopen(open_own(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb")
 
@@ -197,10 +199,10 @@ def _create(path: Path) -> IO[bytes]:
 def _finished(
     folder: Path, *, dtype: str, vocab_size: int, log: Callable[[str], None]
 ) -> list[FinishedShard]:
-    """Find the shards that are finished and unchanged; later ones, and rests of others, are removed."""
+    """Return the shards that are finished and unchanged; remove later ones and leftovers."""
     found: list[FinishedShard] = []
     for sidecar in sorted(folder.glob("shard_*.json")):
-        trouble = None if sidecar.stem == f"shard_{len(found):05d}" else "the one before it is missing"
+        trouble = None if sidecar.stem == f"shard_{len(found):05d}" else "the previous shard is missing"
         shard = None
         if trouble is None:
             shard, trouble = _checked(sidecar, dtype=dtype, vocab_size=vocab_size)
@@ -219,16 +221,16 @@ def _checked(sidecar: Path, *, dtype: str, vocab_size: int) -> tuple[FinishedSha
     try:
         stated = json.loads(sidecar.read_text(encoding="utf-8"))
         if stated.pop("count") != stated["tokens"] or stated.pop("dtype") != dtype:
-            return None, "its sidecar is of another kind"
+            return None, "its sidecar does not match"
         if stated.pop("vocab_size") != vocab_size:
-            return None, "it has another vocabulary"
+            return None, "its vocabulary differs"
         shard = FinishedShard(**stated)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return None, f"its sidecar can't be read ({error})"
+        return None, f"its sidecar cannot be read ({error})"
     for file, sha256 in (
         (sidecar.with_suffix(".bin"), shard.sha256),
         (sidecar.with_suffix(DOCUMENTS_SUFFIX), shard.documents_sha256),
     ):
         if not file.is_file() or sha256_of(file) != sha256:
-            return None, f"{file.name} is missing, cut short or altered"
+            return None, f"{file.name} is missing, truncated or modified"
     return shard, ""

@@ -1,4 +1,4 @@
-"""Splits of text into training and validation: by document, or at a position where there is only one."""
+"""Train and validation splits: by document, or at a position of a single document."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from trainer.data.tokenizing.pieces import Piece
 MAX_SEED = 2**64 - 1
 
 _BOUNDARIES = (re.compile(r"\n\s*\n"), re.compile(r"\n"), re.compile(r"\s+"))
-"""Ends of paragraphs, lines and words: a text is cut at the first of these kinds that is near."""
+"""Ends of paragraphs, lines and words, in order of preference for a cut."""
 
 
 class Split(Protocol):
-    """Assigns every piece of text to one side."""
+    """Assigns every piece of text to a side."""
 
     def assign(self, pieces: Iterator[Piece]) -> Iterator[tuple[str, Piece]]:
-        """Give the side of each piece, `TRAIN` or `VALIDATION`, and the piece; one may come in two parts."""
+        """Yield each piece with its side, `TRAIN` or `VALIDATION`; a piece may be split in two."""
 
 
 @dataclass(frozen=True)
 class OneSide:
-    """All text belongs to one side."""
+    """Assigns all text to one side."""
 
     side: str
 
@@ -38,9 +38,9 @@ class OneSide:
 
 @dataclass(frozen=True)
 class ByDocument:
-    """Whole documents are held out, chosen by a keyed hash of (the first piece of) their text.
+    """Holds out whole documents, selected by a keyed hash of the text of their first piece.
 
-    So exact copies of a document are on one side.
+    Exact copies of a document are therefore on the same side.
     """
 
     fraction: float
@@ -59,10 +59,10 @@ class ByDocument:
 
 @dataclass(frozen=True)
 class AtPosition:
-    """The end of a single document is held out.
+    """Holds out the end of a single document.
 
-    The document is cut after a paragraph, else after a line or a word, near the position `characters -
-    held_out`. Each part ends as a document does, and no character is in both.
+    The document is cut near the position `characters - held_out`, after a paragraph, else after a line or a
+    word. Each part ends like a document, and no character is in both.
     """
 
     characters: int
@@ -85,9 +85,9 @@ class AtPosition:
 
 
 def _boundary(text: str, near: int, *, reach: int, is_last: bool) -> int:
-    """Find where to cut a text: the boundary that is nearest to a position, at most `reach` away."""
+    """Return where to cut a text: the boundary nearest to a position, at most `reach` away."""
     first, last = max(0, near - reach), min(len(text), near + reach)
-    # What follows the cut must be more than white space.
+    # The text after the cut must not be only white space.
     last = min(last, len(text.rstrip()) - 1) if is_last else last
     for boundary in _BOUNDARIES:
         found = [match.end() for match in boundary.finditer(text, first) if match.end() <= last]
@@ -103,12 +103,12 @@ def find_split(
     seed: int,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Split:
-    """Choose how to hold out a share of some documents: by document, or at a position if there is only one.
+    """Select how to hold out a fraction of the documents: by document, or at a position if there is only one.
 
     Reads the first document.
 
     Raises:
-        ValueError: there is no text, or too little to hold out such a share.
+        ValueError: there is no text, or too little to hold out such a fraction.
 
     """
     if not fraction:
@@ -121,21 +121,21 @@ def find_split(
     held_out = round(characters * fraction)
     if not 0 < held_out < characters:
         raise ValueError(
-            f"the inputs are one document of {characters} characters, too short to hold out a share of "
-            f"{fraction:g}; give more text, or a larger --validation-fraction"
+            f"the inputs are a single document of {characters} characters, too short to hold out a fraction "
+            f"of {fraction:g}; give more text, or a larger --validation-fraction"
         )
     return AtPosition(characters, held_out)
 
 
 class Repeats:
-    """Counts documents that (or whose first piece) are equal to one of those that are held out."""
+    """Counts documents whose text (or first piece) equals that of a held-out document."""
 
     def __init__(self, held_out: Documents) -> None:
         self._known = {_digest(piece) for piece in held_out.pieces() if piece.begins}
         self.count = 0
 
     def watch(self, pieces: Iterator[Piece]) -> Iterator[Piece]:
-        """Give the pieces as they are."""
+        """Yield the pieces unchanged while counting."""
         for piece in pieces:
             self.count += piece.begins and _digest(piece) in self._known
             yield piece
@@ -147,13 +147,13 @@ def _digest(piece: Piece) -> bytes:
 
 
 def require_both_sides(documents: dict[str, int]) -> None:
-    """Refuse a split of which a side has no documents.
+    """Reject a split with an empty side.
 
     Args:
-        documents: how many went to each side.
+        documents: number of documents per side.
 
     Raises:
-        ValueError: says how many there are, and what to do.
+        ValueError: gives the number of documents and a remedy.
 
     """
     for side, count in documents.items():
@@ -161,6 +161,7 @@ def require_both_sides(documents: dict[str, int]) -> None:
             total = sum(documents.values())
             share = "a larger" if side == VALIDATION else "a smaller"
             raise ValueError(
-                f"none of the {total} documents is for {side}: which are held out is drawn by document; hold "
-                f"out inputs by --validation, or give {share} --validation-fraction or another --seed"
+                f"none of the {total} documents is assigned to {side}, because documents are selected at "
+                f"random; hold out inputs by --validation, or give {share} --validation-fraction or "
+                "another --seed"
             )

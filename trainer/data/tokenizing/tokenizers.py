@@ -1,4 +1,4 @@
-"""Tokenizers: a `tokenizer.json` by the package `tokenizers`, or bytes, which need nothing."""
+"""Tokenizers: a `tokenizer.json` loaded by the package `tokenizers`, or raw bytes without dependencies."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ import numpy.typing as npt
 from implicit_blocks._utils.own_parts import install_extra
 
 END_OF_DOCUMENT = "<|endoftext|>"
-"""The token that a tokenizer trained here ends documents with, its id 0."""
+"""End-of-document token of tokenizers trained here, with ID 0."""
 _USUAL_ENDS = (END_OF_DOCUMENT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 Ids = npt.NDArray[np.integer[Any]]
 
 
 class Tokenizer(Protocol):
-    """Text to ids."""
+    """Interface of tokenizers."""
 
     @property
     def vocab_size(self) -> int:
-        """All ids are below it."""
+        """Vocabulary size; all IDs are below it."""
 
     @property
     def end_of_document(self) -> int:
-        """The id that stands after each document."""
+        """ID appended to each document."""
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What it is: equal for tokenizers that give equal ids, and different for others."""
+        """Identity: equal for tokenizers that produce equal IDs, and different for others."""
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Give the ids of each text, nothing added."""
+        """Return the IDs of each text, without added tokens."""
 
 
 @dataclass(frozen=True)
 class BytesTokenizer:
-    """UTF-8 bytes as ids 0 to 255; 256 ends a document."""
+    """UTF-8 bytes as IDs 0 to 255; 256 ends a document."""
 
     vocab_size: int = 257
     end_of_document: int = 256
@@ -59,10 +59,10 @@ class BytesTokenizer:
 
 @dataclass(frozen=True)
 class FileTokenizer:
-    """A `tokenizer.json`, in memory; made by `load_tokenizer`.
+    """A `tokenizer.json` in memory; created by `load_tokenizer`.
 
-    Special tokens that are written out in a text are encoded as the text that they are: only the end of a
-    document gets its token. The identity is that of the file's content, its layout left aside.
+    Special tokens that occur in a text are encoded as plain text; only the end of a document gets its special
+    token. The identity is a hash of the file's content, independent of its formatting.
     """
 
     content: str = field(repr=False)
@@ -87,24 +87,27 @@ def load_tokenizer(source: str | Path, *, end_of_document: str | None = None) ->
     """Load a tokenizer.
 
     Args:
-        source: ``bytes``, a `tokenizer.json`, or a folder that holds one.
-        end_of_document: the token to end documents with; None: the `eos_token` of the folder's
-            `tokenizer_config.json`, or else the first there is of the usual ones (``<|endoftext|>``,
+        source: ``bytes``, a `tokenizer.json`, or a directory that contains one.
+        end_of_document: token appended to documents; None: the `eos_token` of the directory's
+            `tokenizer_config.json`, else the first known end token in the vocabulary (``<|endoftext|>``,
             ``</s>``, …).
 
     Raises:
-        ValueError: no such file, not a tokenizer, no token to end documents with, the package is missing.
+        ValueError: the file does not exist, is not a tokenizer or has no end token, or the package is
+            missing.
 
     """
     if str(source) == "bytes":
         if end_of_document is not None:
-            raise ValueError(f"the bytes tokenizer has no {end_of_document!r}; it ends documents with 256")
+            raise ValueError(
+                f"the bytes tokenizer has no token {end_of_document!r}; it ends documents with 256"
+            )
         return BytesTokenizer()
     path = Path(source)
     file = path / "tokenizer.json" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(
-            f"there is no tokenizer {file}; give a tokenizer.json, a folder that holds one, or 'bytes'"
+            f"there is no tokenizer {file}; give a tokenizer.json, a directory that contains one, or 'bytes'"
         )
     config = file.with_name("tokenizer_config.json")
     if end_of_document is None and config.is_file():
@@ -120,26 +123,26 @@ def _end_of(config: Path) -> str | None:
     try:
         fields = json.loads(config.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{config} can't be read as JSON ({error}); name --end-of-document") from error
+        raise ValueError(f"{config} cannot be read as JSON ({error}); set --end-of-document") from error
     token = fields.get("eos_token") if isinstance(fields, dict) else None
     token = token.get("content") if isinstance(token, dict) else token
     if not isinstance(token, str | None):
-        raise ValueError(f"{config} has eos_token {token!r}, not text; name --end-of-document")
+        raise ValueError(f"eos_token in {config} must be text, got {token!r}; set --end-of-document")
     return token
 
 
 def from_content(content: str, *, end_of_document: str | int | None = None) -> FileTokenizer:
-    """Make a tokenizer from the content of a `tokenizer.json`.
+    """Create a tokenizer from the content of a `tokenizer.json`.
 
     Raises:
-        ValueError: as `load_tokenizer`, without the file's name.
+        ValueError: as `load_tokenizer`, without the file name.
 
     """
     inner = _package().Tokenizer
     try:
         made = inner.from_str(content)
     except Exception as error:  # the package raises bare exceptions
-        raise ValueError(f"it can't be read as a tokenizer.json ({error}); copy it again") from error
+        raise ValueError(f"it cannot be read as a tokenizer.json ({error}); copy it again") from error
     made.no_truncation()
     made.no_padding()
     made.encode_special_tokens = True
@@ -149,27 +152,27 @@ def from_content(content: str, *, end_of_document: str | int | None = None) -> F
         end = next((token for token in _USUAL_ENDS if made.token_to_id(token) is not None), None)
     number = made.token_to_id(end) if isinstance(end, str) else end
     if number is None or not 0 <= number < size:
-        missing = f"it has no token {end!r}" if end is not None else "it has none of the usual end tokens"
-        raise ValueError(f"{missing}; name the token that ends a document by --end-of-document")
+        missing = f"it has no token {end!r}" if end is not None else "it has no known end token"
+        raise ValueError(f"{missing}; set the end-of-document token by --end-of-document")
     return FileTokenizer(content=content, end_of_document=number, vocab_size=size, _inner=made)
 
 
 def train_tokenizer(texts: Iterable[str], *, vocab_size: int) -> str:
-    """Train a byte-level BPE tokenizer and give the content of its `tokenizer.json`.
+    """Train a byte-level BPE tokenizer and return the content of its `tokenizer.json`.
 
-    Byte-level BPE as in GPT-2 (Radford et al., 2019): any text can be encoded, no unknown token. Id 0 is
-    ``<|endoftext|>``. The same texts give the same tokenizer, however many threads there are.
+    Byte-level BPE as in GPT-2 (Radford et al., 2019) encodes any text and has no unknown token. ID 0 is
+    ``<|endoftext|>``. The result depends only on the texts, not on the number of threads.
 
     Args:
-        texts: to learn the merges from.
-        vocab_size: ids in all, 257 at least; fewer come out where the texts are too short for more.
+        texts: training texts.
+        vocab_size: maximum number of IDs, at least 257; short texts give fewer.
 
     Raises:
-        ValueError: too small a vocabulary, the package is missing.
+        ValueError: the vocabulary is too small, or the package is missing.
 
     """
     if vocab_size < 257:
-        raise ValueError(f"a vocabulary of {vocab_size} is too small; 256 bytes and the end token need 257")
+        raise ValueError(f"vocab_size must be at least 257 (256 bytes and the end token), got {vocab_size}")
     package = _package()
     tokenizer = package.Tokenizer(package.models.BPE())
     tokenizer.pre_tokenizer = package.pre_tokenizers.ByteLevel(add_prefix_space=False)

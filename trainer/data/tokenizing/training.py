@@ -1,4 +1,4 @@
-"""A tokenizer that is trained on the text that is then tokenized, without what the split holds out."""
+"""Training of a tokenizer on the documents of a job, without those that its split holds out."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ def train_tokenizer_for(
     log: Log,
     report: Report,
 ) -> Tokenizer:
-    """Train the tokenizer of a job and keep it as ``tokenizer.json`` in its folder.
+    """Train the tokenizer of a job and save it as ``tokenizer.json`` in its output directory.
 
-    One that is there is taken if ``tokenizer_training.json`` shows that it was trained in the same way.
+    An existing tokenizer is reused if ``tokenizer_training.json`` shows that it was trained with the same
+    settings.
 
     Args:
-        output: the folder of the job.
-        documents: of the job; those that are held out of them are not trained on.
+        output: output directory of the job.
+        documents: documents of the job; held-out ones are not trained on.
         vocab_size: see `train_tokenizer`.
         validation_fraction: see `trainer.data.tokenizing.Job`.
-        seed: the same.
-        log: is given messages.
-        report: is given the share of the inputs that has been read.
+        seed: see `trainer.data.tokenizing.Job`.
+        log: receives messages.
+        report: receives the fraction of the inputs read.
 
     Raises:
-        ValueError: the folder has a tokenizer of other text or another size, or is in use; nothing or
-            everything is held out; as `train_tokenizer`.
+        ValueError: the directory contains a tokenizer with other settings or is in use; nothing or everything
+            is held out; as `train_tokenizer`.
 
     """
     file = output / "tokenizer.json"
@@ -55,7 +56,7 @@ def train_tokenizer_for(
     if file.is_file():
         _require_same(file, record)
         tokenizer = load_tokenizer(file)
-        log(f"{file} was trained before: {tokenizer.vocab_size:,} ids")
+        log(f"reusing {file}: {tokenizer.vocab_size:,} IDs")
         return tokenizer
     split = find_split(documents, fraction=validation_fraction, seed=seed)
     counts = dict.fromkeys(("train", "validation") if validation_fraction else ("train",), 0)
@@ -66,14 +67,14 @@ def train_tokenizer_for(
             if side == TRAIN:
                 yield piece.text
 
-    log(f"training a tokenizer of {vocab_size:,} ids")
+    log(f"training a tokenizer of {vocab_size:,} IDs")
     content = train_tokenizer(texts(), vocab_size=vocab_size)
     require_both_sides(counts)
     output.mkdir(parents=True, exist_ok=True)
     with locked(output):
-        if file.is_file():  # of another process meanwhile
+        if file.is_file():  # written by another process
             _require_same(file, record)
-        # First: a tokenizer without a record that fits is refused.
+        # Written first: a tokenizer without a matching record is rejected.
         write_json(output / _RECORD, record)
         write_atomically(file, content)
     return load_tokenizer(file)
@@ -89,6 +90,6 @@ def _require_same(file: Path, record: dict[str, Any]) -> None:
             key for key in record if not isinstance(before, dict) or before.get(key) != record[key]
         )
         raise ValueError(
-            f"{file} was not trained by this command on these inputs (other {', '.join(changed)}); remove "
-            "the folder, or name another one by --output; to use that tokenizer, name it by --tokenizer"
+            f"{file} was trained with different settings ({', '.join(changed)}); remove the directory, "
+            "choose another --output, or use the existing tokenizer by --tokenizer"
         )

@@ -1,4 +1,4 @@
-"""The processes that tokenize: tasks go out and come back in the order of the inputs."""
+"""Worker processes that tokenize tasks; results are returned in input order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.data.tokenizing.tokenizers import FileTokenizer, Tokenizer
 
 
 class Task(NamedTuple):
-    """Pieces of text to encode at once: their sides, numbers in the inputs, whether they end documents."""
+    """Pieces of text to encode together: sides, input indices, texts, and whether they end documents."""
 
     sides: list[str]
     numbers: list[int]
@@ -30,16 +30,16 @@ class Task(NamedTuple):
 
 
 Encoded = tuple[npt.NDArray[np.integer[Any]], list[int]]
-"""The ids of all pieces, one behind the other, and how many each has."""
+"""The concatenated IDs of all pieces, and the length of each."""
 Encode = Callable[[Iterator[Task]], Iterator[tuple[Task, Encoded]]]
 
 
 @contextlib.contextmanager
 def encoders(tokenizer: Tokenizer, *, dtype: Dtype, workers: int) -> Iterator[Encode]:
-    """Give what encodes tasks: in this process, or in ``workers`` others, in order.
+    """Provide a function that encodes tasks in order: in this process, or in ``workers`` other processes.
 
     Raises:
-        ValueError: while they encode, one of them died.
+        ValueError: a worker process died.
 
     """
     if workers == 1:
@@ -50,7 +50,7 @@ def encoders(tokenizer: Tokenizer, *, dtype: Dtype, workers: int) -> Iterator[En
 
         yield serially
         return
-    # Spawned: a forked process would inherit threads' locks in an unknown state.
+    # Spawn, because a forked process would inherit threads' locks in an unknown state.
     with ProcessPoolExecutor(
         workers,
         mp_context=get_context("spawn"),
@@ -71,8 +71,8 @@ def encoders(tokenizer: Tokenizer, *, dtype: Dtype, workers: int) -> Iterator[En
                     yield first, future.result()
             except BrokenProcessPool as error:
                 raise ValueError(
-                    "a worker process died, perhaps for want of memory; run the same command, with fewer "
-                    "--workers: it goes on after the finished shards"
+                    "a worker process died, possibly out of memory; run the same command with fewer "
+                    "--workers to resume after the finished shards"
                 ) from error
             finally:
                 for _, future in waiting:
@@ -82,7 +82,7 @@ def encoders(tokenizer: Tokenizer, *, dtype: Dtype, workers: int) -> Iterator[En
 
 
 def _recipe(tokenizer: Tokenizer) -> Any:
-    """Give what a worker makes the tokenizer of: the package's own objects can't all be pickled."""
+    """Return a picklable description of the tokenizer; the package's objects cannot all be pickled."""
     if isinstance(tokenizer, FileTokenizer):
         return tokenizer.content, tokenizer.end_of_document
     return tokenizer
@@ -95,7 +95,9 @@ def _start_worker(recipe: Any, dtype: Dtype) -> None:
     global _worker
     from trainer.data.tokenizing.tokenizers import from_content
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears an interrupt, too, and ends them
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # the parent also receives the interrupt and stops the workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes share the cores between them
     if isinstance(recipe, tuple):
         content, end = recipe
@@ -106,7 +108,7 @@ def _start_worker(recipe: Any, dtype: Dtype) -> None:
 
     def follow() -> None:
         connection.wait([parent.sentinel])
-        os._exit(1)  # the parent was killed: nobody is waiting for the answer
+        os._exit(1)  # the parent was killed
 
     threading.Thread(target=follow, daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""Documents out of files: formats, compression, separators, pieces, and files that are not what they seem."""
+"""Documents from files: formats, compression, separators, pieces, and damaged files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_text_between_separators(tmp_path: Path, suffix: str, compress: Callable
     piece=st.integers(1, 20),
     block=st.integers(1, 30),
 )
-def test_pieces_put_together_are_the_documents(texts: list[str], piece: int, block: int) -> None:
+def test_joined_pieces_equal_the_documents(texts: list[str], piece: int, block: int) -> None:
     separator = "<|>"
     whole = separator.join(texts)
     blocks = [whole[start : start + block] for start in range(0, len(whole), block)]
@@ -77,7 +77,7 @@ def test_pieces_put_together_are_the_documents(texts: list[str], piece: int, blo
         assert [p.text for p in again if p.text] == [p.text for p in pieces if p.text]
 
 
-def test_a_file_of_any_length_comes_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_file_is_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces_module, "PIECE", 100)
     monkeypatch.setattr(module, "_BLOCK", 64)
     text = "".join(f"line {number}\n" for number in range(500))
@@ -94,7 +94,7 @@ def test_jsonl(tmp_path: Path) -> None:
     path.write_text('{"text": "one\\n", "n": 1}\n\n{"text": "two \\ud800"}\n{"text": "  "}\n')
     assert documents_of([path]) == ["one\n", "two ?"]
     with pytest.raises(
-        ValueError, match=r"line 1 of .*a\.jsonl has no field 'body' but text, n; name .*--text"
+        ValueError, match=r"line 1 of .*a\.jsonl has no field 'body', only text, n; select .*--text"
     ):
         documents_of([path], text_field="body")
     path.write_text('{"text": "one"}\n{"text": 2}\n')
@@ -104,7 +104,7 @@ def test_jsonl(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"line 2 of .*a\.jsonl is not JSON"):
         documents_of([path])
     path.write_text("[1]\n")
-    with pytest.raises(ValueError, match="has no field 'text' but list"):
+    with pytest.raises(ValueError, match="has no field 'text', only list"):
         documents_of([path])
 
 
@@ -115,12 +115,12 @@ def test_parquet(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["one", "", "two"], "n": [1, 2, 3]}), path)
     assert documents_of([path]) == ["one", "two"]
-    with pytest.raises(ValueError, match=r"no column 'body' but text, n"):
+    with pytest.raises(ValueError, match=r"no column 'body', only text, n"):
         documents_of([path], text_field="body")
     with pytest.raises(ValueError, match=r"'n' in row 0 of .* is int, not text"):
         documents_of([path], text_field="n")
     path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ValueError, match=r"a\.parquet can't be read .*cut short or of another format"):
+    with pytest.raises(ValueError, match=r"a\.parquet cannot be read .*truncated or of another format"):
         documents_of([path])
 
 
@@ -132,7 +132,7 @@ def test_jsonl_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compress", [bytes, gzip.compress], ids=["plain", "gz"])
-def test_a_byte_order_mark_is_no_text(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
+def test_a_byte_order_mark_is_skipped(tmp_path: Path, compress: Callable[[bytes], bytes]) -> None:
     suffix = "" if compress is bytes else ".gz"
     for name, content, found in (("a.txt", "one", "one"), ("a.jsonl", '{"text": "two"}\n', "two")):
         path = tmp_path / f"{name}{suffix}"
@@ -148,7 +148,7 @@ def test_datasets(tmp_path: Path) -> None:
     datasets.DatasetDict(train=rows, test=rows.select([1])).save_to_disk(str(tmp_path / "split"))
     assert documents_of([tmp_path / "plain"]) == ["one", "two"]
     assert documents_of([tmp_path / "split"], dataset_split="test", text_field="body") == ["y"]
-    with pytest.raises(ValueError, match="it has no split 'dev', but train, test"):
+    with pytest.raises(ValueError, match="it has no split 'dev'; available: train, test"):
         documents_of([tmp_path / "split"], dataset_split="dev")
     with pytest.raises(ValueError, match="has no field 'words'; it has text, body"):
         documents_of([tmp_path / "plain"], text_field="words")
@@ -164,17 +164,17 @@ def test_finds_the_files_of_a_folder_in_order(tmp_path: Path) -> None:
         ("d.txt.gz", "text"),
         ("c.txt", "text"),
     ]
-    with pytest.raises(ValueError, match=r"the format of .*notes\.pdf can't be told .* say --format"):
+    with pytest.raises(ValueError, match=r"the format of .*notes\.pdf from its name; .* set --format"):
         find_sources([str(tmp_path / "notes.pdf")])
     assert find_sources([str(tmp_path / "notes.pdf")], format="text")[0].format == "text"
-    with pytest.raises(ValueError, match=r"there is no file or folder .*gone; check the path \(a data"):
+    with pytest.raises(ValueError, match=r"there is no file or directory .*gone; check the path \(Hub data"):
         find_sources([str(tmp_path / "gone")])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="holds no file with a suffix of"):
+    with pytest.raises(ValueError, match="contains no file with a suffix of"):
         find_sources([str(tmp_path / "empty")])
 
 
-def test_files_that_are_not_what_they_seem(tmp_path: Path) -> None:
+def test_damaged_or_mislabeled_files_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_bytes(b"caf\xe9 " * 10)
     with pytest.raises(ValueError, match=r"a\.txt is not UTF-8"):
@@ -185,14 +185,14 @@ def test_files_that_are_not_what_they_seem(tmp_path: Path) -> None:
         ("d.txt.bz2", bz2.compress),
     ):
         (tmp_path / name).write_bytes(compress(json.dumps(list(range(5000))).encode())[:-10])
-        with pytest.raises(ValueError, match=rf"{name} can't be read .*cut short"):
+        with pytest.raises(ValueError, match=rf"{name} cannot be read .*truncated"):
             documents_of([tmp_path / name])
     (tmp_path / "e.jsonl.gz").write_bytes(b"no gzip")
-    with pytest.raises(ValueError, match=r"e\.jsonl\.gz can't be read after line 0"):
+    with pytest.raises(ValueError, match=r"e\.jsonl\.gz cannot be read after line 0"):
         documents_of([tmp_path / "e.jsonl.gz"])
 
 
-def test_progress_is_that_of_the_bytes_read(tmp_path: Path) -> None:
+def test_progress_follows_the_bytes_read(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt.xz"):
         data = ("some words\n" * 1000).encode()
         (tmp_path / name).write_bytes(lzma.compress(data) if name.endswith("xz") else data)

@@ -1,4 +1,4 @@
-"""The job: shards that depend on the inputs alone, kills at any moment, what is refused."""
+"""The tokenization job: reproducible shards, resuming after kills, and invalid options."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_held_out_by_document(tmp_path: Path) -> None:
     assert set(sides[2][1]) != set(validation)
 
 
-def test_long_documents_go_on_in_the_next_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_documents_continue_in_the_next_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainer.data.tokenizing.pieces.PIECE", 100)
     text = "".join(f"line {number}\n" for number in range(300))
     (tmp_path / "rows.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "short"}))
@@ -135,7 +135,7 @@ def running_in(group: int) -> list[str]:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_job_resumes_after_a_kill_at_any_moment(tmp_path: Path) -> None:
     """Ten kills by SIGKILL, with two workers; none is left behind, and the shards come out the same."""
     write_rows(tmp_path / "rows.jsonl", 300_000)
     subprocess.run(command(tmp_path, "whole", "--workers", "1"), check=True, capture_output=True)
@@ -182,7 +182,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int) -> 
             tokenize(job(tmp_path), log=lambda text: None)
 
 
-def test_goes_on_after_the_finished_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_resumes_after_the_finished_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows.jsonl", 800)
     tokenize(job(tmp_path, "whole"), log=lambda text: None)
     interrupted(tmp_path, monkeypatch, 3)
@@ -195,41 +195,43 @@ def test_goes_on_after_the_finished_shards(tmp_path: Path, monkeypatch: pytest.M
     messages: list[str] = []
     tokenize(job(tmp_path), log=messages.append)
     assert any(
-        "shard_00002.bin is written again: shard_00002.bin is missing, cut" in text for text in messages
+        "shard_00002.bin is written again: shard_00002.bin is missing, trunc" in text for text in messages
     )
     assert any("2 finished shards" in text for text in messages)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
     assert [path.stat().st_mtime_ns for path in kept] == times
     messages.clear()
     tokenize(job(tmp_path), log=messages.append)
-    assert messages == [f"{folder} is finished; its checksums are right"]
+    assert messages == [f"{folder} is finished; its checksums match"]
     (folder / "shard_00001.bin").write_bytes(bytes(len((folder / "shard_00001.bin").read_bytes())))
-    with pytest.raises(ValueError, match=r"shard_00001\.bin has been altered: its SHA-256 is"):
+    with pytest.raises(ValueError, match=r"shard_00001\.bin has been modified: its SHA-256 is"):
         tokenize(job(tmp_path), log=messages.append)
 
 
-def test_refuses_to_go_on_with_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resuming_with_different_options_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rows(tmp_path / "rows.jsonl", 300)
     interrupted(tmp_path, monkeypatch, 1)
-    with pytest.raises(ValueError, match=r"begun with other shard_tokens \(shard_tokens was 20000, is 99\)"):
+    with pytest.raises(
+        ValueError, match=r"started with different shard_tokens \(shard_tokens was 20000, is now 99\)"
+    ):
         tokenize(job(tmp_path, shard_tokens=99))
     tokenizers = pytest.importorskip("tokenizers", reason="another tokenizer than bytes")
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eos>": 0, "the": 1}, unk_token="<eos>"))
     made.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="was begun with other tokenizer, vocab_size"):
+    with pytest.raises(ValueError, match="was started with different tokenizer, vocab_size"):
         tokenize(job(tmp_path, tokenizer=load_tokenizer(tmp_path / "tokenizer.json")))
     write_rows(tmp_path / "rows.jsonl", 301)
-    with pytest.raises(ValueError, match=r"begun with other train .*rows\.jsonl"):
+    with pytest.raises(ValueError, match=r"started with different train .*rows\.jsonl"):
         tokenize(job(tmp_path))
     write_rows(tmp_path / "rows.jsonl", 300)
     text = (tmp_path / "rows.jsonl").read_text()
     for changed in (text.replace("the", "teh"), text[:-9] + "x" + text[-8:]):  # as long as it was
         (tmp_path / "rows.jsonl").write_text(changed)
-        with pytest.raises(ValueError, match=r"begun with other train .*rows\.jsonl"):
+        with pytest.raises(ValueError, match=r"started with different train .*rows\.jsonl"):
             tokenize(job(tmp_path))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "file").write_text("")
-    with pytest.raises(ValueError, match=r"other holds other files \(file\)"):
+    with pytest.raises(ValueError, match=r"other contains other files \(file\)"):
         tokenize(job(tmp_path, "other"))
 
 
@@ -245,13 +247,13 @@ def test_a_changed_folder_of_a_dataset_is_noticed(tmp_path: Path) -> None:
     assert source.fingerprint()["glimpse"] != before["glimpse"]
 
 
-def test_tokens_of_a_job_that_was_stopped_are_not_trained_on(
+def test_tokens_of_an_incomplete_job_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_rows(tmp_path / "rows.jsonl", 800)
     interrupted(tmp_path, monkeypatch, 2)
     for path in (tmp_path / "out", tmp_path / "out" / "train"):
-        with pytest.raises(ValueError, match=r"was stopped before its end: .*train is not finished; run"):
+        with pytest.raises(ValueError, match=r"is incomplete: .*train is not finished; run"):
             open_tokens(path)
     tokenize(job(tmp_path), log=lambda text: None)
     tokens = open_tokens(tmp_path / "out").tokens
@@ -265,25 +267,27 @@ def test_tokens_of_a_job_that_was_stopped_are_not_trained_on(
     assert 0 < open_tokens(tmp_path / "half" / "train").tokens < tokens
 
 
-def test_inputs_that_end_before_the_finished_shards_do_are_refused(
+def test_inputs_shorter_than_the_finished_shards_are_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.data.tokenizing.documents.Source.fingerprint", lambda self: {})
     write_rows(tmp_path / "rows.jsonl", 800)
     interrupted(tmp_path, monkeypatch, 2)
     write_rows(tmp_path / "rows.jsonl", 20)
-    with pytest.raises(ValueError, match=r"the inputs have 20 pieces of text, but .* were made of \d\d\d"):
+    with pytest.raises(
+        ValueError, match=r"the inputs have 20 pieces of text, but .* were written from \d\d\d"
+    ):
         tokenize(job(tmp_path))
     assert not (tmp_path / "out" / "train" / "manifest.json").exists()
 
 
-def test_refuses_two_writers_at_once(tmp_path: Path) -> None:
+def test_two_concurrent_writers_are_rejected(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl", reason="file locks of POSIX")
     write_rows(tmp_path / "rows.jsonl", 3)
     (tmp_path / "out").mkdir()
     with (tmp_path / "out" / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ValueError, match="another process is writing into"):
+        with pytest.raises(ValueError, match="another process is writing to"):
             tokenize(job(tmp_path))
 
 
@@ -298,8 +302,8 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
     done = subprocess.run(arguments, preexec_fn=limit, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "error: there is no room for another shard in" in done.stderr
-    assert "run the same command again: it goes on, 0 finished" in done.stderr
+    assert "error: no space for another shard in" in done.stderr
+    assert "run the same command again to resume after 0 finished" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list((tmp_path / "out").rglob("*shard*"))
     done = subprocess.run(arguments, capture_output=True, text=True, check=False)
@@ -329,11 +333,11 @@ def test_a_disk_that_fills_up_at_the_sidecar(tmp_path: Path, monkeypatch: pytest
 
 def test_refuses_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_rows(tmp_path / "rows.jsonl", 5)
-    with pytest.raises(ValueError, match=r"validation fraction 1\.0 is no share"):
+    with pytest.raises(ValueError, match=r"validation fraction must be at least 0 and below 1, got 1\.0"):
         tokenize(job(tmp_path, validation_fraction=1.0))
-    with pytest.raises(ValueError, match="workers is 0; give 1 or more"):
+    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
         tokenize(job(tmp_path, workers=0))
-    with pytest.raises(ValueError, match="none of the 5 documents is for validation"):
+    with pytest.raises(ValueError, match="none of the 5 documents is assigned to validation"):
         tokenize(job(tmp_path, validation_fraction=1e-9), log=lambda text: None)
     inputs = [str(tmp_path / "rows.jsonl"), "--output", str(tmp_path / "cli")]
     assert main([*inputs, "--tokenizer", "gone.json"]) == 2
@@ -341,26 +345,35 @@ def test_refuses_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     rows, again, empty = inputs[0], f"{tmp_path}/./rows.jsonl", tmp_path / "a.txt"
     empty.touch()
     for given, message in (
-        ([rows, "--validation", again], "rows.jsonl: to be trained on and held out; hold out other inputs"),
-        ([rows, again], f"rows.jsonl is among the inputs 2 times (as {again}); name it once"),
-        ([rows, "--validation-fraction", "0.1", "--seed", "-1"], "seed -1 is out of range; give 0 to 2**64"),
-        ([rows, "--validation-fraction", "0.1", "--seed", str(2**64)], "is out of range; give 0 to 2**64"),
-        ([rows, "--seed", "1"], "--seed 1 has no effect here: it chooses what --validation-fraction"),
-        ([rows, "--separator", "x"], "--separator 'x' has no effect here: it divides text files"),
-        ([rows, "--config", "x"], "--config 'x' has no effect here"),
-        ([rows, "--split", "test"], "--split 'test' has no effect here"),
-        ([rows, "--shard-tokens", "inf"], "--shard-tokens is inf; give 1 or more"),
-        ([rows, "--shard-tokens", "nan"], "--shard-tokens is nan; give 1 or more"),
+        (
+            [rows, "--validation", again],
+            "rows.jsonl: used for both training and validation; hold out other inputs",
+        ),
+        ([rows, again], f"rows.jsonl is given 2 times (as {again}); give each input once"),
+        ([rows, "--validation-fraction", "0.1", "--seed", "-1"], "seed -1 is out of range; use 0 to 2**64"),
+        ([rows, "--validation-fraction", "0.1", "--seed", str(2**64)], "is out of range; use 0 to 2**64"),
+        (
+            [rows, "--seed", "1"],
+            "--seed 1 has no effect on these inputs: it selects the documents of --validation-fraction",
+        ),
+        (
+            [rows, "--separator", "x"],
+            "--separator 'x' has no effect on these inputs: it separates documents in text files",
+        ),
+        ([rows, "--config", "x"], "--config 'x' has no effect on these inputs"),
+        ([rows, "--split", "test"], "--split 'test' has no effect on these inputs"),
+        ([rows, "--shard-tokens", "inf"], "--shard-tokens must be at least 1, got inf"),
+        ([rows, "--shard-tokens", "nan"], "--shard-tokens must be at least 1, got nan"),
         ([rows, "--end-of-document", "</s>"], "ends documents with <|endoftext|>, not with '</s>'"),
-        ([str(empty)], "the inputs hold no text: "),
-        ([rows, "--validation", str(empty)], "the held-out inputs hold no text: "),
-        ([str(empty), "--separator", ""], "the separator is empty; give what stands between documents"),
+        ([str(empty)], "the inputs contain no text: "),
+        ([rows, "--validation", str(empty)], "the held-out inputs contain no text: "),
+        ([str(empty), "--separator", ""], "the separator is empty; give the text between documents"),
     ):
         assert main([*given, *inputs[1:], "--train-tokenizer", "300"]) == 2
         assert message in capsys.readouterr().err
     assert not (tmp_path / "cli").exists()
     assert main([str(empty), *inputs[1:], "--tokenizer", "bytes", "--text-field", "body"]) == 2
-    assert "--text-field 'body' has no effect here" in capsys.readouterr().err
+    assert "--text-field 'body' has no effect on these inputs" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(inputs)
     assert "give either --tokenizer FILE or --train-tokenizer SIZE" in capsys.readouterr().err
@@ -382,13 +395,13 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert manifest["tokenizer"] == tokenizer.identity
     assert manifest["documents"] == 20
     assert main(["--verify", str(tmp_path / "out")]) == 0
-    assert capsys.readouterr().out.count("as they were written") == 2
+    assert capsys.readouterr().out.count("bytes verified") == 2
     assert main(arguments) == 0  # nothing left to do
     assert main(["--verify", str(tmp_path)]) == 2
     assert "has no manifest.json" in capsys.readouterr().err
 
 
-def test_a_separator_that_divides_nothing_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_separator_without_matches_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "a.txt"
     text.write_text("one\n\ntwo\n\nthree")
 
@@ -399,23 +412,23 @@ def test_a_separator_that_divides_nothing_is_said(tmp_path: Path, capsys: pytest
         shown = capsys.readouterr()
         return shown.out + shown.err
 
-    assert "divides no file" not in message("\n\n", "breaks")
+    assert "occurs in no file" not in message("\n\n", "breaks")
     letters = message("\\n\\n", "letters")
-    assert r"the separator '\\n\\n' divides no file" in letters
-    assert r"in a shell a line break is $'\n'" in letters
+    assert r"the separator '\\n\\n' occurs in no file" in letters
+    assert r"in a shell, write a line break as $'\n'" in letters
     assert "1 document, 1 shard" in letters
 
 
-def test_a_split_without_validation_leaves_a_folder_that_can_be_used(tmp_path: Path) -> None:
+def test_an_empty_validation_split_leaves_a_reusable_directory(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", 5)
-    with pytest.raises(ValueError, match="none of the 5 documents is for validation"):
+    with pytest.raises(ValueError, match="none of the 5 documents is assigned to validation"):
         tokenize(job(tmp_path, validation_fraction=1e-9), log=lambda text: None)
     assert not list((tmp_path / "out").rglob("shard_*"))
     tokenize(job(tmp_path, validation_fraction=0.5), log=lambda text: None)
 
 
 @pytest.mark.parametrize("link", ["hard", "symbolic", "copy"])
-def test_held_out_text_is_not_the_training_text_by_another_name(tmp_path: Path, link: str) -> None:
+def test_copies_of_training_inputs_cannot_be_held_out(tmp_path: Path, link: str) -> None:
     rows, other = tmp_path / "rows.jsonl", tmp_path / "other.jsonl"
     write_rows(rows, 20)
     if link == "hard":
@@ -425,14 +438,12 @@ def test_held_out_text_is_not_the_training_text_by_another_name(tmp_path: Path, 
     else:
         other.write_bytes(rows.read_bytes())
     held_out = Documents(sources=find_sources([str(other)]))
-    message = r"rows\.jsonl = .*other\.jsonl: to be trained on and held out"
+    message = r"rows\.jsonl = .*other\.jsonl: used for both training and validation"
     with pytest.raises(ValueError, match=message):
         tokenize(job(tmp_path, validation=held_out))
     assert not (tmp_path / "out").exists()
     if link != "copy":
-        with pytest.raises(
-            ValueError, match=r"rows\.jsonl is among the inputs 2 times \(as .*other\.jsonl\)"
-        ):
+        with pytest.raises(ValueError, match=r"rows\.jsonl is given 2 times \(as .*other\.jsonl\)"):
             Documents(sources=find_sources([str(rows), str(other)]))
 
 
@@ -444,7 +455,8 @@ def test_held_out_documents_that_are_trained_on_are_counted(tmp_path: Path) -> N
     validation = Documents(sources=find_sources([str(held_out)]))
     tokenize(job(tmp_path, validation=validation), log=messages.append)
     assert [text for text in messages if "WARNING" in text] == [
-        "WARNING: 3 of 200 training documents equal held-out documents, which are therefore not unseen text"
+        "WARNING: 3 of 200 training documents are identical to held-out documents, which are therefore not "
+        "unseen"
     ]
     held_out.write_text(json.dumps({"text": "new"}))
     messages.clear()
@@ -456,12 +468,12 @@ def test_another_tokenizer_in_the_folder_is_not_replaced(tmp_path: Path) -> None
     write_rows(tmp_path / "rows.jsonl", 5)
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"tokenizer\.json is another tokenizer than that of these tokens"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not the tokenizer of this job"):
         tokenize(job(tmp_path))
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
-def test_data_without_validation_tokens_are_said_to_be(tmp_path: Path) -> None:
+def test_a_dry_run_reports_missing_validation_tokens(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one two three " * 10)
     options = ["--tokenizer", "bytes", "--workers", "1", "--output", str(tmp_path / "tokens")]
     assert main([str(tmp_path / "a.txt"), *options]) == 0
@@ -469,5 +481,5 @@ def test_data_without_validation_tokens_are_said_to_be(tmp_path: Path) -> None:
         TokensSpec(path=str(tmp_path / "tokens"), seq_len=8).describe(sequences=5, vocab_size=8192)
     )
     assert "1 document in 1 file" in report
-    assert "validation: none, so nothing is evaluated; tokenize with --validation" in report
-    assert "vocabulary 257, of the model 8,192" in report
+    assert "validation: none, so evaluation is skipped; tokenize with --validation" in report
+    assert "vocabulary: 257 in the data, 8,192 in the model" in report

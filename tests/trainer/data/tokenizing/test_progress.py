@@ -1,4 +1,4 @@
-"""The line that says how far tokenizing is."""
+"""The progress line of the tokenization."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from trainer.data.tokenizing import progress
 
 
-def test_pace_is_that_of_tokenizing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_throughput_excludes_resumed_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
     stream = io.StringIO()
@@ -22,4 +22,4 @@ def test_pace_is_that_of_tokenizing_alone(monkeypatch: pytest.MonkeyPatch) -> No
     shown.report(0.25, 4, 2_000_000)
     line = stream.getvalue().splitlines()[-1]
     assert "100.0k tok/s" in line
-    assert "1m00s left" in line
+    assert "ETA 1m00s" in line

@@ -1,4 +1,4 @@
-"""Splits into training and validation: where one document is cut, and tokenizers that don't see the rest."""
+"""Train and validation splits of documents, and tokenizers trained without the held-out text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def decoded(folder: Path, tokenizer: Path) -> str:
     return text
 
 
-def test_one_file_is_divided_and_the_tokenizer_learns_from_the_training_text(
+def test_a_single_file_is_split_before_the_tokenizer_is_trained(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pytest.importorskip("tokenizers", reason="a tokenizer is trained")
@@ -61,10 +61,10 @@ def test_one_file_is_divided_and_the_tokenizer_learns_from_the_training_text(
     assert main(trained) == 0  # nothing is left to do
     for changed in (["--validation-fraction", "0.1"], ["--train-tokenizer", "300"]):
         assert main([*trained, *changed]) == 2
-        assert "was not trained by this command on these inputs" in capsys.readouterr().err
+        assert "was trained with different settings" in capsys.readouterr().err
 
 
-def test_a_divided_document_is_continued_after_the_finished_shards(
+def test_a_split_document_resumes_after_the_finished_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer.data.tokenizing.pieces.PIECE", 500)
@@ -136,11 +136,11 @@ def test_a_cut_document_is_whole_and_no_character_is_on_both_sides(
         assert [piece.ends for piece in own] == [False] * (len(own) - 1) + [True]
 
 
-def test_a_text_too_short_to_divide_is_refused(tmp_path: Path) -> None:
+def test_a_text_too_short_to_split_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("two")
     documents = Documents(sources=find_sources([str(tmp_path / "a.txt")]))
     with pytest.raises(
-        ValueError, match=r"one document of 3 characters, too short to hold out a share of 0\.1"
+        ValueError, match=r"a single document of 3 characters, too short to hold out a fraction of 0\.1"
     ):
         find_split(documents, fraction=0.1, seed=0)
     (tmp_path / "a.txt").write_text("one two three four")

@@ -1,0 +1,1 @@
+"""CatbAbI: explicit models of several depths beside one implicit layer."""

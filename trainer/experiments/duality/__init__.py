@@ -1,0 +1,1 @@
+"""Duality: sequential against simultaneous evaluation."""

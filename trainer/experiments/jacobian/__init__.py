@@ -1,0 +1,1 @@
+"""Theorem 1 and Figure 7: the Jacobian between consecutive states."""

@@ -1,0 +1,1 @@
+"""Language modeling at small scale: implicit models and their explicit twins."""

@@ -1,0 +1,96 @@
+"""``python -m trainer.experiments language``."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from trainer.experiments.common.options import add_run_options, add_setting
+
+HELP = "implicit language models and explicit twins: tokens, FLOPs, lengths, test-time compute, curricula"
+
+
+def add_options(made: argparse.ArgumentParser) -> None:
+    """Add the options of the experiment."""
+    made.add_argument(
+        "--data", type=Path, required=True, metavar="DIR", help="output of python -m trainer.tokenize"
+    )
+    made.add_argument(
+        "--specs",
+        nargs="+",
+        default=["books_5m_mamba2", "books_5m", "books_10m_mamba2", "books_10m"],
+        metavar="FILE",
+        help="implicit models, each compared with its explicit twin (default: two sizes of two families)",
+    )
+    add_setting(made)
+    made.add_argument(
+        "--bounded",
+        type=float,
+        nargs="*",
+        default=[0.7, 0.8, 0.9],
+        metavar="SHARE",
+        help="shares of the run for the first phase, for the first spec with each seed "
+        "(0.7 0.8 0.9); empty: none",
+    )
+    made.add_argument(
+        "--self-iterations",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8, 16, 32, 64],
+        metavar="N",
+        help="maximum iterations, for one checkpoint (1 2 4 8 16 32 64)",
+    )
+    made.add_argument(
+        "--multiples",
+        type=int,
+        nargs="+",
+        default=[1, 2, 4, 8],
+        metavar="N",
+        help="evaluation lengths, in training lengths (1 2 4 8)",
+    )
+    made.add_argument(
+        "--sequences",
+        type=int,
+        metavar="N",
+        help="validation sequences at the training length; as much text at other lengths (default: all)",
+    )
+    made.add_argument(
+        "--evaluations",
+        type=int,
+        default=10,
+        metavar="N",
+        help="evaluations during training, for the curves (10)",
+    )
+    add_run_options(made)
+    made.add_argument(
+        "--explicit-set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="path.to.key=value",
+        help="changes to explicit twins only, after those of --set, such as their learning rate",
+    )
+
+
+def run_command(folder: Path, options: argparse.Namespace) -> str:
+    """Run the experiment and return its summary."""
+    from trainer.experiments.language.experiment import Settings, run
+
+    return run(
+        folder,
+        options.data,
+        specs=options.specs,
+        settings=Settings(
+            laptop=options.setting == "laptop",
+            seeds=tuple(options.seeds),
+            bounded=tuple(options.bounded),
+            self_iterations=tuple(options.self_iterations),
+            multiples=tuple(options.multiples),
+            sequences=options.sequences,
+            evaluations=options.evaluations,
+            changes=tuple(options.set),
+            explicit_changes=tuple(options.explicit_set),
+            only_finished=options.only_finished,
+        ),
+        device=options.device,
+    )

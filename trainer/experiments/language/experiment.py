@@ -1,0 +1,314 @@
+"""Language modeling at small scale: implicit models and their explicit twins on the same text.
+
+Measures perplexity against tokens and executed FLOPs, at 1 to 8 times the training length, against the
+iterations of the search (test-time compute), and for several shares of the curriculum's first phase. Twins
+read the text in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from implicit_blocks._utils.devices import choose_device, device_name
+from implicit_blocks.models.implicit import ImplicitLM
+from implicit_blocks.specs import spec_name
+from trainer.data.source import EvaluationSet
+from trainer.evaluation.evaluate import evaluate
+from trainer.experiments.common.checks import reject_option_conflicts
+from trainer.experiments.common.runs import (
+    Finished,
+    data_of,
+    evaluation_set,
+    explicit_twin,
+    is_finished,
+    load_model,
+    run_spec,
+    train,
+)
+from trainer.experiments.language.plot import draw
+from trainer.reporting.metrics import json_value, rounded
+from trainer.reporting.pictures import write_results
+from trainer.specs.run import RunSpec
+from trainer.storage.files import read_json, write_json
+
+_SHORT = (
+    "model.d_model=64",
+    "model.n_layers=2",
+    "data.seq_len=64",
+    "training.max_tokens=200e3",
+    "training.batch_size=16",
+    "training.precision=float32",
+    "training.optimizer.learning_rate=5e-3",
+    "model.stopping.max_iterations=12",
+)
+LAPTOP = {
+    "mamba2": (*_SHORT, "model.mixer.d_state=16", "model.mixer.head_dim=16"),
+    "attention": (*_SHORT, "model.mixer.n_heads=4", "model.mlp.d_ff=128"),
+}
+"""Overrides of the laptop setting by mixer; it demonstrates the experiment but does not reproduce its
+figures."""
+SET_BY_OPTIONS = {"data.path": "--data", "training.seed": "--seeds"}
+"""Spec fields that command-line options set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """Training and evaluation settings besides the specs; see the command's options."""
+
+    laptop: bool = False
+    seeds: tuple[int, ...] = (0,)
+    bounded: tuple[float, ...] = (0.7, 0.8, 0.9)
+    self_iterations: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    multiples: tuple[int, ...] = (1, 2, 4, 8)
+    sequences: int | None = None
+    evaluations: int = 10
+    changes: tuple[str, ...] = ()
+    explicit_changes: tuple[str, ...] = ()
+    only_finished: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("self_iterations", "multiples", "evaluations", "sequences"):
+            value = getattr(self, name)
+            for number in value if isinstance(value, tuple) else (value,):
+                if number is not None and number < 1:
+                    raise ValueError(f"{name.replace('_', '-')} must be at least 1, got {number}")
+        for share in self.bounded:
+            if not 0 < share < 1:
+                raise ValueError(f"the share of the first phase must be above 0 and below 1, got {share:g}")
+
+
+def run(folder: Path, data: Path, *, specs: Sequence[str], settings: Settings, device: str = "auto") -> str:
+    """Train missing runs, evaluate them, write ``language.json`` and ``.png``, return a summary.
+
+    Args:
+        folder: output directory, created if missing; runs are stored in its ``runs``.
+        data: tokens with a validation split.
+        specs: runs of implicit models.
+        settings: further settings.
+        device: name of the device.
+
+    Raises:
+        ValueError: a spec is not that of an implicit model on tokens, or does not fit the data.
+
+    """
+    reject_option_conflicts(settings.changes, SET_BY_OPTIONS)
+    place = choose_device(device)
+    names = [spec_name(one) for one in specs]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"several specs have the name {name}, so their runs would collide; rename one")
+    plans = [plan for index, one in enumerate(specs) for plan in _plans(one, data, settings, index == 0)]
+    if not settings.only_finished:
+        _require_validation(plans[0][1], data)
+    rows = []
+    for label, spec in plans:
+        if settings.only_finished and not is_finished(folder / "runs" / label["run"]):
+            continue
+        finished = train(spec, folder / "runs" / label["run"], name=label["run"], device=device)
+        rows.append({**label, **_measured(finished, settings, place)})
+    if not rows:
+        raise ValueError(f"{folder} contains none of these runs finished; omit --only-finished to train them")
+    written = json_value(
+        {
+            "experiment": "language",
+            "specs": names,
+            "settings": asdict(settings),
+            "device": device_name(place),
+            "runs": rows,
+        }
+    )
+    message = write_results(folder, "language", written, draw)
+    return f"{table(rows)}\n{message}"
+
+
+def _plans(
+    source: str, data: Path, settings: Settings, with_shares: bool
+) -> Iterable[tuple[dict[str, Any], RunSpec]]:
+    """Yield the runs of a spec for each seed: the implicit model, its explicit twin, and other curricula."""
+    name = spec_name(source)  # not its path, which could lead outside the directory of the runs
+    _check(source, run_spec(source))
+    changes = [f"data.path={data}", *_laptop(source, settings), *settings.changes]
+    own = run_spec(source, changes)
+    share = own.phases[0].until if own.phases else None
+    for seed in settings.seeds:
+        seeded = [*changes, f"training.seed={seed}"]
+        label = {"spec": name, "seed": seed, "share": share}
+        implicit = _watched(run_spec(source, seeded), settings)
+        yield {**label, "kind": "implicit", "run": f"{name}-{seed}"}, implicit
+        explicit = _watched(explicit_twin(source, [*seeded, *settings.explicit_changes]), settings)
+        yield {**label, "kind": "explicit", "share": None, "run": f"{name}-explicit-{seed}"}, explicit
+    for seed, other in product(settings.seeds, settings.bounded if with_shares and own.phases else ()):
+        if other != share:
+            seeded = [*changes, f"training.seed={seed}", f"phases.0.until={other}"]
+            label = {"spec": name, "seed": seed, "share": other, "kind": "curriculum"}
+            yield {**label, "run": f"{name}-{other:g}-{seed}"}, _watched(run_spec(source, seeded), settings)
+
+
+def _laptop(name: str, settings: Settings) -> tuple[str, ...]:
+    if not settings.laptop:
+        return ()
+    kind = getattr(getattr(run_spec(name).model, "mixer", None), "kind", None)
+    if kind not in LAPTOP:
+        raise ValueError(f"there is no laptop setting for mixers of kind {kind!r}; reduce {name} by --set")
+    return LAPTOP[kind]
+
+
+def _check(name: str, spec: RunSpec) -> None:
+    if spec.model.kind != "implicit_lm":
+        raise ValueError(f"the model of {name} is of kind {spec.model.kind!r}; use runs of an implicit_lm")
+    if spec.data.kind != "tokens":
+        raise ValueError(f"the data of {name} are of kind {spec.data.kind!r}; use runs on tokens")
+
+
+def _require_validation(spec: RunSpec, path: Path) -> None:
+    """Reject tokens without a validation split, before any training."""
+    if not data_of(spec).evaluation_sets(spec.evaluation.at(spec.data.seq_len)):
+        raise ValueError(f"the tokens in {path} have no validation split; tokenize with --validation")
+
+
+def _watched(spec: RunSpec, settings: Settings) -> RunSpec:
+    """Return the run with regular evaluations at its training length."""
+    every = max(1, spec.total_steps // settings.evaluations)
+    evaluation = spec.evaluation.model_copy(update={"lengths": (spec.data.seq_len,), "length_multiples": ()})
+    training = spec.training.model_copy(update={"evaluate_every": every})
+    return spec.model_copy(update={"evaluation": evaluation, "training": training})
+
+
+# ------------------------------------------------------------------------------------ what is measured
+
+
+def _measured(finished: Finished, settings: Settings, device: torch.device) -> dict[str, Any]:
+    """Return the measurements of a run, cached in its directory."""
+    path = finished.folder / "measured.json"
+    how = {
+        "self_iterations": list(settings.self_iterations),
+        "multiples": list(settings.multiples),
+        "sequences": settings.sequences,
+        "steps": finished.summary["steps"],
+    }
+    if path.is_file() and (kept := read_json(path))["how"] == how:
+        found: dict[str, Any] = kept["measured"]
+        return found
+    measured: dict[str, Any] = json_value(_measure(finished, settings, device))
+    write_json(path, {"how": how, "measured": measured})
+    return measured
+
+
+def _measure(finished: Finished, settings: Settings, device: torch.device) -> dict[str, Any]:
+    """Return the measurements from a run's records and its last checkpoint on the validation text."""
+    spec, summary = finished.spec, finished.summary
+    data, model = data_of(spec), load_model(finished, device)
+
+    def perplexity(length: int, sequences: int | None) -> dict[str, Any]:
+        return _evaluated(model, evaluation_set(spec, data, length, sequences or 10**9), spec, device)
+
+    length, sequences = spec.data.seq_len, settings.sequences
+    lengths = [
+        {
+            "multiple": multiple,
+            **perplexity(multiple * length, sequences and max(1, sequences // multiple)),
+        }
+        for multiple in settings.multiples
+    ]
+    compute = []
+    if isinstance(model, ImplicitLM):
+        whole = model.spec
+        for most in settings.self_iterations:
+            model.reconfigure(_with_iterations(whole, most))
+            compute.append({"self_iterations": most, **perplexity(length, sequences)})
+        model.reconfigure(whole)
+    return {
+        "parameters": summary["parameters"],
+        "steps": summary["steps"],
+        "tokens": summary["tokens"],
+        "seconds": summary["seconds"],
+        "curve": curve(finished),
+        "lengths": lengths,
+        "test_time_compute": compute,
+        "training": _training(finished.metrics),
+    }
+
+
+def _with_iterations(spec: Any, most: int) -> Any:
+    stopping = spec.at_evaluation.stopping.model_copy(update={"max_iterations": most})
+    return spec.model_copy(
+        update={"at_evaluation": spec.at_evaluation.model_copy(update={"stopping": stopping})}
+    )
+
+
+def _evaluated(
+    model: torch.nn.Module, one: EvaluationSet, spec: RunSpec, device: torch.device
+) -> dict[str, Any]:
+    short = spec.data.seq_len
+    (result,) = evaluate(
+        model,
+        [one],
+        device=device,
+        precision=spec.training.precision,
+        batch_size=max(1, spec.evaluation.batch_size * short // one.length),
+        last_tokens=spec.evaluation.last_tokens,
+    )
+    row = result.as_row(by_position=one.length == short and result.search is not None)
+    keys = ("length", "sequences", "loss", "perplexity", "iterations", "iterations_max", "residual")
+    kept = {key: row[key] for key in (*keys, "residual_max", "non_converged", "token_converged")}
+    return {**kept, "iterations_by_position": row.get("iterations_by_position")}
+
+
+def curve(finished: Finished) -> list[dict[str, Any]]:
+    """Return the perplexity during training, with tokens and cumulative executed FLOPs."""
+    spent, tokens, flops = {}, 0, 0.0
+    for row in finished.metrics:
+        rate, speed = row["tflops_executed"], row["tokens_per_second"]
+        # FLOPs per token: the ratio of two rates cancels the step time.
+        flops += math.nan if rate is None else 1e12 * rate / speed * (row["tokens"] - tokens)
+        tokens = row["tokens"]
+        spent[row["step"]] = tokens, flops
+    return [
+        {
+            "tokens": spent[row["step"]][0],
+            "flops": rounded(spent[row["step"]][1], 5),
+            "perplexity": row["perplexity"],
+            "phase": row["phase"],
+        }
+        for row in finished.evaluations
+    ]
+
+
+def _training(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the training loss, averaged over fiftieths of the run; None if all batches were skipped."""
+    size = max(1, len(metrics) // 50)
+    found = []
+    for first in range(0, len(metrics), size):
+        part = metrics[first : first + size]
+        losses = [row["loss"] for row in part if row["loss"] is not None]
+        mean = rounded(sum(losses) / len(losses)) if losses else None
+        found.append({"tokens": part[-1]["tokens"], "loss": mean})
+    return found
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the results of the runs as an aligned text table."""
+    multiples = [f"{entry['multiple']}x" for entry in rows[0]["lengths"]]
+    lines = [
+        f"{'run':<28} parameters    tokens    FLOPs  "
+        + "  ".join(f"ppl {multiple}".rjust(8) for multiple in multiples)
+        + "  iterations  converged"
+    ]
+    for row in rows:
+        first, last = row["lengths"][0], row["curve"][-1]
+        spent = last["flops"] if last["flops"] is not None else math.nan
+        cells = "  ".join(f"{entry['perplexity']:8.2f}" for entry in row["lengths"])
+        search = ""
+        if first["iterations"] is not None:
+            met = first["token_converged"]
+            search = f"  {first['iterations']:10.1f}  {'-' if met is None else format(met, '.2%'):>9}"
+        size = f"{row['parameters'] / 1e6:9.1f}M  {row['tokens'] / 1e6:7.2f}M"
+        lines.append(f"{row['run']:<28} {size}  {spent:7.1e}  {cells}{search}")
+    return "\n".join(lines)

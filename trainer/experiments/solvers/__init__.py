@@ -1,0 +1,1 @@
+"""Solver study: iterations, work, time and error of every search configuration."""

@@ -1,0 +1,1 @@
+"""Word problems: Figures 1 and 3."""
