@@ -1,21 +1,22 @@
-"""How near the logits of the fast path and of the published rule are to those of a tight-tolerance solve.
+"""Distance of the logits of the fast path and of the published rule to those of a tight-tolerance solve.
 
     python benchmarks/agreement.py [--models llama_130m_bounded …] [--golden DIR] [--compile] [--graphs]
 
-Three values of the same logits of the same model:
+Three computations of the logits of one model:
 
-- *tight*: the fixed point in float64, by Picard (damped by 0.5) to a tolerance of 1e-9;
-- *published rule*: written down here as the published code has it, launched operator by operator: in training
-  undamped Picard until the largest residual of the batch is under the tolerance, each sequence's lowest
-  residual, then the damped phantom steps; in evaluation damped Picard until the residual of the whole batch
-  is, then one more plain call;
-- *ours*: what the benchmarks time, ``model(tokens)`` with its kernels, compiled and recorded where asked for.
+- *tight*: the fixed point in float64, by Picard (damping 0.5) to a tolerance of 1e-9;
+- *published rule*: the published code's algorithm, reimplemented here in eager mode: in training, undamped
+Picard
+  until the largest residual of the batch is below the tolerance, the point with the lowest residual of each
+  sequence, then the damped phantom steps; in evaluation, damped Picard until the residual of the whole batch
+  is below the tolerance, then one plain call;
+- *ours*: ``model(tokens)`` as the benchmarks time it, with kernels, and compiled and captured if requested.
 
-The last two compute in bfloat16 (autocast), at the spec's tolerance and iterations. Reported are relative
-distances ``‖logits − tight‖ / ‖tight‖`` and the share of tokens with the same likeliest successor; *ours*
-holds where it is no farther than the published rule by more than 2 % and rounding. Weights are random, with
-gains by which the map contracts (``contract``): by those of a fresh model neither rule comes near a fixed
-point. ``--golden`` adds the tensors of the published implementation kept in a folder, in float32.
+The last two compute in bfloat16 (autocast) with the spec's tolerance and iterations. The program reports the
+relative distances ``‖logits − tight‖ / ‖tight‖`` and the share of tokens with the same most likely successor;
+*ours* passes if its distance exceeds that of the published rule by at most 2 % and rounding. Weights are
+random, with gains for which the map contracts (``contract``): with those of a new model neither rule comes
+close to a fixed point. ``--golden`` adds a folder of tensors of the published implementation, in float32.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor
 import implicit_blocks as ib
 from implicit_blocks.hf.published import import_spec, import_tensors
 
-AS_FAR, ROUNDING = 1.02, 1e-6  # what counts as no farther: sums of another order round differently
+AS_FAR, ROUNDING = 1.02, 1e-6  # tolerance of the comparison: the order of summation changes rounding
 GOLDEN = Path(__file__).resolve().parents[2] / "shared" / "fixtures" / "reference"
 
 
@@ -41,7 +42,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--models", nargs="*", default=["llama_130m_bounded", "mamba2_130m_bounded"])
     options.add_argument(
-        "--golden", type=Path, default=GOLDEN, help="folder of published tensors, if it is there"
+        "--golden", type=Path, default=GOLDEN, help="folder of published tensors, used if it exists"
     )
     options.add_argument("--rows", type=int, default=2)
     options.add_argument("--length", type=int, default=2048)
@@ -71,10 +72,10 @@ def main() -> None:
 
 
 @torch.no_grad()
-def contract(model: ib.ImplicitLM) -> None:
-    """Let the layers go by the injection more than by ``z``, so that iterating the map converges.
+def contract(model: Any) -> None:
+    """Scale the weights so that layers depend more on the injection than on ``z``, and the map contracts.
 
-    Attention takes more of it the longer the sequence: within the published budgets at 2048 tokens.
+    Attention needs more for longer sequences; these factors suffice for 2048 tokens.
     """
     attention = model.spec.mixer.kind == "attention"
     inward, outward = (0.05, 100.0) if attention else (0.15, 10.0)
@@ -84,7 +85,7 @@ def contract(model: ib.ImplicitLM) -> None:
 
 
 def golden(folder: Path) -> tuple[ib.ImplicitLM, ib.ImplicitLM, Tensor]:
-    """Return a model with published weights twice, and the tokens that came with it."""
+    """Return two copies of a model with published weights, and its tokens."""
     from safetensors.torch import load_file
 
     spec = import_spec(json.loads((folder / "config.json").read_text(encoding="utf-8")))
@@ -105,7 +106,7 @@ def compare(name: str, model: ib.ImplicitLM, plain: ib.ImplicitLM, ids: Tensor) 
     for mode, rule in (("training", published_training), ("evaluation", published_evaluation)):
         ours, iterations = fast(model.train(mode == "training"), ids)
         theirs, published_iterations = rule(plain.train(mode == "training"), ids)
-        row = {
+        row: dict[str, Any] = {
             "model": name,
             "mode": mode,
             "distance": distance(ours, exact),
@@ -125,8 +126,8 @@ def compare(name: str, model: ib.ImplicitLM, plain: ib.ImplicitLM, ids: Tensor) 
 
 @torch.no_grad()
 def tight(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, ib.Solution]:
-    """Return the logits at the fixed point, in float64, and how the search for it went."""
-    with device():  # a CPU takes seconds to draw weights that are replaced anyway
+    """Return the logits at the fixed point, in float64, and the solution."""
+    with device():  # drawing weights on a CPU takes seconds
         wide = ib.build(model.spec).double()
     wide.load_state_dict(model.state_dict())
     with torch.autocast(device().type, enabled=False):
@@ -135,9 +136,9 @@ def tight(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, ib.Solution]:
 
 
 def fast(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, float]:
-    """Return the logits that the benchmarks' path computes, and its iterations (of the slowest row)."""
+    """Return the logits of the benchmarked path, and the iterations of the slowest row."""
     out = None
-    for _ in range(3):  # graphs are recorded at the second call
+    for _ in range(3):  # graphs are captured at the second call
         if model.training:
             out = model(ids, labels=ids)
             out.loss.backward()
@@ -150,18 +151,18 @@ def fast(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, float]:
 
 
 def bound(model: ib.ImplicitLM, ids: Tensor) -> tuple[Callable[[Tensor], Tensor], Tensor]:
-    """Return the map of the tokens and where its search begins."""
+    """Return the map of the tokens and the start of its search."""
     return model.bind(model.embedding(ids), model.initial_state(len(ids)), weights=model.cache_weights())
 
 
 @torch.no_grad()
 def published_training(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, int]:
-    """Undamped Picard with joint stopping, the best point of each sequence, damped phantom steps."""
+    """Run undamped Picard with joint stopping, then damped phantom steps from each sequence's best point."""
     f, z = bound(model, ids)
     stopping, phantom = model.spec.stopping, model.spec.gradient
     assert isinstance(phantom, ib.PhantomSpec)
     best, lowest = z, torch.full((len(ids),), torch.inf, device=z.device)
-    for iteration in range(1, stopping.max_iterations + 1):  # noqa: B007  # told at the end
+    for iteration in range(1, stopping.max_iterations + 1):  # noqa: B007  # used after the loop
         fz = f(z)
         residual = (fz - z).flatten(1).norm(dim=1) / (fz.flatten(1).norm(dim=1) + 1e-9)
         best = torch.where((residual < lowest)[:, None, None], fz, best)
@@ -177,11 +178,11 @@ def published_training(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, int]:
 
 @torch.no_grad()
 def published_evaluation(model: ib.ImplicitLM, ids: Tensor) -> tuple[Tensor, int]:
-    """Damped Picard until the residual of the whole batch is under the tolerance, then one plain call."""
+    """Run damped Picard until the residual of the batch is below the tolerance, then one plain call."""
     f, z = bound(model, ids)
     damping = getattr(model.spec.at_evaluation.solver, "damping", 1.0)
     stopping = model.spec.evaluation_stopping
-    for iteration in range(1, stopping.max_iterations + 1):  # noqa: B007  # told at the end
+    for iteration in range(1, stopping.max_iterations + 1):  # noqa: B007  # used after the loop
         fz = f(z)
         residual = (fz - z).norm() / (z.norm() + 1e-6)
         z = torch.lerp(z, fz, damping)
@@ -196,7 +197,7 @@ def distance(logits: Tensor, exact: Tensor) -> float:
 
 
 def share_of_same(logits: Tensor, exact: Tensor) -> float:
-    """Return how often the likeliest token is the same."""
+    """Return the share of tokens with the same most likely successor."""
     return float((logits.argmax(-1) == exact.argmax(-1)).double().mean())
 
 

@@ -1,11 +1,11 @@
-"""Every backend of scan, convolution and attention at the zoo's shapes, on a GPU: milliseconds and errors.
+"""Time and error of every backend of scan, convolution and attention at the zoo's shapes, on a GPU.
 
     python benchmarks/backends.py
 
-Times are the median of several calls between CUDA events, forward alone (without gradients) and forward and
-backward, each with a cold second-level cache. Errors are relative to the oracle in float64, at a shorter
-length: the largest of output, final state and every gradient. A backend that can't be run is written down as
-untested, with the reason; one that says it can't, as refused.
+Times are medians of several calls between CUDA events, forward (without gradients) and forward with backward,
+with a cold L2 cache. Errors are relative to the reference in float64, at a shorter length: the maximum over
+output, final state and all gradients. A backend that fails is recorded as ``untested`` with the reason; one
+that rejects the inputs as ``refused``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from implicit_blocks.ops.causal_conv import CAUSAL_CONV, causal_conv
 from implicit_blocks.ops.ssd import SSD, ssd
 
 DEVICE = "cuda"
-LONGEST = 40  # seconds for a backend at a shape
+LONGEST = 40  # time limit in seconds per backend and shape
 Work = tuple[Callable[[str], list[Tensor]], list[Tensor]]
 
 
@@ -75,7 +75,7 @@ def attention(batch: int, heads: int, length: int, keys: int, dtype: torch.dtype
     tensors = leaves(*(random(batch, heads, n, width, dtype=dtype) for n in (length, keys, keys)))
     place = torch.arange(keys, device=DEVICE)
     mask = None
-    if seen == "documents":  # of unequal lengths, other ones in each row
+    if seen == "documents":  # of unequal lengths, different in each row
         generator = torch.Generator(DEVICE).manual_seed(0)
         cuts = torch.rand(batch, keys, device=DEVICE, generator=generator) < 4 / keys
         documents = cuts.cumsum(1)
@@ -85,10 +85,10 @@ def attention(batch: int, heads: int, length: int, keys: int, dtype: torch.dtype
     elif seen == "behind others":
         mask = place <= place[-length:, None]
     causal = seen in ("causal", "behind others")
-    blocks = {}
+    blocks: dict[str, Any] = {}
 
     def run(backend: str) -> list[Tensor]:
-        if backend == "flex" and not blocks:  # once a window
+        if backend == "flex" and not blocks:  # once per window
             device = tensors[0].device
             blocks["found"] = find_blocks(mask, length=length, keys=keys, causal=causal, device=device)
         return [attend(*tensors, mask=mask, causal=causal, blocks=blocks.get("found"), backend=backend)]
@@ -99,7 +99,7 @@ def attention(batch: int, heads: int, length: int, keys: int, dtype: torch.dtype
 def milliseconds(call: Callable[[], Any], *, rounds: int) -> float:
     cold = torch.empty(1 << 28, dtype=torch.int8, device=DEVICE)
     call()
-    times = []
+    times: list[float] = []
     for _ in range(rounds):
         cold.zero_()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -135,7 +135,7 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
 
 
 def in_float64(work: Work) -> list[Tensor]:
-    """Return the inputs of a work as they are rounded, in float64."""
+    """Return the rounded inputs of a work, in float64."""
     return [t.detach().double() for t in work[1]]
 
 
@@ -210,7 +210,7 @@ def measure(case: Case, work: Work, backend: Backend, *, rounds: int) -> dict[st
             found["both_ms"] = milliseconds(lambda: both(work, backend.name), rounds=rounds)
     except ValueError as refusal:
         found["refused"] = str(refusal)
-    except Exception as failure:  # whatever a package does, it is written down
+    except Exception as failure:  # any error of a package is recorded
         torch.cuda.empty_cache()
         found["untested"] = " ".join(str(failure).split())[:300]
     finally:
@@ -219,7 +219,7 @@ def measure(case: Case, work: Work, backend: Backend, *, rounds: int) -> dict[st
 
 
 def too_long(*_: Any) -> None:
-    raise TimeoutError(f"it took more than {LONGEST} s, autotuning included")
+    raise TimeoutError(f"took more than {LONGEST} s, including autotuning")
 
 
 def line(row: dict[str, Any]) -> str:
@@ -231,11 +231,11 @@ def line(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="where to write the rows instead of benchmarks/results")
+    parser.add_argument("--json", type=Path, help="output file (default: in benchmarks/results)")
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("there is no GPU; what these measure runs on one")
+        parser.error("this benchmark requires a CUDA GPU")
     print(f"{'':63} {'forward':>9} {'both':>9} {'error':>9}   (ms)")
     signal.signal(signal.SIGALRM, too_long)
     rows = []

@@ -1,13 +1,13 @@
-"""How long checkpoints hold training up, and how long they take: copying, writing, reading.
+"""Duration of checkpoints: blocking copies, writing and reading.
 
     python benchmarks/checkpointing.py [--specs llama_1.3b_bounded] [--copies pinned plain] [--saves 3]
     torchrun --nproc-per-node 4 benchmarks/checkpointing.py --layout fsdp
 
-The trainer's own writer and reader, on the state of a run (weights and AdamW's two moments, float32) that
-doesn't train. *Staging* is the copying to the memory of the host, for which training waits: ``pinned`` copies
-to page-locked memory that is kept between saves, as the trainer does on a GPU, and ``plain`` to fresh memory.
-*Writing* is the rest, which training doesn't wait for: files, forced onto the disk, and their checksums.
-*Reading* is comparing the checksums and loading into model and optimizer. ``--staging-only`` leaves both out.
+Uses the trainer's writer and reader on the state of a run (float32 weights and AdamW moments) without
+training. *Staging* is the copy to host memory, which blocks training: ``pinned`` copies to page-locked memory
+that is reused between saves, as the trainer does on a GPU; ``plain`` copies to new memory. *Writing* does not
+block training: files, fsync, and checksums. *Reading* verifies the checksums and loads model and optimizer.
+``--staging-only`` skips writing and reading.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def main() -> None:
     parser.add_argument("--layout", default="auto", choices=["auto", "ddp", "fsdp"])
     parser.add_argument("--saves", type=int, default=3)
     parser.add_argument(
-        "--folder", type=Path, default=None, help="where to write (default: a temporary folder)"
+        "--folder", type=Path, default=None, help="output folder (default: a temporary folder)"
     )
-    parser.add_argument("--staging-only", action="store_true", help="copy, but write and read nothing")
+    parser.add_argument("--staging-only", action="store_true", help="only copy; do not write or read")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE", help="changes to the specs")
     parser.add_argument("--output", default="checkpointing")
@@ -73,7 +73,7 @@ def measure(name: str, folder: Path, ranks: Any, arguments: argparse.Namespace) 
     optimizer = registry.build(run.training.optimizer, model=model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # makes the moments
+    optimizer.step()  # creates the moments
     optimizer.zero_grad(set_to_none=True)
     rows = []
     for copies in arguments.copies:
@@ -130,7 +130,7 @@ def measure(name: str, folder: Path, ranks: Any, arguments: argparse.Namespace) 
 
 
 def staged(share: dict[str, Any], copies: str, times: int, ranks: Any) -> list[float]:
-    """Return how long each of so many copies of a rank's share took, on the slowest rank."""
+    """Return the duration of each copy of a rank's share, on the slowest rank."""
     staging = Staging(ranks.device, pin=copies == "pinned")
     plain = BlockingAsyncStager()
     seconds = []
@@ -146,7 +146,7 @@ def staged(share: dict[str, Any], copies: str, times: int, ranks: Any) -> list[f
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table; the first save locks pages, so it stands apart."""
+    """Print the table; the first save locks pages and is listed separately."""
     print(
         f"{'spec':<24}{'layout':<8}{'ranks':>6}{'copies':>8}{'GB':>8}"
         f"{'staging, first':>16}{'then':>8}{'writing':>9}{'reading':>9}"

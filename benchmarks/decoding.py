@@ -1,19 +1,19 @@
-"""Decoding on one GPU: milliseconds an iteration, for one text and for many at once.
+"""Decoding on one GPU: milliseconds per iteration, for one sequence and for many.
 
     python benchmarks/decoding.py [--models mamba2_1.3b llama_1.3b] [--rows 1 64] [--context 512]
-    python benchmarks/decoding.py --tiny --device cpu       # a look at whether it runs
+    python benchmarks/decoding.py --tiny --device cpu       # check that it runs
 
 Random weights in bfloat16 (autocast; weight norm computed once), tolerance 0 and ``--iterations`` iterations,
-so that every token takes as many calls of the map and one more to commit it. An *iteration* is a call of the
-map on all rows; its time is that of decoding as a whole, choosing tokens included, divided by the calls.
-``replay_ms`` is that of a call alone. ``--states`` are the types that states are kept in: Mamba2's ``h`` in
-float32 or bfloat16, keys and values in bfloat16 or int8; a model leaves out what is not for it. The
-convolution's inputs are in bfloat16. ``floor_ms`` is what reading weights and states once must cost at the
-card's copying speed, which is measured first.
+so that every token takes the same number of calls of the map and one more to commit it. An *iteration* is a
+call of the map on all rows; its time is that of decoding as a whole, including sampling, divided by the
+number of calls. ``replay_ms`` is the time of a call alone. ``--states`` are the types of stored states:
+Mamba2's ``h`` in float32 or bfloat16, keys and values in bfloat16 or int8; types that do not apply to a model
+are skipped. The inputs of the convolution are in bfloat16. ``floor_ms`` is the time to read weights and
+states once at the GPU's copy bandwidth, which is measured first.
 
-Modes: ``fused``, kernels made for single tokens, captured as a graph; ``graphs``, the layers as they are,
-recorded; ``launched``, the layers kernel by kernel. The published implementation takes 86.7 ms (mamba2_1.3b)
-and 52.2 ms (llama_1.3b) an iteration for one text, in float32, on an H100.
+Modes: ``fused``, kernels for single tokens, captured as a graph; ``graphs``, the layers, captured;
+``launched``, the layers in eager mode. The published implementation takes 86.7 ms (mamba2_1.3b) and 52.2 ms
+(llama_1.3b) per iteration for one sequence, in float32, on an H100.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", type=int, default=[1, 64])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=["fused"])
     parser.add_argument("--states", nargs="+", choices=("float32", "bfloat16", "int8"))
-    parser.add_argument("--context", type=int, default=512, help="tokens of each prompt")
-    parser.add_argument("--iterations", type=int, default=16, help="that every token takes")
-    parser.add_argument("--tokens", type=int, default=6, help="timed, of every row")
+    parser.add_argument("--context", type=int, default=512, help="prompt length in tokens")
+    parser.add_argument("--iterations", type=int, default=16, help="iterations per token")
+    parser.add_argument("--tokens", type=int, default=6, help="timed tokens per row")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="two layers of width 64")
     parser.add_argument(
-        "--layers", type=int, default=None, help="so many only: to fill the compilers' caches"
+        "--layers", type=int, default=None, help="maximum number of layers, to fill the compilers' caches"
     )
-    parser.add_argument("--output", default="decoding", help="of benchmarks/results, or a path without .json")
+    parser.add_argument(
+        "--output", default="decoding", help="name in benchmarks/results, or a path without .json"
+    )
     arguments = parser.parse_args()
     speed = copying_speed(arguments.device)
     rows = []
@@ -74,7 +76,7 @@ def main() -> None:
                     rows.append(work | {"failed": traceback.format_exc(limit=4)})
                 rows[-1]["published_ms"] = PUBLISHED.get(name) if count == 1 else None
                 print(rows[-1], flush=True)
-                keep(rows, arguments)  # each time: a process that is ended keeps what it has
+                keep(rows, arguments)  # after each row, so that a killed process keeps its results
                 gc.collect()
         del model
         gc.collect()
@@ -89,7 +91,7 @@ def keep(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
 
 
 def built(name: str, arguments: argparse.Namespace) -> Any:
-    spec = ib.load_spec(name).model
+    spec: Any = ib.load_spec(name).model
     if arguments.tiny:
         mixer = spec.mixer.model_copy(update={"n_heads": 4} if name.startswith("llama") else {"d_state": 16})
         mlp = None if spec.mlp is None else spec.mlp.model_copy(update={"d_ff": 96})
@@ -107,7 +109,7 @@ def measure(
     model: Any, rows: int, mode: str, state: str, speed: float | None, arguments: argparse.Namespace
 ) -> dict[str, Any]:
     on_gpu, tokens = arguments.device == "cuda", arguments.tokens
-    warm_up = 3  # tokens: computed, recorded, replayed
+    warm_up = 3  # tokens: eager, captured, replayed
     with torch.autocast(arguments.device, dtype=torch.bfloat16):
         decoder = ContinuousDecoder(
             model,
@@ -124,7 +126,7 @@ def measure(
         batch.fused = None
     if on_gpu and mode == "fused" and batch.fused is None:
         raise RuntimeError("this model has no fused kernels")
-    batch.options = SearchOptions(max_iterations=1)  # prompts are not what is measured
+    batch.options = SearchOptions(max_iterations=1)  # prompts are not measured
     generator = torch.Generator().manual_seed(0)
     for _ in range(rows):
         prompt = torch.randint(model.spec.vocab_size, (arguments.context,), generator=generator)
@@ -140,7 +142,7 @@ def measure(
     total = (time.perf_counter() - start) / (decoder.calls - before)
     kept = [t for state in batch.states for t in vars(state).values() if torch.is_tensor(t) and t.ndim > 2]
     states = sum(t.nbytes for t in kept)
-    if model.spec.mixer.kind == "attention":  # of the room, what counts
+    if model.spec.mixer.kind == "attention":  # only the valid part of the cache
         states = states * arguments.context // decoder.max_seq_len
     weights = sum(t.nbytes for t in batch.weights.tensors())
     found = {
@@ -152,7 +154,7 @@ def measure(
     }
     if on_gpu:
         count = 50
-        batch.busy_S.fill_(False)  # the same call, but that nothing comes of it
+        batch.busy_S.fill_(False)  # the same call without an effect
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(count):
@@ -167,7 +169,7 @@ def measure(
 
 
 def copying_speed(device: str) -> float | None:
-    """Return the bytes a second that the card reads and writes as it copies."""
+    """Return the copy bandwidth of the GPU (read and write) in bytes per second."""
     if device != "cuda":
         return None
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
@@ -179,7 +181,8 @@ def copying_speed(device: str) -> float | None:
         target.copy_(source)
     end.record()
     torch.cuda.synchronize()
-    return 20 * 2 * source.nbytes / (begin.elapsed_time(end) / 1000)
+    milliseconds: float = begin.elapsed_time(end)
+    return 20 * 2 * source.nbytes / (milliseconds / 1000)
 
 
 def synchronize(on_gpu: bool) -> None:
@@ -191,8 +194,8 @@ def table(rows: list[dict[str, Any]], speed: float | None) -> None:
     described = machine()
     print(f"\n{described.get('gpu', described['cpu'])}, torch {described['torch']}, {described['date']}")
     if speed is not None:
-        print(f"copies at {speed / 1e12:.2f} TB/s")
-    print("| model | rows | mode | ms an iteration | a call alone | floor | published | state |")
+        print(f"copy bandwidth {speed / 1e12:.2f} TB/s")
+    print("| model | rows | mode | ms per iteration | call alone | floor | published | state |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for row in rows:
         cells = [row.get(name) for name in ("ms", "replay_ms", "floor_ms", "published_ms", "state_types")]

@@ -2,11 +2,11 @@
 
     python benchmarks/demo.py [--seeds 0 1 2] [--output DIR] [--record] [path.to.key=value …]
 
-Trains ``word_problem_s3`` and ``word_problem_s3_explicit`` at the same time, each a process with one thread,
-draws the comparison, and prints the accuracy over the last tokens at each length and identity probability p,
-read at convergence, with the residual and the share of converged sequences beside it. With several seeds it
-does so once for each; ``--record`` keeps the figures in ``results/demo.json``. Settings of the specs can be
-changed for both runs.
+Trains ``word_problem_s3`` and ``word_problem_s3_explicit`` at the same time, each in a process with one
+thread, draws the comparison, and prints the accuracy over the last tokens for each length and identity
+probability p, at convergence, with the residual and the share of converged sequences. With several seeds it
+repeats this for each; ``--record`` writes the figures to ``results/demo.json``. Overrides of spec keys apply
+to both runs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPECS = {"implicit": "word_problem_s3", "explicit": "word_problem_s3_explicit"}
 
 @dataclass(frozen=True)
 class Run:
-    """One model's run: its name, its folder and the process that trains it."""
+    """The run of one model: its name, its folder and its training process."""
 
     name: str
     folder: Path
@@ -38,7 +38,7 @@ class Run:
 
 
 def start(name: str, folder: Path, *, seed: int, overrides: Sequence[str]) -> Run:
-    """Start training in a process of its own, with one thread."""
+    """Start training in a separate process with one thread."""
     command = [sys.executable, "-m", "trainer", "--spec", SPECS[name], "--output", str(folder)]
     command += ["--device", "cpu", "training.threads=1", f"training.seed={seed}", "training.log_every=25"]
     process = subprocess.Popen(
@@ -54,7 +54,7 @@ def start(name: str, folder: Path, *, seed: int, overrides: Sequence[str]) -> Ru
 
 
 def relay(run: Run) -> None:
-    """Print what a run prints, each line marked with the run's name."""
+    """Print the output of a run, each line prefixed with the run's name."""
     stream: IO[str] | None = run.process.stdout
     assert stream is not None
     for line in stream:
@@ -62,7 +62,7 @@ def relay(run: Run) -> None:
 
 
 def train(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Train both models side by side and return their summaries; if one fails the other is stopped."""
+    """Train both models side by side and return their summaries; if one fails, stop the other."""
     runs = [start(name, folder / name, seed=seed, overrides=overrides) for name in SPECS]
     relays = [threading.Thread(target=relay, args=(run,), daemon=True) for run in runs]
     for thread in relays:
@@ -76,7 +76,7 @@ def train(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, Any
                     waiting.remove(run)
                 if code:
                     raise SystemExit(
-                        f"error: the {run.name} run ended with exit code {code}; see its lines above"
+                        f"error: the {run.name} run failed with exit code {code}; see its output above"
                     )
             time.sleep(0.2)
     finally:
@@ -90,7 +90,7 @@ def train(folder: Path, *, seed: int, overrides: Sequence[str]) -> dict[str, Any
 
 
 def draw(folder: Path) -> Path:
-    """Draw the two runs beside each other; return the picture's path."""
+    """Draw the two runs side by side; return the path of the picture."""
     picture = folder / "comparison.png"
     command = [sys.executable, "-m", "trainer.report", *(str(folder / name) for name in SPECS)]
     for name in SPECS:
@@ -104,7 +104,7 @@ def draw(folder: Path) -> Path:
 
 
 def table(summaries: dict[str, Any]) -> str:
-    """Return what was reached, one line for each p and length."""
+    """Return the results, one line per p and length."""
     implicit, explicit = (summaries[name] for name in SPECS)
     rows = [["p", "length", "explicit", "implicit", "residual", "converged", "iterations"]]
     for ours, theirs in zip(implicit["evaluation"], explicit["evaluation"], strict=True):
@@ -123,7 +123,9 @@ def table(summaries: dict[str, Any]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["   ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     title = f"accuracy over the last {implicit['last_tokens']} tokens, chance {implicit['chance']:.1%}"
-    return "\n".join([f"{title}; residual, converged and iterations are the implicit model's:", *lines])
+    return "\n".join(
+        [f"{title}; residual, converged and iterations are those of the implicit model:", *lines]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="changes to both specs")
+    parser.add_argument("overrides", nargs="*", metavar="path.to.key=value", help="overrides for both specs")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], metavar="N")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="folder of the runs (default runs/demo-<time>)"
@@ -143,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for seed in options.seeds:
         began = time.perf_counter()
         folder = output / f"seed-{seed}" if len(options.seeds) > 1 else output
-        print(f"training both models on S3, seed {seed}, one thread each; everything is kept in {folder}")
+        print(f"training both models on S3, seed {seed}, one thread each; output folder: {folder}")
         summaries = train(folder, seed=seed, overrides=options.overrides)
         picture = draw(folder)
         seconds = time.perf_counter() - began
@@ -151,13 +153,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, summary in summaries.items():
             size = f"{summary['parameters']:,} parameters, {summary['steps']} steps"
             print(f"{name}: {size}, {summary['seconds']:.0f} s")
-        print(f"\n{table(summaries)}\n\n{seconds:.0f} s in all. The picture: {picture}")
+        print(f"\n{table(summaries)}\n\n{seconds:.0f} s in total. Picture: {picture}")
         found.append(
             {"seed": seed, "seconds": round(seconds, 1), **{n: _figures(s) for n, s in summaries.items()}}
         )
     if options.record:
-        arguments = {"seeds": options.seeds, "overrides": options.overrides}
-        print("figures:", write("demo", {"machine": machine(), "arguments": arguments, "rows": found}))
+        chosen = {"seeds": options.seeds, "overrides": options.overrides}
+        print("figures:", write("demo", {"machine": machine(), "arguments": chosen, "rows": found}))
     return 0
 
 
@@ -172,5 +174,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("\nstopped; the lines above say how each run goes on", file=sys.stderr)
+        print("\nstopped; the lines above show how to resume each run", file=sys.stderr)
         sys.exit(130)

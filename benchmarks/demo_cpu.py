@@ -1,11 +1,11 @@
-"""Whether the demo has become slower: processor time of its two trainings, at an earlier commit and now.
+"""Processor time of the demo's two training runs, at an earlier commit and now.
 
     python benchmarks/demo_cpu.py --than COMMIT [--steps 40] [--rounds 3]
 
-Trains ``word_problem_s3`` and ``word_problem_s3_explicit`` for fewer steps, each alternately by the tree of
-the commit and by this one, with one thread and the same seed. Processor time of the whole process in user
-mode is compared, start and imports included, since others may be at work on the machine: the median of the
-rounds' ratios. What a start alone costs (four steps) is measured beside it.
+Trains ``word_problem_s3`` and ``word_problem_s3_explicit`` for fewer steps, alternately with the commit's
+source tree and this one, with one thread and the same seed. It compares the processor time of the whole
+process in user mode, including start and imports, since the machine may be shared: the median of the ratios
+over rounds. The cost of a start (four steps) is measured separately.
 """
 
 from __future__ import annotations
@@ -23,13 +23,16 @@ from typing import Any
 from report import machine, write
 
 ROOT = Path(__file__).resolve().parents[1]
-SPECS = {"word_problem_s3": 1, "word_problem_s3_explicit": 8}  # and how many times the steps, being cheap
-FEWEST = 4  # steps that both phases fit into
+SPECS = {
+    "word_problem_s3": 1,
+    "word_problem_s3_explicit": 8,
+}  # with a multiple of the steps for the cheap one
+FEWEST = 4  # minimum number of steps that contains both phases
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--than", required=True, metavar="COMMIT", help="what this tree is compared with")
+    parser.add_argument("--than", required=True, metavar="COMMIT", help="the commit to compare with")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
@@ -53,7 +56,7 @@ def git(*words: str) -> str:
 
 
 def compare(spec: str, then: Path, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train by either tree in turn; return the seconds of processor time and where the trainings ended."""
+    """Train with each tree in turn; return the processor times and the final metrics."""
     trees = {"then": then, "now": ROOT}
     steps = SPECS[spec] * arguments.steps
     seconds: dict[str, list[float]] = {name: [] for name in trees}
@@ -78,7 +81,7 @@ def compare(spec: str, then: Path, folder: Path, arguments: argparse.Namespace) 
 
 
 def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
-    """Return the median of the rounds' ratios, and their extremes: neighbors in time share a load."""
+    """Return median, minimum and maximum of the ratios per round, since runs of a round share a load."""
     found = [now / then for then, now in zip(seconds["then"], seconds["now"], strict=True)]
     return {
         "now_over_then": round(statistics.median(found), 3),
@@ -88,7 +91,7 @@ def ratios(seconds: dict[str, list[float]]) -> dict[str, float]:
 
 
 def train(spec: str, tree: Path, output: Path, steps: int) -> tuple[float, dict[str, Any]]:
-    """Return a training's processor time in user mode, and its last line of metrics."""
+    """Return the processor time of a run in user mode, and its last line of metrics."""
     changes = [
         "training.threads=1",
         f"training.max_steps={steps}",
@@ -108,7 +111,7 @@ def train(spec: str, tree: Path, output: Path, steps: int) -> tuple[float, dict[
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode:
         raise SystemExit(
-            f"error: {spec} by {tree} ended with exit code {process.returncode}: {message[-500:]}"
+            f"error: {spec} in {tree} failed with exit code {process.returncode}: {message[-500:]}"
         )
     lines = (output / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return usage.ru_utime, json.loads(lines[-1])

@@ -1,4 +1,4 @@
-"""Draw the idea: a stack of layers against the fixed point of one, and the two ways of finding it.
+"""Draw the idea: a stack of layers, the fixed point of one layer, and the two modes of finding it.
 
     python benchmarks/draw_idea.py
 
@@ -19,11 +19,11 @@ OUTPUT = Path(__file__).resolve().parents[1] / "docs" / "images" / "idea.png"
 
 INK, GREY, PALE = "#1f2933", "#5a6472", "#cbd2d9"
 ORANGE, BLUE = "#d9730d", "#2b6cb0"
-# From far off to converged: the same blue as the implicit model's, getting full.
+# From unconverged to converged: increasing saturation of the implicit model's blue.
 SETTLING = LinearSegmentedColormap.from_list("settling", ["#eef4fb", "#a9c8e8", "#5b94cc", BLUE])
 TOKENS = 8
-# Iterations of each token. Side by side, a token has converged only once all before it have; one after
-# another, each starts behind a prefix that has.
+# Iterations of each token. In simultaneous mode, a token converges only after all earlier tokens; in
+# sequential mode, each token starts after converged ones.
 TOGETHER = (2, 3, 3, 5, 5, 6, 7, 7)
 IN_TURN = (2, 3, 2, 4, 3, 3, 4, 2)
 
@@ -64,7 +64,7 @@ def heading(axes: Axes, title: str, below: str, *, color: str) -> None:
 
 
 def draw_explicit(axes: Axes) -> None:
-    heading(axes, "Explicit", "as many layers as there are", color=ORANGE)
+    heading(axes, "Explicit", "a fixed number of layers", color=ORANGE)
     label(axes, 1.0, 0.28, "$x$", size=15)
     arrow(axes, (1.0, 0.52), (1.0, 0.92))
     heights = (0.95, 2.05, 3.85)
@@ -79,14 +79,14 @@ def draw_explicit(axes: Axes) -> None:
 
 
 def draw_implicit(axes: Axes) -> None:
-    heading(axes, "Implicit", "as many iterations as it takes", color=BLUE)
+    heading(axes, "Implicit", "iterations until convergence", color=BLUE)
     label(axes, 1.35, 0.28, "$x$", size=15)
     arrow(axes, (1.35, 0.52), (1.35, 2.02))
     box(axes, 0.6, 2.05, 1.5, 1.15, "", BLUE)
     axes.text(1.35, 2.83, "$f(z, x)$", ha="center", va="center", color="white", fontsize=16, zorder=4)
     axes.text(1.35, 2.35, "the same layers,\nthe same weights", ha="center", va="center", color="white",
               fontsize=9, zorder=4, linespacing=1.1)  # fmt: skip
-    # The loop leaves at the top and comes back at the bottom, around the left of the box.
+    # The loop leaves at the top and returns at the bottom, around the left of the box.
     axes.plot([1.35, 1.35], [3.2, 3.75], color=BLUE, linewidth=1.8, zorder=2)
     axes.plot([1.35, 0.25, 0.25, 0.95], [3.75, 3.75, 1.5, 1.5], color=BLUE, linewidth=1.8, zorder=2,
               solid_joinstyle="round")  # fmt: skip
@@ -120,7 +120,7 @@ def draw_grid(axes: Axes, title: str, below: str, *, sequential: bool) -> None:
         label(axes, token + 0.5, -0.4, f"$x_{{{token + 1}}}$", size=12)
         axes.plot([token + 0.05, token + 0.95], [count, count], color=INK, linewidth=2.2, zorder=3)
         if sequential and token + 1 < TOKENS:
-            # The state that a finished token leaves is where the next one starts.
+            # The next token starts from the state after the finished one.
             way = ([token + 0.5, token + 1.0, token + 1.0], [count + 0.12, count + 0.12, 0.5])
             axes.plot(*way, color=ORANGE, linewidth=1.5, zorder=4, solid_joinstyle="round")
             arrow(axes, (token + 1.0, 0.5), (token + 1.22, 0.5), color=ORANGE)
@@ -137,14 +137,14 @@ def main() -> None:
     grid = figure.add_gridspec(
         1, 4, width_ratios=(2.2, 2.5, 3.5, 3.5), left=0.01, right=0.99, top=0.83, bottom=0.09, wspace=0.12
     )
-    explicit, implicit, simultaneous, sequential = (figure.add_subplot(cell) for cell in grid)
+    explicit, implicit, simultaneous, sequential = (figure.add_subplot(grid[0, n]) for n in range(4))
     for axes in (explicit, implicit, simultaneous, sequential):
         axes.set_axis_off()
     draw_explicit(explicit)
     draw_implicit(implicit)
-    draw_grid(simultaneous, "Simultaneous", "all tokens side by side: training and reading", sequential=False)
-    draw_grid(sequential, "Sequential", "token by token, handing on a state (orange)", sequential=True)
-    caption = "numbers: when a cell is computed, bars: where a token has converged"
+    draw_grid(simultaneous, "Simultaneous", "all tokens in parallel: training and prefill", sequential=False)
+    draw_grid(sequential, "Sequential", "token by token, passing a state (orange)", sequential=True)
+    caption = "numbers: order of computation, bars: convergence of a token"
     figure.text(0.705, 0.025, f"same fixed point; {caption}", ha="center", fontsize=10.5, color=GREY)
     OUTPUT.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(OUTPUT, dpi=150)

@@ -1,7 +1,7 @@
-"""What the driver adds to the bare map on the CPU: Picard through it against a loop over the same ``f``.
+"""Overhead of the search loop over the bare map on the CPU: Picard by ``Search`` against a loop over ``f``.
 
-The map is the one of the zoo's 130M models (``llama_130m`` and ``mamba2_130m``) in float32 on random
-weights, iterated a fixed number of times. They run alternately; the medians of processor time are compared.
+The map is that of the zoo's 130M models (``llama_130m`` and ``mamba2_130m``) in float32 with random weights,
+iterated a fixed number of times. Both run alternately; medians of processor time are compared.
 
     python benchmarks/driver_cpu.py [--models llama_130m] [--length 256] [--iterations 4]
 """
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from report import machine, write
@@ -34,9 +36,9 @@ def main() -> None:
 
 
 @torch.no_grad()
-def measure(name: str, arguments: argparse.Namespace) -> dict[str, float | str]:
+def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
-    spec = ib.load_spec(name).model
+    spec: Any = ib.load_spec(name).model
     model = ib.build(spec)
     ids = torch.randint(spec.vocab_size, (arguments.batch, arguments.length))
     f, start = model.bind(
@@ -52,11 +54,11 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, float | str]:
         for _ in range(arguments.iterations):
             z = f(z)
 
-    def driven(scope: str) -> None:
+    def driven(scope: Literal["sequence", "prefix"]) -> None:
         stopping = ib.Stopping(tolerance=0.0, max_iterations=arguments.iterations, scope=scope)
         ib.Search(solver=ib.Picard(), stopping=stopping)(f, start)
 
-    runs = {
+    runs: dict[str, Callable[[], None]] = {
         "bare": bare,
         "sequence": lambda: driven("sequence"),
         "prefix": lambda: driven("prefix"),

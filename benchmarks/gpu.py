@@ -1,20 +1,19 @@
-"""Everything that is measured on one GPU, by one command: a table beside the published figures, and a JSON.
+"""All measurements on one GPU with one command: a table beside the published figures, and a JSON file.
 
     python benchmarks/gpu.py [--programs llama_130m …] [--budget 530] [--tiny] [--output gpu]
-    python benchmarks/gpu.py --show                      # the table of results/gpu.json
-    python benchmarks/gpu.py --quote                     # write it into docs/results.md
+    python benchmarks/gpu.py --show                      # print the table of results/gpu.json
+    python benchmarks/gpu.py --quote                     # write the tables into docs/results.md
 
-Each program is a process of its own. First they all get ready side by side, as far as the card has room for
-them, with two layers for 24 or 48: what one compiled layer needs is then in the compilers' caches, a folder
-of this run's own. Nothing of that is timed. Then they run one after the other, each alone on the card, the
-next one beginning when the last has ended. A kernel's fastest variant is found out in a program's own turn,
-and a program that fails or hangs leaves the others theirs. Before and after each turn the card is looked at:
-other processes, memory that is taken, and how fast it copies are in the JSON, and what was disturbed says so
-in the table. Programs that failed or were disturbed get a second turn at the end. What the budget of seconds
-has no room for is left out, and the table says so. The published figures are those of the published
-implementation for the same work, batch and iterations, timed on an H100; *reach* and *hope* are what this
-project set itself. The trainer's own steps of the zoo's specs, at the specs' own tolerance, have a table of
-their own.
+Each program is a separate process. First all programs prepare side by side, as far as GPU memory allows, with
+two layers instead of 24 or 48: this fills the compilers' caches, a folder of this run, and is not timed. Then
+they run one after the other, each alone on the GPU. A program selects the fastest variant of a kernel during
+its own turn, and a program that fails or hangs does not affect the others. Before and after each turn the
+state of the GPU is recorded in the JSON (other processes, used memory, copy bandwidth), and disturbed results
+are marked in the table. Programs that failed or were disturbed get a second turn at the end. Programs that
+exceed the time budget are skipped, and the table lists them. The published figures are those of the published
+implementation for the same work, batch and iterations, timed on an H100; *reach* and *hope* are the target
+and stretch target of this project. The trainer's own steps of the zoo's specs, at the specs' own tolerance,
+have a separate table.
 """
 
 from __future__ import annotations
@@ -40,30 +39,30 @@ STARTER = HERE / "gpu_program.py"
 RESULTS = HERE / "results" / "gpu.json"
 PAGE = HERE.parent / "docs" / "results.md"
 BUDGET = 530  # seconds
-LEAST = 10  # seconds: no program begins with less
-CONTEXT_GB = 0.7  # that a process takes on a card before it has a tensor there
-SAID = 2000  # characters of what a program that failed said last
-SHARE = 45  # seconds: so many each may have, and thrice its equal share of what is left
+LEAST = 10  # seconds: the minimum remaining time to start a program
+CONTEXT_GB = 0.7  # GPU memory of a process without tensors
+SAID = 2000  # characters kept of a failed program's last output
+SHARE = 45  # seconds: minimum limit per program; the limit is three times its share of the rest
 
 # ---------------------------------------------------------------------------------------------- programs
 
 
 @dataclass(frozen=True)
 class Program:
-    """A process: its command but for the file it writes to, and the seconds that it may take."""
+    """A program: its command without the output file, and its time limit in seconds."""
 
     command: tuple[str, ...]
     limit: int
     for_trying: tuple[str, ...] = ("--tiny",)
-    """What ``--tiny`` adds."""
+    """Options added by ``--tiny``."""
     for_preparing: tuple[str, ...] | None = ("--layers", "2")
-    """What makes it compile the same and compute little; None: others compile what it needs."""
+    """Options for compiling the same with little computation; None: other programs compile what it needs."""
     preparing_gb: float = 6
-    """GPU memory that it may take while it prepares, beside others."""
+    """GPU memory limit while it prepares, beside others."""
     preparing_s: float = 20
-    """How long that takes, much by experience: those that take long begin first."""
+    """Approximate duration of the preparation; long ones start first."""
     variants_from: float = 0.0
-    """Of the variants of a kernel that is tuned, where its preparation begins."""
+    """Fraction of an autotuned kernel's variants at which its preparation starts."""
 
 
 def training(*works: str, preparing_gb: float = 8, preparing_s: float = 25) -> Program:
@@ -76,7 +75,7 @@ def training(*works: str, preparing_gb: float = 8, preparing_s: float = 25) -> P
 
 def decoding(model: str) -> Program:
     trying = ("--tiny", "--device", "cpu", "--iterations", "2", "--tokens", "1", "--context", "8")
-    states = ("--states", "float32", "bfloat16", "int8")  # each model those that are for it
+    states = ("--states", "float32", "bfloat16", "int8")  # types that do not apply to a model are skipped
     preparing = ("--layers", "2", "--iterations", "2")
     command = ("decoding.py", "--models", model, "--rows", "1", "64", *states)
     return Program(command, 120, trying, preparing)
@@ -88,15 +87,13 @@ def zoo(spec: str) -> Program:
     return Program(("gpu_zoo.py", "--specs", spec), 150, trying, preparing, 10)
 
 
-# In the order of their turns: what there is no time for is at the end.
+# In order of execution: the last ones are skipped if time runs out.
 PROGRAMS = {
     "llama_130m": training("llama_130m_bounded", "llama_130m_free"),
     "mamba2_130m": training("mamba2_130m_bounded", "mamba2_130m_free", preparing_s=45),
     "llama_1.3b": training("llama_1.3b_bounded", preparing_gb=10),
     "mamba2_1.3b": training("mamba2_1.3b_bounded", preparing_gb=10, preparing_s=40),
-    "state_tracking": training(
-        "state_tracking", preparing_gb=20, preparing_s=35
-    ),  # it has one layer in any case
+    "state_tracking": training("state_tracking", preparing_gb=20, preparing_s=35),  # it has a single layer
     "decoding_mamba2": decoding("mamba2_1.3b"),
     "decoding_llama": decoding("llama_1.3b"),
     "driver": Program(
@@ -121,7 +118,7 @@ PROGRAMS = {
 
 
 class Process:
-    """A program's process: it gets ready when it is made, and begins with the GPU when it is told."""
+    """The process of a program: it prepares when created, and uses the GPU after ``begin``."""
 
     def __init__(self, name: str, *, tiny: bool, caches: Path, preparing: bool = False) -> None:
         program = PROGRAMS[name]
@@ -129,7 +126,7 @@ class Process:
         folder = Path(self._folder.name)
         self._rows, self._said, self._card = folder / "rows.json", folder / "said", folder / "card.json"
         script = program.command[0]
-        # decoding.py names its file as those do that write to the folder of results
+        # decoding.py takes the output name without .json
         stem = str(self._rows.with_suffix(""))
         into = ["--output", stem] if script == "decoding.py" else ["--json", str(self._rows)]
         options = [*program.command[1:], *(program.for_trying if tiny else ())]
@@ -142,23 +139,23 @@ class Process:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=os.environ | environment(caches, program if preparing else None),
-                start_new_session=True,  # so that its compilers can be ended with it
+                start_new_session=True,  # so that its compiler processes can be killed with it
             )
 
     @property
     def ended(self) -> bool:
-        """Whether the program has come to its end, in whatever way."""
+        """Whether the program has ended."""
         return self._process.poll() is not None
 
     def begin(self) -> None:
-        """Let the program have the GPU."""
+        """Start the program's turn on the GPU."""
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has failed already
+        with contextlib.suppress(BrokenPipeError):  # the process has already failed
             self._process.stdin.write(b"\n")
             self._process.stdin.close()
 
     def finish(self, limit: float) -> Row:
-        """Wait for the program and return what it found; it is ended after ``limit`` seconds."""
+        """Wait for the program and return its results; kill it after ``limit`` seconds."""
         began = time.monotonic()
         found: Row = {"command": self.command}
         try:
@@ -183,7 +180,7 @@ class Process:
         self._process.wait()
 
     def end(self) -> None:
-        """End the program, whatever it is doing."""
+        """Kill the program."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -192,14 +189,14 @@ class Process:
 
 
 def environment(caches: Path, prepares: Program | None) -> dict[str, str]:
-    """Return what all programs share: caches of compiled kernels, and in their turns of tuned ones."""
+    """Return the shared environment: caches of compiled kernels, and of tuned ones during turns."""
     found = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "TRITON_CACHE_AUTOTUNING": "0" if prepares else "1",
     }
     if prepares:
-        each = str(max(1, 2 * (os.cpu_count() or 1) // len(PROGRAMS)))  # they compile by fits and starts
+        each = str(max(1, 2 * (os.cpu_count() or 1) // len(PROGRAMS)))  # compilation is not continuous
         found |= {"TORCHINDUCTOR_COMPILE_THREADS": each, "OMP_NUM_THREADS": "1"}
         found |= {"PREPARING": str(prepares.variants_from), "PREPARING_GB": str(prepares.preparing_gb)}
     return found
@@ -209,10 +206,9 @@ def environment(caches: Path, prepares: Program | None) -> dict[str, str]:
 
 
 def prepare(names: list[str], caches: Path, *, tiny: bool, seconds: float) -> dict[str, float | str]:
-    """Let the programs compile side by side for so long; return how long each took, or how it ended.
+    """Compile all programs side by side within a time limit; return the duration or failure of each.
 
-    Those that take long begin first, as far as the card has room for what each may take; where one ends the
-    next follow.
+    Slow ones start first, as far as the memory limits allow; others follow when one ends.
     """
     end = time.monotonic() + seconds
     room = gpu_card.free_gb()
@@ -239,7 +235,7 @@ def prepare(names: list[str], caches: Path, *, tiny: bool, seconds: float) -> di
 
 
 def turn(process: Process, seconds: float, *, patience: float, last: Row) -> Row:
-    """Let a program have the card, and look at it before and after; ``last`` is how the last one left it."""
+    """Run a program's turn; record the GPU's state before and after (``last``: after the previous turn)."""
     before = last if last and not gpu_card.unquiet(last) else gpu_card.once_quiet(patience)
     process.begin()
     found = process.finish(seconds)
@@ -248,17 +244,17 @@ def turn(process: Process, seconds: float, *, patience: float, last: Row) -> Row
 
 
 def share(name: str, left: float, programs: int) -> float:
-    """Return the seconds that a program may take where so many wait: one that hangs leaves the rest some."""
+    """Return the time limit of a program, so that a hanging program leaves time for the waiting ones."""
     return min(left, PROGRAMS[name].limit, max(SHARE, 3 * left / programs))
 
 
 def worth(found: Row) -> tuple[int, bool]:
-    """Return how many rows a program has measured, and whether it came to its end: what is more is kept."""
+    """Return the number of rows of a result, and whether it is complete; the larger result is kept."""
     return sum("failed" not in row for row in found.get("rows", [])), "failed" not in found
 
 
 def judge(programs: dict[str, Row]) -> None:
-    """Note which programs were disturbed; how fast the card copies is known from all of them."""
+    """Mark disturbed programs by comparing the copy bandwidth of all turns."""
     states = [state for program in programs.values() for state in program.get("card", {}).values()]
     speeds = [state.get("copies_tb_s") for state in states if isinstance(state, dict)]
     fastest = max((speed for speed in speeds if speed is not None), default=None)
@@ -272,28 +268,28 @@ def main() -> int:
         "--programs", nargs="+", default=list(PROGRAMS), choices=list(PROGRAMS), metavar="NAME"
     )
     parser.add_argument(
-        "--budget", type=float, default=BUDGET, help="seconds in all; what is left over isn't run"
+        "--budget", type=float, default=BUDGET, help="total seconds; programs beyond it are skipped"
     )
     parser.add_argument(
         "--prepare",
         type=float,
         default=None,
-        help="seconds of compiling side by side, a quarter of all; or 0",
+        help="seconds for parallel compilation (default: a quarter of the budget); 0 disables it",
     )
     parser.add_argument(
-        "--patience", type=float, default=5, help="seconds to wait for a card that others have to be quiet"
+        "--patience", type=float, default=5, help="seconds to wait for other processes on the GPU to end"
     )
-    parser.add_argument("--tiny", action="store_true", help="small models on any device: to try the program")
+    parser.add_argument("--tiny", action="store_true", help="small models on any device, to test the program")
     parser.add_argument(
         "--output", default="gpu", help="name of the file in results, or a path without .json"
     )
     parser.add_argument(
-        "--show", action="store_true", help="print the table of results/gpu.json, measure nothing"
+        "--show", action="store_true", help="print the table of results/gpu.json without measuring"
     )
     parser.add_argument(
         "--quote",
         action="store_true",
-        help="write the tables of the stored results into docs/results.md; measure nothing",
+        help="write the tables of the stored results into docs/results.md without measuring",
     )
     arguments = parser.parse_args()
     if arguments.show or arguments.quote:
@@ -303,13 +299,13 @@ def main() -> int:
             text = gpu_table.quote(result, PAGE.read_text(encoding="utf-8"))
             PAGE.write_text(text, encoding="utf-8")
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no program outlives this one
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that all programs end with this one
     with tempfile.TemporaryDirectory() as caches:
         return measure(arguments, Path(caches))
 
 
 def measure(arguments: argparse.Namespace, caches: Path) -> int:
-    """Run the programs and write down what they find."""
+    """Run the programs and write their results."""
     began = time.monotonic()
     programs: dict[str, Row] = {}
     path = RESULTS.parent / f"{arguments.output}.json"
@@ -328,7 +324,9 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
             print(f"  {row}", flush=True)
         for line in found.pop("said", "").splitlines():
             print(f"  | {line}", flush=True)
-        result = collected(programs, arguments) | {"prepared": prepared}  # each time: what is measured stays
+        result = collected(programs, arguments) | {
+            "prepared": prepared
+        }  # after each program, to keep its results
         path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     with contextlib.ExitStack() as at_the_end:
@@ -338,7 +336,7 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
             at_the_end.callback(process.end)
             return process
 
-        # All wait with their imports done: nothing is loaded while another is timed.
+        # All processes import first and wait: nothing is loaded while another program is timed.
         waiting = {name: made(name) for name in arguments.programs}
         seconds = arguments.budget / 4 if arguments.prepare is None else arguments.prepare
         if seconds > 0:
@@ -347,7 +345,7 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
         last: Row = {}
         for index, (name, process) in enumerate(waiting.items()):
             if left() < LEAST:
-                keep(name, {"failed": f"no time left of {arguments.budget:.0f} s"})
+                keep(name, {"failed": f"skipped: budget of {arguments.budget:.0f} s exhausted"})
             else:
                 seconds = share(name, left(), len(waiting) - index)
                 found = turn(process, seconds, patience=arguments.patience, last=last)
@@ -357,19 +355,19 @@ def measure(arguments: argparse.Namespace, caches: Path) -> int:
             first = programs[name]
             short = "failed" in first or any("failed" in row for row in first.get("rows", []))
             if (first.get("disturbed") or short) and first.get("seconds", LEAST) < left():
-                print(f"{name}: again", flush=True)
+                print(f"{name}: second turn", flush=True)
                 seconds = share(name, left(), 1)
                 again = turn(made(name), seconds, patience=arguments.patience, last={})
                 if worth(again) >= worth(first):
                     keep(name, again)
         result = json.loads(path.read_text(encoding="utf-8"))
-    print(f"\n{gpu_table.quoted(result)}\n{time.monotonic() - began:.0f} s in all; written to {path}")
+    print(f"\n{gpu_table.quoted(result)}\n{time.monotonic() - began:.0f} s in total; written to {path}")
     return int(any("failed" in program for program in programs.values()))
 
 
 def collected(programs: dict[str, Row], arguments: argparse.Namespace) -> Row:
-    """Return what is kept: where and with what, the table, and each program's own rows."""
-    machine = next((program["machine"] for program in programs.values() if "machine" in program), {})
+    """Return the result: machine, command, table, and the rows of each program."""
+    machine: Row = next((program["machine"] for program in programs.values() if "machine" in program), {})
     options = [] if list(programs) == list(PROGRAMS) else ["--programs", *arguments.programs]
     options += [] if arguments.budget == BUDGET else ["--budget", f"{arguments.budget:g}"]
     options += [] if arguments.prepare is None else ["--prepare", f"{arguments.prepare:g}"]

@@ -1,4 +1,4 @@
-"""Whether the card is quiet: who else is at work on it, what of its memory is taken, how fast it copies."""
+"""The state of the GPU: other processes, used memory, copy bandwidth."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-QUIET_GB = 1.5  # that a driver may keep for itself
-# Of the fastest copying seen in a run: less means that something else had the card. Memory that a program has
-# just given back, in pieces, copies at 0.86 of it on a quiet H100; beside another training it was 0.67.
+QUIET_GB = 1.5  # memory that a driver may use itself
+# Threshold relative to the highest copy bandwidth of a run; below it the GPU was shared. Memory that a
+# program has just freed, in pieces, copies at 0.86 of it on an idle H100; beside another training run, 0.67.
 SLOWER = 0.8
 
 
 def asked(*words: str) -> list[list[str]]:
-    """Return what nvidia-smi answers about the card that programs see; nothing where there is none."""
+    """Return the output of nvidia-smi for the visible GPU; empty without a GPU."""
     first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
     command = ["nvidia-smi", f"--id={first}", "--format=csv,noheader,nounits", *words]
     try:
@@ -27,7 +27,7 @@ def asked(*words: str) -> list[list[str]]:
 
 
 def number(text: str) -> float | None:
-    """Return a number that nvidia-smi gives, or None where it knows none."""
+    """Return a number in the output of nvidia-smi, or None."""
     try:
         return float(text)
     except ValueError:
@@ -35,12 +35,12 @@ def number(text: str) -> float | None:
 
 
 def seen() -> dict[str, Any]:
-    """Return what can be seen from outside: processes with a context on the card, memory, clock, heat."""
+    """Return processes with a context on the GPU, memory, clock, and temperature."""
     queries = (
         "--query-gpu=memory.used,utilization.gpu,clocks.sm,temperature.gpu,power.draw",
         "--query-compute-apps=pid",
     )
-    with ThreadPoolExecutor() as pool:  # each takes a third of a second
+    with ThreadPoolExecutor() as pool:  # each call takes a third of a second
         state, processes = pool.map(asked, queries)
     if not state:
         return {}
@@ -53,14 +53,14 @@ def seen() -> dict[str, Any]:
 
 
 def free_gb() -> float:
-    """Return the memory that is free, less a tenth; no end of it where there is no card."""
+    """Return 90 % of the free memory; infinite without a GPU."""
     state = asked("--query-gpu=memory.free")
     free = number(state[0][0]) if state else None
     return math.inf if free is None else 0.9 * free / 1000 * 1.048576
 
 
 def once_quiet(patience: float) -> dict[str, Any]:
-    """Return the state of a card that no program of ours uses; a program's end may take a moment."""
+    """Return the GPU's state once it is unused; a process may take a moment to end."""
     end = time.monotonic() + patience
     while True:
         state = seen()
@@ -70,17 +70,17 @@ def once_quiet(patience: float) -> dict[str, Any]:
 
 
 def unquiet(state: dict[str, Any], own: int = 0) -> str:
-    """Return who has the card beside ``own`` processes of ours, or nothing."""
+    """Describe the use of the GPU by others than ``own`` processes of this run, or return ""."""
     others = state.get("processes", 0) - own
     if others > 0:
         return f"{others} other process{'es' if others > 1 else ''}"
     if not own and (state.get("memory_used_gb") or 0) > QUIET_GB:
-        return f"{state['memory_used_gb']} GB taken"
+        return f"{state['memory_used_gb']} GB used"
     return ""
 
 
 def copying_speed() -> float | None:
-    """Return the TB a second that the card reads and writes as it copies; None without card or room."""
+    """Return the copy bandwidth (read and write) in TB/s; None without a GPU or free memory."""
     import torch
 
     if not torch.cuda.is_available():
@@ -98,11 +98,12 @@ def copying_speed() -> float | None:
         target.copy_(source)
     end.record()
     torch.cuda.synchronize()
-    return round(20 * 2 * source.nbytes / (begin.elapsed_time(end) * 1e9), 3)
+    milliseconds: float = begin.elapsed_time(end)
+    return round(20 * 2 * source.nbytes / (milliseconds * 1e9), 3)
 
 
 def disturbances(card: dict[str, Any], fastest: float | None) -> list[str]:
-    """Return what spoke against a quiet card before, in and after a program."""
+    """Return signs of other work on the GPU before, during and after a program."""
     found = []
     for when, own in (("before", 0), ("begin", 1), ("end", 1), ("after", 0)):
         state = card.get(when) or {}
@@ -110,5 +111,5 @@ def disturbances(card: dict[str, Any], fastest: float | None) -> list[str]:
             found.append(f"{when}: {reason}")
         speed = state.get("copies_tb_s")
         if speed is not None and fastest is not None and speed < SLOWER * fastest:
-            found.append(f"{when}: copies at {speed:.2f} TB/s, at {fastest:.2f} at other times")
+            found.append(f"{when}: copy bandwidth {speed:.2f} TB/s, up to {fastest:.2f} at other times")
     return found

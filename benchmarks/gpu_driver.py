@@ -1,12 +1,12 @@
-"""What the driver adds to the bare map on a GPU: time, operator calls and kernels of an iteration.
+"""Overhead of the search loop over the bare map on a GPU: time, operator calls and kernels per iteration.
 
     python benchmarks/gpu_driver.py [--models llama_130m mamba2_130m] [--iterations 8] [--compile] [--graphs]
 
-The map is the one of the zoo's 130M models on random weights at 8 × 2048 tokens, bfloat16 autocast, iterated
-a fixed number of times (tolerance 0) by a loop over ``f`` and by ``Search`` with Picard, for whole rows and
-for tokens, with the statistics of its ``Solution`` and the residual of every call (``trace``). They run in
-turn; medians are compared. Operator calls are those that PyTorch dispatches between two calls of the map (a
-kernel of Triton is none); kernels and copies are counted by the profiler.
+The map is that of the zoo's 130M models with random weights at 8 × 2048 tokens, bfloat16 autocast, iterated a
+fixed number of times (tolerance 0) by a loop over ``f`` and by ``Search`` with Picard, for both scopes, with
+the statistics of its ``Solution`` and the residual of every call (``trace``). They run in turn; medians are
+compared. Operator calls are those that PyTorch dispatches between two calls of the map (Triton kernels are
+not counted); the profiler counts kernels and copies.
 """
 
 from __future__ import annotations
@@ -18,19 +18,24 @@ from typing import Any
 import torch
 from on_device import alternately, bfloat16, device, keep, model_of, parser, synchronize
 from torch import Tensor
+from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import implicit_blocks as ib
 from implicit_blocks.models.backbone import BoundMap
 
-MODES = {"launched": {}, "graphs": {"graphs": True}, "compiled+graphs": {"compiled": True, "graphs": True}}
+MODES: dict[str, dict[str, Any]] = {
+    "launched": {},
+    "graphs": {"graphs": True},
+    "compiled+graphs": {"compiled": True, "graphs": True},
+}
 
 
 class OperatorCalls(TorchDispatchMode):
-    """Counts the operators called after each call of a map, until its next."""
+    """Counts the operators called between two calls of a map."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no types for it
         self.counts: list[int] = []
         self._inside = False
 
@@ -40,7 +45,7 @@ class OperatorCalls(TorchDispatchMode):
         return function(*arguments, **(keywords or {}))
 
     def around(self, f: BoundMap) -> Callable[[Tensor], Tensor]:
-        """Return the map, counted around."""
+        """Return the map with counting around it."""
 
         def counted(z: Tensor) -> Tensor:
             self._inside = True
@@ -106,17 +111,18 @@ def measure(name: str, mode: str, arguments: argparse.Namespace) -> dict[str, An
 
 
 def operator_calls(f: BoundMap, start: Tensor, search: ib.Search) -> int:
-    """Return the most operators that an iteration of a search calls, besides the map's own.
+    """Return the maximum number of operators that an iteration of a search calls besides the map's own.
 
-    The last iteration's are left out: the report is made after it.
+    The last iteration is excluded, because the report follows it.
     """
-    with OperatorCalls() as calls:
+    calls = OperatorCalls()
+    with calls:
         search(calls.around(f), start)
     return max(calls.counts[:-1])
 
 
 def launched(run: Callable[[], Any]) -> int | None:
-    """Return how many kernels and copies a call gives the GPU; None where there is none."""
+    """Return the number of kernels and copies launched by a call; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     run()
@@ -124,7 +130,7 @@ def launched(run: Callable[[], Any]) -> int | None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         synchronize()
-    return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    return sum(bool(event.device_type == DeviceType.CUDA) for event in profile.events())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""A program of gpu.py in its process: imports first, waits for its turn, looks at the card before and after.
+"""The process of a program of gpu.py: imports, waits for its turn, records the GPU's state before and after.
 
-    python benchmarks/gpu_program.py CARD.json PROGRAM.py [what the program takes …]
+    python benchmarks/gpu_program.py CARD.json PROGRAM.py [options of the program …]
 
-The turn is a line on standard input. What is seen of the card goes to CARD.json. With PREPARING in the
-environment it fills the compilers' caches, times nothing, and takes no more than PREPARING_GB of the card.
+The turn starts with a line on standard input. The state of the GPU is written to CARD.json. With PREPARING in
+the environment it fills the compilers' caches without timing, and uses at most PREPARING_GB of GPU memory.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ import gpu_card
 
 
 def look(card: dict[str, Any], when: str, path: Path) -> None:
-    """Write down the state of the card, this process on it."""
-    if not os.environ.get("PREPARING"):  # others are at work then
+    """Record the state of the GPU, with this process on it."""
+    if not os.environ.get("PREPARING"):  # other programs run at the same time
         speed = gpu_card.copying_speed()
         card[when] = gpu_card.seen() | {"copies_tb_s": speed}
     path.write_text(json.dumps(card), encoding="utf-8")
 
 
 def compile_only(begin_at: float) -> None:
-    """Have Triton compile all variants of the kernels that it tunes, and time none.
+    """Make Triton compile all variants of autotuned kernels without timing them.
 
-    Processes that begin with other variants, at other parts of the list, need a fraction of the time: the
-    cache of compiled kernels is theirs together.
+    Processes that start at different positions of the list of variants need a fraction of the time, because
+    they share the cache of compiled kernels.
     """
     import triton.testing
     from triton.runtime.autotuner import Autotuner
@@ -55,11 +55,11 @@ def compile_only(begin_at: float) -> None:
 
 
 def keep_no_choices() -> None:
-    """Let the compiler keep no choice among a kernel's variants: what is fastest beside others misleads.
+    """Prevent the compiler from saving its choice of kernel variants: timings beside other programs mislead.
 
-    The choosing goes on and its result isn't written. Told not to keep them at all, the compiler writes that
-    into the code it generates, and who takes the code from the cache keeps none either: what is compiled once
-    more, while it is recorded, must find the choice made and not try.
+    Variants are still chosen, but the result is not written. The compiler's own option against saving is
+    written into generated code, so that users of cached code would not save choices either: code that is
+    compiled again during capture must find a choice and must not benchmark.
     """
     from torch._inductor.runtime.autotune_cache import AutotuneCache
 
@@ -67,7 +67,7 @@ def keep_no_choices() -> None:
 
 
 def hold_back(gigabytes: float) -> None:
-    """Take no more of the card's memory than that: PyTorch gives back what it keeps, or fails."""
+    """Limit the GPU memory: PyTorch frees its cache or raises an error."""
     import torch
 
     if torch.cuda.is_available():
@@ -76,25 +76,25 @@ def hold_back(gigabytes: float) -> None:
 
 
 def end_with(parent: int) -> None:
-    """End this process with the one that started it, so that none outlives a run that is killed."""
+    """End this process with its parent, so that none outlives a killed run."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
 
 
 def import_first(program: str) -> None:
-    """Import what takes seconds and no GPU; without one there is nothing of that to load."""
+    """Import slow modules that need no GPU; without a GPU there are none."""
     import torch
     import torch._dynamo
     import torch._inductor.compile_fx
 
-    import implicit_blocks.models.implicit  # noqa: F401  # for its own sake, as the next one
+    import implicit_blocks.models.implicit  # noqa: F401  # for its side effect, as the next
     from implicit_blocks.ops import accelerated
 
     if Path(program).stem == "gpu_zoo":
         import trainer.run.build  # noqa: F401
 
-        accelerated.report()  # a run notes the versions of all packages, and loads them for it
+        accelerated.report()  # a run records the versions of all packages, which loads them
     elif torch.cuda.is_available():
         for package in ("triton", "mamba-ssm", "causal-conv1d"):
             accelerated.load(accelerated.PACKAGES[package])
@@ -106,17 +106,17 @@ def main() -> None:
     began = time.monotonic()
     preparing = os.environ.get("PREPARING")
     if not preparing and hasattr(os, "nice"):
-        os.nice(10)  # those that prepare go first; in its turn it is alone
+        os.nice(10)  # preparing processes have priority
     threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     path, program = Path(sys.argv[1]), sys.argv[2]
     sys.argv = sys.argv[2:]
     import_first(program)
     card: dict[str, Any] = {"imports_s": round(time.monotonic() - began, 1)}
     if not sys.stdin.readline():
-        return  # there will be no turn
+        return  # no turn follows
     if preparing:
         hold_back(float(os.environ["PREPARING_GB"]))
-        with contextlib.suppress(ImportError):  # without a GPU there is no Triton
+        with contextlib.suppress(ImportError):  # Triton may be missing without a GPU
             compile_only(float(preparing))
     look(card, "begin", path)
     began = time.monotonic()
@@ -127,7 +127,7 @@ def main() -> None:
         look(card, "end", path)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # taking graphs and modules apart takes seconds, and the next one waits for them
+    os._exit(0)  # destroying graphs and modules takes seconds, for which the next program would wait
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""Run the tests that need a GPU, and keep what came of each: passed, failed or skipped, when and on what.
+"""Run the tests that need a GPU, and record the outcome of each: passed, failed or skipped, when and where.
 
-    python benchmarks/gpu_tests.py [--processes 8] [--output gpu_tests] [--anew] [what pytest takes …]
+    python benchmarks/gpu_tests.py [--processes 8] [--output gpu_tests] [--anew] [pytest arguments …]
 
-Without further words these are all tests marked ``gpu``, as ``make test-gpu`` runs them. First come those
-of which nothing is known, then those that failed, long ones early. ``results/NAME.json`` holds the last
-outcome of each test with the run that it is of, the seconds, and why it failed or was skipped. It is
-written again and again, so that a run that is cut off (``"complete": false``) leaves what it knew. Tests
-that a run did not reach keep what is known of them, and ``"unseen"`` names those of which nothing is. With
-``--anew`` all that was known is forgotten but how long tests take, so that what is kept is of one run.
+By default these are all tests marked ``gpu``, as ``make test-gpu`` runs them. Tests without a recorded
+outcome run first, then failed ones; long ones start early. ``results/NAME.json`` contains the last outcome of
+each test with its run, its duration, and the reason of a failure or skip. The file is written repeatedly, so
+that an interrupted run (``"complete": false``) keeps its results. Tests that a run did not reach keep their
+previous outcome; ``"unseen"`` lists tests without any. ``--anew`` discards previous outcomes except for
+durations, so that all results belong to one run.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from report import RESULTS, machine
 
 ROOT = Path(__file__).resolve().parents[1]
 OUTCOMES = ("passed", "failed", "skipped")
-EVERY = 5  # seconds between two writings
-KNOWN = "GPU_TESTS_KNOWN"  # an environment variable: the file with what was known before, for each process
+EVERY = 5  # seconds between writes
+KNOWN = "GPU_TESTS_KNOWN"  # environment variable: the file of previous outcomes, for each process
 
 
 class Recorder:
-    """Keeps reports as they come, from whatever process, beside what is known of other tests.
+    """Records reports from all processes, together with previous outcomes of other tests.
 
     Args:
-        path: where it is kept.
-        command: what runs.
-        whole: whether the run is of whole files, so that their other tests are no more.
-        everything: whether it is of all files, so that tests of others are no more.
-        anew: whether outcomes that are known are forgotten.
+        path: the output file.
+        command: the command of this run.
+        whole: whether the run includes whole files, so that other recorded tests of them no longer exist.
+        everything: whether it includes all files, so that other recorded tests no longer exist.
+        anew: whether previous outcomes are discarded.
 
     """
 
@@ -58,21 +58,21 @@ class Recorder:
         described = machine()
         self.run: str = described["date"]
         self._runs[self.run] = {"command": command, "machine": described}
-        self._ran: dict[str, dict[str, Any]] = {}  # by this run
+        self._ran: dict[str, dict[str, Any]] = {}  # in this run
         self._collected: list[str] = []
         self._began = self._written = time.monotonic()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Take the names of all tests, where one process runs them."""
+        """Record the names of all tests, in a run with one process."""
         self._collected = [item.nodeid for item in session.items] or self._collected
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
-        """Take the names of all tests, where several do."""
+        """Record the names of all tests, in a run with several processes."""
         self._collected = list(ids)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Take a report; a failure is printed at once."""
+        """Record a report, and print a failure immediately."""
         ran = self._ran.setdefault(report.nodeid, {"outcome": None, "seconds": 0.0, "run": self.run})
         ran["seconds"] = round(ran["seconds"] + report.duration, 1)
         if report.failed:
@@ -80,11 +80,11 @@ class Recorder:
             messages = [line for line in text.splitlines() if line.startswith("E ")] or text.splitlines()
             messages = (
                 messages if len(messages) <= 24 else [*messages[:12], "…", *messages[-12:]]
-            )  # long ones begin with the reason
+            )  # long messages start with the reason
             ran["outcome"] = "failed"
             log_lines = str(getattr(report, "caplog", "")).splitlines()[
                 -8:
-            ]  # such as why something wasn't recorded
+            ]  # such as the reason why a graph was not captured
             messages += [line[:300] for line in log_lines]
             ran["why"] = without_places(f"[{report.when}] " + "\n".join(messages)[:2000])
             print("\n".join(["", f"FAILED {report.nodeid} [{report.when}]", *messages]), flush=True)
@@ -93,13 +93,13 @@ class Recorder:
             ran |= {"outcome": "skipped", "why": why.removeprefix("Skipped: ")}
         elif report.when == "call" and ran["outcome"] is None:
             ran["outcome"] = "passed"
-        if ran["outcome"] is not None:  # set-up may have taken long: a test that runs has none yet
+        if ran["outcome"] is not None:  # None after a long set-up, while the test runs
             self.tests[report.nodeid] = ran
         if time.monotonic() - self._written > EVERY:
             self.write(complete=False)
 
     def write(self, *, complete: bool) -> dict[str, Any]:
-        """Write down what is known so far, ``complete`` if every test that was to run has."""
+        """Write the results so far; ``complete`` if all selected tests have run."""
         self._written = time.monotonic()
         files_collected = {name.partition("::")[0] for name in self._collected}
         self.tests = {
@@ -145,17 +145,16 @@ class Recorder:
 
 
 def counts(tests: Any) -> dict[str, int]:
-    """Return how many of the tests came to what."""
+    """Return the number of tests by outcome."""
     found = Counter(test["outcome"] for test in tests)
     return {outcome: found[outcome] for outcome in OUTCOMES}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests of which nothing is known first, then those that failed; a hook of each process.
+    """Order tests: first those without an outcome, then failed ones; a hook of each process.
 
-    Of those the longest and the shortest by turns, as far as is known how long they take: long ones begin
-    early, and what a process holds back until it is through with one (two tests at least are its own) is
-    short.
+    Within each group, alternate the longest and the shortest known durations: long tests start early, and the
+    tests that a process has queued behind one (at least two are its own) are short.
     """
     if not (path := os.environ.get(KNOWN)):
         return
@@ -169,19 +168,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def by_turns(longest_first: list[pytest.Item]) -> list[pytest.Item]:
-    """Return the first, the last, the second, the last but one and so on."""
+    """Return the first, the last, the second, the second to last, and so on."""
     half = (len(longest_first) + 1) // 2
     pairs = zip_longest(longest_first[:half], reversed(longest_first[half:]))
     return [item for pair in pairs for item in pair if item is not None]
 
 
 def without_places(text: str) -> str:
-    """Return a text in which files are named from the repository's or the packages' folder on."""
+    """Return a text with file names relative to the repository or the site packages."""
     return re.sub(r'"[^"\n]*/site-packages/', '"', text.replace(f"{ROOT}/", ""))
 
 
 def files_with_the_mark() -> list[str]:
-    """Return the test files that have tests marked ``gpu``: each process would import all the others too."""
+    """Return the test files with tests marked ``gpu``, so that processes import no others."""
     found = (path for folder in ("tests", "plugins") for path in (ROOT / folder).rglob("test_*.py"))
     return sorted(
         str(path.relative_to(ROOT)) for path in found if "mark.gpu" in path.read_text(encoding="utf-8")
@@ -190,9 +189,9 @@ def files_with_the_mark() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--processes", type=int, default=1, help="at once, on one card")
-    parser.add_argument("--output", default="gpu_tests", help="in results, or a path without .json")
-    parser.add_argument("--anew", action="store_true", help="forget outcomes of earlier runs")
+    parser.add_argument("--processes", type=int, default=1, help="parallel processes on one GPU")
+    parser.add_argument("--output", default="gpu_tests", help="name in results, or a path without .json")
+    parser.add_argument("--anew", action="store_true", help="discard outcomes of earlier runs")
     arguments, others = parser.parse_known_args()
     given = [word for word in sys.argv[1:] if word not in ("--output", arguments.output)]
     command = " ".join(["python benchmarks/gpu_tests.py", *given])
@@ -203,15 +202,15 @@ def main() -> int:
     recorder = Recorder(path, command, whole=whole, everything=whole and not given, anew=arguments.anew)
     together = (
         ["-n", str(arguments.processes), "--maxschedchunk", "1"] if arguments.processes > 1 else []
-    )  # in their order: none waits behind another that takes long
+    )  # in order, so that no test waits behind a long one
     with tempfile.TemporaryDirectory() as folder:
-        # What one process has compiled and tuned, the others take; none of it is for anything but tests.
+        # The processes share compiled and tuned kernels, which are used only for tests.
         os.environ.setdefault("TRITON_CACHE_DIR", folder)
         os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         known = (
             Path(folder) / "known.json"
-        )  # does not change meanwhile: each process must find the same order
+        )  # constant during the run: each process must compute the same order
         outcomes = {name: test["outcome"] for name, test in recorder.tests.items()}
         known.write_text(json.dumps({"outcomes": outcomes, "seconds": recorder.seconds}), "utf-8")
         os.environ[KNOWN] = str(known)
@@ -227,8 +226,8 @@ def main() -> int:
     for name, of in result["files"].items():
         print(f"{name}: " + ", ".join(f"{number} {what}" for what, number in of.items()))
     ran = result["runs"][recorder.run]
-    print("this run:", ran["in_all"], "" if complete else "(cut off)", f"{ran['wall_seconds']:.0f} s")
-    print("all that is known:", result["in_all"], f"{len(result['unseen'])} unseen")
+    print("this run:", ran["in_all"], "" if complete else "(interrupted)", f"{ran['wall_seconds']:.0f} s")
+    print("all recorded:", result["in_all"], f"{len(result['unseen'])} unseen")
     return int(code)
 
 

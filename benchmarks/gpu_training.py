@@ -1,15 +1,15 @@
-"""Training throughput on one GPU: tokens a second, peak memory and iterations for models of the zoo.
+"""Training throughput on one GPU: tokens per second, peak memory and iterations for models of the zoo.
 
     python benchmarks/gpu_training.py [--works llama_130m_bounded …] [--compile] [--graphs] [--as-published]
 
-A *work* is a zoo model with a batch: those of ``gpu_works.py``, the shapes that the published
-implementation was timed at on an H100 (its figures stand beside ours). Synthetic tokens; bfloat16 autocast,
-float32 masters, fused AdamW. The time is that of whole steps (forward, backward, clipping, optimizer), the
-median of ``--steps`` after warming up, by CUDA events. Model FLOPs are counted by
-``implicit_blocks.specs.counting`` from the iterations taken. ``--as-published`` takes the iterations that the
-published one took, whatever the residual. A row also says how often the compiler left a function in pieces
-(``graph_breaks``) and how often a step made the host wait for the device unasked (``waits``, by
-``torch.cuda.set_sync_debug_mode``), and how long building, compiling and warming up took (``ready_s``).
+A *work* is a zoo model with a batch (see ``gpu_works.py``): the shapes at which the published implementation
+was timed on an H100. Synthetic tokens; bfloat16 autocast, float32 master weights, fused AdamW. The time is
+that of whole steps (forward, backward, clipping, optimizer): the median of ``--steps`` after warm-up, by CUDA
+events. Model FLOPs are computed by ``implicit_blocks.specs.counting`` from the iterations taken.
+``--as-published`` takes the iterations of the published implementation, regardless of the residual. A row
+also contains the number of graph breaks of the compiler (``graph_breaks``), the number of implicit
+synchronizations per step (``waits``, by ``torch.cuda.set_sync_debug_mode``), and the duration of building,
+compiling and warm-up (``ready_s``).
 """
 
 from __future__ import annotations
@@ -47,21 +47,25 @@ def main() -> None:
     options.add_argument("--works", nargs="+", default=list(WORKS), choices=list(WORKS), metavar="WORK")
     options.add_argument("--steps", type=int, default=8)
     options.add_argument("--compile", action="store_true", help="compile the map")
-    options.add_argument("--graphs", action="store_true", help="record the map as CUDA graphs")
-    options.add_argument("--warm-up", type=int, default=12, help="steps before those that are timed")
-    options.add_argument("--fixed", type=int, default=None, help="so many iterations, whatever the residual")
-    options.add_argument("--as-published", action="store_true", help="as many as the published one took")
+    options.add_argument("--graphs", action="store_true", help="capture the map in CUDA graphs")
+    options.add_argument("--warm-up", type=int, default=12, help="untimed steps")
+    options.add_argument(
+        "--fixed", type=int, default=None, help="fixed number of iterations, regardless of the residual"
+    )
+    options.add_argument(
+        "--as-published", action="store_true", help="iterations of the published implementation"
+    )
     options.add_argument("--output", default="gpu_training", help="name of the file in results")
     arguments = options.parse_args()
     rows = []
     for work in arguments.works:
-        torch.compiler.reset()  # the works share the layers' code, and its cache holds eight shapes
+        torch.compiler.reset()  # works share the layers' code, whose cache has eight entries
         try:
             rows.append(measure(work, arguments))
         except (RuntimeError, torch.OutOfMemoryError):
             rows.append({"work": work, "failed": traceback.format_exc(limit=3)})
         print(rows[-1], flush=True)
-        keep(rows, arguments)  # each time: a process that is ended keeps what it has
+        keep(rows, arguments)  # after each row, so that a killed process keeps its results
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -99,6 +103,8 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         out.loss.backward()
         return out
 
+    out: Any = None
+
     def step() -> None:
         nonlocal out
         out = forward_and_backward()
@@ -106,7 +112,6 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
 
-    out: Any = None
     for _ in range(arguments.warm_up):
         step()
     synchronize()
@@ -131,7 +136,9 @@ def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "published_iterations": work.iterations,
         "gflop_a_token": None if flops is None else round(flops / 1e9, 3),
         "share_of_card": None if flops is None else round(rate * flops / CARD, 6),
-        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1) if on_gpu else None,  # without graphs'
+        "peak_gb": round(torch.cuda.max_memory_allocated() / 1e9, 1)
+        if on_gpu
+        else None,  # without the memory of graphs
         "reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 1) if on_gpu else None,
         "published_peak_gb": work.peak_gb,
         "graph_breaks": graph_breaks() - before if arguments.compile else None,

@@ -1,4 +1,4 @@
-"""What was published with figures of an H100: models of the zoo and their batches. Imports no torch."""
+"""Models of the zoo and batches with published figures of an H100. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""The trainer's own steps on one GPU: specs of the zoo in both phases, tokens a second and memory.
+"""The trainer's own steps on one GPU: specs of the zoo in both phases, tokens per second and memory.
 
     python benchmarks/gpu_zoo.py [--specs llama_130m …] [--steps 8] [--json FILE]
 
-Each spec is trained as ``python -m trainer --spec NAME training.compile_layers=true
-training.cuda_graphs=true`` would train it, at its own batch on one GPU, length 2048, tolerance and
-iterations, for a few steps of its bounded and as many of its free phase, on random tokens; at 1.3B the free
-phase's steps are checkpointed. The weights are drawn on the GPU, since a CPU takes longer for them than the
-steps take, and nothing is saved or evaluated. Tokens a second are medians of the steps after a phase's
-first ones (``--warm-up``), by the trainer's own clock, which waits for the loss; memory is the most that a
-step of the phase has held, and of that what tensors took. On random tokens searches end early, so speeds
-beside the published ones are not at equal iterations: those are `gpu_training.py`'s.
+Each spec is trained as by ``python -m trainer --spec NAME training.compile_layers=true
+training.cuda_graphs=true``, at its own batch for one GPU, length 2048, tolerance and iterations, for a few
+steps of its bounded phase and as many of its free phase, on random tokens; at 1.3B the free phase uses
+activation checkpointing. The weights are drawn on the GPU, because a CPU would take longer than the steps,
+and nothing is saved or evaluated. Tokens per second are medians of the steps after the first ones of a phase
+(``--warm-up``), by the trainer's own clock, which waits for the loss; memory is the maximum reserved in a
+step of the phase, and the part allocated for tensors. On random tokens searches end early, so these speeds
+and the published ones are not at equal iterations; for those see `gpu_training.py`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ SPECS = ("llama_1.3b", "mamba2_1.3b", "llama_130m", "mamba2_130m")
 
 
 class EnoughError(BaseException):
-    """Ends a run without a checkpoint of 16 GB: no mistake, so that nobody handles it."""
+    """Ends a run without saving a 16 GB checkpoint; a BaseException, so that no handler catches it."""
 
 
 class Watch(Display):
-    """Collects the rows of a run's metrics, tells of each, and ends the run after so many."""
+    """Collects the rows of a run's metrics, reports each, and ends the run after ``steps`` rows."""
 
     def __init__(self, steps: int, tell: Callable[[list[Mapping[str, Any]]], Any]) -> None:
         self.rows: list[Mapping[str, Any]] = []
@@ -53,7 +53,7 @@ class Watch(Display):
         self._tell = tell
 
     def step(self, row: Mapping[str, Any]) -> None:
-        """Keep a step's row."""
+        """Record a step's row."""
         self.rows.append(row)
         self._tell(self.rows)
         if len(self.rows) == self._steps:
@@ -63,8 +63,8 @@ class Watch(Display):
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--specs", nargs="+", default=list(SPECS), choices=SPECS, metavar="NAME")
-    options.add_argument("--steps", type=int, default=8, help="of each phase")
-    options.add_argument("--warm-up", type=int, default=4, help="steps of a phase that aren't counted")
+    options.add_argument("--steps", type=int, default=8, help="steps per phase")
+    options.add_argument("--warm-up", type=int, default=4, help="uncounted first steps of a phase")
     arguments = options.parse_args()
     rows: list[dict[str, Any]] = []
     for name in arguments.specs:
@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def measure(name: str, before: list[dict[str, Any]], arguments: Any) -> list[dict[str, Any]]:
-    """Return the rows so far and those of a spec's phases; a process that is ended keeps what it has."""
+    """Return the previous rows and those of a spec's phases, writing them after each step."""
     with tempfile.TemporaryDirectory() as folder:
         spec = spec_of(name, Path(folder), arguments)
 
@@ -100,7 +100,7 @@ def measure(name: str, before: list[dict[str, Any]], arguments: Any) -> list[dic
 
 
 def spec_of(name: str, folder: Path, arguments: Any) -> RunSpec:
-    """Return the zoo's spec for few steps on random tokens, compiled and recorded on a GPU."""
+    """Return the zoo's spec for few steps on random tokens, compiled and captured on a GPU."""
     loaded = load_spec(name)
     assert isinstance(loaded, RunSpec)
     rows, length = loaded.training.micro_batch_size, loaded.data.seq_len
@@ -109,7 +109,7 @@ def spec_of(name: str, folder: Path, arguments: Any) -> RunSpec:
     fast = str(torch.cuda.is_available()).lower()
     settings = [
         "training.max_tokens=null",
-        f"training.max_steps={2 * arguments.steps + 1}",  # one more, so that the last one isn't the run's end
+        f"training.max_steps={2 * arguments.steps + 1}",  # the last one ends the run
         f"phases.0.until={arguments.steps}",
         f"training.batch_size={rows}",
         f"training.micro_batch_size={rows}",
@@ -129,7 +129,7 @@ def spec_of(name: str, folder: Path, arguments: Any) -> RunSpec:
         settings += ["phases.1.training.checkpoint_activations=steps"]
     spec = load_spec(name, settings)
     assert isinstance(spec, RunSpec)
-    model = smaller(spec.model) if arguments.tiny else spec.model
+    model: Any = smaller(spec.model) if arguments.tiny else spec.model
     if arguments.layers is not None:
         model = model.model_copy(update={"n_layers": min(arguments.layers, model.n_layers)})
     tokens = (2 * arguments.steps + 4) * rows * (length + 1)
@@ -139,7 +139,7 @@ def spec_of(name: str, folder: Path, arguments: Any) -> RunSpec:
 
 
 def train(spec: RunSpec, watch: Watch, folder: Path) -> None:
-    """Train until the watch has seen enough."""
+    """Train until the watch ends the run."""
     with drawn_on_the_device(spec):
         run = build(spec, name="gpu_zoo", output=folder / "run", display=watch)
     if torch.cuda.is_available():
@@ -150,7 +150,7 @@ def train(spec: RunSpec, watch: Watch, folder: Path) -> None:
 
 @contextlib.contextmanager
 def drawn_on_the_device(spec: RunSpec) -> Iterator[None]:
-    """Have the model's weights drawn where it will be, other numbers than a CPU would draw."""
+    """Draw the model's weights on the device; the values differ from those drawn on a CPU."""
     plain = registry.build
 
     def built(part: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -166,7 +166,7 @@ def drawn_on_the_device(spec: RunSpec) -> Iterator[None]:
 def phase_row(
     name: str, phase: str, spec: RunSpec, steps: list[Mapping[str, Any]], warm_up: int, why: str
 ) -> dict[str, Any]:
-    """Return what a phase's steps came to, or why there are too few of them."""
+    """Return the figures of a phase, or why there are too few steps."""
     rows = [row for row in steps if row["phase"] == phase][warm_up:]
     if not rows:
         return {"spec": name, "phase": phase, "failed": why or "too few steps"}
@@ -180,7 +180,8 @@ def phase_row(
 
     published = WORKS.get(f"{name}_{phase}")  # the same work by gpu_training.py
     found = next(each for each in spec.phase_specs() if each.name == phase)
-    gradient, stopping = found.model.gradient, found.model.stopping
+    model: Any = found.model
+    gradient, stopping = model.gradient, model.stopping
     return {
         "spec": name,
         "phase": phase,

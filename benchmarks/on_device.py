@@ -1,6 +1,6 @@
-"""What the programs that measure on a GPU share: the device, its clock, models, and what a row reports.
+"""Helpers of the GPU benchmarks: device, timing, models, and rows of results.
 
-Without a GPU everything runs on the CPU, at the sizes of ``--tiny``: to try the programs, not to measure.
+Without a GPU everything runs on the CPU with the sizes of ``--tiny``: to test the programs, not to measure.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ from torch._dynamo.utils import counters
 
 import implicit_blocks as ib
 
-CARD = 770e12  # bfloat16 matrix products of an H100, measured, operations a second: what shares are of
+CARD = 770e12  # measured FLOP/s of bfloat16 matrix products on an H100, the reference of shares
 
 
 def device() -> torch.device:
-    """Return the GPU, or the CPU where there is none."""
+    """Return the GPU, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser of the options that all programs have."""
+    """Return a parser with the options of all programs."""
     made = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     made.add_argument("--json", type=Path, default=None, help="write the rows to this file")
-    made.add_argument("--tiny", action="store_true", help="small models and batches: to try the program")
-    made.add_argument("--layers", type=int, default=None, help="so many only: to fill the compilers' caches")
+    made.add_argument("--tiny", action="store_true", help="small models and batches, to test the program")
+    made.add_argument(
+        "--layers", type=int, default=None, help="maximum number of layers, to fill the compilers' caches"
+    )
     return made
 
 
 def keep(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
-    """Write the rows where ``--json`` says, with what they were measured on."""
+    """Write the rows and the machine to the file of ``--json``."""
     if arguments.json is not None:
         given = {name: value for name, value in vars(arguments).items() if name != "json"}
         text = json.dumps({"machine": machine(), "arguments": given, "rows": rows}, indent=1, default=str)
@@ -53,7 +55,7 @@ def synchronize() -> None:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Return how long a call takes on the device's clock, or the host's where there is no GPU."""
+    """Return the duration of a call by the clock of the GPU, or of the host without a GPU."""
     if not torch.cuda.is_available():
         began = time.perf_counter()
         run()
@@ -64,11 +66,12 @@ def seconds(run: Callable[[], Any]) -> float:
     run()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1000
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / 1000
 
 
 def alternately(runs: dict[str, Callable[[], Any]], *, repeats: int, warm_up: int) -> dict[str, float]:
-    """Time calls in turn, so that what the card does meanwhile strikes all alike; return the medians."""
+    """Time calls in turn, so that disturbances affect all equally; return the medians."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     for repeat in range(repeats + warm_up):
         for name, run in runs.items():
@@ -85,8 +88,8 @@ def bfloat16() -> Iterator[None]:
         yield
 
 
-def smaller(spec: ib.ImplicitLMSpec) -> ib.ImplicitLMSpec:
-    """Return a spec of the same kinds at a size for trying."""
+def smaller(spec: Any) -> Any:
+    """Return a small spec of the same kinds."""
     tree = spec.model_dump()
     tree |= {"vocab_size": 61, "d_model": 32, "n_layers": 2}
     kind = tree["mixer"]["kind"]
@@ -100,15 +103,15 @@ def model_of(
     name: str, *, tiny: bool = False, layers: int | None = None, changes: dict[str, Any] | None = None,
     compiled: bool = False, graphs: bool = False,
 ) -> Any:  # fmt: skip
-    """Build a model of the zoo on the device, seed 0, in training mode; compiled on a GPU alone."""
-    spec = ib.load_spec(name).model
+    """Build a model of the zoo on the device, seed 0, in training mode; compiled only on a GPU."""
+    spec: Any = ib.load_spec(name).model
     spec = smaller(spec) if tiny else spec
     fewer = {} if layers is None else {"n_layers": min(layers, spec.n_layers)}
     spec = spec.model_copy(update=(changes or {}) | fewer)
     torch.manual_seed(0)
     with device():
         model = ib.build(spec).train()
-    if compiled and torch.cuda.is_available():  # to try a program, minutes of compiling are too many
+    if compiled and torch.cuda.is_available():  # testing a program should not take minutes of compilation
         model.compile_layers()
     if graphs:
         model.capture_graphs()
@@ -116,7 +119,7 @@ def model_of(
 
 
 def waits(run: Callable[[], Any]) -> int | None:
-    """Return how often a call makes the host wait for the device unasked; None where there is no GPU."""
+    """Return the number of implicit synchronizations of a call; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.set_sync_debug_mode("warn")
@@ -130,5 +133,5 @@ def waits(run: Callable[[], Any]) -> int | None:
 
 
 def graph_breaks() -> int:
-    """Return how often the compiler has left a function in pieces since the process began."""
+    """Return the number of graph breaks since the process started."""
     return sum(counters["graph_break"].values())

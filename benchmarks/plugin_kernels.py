@@ -1,8 +1,8 @@
-"""Times the plugins' mixers with flash-linear-attention's kernels beside their plain scans; on a GPU.
+"""Time of the plugins' mixers with flash-linear-attention's kernels and with plain scans, on a GPU.
 
     python benchmarks/plugin_kernels.py
 
-One layer, bfloat16 autocast, no search. The kernels tune themselves in the first calls, which takes minutes.
+One layer, bfloat16 autocast, no search. The first calls tune the kernels, which takes minutes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SETTINGS = {
 
 
 def milliseconds(call: Callable[[], object], *, rounds: int) -> tuple[float, float]:
-    """Return the time of a call and the peak of memory, in GB."""
+    """Return the time of a call and the peak memory in GB."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -49,7 +49,8 @@ def measure(spec: MixerSpec, *, rows: int, length: int, d_model: int, rounds: in
 
     def forward() -> torch.Tensor:
         with torch.autocast("cuda", torch.bfloat16):
-            return mixer(z, u, start.layers[0], context)
+            y: torch.Tensor = mixer(z, u, start.layers[0], context)
+            return y
 
     with torch.no_grad():
         alone = milliseconds(forward, rounds=rounds)
@@ -64,7 +65,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        parser.error("there is no CUDA device to time kernels on")
+        parser.error("this benchmark requires a CUDA GPU")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     print("| mixer | backend | forward ms | GB | forward and backward ms | GB |\n|---|---|---|---|---|---|")
     for kind, settings in SETTINGS.items():

@@ -1,4 +1,4 @@
-"""What every benchmark writes down beside its figures: when, where, with which versions."""
+"""Metadata that every benchmark records with its figures: date, machine, versions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 RESULTS = Path(__file__).parent / "results"
-# What may do the work of the operators on a GPU, beside torch.
+# Packages that may run operators on a GPU, besides torch.
 KERNEL_PACKAGES = ("triton", "mamba_ssm", "causal_conv1d", "fla-core", "flash_attn", "xformers")
 
 
 def cpu_model() -> str:
-    """Name the processor; where a virtual machine hides its name, family and model still tell it."""
+    """Return the name of the processor, with family and model, because virtual machines may hide the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -31,7 +31,7 @@ def cpu_model() -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine, its load at this moment, and the versions."""
+    """Describe the machine, its current load, and the versions."""
     described: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "cpu": cpu_model(),

@@ -1,16 +1,16 @@
-"""Training throughput over several GPUs of a machine: tokens a second a GPU, and what is kept of one GPU's.
+"""Training throughput on several GPUs of a machine: tokens per second per GPU, and scaling efficiency.
 
     python benchmarks/scaling.py [--gpus 1 2 4 8] [--specs llama_1.3b_bounded …] [--layouts ddp fsdp]
 
-Each number of GPUs is a run of its own under torchrun, of this same file. A step is the trainer's own
-(``trainer.run.step``): forward, backward, exchange of gradients, clipping over all ranks, fused AdamW;
-synthetic tokens, ``--rows`` sequences of 2048 a GPU (4: 8192 tokens), bfloat16 autocast, float32 masters.
-Every search takes the iterations that the spec allows, (4+1), so that the work of a step is the same for all.
-The time is the median of ``--steps``, after warming up, between barriers. The efficiency is the tokens a
-second a GPU, divided by those of one GPU in the same table, which may be of another run on the same machine
-(``--beside``). The environment (``NCCL_…``) is handed on as it is. ``--profile`` adds where the time of two
-more steps went on rank 0, milliseconds a step: exchanging (``exchange_ms``), of it while nothing else ran
-(``exposed_ms``), and doing nothing (``idle_ms``).
+Each number of GPUs is a separate run of this file under torchrun. A step is the trainer's
+(``trainer.run.step``): forward, backward, gradient exchange, clipping over all ranks, fused AdamW; synthetic
+tokens, ``--rows`` sequences of 2048 per GPU (4: 8192 tokens), bfloat16 autocast, float32 master weights.
+Every search takes all iterations of the spec, (4+1), so that all steps have equal work. The time is the
+median of ``--steps`` after warm-up, between barriers. The efficiency is the tokens per second per GPU divided
+by those on one GPU in the same table, which may come from another run on the same machine (``--beside``). The
+environment (``NCCL_…``) is inherited. ``--profile`` adds a breakdown of two more steps on rank 0 in
+milliseconds per
+step: communication (``exchange_ms``), the part without overlap (``exposed_ms``), and idle time (``idle_ms``).
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from typing import Any
 
 import torch
 from report import machine, write
+from torch._C._autograd import DeviceType
 
 import implicit_blocks as ib
 from implicit_blocks import registry
@@ -47,19 +48,23 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--specs", nargs="+", default=["llama_1.3b_bounded", "mamba2_1.3b_bounded"])
     parser.add_argument("--layouts", nargs="+", default=["ddp", "fsdp"], choices=["ddp", "fsdp", "layer"])
-    parser.add_argument("--rows", type=int, default=4, help="sequences a GPU takes at once")
-    parser.add_argument("--micro-batches", type=int, default=1, help="accumulated to a step")
+    parser.add_argument("--rows", type=int, default=4, help="sequences per GPU and micro-batch")
+    parser.add_argument("--micro-batches", type=int, default=1, help="micro-batches per step")
     parser.add_argument("--length", type=int, default=LENGTH)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--compile", action="store_true", help="compile the layers")
     parser.add_argument("--graphs", action="store_true", help="capture CUDA graphs where weights are whole")
-    parser.add_argument("--late", action="store_true", help="exchange gradients after backward, to compare")
-    parser.add_argument("--profile", action="store_true", help="tell how much of the exchange is hidden")
+    parser.add_argument(
+        "--late", action="store_true", help="exchange gradients after backward, for comparison"
+    )
+    parser.add_argument(
+        "--profile", action="store_true", help="report how much of the communication overlaps"
+    )
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE", help="changes to the specs")
+    parser.add_argument("--set", nargs="*", default=[], metavar="PATH=VALUE", help="overrides of the specs")
     parser.add_argument("--output", default="scaling")
     parser.add_argument(
-        "--beside", type=Path, nargs="*", default=[], help="results whose rows join the table"
+        "--beside", type=Path, nargs="*", default=[], help="result files whose rows are added to the table"
     )
     parser.add_argument("--worker", type=Path, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -72,7 +77,7 @@ def main() -> None:
     ]
     for gpus in arguments.gpus:
         if there and gpus > there:
-            print(f"{gpus} GPUs: left out, there are {there}", flush=True)
+            print(f"{gpus} GPUs: skipped, {there} available", flush=True)
             continue
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "rows.json"
@@ -102,7 +107,7 @@ def work(arguments: argparse.Namespace) -> None:
                 row |= measure(name, layout, ranks, arguments)
             except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
                 row["failed"] = str(error).splitlines()[0]
-                if not ranks.is_single:  # the ranks are no longer in step
+                if not ranks.is_single:  # the ranks are no longer synchronized
                     raise
             rows.append(row)
             gc.collect()
@@ -121,7 +126,7 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
     run: Any = ib.load_spec(name, changes)
     spec = run.phase_specs()[0].model
     torch.manual_seed(0)
-    with ranks.device:  # the same weights on every rank, as the seed is
+    with ranks.device:  # equal weights on every rank, because the seed is equal
         model = ib.build(spec)
     if arguments.compile:
         model.compile_layers()
@@ -174,7 +179,7 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
         "tokens_per_second": round(ranks.world_size * tokens / seconds, 1),
     }
     if on_cuda:
-        row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)  # without what graphs keep
+        row["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 1)  # without the memory of graphs
         row["reserved_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 1)
     if arguments.profile and on_cuda:
         row |= profiled(step, steps=2)
@@ -182,12 +187,12 @@ def measure(name: str, layout_name: str, ranks: Any, arguments: argparse.Namespa
 
 
 def profiled(step: Callable[[], Any], *, steps: int) -> dict[str, float]:
-    """Return where the time of steps goes on this rank's GPU, milliseconds a step."""
+    """Return the breakdown of steps on this rank's GPU in milliseconds per step."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in profiler.events() if event.device_type == DeviceType.CUDA]
     spans = [(event.time_range.start, event.time_range.end, "nccl" in event.name) for event in kernels]
     every = covered([(start, end) for start, end, _ in spans])
     work = covered([(start, end) for start, end, exchange in spans if not exchange])
@@ -198,7 +203,7 @@ def profiled(step: Callable[[], Any], *, steps: int) -> dict[str, float]:
 
 
 def covered(spans: list[tuple[float, float]]) -> float:
-    """Return how much of the time some span covers."""
+    """Return the length of the union of spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
@@ -207,7 +212,7 @@ def covered(spans: list[tuple[float, float]]) -> float:
 
 
 def with_efficiency(rows: list[dict[str, Any]]) -> None:
-    """Put the share of one GPU's throughput beside each row's, where one GPU was measured."""
+    """Add the scaling efficiency to each row, if one GPU was measured."""
     alone = {
         row["spec"]: row["tokens_per_second_a_gpu"] for row in rows if row["gpus"] == 1 and "spec" in row
     }
@@ -218,7 +223,7 @@ def with_efficiency(rows: list[dict[str, Any]]) -> None:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
-    print(f"{'spec':<24}{'layout':<8}{'GPUs':>5}{'tokens/s a GPU':>16}{'tokens/s':>12}{'kept':>8}{'GB':>7}")
+    print(f"{'spec':<24}{'layout':<8}{'GPUs':>5}{'tokens/s/GPU':>16}{'tokens/s':>12}{'kept':>8}{'GB':>7}")
     for row in rows:
         if "failed" in row:
             print(f"{row.get('spec', ''):<24}{row.get('layout', ''):<8}{row['gpus']:>5}  {row['failed']}")

@@ -1,18 +1,18 @@
-"""The SSD scan in plain PyTorch on one CPU thread, beside that of transformers' Mamba2; and its linearity.
+"""The SSD scan in plain PyTorch on one CPU thread, compared with transformers' Mamba2; and its linear cost.
 
     python benchmarks/ssd_cpu.py [--quick]
 
 Both are the scan operator alone, forward and backward to all five inputs, on the same tensors. In
-transformers 5.23 the scan of the pure-torch path of ``Mamba2Mixer`` is a function of its own,
-``mamba2_chunk_scan``. It is called as the mixer calls it, but for the skip connection, the bias and the
-softplus of dt, which the mixer folds into it and we do not; and timed at the chunk size of its configuration,
-256, and at 64, where it is fastest. Rounds alternate between the candidates, each turn one call untimed
-(memory that others gave back to the system is fetched again) and one timed; figures are medians over rounds.
-Times are processor time, which for one thread is time on the wall of an idle machine. Without transformers
-the comparison is left out.
+transformers 5.23 the scan of the pure-torch path of ``Mamba2Mixer`` is the function ``mamba2_chunk_scan``. It
+is called as by the mixer, except for the skip connection, the bias and the softplus of dt, which the mixer
+fuses into it and we do not; and timed at the chunk size of its configuration, 256, and at 64, where it is
+fastest. Rounds alternate between the candidates, each with one untimed call (memory freed by others is
+allocated again) and one timed call; figures are medians over rounds. Times are processor time, which for one
+thread equals wall time on an idle machine. Without transformers the comparison is skipped.
 
-Linearity: each length in a process of its own, because the peak of the resident memory never falls. It is
-counted from after the inputs are made, so it covers outputs, gradients and everything in between.
+Linear cost: each length runs in a separate process, because the peak of resident memory never decreases. It
+is measured relative to the memory after creating the inputs, so it includes outputs, gradients and
+intermediates.
 """
 
 import argparse
@@ -39,7 +39,7 @@ LENGTHS = (1024, 2048, 4096, 8192, 16384)
 
 def make_inputs(batch: int, length: int, *, H: int, P: int, N: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    # x, B and C lie side by side, as a mixer's convolution leaves them.
+    # x, B and C are slices of one tensor, as after a mixer's convolution.
     joint = torch.randn(batch, length, H * P + 2 * N, generator=generator)
     x, B, C = joint.split([H * P, N, N], dim=-1)
     dt = 1e-3 + 0.1 * torch.rand(batch, length, H, generator=generator)
@@ -96,7 +96,7 @@ def compare(batch: int, length: int, widths: dict[str, int], rounds: int) -> dic
     present = {name: scan for name, scan in candidates.items() if scan is not None}
     results: dict[str, Any] = {}
     reference: list[Tensor] | None = None
-    for name, scan in present.items():  # also the warm-up
+    for name, scan in present.items():  # also serves as warm-up
         y = scan(*inputs)
         values = [y.detach(), *torch.autograd.grad(y, inputs, dy)]
         reference = values if reference is None else reference
@@ -122,17 +122,17 @@ def compare(batch: int, length: int, widths: dict[str, int], rounds: int) -> dic
 
 
 def resident_bytes(field: str) -> int:
-    """VmRSS, now, or VmHWM, the peak; getrusage's peak would be inherited from the parent process."""
+    """Return VmRSS (current) or VmHWM (peak); the peak of getrusage would include the parent process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(field):
             return int(line.split()[1]) * 1024
-    raise RuntimeError(f"no {field} in /proc/self/status; memory is measured on Linux only")
+    raise RuntimeError(f"no {field} in /proc/self/status; measuring memory requires Linux")
 
 
 def measure_length(length: int) -> dict[str, float]:
-    """Time and peak memory at one length, in this process."""
+    """Return time and peak memory at one length, in this process."""
     small = make_inputs(1, 64, **WIDTHS_130M)
-    timed(ours("torch"), small, torch.ones_like(small[0]))  # libraries loaded, thread pools started
+    timed(ours("torch"), small, torch.ones_like(small[0]))  # loads libraries, starts thread pools
     inputs = make_inputs(1, length, **WIDTHS_130M)
     dy = torch.ones_like(inputs[0])
     before = resident_bytes("VmRSS")
@@ -155,8 +155,8 @@ def versions() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time the SSD scan on one CPU thread.")
-    parser.add_argument("--quick", action="store_true", help="three rounds, short lengths, nothing written")
-    parser.add_argument("--length", type=int, help="measure this length alone, for the program's own use")
+    parser.add_argument("--quick", action="store_true", help="three rounds, short lengths, no output file")
+    parser.add_argument("--length", type=int, help="measure only this length; for internal use")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     if arguments.length:
@@ -176,7 +176,7 @@ def main() -> None:
             )
     lengths = LENGTHS[:3] if arguments.quick else LENGTHS
     linearity = []
-    print("L, µs a token (forward and backward), peak bytes a token; B=1, 130M widths")
+    print("L, µs per token (forward and backward), peak bytes per token; B=1, 130M widths")
     for length in lengths:
         command = [sys.executable, __file__, "--length", str(length)]
         child = subprocess.run(command, check=True, capture_output=True, text=True)

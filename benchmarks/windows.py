@@ -1,6 +1,6 @@
-"""What searches in windows change about a training step: seconds (processor time on a CPU), iterations, loss.
+"""Effect of windowed searches on a training step: seconds (processor time on a CPU), iterations, loss.
 
-A trained run of an implicit model takes steps (search, differentiated steps, backward; no update) on
+The program takes steps (search, differentiated steps, backward; no update) with a trained implicit model on
 sequences of several lengths, with the search over all tokens together and in windows.
 
     python benchmarks/windows.py --checkpoint runs/s3 [--lengths 32 128] [--windows 32 16 8]

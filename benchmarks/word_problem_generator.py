@@ -1,13 +1,12 @@
-"""How many word-problem sequences one core makes in a second.
+"""Word-problem sequences generated per second on one core.
 
     OMP_NUM_THREADS=1 python benchmarks/word_problem_generator.py
 
-Measured is `WordProblem.sample`, from the generator to finished int64 tensors (and smaller types beside
-them), with the process on one core; each figure is the median of repetitions, with the fastest and slowest
-beside it. Then the published draw order, and `WordProblemStream.batch` at the batch sizes that a training
-loop asks for. The required rate is 200 000 sequences of length 256 a second, judged by processor time: on an
-idle machine that is the wall clock's figure, and on a busy one it is what the core did for this process.
-Writes ``results/word_problem_generator.json`` beside this file.
+Measures `WordProblem.sample`, from the generator to int64 tensors (and smaller types), with the process on
+one core; each figure is the median of repetitions, with the fastest and slowest. Then the published draw
+order, and `WordProblemStream.batch` at the batch sizes of training. The required rate is 200 000 sequences of
+length 256 per second of processor time: on an idle machine this equals wall time, on a busy one it counts
+only the time given to this process. Writes ``results/word_problem_generator.json``.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ PROBLEMS = [("S3", None), ("A5", None), ("A5", "EABX"), ("S5", None), ("S5", "EA
 
 
 def rate(make: Callable[[], object], sequences: int, *, seconds: float) -> dict[str, int]:
-    """Sequences a second: median, slowest and fastest of the calls that fit into `seconds` (7 at least).
+    """Return sequences per second: median, slowest and fastest of the calls within `seconds` (at least 7).
 
-    By the wall clock, which on a busy machine counts the time that others had the core; and, over all calls,
-    by the processor time that this process used.
+    These use wall time, which on a busy machine includes the time of other processes; in addition, over all
+    calls, the rate by processor time of this process.
     """
     make()
     times: list[float] = []
@@ -87,10 +86,10 @@ def measure(*, length: int, p: float, seconds: float) -> list[dict[str, object]]
                 continue
             what = f"sample {str(dtype).removeprefix('torch.')}"
             for n in (512, 8192):
-                add(group, monoid, "fast", what, n, lambda: problem.sample(n, length, generator, dtype=dtype))  # noqa: B023  (called at once)
+                add(group, monoid, "fast", what, n, lambda: problem.sample(n, length, generator, dtype=dtype))  # noqa: B023  (called immediately)
         if monoid or group == "S3":
             stream = WordProblemStream(problem, length=length, seed=0)
-            add(group, monoid, "fast", "stream int64", 128, lambda: stream.batch(128 * 1000, 128))  # noqa: B023  (called at once)
+            add(group, monoid, "fast", "stream int64", 128, lambda: stream.batch(128 * 1000, 128))  # noqa: B023  (called immediately)
     problem = WordProblem(group="A5", monoid="EABX", identity_probability=p, draw_order="published")
     add("A5", "EABX", "published", "sample int64", 2048, lambda: problem.sample(2048, length, generator))
     return rows
@@ -102,7 +101,7 @@ def main() -> int:
     )
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--identity-probability", type=float, default=0.5)
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each figure")
+    parser.add_argument("--seconds", type=float, default=1.0, help="seconds per figure")
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).parent / "results" / "word_problem_generator.json"
     )
@@ -114,7 +113,7 @@ def main() -> int:
     load = os.getloadavg() if hasattr(os, "getloadavg") else None
     rows = measure(length=args.length, p=args.identity_probability, seconds=args.seconds)
     worst = min(
-        row["sequences_per_second"]["by_processor_time"]  # type: ignore[index]  # a dict of figures, as made above
+        row["sequences_per_second"]["by_processor_time"]  # type: ignore[index]  # a dict of figures, created above
         for row in rows
         if row["draw_order"] == "fast" and "int64" in str(row["call"])
     )

@@ -1,15 +1,15 @@
-"""Word problems in GPU-minutes: the accuracy that recipes of the zoo reach, implicit and explicit.
+"""Word problems in GPU-minutes: accuracy of recipes of the zoo, for implicit and explicit models.
 
     python benchmarks/word_problems.py [--spec word_problem_a5] [--groups A5 S5] [--seeds 0 1 2]
         [--models implicit-mamba2 mamba2] [--layers 1 2 4] [--learning-rates 1e-3 2e-3] [--minutes 10]
         [path.to.key=value …]
 
-Each combination is a run of the spec, one after the other on one device, ended after ``--minutes`` at the
-latest. An explicit model sees the same phases of data, in so many more steps (``--explicit-steps`` times)
-that it takes about as long. Accuracy is that of the last 10 tokens, read at convergence, with residuals and
-the share of sequences that converged beside it. ``--init-from FILE`` begins with the weights of a run, a
-checkpoint or a safetensors file. ``--then SPEC …`` goes on from each run with other recipes, each a run of
-its own with the same changes. ``--precisely TOLERANCE`` tests a second time, in float32 to that tolerance.
+Each combination is a run of the spec, one after the other on one device, limited to ``--minutes``. An
+explicit model is trained on the same phases of data, for a multiple of the steps (``--explicit-steps``), so
+that it takes about as long. Accuracy is that of the last 10 tokens, at convergence, with residuals and the
+share of converged sequences. ``--init-from FILE`` starts with the weights of a run, a checkpoint or a
+safetensors file. ``--then SPEC …`` continues each run with further recipes, each a separate run with the same
+overrides. ``--precisely TOLERANCE`` tests again in float32 with that tolerance.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import itertools
 import sys
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from report import machine, write
@@ -31,7 +31,7 @@ from trainer.evaluation.measure import evaluate
 from trainer.experiments.run_options import require_once
 from trainer.experiments.runs import Finished, load_model, train
 from trainer.experiments.word_problem_specs import IMPLICIT, varied
-from trainer.specs.run import RunSpec
+from trainer.specs.run import RunSpec, WordProblemSpec
 
 KEPT = ("identity_probability", "length", "sequences", "accuracy_last", "accuracy", "iterations",
         "iterations_max", "residual", "residual_max", "non_converged", "token_converged",
@@ -39,39 +39,43 @@ KEPT = ("identity_probability", "length", "sequences", "accuracy_last", "accurac
 
 
 def options_of(words: list[str]) -> argparse.Namespace:
-    """Read the command line; changes to the runs may stand anywhere in it."""
+    """Parse the command line; overrides may be at any position."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--spec", default="word_problem_a5")
-    parser.add_argument("--then", nargs="+", default=[], metavar="SPEC", help="go on with these recipes")
+    parser.add_argument("--then", nargs="+", default=[], metavar="SPEC", help="continue with these recipes")
     parser.add_argument("--groups", nargs="+", default=["A5"])
     parser.add_argument("--models", nargs="+", default=["implicit-mamba2"])
-    parser.add_argument("--layers", type=int, nargs="+", default=[1], help="of explicit models")
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[None], help="(the spec's)")
+    parser.add_argument("--layers", type=int, nargs="+", default=[1], help="layers of explicit models")
+    parser.add_argument(
+        "--learning-rates", type=float, nargs="+", default=[None], help="(default: the spec's)"
+    )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--explicit-steps", type=float, default=1.0, metavar="TIMES")
     parser.add_argument("--init-from", type=Path, metavar="FILE")
-    parser.add_argument("--precisely", type=float, metavar="TOLERANCE", help="test in float32 too")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs")
+    parser.add_argument(
+        "--precisely", type=float, metavar="TOLERANCE", help="also test in float32 with this tolerance"
+    )
+    parser.add_argument("--runs", type=Path, default=Path("runs"), help="output folder of the runs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--output", default="word_problems", help="name of the file in benchmarks/results")
-    # Options that take several values would take a change that follows them, too.
+    # Options with several values would also consume overrides that follow them.
     changes = [word for word in words if "=" in word and not word.startswith("-")]
     options = parser.parse_args([word for word in words if word not in changes])
     for name in ("minutes", "explicit_steps", "precisely"):
         value = getattr(options, name)
         if value is not None and not 0 < value < float("inf"):
-            parser.error(f"--{name.replace('_', '-')} is {value:g}; give a number above 0")
+            parser.error(f"--{name.replace('_', '-')} must be positive, got {value:g}")
     if min(options.layers) < 1:
-        parser.error(f"--layers is {min(options.layers)}; give numbers from 1 up")
+        parser.error(f"--layers must be at least 1, got {min(options.layers)}")
     options.overrides = changes
     return options
 
 
 class Asked(NamedTuple):
-    """One model of those that are compared."""
+    """One of the compared models."""
 
     group: str
     model: str
@@ -81,7 +85,7 @@ class Asked(NamedTuple):
 
 
 def main() -> int:
-    """Train and test every combination; write the figures after each. Return the exit status."""
+    """Train and test every combination; write the figures after each; return the exit status."""
     options = options_of(sys.argv[1:])
     try:
         carry_out(options)
@@ -91,7 +95,7 @@ def main() -> int:
 
 
 def carry_out(options: argparse.Namespace) -> None:
-    """Do what was asked, all of which is checked first: a recipe begins after minutes of the one before."""
+    """Validate all options first, since later recipes start after minutes, then run them."""
     for name in ("groups", "models", "layers", "learning_rates", "seeds"):
         require_once(f"--{name.replace('_', '-')}", getattr(options, name))
     require_once("--spec with --then", (options.spec, *options.then))
@@ -117,7 +121,7 @@ def carry_out(options: argparse.Namespace) -> None:
 
 
 def run_spec(options: argparse.Namespace, recipe: str, one: Asked, *, start: Path | None) -> RunSpec:
-    """Return the run that one model is trained by with one recipe."""
+    """Return the run spec of one model with one recipe."""
     changes = [f"callbacks=[{{kind: stop_when, value: seconds, above: {60 * options.minutes}}}]"]
     if one.rate is not None:
         changes.append(f"training.optimizer.learning_rate={one.rate}")
@@ -143,7 +147,7 @@ def run_spec(options: argparse.Namespace, recipe: str, one: Asked, *, start: Pat
 def measure(
     options: argparse.Namespace, recipe: str, one: Asked, *, start: Path | None, began: str
 ) -> tuple[dict[str, Any], Path]:
-    """Train one model by a recipe, from ``start`` if it is given; return what it reached, and its folder."""
+    """Train one model with a recipe, from ``start`` if given; return its results and folder."""
     spec = run_spec(options, recipe, one, start=start)
     what = f"{one.group}-{one.model.replace(':', '-')}-{one.layers}-{one.rate or 'own'}-seed{one.seed}"
     name = f"{options.output}-{Path(recipe).stem}-{what}"
@@ -171,14 +175,14 @@ def measure(
 
 
 def precise_tests(finished: Finished, *, tolerance: float, device: str) -> list[dict[str, Any]]:
-    """Test a run's last weights in float32 on the same sequences, to a tolerance."""
+    """Test a run's final weights in float32 on the same sequences with a tolerance."""
     evaluation, at = finished.spec.evaluation.at(finished.spec.data.seq_len), choose_device(device)
-    model = load_model(finished, at)
+    model: Any = load_model(finished, at)
     spec = model.spec
     stopping = spec.at_evaluation.stopping.model_copy(update={"tolerance": tolerance})
     own = spec.at_evaluation.model_copy(update={"stopping": stopping})
     model.reconfigure(spec.model_copy(update={"at_evaluation": own}))
-    data = build_data(finished.spec.data, seed=finished.spec.training.seed)
+    data = build_data(cast(WordProblemSpec, finished.spec.data), seed=finished.spec.training.seed)
     with torch.no_grad():
         results = evaluate(
             model,
@@ -194,7 +198,7 @@ def precise_tests(finished: Finished, *, tolerance: float, device: str) -> list[
 
 
 def shown(row: dict[str, Any]) -> list[str]:
-    """Return a line about one model."""
+    """Return a line of results for one model."""
     line = [f"{row['group']} {row['model']} x{row['layers']} lr {row['learning_rate']:g} seed {row['seed']}:"]
     line.append(f"{row['steps']} steps, {row['training_minutes']:.1f} minutes;")
     for test in row["tests"]:

@@ -27,7 +27,9 @@ if TYPE_CHECKING:
         Window,
     )
     from implicit_blocks.mixers import Attention, Hybrid, Mamba2
-    from implicit_blocks.models.implicit import ExplicitLM, ImplicitLM, LMOutput
+    from implicit_blocks.models.explicit import ExplicitLM
+    from implicit_blocks.models.implicit import ImplicitLM
+    from implicit_blocks.models.outputs import LMOutput
     from implicit_blocks.registry import build
     from implicit_blocks.registry.hooks import hookimpl
     from implicit_blocks.search.convergence_watch import ConvergenceWarning
@@ -80,7 +82,9 @@ _HOMES = {
         "Window",
     ],
     "mixers": ["Attention", "Mamba2", "Hybrid"],
-    "models.implicit": ["ExplicitLM", "ImplicitLM", "LMOutput"],
+    "models.explicit": ["ExplicitLM"],
+    "models.implicit": ["ImplicitLM"],
+    "models.outputs": ["LMOutput"],
     "registry": ["build"],
     "checkpoints.load_model": ["load_model"],
     "solution": ["Adjoint", "Solution"],

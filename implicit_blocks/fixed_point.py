@@ -1,4 +1,4 @@
-"""``FixedPoint``: an implicit layer from any map, for sequences or not."""
+"""``FixedPoint``: an implicit layer from any map."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from implicit_blocks._utils.validation import require_part
-from implicit_blocks.contract_checks import check_solution, shape_and_type
+from implicit_blocks.contract_checks import shape_and_type
 from implicit_blocks.gradients import Phantom
 from implicit_blocks.interfaces import GradientEstimator, Map, Solver
-from implicit_blocks.ops.transforms import is_forward_mode, is_transformed, is_vmapped
+from implicit_blocks.ops.transforms import is_transformed
 from implicit_blocks.search.convergence_watch import (
     ConvergenceWarning,
     ConvergenceWatch,
@@ -23,67 +23,12 @@ from implicit_blocks.search.convergence_watch import (
     expects_convergence,
     search_watch,
 )
-from implicit_blocks.search.search import Search
-from implicit_blocks.search.windowed import WindowedSearch
+from implicit_blocks.search.search import solve_fixed_point
 from implicit_blocks.solution import Solution
 from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import Stopping
 
-
-def solve_fixed_point(
-    f: Map,
-    z0: Tensor,
-    *,
-    solver: Solver,
-    gradient: GradientEstimator,
-    stopping: Stopping,
-    window_length: int | None = None,
-    **search: Any,
-) -> Solution:
-    """Find ``z = f(z)``: by the gradient estimator while gradients are recorded, else by the search alone.
-
-    Args:
-        f: the map; a ``RowMap`` lets rows that are done leave the batch.
-        z0: where the search begins, (B, …) with at least two dimensions.
-        solver: its update rule.
-        gradient: what of it is differentiated.
-        stopping: when it ends.
-        window_length: search so many tokens at a time (``WindowedSearch``); None: all together.
-        **search: further options of ``Search``: ``valid``, ``trace``, ``compact``.
-
-    Raises:
-        NotImplementedError: within ``torch.export``, ``torch.func.vmap`` or forward-mode differentiation.
-
-    """
-    _refuse_transforms(gradient)
-    whole = Search(solver=solver, stopping=stopping, **search)
-    cut = window_length is not None and window_length < z0.shape[1]
-    bound = WindowedSearch(whole, window_length) if cut and window_length is not None else whole
-    if not torch.is_grad_enabled():
-        return bound(f, z0)
-    solution = gradient(f, z0, bound)
-    check_solution(gradient, solution, z0)
-    return solution
-
-
-def _refuse_transforms(gradient: GradientEstimator) -> None:
-    """Refuse what would end in an error deep inside the loop, or give the derivative of something else."""
-    if torch.compiler.is_exporting():
-        raise NotImplementedError(
-            "torch.export cannot capture a search for a fixed point, whose number of iterations depends on "
-            "the data; export one call of the map, or an explicit model"
-        )
-    if is_vmapped():
-        raise NotImplementedError(
-            "torch.func.vmap cannot map over a search for a fixed point, whose number of iterations depends "
-            "on the data; add the dimension to the batch, whose rows are solved side by side"
-        )
-    if is_forward_mode() and not (torch.is_grad_enabled() and not gradient.searches):
-        raise NotImplementedError(
-            "forward-mode differentiation would go through the iterations of the search, not through the "
-            "gradient estimator; use reverse mode (backward, torch.func.grad, torch.func.vjp), or the "
-            "gradient Unrolled, whose steps it can differentiate"
-        )
+__all__ = ["FixedPoint", "solve_fixed_point"]
 
 
 class FixedPoint(nn.Module):
@@ -91,26 +36,25 @@ class FixedPoint(nn.Module):
 
     ```python
     layer = FixedPoint(lambda z, x: torch.tanh(linear(z) + x), stopping=Stopping(tolerance=1e-4))
-    solution = layer(x)     # solution.z is the output; .iterations, .residual, .converged say how it went
+    solution = layer(x)     # solution.z is the output; see also .iterations, .residual, .converged
     ```
 
-    Rows of the batch are solved side by side and stop on their own. Calling it never raises because a search
-    did not converge: look at ``solution.converged``. Where more than a quarter of the rows of 20 calls in
-    training don't converge, a ``ConvergenceWarning`` gives the share, once a layer for its searches and once
-    for its adjoints. Searches of fewer than 8 iterations or with the tolerance 0 are taken to be cut off on
-    purpose and give no warning. Under autocast ``z`` keeps the type of its start,
-    whatever ``f`` computes in.
+    Rows of the batch are solved in parallel and stop independently. A search that does not converge raises no
+    error: check ``solution.converged``. If more than a quarter of the rows of 20 calls in training don't
+    converge, a ``ConvergenceWarning`` reports the share, once per layer for its searches and once for its
+    adjoints. Searches of fewer than 8 iterations or with the tolerance 0 are assumed to be cut off
+    deliberately and give no warning. Under autocast ``z`` keeps the type of its start, whatever the type in
+    which ``f`` computes.
 
     Args:
         f: any callable ``f(z, x)`` that returns ``z``'s shape, each row from its own row; a module's
             parameters become this layer's.
         solver: Picard by default.
-        gradient: phantom with its defaults; used while gradients are recorded. Without them the search alone
-            runs.
+        gradient: phantom with its defaults. Used if gradients are enabled; otherwise only the search runs.
         stopping: tolerance, iterations, norm, scope.
 
     Raises:
-        ValueError: a solver, gradient or stopping that is none, such as its name or its spec.
+        ValueError: a solver, gradient or stopping of another type, such as its name or its spec.
 
     """
 
@@ -135,22 +79,22 @@ class FixedPoint(nn.Module):
         self._search_watch, self._adjoint_watch = search_watch(), adjoint_watch()
 
     def extra_repr(self) -> str:
-        """Say how the fixed point is found, where modules are printed."""
+        """Return the solver, gradient and stopping rule for the module's representation."""
         return f"solver={self.solver!r}, gradient={self.gradient!r}, stopping={self.stopping!r}"
 
     def forward(self, x: Any, z0: Any = None, *, trace: bool = False) -> Solution:
         """Solve for the fixed point.
 
         Args:
-            x: handed to ``f`` as it is: a tensor, or anything else if ``z0`` is given.
+            x: passed to ``f`` unchanged: a tensor, or any object if ``z0`` is given.
             z0: the start, (B, …) with at least two dimensions; zeros of ``x``'s shape by default. It may be a
-                tuple, list or dict of tensors that lead with B and share a type: ``f`` is then called with,
-                returns, and the solution's ``z`` is, the same structure; residuals are over all of it.
+                tuple, list or dict of tensors that lead with B and share a type. ``f`` then receives and
+                returns this structure, the solution's ``z`` has it, and residuals cover all of it.
             trace: keep the residual of every iteration.
 
         Raises:
-            ValueError: if there is no start, it is empty or not floating-point, its parts don't fit together,
-                or ``f`` returns another shape or structure.
+            ValueError: if there is no start, if it is empty, not floating-point or inconsistent, or if ``f``
+                returns another shape or structure.
 
         """
         if z0 is None:
@@ -172,18 +116,18 @@ class FixedPoint(nn.Module):
                 tolerance=rule.tolerance,
                 max_iterations=rule.max_iterations,
             ):
-                _look_at(self._search_watch, solution)
+                _watch(self._search_watch, solution)
             if solution.adjoint is not None:
-                solution.adjoint.listeners.append(partial(_look_at, self._adjoint_watch))
+                solution.adjoint.listeners.append(partial(_watch, self._adjoint_watch))
         return solution
 
     def _checked(self, z: Tensor, x: Any) -> Tensor:
         fz: Tensor = self.f(z, x)
         if not isinstance(fz, Tensor):
-            raise ValueError(f"f returned a {type(fz).__name__} for a tensor; it must return one")
+            raise ValueError(f"f returned a {type(fz).__name__}; it must return a tensor")
         if fz.shape != z.shape:
             raise ValueError(
-                f"f returned shape {tuple(fz.shape)} for z of shape {tuple(z.shape)}; they must agree"
+                f"f returned shape {tuple(fz.shape)} for z of shape {tuple(z.shape)}; the shapes must agree"
             )
         return _in_type_of(z, fz)
 
@@ -195,12 +139,12 @@ class FixedPoint(nn.Module):
 
         def pack(value: Any) -> Tensor:
             try:
-                parts = structure.flatten_up_to(value)  # a dict's entries by their names, in any order
+                parts = structure.flatten_up_to(value)  # a dict's entries by name, in any order
             except ValueError as error:
-                raise ValueError(f"f returned another structure than that of z: {error}") from None
+                raise ValueError(f"f returned a structure that differs from z's: {error}") from None
             if [getattr(part, "shape", None) for part in parts] != shapes:
                 returned = [tuple(p.shape) if isinstance(p, Tensor) else type(p).__name__ for p in parts]
-                raise ValueError(f"f returned {returned}; z has {[tuple(shape) for shape in shapes]}")
+                raise ValueError(f"f returned {returned} for z of {[tuple(shape) for shape in shapes]}")
             return torch.cat([part.reshape(part.shape[0], -1) for part in parts], dim=1)
 
         def unpack(packed: Tensor) -> Any:
@@ -212,8 +156,8 @@ class FixedPoint(nn.Module):
         return solution.with_value(unpack(solution.z))
 
 
-def _look_at(watch: ConvergenceWatch, solution: Solution) -> None:
-    """Warn where a layer's solves don't converge, by a reading from the device a solve."""
+def _watch(watch: ConvergenceWatch, solution: Solution) -> None:
+    """Warn if a layer's solves don't converge; copies one number per solve from the device."""
     if not watch.reported and not solution.converged.is_meta:
         message = watch.add(1.0 - solution.converged.float().mean().item())
         if message is not None:
@@ -221,36 +165,37 @@ def _look_at(watch: ConvergenceWatch, solution: Solution) -> None:
 
 
 def _check_start(leaves: list[Any]) -> None:
-    """Refuse a start that is no structure of tensors of one batch and type.
+    """Refuse a start that is not a structure of tensors of one batch size and type.
 
     Raises:
-        ValueError: says which of its parts don't fit.
+        ValueError: naming the parts that don't fit.
 
     """
     if not leaves or not all(isinstance(leaf, Tensor) for leaf in leaves):
         kinds = ", ".join(type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor))
         raise ValueError(
-            f"z0 holds {kinds or 'nothing'}; give a tensor, or a tuple, list or dict of tensors alone"
+            f"z0 contains {kinds or 'nothing'}; give a tensor, or a tuple, list or dict of tensors only"
         )
     parts = [shape_and_type(leaf) for leaf in leaves]
     batches = {leaf.shape[:1] for leaf in leaves}
     if len(batches) > 1 or not all(leaf.numel() for leaf in leaves) or torch.Size() in batches:
         raise ValueError(
-            f"z0 holds tensors {', '.join(parts)}; all must lead with the batch, and none be empty"
+            f"z0 contains tensors {', '.join(parts)}; all must have the batch as first dimension, and no "
+            "tensor may be empty"
         )
     if len({leaf.dtype for leaf in leaves}) > 1:
-        raise ValueError(f"z0 holds tensors {', '.join(parts)}; give all of them one type")
+        raise ValueError(f"z0 contains tensors {', '.join(parts)}; give all of them the same type")
 
 
 def _in_type_of(z: Tensor, fz: Tensor) -> Tensor:
-    """Return ``f(z)`` in ``z``'s type: under autocast f may end with a product in half precision.
+    """Return ``f(z)`` in ``z``'s type: under autocast, f may end with a product in half precision.
 
     Raises:
-        ValueError: another type where there is no autocast to blame.
+        ValueError: another type without autocast.
 
     """
     if fz.dtype != z.dtype and not torch.is_autocast_enabled(z.device.type):
         raise ValueError(
-            f"f returned {fz.dtype} for z of {z.dtype}; they must agree, so give z0 in the type of f"
+            f"f returned {fz.dtype} for z of {z.dtype}; the types must agree: give z0 in the type of f"
         )
     return fz.to(z.dtype)

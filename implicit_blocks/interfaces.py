@@ -1,9 +1,9 @@
-"""The three abstractions that everything else combines: ``Solver``, ``GradientEstimator``, ``Mixer``.
+"""The three abstractions of the library: ``Solver``, ``GradientEstimator``, ``Mixer``.
 
 An implicit layer is a map ``f`` and a point where ``z = f(z)``. The driver
-(``implicit_blocks.search.search``) owns the loop that finds the point; a *solver* is the rule for its next
-step, a *gradient estimator* says what of the search is differentiated, and a *mixer* is the part of ``f``
-that mixes the tokens of a sequence.
+(``implicit_blocks.search.search``) runs the loop that finds the point; a *solver* is the rule for its next
+step, a *gradient estimator* defines what is differentiated, and a *mixer* is the part of ``f`` that mixes the
+tokens of a sequence.
 
 Shape legend: B batch, L tokens of a window, T tokens so far (committed and window), D model width,
 E elements of a search (rows, or tokens with prefix scope), F features of an element.
@@ -29,7 +29,7 @@ _Made = TypeVar("_Made")
 State = Any  # a tensor, or nested tuples, lists and dicts of tensors
 
 Map = Callable[[Tensor], Tensor]
-"""What fixed points are of: a function of a tensor that gives one of the same shape, dtype and device."""
+"""A map whose fixed point is sought: its value has the shape, dtype and device of its argument."""
 
 
 @runtime_checkable
@@ -45,32 +45,32 @@ class RowMap(Protocol):
 
 @runtime_checkable
 class SteppingMap(Protocol):
-    """A map that takes damped steps by itself, for less than calls and sums one after the other cost.
+    """A map with its own implementation of damped steps, cheaper than separate calls and sums.
 
-    Phantom gradients leave theirs to it. Values and gradients are those of the calls and sums.
+    Phantom gradients use it. Values and gradients equal those of separate calls and sums.
     """
 
     def __call__(self, z: Tensor, /) -> Tensor:
         """Return ``f(z)``, of ``z``'s shape, (B, …)."""
 
     def damped_steps(self, z: Tensor, /, *, count: int, damping: float) -> Tensor:
-        """Return where ``count`` steps ``z ← (1 − λ) z + λ f(z)`` lead, (B, …); λ is the damping."""
+        """Return the point after ``count`` steps ``z ← (1 − λ) z + λ f(z)``, (B, …); λ is the damping."""
 
 
 @runtime_checkable
 class SequenceMap(Protocol):
-    """A causal map of sequences that can be cut in time: its first tokens, or those after committed ones."""
+    """A causal map of sequences that can be restricted to its first tokens or to those after them."""
 
     def __call__(self, z: Tensor, /) -> Tensor:
         """Return ``f(z)``, of ``z``'s shape, (B, L, …)."""
 
     def first(self, tokens: int, /) -> SequenceMap:
-        """Return the same map for the first so many tokens alone."""
+        """Return the same map for the first ``tokens`` tokens alone."""
 
     def after(self, z: Tensor, /) -> SequenceMap:
         """Commit the first tokens, whose solution is ``z`` (B, T, …), and return the map of the others.
 
-        One call of the map for those tokens.
+        Calls the map once, for those tokens.
         """
 
 
@@ -78,28 +78,28 @@ class SequenceMap(Protocol):
 
 
 class Component:
-    """A part that a spec can name: it is made from the spec's fields."""
+    """A part that is built from the fields of a spec."""
 
     @classmethod
     def from_spec(cls, spec: ComponentSpec) -> Self:
-        """Make the component: the spec's fields are the constructor's keywords, nested ones built first."""
+        """Build the component with the spec's fields as keywords; nested specs are built first."""
         values = {name: getattr(spec, name) for name in type(spec).model_fields if name != "kind"}
         return cls(**{n: build(v) if isinstance(v, ComponentSpec) else v for n, v in values.items()})
 
     def __repr__(self) -> str:
-        """Show the constructor's options that the component keeps under their names."""
+        """Show the constructor's arguments that are attributes of the same name."""
         names = [name for name in signature(type(self).__init__).parameters if hasattr(self, name)]
         return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
 
 class Solver(Component, ABC):
-    """An update rule for ``z = f(z)``: where to call ``f`` next, given what it returned.
+    """An update rule for ``z = f(z)``: the next point, given a point and its value.
 
-    The driver calls ``f``, measures, stops and freezes; a solver only proposes. It sees each *element* of the
-    search as one row of F features, (E, F): a whole sequence, or with prefix scope a single token. Elements
-    are solved side by side and must not influence each other. A state is made of tensors that all lead with
-    E, counters included, so that elements can be frozen, selected and dropped; ``update`` returns a new state
-    and never changes the old one in place.
+    The driver calls ``f``, measures residuals, stops and freezes; a solver only proposes the next point. Each
+    *element* of the search is one row of F features, (E, F): a whole sequence, or with prefix scope a single
+    token. Elements must not influence each other. All tensors of a state have E as their first dimension,
+    counters included, so that elements can be frozen, selected and dropped. ``update`` returns a new state
+    and never modifies the old one in place.
     """
 
     differentiable: ClassVar[bool] = False
@@ -113,13 +113,12 @@ class Solver(Component, ABC):
     def update(self, z_EF: Tensor, fz_EF: Tensor, state: State, f: Map) -> tuple[Tensor, State]:
         """Return the next point and state, given ``fz = f(z)``.
 
-        ``f`` is the driver's handle on the map for the same elements, for the rare rule that needs further
-        calls.
+        ``f`` is the driver's handle on the map for the same elements, for rules that need further calls.
         """
 
 
 class SearchLike(Protocol):
-    """What a gradient estimator is given to search with; ``implicit_blocks.search.search.Search`` is one."""
+    """The search passed to a gradient estimator; ``implicit_blocks.search.search.Search`` is one."""
 
     solver: Solver
     stopping: Stopping
@@ -129,26 +128,26 @@ class SearchLike(Protocol):
         """Search for ``z = f(z)`` from ``z0`` without recording gradients."""
 
     def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
-        """Return a solution for a given pair ``z``, ``f(z)``, both (B, …), measured as a search would."""
+        """Return a solution for a given pair ``z``, ``f(z)``, both (B, …), measured as in a search."""
 
 
 class GradientEstimator(Component, ABC):
-    """What of the search for a fixed point is differentiated, and how.
+    """Defines which part of the search for a fixed point is differentiated, and how.
 
-    Exact: ``implicit_function``, by the implicit function theorem, and ``unrolled``, of the steps taken.
-    Biased, and cheaper: ``phantom``, of a few steps behind the search. A new one says which it is, with its
-    formula, and ``implicit_blocks.testing.check_gradient`` holds it to that.
+    Exact: ``implicit_function``, by the implicit function theorem, and ``unrolled``, through the steps
+    taken. Biased and cheaper: ``phantom``, through a few steps after the search. A new estimator documents
+    whether it is exact, and its formula; ``implicit_blocks.testing.check_gradient`` tests it.
     """
 
     searches: bool = True
-    """Whether its value comes from a search that is supposed to reach the tolerance."""
+    """Whether the value comes from a search that is expected to reach the tolerance."""
 
     @abstractmethod
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Find the fixed point of ``f`` from ``z0`` (B, …); the solution's ``z`` carries the gradient.
 
-        At most ``search.stopping.max_iterations`` calls of ``f`` go to the search, and a fixed number of the
-        estimator's own come on top (its ``steps``).
+        The search makes at most ``search.stopping.max_iterations`` calls of ``f``, the estimator a fixed
+        number of further calls (its ``steps``).
         """
 
 
@@ -157,15 +156,14 @@ class GradientEstimator(Component, ABC):
 
 @dataclass(frozen=True)
 class Window:
-    """A run of tokens that is solved together, after ``start`` committed ones.
+    """Consecutive tokens that are solved together, after ``start`` committed ones.
 
-    ``positions_BL`` (1 or B, L) int64 count the real tokens of each row from 0, whatever its documents.
-    ``valid_BT`` (B, T) bool is False at padding, ``documents_BT`` (B, T) int64 numbers the documents packed
-    into a row; both cover the committed tokens too, T = start + length, and are None where there is no
-    padding and one document. ``gaps`` is False where it is known that no padding stands between two tokens of
-    a row. ``dtype`` is that of the residual stream. ``u_rows_BL`` (B, L) int64 is there where the mixers said
-    that they read the injection from a table (``Mixer.supports_injection_table``): which row each token
-    takes.
+    ``positions_BL`` (1 or B, L) int64 counts the real tokens of each row from 0, across documents.
+    ``valid_BT`` (B, T) bool is False at padding; ``documents_BT`` (B, T) int64 numbers the documents packed
+    into a row. Both include the committed tokens, T = start + length, and are None where there is no padding
+    or a single document. ``gaps`` is False where no padding separates two tokens of a row. ``dtype`` is that
+    of the residual stream. ``u_rows_BL`` (B, L) int64 has the row of the injection table for each token,
+    where all mixers support such a table (``Mixer.supports_injection_table``).
     """
 
     batch_size: int
@@ -186,16 +184,16 @@ class Window:
 
     @property
     def valid_BL(self) -> Tensor | None:
-        """Where the window's own tokens are real, (B, L) bool, or None: everywhere."""
+        """Where the window's own tokens are real, (B, L) bool; None: everywhere."""
         return None if self.valid_BT is None else self.valid_BT[:, self.start :]
 
     @property
     def documents_BL(self) -> Tensor | None:
-        """The documents of the window's own tokens, (B, L) int64, or None: all of one."""
+        """The documents of the window's own tokens, (B, L) int64; None: a single document."""
         return None if self.documents_BT is None else self.documents_BT[:, self.start :]
 
     def real_first(self) -> PaddingPermutation | None:
-        """Return the order that moves padding behind each row's real tokens, or None: there is no padding."""
+        """Return the permutation that moves padding after each row's real tokens; None without padding."""
         valid = self.valid_BL
         if valid is None:
             return None
@@ -204,8 +202,8 @@ class Window:
     def documents_before(self, count: int) -> Tensor | None:
         """Return the documents of the last real tokens before the window, (B, S) int64, the latest last.
 
-        S is ``count``, or the number of committed tokens where that is less. None where there is one
-        document. Rows with fewer real tokens have those of padding in front.
+        S is ``count``, or the number of committed tokens if that is less. None for a single document. Rows
+        with fewer real tokens begin with the documents of padding.
         """
         if self.documents_BT is None:
             return None
@@ -214,7 +212,7 @@ class Window:
         return of_last_real(self.documents_BT[:, :start], valid, count)
 
     def once(self, key: Any, make: Callable[[], _Made]) -> _Made:
-        """Return ``make()``, made once a window however many layers ask: masks, rotation tables."""
+        """Return ``make()``, called once per window and key: masks and rotation tables shared by layers."""
         if key not in self.shared:
             self.shared[key] = make()
         made: _Made = self.shared[key]
@@ -249,61 +247,61 @@ class Window:
 
 
 class SlotStates(ABC):
-    """What a mixer has committed in each of S slots."""
+    """A mixer's committed states of S slots."""
 
     @abstractmethod
     def prefill(self, slot: int) -> State:
-        """Return the state of a slot before its first token, of one row, to commit a prompt to."""
+        """Return the state of a slot before its first token, of one row, in which a prompt is solved."""
 
     @abstractmethod
     def commit(self, slot: int, state: State) -> None:
-        """Keep the state, of one row, that committing a prompt to ``prefill``'s or to a new one has left."""
+        """Store the state after a prompt, of one row, continued from ``prefill``'s state or a new one."""
 
     @abstractmethod
     def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
-        """Return the state for a window of one token in each of these slots, behind so many tokens.
+        """Return the state for a window of one token in each of these slots, after ``lengths_R`` tokens.
 
-        ``rows_R`` int64 are different slots, None all of them in order. The mixer's ``forward`` and
-        ``advance`` take it, with a window whose positions are ``lengths_R`` and whose ``start`` is not 0.
+        ``rows_R`` int64 are distinct slots; None: all slots in order. The mixer's ``forward`` and ``advance``
+        accept the state, with a window whose positions are ``lengths_R`` and whose ``start`` is not 0.
         """
 
     @abstractmethod
     def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
-        """Commit, where ``committed_R`` (R,) bool says so, what ``advance`` left of ``gather``'s state.
+        """Commit the state that ``advance`` returned for ``gather``'s, where ``committed_R`` (R,) is True.
 
-        In the memory that is there, and without asking the device for a value: a step is captured as a graph.
+        Writes in place and reads no value from the device, because a step is captured as a graph.
         """
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Keep in this type what is kept in a wider one, where that is foreseen; before the first text.
+        """Store states in this dtype, where the mixer supports it; call it before the first prompt.
 
         Raises:
-            ValueError: for integers, where they are not foreseen.
+            ValueError: for integer dtypes, where the mixer does not support them.
 
         """
         if not dtype.is_floating_point:
             kind = type(self).__name__
             raise ValueError(
-                f"{kind} can't keep states in {dtype}; choose a floating type, as torch.bfloat16"
+                f"{kind} cannot store states in {dtype}; choose a floating dtype such as torch.bfloat16"
             )
 
 
 class Mixer(nn.Module, ABC):
-    """Mixes a window of tokens, given the state left by the tokens before it.
+    """Mixes a window of tokens, given the state after the preceding tokens.
 
-    Cutting a sequence into windows in any way must give the same values: one window of length L is training
-    and prefill, L windows of one token are decoding. ``forward`` may be called any number of times on a
-    window, with any ``z``, and never changes the state; ``advance``, called once when the window's fixed
-    point is known, also returns the state after it. A mixer is causal: a token's output depends on no later
-    token, nor on padding, nor on other documents packed into its row. ``prepare`` may refuse packed documents
-    by a ``ValueError``. It must accept padding, which every batch of unequal rows has.
+    Any division of a sequence into windows must give the same values: one window of length L is training and
+    prefill, L windows of one token are decoding. ``forward`` may be called any number of times on a window,
+    with any ``z``, and never changes the state; ``advance``, called once the window's fixed point is known,
+    also returns the state after the window. A mixer is causal: a token's output depends neither on later
+    tokens, nor on padding, nor on other documents packed into its row. ``prepare`` may raise ValueError for
+    packed documents, but must accept padding, which every batch of unequal rows has.
 
-    A mixer is built as ``MyMixer(spec, d_model=…)`` and must build on the meta device; parameters of its own
-    (beyond those of its submodules) are initialized in ``reset_parameters``.
+    A mixer is built as ``MyMixer(spec, d_model=…)`` and must build on the meta device; ``reset_parameters``
+    initializes its own parameters (other than those of its submodules).
     """
 
     truncates: ClassVar[bool] = False
-    """Whether committed tokens can be taken back, by ``truncate``; not where they are folded into one."""
+    """Whether ``truncate`` can remove committed tokens; a recurrent state cannot be truncated."""
 
     @property
     @abstractmethod
@@ -314,63 +312,61 @@ class Mixer(nn.Module, ABC):
     def initial_state(
         self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> State:
-        """Return the state before the first token; ``max_seq_len`` tokens are expected, if given."""
+        """Return the state before the first token, with room for ``max_seq_len`` tokens, if given."""
 
     @abstractmethod
     def select_rows(self, state: State, rows: Tensor) -> State:
         """Return the state of the rows with these indices, (R,) int64."""
 
     def truncate(self, state: State, length: int) -> State:
-        """Return the state as it was after the first ``length`` committed tokens; see ``truncates``.
+        """Return the state after the first ``length`` committed tokens; see ``truncates``.
 
         Raises:
-            ValueError: where the mixer cannot.
+            ValueError: if the mixer's state cannot be truncated.
 
         """
         raise ValueError(
-            f"{type(self).__name__} has folded its tokens into one state and cannot take any back; keep the "
-            "state from before them"
+            f"{type(self).__name__} has a recurrent state, which cannot be truncated; keep the earlier state"
         )
 
     def slots(self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int) -> SlotStates:
-        """Return the states of ``count`` rows that are each at a length of their own, up to ``max_seq_len``.
+        """Return the states of ``count`` slots, which have independent lengths up to ``max_seq_len``.
 
-        A mixer whose state has one size returns ``RecurrentSlots(self, …)`` of
+        A mixer whose state has a fixed size returns ``RecurrentSlots(self, …)`` of
         ``implicit_blocks.mixers.slots``.
 
         Raises:
-            ValueError: where the mixer has no such states.
+            ValueError: if the mixer does not support slots.
 
         """
         raise ValueError(
-            f"{type(self).__name__} keeps no states of rows at lengths of their own, which continuous "
-            "decoding needs; use generate"
+            f"{type(self).__name__} does not support slots, which continuous decoding needs; use generate"
         )
 
     def supports_injection_table(self, window: Window) -> bool:
-        """Whether ``u`` may be a table (V, U) here, of which ``window.u_rows_BL`` says each token's row.
+        """Whether ``u`` may be a table (V, U), indexed by ``window.u_rows_BL``, for this window.
 
-        A small vocabulary's injections are fewer than the tokens', and stay in the GPU's cache.
+        A small vocabulary has fewer injections than a batch has tokens, and its table fits the GPU's cache.
         """
         return False
 
     @abstractmethod
     def prepare(self, window: Window) -> Any:
-        """Return what ``forward`` needs to know of a window (masks, rotations), made once for the loop."""
+        """Return the data of a window that ``forward`` needs (masks, rotations), computed once per window."""
 
     @abstractmethod
     def forward(self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: Any) -> Tensor:
-        """Return the mixed window, (B, L, D). Pure: ``state`` is read, never written."""
+        """Return the mixed window, (B, L, D). Pure: ``state`` is not modified."""
 
     @abstractmethod
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: State, context: Any
     ) -> tuple[Tensor, State]:
-        """Return ``forward``'s value and the state after the window; one pass for both."""
+        """Return ``forward``'s value and the state after the window, in one pass."""
 
     def output_projections(self) -> Sequence[nn.Module]:
-        """Return the linear layers that write into the residual stream: the model scales their start."""
+        """Return the linear layers that write into the residual stream, whose initialization is scaled."""
         return ()
 
     def reset_parameters(self) -> None:
-        """Initialize the parameters that belong to the mixer itself."""
+        """Initialize the mixer's own parameters."""

@@ -1,4 +1,4 @@
-"""The layers around a mixer: normalization, linear maps, the SwiGLU MLP, the residual block.
+"""The layers around a mixer: normalization, linear maps, the SwiGLU MLP.
 
 Shape legend: B batch, L tokens of a window, D model width, F hidden width.
 """
@@ -17,20 +17,20 @@ from implicit_blocks.specs import SwiGLUSpec
 from implicit_blocks.weights import weight_norm
 from implicit_blocks.weights.weight_norm import assign_weight, plain_weight
 
-PADDING = 64  # widths in multiples of this keep bfloat16 rows aligned for the fast matrix kernels
+PADDING = 64  # the fast matrix kernels need bfloat16 rows aligned to multiples of this width
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Return the tensor in float32, or in float64 where it is that already."""
+    """Return the tensor in float32, or unchanged in float64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x²) + eps) · weight`` over the last dimension, computed in float32 or better.
 
-    With ``groups`` the mean is over each of so many equal parts of the width by itself.
+    With ``groups`` the width is divided into that many equal parts, each with its own mean.
 
-    Returns ``x``'s type, so that a float32 residual stream stays float32 in a bfloat16 model.
+    The output has the dtype of ``x``, so that a float32 residual stream stays float32 in a bfloat16 model.
     """
 
     def __init__(self, width: int, *, eps: float = 1e-5, groups: int = 1) -> None:
@@ -47,10 +47,10 @@ class RMSNorm(nn.Module):
         out: Tensor | None = None,
         damped: tuple[Tensor, float] | None = None,
     ) -> Tensor:
-        """Normalize (…, width): ``x``, or ``x + added``, a sum that a compiler takes on the way.
+        """Normalize (…, width): ``x``, or ``x + added``, a sum that a compiler fuses.
 
-        With ``out`` the value is written there, and with ``damped``, a point and a share λ, it is a step from
-        the point, ``(1 − λ) point + λ norm(x)``, which a compiler does on the way too.
+        ``damped`` is a point and a damping λ: the value is then ``(1 − λ) point + λ norm(x)``, which a
+        compiler fuses as well. With ``out`` the value is written there.
         """
         normed = self._normed(x if added is None else x + added)
         if damped is not None:
@@ -71,11 +71,11 @@ class RMSNorm(nn.Module):
 
 
 class Linear(nn.Linear):
-    """A linear map that takes its input in any floating type and works in its weight's.
+    """A linear map that accepts inputs of any floating dtype and computes in the dtype of its weight.
 
-    While weights are cached on a GPU, zero rows (``pad_out``) or columns (``pad_in``) are added up to a
-    multiple of 64, where the owner of the layers says so: odd widths lose the matrix units' fast kernels.
-    The output is then so much wider, with zeros.
+    While weights are cached on a GPU, ``pad_out`` and ``pad_in`` pad the rows or columns with zeros to a
+    multiple of 64, because the fast matrix kernels need aligned widths. With ``pad_out`` the output is wider
+    by the padding, which is 0. The owner of the layers sets both flags.
     """
 
     pad_in = False
@@ -88,11 +88,11 @@ class Linear(nn.Linear):
         return F.linear(input.to(weight.dtype), weight, bias)
 
     def current(self) -> tuple[Tensor, Tensor | None]:
-        """Return the weight and bias that a call uses, the cached ones, if any."""
+        """Return the weight and bias that a call uses: the cached ones, if any."""
         return (plain_weight(self), self.bias) if self.cached is None else self.cached
 
     def layout(self) -> tuple[torch.dtype, int, int]:
-        """Return how a pass of many calls wants the weight: its type, rows and columns that are added."""
+        """Return the layout of the cached weight: dtype, number of padding rows and columns."""
         parts = weight_norm.normed_parts(self)
         parameter = next(iter(self.parameters())) if parts is None else parts[1]
         device, dtype = parameter.device.type, parameter.dtype
@@ -105,7 +105,7 @@ class Linear(nn.Linear):
     def prepared(
         self, layout: tuple[torch.dtype, int, int] | None = None, weight: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return weight and bias in this layout; the weight may be given, if it is ready."""
+        """Return weight and bias in this layout, with ``weight`` in place of the weight if given."""
         (dtype, rows, columns), bias = self.layout() if layout is None else layout, self.bias
         if weight is None:
             weight = plain_weight(self).to(dtype)
@@ -120,7 +120,7 @@ class SwiGLU(nn.Module):
     """``W_out (silu(W_gate z) · W_up z)``: N. Shazeer, "GLU variants improve transformer", 2020.
 
     Args:
-        spec: its hidden width.
+        spec: the hidden width F, and whether the layers have biases.
         d_model: width of the residual stream.
 
     """
@@ -132,7 +132,7 @@ class SwiGLU(nn.Module):
         self.out_proj = Linear(spec.d_ff, d_model, bias=spec.bias)
 
     def choose_padding(self) -> None:
-        """Pad the hidden width while weights are cached, unless something wraps a layer."""
+        """Pad the hidden width while weights are cached, unless a layer is wrapped or replaced."""
         plain = all(isinstance(layer, Linear) for layer in self.children())
         for layer in self.modules():
             if isinstance(layer, Linear):
@@ -151,7 +151,7 @@ class SwiGLU(nn.Module):
 
 
 def reset_linear_(module: nn.Module) -> None:
-    """Initialize a linear or convolution layer as torch does, uniform in 1/√fan_in, weight norm or not."""
+    """Initialize a linear or convolution layer as torch does: uniform in ±1/√fan_in."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     fresh = torch.empty_like(weight, requires_grad=False)
@@ -164,7 +164,7 @@ def reset_linear_(module: nn.Module) -> None:
 
 
 def reset_parameters_(root: nn.Module) -> None:
-    """Initialize every module below ``root`` with parameters of its own, in the order of ``modules()``."""
+    """Initialize every descendant of ``root`` that has parameters, in the order of ``modules()``."""
     for module in root.modules():
         if module is root:
             continue

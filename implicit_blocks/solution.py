@@ -1,4 +1,4 @@
-"""What a search for a fixed point returns: the value, and how the search went.
+"""The result of a search for a fixed point: its value and status.
 
 Shape legend: B batch, L tokens of a window.
 """
@@ -12,38 +12,40 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from implicit_blocks.cuda.host_copy import AsyncHostCopy
+
 
 @dataclass(frozen=True)
 class Adjoint:
-    """How the backward solve of an implicit-function gradient went; ``solution`` is None before it ran."""
+    """The results of the backward solves of an implicit-function gradient."""
 
     solutions: list[Solution] = field(default_factory=list)
     listeners: list[Callable[[Solution], None]] = field(default_factory=list, repr=False, compare=False)
     """Called with each solve's solution, within backward."""
 
     def add(self, solution: Solution) -> None:
-        """Take in a backward solve."""
+        """Add the solution of a backward solve, and pass it to the listeners."""
         self.solutions.append(solution)
         for listener in self.listeners:
             listener(solution)
 
     @property
     def solution(self) -> Solution | None:
-        """The latest backward solve: its iterations, residual and status, one entry a row."""
+        """The latest backward solve's iterations, residual and status per row; None before the first one."""
         return self.solutions[-1] if self.solutions else None
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What a search found and how it went, for each sequence, and with prefix scope for each token.
+    """The value and status of a search, per sequence, and with prefix scope per token.
 
     ``z`` (B, …) is, for every element, the ``f(z)`` whose residual was lowest. ``iterations`` (B,) int64
-    counts the calls of ``f`` an element took part in; ``residual`` (B,) float32 or better is that of the
-    returned value; ``converged`` and ``diverged`` (B,) bool: neither is set where the iterations ran out.
-    With prefix scope the ``token_…`` fields (B, L) say the same of each token, and the row's entry is its
-    worst token's; elsewhere they are None. ``trace`` (iterations, B) or (iterations, B, L), on request, has
-    the residual of every call, NaN once an element had left the loop. ``penalty`` (B,), where the gradient
-    estimator has one, is what its mean adds to the loss; it carries gradients.
+    counts the calls of ``f`` that an element took part in. ``residual`` (B,) float32 or better is that of the
+    returned value. ``converged`` and ``diverged`` (B,) bool are both False if the iterations ran out. With
+    prefix scope the ``token_…`` fields (B, L) report each token, and a row's entry is that of its worst
+    token; otherwise they are None. ``trace`` (iterations, B) or (iterations, B, L), on request, contains the
+    residual of every call, NaN once an element has left the loop. ``penalty`` (B,), of gradient estimators
+    that have one, carries gradients; add its mean to the loss.
     """
 
     z: Tensor
@@ -70,7 +72,7 @@ class Solution:
         diverged: Tensor,
         trace: Tensor | None = None,
     ) -> Self:
-        """Return the solution whose tokens fared so; all but ``z`` are (B, L)."""
+        """Return a solution from the status of its tokens; all but ``z`` are (B, L)."""
         return cls(
             z=z,
             iterations=iterations.amax(1),
@@ -113,12 +115,17 @@ class Solution:
             penalty=None if windows[0].penalty is None else stack("penalty").mean(0),
         )
 
+    def some_diverged(self) -> bool:
+        """Whether some rows have diverged, but not all; copies one flag to the host."""
+        some = self.diverged.any() & ~self.diverged.all()
+        return bool(AsyncHostCopy().read(some) if some.is_cuda else some)
+
     def with_value(self, z: Tensor, *, adjoint: Adjoint | None = None) -> Solution:
-        """Return the same report with another ``z`` (B, …); its adjoint is kept, unless another is given."""
+        """Return the solution with another ``z`` (B, …), and with another adjoint if one is given."""
         return replace(self, z=z, adjoint=adjoint or self.adjoint)
 
     def __repr__(self) -> str:
-        """Say in a line how the search went: what a prompt or a notebook shows; the numbers are fields."""
+        """Return a one-line summary."""
         iterations, residual = self.iterations, self.residual
         if iterations.is_meta or not iterations.numel():
             return f"Solution(rows={iterations.numel()})"
@@ -137,6 +144,6 @@ class Solution:
 
 
 def _span(values: Tensor, form: str) -> str:
-    """Return the least and the largest value, or the one that all are."""
+    """Return the smallest and the largest value, or the one value if they are equal."""
     least, largest = (format(value.item(), form) for value in values.detach().aminmax())
     return least if least == largest else f"{least}…{largest}"

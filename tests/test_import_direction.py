@@ -1,6 +1,7 @@
-"""Imports go down: no module imports from a package of a higher layer.
+"""Imports go down: no module of the library or the trainer imports from a higher layer.
 
 Imports for type checkers only (``if TYPE_CHECKING``) may point anywhere; imports inside functions may not.
+``from implicit_blocks import Name`` is an import of the module that defines ``Name``.
 """
 
 from __future__ import annotations
@@ -14,41 +15,56 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# From top to bottom. A package may import from its own row and from rows below it. A module belongs to the
-# longest entry that matches the beginning of its name. Modules that match no entry are not checked; an entry
-# for a package that does not exist has no effect.
+# From top to bottom. A module may import from its own row and from the rows below it. A module belongs to the
+# longest entry that is its name or a package around it; "implicit_blocks" stands for its ``__init__`` alone,
+# whose names are lazy, so that no module of the library imports the package itself.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("trainer.experiments",),
     ("trainer",),
-    ("implicit_blocks.serving", "implicit_blocks.decoding", "implicit_blocks.hf"),
+    ("implicit_blocks", "implicit_blocks.__main__"),
+    ("implicit_blocks.decoding", "implicit_blocks.hf", "implicit_blocks.analysis", "implicit_blocks.testing"),
     ("implicit_blocks.models",),
+    ("implicit_blocks.fixed_point",),
     ("implicit_blocks.mixers", "implicit_blocks.gradients", "implicit_blocks.search"),
+    ("implicit_blocks.layers", "implicit_blocks.weights", "implicit_blocks.cuda"),
     ("implicit_blocks.solvers", "implicit_blocks.ops"),
+    ("implicit_blocks.interfaces", "implicit_blocks.solution", "implicit_blocks.contract_checks"),
+    ("implicit_blocks.checkpoints", "implicit_blocks.describing"),
+    ("implicit_blocks.specs", "implicit_blocks.registry"),
+    ("implicit_blocks._utils",),
 )
 
-# Beside the layers: every layer may import from these packages, and they import from no layer.
-BESIDE: tuple[str, ...] = ("implicit_blocks.specs", "implicit_blocks.registry")
+# Upward imports that exist, as (module, imported module). Remove an entry with its import; add none.
+KNOWN_UPWARD: frozenset[tuple[str, str]] = frozenset(
+    {
+        # load_model reads a transformers folder through hf; such folders are one of its three sources.
+        ("implicit_blocks.checkpoints.load_model", "implicit_blocks.hf.folders"),
+        # Captured graphs build the context of each block.
+        ("implicit_blocks.cuda.map_graphs", "implicit_blocks.models.block"),
+        # load_spec accepts a run folder, whose spec checkpoints.find locates.
+        ("implicit_blocks.specs.loading", "implicit_blocks.checkpoints.find"),
+    }
+)
 
 
-def height(module: str) -> int | None:
-    """Return the height of a module's layer: 0 beside the layers, 1 at the bottom; None outside the table."""
-    heights = dict.fromkeys(BESIDE, 0)
-    for number, packages in enumerate(reversed(LAYERS), 1):
-        heights |= dict.fromkeys(packages, number)
-    matches = [package for package in heights if f"{module}.".startswith(f"{package}.")]
-    return heights[max(matches, key=len)] if matches else None
+def layer(module: str) -> int | None:
+    """Return the height of a module's layer, 0 at the bottom; None for a module of no layer."""
+    heights = {entry: number for number, row in enumerate(reversed(LAYERS)) for entry in row}
+    around = [module.rsplit(".", dots)[0] for dots in range(module.count(".") + 1)]
+    found = next((entry for entry in around if entry in heights), None)
+    return None if found is None or (found == "implicit_blocks" != module) else heights[found]
 
 
-def upward_imports(structure: Any, modules: Mapping[str, Path], root: Path) -> list[str]:
-    """Return ``file:line imports module: upward`` for each import from a higher layer."""
-    found = []
+def upward_imports(structure: Any, modules: Mapping[str, Path], root: Path) -> dict[tuple[str, str], str]:
+    """Return (module, imported module) of each import from a higher layer, with its place in words."""
+    found = {}
     for name in modules:
-        own = height(name)
+        own = layer(name)
         for imported in structure.find_imports(name, modules) if own is not None else ():
-            other = height(imported.module)
+            other = layer(imported.module)
             if other is not None and other > own:
                 place = f"{imported.path.relative_to(root)}:{imported.line}"
-                found.append(f"{place} imports {imported.module}: upward")
+                found[name, imported.module] = f"{place} imports {imported.module}: upward"
     return found
 
 
@@ -59,9 +75,22 @@ def structure(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("structure")
 
 
+def test_every_module_of_the_library_and_the_trainer_belongs_to_a_layer(structure: Any) -> None:
+    modules = structure.find_modules(ROOT)
+    project = [name for name in modules if name.split(".")[0] in ("implicit_blocks", "trainer")]
+    assert len(project) > 200
+    assert [name for name in project if layer(name) is None] == []
+
+
 def test_no_module_imports_from_a_higher_layer(structure: Any) -> None:
     upward = upward_imports(structure, structure.find_modules(ROOT), ROOT)
-    assert not upward, "\n".join(upward)
+    new = [place for pair, place in upward.items() if pair not in KNOWN_UPWARD]
+    assert not new, "\n".join(new)
+
+
+def test_every_known_upward_import_still_exists(structure: Any) -> None:
+    upward = upward_imports(structure, structure.find_modules(ROOT), ROOT)
+    assert sorted(KNOWN_UPWARD - upward.keys()) == [], "remove these entries of KNOWN_UPWARD"
 
 
 @pytest.mark.parametrize(
@@ -71,18 +100,21 @@ def test_no_module_imports_from_a_higher_layer(structure: Any) -> None:
         ("implicit_blocks.ops", "from implicit_blocks.models import implicit\n", 1, "models.implicit"),
         ("implicit_blocks.mixers", "def f():\n    from implicit_blocks.models import LM\n", 2, "models"),
         ("implicit_blocks.specs", "from ..solvers import picard\n", 1, "solvers.picard"),
+        ("implicit_blocks.solvers", "from implicit_blocks import ImplicitLM\n", 1, "models.implicit"),
     ],
-    ids=["module", "name of a module", "in a function", "beside the layers"],
+    ids=["module", "name of a module", "in a function", "relative", "lazy name"],
 )
-def test_an_upward_import_is_named_with_its_place(
+def test_an_upward_import_is_reported_with_its_place(
     structure: Any, tmp_path: Path, module: str, source: str, line: int, imported: str
 ) -> None:
-    write(tmp_path, "implicit_blocks.models.implicit", "")
-    write(tmp_path, "implicit_blocks.solvers.picard", "")
+    write_library(tmp_path)
     path = write(tmp_path, f"{module}.offender", source)
-    assert upward_imports(structure, structure.find_modules(tmp_path), tmp_path) == [
-        f"{path.relative_to(tmp_path)}:{line} imports implicit_blocks.{imported}: upward"
-    ]
+    upward = upward_imports(structure, structure.find_modules(tmp_path), tmp_path)
+    assert upward == {
+        (f"{module}.offender", f"implicit_blocks.{imported}"): (
+            f"{path.relative_to(tmp_path)}:{line} imports implicit_blocks.{imported}: upward"
+        )
+    }
 
 
 @pytest.mark.parametrize(
@@ -90,21 +122,41 @@ def test_an_upward_import_is_named_with_its_place(
     [
         ("implicit_blocks.models", "from implicit_blocks.solvers import picard\n"),
         ("implicit_blocks.ops", "from implicit_blocks.solvers import picard\n"),
-        ("implicit_blocks.unlisted", "from implicit_blocks.models import implicit\n"),
+        ("implicit_blocks.models", "from implicit_blocks import Picard\n"),
         (
             "implicit_blocks.ops",
             "import typing\nif typing.TYPE_CHECKING:\n    from implicit_blocks.models import implicit\n",
         ),
     ],
-    ids=["a lower layer", "the same layer", "outside the table", "for type checkers"],
+    ids=["a lower layer", "the same layer", "a lazy name of a lower layer", "for type checkers"],
 )
-def test_imports_that_are_not_upward_are_accepted(
+def test_an_import_that_is_not_upward_is_accepted(
     structure: Any, tmp_path: Path, module: str, source: str
 ) -> None:
-    write(tmp_path, "implicit_blocks.models.implicit", "")
-    write(tmp_path, "implicit_blocks.solvers.picard", "")
+    write_library(tmp_path)
     write(tmp_path, f"{module}.importer", source)
-    assert upward_imports(structure, structure.find_modules(tmp_path), tmp_path) == []
+    assert upward_imports(structure, structure.find_modules(tmp_path), tmp_path) == {}
+
+
+def test_the_library_may_not_import_its_own_package(structure: Any, tmp_path: Path) -> None:
+    write_library(tmp_path)
+    write(tmp_path, "implicit_blocks.models.importer", "import implicit_blocks as ib\n")
+    assert list(upward_imports(structure, structure.find_modules(tmp_path), tmp_path)) == [
+        ("implicit_blocks.models.importer", "implicit_blocks")
+    ]
+
+
+def write_library(root: Path) -> None:
+    """Write a model, a solver, and a package that exports both lazily."""
+    write(root, "implicit_blocks.models.implicit", "class ImplicitLM: ...\n")
+    write(root, "implicit_blocks.solvers.picard", "class Picard: ...\n")
+    (root / "implicit_blocks" / "__init__.py").write_text(
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n"
+        "    from implicit_blocks.models.implicit import ImplicitLM\n"
+        "    from implicit_blocks.solvers.picard import Picard\n",
+        encoding="utf-8",
+    )
 
 
 def write(root: Path, module: str, source: str) -> Path:

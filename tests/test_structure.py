@@ -1,4 +1,4 @@
-"""The repository stays within the bars of ``tools/structure.py``, and the program counts correctly."""
+"""The repository stays within the bars of ``tools/structure.py``, which counts correctly."""
 
 from __future__ import annotations
 
@@ -20,28 +20,25 @@ def structure(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("structure")
 
 
-def test_source_files_are_within_their_bars(structure: Any) -> None:
-    exceeded = structure.above_bars(structure.measure_source())
-    assert not exceeded, "\n".join(exceeded)
-
-
 def test_every_row_of_the_table_is_within_its_bar() -> None:
-    """In a process of its own: what was imported and cached before changes the files that are entered."""
+    """In a new process, since earlier imports and caches change which files are entered."""
     done = subprocess.run([sys.executable, PROGRAM, "--check"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_check_fails_and_names_the_row_above_its_bar(
+def test_the_check_fails_and_names_the_row_above_its_bar(
     structure: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(structure, "measure_source", lambda: {row.key: row.bar for row in structure.ROWS})
     monkeypatch.setattr(structure, "measure_actions", lambda: {"token.files": 1_000})
     assert structure.main([]) == 0
     assert structure.main(["--check"]) == 1
-    assert capsys.readouterr().err == "error: generated token: files entered: 1,000, at most 42 allowed\n"
+    assert "generated token: files entered: 1,000" in capsys.readouterr().err
 
 
-def test_circles_are_counted_with_and_without_imports_in_functions(structure: Any, tmp_path: Path) -> None:
+def test_import_circles_are_counted_with_and_without_imports_in_functions(
+    structure: Any, tmp_path: Path
+) -> None:
     sources = {
         "__init__": "",
         "a": "import implicit_blocks.b\n",
@@ -60,12 +57,26 @@ def test_circles_are_counted_with_and_without_imports_in_functions(structure: An
     ]
 
 
-def test_two_circles_that_touch_are_one(structure: Any) -> None:
+def test_a_lazy_name_counts_as_an_import_of_its_module(structure: Any, tmp_path: Path) -> None:
+    sources = {
+        "__init__": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .a import A\n",
+        "a": "from implicit_blocks import b\nclass A: ...\n",
+        "b": "from implicit_blocks import A, other\n",
+    }
+    (tmp_path / "implicit_blocks").mkdir()
+    for name, source in sources.items():
+        (tmp_path / "implicit_blocks" / f"{name}.py").write_text(source, encoding="utf-8")
+    graph = structure.import_graph(structure.find_modules(tmp_path), functions=True)
+    assert graph["implicit_blocks.b"] == {"implicit_blocks.a", "implicit_blocks"}
+    assert structure.circles(graph) == [["implicit_blocks.a", "implicit_blocks.b"]]
+
+
+def test_two_circles_that_share_a_module_are_one(structure: Any) -> None:
     graph = {"a": {"b"}, "b": {"a", "c"}, "c": {"b"}, "d": {"a", "e"}, "e": {"d"}, "f": {"f"}}
     assert structure.circles(graph) == [["a", "b", "c"], ["d", "e"]]
 
 
-def test_a_class_is_measured_without_its_docstrings(structure: Any, tmp_path: Path) -> None:
+def test_the_length_of_a_class_excludes_docstrings(structure: Any, tmp_path: Path) -> None:
     source = (
         'class A:\n    """One.\n\n    Two.\n    """\n\n'
         '    def f(self):\n        """Three."""\n        return 1\n'
@@ -74,7 +85,7 @@ def test_a_class_is_measured_without_its_docstrings(structure: Any, tmp_path: Pa
     assert list(structure.class_lengths(tmp_path / "module.py")) == [(4, "A")]
 
 
-def test_a_trace_orders_files_and_counts_changes_by_first_calls(
+def test_a_trace_orders_files_by_first_calls_and_counts_changes_of_file(
     structure: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(structure, "ROOT", tmp_path)

@@ -29,8 +29,9 @@ order, changes file. The actions use the zoo's ``word_problem_s3`` (one Mamba2 l
 **Import circles** are the strongly connected components, of two modules or more, of the graph "module A has a
 statement that imports module B". Imports under ``if TYPE_CHECKING`` never count. *At module level* leaves out
 imports inside functions; *at run time* includes them. ``from package import name`` is an edge to
-``package.name`` if that is a module, else to ``package``. That importing ``a.b`` also runs ``a/__init__.py``
-adds no edge, and neither do imports by name (``import_module``).
+``package.name`` if that is a module, to the module that defines ``name`` if the package imports it under
+``if TYPE_CHECKING`` (which exports it lazily), else to ``package``. That importing ``a.b`` also runs
+``a/__init__.py`` adds no edge, and neither do imports by name (``import_module``).
 
 **Lines** of a class run from its ``class`` statement to its last line, without the lines of docstrings.
 """
@@ -46,6 +47,7 @@ import runpy
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import CodeType, FrameType
@@ -137,6 +139,7 @@ def _docstring_lines(tree: ast.AST) -> int:
     return total
 
 
+@cache
 def _parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
@@ -170,13 +173,34 @@ def find_imports(name: str, modules: Mapping[str, Path]) -> list[Import]:
     Imports for type checkers are left out; imports inside functions are included.
     """
     path = modules[name]
-    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     return [
         Import(path, line, module, in_function)
         for node, in_function in _import_statements(_parse(path), in_function=False)
-        for module, line in _imported_modules(node, package, modules)
+        for module, line in _imported_modules(node, _package_of(name, path), modules)
         if module in modules and module != name
     ]
+
+
+def _package_of(name: str, path: Path) -> str:
+    """Return the package that relative imports of a module start from."""
+    return name if path.name == "__init__.py" else name.rpartition(".")[0]
+
+
+def _is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+@cache
+def _lazy_names(package: str, path: Path) -> dict[str, str]:
+    """Return the names that a package exports lazily, each with the module that it is imported from."""
+    return {
+        alias.asname or alias.name: _base(statement, package)
+        for block in _parse(path).body
+        if path.name == "__init__.py" and isinstance(block, ast.If) and _is_for_type_checkers(block)
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom)
+        for alias in statement.names
+    }
 
 
 def _import_statements(
@@ -185,7 +209,7 @@ def _import_statements(
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield node, in_function
         return
-    if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+    if isinstance(node, ast.If) and _is_for_type_checkers(node):
         children: Sequence[ast.AST] = node.orelse
     else:
         children = list(ast.iter_child_nodes(node))
@@ -201,13 +225,19 @@ def _imported_modules(
         for alias in node.names:
             yield alias.name, node.lineno
         return
-    base = node.module or ""
-    if node.level:  # relative: each dot after the first leads one package up
-        parents = package.split(".")
-        base = ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
+    base = _base(node, package)
+    lazy = _lazy_names(base, modules[base]) if base in modules else {}
     for alias in node.names:
         module = f"{base}.{alias.name}"
-        yield (module if module in modules else base), alias.lineno
+        yield (module if module in modules else lazy.get(alias.name, base)), alias.lineno
+
+
+def _base(node: ast.ImportFrom, package: str) -> str:
+    """Return the module that a ``from`` statement names."""
+    if not node.level:
+        return node.module or ""
+    parents = package.split(".")  # each dot after the first leads one package up
+    return ".".join([*parents[: len(parents) - node.level + 1], *filter(None, [node.module])])
 
 
 def import_graph(modules: Mapping[str, Path], *, functions: bool) -> dict[str, set[str]]:

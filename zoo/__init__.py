@@ -1,1 +1,1 @@
-"""The zoo: specs shipped with the package, one model a file; `implicit_blocks.load_spec(name)` reads them."""
+"""The zoo: specs shipped with the package, one file per model; read by `implicit_blocks.load_spec(name)`."""

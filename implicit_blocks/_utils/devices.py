@@ -1,4 +1,4 @@
-"""Choosing a device by name, and refusing one that isn't there."""
+"""Selection of a device by name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device called ``name``; ``auto`` is CUDA where there is one, else the CPU.
+    """Return the device called ``name``; ``auto`` is CUDA if available, else the CPU.
 
     Raises:
-        ValueError: no such device on this machine, with those there are.
+        ValueError: the device is not available; the message lists those that are.
 
     """
     if name == "auto":
@@ -30,11 +30,13 @@ def choose_device(name: str) -> torch.device:
         return device
     if device.type == "mps" and torch.backends.mps.is_available():
         return device
-    raise ValueError(f"device {name!r} is not there: this machine has {_available()}; choose one by --device")
+    raise ValueError(
+        f"device {name!r} is not available (available devices: {_available()}); choose one with --device"
+    )
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device with the name of its hardware."""
+    """Return the name of a device with that of its hardware."""
     if device.type == "cuda":
         return f"{device} ({torch.cuda.get_device_name(device)})"
     if device.type == "cpu":

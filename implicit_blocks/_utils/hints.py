@@ -1,4 +1,4 @@
-"""Words for error messages: the nearest known name, and the list of them all."""
+"""Parts of error messages: the nearest known name, and the list of known names."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import difflib
 from collections.abc import Iterable
 
 MOST_LISTED = 24
-"""Most names that a message lists; of more, only the nearest or the first ones."""
+"""The maximum number of names in a message; of longer lists it shows the nearest or the first ones."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Say ``did you mean 'picard'? Known: anderson, picard``, without the question where nothing is near.
+    """Return ``did you mean 'picard'? Known: anderson, picard``, without the question if no name is similar.
 
-    Of more than `MOST_LISTED` names only the nearest is named or, where nothing is near, the first ones.
+    Of more than `MOST_LISTED` names the message has only the nearest or, if none is similar, the first ones.
     """
     names = sorted(known)
     near = nearest(name, names)
@@ -25,24 +25,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Find the known name most like this one, if any is."""
+    """Return the known name most similar to this one, or None."""
     by_folded = {candidate.casefold(): candidate for candidate in known}
-    if len(name) > 200:  # comparing takes time by its square
+    if len(name) > 200:  # the comparison takes quadratic time
         return None
     matches = difflib.get_close_matches(name.casefold(), by_folded, n=1, cutoff=0.6)
     return by_folded[matches[0]] if matches else None
 
 
 def without_torch(error: ImportError) -> str:
-    """Say that torch is missing, if that is what an import failed by.
+    """Return the message for an import that failed because torch is missing.
 
     Raises:
-        ImportError: it failed by something else, which is a mistake in the program.
+        ImportError: the import failed for another reason, which is a bug.
 
     """
     if error.name != "torch":
         raise error
     return (
-        "torch is not installed; pip install torch (on Linux that brings CUDA along: for CPUs alone "
-        "take PyTorch's own index of those)"
+        "torch is not installed; pip install torch (on Linux this installs CUDA as well; use PyTorch's own "
+        "package index for the CPU-only version)"
     )

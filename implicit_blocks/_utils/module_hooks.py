@@ -1,4 +1,4 @@
-"""Whether someone has asked to be called when a module runs."""
+"""Whether modules have hooks."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from torch.nn.modules import module as _of_all_modules
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks, which only a call of it would call.
+    """Whether a module has hooks, which run only if the module is called.
 
-    Not asked while a compiler traces: what it makes is made once, and hooks may come later.
+    False while a compiler traces: compiled code is created once, and hooks may be added later.
     """
     return not torch.compiler.is_compiling() and _hooked(module)
 
 
 def any_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether one of these modules has hooks, or all modules have, as some tools that count and trace do."""
+    """Whether one of these modules has hooks, or global hooks exist, as counting and tracing tools set."""
     return bool(_of_all_modules._has_any_global_hook()) or any(map(_hooked, modules))
 
 

@@ -1,7 +1,7 @@
-"""Our own top-level packages, found beside this one and not by name: a user's files may have the same names.
+"""The project's top-level packages, located beside this one: a user's files may have the same names.
 
-`implicit_blocks`, `trainer` and `zoo` are installed together. Python looks for `trainer` and `zoo` in the
-working directory first, where a file ``trainer.py`` or a folder ``zoo`` of the user's hides ours.
+`implicit_blocks`, `trainer` and `zoo` are installed together. Python searches the working directory first,
+where a user's file ``trainer.py`` or folder ``zoo`` hides the installed package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[2]
-"""The folder that our packages are installed in: a clone's, or ``site-packages``."""
+"""The folder that contains the packages: a clone, or ``site-packages``."""
 
 
 def zoo_folder() -> Path | None:
@@ -24,23 +24,23 @@ def zoo_folder() -> Path | None:
 
 
 def load_own(package: str) -> None:
-    """Make ``import PACKAGE`` mean ours from now on, whatever the working directory holds.
+    """Import a package of this project, so that later imports of its name find it in any working directory.
 
-    Where another file or folder of that name comes first on Python's path, a `RuntimeWarning` names it, since
+    If another file or folder of that name comes first on Python's path, a `RuntimeWarning` names it, because
     ``python -m PACKAGE`` runs that one.
 
     Raises:
-        ImportError: a module of that name, not ours, has been imported already.
+        ImportError: another module of that name has been imported already.
 
     """
     ours = ROOT / package / "__init__.py"
-    if not ours.is_file():  # not installed, which importing it will say
+    if not ours.is_file():  # not installed: the import raises
         return
     if (loaded := sys.modules.get(package)) is not None:
         if not _is(getattr(loaded, "__file__", None), ours):
             raise ImportError(
                 f"the name {package!r} is taken by {_place(loaded)}, which has been imported already and "
-                f"hides the package {package!r} of implicit_blocks; rename it",
+                f"hides the package {package!r} of implicit_blocks; rename that module",
                 name=package,
             )
         return
@@ -67,9 +67,9 @@ def load_own(package: str) -> None:
 
 
 def install_extra(extra: str) -> str:
-    """Return the command that installs the packages of one of our extras, such as ``hf``.
+    """Return the command that installs the packages of an extra, such as ``hf``.
 
-    There is no index to install `implicit_blocks` from: extras are installed from the clone.
+    `implicit_blocks` is not on a package index: extras are installed from the clone.
     """
     if (ROOT / "pyproject.toml").is_file() and (ROOT / "constraints.txt").is_file():
         return f"pip install -c '{ROOT / 'constraints.txt'}' -e '{ROOT}[{extra}]'"

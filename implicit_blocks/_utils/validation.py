@@ -1,4 +1,4 @@
-"""Checks that several components make of their options, each said in the same words."""
+"""Checks of options that several components share."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 
 def require_count(name: str, value: int) -> None:
-    """Refuse what is no whole number, or below 1.
+    """Raise for anything but an integer of at least 1.
 
     Raises:
         ValueError: names the number and its value.
 
     """
     if not isinstance(value, Integral):
-        raise ValueError(f"{name} is {value!r}; choose a whole number, at least 1")
+        raise ValueError(f"{name} is {value!r}; choose an integer of at least 1")
     if value < 1:
         raise ValueError(f"{name} is {value}; choose at least 1")
 
 
 def require_share(name: str, value: float) -> None:
-    """Refuse a number outside (0, 1], such as a damping.
+    """Raise for a number outside (0, 1], such as a damping.
 
     Raises:
         ValueError: names the number and its value.
@@ -31,10 +31,10 @@ def require_share(name: str, value: float) -> None:
 
 
 def require_part(name: str, part: Any, base: type, *, such_as: str) -> None:
-    """Refuse a part that is none, such as its name or its spec; None passes, for the default.
+    """Raise for a part of the wrong type, such as its name or its spec; None stands for the default.
 
     Raises:
-        ValueError: names the part, what was given, and an example.
+        ValueError: names the part, the value received, and an example.
 
     """
     if part is not None and not isinstance(part, base):

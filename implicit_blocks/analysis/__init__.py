@@ -1,4 +1,4 @@
-"""Looking into a model: how its map contracts, and how its state depends on the state before."""
+"""Analysis of models: contraction of the map, and the Jacobian from state to state."""
 
 from implicit_blocks.analysis.jacobian import StateJacobian, state_jacobian
 from implicit_blocks.analysis.spectrum import Spectrum, spectral_radius

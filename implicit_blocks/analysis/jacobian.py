@@ -1,4 +1,4 @@
-"""How the state after a token depends on the state before it: Theorem 1 of the paper, three ways.
+"""The Jacobian of a token's state with respect to the state before it, computed in three ways.
 
 M. Schöne et al., "Implicit Language Models are RNNs: Balancing Parallelization and Expressivity", ICML 2025,
 Theorem 1 and Figure 7.
@@ -16,9 +16,12 @@ from torch import Tensor
 
 from implicit_blocks.gradients import ImplicitFunction
 from implicit_blocks.interfaces import Map
-from implicit_blocks.mixers.mamba2.mixer import Mamba2, Mamba2State
+from implicit_blocks.mixers.mamba2.mixer import Mamba2
+from implicit_blocks.mixers.mamba2.state import Mamba2State
 from implicit_blocks.models.backbone import BoundMap
-from implicit_blocks.models.implicit import ExplicitLM, ImplicitLM, LanguageModel
+from implicit_blocks.models.explicit import ExplicitLM
+from implicit_blocks.models.implicit import ImplicitLM
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.search import Search
 from implicit_blocks.solvers import Broyden
 from implicit_blocks.specs import Stopping
@@ -28,11 +31,12 @@ EXPLICIT, IMPLICIT = "explicit", "implicit"
 
 @dataclass(frozen=True)
 class StateJacobian:
-    """``∂h_t / ∂h_{t−1}`` of one token, (S, S), found three ways; row i is what entry i of h_t depends on.
+    """``∂h_t / ∂h_{t−1}`` of one token, (S, S), in three ways; row i is the gradient of entry i of h_t.
 
-    ``formula`` is Theorem 1's, ``autograd`` differentiates through the fixed point, ``differences`` moves
-    every entry of ``h_{t−1}`` to and fro and solves again. ``transition`` (S,) is the diagonal Λ of the scan,
-    all that an explicit model has. ``residual`` is that of the fixed point, relative; 0 in an explicit model.
+    ``formula`` evaluates Theorem 1, ``autograd`` differentiates through the fixed point, ``differences``
+    moves every entry of ``h_{t−1}`` up and down and solves again. ``transition`` (S,) is the diagonal Λ of
+    the scan, which is the whole Jacobian of an explicit model. ``residual`` is the relative residual of the
+    fixed point, 0 in an explicit model.
     """
 
     kind: str
@@ -45,40 +49,40 @@ class StateJacobian:
 
     @property
     def formula_against_autograd(self) -> float:
-        """Largest difference of an entry."""
+        """Largest absolute difference of an entry."""
         return float((self.formula - self.autograd).abs().max())
 
     @property
     def formula_against_differences(self) -> float:
-        """Largest difference of an entry."""
+        """Largest absolute difference of an entry."""
         return float((self.formula - self.differences).abs().max())
 
     @property
     def off_diagonal_mass(self) -> float:
-        """Share of the squared entries that are off the diagonal, of the Jacobian by autograd."""
+        """Share of the sum of squares that lies off the diagonal, of the Jacobian by autograd."""
         square = self.autograd.square()
         return float((square - torch.diag(square.diagonal())).sum() / square.sum())
 
     @property
     def rank(self) -> int:
-        """Rank of the Jacobian by autograd."""
+        """Rank of the Jacobian computed by autograd."""
         return _rank(self.autograd)
 
     @property
     def feedback_rank(self) -> int:
-        """Rank of what is added to the scan's own diagonal: 0 in an explicit model."""
+        """Rank of the Jacobian minus the diagonal of the scan: 0 in an explicit model."""
         return _rank(self.autograd - torch.diag(self.transition), of=self.autograd)
 
 
 class _Token(NamedTuple):
-    """One token after committed ones: the map of its window, where its search begins, the state before."""
+    """One token after committed tokens: the map of its window, the start of its search, the state before."""
 
     map: BoundMap
     start_BLD: Tensor
     state: Mamba2State
 
     def bound(self, h_BS: Tensor) -> BoundMap:
-        """Return the map with these values of h, the convolution's tail as it is."""
+        """Return the map with these values of h and an unchanged convolution tail."""
         h = h_BS.view(h_BS.shape[0], *self.state.h_BHPN.shape[1:])
         rows = torch.zeros(h_BS.shape[0], dtype=torch.int64, device=h.device)
         many = self.map.select_rows(rows)
@@ -86,9 +90,9 @@ class _Token(NamedTuple):
         return replace(many, states=(Mamba2State(state.conv_BWC, h),))
 
     def after(self, z_BLD: Tensor, h_BS: Tensor) -> Tensor:
-        """Return the state after the token, (B, S), given its point and the state before."""
+        """Return the state after the token, (B, S), from its fixed point and the state before."""
         _, (state,) = self.bound(h_BS).commit(z_BLD)
-        return state.h_BHPN.flatten(1)  # type: ignore[no-any-return]  # mixers' states are of any type
+        return state.h_BHPN.flatten(1)  # type: ignore[no-any-return]  # the states of mixers are untyped
 
 
 def state_jacobian(
@@ -99,23 +103,23 @@ def state_jacobian(
     max_iterations: int = 512,
     step: float = 1e-5,
 ) -> StateJacobian:
-    """Return the Jacobian of the last token's step from state to state, three ways.
+    """Return the Jacobian of the last token's step from state to state, computed in three ways.
 
     With ``h_t = Λ(z) h_{t−1} + u(z)`` and ``z = f(z, h_{t−1})``, the theorem says ``J = Λ + h_{t−1} ∂Λ/∂z
-    dz/dh + ∂u/∂z dz/dh`` with ``dz/dh = (I − ∂f/∂z)^{-1} ∂f/∂h``: dense, where an explicit model's is Λ, a
-    diagonal. Λ and u are taken from the scan itself: its value at h = 0 is u, and at h = 1 Λ + u. The state
-    meant is the scan's h; the convolution's tail is held fixed.
+    dz/dh + ∂u/∂z dz/dh`` with ``dz/dh = (I − ∂f/∂z)^{-1} ∂f/∂h``: dense, whereas the Jacobian of an explicit
+    model is Λ, a diagonal. Λ and u are read from the scan itself: its value at h = 0 is u, and at h = 1 Λ +
+    u. The state is the scan's h; the tail of the convolution is held constant.
 
     Args:
-        model: of one Mamba2 layer, in float64 (``model.double()``), in evaluation mode.
-        tokens: (1, T) int64, T at least 2: the last one's step is looked at, after the others.
+        model: one Mamba2 layer, in float64 (``model.double()``), in evaluation mode.
+        tokens: (1, T) int64, T at least 2; the last token is analyzed.
         tolerance: of the fixed point, and of the adjoint equation that autograd solves.
-        max_iterations: of either; both are solved by Broyden's method, since an untrained map need not
-            contract.
+        max_iterations: of either; Broyden's method solves both, since an untrained map need not contract.
         step: of the central differences.
 
     Raises:
-        ValueError: another model, type or shape of tokens; or where the fixed point isn't found.
+        ValueError: the model or the type or shape of the tokens does not fit, or the fixed point is not
+            found.
 
     """
     _check(model, tokens)
@@ -135,7 +139,7 @@ def state_jacobian(
         if not bool(found.converged.all()):
             raise ValueError(
                 f"the fixed point was not found: residual {float(found.residual):.1e} after {max_iterations} "
-                f"iterations, tolerance {tolerance:.1e}; raise one of them, or take other tokens or weights"
+                f"iterations, tolerance {tolerance:.1e}; raise one of them, or use other tokens or weights"
             )
         z, residual, iterations = found.z, float(found.residual), int(found.iterations)
     transition, formula = _formula(token, z, h, explicit=explicit)
@@ -151,7 +155,7 @@ def state_jacobian(
 
 
 def _formula(token: _Token, z: Tensor, h: Tensor, *, explicit: bool) -> tuple[Tensor, Tensor]:
-    """Return Λ (S,) and the theorem's Jacobian (S, S), from dense Jacobians of one call each."""
+    """Return Λ (S,) and the Jacobian of the theorem (S, S), from dense Jacobians of one call each."""
     zeros, ones = torch.zeros_like(h), torch.ones_like(h)
 
     def source(point: Tensor) -> Tensor:
@@ -173,7 +177,7 @@ def _formula(token: _Token, z: Tensor, h: Tensor, *, explicit: bool) -> tuple[Te
 
 
 def _autograd(token: _Token, z: Tensor, h: Tensor, search: Search, *, explicit: bool) -> Tensor:
-    """Differentiate through the fixed point: row i of a batch asks for entry i of the state after."""
+    """Differentiate through the fixed point: row i of a batch computes the gradient of entry i."""
     size = h.shape[1]
     before = h.detach().repeat(size, 1).requires_grad_()
     points = z.expand(size, -1, -1)
@@ -190,7 +194,7 @@ def _autograd(token: _Token, z: Tensor, h: Tensor, search: Search, *, explicit: 
 def _differences(
     token: _Token, z: Tensor, h: Tensor, search: Search, *, step: float, explicit: bool
 ) -> Tensor:
-    """Solve again from each moved state; all of them side by side."""
+    """Solve again from each perturbed state, all in one batch."""
     size = h.shape[1]
     moves = step * torch.eye(size, dtype=h.dtype, device=h.device)
     before = torch.cat((h + moves, h - moves))
@@ -207,7 +211,7 @@ def _dense(function: Map, point: Tensor) -> Tensor:
 
 
 def _rank(matrix: Tensor, *, of: Tensor | None = None) -> int:
-    """Count singular values above 1e-9 of the largest, that of another matrix where one is given."""
+    """Count singular values above 1e-9 times the largest, of ``of`` if given."""
     values = torch.linalg.svdvals(matrix)
     largest = torch.linalg.svdvals(matrix if of is None else of)[0]
     return int((values > 1e-9 * largest).sum())
@@ -224,14 +228,12 @@ def _token(model: LanguageModel, tokens: Tensor) -> _Token:
 
 def _check(model: LanguageModel, tokens: Tensor) -> None:
     if not isinstance(model, ImplicitLM | ExplicitLM):
-        raise ValueError(
-            f"model is a {type(model).__name__}; the theorem is about an ImplicitLM or ExplicitLM"
-        )
+        raise ValueError(f"model is a {type(model).__name__}; expected an ImplicitLM or ExplicitLM")
     layers = model.backbone.blocks()
     mixers = [type(block.mixer).__name__ for block in layers]
     if len(layers) != 1 or not isinstance(layers[0].mixer, Mamba2):
         raise ValueError(
-            f"the model's layers are {', '.join(mixers)}; the theorem is about a single Mamba2 layer, whose "
+            f"the model's layers are {', '.join(mixers)}; the theorem needs a single Mamba2 layer, whose "
             "scan is diagonal"
         )
     if model.embedding.weight.dtype != torch.float64:
@@ -239,4 +241,4 @@ def _check(model: LanguageModel, tokens: Tensor) -> None:
             f"the model is {model.embedding.weight.dtype}; differences need float64: call model.double()"
         )
     if tokens.ndim != 2 or tokens.shape[0] != 1 or tokens.shape[1] < 2:
-        raise ValueError(f"tokens have shape {tuple(tokens.shape)}; give one sequence of 2 or more, (1, T)")
+        raise ValueError(f"tokens have shape {tuple(tokens.shape)}; expected (1, T) with T at least 2")

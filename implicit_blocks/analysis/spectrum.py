@@ -1,4 +1,4 @@
-"""How fast a map contracts at a point: the spectral radius of its Jacobian.
+"""The spectral radius of a map's Jacobian, which determines how fast the map contracts at a point.
 
 W. E. Arnoldi, "The principle of minimized iterations in the solution of the matrix eigenvalue problem",
 Quart. Appl. Math. 9, 1951; Y. Saad, "Numerical Methods for Large Eigenvalue Problems", SIAM 2011.
@@ -21,10 +21,10 @@ from implicit_blocks.interfaces import Map
 class Spectrum:
     """The largest eigenvalue found for each row, (B,).
 
-    ``radius`` is its absolute value, ``eigenvalue`` complex (one of a conjugate pair); ``residual`` says by
-    how much the eigenvector misses, relative to ``radius``: ``‖Jᵀ v − λ v‖ / |λ|``. Above a few per cent take
-    more steps. ``eigenvalues`` (B, K) are all that were found, 0 where the space was exhausted. Rows whose
-    Jacobian is not finite have NaN.
+    ``radius`` is its absolute value; ``eigenvalue`` is complex (one of a conjugate pair). ``residual`` is the
+    error of the eigenvector relative to ``radius``: ``‖Jᵀ v − λ v‖ / |λ|``; if it exceeds a few per cent, use
+    more steps. ``eigenvalues`` (B, K) are all that were found, with 0 where the Krylov space was exhausted.
+    Rows whose Jacobian is not finite have NaN.
     """
 
     radius: Tensor
@@ -36,37 +36,37 @@ class Spectrum:
 def spectral_radius(
     f: Map, z: Tensor, *, steps: int = 40, generator: torch.Generator | None = None
 ) -> Spectrum:
-    """Return the spectral radius of ``∂f/∂z`` at ``z``, for each row.
+    """Return the spectral radius of ``∂f/∂z`` at ``z`` for each row.
 
-    Below 1 Picard's iteration converges near a fixed point, by this factor an iteration; above 1 it does not,
-    while damping, Anderson and Broyden may. Found by Arnoldi's method on vector-Jacobian products: the
-    transpose has the same eigenvalues, and needs one backward pass of ``f`` a step and no second derivatives.
-    Unlike a Rayleigh quotient in a power iteration, which is 0 for a rotation, it is right where eigenvalues
-    are complex. Causal maps over many tokens are far from normal: their eigenvalues are those of the single
-    tokens, and need many steps; look at the residual.
+    Near a fixed point, Picard iteration converges if the radius is below 1, by this factor per iteration;
+    with a larger radius it does not, but damping, Anderson and Broyden may. The method is Arnoldi's on
+    vector-Jacobian products: the transpose has the same eigenvalues, and each step needs one backward pass of
+    ``f`` and no second derivatives. Complex eigenvalues are found, unlike with the Rayleigh quotient of a
+    power iteration, which is 0 for a rotation. Causal maps over many tokens are far from normal: their
+    eigenvalues are those of the single tokens and need many steps; check the residual.
 
     Args:
-        f: the map, each row from its own row.
-        z: where, (B, …); computed in its type, the small eigenproblems in float64.
-        steps: size of the space, and calls of backward, at most the number of features.
-        generator: of the random start; None: torch's own.
+        f: the map; each row of the result depends on the same row of its argument.
+        z: the point, (B, …); ``f`` is evaluated in its type, the small eigenproblems in float64.
+        steps: dimension of the Krylov space and number of backward passes, at most the number of features.
+        generator: for the random start; None: torch's default generator.
 
     Raises:
-        ValueError: fewer steps than one, a point that is none, or a map that gives another shape.
+        ValueError: fewer than one step, an invalid point, or a map that changes the shape.
 
     """
     require_count("steps", steps)
     if z.ndim < 2 or not z.numel() or not z.is_floating_point():
         raise ValueError(
-            f"z has shape {tuple(z.shape)} of {z.dtype}; give floating-point numbers, the batch and at least "
-            "one more dimension, none of them 0"
+            f"z has shape {tuple(z.shape)} of {z.dtype}; expected floating-point numbers with a batch and "
+            "at least one more dimension, all positive"
         )
     point = z.detach().requires_grad_()
     with torch.enable_grad():
         value = f(point)
     if value.shape != z.shape:
         raise ValueError(
-            f"f returned shape {tuple(value.shape)} for z of shape {tuple(z.shape)}; they must agree"
+            f"f returned shape {tuple(value.shape)} for z of shape {tuple(z.shape)}; the shapes must be equal"
         )
     wide = torch.promote_types(z.dtype, torch.float32)
 
@@ -93,12 +93,14 @@ def _arnoldi(apply: Map, like_BF: Tensor, *, steps: int, generator: torch.Genera
         vector = apply(basis[-1])
         size = torch.linalg.vector_norm(vector, dim=1)
         known = torch.stack(basis, dim=1)
-        for _ in range(2):  # once more against rounding
+        for _ in range(2):  # the second pass removes rounding errors
             weights = torch.bmm(known, vector[:, :, None]).squeeze(2)
             vector = vector - torch.bmm(weights[:, None], known).squeeze(1)
             hessenberg[:, : step + 1, step] += weights.double()
         left = torch.linalg.vector_norm(vector, dim=1)
-        left = torch.where(left > 100 * torch.finfo(left.dtype).eps * size, left, 0.0)  # the space is whole
+        left = torch.where(
+            left > 100 * torch.finfo(left.dtype).eps * size, left, 0.0
+        )  # the space is exhausted
         hessenberg[:, step + 1, step] = left.double()
         basis.append(torch.where(left[:, None] > 0, vector / left.clamp(min=1e-300)[:, None], 0.0))
     finite = hessenberg.isfinite().flatten(1).all(1)

@@ -1,7 +1,7 @@
-"""The files in which trained models lie: what they are called, and whether a checkpoint's are whole.
+"""Names of the files of trained models, and checks that a checkpoint is complete.
 
-Imports no torch, so that the trainer's dry run can look for a model too; what is in the files is read by
-``implicit_blocks.checkpoints.load_model``.
+Imports no torch, so that the trainer's dry run can look for a model; ``implicit_blocks.checkpoints.weights``
+reads the files.
 """
 
 from __future__ import annotations
@@ -16,36 +16,36 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 CONFIG = "config.json"
-"""Of a folder that ``from_pretrained`` reads."""
+"""The configuration in a folder that ``from_pretrained`` reads."""
 SAFETENSORS = "model.safetensors"
-"""The weights, there and in the trainer's exports."""
+"""The weights in such a folder and in the trainer's exports."""
 TOKENIZER = "tokenizer.json"
-"""Beside weights in a folder of transformers, and beside token files."""
+"""The tokenizer, beside weights in a transformers folder or beside token files."""
 BYTES = "bytes"
-"""The name of the tokenizer that needs no file: UTF-8 bytes as ids 0 to 255, and 256 at the end of a text."""
+"""The name of the tokenizer without a file: UTF-8 bytes as IDs 0 to 255, and 256 at the end of a text."""
 MANIFEST = "manifest.json"
-"""Beside token files: which tokenizer made them, among others."""
+"""A description of token files beside them, which names their tokenizer."""
 MODEL = "model.yaml"
 """The spec of the model, beside the weights of an export."""
 SPEC = "spec.yaml"
-"""The spec of a run, in its folder."""
+"""The spec of a run, in the run folder."""
 CHECKPOINTS = "checkpoints"
 """The folder of a run's checkpoints."""
 RECORD = "state.json"
-"""Where a checkpoint says, under ``files``, how large its files are, and their checksums."""
+"""The record of a checkpoint, which lists the sizes and checksums of its files under ``files``."""
 MODEL_PREFIX = "model/"
-"""What the names of the model's tensors begin with in a checkpoint."""
+"""The prefix of the names of the model's tensors in a checkpoint."""
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in ``folder``, oldest first, without what a killed run left half written."""
+    """Return the checkpoints in ``folder``, oldest first, without partially written ones."""
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit())
 
 
 def plain_name(name: str) -> bool:
-    """Return whether ``name`` is that of a file in the folder at hand: no path that leads elsewhere."""
+    """Return whether ``name`` is a plain file name and not a path to another folder."""
     return name not in ("", ".", "..") and not any(mark in name for mark in ("/", "\\", ":", "\0"))
 
 
@@ -53,7 +53,7 @@ def read_json(path: Path) -> Any:
     """Return the JSON value in ``path``.
 
     Raises:
-        ValueError: naming the file, where it is cut short, is not JSON, or is nested too deeply.
+        ValueError: the file is truncated, not JSON, or nested too deeply; the message names it.
 
     """
     try:
@@ -61,26 +61,26 @@ def read_json(path: Path) -> Any:
     except RecursionError:
         raise ValueError(f"{path} is nested too deeply") from None
     except ValueError as error:
-        raise ValueError(f"{path} is cut short or not JSON: {error}") from None
+        raise ValueError(f"{path} is truncated or not JSON: {error}") from None
 
 
 def read_newest(
     folder: Path, require: Callable[[Path], object], read: Callable[[Path], T], *, seconds: float = 60.0
 ) -> tuple[Path, T, list[str]] | tuple[None, None, list[str]]:
-    """Read the newest checkpoint in ``folder`` that is whole, even while a run saves and removes checkpoints.
+    """Read the newest complete checkpoint in ``folder``, even while a run saves and removes checkpoints.
 
-    A run that keeps one checkpoint removes it as soon as the next is whole. Where a checkpoint can't be read
-    and the folder has changed since it was listed, the folder is listed again.
+    A run that keeps one checkpoint removes it as soon as the next one is complete. If a checkpoint cannot be
+    read and the folder has changed since it was listed, the folder is listed again.
 
     Args:
-        folder: of the checkpoints.
-        require: raises a ValueError for a checkpoint that can't be used; the one before is tried then.
-        read: reads the checkpoint that was let pass; its errors are raised.
-        seconds: how long to try while the folder keeps changing.
+        folder: contains the checkpoints.
+        require: raises a ValueError for an unusable checkpoint; then the previous one is tried.
+        read: reads a checkpoint that passed ``require``; its errors propagate.
+        seconds: time limit for retries while the folder keeps changing.
 
     Returns:
-        The checkpoint, what ``read`` returned, and what ``require`` said of each newer one; None and None
-        where there is no checkpoint that can be used.
+        The checkpoint, the result of ``read``, and the errors of ``require`` for newer checkpoints; None and
+        None if no checkpoint is usable.
 
     """
     end = time.monotonic() + seconds
@@ -108,7 +108,7 @@ def read_newest(
 
 
 def _identities(folder: Path) -> dict[Path, int]:
-    """Return the checkpoints in ``folder``, oldest first, with what tells one from another of its name."""
+    """Return the checkpoints in ``folder``, oldest first, with identities that change on replacement."""
     for attempt in range(5):
         found: dict[Path, int] = {}
         for path in list_checkpoints(folder):
@@ -118,47 +118,47 @@ def _identities(folder: Path) -> dict[Path, int]:
                 continue
         if found or not folder.is_dir():
             break
-        time.sleep(0.002 * attempt)  # a listing can miss one that comes while another goes
+        time.sleep(0.002 * attempt)  # a listing can miss a checkpoint that appears while another is removed
     return found
 
 
 def newest_sound(folder: Path, require: Callable[[Path], object]) -> tuple[Path | None, list[str]]:
-    """Return the last checkpoint that ``require`` lets pass, if any, and what it says of each one behind it.
+    """Return the last checkpoint that passes ``require``, or None, and the errors for each newer one.
 
-    As :func:`read_newest`, for what is read later.
+    As :func:`read_newest`, for checkpoints that are read later.
     """
     path, _, complaints = read_newest(folder, require, lambda path: path)
     return path, complaints
 
 
 def first_fault(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """Say which of ``files`` is not as it was written, by ``bytes`` and ``sha256`` of each; None: all are."""
+    """Describe the first of ``files`` that differs from its recorded ``bytes`` or ``sha256``, or None."""
     for name, written in files.items():
         if not plain_name(name):
-            return f"{name!r} is not the name of a file in it"
+            return f"{name!r} is not a plain file name"
         file = folder / name
         if not file.is_file():
             return f"{name} is missing"
         size = file.stat().st_size
         if size != written["bytes"]:
-            kind = "cut short" if size < written["bytes"] else "altered"
-            return f"{name} is {kind}: {size} bytes where {written['bytes']} were written"
+            kind = "truncated" if size < written["bytes"] else "altered"
+            return f"{name} is {kind}: expected {written['bytes']} bytes, found {size}"
         with file.open("rb") as content:
             if hashlib.file_digest(content, "sha256").hexdigest() != written["sha256"]:
-                return f"{name} was altered since it was written (checksum)"
+                return f"{name} has changed since it was written (checksum mismatch)"
     return None
 
 
 def require_whole(checkpoint: Path) -> None:
-    """Refuse a checkpoint without a record of its files, or with one that is not as the record says.
+    """Raise an error for a checkpoint that has no record of its files or does not match its record.
 
     Raises:
-        ValueError: naming the file.
+        ValueError: the checkpoint is incomplete or damaged; the message names the file.
 
     """
     path = checkpoint / RECORD
     if not path.is_file():
-        raise ValueError(f"{checkpoint} is not whole: {RECORD} is missing")
+        raise ValueError(f"{checkpoint} is incomplete: {RECORD} is missing")
     try:
         files = read_json(path)["files"]
         recorded = {
@@ -166,6 +166,6 @@ def require_whole(checkpoint: Path) -> None:
             for name, entry in files.items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is cut short or no record of files: {error}") from None
+        raise ValueError(f"{path} is truncated or not a record of files: {error}") from None
     if fault := first_fault(checkpoint, recorded):
-        raise ValueError(f"{checkpoint} is not whole: {fault}")
+        raise ValueError(f"{checkpoint} is incomplete: {fault}")

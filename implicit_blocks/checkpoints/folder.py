@@ -1,8 +1,8 @@
-"""Reading the tensors of a folder, and writing folders whole or not at all.
+"""Reading the tensors of a folder, and writing folders atomically.
 
-Reads what transformers and the published implementation leave: ``model.safetensors`` or
-``pytorch_model.bin``, one file or shards with an index. Pickles are read as weights only: nothing in them
-is executed.
+Reads the files of transformers and of the published implementation: ``model.safetensors`` or
+``pytorch_model.bin``, as one file or as shards with an index. Pickles are read as weights only: no code in
+them is executed.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read ``config.json``.
 
     Raises:
-        ValueError: where the folder is none, or has no configuration that can be read.
+        ValueError: the folder does not exist or has no readable configuration.
 
     """
     path = folder / CONFIG
     if not folder.is_dir():
-        raise ValueError(f"{folder} is no folder; give one with {CONFIG} and weights")
+        raise ValueError(f"{folder} is not a directory; give one with {CONFIG} and weights")
     if not path.is_file():
-        raise ValueError(f"{folder} is no checkpoint: it has no {CONFIG}")
+        raise ValueError(f"{folder} is not a pretrained folder: {CONFIG} is missing")
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON: {error}") from None
+        raise ValueError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"{path} holds a {type(config).__name__}, not a mapping; it is no configuration")
+        raise ValueError(f"{path} contains a {type(config).__name__}; expected a mapping")
     return config
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a folder, from whichever of the known files are there.
+    """Read all tensors of a folder from the known files that exist.
 
     Raises:
-        ValueError: where there are none, a shard is missing, cut short or without tensors that the index
-            promises, or a pickle holds more than weights.
+        ValueError: the folder has no weights; a shard is missing, truncated or lacks tensors of the index;
+            or a pickle contains more than weights.
 
     """
     for name in (SAFETENSORS, PICKLE):
@@ -62,16 +62,14 @@ def read_tensors(folder: Path) -> dict[str, Tensor]:
             return _read_shards(index)
         if (folder / name).is_file():
             return read_file(folder / name)
-    raise ValueError(
-        f"{folder} has no weights; {SAFETENSORS} or {PICKLE} is expected, or shards with an index"
-    )
+    raise ValueError(f"{folder} has no weights; expected {SAFETENSORS}, {PICKLE}, or shards with an index")
 
 
 def read_file(path: Path) -> dict[str, Tensor]:
-    """Read one file of tensors, without copying what need not be.
+    """Read one file of tensors, without unnecessary copies.
 
     Raises:
-        ValueError: where it is cut short, holds more than weights, or holds something else.
+        ValueError: the file is truncated, contains more than weights, or is not a file of tensors.
 
     """
     if path.suffix == ".safetensors":
@@ -81,25 +79,21 @@ def read_file(path: Path) -> dict[str, Tensor]:
     except pickle.UnpicklingError as error:
         reason = str(error).partition("\n")[0]
         raise ValueError(
-            f"{path} holds more than weights and is not read, because unpickling it could run anything: "
+            f"{path} contains more than weights and is not read, because unpickling can execute code: "
             f"{reason}"
         ) from None
-    except Exception as error:  # a crafted file can make its reader raise anything
+    except Exception as error:  # the reader of a crafted file can raise anything
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{path} cannot be read; it is cut short or no file of torch: {reason}") from None
+        raise ValueError(f"{path} cannot be read; it is truncated or not a torch file: {reason}") from None
     if not isinstance(found, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Tensor) for name, value in found.items()
     ):
-        raise ValueError(f"{path} is no state dict: a mapping of names to tensors is expected")
+        raise ValueError(f"{path} is not a state dict: expected a mapping of names to tensors")
     for name, tensor in found.items():
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-            raise ValueError(
-                f"{path}: {name} is sparse, quantized or without values; save it as a plain tensor"
-            )
+            raise ValueError(f"{path}: {name} is sparse, quantized or has no data; save it as a dense tensor")
         if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise ValueError(
-                f"{path}: {name} has the shape {tuple(tensor.shape)}, for which it has too few bytes"
-            )
+            raise ValueError(f"{path}: {name} has too few bytes for its shape {tuple(tensor.shape)}")
     return dict(found)
 
 
@@ -108,8 +102,10 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         tensors = load_file(path)
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
-    except Exception as error:  # a crafted header can make its reader raise anything
-        raise ValueError(f"{path} cannot be read; it is cut short or no safetensors file: {error}") from None
+    except Exception as error:  # the reader of a crafted header can raise anything
+        raise ValueError(
+            f"{path} cannot be read; it is truncated or not a safetensors file: {error}"
+        ) from None
     try:
         aliases = json.loads(metadata.get("aliases", "{}"))
     except (ValueError, RecursionError):
@@ -118,10 +114,10 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         isinstance(name, str) and name in tensors and alias not in tensors for alias, name in aliases.items()
     ):
         raise ValueError(
-            f"{path}: the header's aliases are not a JSON object of new names for its tensors; "
-            "save the file again, or remove them"
+            f"{path}: the aliases in the header are not a JSON object that maps new names to tensors; "
+            "save the file again, or remove the aliases"
         )
-    return tensors | {alias: tensors[name] for alias, name in aliases.items()}  # tensors that were shared
+    return tensors | {alias: tensors[name] for alias, name in aliases.items()}  # shared tensors
 
 
 def _read_shards(index: Path) -> dict[str, Tensor]:
@@ -129,7 +125,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
         weight_map: dict[str, str] = read_json(index)["weight_map"]
         names = list(weight_map.values())
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{index} is no index: a JSON mapping with a weight_map is expected") from None
+        raise ValueError(f"{index} is not an index: expected a JSON mapping with a weight_map") from None
     for name in names:
         if not isinstance(name, str) or not plain_name(name):
             raise ValueError(
@@ -139,16 +135,18 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     files = sorted(set(names))
     missing = [file for file in files if not (index.parent / file).is_file()]
     if missing:
-        raise ValueError(f"{index.parent} lacks {len(missing)} of {len(files)} shards: {', '.join(missing)}")
+        raise ValueError(
+            f"{len(missing)} of {len(files)} shards are missing in {index.parent}: {', '.join(missing)}"
+        )
     found: dict[str, Tensor] = {}
     for file in files:
         shard = read_file(index.parent / file)
         if twice := sorted(found.keys() & shard.keys()):
-            raise ValueError(f"{index.parent} has {twice[0]} in several shards, {file} among them")
+            raise ValueError(f"{twice[0]} is stored in several shards of {index.parent}, including {file}")
         found |= shard
     lost = sorted(weight_map.keys() - found.keys())
     if lost:
-        raise ValueError(f"the shards of {index.parent} lack tensors that the index names: {', '.join(lost)}")
+        raise ValueError(f"the shards of {index.parent} lack tensors of the index: {', '.join(lost)}")
     return found
 
 
@@ -160,10 +158,10 @@ def _type(dtype: torch.dtype) -> str:
 
 
 def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, what: str) -> None:
-    """Compare names, shapes and types: weights have any of the types that a model is trained or stored in.
+    """Compare names, shapes and types; weights may have any type used for training or storage.
 
     Raises:
-        ValueError: lists all that is missing, unknown, or of another shape or kind of type.
+        ValueError: lists all tensors that are missing, unknown, or of another shape or type.
 
     """
     complaints = [
@@ -173,12 +171,12 @@ def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], *
         f"{name} is unknown, {tuple(given[name].shape)}" for name in given.keys() - expected.keys()
     ]
     complaints += [
-        f"{name} has shape {tuple(given[name].shape)} and should have {tuple(expected[name].shape)}"
+        f"{name} has shape {tuple(given[name].shape)}, expected {tuple(expected[name].shape)}"
         for name in given.keys() & expected.keys()
         if given[name].shape != expected[name].shape
     ]
     complaints += [
-        f"{name} has type {_type(given[name].dtype)} and should have "
+        f"{name} has type {_type(given[name].dtype)}, expected "
         + (
             " or ".join(map(_type, _WEIGHTS))
             if expected[name].dtype in _WEIGHTS
@@ -195,15 +193,15 @@ def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], *
 
 @contextmanager
 def whole_folder(destination: Path) -> Iterator[Path]:
-    """Give a folder to write into, which becomes ``destination`` at the end, or is removed after an error.
+    """Yield a folder to write to, which becomes ``destination`` on success and is removed on an error.
 
     Raises:
-        ValueError: where the destination exists and is not an empty folder.
-        OSError: it can't be written, such as to a full disk.
+        ValueError: the destination exists and is not an empty folder.
+        OSError: writing fails, for instance because the disk is full.
 
     """
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
-        raise ValueError(f"{destination} exists already and is not an empty folder; choose another place")
+        raise ValueError(f"{destination} exists and is not an empty folder; choose another destination")
     destination.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{destination.name}-", dir=destination.parent))
     try:
@@ -217,15 +215,15 @@ def whole_folder(destination: Path) -> Iterator[Path]:
             raise
         reason = str(error).partition("\n")[0]
         raise OSError(
-            f"{destination} can't be written ({reason}); make room, or choose another place; "
-            "what had been written is removed"
+            f"{destination} cannot be written ({reason}); free disk space or choose another destination; "
+            "the partial output was removed"
         ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _of_the_disk(error: Exception) -> bool:
-    """Return whether writing failed: the writers in Rust and C++ raise errors of their own kinds."""
+    """Return whether an error is a write failure; the writers in Rust and C++ have their own error types."""
     signs = ("No space left", "os error", "PytorchStreamWriter", "inline_container")
     return isinstance(error, OSError | SafetensorError) or any(sign in str(error) for sign in signs)
 
@@ -237,14 +235,14 @@ def _umask() -> int:
 
 
 def write_pickle(folder: Path, tensors: Mapping[str, Tensor], *, max_shard_bytes: int) -> None:
-    """Write ``pytorch_model.bin``, or shards with an index where it would be larger than a shard may be."""
+    """Write ``pytorch_model.bin``, or shards with an index if it would exceed ``max_shard_bytes``."""
     shards: list[dict[str, Tensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append({})
             size = 0
-        # A clone, because torch.save writes the whole storage that a view belongs to.
+        # Cloned, because torch.save writes the whole storage of a view.
         shards[-1][name] = tensor.detach().clone()
         size += tensor.nbytes
     if len(shards) == 1:

@@ -1,7 +1,7 @@
-"""Reading tensors that several processes wrote together, by ``torch.distributed.checkpoint``.
+"""Reading tensors that several processes wrote with ``torch.distributed.checkpoint``.
 
-Such a folder holds files ``__RANK_NUMBER.distcp``, whose tensors torch reads as weights only, and an index of
-them (:mod:`implicit_blocks.checkpoints.tensor_index`). A folder from a stranger can't run code.
+Such a folder contains files ``__RANK_NUMBER.distcp``, whose tensors torch reads as weights only, and an index
+(:mod:`implicit_blocks.checkpoints.tensor_index`). Reading an untrusted folder executes no code.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from implicit_blocks.checkpoints.tensor_index import read_index
 
 
 class ShardReader(FileSystemReader):
-    """The reader of ``torch.distributed.checkpoint``, with an index that runs no code.
+    """A reader for ``torch.distributed.checkpoint`` whose index cannot execute code.
 
     Raises:
-        ValueError: where the index is missing, cut short or not a valid index.
+        ValueError: the index is missing, truncated or invalid.
 
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the index; see the class."""
+        """Read the index."""
         metadata = read_index(Path(self.path))
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
 
 
 def expect_one_process() -> None:
-    """Keep ``torch.distributed.checkpoint`` from warning that only one process is there: that is meant."""
+    """Suppress the warning of ``torch.distributed.checkpoint`` about running in a single process."""
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def tensor_index(folder: Path, *, prefix: str = "") -> dict[str, TensorStorageMetadata]:
-    """Return names, sizes and types of the tensors in ``folder`` whose names begin with ``prefix``.
+    """Return names, sizes and types of the tensors in ``folder`` whose names start with ``prefix``.
 
-    The prefix is left out of the names. Raises ValueError as :class:`ShardReader` does.
+    The returned names omit the prefix. Raises ValueError as :class:`ShardReader` does.
     """
     return {
         name[len(prefix) :]: entry
@@ -53,15 +53,15 @@ def tensor_index(folder: Path, *, prefix: str = "") -> dict[str, TensorStorageMe
 
 
 def load_tensors(folder: Path, into: dict[str, Tensor], *, one_process: bool = True) -> None:
-    """Read the tensors of ``folder`` that ``into`` names into its tensors, which may be sharded.
+    """Read tensors of ``folder`` into the tensors of ``into``, which may be sharded.
 
     Args:
-        folder: with an index.
-        into: tensors by their whole names, of the stored shapes.
-        one_process: this one alone; otherwise every process of the default group calls this.
+        folder: contains an index.
+        into: tensors by their full names, with the stored shapes.
+        one_process: only this process reads; otherwise every process of the default group calls this.
 
     Raises:
-        ValueError: as :class:`ShardReader` does, and where a file of tensors is missing or can't be read.
+        ValueError: as :class:`ShardReader` does, or a file of tensors is missing or cannot be read.
 
     """
     expect_one_process()
@@ -73,22 +73,22 @@ def load_tensors(folder: Path, into: dict[str, Tensor], *, one_process: bool = T
             for cause, _ in error.failures.values()
         )
         raise ValueError(
-            f"the tensors in {folder} cannot be read; a file is missing or cut short: {causes}"
+            f"the tensors in {folder} cannot be read; a file is missing or truncated: {causes}"
         ) from error
 
 
 def read_whole_tensors(folder: Path, *, prefix: str = "") -> dict[str, Tensor]:
-    """Read the tensors of ``folder`` whose names begin with ``prefix``, put together, in one process.
+    """Read the full tensors of ``folder`` whose names start with ``prefix``, in one process.
 
-    Checksums are not looked at (``saved_files.require_whole`` does). Raises ValueError as
-    :func:`load_tensors` does.
+    Checksums are not verified (``find.require_whole`` does that). Raises ValueError as :func:`load_tensors`
+    does.
     """
     try:
         found = {
             prefix + name: torch.empty(entry.size, dtype=entry.properties.dtype)
             for name, entry in tensor_index(folder, prefix=prefix).items()
         }
-    except RuntimeError as error:  # sizes beyond this machine's memory
+    except RuntimeError as error:  # sizes that exceed this machine's memory
         raise ValueError(f"the tensors in {folder} cannot be read: {error}") from None
     load_tensors(folder, found)
     return {name[len(prefix) :]: tensor for name, tensor in found.items()}

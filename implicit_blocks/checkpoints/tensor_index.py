@@ -1,13 +1,12 @@
 """The index of a checkpoint's tensors: a JSON file, ``tensors.json``, and the pickle of earlier checkpoints.
 
-The index holds the shape and type of each tensor and, for every chunk, the file and the bytes where it is
-stored. ``torch.distributed.checkpoint`` keeps it as a pickle, ``.metadata``, which can run code when it is
-read. So the trainer writes JSON. Checkpoints of format 2 still have the pickle: it is read with inert
-stand-ins of this module in place of every class that it may name, and nothing that it names is imported or
-called.
+The index contains the shape and type of each tensor and, for every chunk, its file and position in that
+file. ``torch.distributed.checkpoint`` stores it as a pickle, ``.metadata``, which can execute code when it is
+read; therefore the trainer writes JSON. Checkpoints of format 2 still have the pickle: it is read with inert
+stand-ins for the classes that it may name, and nothing that it names is imported or called.
 
-Either file may come from a stranger, so everything read from it is checked: types, bounds, and that each
-file name stays inside of the folder.
+Both files are untrusted, so everything read from them is checked: types, bounds, and that each file name
+stays inside the folder.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _NAMES = {value: str(value).removeprefix("torch.") for value in _DTYPES.values()
 
 
 def has_index(folder: Path) -> bool:
-    """Return whether ``folder`` has an index of tensors, of either kind."""
+    """Return whether ``folder`` has an index of tensors in either format."""
     return any((folder / name).is_file() for name in (INDEX, PICKLED_INDEX))
 
 
@@ -49,14 +48,14 @@ def index_text(metadata: Metadata, results: Iterable[Iterable[Any]]) -> str:
     """Return the content of ``tensors.json``.
 
     Args:
-        metadata: shapes, types and chunks of the tensors, as the planner of a save returns them.
-        results: for each process the chunks that it wrote (``WriteResult``).
+        metadata: shapes, types and chunks of the tensors, as returned by the planner of a save.
+        results: for each process, the chunks that it wrote (``WriteResult``).
 
     """
     stored = {result.index: result.storage_data for every in results for result in every}
     tensors = {}
     for name, entry in metadata.state_dict_metadata.items():
-        assert isinstance(entry, TensorStorageMetadata), name  # a checkpoint has tensors only
+        assert isinstance(entry, TensorStorageMetadata), name  # checkpoints contain only tensors
         chunks = []
         for chunk in entry.chunks:
             place = stored[MetadataIndex(name, chunk.offsets)]
@@ -75,10 +74,10 @@ def index_text(metadata: Metadata, results: Iterable[Iterable[Any]]) -> str:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read the index of ``folder``, ``tensors.json`` or else ``.metadata``, without running any code of it.
+    """Read the index of ``folder``, ``tensors.json`` or else ``.metadata``, without executing code from it.
 
     Raises:
-        ValueError: both are missing, or the file is cut short or is not a valid index.
+        ValueError: both files are missing, or the file is truncated or not a valid index.
 
     """
     path = folder / INDEX
@@ -88,21 +87,21 @@ def read_index(folder: Path) -> Metadata:
         elif (path := folder / PICKLED_INDEX).is_file():
             content = _unpickled(path.read_bytes())
         else:
-            raise ValueError(f"{folder} holds no tensors: {INDEX} is missing")
+            raise ValueError(f"{folder} contains no tensors: {INDEX} is missing")
         return _metadata(content)
     except _InvalidIndexError as error:
         raise ValueError(f"{path} cannot be read as an index of tensors: {error}") from None
 
 
 class _InvalidIndexError(Exception):
-    """Why a file is not a valid index."""
+    """The reason why a file is not a valid index."""
 
 
 # ------------------------------------------------------------------------------------ JSON
 
 
 def _metadata(content: Any) -> Metadata:
-    """Return what ``torch.distributed.checkpoint`` reads by, after checking all of ``content``."""
+    """Validate ``content`` and return the metadata of ``torch.distributed.checkpoint``."""
     if not isinstance(content, Mapping) or content.get("format") != 1:
         raise _InvalidIndexError("it is not a JSON object of format 1")
     metadata = Metadata({}, storage_data={})
@@ -120,19 +119,19 @@ def _metadata(content: Any) -> Metadata:
             offsets, sizes = _sizes(chunk.get("offsets"), name), _sizes(chunk.get("shape"), name)
             file = chunk.get("file")
             if not isinstance(file, str) or not plain_name(file):
-                raise _InvalidIndexError(f"{name} is stored in {file!r}, which is not a file of this folder")
+                raise _InvalidIndexError(f"{name} is stored in {file!r}, which is not a file in this folder")
             start, length = _sizes([chunk.get("start"), chunk.get("bytes")], name)
             if len(offsets) != len(shape) or len(sizes) != len(shape):
-                raise _InvalidIndexError(f"a chunk of {name} has another number of dimensions")
+                raise _InvalidIndexError(f"a chunk of {name} has a different number of dimensions")
             if any(a + b > c for a, b, c in zip(offsets, sizes, shape, strict=True)):
-                raise _InvalidIndexError(f"a chunk of {name} lies outside of its shape")
+                raise _InvalidIndexError(f"a chunk of {name} exceeds its shape")
             if math.prod(sizes) * dtype.itemsize > length:
-                raise _InvalidIndexError(f"a chunk of {name} has fewer bytes than its shape takes")
+                raise _InvalidIndexError(f"a chunk of {name} has too few bytes for its shape")
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             places[MetadataIndex(name, offsets)] = StorageInfo(file, start, length)
         covered = sum(math.prod(chunk.sizes) for chunk in chunks)
         if len(places) != len(chunks) or covered != math.prod(shape):
-            raise _InvalidIndexError(f"the chunks of {name} do not make up its shape")
+            raise _InvalidIndexError(f"the chunks of {name} do not cover its shape")
         properties = TensorProperties(dtype=dtype)
         metadata.state_dict_metadata[name] = TensorStorageMetadata(properties, torch.Size(shape), chunks)
         metadata.storage_data.update(places)
@@ -149,7 +148,7 @@ def _sizes(value: Any, what: str) -> list[int]:
     if not isinstance(value, list | tuple) or not all(
         type(size) is int and 0 <= size < 2**62 for size in value
     ):
-        raise _InvalidIndexError(f"{what} has sizes that are not whole numbers from 0 up")
+        raise _InvalidIndexError(f"{what} has sizes that are not non-negative integers")
     return list(value)
 
 
@@ -157,7 +156,7 @@ def _sizes(value: Any, what: str) -> list[int]:
 
 
 class _StandIn:
-    """An instance of a class that a pickled index names: its arguments and state, and no behavior."""
+    """An instance of a class that a pickled index names: its arguments and state, without behavior."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -186,12 +185,12 @@ _CLASSES = frozenset(
         ("pathlib._local", "WindowsPath"),
     }
 )
-"""What an index of format 2 names, beside ``torch.Size`` and the types of tensors."""
+"""The names in an index of format 2, besides ``torch.Size`` and tensor types."""
 
 
-# The unpickler in Python: that in C trusts sizes in the file, and takes gigabytes of memory for a few bytes.
+# The Python unpickler: the C one trusts sizes in the file and can allocate gigabytes for a few bytes.
 class _IndexUnpickler(pickle._Unpickler):
-    """Reads a pickle with a stand-in for each class of the list, made anew; every other name is refused."""
+    """Reads a pickle with a new stand-in for each listed class; every other name raises an error."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
@@ -206,20 +205,20 @@ class _IndexUnpickler(pickle._Unpickler):
             return tuple
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no index of tensors needs")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which is not part of an index of tensors")
 
 
 def _unpickled(content: bytes) -> dict[str, Any]:
-    """Return a pickled index in the form of the JSON."""
+    """Convert a pickled index to the JSON form."""
     unpickler = _IndexUnpickler(io.BytesIO(content))
     try:
         found = unpickler.load()
-    except Exception as error:  # a crafted pickle can make its reader raise anything
+    except Exception as error:  # the reader of a crafted pickle can raise anything
         raise _InvalidIndexError(f"{error}" or type(error).__name__) from None
 
     def of(name: str, value: Any, module: str = _METADATA) -> Any:
         if not isinstance(value, unpickler.stand_ins[module, name]):
-            raise _InvalidIndexError(f"it holds a {type(value).__name__} where a {name} is expected")
+            raise _InvalidIndexError(f"expected a {name}, found a {type(value).__name__}")
         return value.state
 
     def fields(name: str, value: Any, module: str = _METADATA) -> Mapping[str, Any]:
@@ -228,11 +227,11 @@ def _unpickled(content: bytes) -> dict[str, Any]:
     index = fields("Metadata", found)
     places = {}
     if not isinstance(index.get("storage_data"), dict):
-        raise _InvalidIndexError("it does not say where the tensors are stored")
+        raise _InvalidIndexError("the storage of the tensors is missing")
     for key, value in index["storage_data"].items():
         at, place = fields("MetadataIndex", key), fields("_StorageInfo", value, _FILESYSTEM)
         if place.get("transform_descriptors"):
-            raise _InvalidIndexError("its files are transformed, which the trainer never does")
+            raise _InvalidIndexError("its files are transformed, which is not supported")
         places[str(at.get("fqn")), tuple(_sizes(at.get("offset", ()), "a place"))] = place
     tensors = {}
     for name, value in _mapping(index.get("state_dict_metadata"), "state_dict_metadata").items():

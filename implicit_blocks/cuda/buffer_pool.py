@@ -1,4 +1,4 @@
-"""Memory for results that is used again as soon as nobody holds the last result in it."""
+"""Memory for results that is reused once no reference to the previous result remains."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 
 class BufferPool:
-    """A few tensors of one shape, lent out by turns; dropping every reference to a loan gives it back.
+    """Tensors of one shape, acquired one at a time; a buffer is free once all references to it are gone.
 
-    What is written to by something that knows fixed addresses, as a captured graph does, can so be handed on
-    without a copy. A view of a loan, or a graph of autograd that saved it, holds it like the loan itself. As
-    for any memory that is used again, work on another stream must be done before the last reference goes.
+    A captured graph, which writes to fixed addresses, can thus return its result without a copy. A view of
+    an acquired tensor, or an autograd graph that saved it, is a reference as well. As for any reused memory,
+    work on other streams must finish before the last reference is dropped.
 
     Args:
-        like: its shape, type and device.
-        count: how many.
+        like: a tensor of the shape, dtype and device of the buffers.
+        count: the number of buffers.
 
     """
 
@@ -25,18 +25,18 @@ class BufferPool:
         self._alone = [_references(buffer) for buffer in self._buffers]
 
     def free(self) -> int | None:
-        """Return the number of one that nobody holds; None: all are lent."""
+        """Return the index of a free buffer, or None."""
         for number, (buffer, alone) in enumerate(zip(self._buffers, self._alone, strict=True)):
             if _references(buffer) <= alone:
                 return number
         return None
 
     def acquire(self, number: int) -> Tensor:
-        """Lend one out: a tensor that shares its memory."""
+        """Return a tensor that shares the memory of a buffer, which is in use until the tensor is gone."""
         return self._buffers[number].detach()
 
     def index_of(self, z: Tensor) -> int | None:
-        """Return the number of the one that ``z`` lies in, all of it, laid out alike; None: in none."""
+        """Return the index of the buffer whose memory and layout ``z`` has, or None."""
         place, first = z.data_ptr(), self._buffers[0]
         if z.stride() != first.stride() or z.shape != first.shape or z.dtype != first.dtype:
             return None
@@ -44,6 +44,6 @@ class BufferPool:
 
 
 def _references(buffer: Tensor) -> int:
-    """Return how many tensors share the memory, one more than there are."""
+    """Return one more than the number of tensors that share the memory."""
     count: int = torch._C._storage_Use_Count(buffer.untyped_storage()._cdata)
     return count

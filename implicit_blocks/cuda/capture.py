@@ -1,4 +1,4 @@
-"""What a capture of CUDA graphs needs around it."""
+"""The environment in which CUDA graphs are captured."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 
 @contextmanager
 def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Capture what is launched within, in the autocast mode of the caller.
+    """Capture the launches of the ``with`` block, in the autocast mode of the caller.
 
-    A graph's work spaces of cuBLAS are its own. torch keeps one a thread and stream, which all captures
-    would share: the first to need one takes it from memory of its own pool, where at another time what its
-    forward pass left for backward may stand, and every later graph writes there.
+    Each graph gets its own cuBLAS workspaces. torch keeps one workspace per thread and stream, which all
+    captures would share: the first capture that needs it allocates it in the memory pool of its graph, where
+    the activations of that graph may be later, and every later graph writes there.
     """
-    # Other threads, such as those that load data, may go on.
+    # Thread-local: other threads, such as data loaders, may use CUDA during the capture.
     with ExitStack() as stack:
         clear_cublas_workspaces()
         stack.callback(clear_cublas_workspaces)
@@ -31,11 +31,10 @@ def capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Keep Python's collector from running.
+    """Disable Python's garbage collector.
 
-    What it finds may be graphs that nothing leads to any more, or a kernel's module: to destroy one while
-    another is captured is "not permitted when stream is capturing", and ends the capture. torch collected
-    before each until 2.8.
+    It may destroy unreachable graphs or the module of a kernel, which is "not permitted when stream is
+    capturing" and ends the capture. torch collected before each capture until 2.8.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -48,10 +47,10 @@ def gc_disabled() -> Iterator[None]:
 
 @contextmanager
 def forgetting_casts() -> Iterator[None]:
-    """Have autocast remember no weight's cast: it would outlive what a graph captured of it.
+    """Disable autocast's weight cache, whose entries would outlive the memory that a graph captured them in.
 
-    What is called to be captured next is called within, too. Compiled code depends on it: that of a call
-    outside would be compiled again in the middle of the capture, which may not survive that.
+    The eager call before a capture must run in this mode too. Compiled code depends on the mode: code
+    compiled outside would be compiled again during the capture, which may fail.
     """
     if not torch.is_autocast_enabled("cuda"):
         yield
@@ -61,17 +60,17 @@ def forgetting_casts() -> Iterator[None]:
 
 
 def clear_cublas_workspaces() -> None:
-    """Give back the memory that torch keeps for cuBLAS, for all threads and streams; it is taken anew."""
+    """Free torch's cuBLAS workspaces of all threads and streams; the next product allocates them again."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 @contextmanager
 def leaves_of_its_own(module: nn.Module) -> Iterator[None]:
-    """Have a module's parameters stood for by other leaves of autograd, on the same memory.
+    """Replace a module's parameters by other autograd leaves on the same memory.
 
-    A leaf hands its gradient on in the stream of its first use, and remembers that as long as any graph of
-    autograd knows it, such as that of a pass whose backward is to come, or as DDP lives. In a capture that
-    is another stream than the captured one, and ends it.
+    A leaf accumulates its gradient in the stream of its first use, which it keeps as long as an autograd
+    graph refers to it: that of a pass whose backward is still to run, or of DDP. During a capture that stream
+    differs from the captured one, which ends the capture.
     """
     others: dict[nn.Parameter, nn.Parameter] = {}
     places = [(part._parameters, name) for part in module.modules() for name in part._parameters]

@@ -1,4 +1,4 @@
-"""Small tensors of a device read by the host while the device goes on."""
+"""Asynchronous copies of small tensors from a device to the host."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class AsyncHostCopy:
-    """Copies tensors to the host, one after the other, while the device goes on: by a copy and an event.
+    """Copies one tensor at a time to the host, by an asynchronous copy and an event.
 
-    ``tolist`` would wait for whatever else the device is given, and ``set_sync_debug_mode`` would say so.
+    ``tolist`` would wait for all other work of the device, and ``set_sync_debug_mode`` would report it.
 
     Args:
-        values: copied at once, to be returned as they are now by ``read()``.
+        values: copied immediately; ``read()`` returns their present values.
 
     """
 
@@ -28,7 +28,7 @@ class AsyncHostCopy:
                 self._here = values.clone()
 
     def send(self, values: Tensor) -> None:
-        """Start the copy of what is read next, ahead of what is launched afterwards; nothing on the CPU."""
+        """Start the copy that the next ``read`` returns, ahead of later launches; no-op for a CPU tensor."""
         if not values.is_cuda:
             return
         if self._here is None or self._here.shape != values.shape or self._here.dtype != values.dtype:
@@ -38,7 +38,7 @@ class AsyncHostCopy:
         self._arrives.record()
 
     def read(self, values: Tensor | None = None) -> Any:
-        """Return what a tensor holds, as ``tolist`` does; without one, what was copied last."""
+        """Return the values of a tensor as ``tolist`` does; without a tensor, those of the last copy."""
         if values is not None and not values.is_cuda:
             return values.tolist()
         if values is not None and self._arrives is None:

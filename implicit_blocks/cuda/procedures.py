@@ -1,4 +1,4 @@
-"""What keeps the host out of the device's way: procedures captured as CUDA graphs, values that come later."""
+"""Procedures captured as CUDA graphs, and host values written without synchronization."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _LOG = logging.getLogger(__name__)
 
 
 class CapturedGraphs:
-    """Procedures by name, which work on tensors that stay where they are, and ask for no value.
+    """Procedures by name, which work on tensors at fixed addresses and never read a value from the device.
 
-    The first call of each runs as it is, so that compilers and tuners of kernels have had their turn; the
-    second one is captured, and later ones are one launch. What can't be captured goes on as it is, with a
-    line in the log. Procedures leave nothing in the memory of their graphs between calls, which they share.
-    They are given with each call, and not held.
+    The first call of a procedure runs eagerly, so that its kernels are compiled and tuned; the second is
+    captured, and later ones are one launch. A procedure that cannot be captured runs eagerly, with a line in
+    the log. Procedures keep nothing in the memory of their graphs between calls, so all graphs share a pool.
+    A procedure is passed with each call; no reference to it is kept.
     """
 
     def __init__(self) -> None:
         self.graphs: dict[tuple[str, int], torch.cuda.CUDAGraph | None] = {}
-        """Of each that was called twice; None where it can't be captured."""
+        """The graph of each procedure that was called twice; None where it cannot be captured."""
         self._called: set[tuple[str, int]] = set()
         self._pool: Any = torch.cuda.graph_pool_handle()
 
     def do(self, name: str, slots: int, procedure: Callable[[], None]) -> None:
-        """Do what goes by this name for so many slots."""
+        """Run the procedure of this name for this number of slots."""
         key = (name, slots)
         if key not in self.graphs:
             if key not in self._called:
@@ -50,13 +50,15 @@ class CapturedGraphs:
             with capture(graph, self._pool):
                 procedure()
         except RuntimeError as error:
-            _LOG.warning("%s can't be captured as a CUDA graph, so it runs eagerly: %s", name, error)
-            self._pool = torch.cuda.graph_pool_handle()  # a pool that a capture failed in may take no other
+            _LOG.warning("%s cannot be captured as a CUDA graph, so it runs eagerly: %s", name, error)
+            self._pool = (
+                torch.cuda.graph_pool_handle()
+            )  # a pool in which a capture failed cannot be used again
             return None
         return graph
 
 
 def put_(whole: Tensor, values: Sequence[Any]) -> None:
-    """Write values of the host's into a tensor, without waiting for the device."""
+    """Write host values into a tensor without synchronizing with the device."""
     here = torch.tensor(values, dtype=whole.dtype)
     whole.copy_(here.pin_memory() if whole.is_cuda else here, non_blocking=True)

@@ -1,4 +1,4 @@
-"""The command ``generate``: prompts as words or numbers, continued by a trained model."""
+"""The command ``generate``: continue prompts, given as text or token IDs, with a trained model."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any, NamedTuple, Unpack
 
 from implicit_blocks._utils.devices import choose_device
 from implicit_blocks.checkpoints.find import BYTES
-from implicit_blocks.checkpoints.load_model import load_model, tokenizer_of
+from implicit_blocks.checkpoints.load_model import load_model
+from implicit_blocks.checkpoints.run_folder import tokenizer_of
 from implicit_blocks.decoding.generated import Generated
 from implicit_blocks.decoding.generation import Options, generate
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.language_model import LanguageModel
 
 
 class Language(NamedTuple):
-    """How prompts become tokens, and tokens something to print."""
+    """Conversions between the text of prompts and tokens."""
 
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
@@ -32,20 +33,20 @@ def continue_prompts(
     device: str = "auto",
     **options: Unpack[Options],
 ) -> None:
-    """Print each prompt with what the model makes of it, and how the searches went on stderr.
+    """Print each prompt with its continuation, and a summary of the searches on stderr.
 
     Args:
         source: see ``load_model``.
-        prompts: text, or where there is no tokenizer tokens by number, such as ``"0 3 2"``.
-        spec: of the model, where the source doesn't say.
-        tokenizer: a ``tokenizer.json``, a folder with one, or ``bytes``. None: the one in the source, or of a
-            run's data, if it is known.
-        device: to compute on, such as ``cpu`` or ``cuda:1``; ``auto`` is CUDA where there is one.
-        **options: as ``generate`` describes them.
+        prompts: text, or without a tokenizer token IDs such as ``"0 3 2"``.
+        spec: the spec of the model, where the source has none.
+        tokenizer: a ``tokenizer.json``, a folder with one, or ``bytes``. None: the tokenizer in the source or
+            of the run's data, if it is known.
+        device: the device, such as ``cpu`` or ``cuda:1``; ``auto`` is CUDA if available.
+        **options: as for ``generate``.
 
     Raises:
-        ValueError: as ``load_model`` and ``generate``; a tokenizer that is none; prompts that are no numbers.
-        ImportError: there is a tokenizer other than ``bytes``, and transformers is not installed.
+        ValueError: as for ``load_model`` and ``generate``; an invalid tokenizer; prompts that are not IDs.
+        ImportError: for a tokenizer other than ``bytes`` if transformers is not installed.
 
     """
     found = tokenizer if tokenizer is not None else tokenizer_of(source)
@@ -73,7 +74,7 @@ def _words(path: Path) -> Language:
 
 
 def _bytes() -> Language:
-    """Take UTF-8 bytes as tokens, and 256 as the end of a text; needs no package."""
+    """UTF-8 bytes as tokens, and 256 as the end of a text; requires no package."""
     return Language(
         encode=lambda text: list(text.encode("utf-8", errors="surrogateescape")),  # as the shell gave it
         decode=lambda ids: bytes(token for token in ids if token < 256).decode("utf-8", errors="replace"),
@@ -87,8 +88,8 @@ def _numbers() -> Language:
             return [int(word) for word in text.split()]
         except ValueError:
             raise ValueError(
-                f"the prompt {text!r} is no row of token ids, and there is no tokenizer for words; "
-                "name one by --tokenizer, or give ids such as '0 3 2'"
+                f"the prompt {text!r} is not a list of token IDs, and no tokenizer was found to encode text; "
+                "name one with --tokenizer, or give IDs such as '0 3 2'"
             ) from None
 
     return Language(encode=encode, decode=lambda ids: " ".join(map(str, ids)))

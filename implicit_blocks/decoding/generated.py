@@ -1,4 +1,4 @@
-"""What generation returns, token by token and as a whole.
+"""Return values of generation: single steps and whole results.
 
 Shape legend: B batch, N new tokens, V vocabulary.
 """
@@ -17,9 +17,9 @@ class Step:
     """A new token of every row, as ``stream`` yields it.
 
     ``tokens`` (B,) int64 has the pad token where ``active`` (B,) bool is False: in rows that have ended.
-    ``logits`` (B, V) are those that the token was chosen from, zeros in such rows. ``iterations`` int64,
-    ``residual`` and ``converged`` (B,) say how the search behind them went (0, 0 and True in such rows);
-    they are None in explicit models, which search for nothing.
+    ``logits`` (B, V) are those that the token was chosen from, zeros in ended rows. ``iterations`` int64,
+    ``residual`` and ``converged`` (B,) report the token's search (0, 0 and True in ended rows); they are None
+    in explicit models.
     """
 
     tokens: Tensor
@@ -32,12 +32,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Generated:
-    """What was generated: ``tokens`` (B, N) int64, the prompts left out, pad tokens behind a row's end.
+    """Generated ``tokens`` (B, N) int64, without the prompts, with pad tokens after a row's end.
 
-    ``lengths`` (B,) int64 counts a row's tokens, a stop token included; ``stopped`` (B,) bool says that it
-    ended by one. ``logits`` (B, N, V), where asked for, are those that each token was chosen from.
-    ``iterations`` int64, ``residual`` and ``converged``, (B, N), say how the search behind each token went
-    (0, 0 and True behind a row's end), and ``prompt`` how that of the prompts did; None in explicit models.
+    ``lengths`` (B,) int64 counts a row's tokens, a stop token included; ``stopped`` (B,) bool is True where a
+    stop token ended the row. ``logits`` (B, N, V), on request, are those that each token was chosen from.
+    ``iterations`` int64, ``residual`` and ``converged``, (B, N), report the search of each token (0, 0 and
+    True after a row's end), ``prompt`` that of the prompts; they are None in explicit models.
     """
 
     tokens: Tensor

@@ -6,7 +6,7 @@ Shape legend: B batch, L tokens of the longest prompt, N new tokens, D model wid
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypedDict, Unpack
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ from implicit_blocks.decoding.prompts import (
 )
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
 from implicit_blocks.decoding.slots.generation import SlotGeneration
-from implicit_blocks.models.implicit import LanguageModel
-from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
 
 
-class Options(TypedDict, total=False):
-    """The options of ``stream``, as ``generate`` describes them."""
+class Options(SearchKwargs, total=False):
+    """The options of ``stream``: those of ``generate``, which describes them."""
 
     max_new_tokens: int
     attention_mask: Tensor | None
@@ -40,11 +40,6 @@ class Options(TypedDict, total=False):
     pad_token: int
     max_length: int | None
     window_length: int | None
-    tolerance: float | None
-    max_iterations: int | None
-    damping: float | None
-    warm_start: bool
-    moving_average: float | None
 
 
 @torch.no_grad()
@@ -62,67 +57,57 @@ def generate(
     pad_token: int = 0,
     max_length: int | None = None,
     window_length: int | None = None,
-    tolerance: float | None = None,
-    max_iterations: int | None = None,
-    damping: float | None = None,
-    warm_start: bool = False,
-    moving_average: float | None = None,
     return_logits: bool = False,
     on_step: Callable[[Step], None] | None = None,
+    **search: Unpack[SearchKwargs],
 ) -> Generated:
     """Continue prompts, each as it would be continued alone.
 
-    The prompts are solved and committed in one window, or in windows of ``window_length`` tokens; then every
-    token is solved to convergence, committed, and the next one chosen. The state has its room from the start.
+    The prompts are solved and committed in one window, or in windows of ``window_length`` tokens; then each
+    token is solved to convergence and committed, and the next one chosen. The state is preallocated.
 
     Args:
-        model: of this library, in evaluation mode.
+        model: an ``ImplicitLM`` or ``ExplicitLM`` in evaluation mode.
         prompts: (B, L) int64, or a list of lists of tokens, of any lengths.
-        max_new_tokens: tokens that each row gets, unless it stops before.
+        max_new_tokens: number of tokens per row, unless the row stops earlier.
         attention_mask: (B, L), 0 at padding on either side of a prompt; for prompts in one tensor.
-        temperature: 0 takes the likeliest token, else one is drawn (``Sampling``).
-        top_k: draw among so many of the likeliest.
-        top_p: draw among the likeliest that together have this probability.
-        seed: each row draws with a generator of its own: with these seeds, or with ``seed``, ``seed + 1``, …
-        stop_token_ids: a row ends with the first of these that it makes.
-        pad_token: what stands behind a row's end.
-        max_length: tokens that a row may have, the prompt included: longer prompts are refused, and rows end
+        temperature: 0 selects the most likely token; otherwise tokens are sampled (``Sampling``).
+        top_k: sample from the ``top_k`` most likely tokens.
+        top_p: sample from the most likely tokens that together have this probability.
+        seed: one seed per row, or the first one: rows then use ``seed``, ``seed + 1``, …
+        stop_token_ids: a row ends with the first of these tokens that it generates.
+        pad_token: fills rows after their end.
+        max_length: maximum number of tokens per row, the prompt included: longer prompts raise, and rows end
             there. None: no limit.
-        window_length: of the windows that the prompts are solved in; None: one.
-        tolerance: of the searches, instead of the spec's; so are the next four, as in ``forward``.
-        max_iterations: of each search.
-        damping: of the solver.
-        warm_start: begin each token's search at the solution of the one before.
-        moving_average: α of an average over the iterates, for noisy maps.
+        window_length: number of tokens per window in which the prompts are solved; None: one window.
         return_logits: keep the logits of all tokens: B · N · V numbers.
-        on_step: called with every step as soon as it is made.
+        on_step: called with each step as soon as it is generated.
+        search: ``tolerance``, ``max_iterations``, ``damping``, ``warm_start`` and ``moving_average`` of the
+            searches, instead of the spec's (``SearchOptions``).
 
     Returns:
-        Generated: tokens (B, N) int64, how each search went, and on request logits (B, N, V).
+        Generated: tokens (B, N) int64, the outcome of each search, and on request logits (B, N, V).
 
     Raises:
-        ValueError: for prompts that are empty, too long or have unknown tokens, options that make no sense,
-            or a model in training mode.
+        ValueError: for prompts that are empty, too long or have unknown tokens, options out of range, or a
+            model in training mode.
 
     """
-    options: Options = {
-        "max_new_tokens": max_new_tokens,
-        "attention_mask": attention_mask,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "stop_token_ids": stop_token_ids,
-        "pad_token": pad_token,
-        "max_length": max_length,
-        "window_length": window_length,
-        "tolerance": tolerance,
-        "max_iterations": max_iterations,
-        "damping": damping,
-        "warm_start": warm_start,
-        "moving_average": moving_average,
-    }
-    run = _Run(model, prompts, **options)
+    run = _Run(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        attention_mask=attention_mask,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_token_ids=stop_token_ids,
+        pad_token=pad_token,
+        max_length=max_length,
+        window_length=window_length,
+        **search,
+    )
     steps = []
     for step in run.steps():
         if on_step is not None:
@@ -132,57 +117,60 @@ def generate(
 
 
 def stream(model: LanguageModel, prompts: Prompts, **options: Unpack[Options]) -> Iterator[Step]:
-    """Yield the tokens of ``generate`` as they are made; ``max_new_tokens`` and other options as there.
+    """Yield the tokens of ``generate`` as they are generated; arguments as for ``generate``.
 
-    A step's tokens are (B,). Prompts and options are looked at here, not when the first token is asked for.
+    The tokens of a step are (B,). Prompts and options are validated by this call, not by the first ``next``.
     """
     return _Run(model, prompts, **options).steps()
 
 
 class _Run:
-    """One generation: what was asked for, checked, and how it goes."""
+    """One generation: its validated options and its progress."""
 
-    def __init__(self, model: LanguageModel, prompts: Prompts, **options: Unpack[Options]) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        prompts: Prompts,
+        *,
+        max_new_tokens: int = 0,
+        attention_mask: Tensor | None = None,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int | Sequence[int] = 0,
+        stop_token_ids: Sequence[int] = (),
+        pad_token: int = 0,
+        max_length: int | None = None,
+        window_length: int | None = None,
+        **search: Unpack[SearchKwargs],
+    ) -> None:
         check_model(model)
-        self.count = options.get("max_new_tokens", 0)
-        require_count("max_new_tokens", self.count)
-        self.model, self.device = model, model.embedding.weight.device
-        max_length = options.get("max_length")
-        self.ids, mask = lay_out(prompts, options.get("attention_mask"), device=self.device)
+        require_count("max_new_tokens", max_new_tokens)
+        self.model, self.count, self.pad_token = model, max_new_tokens, pad_token
+        self.device = model.embedding.weight.device
+        self.window_length = window_length
+        self.search_kwargs, self.search = search, SearchOptions(**search) if search else None
+        self.ids, mask = lay_out(prompts, attention_mask, device=self.device)
         self.valid = check_prompts(self.ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
         if self.valid is not None:
-            self.ids = self.ids.masked_fill(~self.valid, 0)  # what stands at padding may be no token
+            self.ids = self.ids.masked_fill(~self.valid, 0)  # IDs at padding may be outside the vocabulary
         batch, length = self.ids.shape
-        self.sampling = Sampling(
-            temperature=options.get("temperature", 0.0),
-            top_k=options.get("top_k"),
-            top_p=options.get("top_p"),
+        self.sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
+        self.seeds = seeds_of(seed, batch)
+        self.uniform_BN = (
+            uniforms(self.seeds, self.count, device=self.device) if self.sampling.draws else None
         )
-        seeds = seeds_of(options.get("seed", 0), batch)
-        self.uniform_BN = uniforms(seeds, self.count, device=self.device) if self.sampling.draws else None
-        stop_token_ids = check_stop_token_ids(
-            options.get("stop_token_ids", ()), vocab_size=model.spec.vocab_size
-        )
-        self.stop_token_ids = torch.tensor(stop_token_ids, dtype=torch.int64, device=self.device)
-        self.pad_token = options.get("pad_token", 0)
+        self.stops = check_stop_token_ids(stop_token_ids, vocab_size=model.spec.vocab_size)
+        self.stop_token_ids = torch.tensor(self.stops, dtype=torch.int64, device=self.device)
         lengths = self.ids.new_full((batch,), length) if self.valid is None else self.valid.sum(1)
         self.limit_B = lengths.new_full((batch,), self.count)
         if max_length is not None:
             self.limit_B = self.limit_B.minimum(max_length - lengths)
-        self.window_length = options.get("window_length")
-        self.search = SearchOptions(
-            tolerance=options.get("tolerance"),
-            max_iterations=options.get("max_iterations"),
-            damping=options.get("damping"),
-            warm_start=options.get("warm_start", False),
-            moving_average=options.get("moving_average"),
-        )
-        self.seeds, self.stops = seeds, stop_token_ids
         self.prompt: Solution | None = None
         self.stopped_B = torch.zeros(batch, dtype=torch.bool, device=self.device)
 
     def steps(self) -> Iterator[Step]:
-        """Yield the tokens as they are made: on a GPU by slots, whose steps are captured as graphs."""
+        """Yield the tokens as they are generated: on a GPU by slots, whose steps are captured as graphs."""
         limits = self.limit_B.tolist()
         if not on_slots(self.model) or min(limits) < 1:
             yield from self._steps_together()
@@ -197,7 +185,7 @@ class _Run:
             stop_token_ids=self.stops,
             pad_token=self.pad_token,
             window_length=self.window_length,
-            search=self.search,
+            **self.search_kwargs,
         )
         for step in slots.steps():
             self.prompt = self.prompt or slots.prompt
@@ -206,15 +194,15 @@ class _Run:
 
     @torch.no_grad()
     def _steps_together(self) -> Iterator[Step]:
-        """Yield the tokens of one batch, each row waiting for the others.
+        """Yield the tokens of one batch, in which each token waits for the slowest row.
 
-        Rows that have ended are padding, which takes no part in a search, and leave the batch once they are
-        half of it.
+        Rows that have ended are padding, which takes part in no search. They are removed from the batch once
+        they are half of it.
         """
         model, (batch, length) = self.model, self.ids.shape
         weights = model.cache_weights()
-        rows = torch.arange(batch, device=self.device)  # those in hand, of the batch
-        live = self.limit_B > 0  # those of them that have not ended
+        rows = torch.arange(batch, device=self.device)  # the batch rows that are still computed
+        live = self.limit_B > 0  # of these, the rows that have not ended
         state = model.initial_state(batch, max_seq_len=length + self.count)
         ids, valid, window_length = self.ids, self.valid, self.window_length
         for number in range(self.count):
@@ -246,13 +234,14 @@ class _Run:
                 kept = live.nonzero().squeeze(1)
                 state = state.select_rows(kept, model.backbone)
                 rows, tokens, live = rows[kept], tokens[kept], live[kept]
-            ids, window_length = tokens.masked_fill(~live, 0)[:, None], None  # the pad token may be no token
+            # 0 at padding: the pad token may be outside the vocabulary.
+            ids, window_length = tokens.masked_fill(~live, 0)[:, None], None
             valid = None if remaining == len(rows) else live[:, None]
 
     def _step(
         self, tokens: Tensor, logits: Tensor, status: tuple[Tensor, ...], rows: Tensor, live: Tensor
     ) -> Step:
-        """Return what was found for the rows in hand, as a step of the whole batch."""
+        """Return the results of the computed rows as a step of the whole batch."""
         if len(rows) == len(self.ids) and bool(live.all()):
             return Step(tokens, live, logits, *status)
         index = rows[live]
@@ -267,7 +256,7 @@ class _Run:
         return Step(whole(tokens, self.pad_token), whole(live, False), whole(logits, 0), *found)
 
     def summed_up(self, steps: Sequence[Step], *, with_logits: bool) -> Generated:
-        """Lay the steps side by side."""
+        """Return the steps stacked along the tokens."""
 
         def side_by_side(name: str) -> Tensor | None:
             parts = [getattr(step, name) for step in steps]
@@ -289,7 +278,7 @@ class _Run:
 
 
 def on_slots(model: LanguageModel) -> bool:
-    """Whether rows are decoded by slots: on a GPU, where the host would else be in the way."""
+    """Whether rows are decoded by slots: on a GPU, where captured steps remove the host's overhead."""
     weight = model.embedding.weight
     if not weight.is_cuda:
         return False
@@ -301,7 +290,7 @@ def on_slots(model: LanguageModel) -> bool:
 
 
 def _last_real(ids_BL: Tensor, valid_BL: Tensor | None) -> Tensor:
-    """Return where each row's last real token stands, (B,) int64; 0 in rows of padding."""
+    """Return the index of each row's last real token, (B,) int64; 0 in rows of padding."""
     order = torch.arange(ids_BL.shape[1], device=ids_BL.device)
     return order[-1].expand(len(ids_BL)) if valid_BL is None else (valid_BL * order).amax(1)
 

@@ -1,4 +1,4 @@
-"""Models and prompts as users give them, checked and laid side by side.
+"""Validation of models and prompts, and the layout of prompts as one batch.
 
 Shape legend: B batch, L tokens of the longest prompt.
 """
@@ -11,23 +11,23 @@ from numbers import Integral
 import torch
 from torch import Tensor
 
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.language_model import LanguageModel
 
 Prompts = Tensor | Sequence[Sequence[int] | Tensor]
 
 
 def check_model(model: LanguageModel) -> None:
-    """Refuse what cannot decode.
+    """Check that a model can decode.
 
     Raises:
-        ValueError: for a model of another library, or in training mode.
+        ValueError: for a model of another library, or a model in training mode.
 
     """
     if not isinstance(model, LanguageModel):
         raise ValueError(
-            f"the model is a {type(model).__name__}; give an ImplicitLM or an ExplicitLM. What "
-            "implicit_blocks.hf made for transformers becomes one by implicit_blocks.hf.to_library(model); "
-            "other models of transformers have a generate of their own"
+            f"the model is a {type(model).__name__}; give an ImplicitLM or an ExplicitLM. Convert models of "
+            "implicit_blocks.hf with implicit_blocks.hf.to_library(model); other transformers models have "
+            "their own generate method"
         )
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
@@ -41,17 +41,17 @@ def check_prompts(
     max_length: int | None = None,
     limit: str = "max_length",
 ) -> Tensor | None:
-    """Return where the tokens are real, (B, L) bool, or None: everywhere.
+    """Return where the tokens are real, (B, L) bool; None: everywhere.
 
     Args:
         ids_BL: prompts, padded on either side.
         attention_mask: (B, L), 0 at padding.
-        vocab_size: ids are below it; None: not looked at.
-        max_length: tokens that a prompt may have; None: any number.
-        limit: what ``max_length`` is called in the error.
+        vocab_size: IDs must be below it; None: they are not checked.
+        max_length: maximum number of tokens per prompt; None: no limit.
+        limit: the name of ``max_length`` in the error.
 
     Raises:
-        ValueError: for no prompts, one without a token, one that is longer, or an unknown id.
+        ValueError: for no prompts, an empty or too long prompt, or an unknown ID.
 
     """
     if ids_BL.ndim != 2 or 0 in ids_BL.shape:
@@ -61,19 +61,19 @@ def check_prompts(
     if attention_mask is not None and attention_mask.shape != ids_BL.shape:
         raise ValueError(
             f"attention_mask has shape {tuple(attention_mask.shape)}, the prompts {tuple(ids_BL.shape)}; "
-            "give one flag a token"
+            "give one flag per token"
         )
     valid = None if attention_mask is None else attention_mask.bool()
     counts = [ids_BL.shape[1]] * len(ids_BL) if valid is None else valid.sum(1).tolist()
     for row, count in enumerate(counts):
         if count == 0:
             raise ValueError(
-                f"prompt {row} is empty; give it at least one token, such as the one that begins a text"
+                f"prompt {row} is empty; give at least one token, such as the beginning-of-text token"
             )
         if max_length is not None and count > max_length:
             raise ValueError(
                 f"prompt {row} has {count} tokens, more than the {max_length} of {limit}; shorten it, or "
-                "raise that"
+                "raise the limit"
             )
     if vocab_size is not None:
         known = (ids_BL >= 0) & (ids_BL < vocab_size)
@@ -89,10 +89,10 @@ def check_prompts(
 
 
 def check_stop_token_ids(stop_token_ids: Sequence[int], *, vocab_size: int) -> list[int]:
-    """Return the tokens that end a text.
+    """Return the stop tokens as a list of integers.
 
     Raises:
-        ValueError: for a number alone, or tokens that the model never makes.
+        ValueError: for a single number, or tokens outside the vocabulary.
 
     """
     if isinstance(stop_token_ids, Integral):
@@ -103,8 +103,7 @@ def check_stop_token_ids(stop_token_ids: Sequence[int], *, vocab_size: int) -> l
         if not isinstance(token, Integral) or not 0 <= token < vocab_size:
             raise ValueError(
                 f"stop_token_ids have {token!r}, and the model knows 0 to {vocab_size - 1}; use the model's "
-                "own "
-                "tokenizer"
+                "own tokenizer"
             )
     return [int(token) for token in stop_token_ids]
 
@@ -112,11 +111,10 @@ def check_stop_token_ids(stop_token_ids: Sequence[int], *, vocab_size: int) -> l
 def lay_out(
     prompts: Prompts, attention_mask: Tensor | None = None, *, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Return prompts as (B, L) int64 ids and where they are real; lists of unequal length get padding before.
+    """Return prompts as (B, L) int64 IDs and where they are real; shorter lists are padded on the left.
 
     Raises:
-        ValueError: for no prompts, an empty one, text, broken numbers, or a mask beside lists, which need
-            none.
+        ValueError: for no prompts, an empty one, text, non-integer numbers, or a mask in addition to lists.
 
     """
     if isinstance(prompts, Tensor):
@@ -124,7 +122,7 @@ def lay_out(
             device
         ), None if attention_mask is None else attention_mask.to(device)
     if attention_mask is not None:
-        raise ValueError("attention_mask was given with lists of tokens, which need none; leave it out")
+        raise ValueError("attention_mask was given with lists of tokens, which do not need it; omit it")
     rows = token_rows(prompts, device=device)
     width = max(len(row) for row in rows)
     ids = torch.stack([torch.cat((row.new_zeros(width - len(row)), row)) for row in rows])
@@ -135,16 +133,16 @@ def lay_out(
 def token_rows(
     texts: Sequence[Sequence[int] | Tensor], *, device: torch.device, name: str = "prompt"
 ) -> list[Tensor]:
-    """Return every text's tokens, (L,) int64; ``name`` is what a text is called in errors.
+    """Return the tokens of each text, (L,) int64; ``name`` is the name of a text in errors.
 
     Raises:
-        ValueError: for no texts, an empty one, one that is no list of tokens, or of broken numbers.
+        ValueError: for no texts, an empty one, or one that is not a list of integers.
 
     """
     for number, row in enumerate([texts] if isinstance(texts, str) else texts):
         if isinstance(row, str):
             raise ValueError(
-                f"{name} {number} is the text {row[:40]!r}; give its tokens, by the model's own tokenizer"
+                f"{name} {number} is the text {row[:40]!r}; give its tokens, from the model's own tokenizer"
             )
     rows: list[Tensor] = []
     for number, text in enumerate(texts):
@@ -169,9 +167,9 @@ def _whole(tokens: Tensor, name: str) -> Tensor:
     """Return tokens as int64.
 
     Raises:
-        ValueError: they are of another kind, which would be cut off to whole numbers.
+        ValueError: for a dtype other than an integer, which the conversion would truncate.
 
     """
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise ValueError(f"{name} holds {tokens.dtype}; give tokens, whole numbers")
+        raise ValueError(f"{name} holds {tokens.dtype}; give tokens as integers")
     return tokens.long()

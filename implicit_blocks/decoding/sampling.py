@@ -1,4 +1,4 @@
-"""How the next token is chosen, and with which random numbers.
+"""The choice of the next token, and its random numbers.
 
 Shape legend: B batch, V vocabulary, N new tokens.
 """
@@ -17,17 +17,17 @@ from implicit_blocks._utils.validation import require_count
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """The rule for choosing a token from logits: the likeliest, or one drawn.
+    """The rule for choosing a token from logits: the most likely token, or a sample.
 
     Args:
-        temperature: 0 takes the likeliest token; else logits are divided by it, and a token is drawn.
-        top_k: draw only among so many of the likeliest; None: no limit.
-        top_p: draw only among the likeliest that together have this probability, the one that reaches it
-            included (A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020); None: no
-            limit. Taken after ``top_k``.
+        temperature: 0 selects the most likely token; otherwise logits are divided by it and sampled from.
+        top_k: sample from the ``top_k`` most likely tokens; None: no limit.
+        top_p: sample from the most likely tokens that together have this probability, including the one that
+            reaches it (A. Holtzman et al., "The Curious Case of Neural Text Degeneration", 2020); None: no
+            limit. Applied after ``top_k``.
 
     Raises:
-        ValueError: for numbers that make no sense.
+        ValueError: for values out of range.
 
     """
 
@@ -37,30 +37,32 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; choose 0 for the likeliest token, or more")
+            raise ValueError(
+                f"temperature is {self.temperature}; choose 0 for the most likely token, or a positive number"
+            )
         if self.top_k is not None:
             require_count("top_k", self.top_k)
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; choose a number in (0, 1], or None")
         if self.temperature == 0 and (self.top_k is not None or self.top_p is not None):
-            raise ValueError("top_k and top_p are for drawing, and temperature is 0; choose a temperature")
+            raise ValueError("top_k and top_p require a temperature above 0; choose a temperature")
 
     @property
     def draws(self) -> bool:
-        """Whether a token is drawn."""
+        """Whether tokens are sampled."""
         return self.temperature > 0
 
     def choose(self, logits_BV: Tensor, uniform_B: Tensor | None = None) -> Tensor:
-        """Return the next tokens, (B,) int64, given a number in [0, 1) for each row to draw with.
+        """Return the next tokens, (B,) int64, given one random number in [0, 1) per row.
 
-        A row's token depends on its own logits and number alone, and on the order of the tokens' ids rather
-        than that of their likelihood: rounding that swaps two of nearly equal logits changes nothing.
+        A row's token depends only on its own logits and number. Tokens are ordered by ID rather than by
+        probability, so that rounding errors in nearly equal logits do not change the sample.
         """
         if not self.draws:
             return logits_BV.argmax(-1)
         assert uniform_B is not None
         if self.top_k is not None and self.top_k < logits_BV.shape[1]:
-            # Chosen by logits: a large temperature may make different ones equal.
+            # By logits: a large temperature may make different logits equal.
             best = logits_BV.topk(self.top_k, dim=-1).indices
             logits_BV = torch.full_like(logits_BV, -torch.inf).scatter(-1, best, logits_BV.gather(-1, best))
         probabilities = self._nucleus(_tempered(logits_BV.double(), self.temperature).softmax(-1), logits_BV)
@@ -68,10 +70,10 @@ class Sampling:
         threshold = uniform_B.to(reached) * reached[:, -1]
         chosen = torch.searchsorted(reached, threshold[:, None], right=True).squeeze(1)
         last = logits_BV.shape[1] - 1 - (probabilities > 0).flip(-1).int().argmax(-1)
-        return torch.minimum(chosen, last)  # where rounding took the threshold to the very end
+        return torch.minimum(chosen, last)  # rounding may move the threshold to the very end
 
     def _nucleus(self, probabilities_BV: Tensor, logits_BV: Tensor) -> Tensor:
-        """Return the probabilities of the tokens that ``top_p`` keeps; 0 for others."""
+        """Return the probabilities of the tokens that ``top_p`` keeps, 0 for the others."""
         if self.top_p is None or self.top_p == 1:
             return probabilities_BV
         tokens = logits_BV.argsort(dim=-1, descending=True, stable=True)
@@ -95,10 +97,10 @@ def _tempered(logits_BV: Tensor, temperature: float) -> Tensor:
 
 
 def seeds_of(seed: int | Sequence[int], rows: int) -> list[int]:
-    """Return every row's seed: those given, or ``seed``, ``seed + 1`` and so on.
+    """Return the seed of each row: those given, or ``seed``, ``seed + 1`` and so on.
 
     Raises:
-        ValueError: for another number of them, or one that is no seed.
+        ValueError: for another number of seeds, or an invalid one.
 
     """
     if isinstance(seed, Integral):
@@ -106,18 +108,18 @@ def seeds_of(seed: int | Sequence[int], rows: int) -> list[int]:
     else:
         seeds = list(seed) if isinstance(seed, Iterable) else [seed] * rows
     if len(seeds) != rows:
-        raise ValueError(f"there are {len(seeds)} seeds for {rows} rows; give one a row, or a single one")
+        raise ValueError(f"there are {len(seeds)} seeds for {rows} rows; give one per row, or an integer")
     for one in seeds:
         if not isinstance(one, Integral) or not -(2**63) <= one < 2**63:
-            raise ValueError(f"a seed is {one!r}; choose whole numbers from 0 to 2^63 - 1")
+            raise ValueError(f"a seed is {one!r}; choose integers from 0 to 2^63 - 1")
     return seeds
 
 
 def uniforms(seeds: Sequence[int], count: int, *, device: torch.device) -> Tensor:
-    """Return the numbers that each row draws with, (B, N) float64 in [0, 1), each row from its own generator.
+    """Return the random numbers of each row, (B, N) float64 in [0, 1), from one generator per row.
 
-    A row's numbers depend on its seed alone, and a longer row begins as a shorter one. They are made on the
-    CPU, so that every device draws the same.
+    A row's numbers depend only on its seed, and a longer row begins with the numbers of a shorter one. They
+    are generated on the CPU, so that all devices sample the same tokens.
     """
     drawn = [
         torch.rand(count, dtype=torch.float64, generator=torch.Generator().manual_seed(int(seed)))

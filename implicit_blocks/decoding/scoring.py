@@ -1,4 +1,4 @@
-"""Scoring: how likely given continuations are, each solved with its prompt rather than token by token.
+"""Scoring: the log-probabilities of given continuations, solved with their prompts in one window.
 
 Shape legend: B batch, L tokens fed, N tokens of the longest continuation, D model width.
 """
@@ -7,23 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from implicit_blocks.decoding.prompts import check_model, check_prompts, lay_out, token_rows
-from implicit_blocks.models.implicit import LanguageModel
-from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities (B, N) of every continuation's tokens, in nats, 0 behind its end.
+    """Log-probabilities (B, N) of the tokens of each continuation, in nats, 0 after its end.
 
-    ``is_greedy`` (B, N) bool says where the token is the one that greedy decoding takes, True behind the end;
-    ``lengths`` (B,) int64 counts a continuation's tokens. ``solution`` is the search over prompts and
-    continuations, None in explicit models.
+    ``is_greedy`` (B, N) bool is True where greedy decoding selects the token, and after the end; ``lengths``
+    (B,) int64 counts a continuation's tokens. ``solution`` is that of prompts and continuations, None in
+    explicit models.
     """
 
     log_probabilities: Tensor
@@ -38,7 +39,7 @@ class Scored:
 
     @property
     def greedy(self) -> Tensor:
-        """Whether greedy decoding would give the whole continuation, (B,) bool."""
+        """Whether greedy decoding generates the whole continuation, (B,) bool."""
         return self.is_greedy.all(1)
 
 
@@ -50,28 +51,21 @@ def score(
     *,
     max_length: int | None = None,
     window_length: int | None = None,
-    tolerance: float | None = None,
-    max_iterations: int | None = None,
-    damping: float | None = None,
-    warm_start: bool = False,
-    moving_average: float | None = None,
+    **search: Unpack[SearchKwargs],
 ) -> Scored:
-    """Return how likely each continuation is behind its prompt, as it would be alone.
+    """Return the log-probability of each continuation given its prompt, independent of the other rows.
 
-    All tokens are known, so all are solved together, or in windows of ``window_length``: this is what token
-    by token would find, to the tolerance, at a fraction of its price.
+    All tokens are known, so they are solved together, or in windows of ``window_length``: within the
+    tolerance the result equals that of decoding token by token, at a fraction of the cost.
 
     Args:
-        model: of this library, in evaluation mode.
+        model: an ``ImplicitLM`` or ``ExplicitLM`` in evaluation mode.
         prompts: lists of tokens, of any lengths, at least one token each.
-        continuations: as many, at least one token each.
-        max_length: tokens that prompt and continuation may have together; None: any number.
-        window_length: of the windows; None: one.
-        tolerance: of the search, instead of the spec's; so are the next four, as in ``forward``.
-        max_iterations: of the search.
-        damping: of the solver.
-        warm_start: begin each window at the solution of the token before.
-        moving_average: α of an average over the iterates, for noisy maps.
+        continuations: one per prompt, at least one token each.
+        max_length: maximum number of tokens of a prompt and its continuation; None: no limit.
+        window_length: number of tokens per window; None: one window.
+        search: ``tolerance``, ``max_iterations``, ``damping``, ``warm_start`` and ``moving_average`` of the
+            search, instead of the spec's (``SearchOptions``).
 
     Raises:
         ValueError: for lists that do not match, are empty, too long or have unknown tokens, or a model in
@@ -81,7 +75,7 @@ def score(
     check_model(model)
     if len(prompts) != len(continuations):
         raise ValueError(
-            f"{len(prompts)} prompts and {len(continuations)} continuations; give as many of each"
+            f"{len(prompts)} prompts and {len(continuations)} continuations; give one continuation per prompt"
         )
     device = model.embedding.weight.device
     given = token_rows(prompts, device=device)
@@ -93,20 +87,14 @@ def score(
         model.embedding(ids[:, :-1]),
         attention_mask=None if valid is None else valid[:, :-1],
         window_length=window_length,
-        search=SearchOptions(
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            damping=damping,
-            warm_start=warm_start,
-            moving_average=moving_average,
-        ),
+        search=SearchOptions(**search),
     )
     lengths = torch.tensor([len(row) for row in forced], device=device)
     count = int(lengths.max())
     precision = torch.promote_types(encoded.hidden_BLD.dtype, torch.float32)
     found = encoded.hidden_BLD.new_zeros(len(forced), count, dtype=precision)
     is_greedy = torch.ones(len(forced), count, dtype=torch.bool, device=device)
-    for number, row in enumerate(forced):  # one at a time: the logits of all would be large
+    for number, row in enumerate(forced):  # row by row: the logits of all rows would be large
         logits = model.predict(encoded.hidden_BLD[number, -len(row) :])[:, : model.spec.vocab_size]
         found[number, : len(row)] = logits.log_softmax(-1).gather(1, row[:, None]).squeeze(1)
         is_greedy[number, : len(row)] = logits.argmax(-1) == row

@@ -1,4 +1,4 @@
-"""Specs for people to look at: a model as a tree with shapes and parameters, and two specs side by side."""
+"""Descriptions of specs: a model as a tree with shapes and parameter counts, and spec differences."""
 
 from implicit_blocks.describing.changes import Change, changes, draw_changes
 from implicit_blocks.describing.drawing import draw_run

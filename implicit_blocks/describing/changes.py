@@ -1,4 +1,4 @@
-"""What two specs differ in, once everything they extend and every default is written out."""
+"""Differences between two specs, after resolving everything they extend and all defaults."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ABSENT = "—"
 
 
 class Change(NamedTuple):
-    """A place where two specs differ: path, and both values in JSON, or `ABSENT`."""
+    """A difference of two specs: the path and both values as JSON, or `ABSENT`."""
 
     path: tuple[str, ...]
     old: str
@@ -23,8 +23,8 @@ class Change(NamedTuple):
 def changes(old: BaseRunSpec, new: BaseRunSpec) -> list[Change]:
     """List the differences, in the order of the spec's fields.
 
-    Elements of lists that have names, such as phases, are compared by name. Where a component is of another
-    kind, its kind comes first, and every field that only one of both kinds has is listed.
+    Named elements of lists, such as phases, are compared by name. For components of different kinds, the
+    kind comes first, followed by every field that only one of the kinds has.
     """
     return _compare(old.model_dump(mode="json"), new.model_dump(mode="json"), ())
 
@@ -38,18 +38,18 @@ def _compare(old: Any, new: Any, path: tuple[str, ...]) -> list[Change]:
         left = old if isinstance(old, Mapping) else {}
         right = new if isinstance(new, Mapping) else {}
         found = []
-        if not left and not right:  # an empty one against nothing
+        if not left and not right:  # an empty mapping equals an absent one
             return [Change(path, _shown(old), _shown(new))] if old != new else []
         keys = dict.fromkeys((*left, *right))
-        for key in sorted(keys, key=lambda key: key != "kind"):  # sorting keeps the order of the others
+        for key in sorted(keys, key=lambda key: key != "kind"):  # the sort is stable
             found += _compare(left.get(key, _MISSING), right.get(key, _MISSING), (*path, str(key)))
         return found
-    same = old == new or repr(old) == repr(new)  # a NaN equals none
+    same = old == new or repr(old) == repr(new)  # NaN != NaN
     return [] if same else [Change(path, _shown(old), _shown(new))]
 
 
 def _named(value: Any) -> Any:
-    """Turn a list of mappings with names into a mapping by name; other lists of mappings go by position."""
+    """Convert a list of named mappings to a mapping by name, and other lists of mappings by position."""
     if not isinstance(value, list) or not value or not all(isinstance(item, Mapping) for item in value):
         return value
     names = [str(item.get("name")) for item in value]
@@ -65,12 +65,12 @@ def _shown(value: Any) -> str:
     if value is _MISSING:
         return ABSENT
     if isinstance(value, Mapping):
-        return "{}"  # what others hold is shown entry by entry
+        return "{}"  # other mappings are shown entry by entry
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def draw_changes(found: Sequence[Change], *, old: str, new: str) -> list[Line]:
-    """Draw differences as a table under the names of both specs: what they have in common is written once."""
+    """Draw differences as a table under the names of both specs; common path prefixes appear once."""
     rows = [("", old, new, True)]
     open_sections: tuple[str, ...] = ()
     for change in found:

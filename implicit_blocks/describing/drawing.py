@@ -1,4 +1,4 @@
-"""Trees and tables on a terminal: in colors where rich is installed, the same in plain text elsewhere."""
+"""Trees and tables for a terminal: in color if rich is installed, otherwise as plain text."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from implicit_blocks.specs import BaseRunSpec, ImplicitLMSpec, ModelSpec, Stoppi
 
 
 class Span(NamedTuple):
-    """A piece of a line, and how it looks: names of rich's styles."""
+    """A part of a line with its rich style."""
 
     text: str
     style: str = ""
 
 
 Line = tuple[Span, ...]
-_TIMES = "×"  # noqa: RUF001  # the sign for multiplication is meant
+_TIMES = "×"  # noqa: RUF001  # the multiplication sign is intended
 _ASCII = str.maketrans("├└│─↻←≤‖·θ—…" + _TIMES, "|`|-@=<|.t-.x")
 
 
 def show(lines: Iterable[Line], *, stream: TextIO | None = None) -> None:
-    """Print lines: in colors on a terminal if rich is installed."""
+    """Print lines, in color if the stream is a terminal and rich is installed."""
     out = stream or sys.stdout
     if out.isatty():
         try:
             from rich.console import Console
             from rich.text import Text
         except ImportError:
-            pass  # rich comes with the `train` extra; plain lines say the same
+            pass  # rich belongs to the `train` extra; the plain lines have the same content
         else:
             console = Console(file=out)
             for line in lines:
@@ -48,7 +48,7 @@ def show(lines: Iterable[Line], *, stream: TextIO | None = None) -> None:
 
 
 def draw_run(run: BaseRunSpec, *, name: str) -> list[Line]:
-    """Draw the model of a run spec, how its fixed point is searched for, and the phases of its training."""
+    """Draw the model of a run spec, its fixed-point search, and its training phases."""
     tree = model_tree(run.model)
     lines = _tree(tree, title=f"{name} · {run.model.kind}")
     if isinstance(run.model, ImplicitLMSpec):
@@ -70,14 +70,14 @@ class _Row(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Of glyphs, name and note."""
+        """Length of glyphs, name and note."""
         return len(self.glyphs) + len(self.name) + (2 + len(self.note) if self.note else 0)
 
 
 def _tree(root: Node, *, title: str) -> list[Line]:
     first = _Row("", title, root.note, root.signal, "parameters", f"{root.parameters:,}", True)
     rows = [first, *_rows(root.children, "")]
-    # A part's words may run into the columns that it leaves empty.
+    # A part's note may extend into its empty columns.
     full = [row for row in rows if row.signal or row.shape]
     widths = [
         max(row.length for row in full) + 2,
@@ -138,7 +138,7 @@ def _searches(run: BaseRunSpec) -> list[Line]:
     for title, model in phases:
         assert isinstance(model, ImplicitLMSpec)
         gradient = component(model.gradient)
-        searched = not model.gradient.differentiates_solver  # as unrolling does, which takes its own steps
+        searched = not model.gradient.differentiates_solver  # unrolling takes its own steps
         until = _until(model.stopping) if searched else "the gradient's steps are taken"
         cells.append([title, component(model.solver), until, gradient])
     seen = {
@@ -162,8 +162,8 @@ def _searches(run: BaseRunSpec) -> list[Line]:
 
 
 def phases_of(run: BaseRunSpec) -> list[tuple[str, ModelSpec]]:
-    """Return the models of a run's phases, each with the phase's name and steps; without phases the one."""
-    planned: Any = getattr(run, "phase_specs", None)  # the trainer's run specs have it
+    """Return a title (name and steps) and the model of each phase, or of the run if it has no phases."""
+    planned: Any = getattr(run, "phase_specs", None)  # run specs of the trainer have it
     phases = [] if planned is None else planned()
     if len(phases) < 2:
         return [("training", run.model)]
@@ -174,7 +174,7 @@ def phases_of(run: BaseRunSpec) -> list[tuple[str, ModelSpec]]:
 
 
 def component(spec: Any) -> str:
-    """Say a component's kind and its fields, those of components within it too."""
+    """Describe a component: its kind and its fields, including nested components."""
     fields = [(name, value) for name, value in spec if name != "kind"]
     shown = [f"{name} {_value(value)}" for name, value in fields if value not in (None, False)]
     return f"{spec.kind}: {', '.join(shown)}" if shown else str(spec.kind)

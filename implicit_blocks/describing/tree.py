@@ -1,7 +1,7 @@
-"""A model as a tree of its parts, each with its parameters: from its spec, nothing is built.
+"""A model spec as a tree of parts with their parameters, computed without building the model.
 
-Parts whose spec doesn't tell the shapes of their parameters, such as a third party's, are built on the meta
-device to find out; only then torch is imported.
+Parts whose specs do not list their parameter shapes, such as those of some plugins, are built on the meta
+device; only then torch is imported.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from implicit_blocks.specs.layers import is_weight_normed
 
 @dataclass(frozen=True, kw_only=True)
 class Node:
-    """A part of a model, or a parameter of one.
+    """A part of a model, or a parameter.
 
-    ``name`` is the part's in the built model. ``times`` copies of it follow one another there, under the
-    names 0, 1, … below ``name``. A parameter has a ``shape``; ``gains`` are those of weight norm on it.
-    ``note`` says in words what it does, ``signal`` what comes out.
+    ``name`` is the name in the built model. ``times`` is the number of consecutive copies, which the built
+    model names 0, 1, … below ``name``. A parameter has a ``shape``; ``gains`` is the number of weight-norm
+    gains for it. ``note`` describes what the part does, ``signal`` its output.
     """
 
     name: str
@@ -36,12 +36,12 @@ class Node:
 
     @property
     def parameters(self) -> int:
-        """Parameters of all copies together."""
+        """Total number of parameters of all copies."""
         own = 0 if self.shape is None else math.prod(self.shape) + self.gains
         return self.times * (own + sum(child.parameters for child in self.children))
 
     def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
-        """Shapes of all parameters by their names in the built model's ``named_parameters``."""
+        """Return the shapes of all parameters by their names in the built model's ``named_parameters``."""
         path = f"{prefix}.{self.name}" if prefix and self.name else prefix or self.name
         if self.shape is not None:
             if not self.gains:
@@ -57,10 +57,10 @@ class Node:
 
 
 def model_tree(spec: ModelSpec) -> Node:
-    """Draw up the tree of a model.
+    """Return the tree of a model.
 
     Raises:
-        ValueError: a part must be built to know its parameters, and can't be.
+        ValueError: a part must be built to determine its parameters, and building fails.
 
     """
     if not isinstance(spec, LanguageModelSpec):
@@ -154,12 +154,12 @@ def _on_meta(spec: Any, **context: Any) -> Any:
             return registry.build(spec, **context)
     except ImportError as error:
         raise ValueError(
-            f"{type(spec).family} {spec.kind!r} can't be built to be described: {error}"
+            f"{type(spec).family} {spec.kind!r} cannot be built for its description: {error}"
         ) from error
 
 
 def _built(spec: Any, *, normed: bool = False, **context: Any) -> tuple[Node, ...]:
-    """Build a part without memory, and list its parameters."""
+    """Build a part on the meta device and list its parameters."""
     return _of_module(_on_meta(spec, **context), normed=normed)
 
 
@@ -179,7 +179,7 @@ def _of_module(module: Any, *, normed: bool, seen: set[int] | None = None) -> tu
         copies = [node for node in inner if node.name.isdigit()]
         if len(copies) == len(inner) > 1 and len({node.children for node in inner}) == 1:
             nodes.append(Node(name=name, times=len(inner), children=inner[0].children))
-        elif len(inner) == 1 and not inner[0].children:  # a lone weight, such as a norm's
+        elif len(inner) == 1 and not inner[0].children:  # a single weight, such as that of a norm
             nodes.append(replace(inner[0], name=f"{name}.{inner[0].name}"))
         elif inner:
             nodes.append(Node(name=name, note=type(child).__name__, children=inner))

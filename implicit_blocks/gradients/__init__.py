@@ -1,4 +1,4 @@
-"""Gradient estimators: what of the search is differentiated, one a file."""
+"""Gradient estimators, one per file: how the solution of a search is differentiated."""
 
 from implicit_blocks.gradients.implicit_function import ImplicitFunction
 from implicit_blocks.gradients.jacobian_penalty import JacobianPenalty

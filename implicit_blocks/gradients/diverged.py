@@ -1,6 +1,6 @@
-"""Keeping rows whose search has diverged out of what is differentiated.
+"""Rows whose search has diverged are kept out of what is differentiated.
 
-A gradient of weights is a sum over rows: one row of NaN would be NaN in every weight, and in the loss.
+A gradient of weights is a sum over rows: one row of NaN would make every gradient, and the loss, NaN.
 
 Shape legend: B batch.
 """
@@ -10,37 +10,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.interfaces import Map, RowMap
 from implicit_blocks.solution import Solution
 
 
-def replace_diverged(f: Map, z0: Tensor, solution: Solution) -> tuple[Map, Tensor | None]:
-    """Return a map that is sound in every row, and of which row each of its rows is, (B,) int64 indices.
+def replace_diverged(f: Map, z0: Tensor, solution: Solution) -> tuple[Map, Tensor]:
+    """Return a map that is finite in every row, and the row that each of its rows evaluates, (B,) int64.
 
-    In the place of a row that has diverged stands another one where ``f`` is a ``RowMap``, so that shapes
-    stay those that kernels were compiled for. Elsewhere that row stands still at its start in ``z0`` (B, …),
-    where ``f`` was finite, unless the row was lost in its very first call. Give the row back what it had by
-    ``restore_diverged``. The map itself and None where no row has diverged, or where all have.
+    For solutions where some rows have diverged, but not all (``Solution.some_diverged``). If ``f`` is a
+    ``RowMap``, another row replaces each row that has diverged, so that shapes stay those that kernels were
+    compiled for. Otherwise that row is fixed at its start in ``z0`` (B, …), where ``f`` was finite unless the
+    row diverged in its first call. ``restore_diverged`` gives these rows their values back.
     """
     diverged = solution.diverged
-    if not AsyncHostCopy().read(diverged.any() & ~diverged.all()):
-        return f, None
     own = torch.arange(diverged.numel(), device=diverged.device)
     if not isinstance(f, RowMap):
-        return _standing_still(f, z0, solution), own
+        return _fixed_at_start(f, z0, solution), own
     another = torch.argmin(diverged.to(torch.uint8))
     rows = torch.where(diverged, another, own)
     return f.select_rows(rows), rows
 
 
-def _standing_still(f: Map, z0: Tensor, solution: Solution) -> Map:
-    def held(z: Tensor) -> Tensor:
+def _fixed_at_start(f: Map, z0: Tensor, solution: Solution) -> Map:
+    def fixed(z: Tensor) -> Tensor:
         return restore_diverged(f(restore_diverged(z, z0, solution)), z0, solution)
 
-    return held
+    return fixed
 
 
 def restore_diverged(value: Tensor, kept: Tensor, solution: Solution) -> Tensor:
-    """Return ``value`` (B, …) with what ``kept`` has in the rows that have diverged."""
+    """Return ``value`` (B, …) with the rows that have diverged taken from ``kept``, without a gradient."""
     return torch.where(solution.diverged.view(-1, *[1] * (value.ndim - 1)), kept.detach(), value)

@@ -1,4 +1,4 @@
-"""The exact gradient: the implicit function theorem, its linear equation solved by any solver."""
+"""The exact gradient by the implicit function theorem, with any solver for its linear equation."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from implicit_blocks.specs import Stopping
 
 
 class ImplicitFunction(GradientEstimator):
-    """Differentiate the fixed point itself, however it was found.
+    """Differentiate the fixed point, independently of the search that found it.
 
     At ``z = f(z, θ)`` the theorem gives ``dL/dθ = a ∂f/∂θ`` with ``a = dL/dz + a ∂f/∂z``: a fixed-point
     equation in ``a``, solved in backward by ``solver`` to its own tolerance (Bai et al., "Deep Equilibrium
     Models", NeurIPS 2019). Memory holds the activations of one call of ``f``, whatever the number of
-    iterations. Exact as far as both solves are: far from convergence it is the gradient of something else, so
-    look at both residuals.
+    iterations. The gradient is as exact as both solves: far from convergence it is wrong, so check both
+    residuals.
 
     The solution's ``adjoint.solution`` reports the backward solve once it has run: iterations, residual,
-    status. The adjoint is solved in the precision of ``z``, also under autocast. Rows are solved side by
-    side; the scope is the whole row, since a token's gradient depends on those after it. Backward raises
-    ``RuntimeError`` where second derivatives are requested (``create_graph=True``): the point enters as a
-    constant, so that they would lack its derivative. Use ``Unrolled`` for them. Rows whose search has
-    diverged keep what it had, without a gradient, as `Phantom` says.
+    status. The adjoint is solved in the precision of ``z``, also under autocast. Rows are solved in parallel;
+    the scope is the whole row, since a token's gradient depends on the tokens after it. Backward raises
+    ``RuntimeError`` if second derivatives are requested (``create_graph=True``): the point is a constant in
+    it, so that they would lack its derivative. Use ``Unrolled`` for them. Rows whose search has diverged keep
+    its best value, without a gradient (see `Phantom`).
 
-    Calls of ``f``: the search's and one more; in backward one vector-Jacobian product an iteration.
+    Calls of ``f``: the search's and one more; in backward one vector-Jacobian product per iteration.
 
     Args:
         solver: solver of the adjoint equation; Picard by default.
         stopping: its stopping rule; scope ``sequence``.
 
     Raises:
-        ValueError: another scope; a solver or stopping that is none, such as its name or its spec.
+        ValueError: another scope; a solver or stopping of another type, such as its name or its spec.
 
     """
 
@@ -51,17 +51,21 @@ class ImplicitFunction(GradientEstimator):
         self.stopping = stopping if stopping is not None else Stopping(tolerance=1e-4, max_iterations=64)
         if self.stopping.scope != "sequence":
             raise ValueError(
-                "the adjoint runs backwards through the tokens; give its stopping the scope 'sequence'"
+                f"the adjoint's stopping has scope {self.stopping.scope!r}, but a token's gradient depends "
+                "on the tokens after it; give it the scope 'sequence'"
             )
 
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then attach the adjoint solve to one differentiated call."""
         found = search(f, z0)
-        f, rows = replace_diverged(f, z0, found)
-        z = (found.z if rows is None else found.z[rows]).detach().requires_grad_()
+        z, rows = found.z, None
+        if found.some_diverged():
+            f, rows = replace_diverged(f, z0, found)
+            z = z[rows]
+        z = z.detach().requires_grad_()
         fz = f(z)
         adjoint = Adjoint()
-        if not fz.requires_grad:  # a map of nothing that is differentiated, not even of z
+        if not fz.requires_grad:  # a map that depends on nothing differentiable, not even on z
             return found.with_value(
                 fz if rows is None else restore_diverged(fz, found.z, found), adjoint=adjoint
             )
@@ -77,7 +81,7 @@ class _Implicit(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, fz: Tensor, z: Tensor, search: Search, adjoint: Adjoint) -> Tensor:
-        # The graph of fz is kept by reference: this node comes after it, so there is no cycle.
+        # A reference to the graph of fz makes no cycle, because this node comes after it.
         ctx.fz, ctx.z, ctx.search, ctx.adjoint = fz, z, search, adjoint
         return fz.detach()
 

@@ -1,4 +1,4 @@
-"""A penalty on the Jacobian at the fixed point, beside any gradient.
+"""A penalty on the Jacobian at the fixed point, for use with another gradient estimator.
 
 S. Bai, V. Koltun and J. Z. Kolter, "Stabilizing Equilibrium Models by Jacobian Regularization", ICML 2021;
 the estimate: M. F. Hutchinson, Commun. Stat. Simul. Comput. 18, 1989.
@@ -19,33 +19,34 @@ from implicit_blocks.gradients.phantom import Phantom
 from implicit_blocks.gradients.unrolled import Unrolled
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
 from implicit_blocks.ops.residual import narrow, norm
-from implicit_blocks.search.search import still_at_padding
+from implicit_blocks.search.loop import still_at_padding
 from implicit_blocks.solution import Solution
 
 
 class JacobianPenalty(GradientEstimator):
     """Use another gradient estimator, and report ``weight · ‖J‖²_F / d`` as the solution's ``penalty``.
 
-    ``J = ∂f/∂z`` at the point that the other estimator returned, held fixed; d is the number of features of a
-    row, padding left out. A smaller Jacobian makes the search shorter, and costs expressivity: too large a
-    weight makes an explicit model of it. The trainer adds the penalty's mean over the rows to the loss;
-    elsewhere add it yourself: ``(output.loss + output.solution.penalty.mean()).backward()``.
+    ``J = ∂f/∂z`` at the point that the other estimator returned, which is a constant; d is the number of
+    features of a row without padding. A smaller Jacobian makes the search shorter and the model less
+    expressive: with too large a weight the model becomes an explicit one. The trainer adds the penalty's mean
+    over the rows to the loss; elsewhere add it yourself:
+    ``(output.loss + output.solution.penalty.mean()).backward()``.
 
     ``‖J‖²_F`` is estimated as the mean of ``‖J v‖²`` over random signs v (Hutchinson), and ``J v`` as a
-    central difference of f along v, which is exact to the square of ``step`` and needs first
-    derivatives only, so that it works for every mixer and kernel. In bfloat16 the
-    rounding of f weighs in: expect a floor near ``(0.004 / step)²``.
+    central difference of f along v. Its error is proportional to the square of ``step``, and it needs first
+    derivatives only, so that it works for every mixer and kernel. In bfloat16 the rounding of f adds to it:
+    expect a floor near ``(0.004 / step)²``.
 
     Calls of ``f``: the other estimator's and ``2 · probes``, all of them differentiated.
 
     Args:
         gradient: the gradient of the fixed point; phantom with its defaults.
         weight: above 0.
-        probes: random directions, at least 1.
+        probes: number of random directions, at least 1.
         step: length of the difference in each feature, relative to the row's root mean square.
 
     Raises:
-        ValueError: a number out of its range; another gradient that is none, or that has no fixed point.
+        ValueError: a number out of its range; a gradient of another type, or one without a fixed point.
 
     """
 
@@ -60,25 +61,25 @@ class JacobianPenalty(GradientEstimator):
         require_part("gradient", gradient, GradientEstimator, such_as="Phantom(steps=4)")
         if isinstance(gradient, Unrolled):
             raise ValueError(
-                f"gradient {gradient!r} ends after a fixed number of steps, and the penalty is on the "
+                f"gradient {gradient!r} ends after a fixed number of steps, but the penalty needs the "
                 "Jacobian at a fixed point; give Phantom or ImplicitFunction"
             )
         require_count("probes", probes)
         for name, value in (("weight", weight), ("step", step)):
             if not value > 0:
-                raise ValueError(f"{name} is {value}; choose a number above 0")
+                raise ValueError(f"{name} must be positive, got {value}; choose a number above 0")
         self.gradient = gradient if gradient is not None else Phantom()
         self.weight, self.probes, self.step = weight, probes, step
 
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
-        """Solve as the other estimator does, and measure the Jacobian there."""
+        """Solve with the other estimator, and estimate the Jacobian at its point."""
         solution = self.gradient(f, z0, search)
-        f, rows = replace_diverged(f, z0, solution)
-        z, valid = solution.z.detach(), search.valid
-        if rows is not None:
+        z, valid, partial = solution.z.detach(), search.valid, solution.some_diverged()
+        if partial:
+            f, rows = replace_diverged(f, z0, solution)
             z, valid = z[rows], None if valid is None else valid[rows]
         size = jacobian_size(f, z, valid=valid, probes=self.probes, step=self.step)
-        if rows is not None:
+        if partial:
             size = restore_diverged(size, torch.zeros_like(size), solution)
         return replace(solution, penalty=self.weight * size)
 
@@ -88,14 +89,15 @@ def jacobian_size(
 ) -> Tensor:
     """Estimate ``‖∂f/∂z‖²_F / d`` of each row, (B,), from random signs and central differences.
 
-    Unbiased but for the differences; its relative spread is about ``√(2 / (d · probes))`` for a Jacobian
-    without structure. Draws from torch's generator; differentiable in the parameters of ``f``.
+    Unbiased up to the error of the differences; the relative standard deviation is about
+    ``√(2 / (d · probes))`` for a Jacobian without structure. Draws from torch's default generator;
+    differentiable in the parameters of ``f``.
 
     Args:
         f: the map, each row from its own row.
-        z: where, (B, …).
+        z: the point, (B, …).
         valid: (B, L) bool, False at padding, which is left out.
-        probes: random directions.
+        probes: number of random directions.
         step: length of the difference in each feature, relative to the row's root mean square.
 
     """

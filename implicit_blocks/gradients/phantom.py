@@ -1,4 +1,4 @@
-"""The phantom gradient: search without gradients, then a few damped steps with them."""
+"""The phantom gradient: a search without gradients, then a few differentiated damped steps."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class Phantom(GradientEstimator):
 
     The gradient is ``λ ∂f/∂θ · Σ_{i<steps} (λ ∂f/∂z + (1 − λ) I)^i``: the Neumann series of the implicit
     function theorem's ``(I − ∂f/∂z)^{-1}``, damped and cut off (Geng et al., "On Training Implicit Models",
-    NeurIPS 2021). The point is a constant in it, also in second derivatives, which are those of the
-    steps alone. Biased, robust, and as cheap as a network of ``steps`` layers; memory holds the activations
-    of the ``steps`` steps. Where the gradient must be exact, use ``ImplicitFunction``.
+    NeurIPS 2021). The point is a constant in it, also in second derivatives, which are those of the steps
+    alone. Biased, robust, and as cheap as a network of ``steps`` layers; memory holds the activations of the
+    ``steps`` steps. If the gradient must be exact, use ``ImplicitFunction``.
 
-    Calls of ``f``: the search's and ``steps`` more, which a ``SteppingMap``, as that of a language model is,
-    makes all by itself. The solution's ``z`` is the point after those steps; its residual and status are the
-    search's. Rows whose search has diverged take no steps: they keep what the search had, without a gradient,
-    and spoil neither the loss nor the weights' gradients, unless every row has diverged (or, where ``f`` is
-    no ``RowMap``, a row's very first call was not finite).
+    Calls of ``f``: the search's and ``steps`` more, which a ``SteppingMap``, such as a language model's,
+    performs in one call of ``damped_steps``. The solution's ``z`` is the point after those steps; its
+    residual and status are the search's. Rows whose search has diverged take no steps: they keep the search's
+    best value, without a gradient, and affect neither the loss nor the weights' gradients, unless every row
+    has diverged (or ``f`` is not a ``RowMap`` and a row's first call was not finite).
 
     Args:
         steps: number of differentiated steps, at least 1.
@@ -43,8 +43,10 @@ class Phantom(GradientEstimator):
     def __call__(self, f: Map, z0: Tensor, search: SearchLike) -> Solution:
         """Search, then take the differentiated steps."""
         solution = search(f, z0)
-        f, rows = replace_diverged(f, z0, solution)
-        z = solution.z if rows is None else solution.z[rows]
+        z, rows = solution.z, None
+        if solution.some_diverged():
+            f, rows = replace_diverged(f, z0, solution)
+            z = z[rows]
         if isinstance(f, SteppingMap):
             z = f.damped_steps(z, count=self.steps, damping=self.damping)
         else:

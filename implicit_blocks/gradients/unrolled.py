@@ -15,31 +15,32 @@ from implicit_blocks._utils.validation import require_count
 from implicit_blocks.contract_checks import point_and_state
 from implicit_blocks.gradients.diverged import replace_diverged, restore_diverged
 from implicit_blocks.interfaces import GradientEstimator, Map, SearchLike
-from implicit_blocks.search.search import still_at_padding
+from implicit_blocks.search.loop import still_at_padding
 from implicit_blocks.solution import Solution
 
 
 class Unrolled(GradientEstimator):
-    """Take ``steps`` updates of the solver from the start, never stopping, and differentiate them all.
+    """Differentiate ``steps`` updates of the solver from the start, without stopping.
 
-    Exact for the finite computation, second derivatives included. A model trained by this alone learns a
-    network of fixed depth: it need not have a fixed point, and iterated further may give something else. Use
-    it to get training going, then an estimator that trains the fixed point itself.
+    Exact for the finite computation, second derivatives included. A model trained only in this way becomes a
+    network of fixed depth: it need not have a fixed point, and further iterations may change its output. Use
+    it to begin training, then an estimator that trains the fixed point.
 
-    There is no search: windows and a moving average change nothing, and the stopping rule only says whether
-    what is reported counts as converged.
+    There is no search: windows and a moving average have no effect, and the stopping rule only decides
+    whether the solution is reported as converged.
 
-    Calls of ``f``: ``steps``. The residual reported is measured at the last of them. Rows that have diverged
+    Calls of ``f``: ``steps``. The reported residual is measured at the last of them. Rows that have diverged
     keep their start, without a gradient; the others are then unrolled once more without them, since the
     gradient of weights is a sum over rows.
 
     Args:
         steps: number of solver updates, at least 1.
-        checkpointing: keep only ``z`` (and the solver's state) of each step and compute the rest again in
-            backward: the activations of one step instead of ``steps``, for one more call of ``f`` a step.
+        checkpointing: activation checkpointing: keep only ``z`` and the solver's state of each step, and
+            recompute the rest in backward. This keeps the activations of one step instead of ``steps``, at
+            the cost of one more call of ``f`` per step.
 
     Raises:
-        ValueError: fewer steps than one.
+        ValueError: fewer than one step.
 
     """
 
@@ -54,15 +55,15 @@ class Unrolled(GradientEstimator):
         solver = search.solver
         if not solver.differentiable:
             raise ValueError(
-                f"the unrolled gradient differentiates the solver, but {type(solver).__name__} does not "
-                "declare itself differentiable; use solver picard or gradient phantom"
+                f"the unrolled gradient differentiates the solver, but {type(solver).__name__} is not "
+                "declared differentiable; use solver picard or gradient phantom"
             )
 
         z, report = self._unroll(f, z0, search, search.valid)
-        sound, rows = replace_diverged(f, z0, report)
-        if rows is not None:
+        if report.some_diverged():
+            finite, rows = replace_diverged(f, z0, report)
             valid = None if search.valid is None else search.valid[rows]
-            z = restore_diverged(self._unroll(sound, z0[rows], search, valid)[0], z0, report)
+            z = restore_diverged(self._unroll(finite, z0[rows], search, valid)[0], z0, report)
         return report.with_value(z)
 
     def _unroll(

@@ -1,8 +1,8 @@
-"""The models as classes of Hugging Face transformers, and other ecosystems' checkpoints as ours.
+"""The models as Hugging Face transformers classes, and conversion of other checkpoints.
 
 Importing this package registers the classes with ``AutoConfig``, ``AutoModel`` and ``AutoModelForCausalLM``
-where transformers is installed; ``register()`` does so on call. The modules that read and write
-checkpoints need no transformers.
+if transformers is installed; ``register()`` registers them explicitly. The modules that read and write
+checkpoints do not need transformers.
 """
 
 from __future__ import annotations
@@ -52,10 +52,13 @@ __all__ = [
 
 
 def require_transformers(what: str = "implicit_blocks.hf") -> None:
-    """Refuse to go on where transformers is not installed; ``what`` needs it.
+    """Raise an error if transformers is not installed.
+
+    Args:
+        what: the feature that needs transformers; the message names it.
 
     Raises:
-        ImportError: it is not; the message says how to get it.
+        ImportError: transformers is not installed; the message gives the installation command.
 
     """
     if find_spec("transformers") is None:
@@ -66,10 +69,10 @@ def require_transformers(what: str = "implicit_blocks.hf") -> None:
 
 
 def register() -> None:
-    """Register configurations and models with the Auto classes; doing it again changes nothing.
+    """Register configurations and models with the Auto classes; further calls have no effect.
 
     Raises:
-        ImportError: where transformers is not installed; the message says how to get it.
+        ImportError: transformers is not installed; the message gives the installation command.
 
     """
     require_transformers()

@@ -1,8 +1,8 @@
-"""The committed state of a model as a cache of transformers.
+"""A model's sequence state as a transformers cache.
 
-transformers' own caches grow with every call of ``update``; an implicit model calls its layers many times
-before a token is committed. So the layers never see this cache: the model commits to it once, when a
-window is solved.
+The caches of transformers grow with every call of ``update``; an implicit model calls its layers many times
+before it commits a token. Therefore the layers never see this cache: the model commits to it once per
+window, after the window is solved.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from implicit_blocks.models.sequence_state import SequenceState
 
 
 class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are Any where its types are unknown
-    """What a model remembers of the tokens before: ``state``, None before the first.
+    """The sequence state of a model: ``state`` is None before the first token.
 
-    Both families use it, as ``past_key_values`` or ``cache_params``. With a ``max_seq_len`` the attention
-    layers reserve room for so many tokens at once (transformers' static cache); continuing twice from one
-    such cache needs a copy (``copy.deepcopy``) for each continuation.
+    Both families use this class, as ``past_key_values`` or as ``cache_params``. With a ``max_seq_len``,
+    attention layers allocate their keys and values for that many tokens in advance (the static cache of
+    transformers). To continue twice from a cache with a ``max_seq_len``, copy it first (``copy.deepcopy``).
     """
 
     def __init__(self, max_seq_len: int | None = None) -> None:
@@ -37,31 +37,31 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
         return f"ImplicitCache(length={self.get_seq_length()}, max_seq_len={self.max_seq_len})"
 
     def commit(self, state: SequenceState, backbone: Backbone) -> None:
-        """Take the state after a window.
+        """Store the state after a window.
 
         Raises:
-            ValueError: more tokens are committed than the cache was made for.
+            ValueError: more than ``max_seq_len`` tokens are committed.
 
         """
         if self.max_seq_len is not None and state.length > self.max_seq_len:
             raise ValueError(
-                f"the cache was made for {self.max_seq_len} tokens and {state.length} are committed; "
-                "make it larger, or leave its capacity out"
+                f"the cache was created for {self.max_seq_len} tokens and {state.length} are committed; "
+                "increase max_seq_len or omit it"
             )
         self.state, self._backbone = state, backbone
 
     # ------------------------------------------------------------------------------------ lengths
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Count the committed tokens, padding included."""
+        """Return the number of committed tokens, including padding."""
         return 0 if self.state is None else self.state.length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return the capacity; −1: none."""
+        """Return ``max_seq_len``, or −1 if there is no limit."""
         return -1 if self.max_seq_len is None else self.max_seq_len
 
     def get_max_cache_shape(self, layer_idx: int = 0) -> int:
-        """Return the capacity; −1: none."""
+        """Return ``max_seq_len``, or −1 if there is no limit."""
         return self.get_max_length()
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -69,7 +69,7 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
         return self.state is not None
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Return how many tokens there are with the next ones, and the offset of the first: 0."""
+        """Return the number of tokens including the next ``query_length``, and the offset of the first: 0."""
         return self.get_seq_length() + query_length, 0
 
     @property
@@ -79,7 +79,7 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
 
     @property
     def is_compileable(self) -> bool:
-        """Generation with it isn't compiled by transformers."""
+        """False: transformers must not compile generation with this cache."""
         return False
 
     @property
@@ -89,74 +89,72 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
 
     @property
     def is_croppable(self) -> bool:
-        """Whether committed tokens can be taken back: a state-space layer has folded them into its state."""
+        """Whether committed tokens can be removed; a recurrent state cannot be truncated."""
         return self._backbone is not None and self._backbone.truncates
 
     # ------------------------------------------------------------------------------------ rows
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep these rows, (R,) int64 indices, which may repeat."""
+        """Select rows by index, (R,) int64; indices may repeat."""
         if self.state is not None:
             assert self._backbone is not None
             device = self.state.next_position.device
             self.state = self.state.select_rows(rows.to(device), self._backbone)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams: keep the rows of these indices, (B,) int64."""
+        """Select the rows of the surviving beams, (B,) int64."""
         self.select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the rows of these indices, (R,) int64."""
+        """Select rows by index, (R,) int64."""
         self.select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat each row so many times, copies side by side."""
+        """Repeat each row ``repeats`` times; copies are adjacent."""
         if self.state is not None:
             self.select_rows(torch.arange(self.state.batch_size).repeat_interleave(repeats))
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Remove all tokens."""
         self.state = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last committed tokens, given as a negative number, where all layers can.
+        """Remove the last committed tokens; ``tokens_to_remove`` is negative.
 
         Raises:
-            ValueError: where a layer cannot, as those of Mamba2; or for a positive number, by which older
-                versions of transformers meant the length to keep.
+            ValueError: a layer has a recurrent state (Mamba2); or the number is positive, which older
+                versions of transformers interpreted as the length to keep.
 
         """
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop was called with {tokens_to_remove}; give the number of tokens to take back, negative"
+                f"crop was called with {tokens_to_remove}; pass the negated number of tokens to remove"
             )
         if tokens_to_remove == 0:
             return
         if self.state is None or not self.is_croppable:
-            held = (
-                "no tokens" if self.state is None else "a state that has folded its tokens into one another"
-            )
+            held = "no tokens" if self.state is None else "a recurrent state, which cannot be truncated"
             raise ValueError(
-                f"the cache holds {held}, so {-tokens_to_remove} cannot be taken back; keep a copy of it "
-                "(copy.deepcopy) from before them"
+                f"the cache holds {held}: cannot remove {-tokens_to_remove} tokens; copy the cache "
+                "(copy.deepcopy) before committing them"
             )
         assert self._backbone is not None
         self.state = self.state.truncate(-tokens_to_remove, self._backbone)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Refuse keys and values, of whatever shape: layers write nothing while a fixed point is iterated.
+        """Reject keys and values of any shape: layers write nothing while a fixed point is iterated.
 
         Raises:
             ValueError: always.
 
         """
         raise ValueError(
-            "an ImplicitCache takes no keys and values from layers; the model commits to it, once a window"
+            "layers cannot write keys and values to an ImplicitCache; the model commits once per window"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImplicitCache:
         clone = ImplicitCache(self.max_seq_len)
-        clone._backbone = self._backbone  # the model's, not the cache's to copy
+        clone._backbone = self._backbone  # belongs to the model, so it is not copied
         if self.state is not None:
             layers = pytree.tree_map(
                 lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.state.layers

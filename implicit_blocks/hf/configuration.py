@@ -1,7 +1,7 @@
-"""Configurations of transformers, each around one model spec.
+"""transformers configurations, each a wrapper around one model spec.
 
-The spec is the one source of what a model is; the fields beside it are those that transformers and tools
-built on it read, and always follow the spec.
+The spec defines the model. The other fields are those that transformers and its tools read; they are
+derived from the spec and must agree with it.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _FOLLOWING = (
 
 
 class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' classes are Any to the checker
-    """What both families share; see ``from_spec``."""
+    """Shared part of both families; see ``from_spec``."""
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache_params", "solution"]
     class_stem: ClassVar[str]
     layer_type: ClassVar[str]
     cache_name: ClassVar[str]
-    """The argument by which transformers hands the family its cache."""
+    """The argument by which transformers passes the family its cache."""
 
     spec: dict[str, Any] | None = None
     vocab_size: int | None = None
@@ -55,7 +55,7 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Check the spec, let the other fields follow it, and refuse those given otherwise."""
+        """Validate the spec, derive the other fields from it, and reject fields that contradict it."""
         given = {name: kwargs.pop(name, None) for name in self._derived()}
         given |= {name: getattr(self, name) for name in _FOLLOWING}
         kwargs.pop("auto_map", None)
@@ -66,10 +66,10 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Return a configuration as transformers does; what overrides its fields must follow the spec.
+        """Return a configuration as transformers does; overridden fields must agree with the spec.
 
         Raises:
-            ValueError: for a field that the spec decides otherwise.
+            ValueError: a field contradicts the spec.
 
         """
         found = super().from_dict(config_dict, **kwargs)
@@ -77,10 +77,10 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
         return found
 
     def check_follows_spec(self) -> None:
-        """Compare the fields that follow the spec with it: transformers, and users, can set each of them.
+        """Check the derived fields against the spec, since transformers and users can set each of them.
 
         Raises:
-            ValueError: naming the first that differs.
+            ValueError: a field contradicts the spec; the message names the first.
 
         """
         self._refuse_others({name: getattr(self, name) for name in self._following(self.model_spec)})
@@ -93,30 +93,30 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
                     name == "vocab_size"
                 )
                 raise ValueError(
-                    f"{name} is {value!r}, and the spec makes it {decided[name]!r}; {resize}give a spec "
-                    f"({type(self).__name__}.from_spec) and leave {name} out"
+                    f"{name} is {value!r}, but the spec makes it {decided[name]!r}; {resize}pass a spec "
+                    f"({type(self).__name__}.from_spec) and omit {name}"
                 )
 
     @classmethod
     def from_spec(cls, spec: ModelSpec, **fields: Any) -> Self:
-        """Return the configuration of a spec, implicit or explicit; ``fields`` are transformers' own."""
+        """Return the configuration of an implicit or explicit spec; ``fields`` are fields of transformers."""
         return cls(spec=spec.model_dump(mode="json"), **fields)
 
     @property
     def model_spec(self) -> LanguageModelSpec:
-        """The spec."""
+        """The model spec."""
         return self._checked(self.spec)
 
     def set_model_spec(self, spec: LanguageModelSpec) -> None:
-        """Take another spec, and let the other fields follow it."""
+        """Replace the spec and derive the other fields from it."""
         self.spec = spec.model_dump(mode="json")
         for name, value in self._following(spec).items():
             setattr(self, name, value)
 
     def _following(self, spec: LanguageModelSpec) -> dict[str, Any]:
-        """Return the fields that the spec decides."""
+        """Return the fields derived from the spec."""
         return {
-            "vocab_size": spec.padded_vocab_size,  # the width of the logits, which is what transformers means
+            "vocab_size": spec.padded_vocab_size,  # transformers means the width of the logits
             "hidden_size": spec.d_model,
             "num_hidden_layers": spec.n_layers,
             "layer_types": [self.layer_type] * spec.n_layers,
@@ -126,13 +126,13 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
         }
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Return what is saved, the whole spec too where it is the default's, which may change one day.
+        """Return the fields to save: always the whole spec, since the defaults may change later.
 
-        Choices of backends stay behind: who loads the folder may have another machine.
+        Backend choices are not saved: another machine may load the folder.
         """
         saved: dict[str, Any] = super().to_diff_dict()
         spec = self.model_spec
-        # Of the spec, not of the fields, which may have been set since: a saved folder can always be read.
+        # Read from the spec, because fields may have been set since: every saved folder stays loadable.
         saved |= {**self._following(spec), "max_position_embeddings": self.max_position_embeddings}
         portable = spec.model_copy(update={"mixer": spec.mixer.portable()})
         return saved | {"spec": portable.model_dump(mode="json")}
@@ -142,12 +142,12 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
             kind = fields.get("kind")
             if not isinstance(kind, str):
                 raise ValueError(
-                    "the spec of the configuration names no kind; it is a model spec written out in full"
+                    "the spec of the configuration has no 'kind'; it must be a complete model spec"
                 )
             fields = registry.entry("model", kind).spec.model_validate(fields)
         if not isinstance(fields, LanguageModelSpec):
             raise ValueError(
-                f"a model of kind {getattr(fields, 'kind', None)!r} has no class of transformers; "
+                f"no transformers class exists for models of kind {getattr(fields, 'kind', None)!r}; "
                 "choose implicit_lm or explicit_lm"
             )
         self._check_mixer(fields)
@@ -168,13 +168,13 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoConfig") -> None:
-        """Do nothing: every saved folder carries what ``trust_remote_code`` needs."""
+        """Do nothing: every saved folder contains the files that ``trust_remote_code`` needs."""
 
 
 class ImplicitLlamaConfig(_ImplicitConfig):
-    """Configuration of models whose layers attend: Llama's, made implicit, or their explicit twins.
+    """Configuration of models with attention layers: implicit Llama models and their explicit twins.
 
-    ``ImplicitLlamaConfig.from_spec(spec)`` is the way to make one; without a spec it is the 130M model's.
+    Create it with ``ImplicitLlamaConfig.from_spec(spec)``; the default spec is that of the 130M model.
     """
 
     model_type = "implicit_blocks_llama"
@@ -189,7 +189,7 @@ class ImplicitLlamaConfig(_ImplicitConfig):
     def _check_mixer(self, spec: LanguageModelSpec) -> None:
         if isinstance(spec.mixer, Mamba2Spec):
             raise ValueError(
-                f"{type(self).__name__} is of attention models, and the mixer is 'mamba2'; "
+                f"{type(self).__name__} is for attention models, but the mixer is 'mamba2'; "
                 "use ImplicitMamba2Config"
             )
 
@@ -208,9 +208,9 @@ class ImplicitLlamaConfig(_ImplicitConfig):
 
 
 class ImplicitMamba2Config(_ImplicitConfig):
-    """Configuration of models whose layers are Mamba2's, made implicit, or their explicit twins.
+    """Configuration of models with Mamba2 layers: implicit models and their explicit twins.
 
-    ``ImplicitMamba2Config.from_spec(spec)`` is the way to make one; without a spec it is the 130M model's.
+    Create it with ``ImplicitMamba2Config.from_spec(spec)``; the default spec is that of the 130M model.
     """
 
     model_type = "implicit_blocks_mamba2"
@@ -224,7 +224,7 @@ class ImplicitMamba2Config(_ImplicitConfig):
     def _check_mixer(self, spec: LanguageModelSpec) -> None:
         if not isinstance(spec.mixer, Mamba2Spec):
             raise ValueError(
-                f"{type(self).__name__} is of Mamba2 models, and the mixer is {spec.mixer.kind!r}; "
+                f"{type(self).__name__} is for Mamba2 models, but the mixer is {spec.mixer.kind!r}; "
                 "use ImplicitLlamaConfig"
             )
 
@@ -246,7 +246,7 @@ class ImplicitMamba2Config(_ImplicitConfig):
 
 
 def config_class_for(spec: ModelSpec) -> type[ImplicitLlamaConfig] | type[ImplicitMamba2Config]:
-    """Return the configuration class of a spec's family: by its mixer, Mamba2's or any other."""
+    """Return the configuration class for a spec: Mamba2 mixers have their own, all others share one."""
     return (
         ImplicitMamba2Config if isinstance(getattr(spec, "mixer", None), Mamba2Spec) else ImplicitLlamaConfig
     )

@@ -1,4 +1,4 @@
-"""The commands ``convert`` and ``export``: checkpoints of one kind into another, specs into folders."""
+"""The commands ``convert`` (between checkpoint formats) and ``export`` (a spec's model to a folder)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from implicit_blocks.checkpoints.find import SPEC
 from implicit_blocks.checkpoints.folder import whole_folder
-from implicit_blocks.checkpoints.load_model import empty_state, read_newest_weights, run_of, tokenizer_of
+from implicit_blocks.checkpoints.run_folder import run_of, tokenizer_of
+from implicit_blocks.checkpoints.weights import empty_state, read_newest_weights
 from implicit_blocks.hf import require_transformers
 from implicit_blocks.hf.folders import (
     PretrainedFolder,
@@ -41,21 +42,22 @@ def convert(
     fold: bool = False,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Convert a checkpoint; the destination is written whole, or not at all.
+    """Convert a checkpoint; the destination is written completely or not at all.
 
-    In a folder for transformers the tokenizer has a padding token and pads on the left, as ``generate``
-    needs.
+    In a folder for transformers, the tokenizer has a padding token and pads on the left, as ``generate``
+    requires.
 
     Args:
-        source: a folder of the published implementation, of ours, or of a Llama or Mamba2 of transformers.
+        source: a folder of the published implementation, of this library, or of a Llama or Mamba2 model of
+            transformers.
         destination: a new or empty folder.
-        to: a folder for transformers, or for the published implementation.
-        implicit: make an explicit model the start of an implicit one.
+        to: the format: transformers or the published implementation.
+        implicit: initialize an implicit model from an explicit one.
         fold: fold weight norm into the weights.
-        max_shard_size: size that a file of weights may have, such as ``500MB``.
+        max_shard_size: maximum size of a weights file, such as ``500MB``.
 
     Raises:
-        ValueError: whatever is wrong with the source, in words; or the destination is not empty.
+        ValueError: the source is invalid, or the destination is not empty.
 
     """
     size = _bytes(max_shard_size)
@@ -79,11 +81,11 @@ def convert(
 
 
 def _tokenizer_in(source: Path, pretrained: PretrainedFolder) -> Any | None:
-    """Load the folder's tokenizer, if it has a ``tokenizer.json``; None leaves its files as they are.
+    """Load the folder's tokenizer if it has a ``tokenizer.json``; None: copy its files unchanged.
 
-    What files beside a ``tokenizer.json`` say may need a class or a package that is not here: such a
-    tokenizer is copied, with a warning. Without them nothing but the configuration says which token ends a
-    text, as lm-eval must know.
+    Files beside a ``tokenizer.json`` may require a class or a package that is not installed; such a
+    tokenizer is copied with a warning. Without these files, only the configuration tells which token ends
+    a text, which lm-eval needs to know.
     """
     if not (source / "tokenizer.json").is_file():
         return None
@@ -93,7 +95,7 @@ def _tokenizer_in(source: Path, pretrained: PretrainedFolder) -> Any | None:
     except ValueError as error:
         if not (source / "tokenizer_config.json").is_file():
             raise
-        print(f"warning: the tokenizer is copied without a check: {error}", file=sys.stderr)
+        print(f"warning: the tokenizer is copied unchecked: {error}", file=sys.stderr)
         return None
 
 
@@ -106,22 +108,22 @@ def export(
     seed: int | None = None,
     max_shard_size: str = "5GB",
 ) -> None:
-    """Write a spec's model, as the last phase leaves it, as a folder of transformers.
+    """Export a spec's model, in the state of its last phase, to a transformers folder.
 
     Args:
-        spec_name: a name of the zoo, a YAML file, or a run's folder, whose weights are taken then, and the
-            tokenizer beside its data.
+        spec_name: a name in the zoo, a YAML file, or a run folder; a run folder also provides the weights
+            and the tokenizer of its data.
         destination: a new or empty folder.
-        checkpoint: other weights: a file, a checkpoint of the trainer, or a run's folder, of which the newest
-            checkpoint is taken that is whole; None, without a run: fresh ones.
-        tokenizer: to be in the folder too, as lm-eval and pipelines expect: a ``tokenizer.json``, a folder
-            with one, or ``bytes``.
-        seed: of fresh weights; None: 0.
-        max_shard_size: size that a file of weights may have.
+        checkpoint: other weights: a file, a checkpoint of the trainer, or a run folder (its newest complete
+            checkpoint). None, without a run: new random weights.
+        tokenizer: tokenizer to add to the folder, as lm-eval and pipelines expect: a ``tokenizer.json``, a
+            folder with one, or ``bytes``.
+        seed: seed of new random weights; None: 0.
+        max_shard_size: maximum size of a weights file.
 
     Raises:
-        ValueError: for a spec without a model that can be exported, weights or a tokenizer that do not fit, a
-            seed where there is nothing to draw, or a destination that is not empty.
+        ValueError: the spec has no exportable model, the weights or the tokenizer do not fit, a seed is
+            given together with weights, or the destination is not empty.
         ImportError: transformers is not installed.
 
     """
@@ -132,7 +134,7 @@ def export(
     if run_folder is not None and checkpoint is None:
         checkpoint, tokenizer = source, tokenizer or tokenizer_of(source)
     if checkpoint is not None and seed is not None:
-        raise ValueError(f"the seed {seed} is of fresh weights, and {checkpoint} has weights; leave it out")
+        raise ValueError(f"seed {seed} needs new weights, but {checkpoint} has weights; omit the seed")
     seed = seed or 0
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
     run = load_spec(spec_name if run_folder is None else run_folder / SPEC)
@@ -164,13 +166,13 @@ def export(
 
 
 def _build_other(spec: Any, *, checkpoint: Path | None, seed: int) -> Any:
-    """Make a model of another kind, which can say what it is to transformers by ``to_transformers()``."""
+    """Build a model of another kind, which provides ``to_transformers()``."""
     torch.manual_seed(seed)
     model: Any = None if spec is None else build(spec)
     if not hasattr(model, "to_transformers"):
         raise ValueError(
-            f"a model of kind {getattr(spec, 'kind', None)!r} can't be exported; implicit_lm, explicit_lm "
-            "and transformers can, and kinds whose models have a method to_transformers()"
+            f"models of kind {getattr(spec, 'kind', None)!r} cannot be exported; supported are implicit_lm, "
+            "explicit_lm, transformers, and kinds whose models have a method to_transformers()"
         )
     if checkpoint is not None:
         model.load_state_dict(_weights_at(checkpoint, model.state_dict()))
@@ -178,7 +180,7 @@ def _build_other(spec: Any, *, checkpoint: Path | None, seed: int) -> Any:
 
 
 def _weights_at(checkpoint: Path, expected: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Read weights, of a run those of its newest whole checkpoint, and say what is wrong with newer ones."""
+    """Read weights, for a run from its newest complete checkpoint; warn about damaged newer ones."""
     path, state, complaints = read_newest_weights(checkpoint, expected=expected)
     for complaint in complaints:
         print(f"warning: {complaint}; {path.name} is exported instead", file=sys.stderr)
@@ -188,5 +190,5 @@ def _weights_at(checkpoint: Path, expected: Mapping[str, Tensor]) -> dict[str, T
 def _bytes(size: str) -> int:
     match = re.fullmatch(r"(\d+)\s*([KMG]B)", size)
     if match is None or int(match[1]) == 0:
-        raise ValueError(f"max_shard_size is {size!r}; give a number and KB, MB or GB, such as 500MB")
+        raise ValueError(f"max_shard_size is {size!r}; expected a number with KB, MB or GB, such as 500MB")
     return int(match[1]) * _UNITS[match[2]]

@@ -1,4 +1,4 @@
-"""Checkpoints of every known kind, as one: a spec, and tensors by the names of the library's models."""
+"""Pretrained folders of every known format, read as a spec and tensors with the library's names."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch import Tensor
 from implicit_blocks import registry
 from implicit_blocks.checkpoints.find import CONFIG, read_json
 from implicit_blocks.checkpoints.folder import check_tensors, read_config, read_tensors, write_pickle
-from implicit_blocks.checkpoints.load_model import empty_state
+from implicit_blocks.checkpoints.weights import empty_state
 from implicit_blocks.hf import pretrained as ordinary
 from implicit_blocks.hf import published
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weights.weight_norm import WeightNorm
@@ -42,15 +42,15 @@ _TOKENIZER_FILES = (
     "chat_template.jinja",
 )
 _TOKEN_FIELDS = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-_NEOX_VOCABULARY = 50277  # GPT-NeoX-20B's, in which token 0 ends a text
+_NEOX_VOCABULARY = 50277  # of GPT-NeoX-20B, where token 0 ends a text
 
 
 @dataclass(frozen=True)
 class PretrainedFolder:
-    """A model: its spec, its state dict by the library's names, and what else its configuration says.
+    """A model: its spec, its state dict with the library's names, and further configuration.
 
-    ``fields`` are those of transformers' configurations that a spec doesn't know (tokens, length of texts);
-    ``published`` is the published configuration that it came with.
+    ``fields`` are fields of transformers configurations that a spec does not have (special tokens, maximum
+    length); ``published`` is the published configuration that the model was read with.
     """
 
     spec: LMSpec
@@ -59,26 +59,26 @@ class PretrainedFolder:
     published: dict[str, Any] | None = None
 
 
-# ------------------------------------------------------------------------------------ in
+# ------------------------------------------------------------------------------------ reading
 
 
 def read_pretrained(folder: Path, *, as_start: bool = False) -> PretrainedFolder:
-    """Read a folder of the published implementation, of ours, or of a Llama or Mamba2 of transformers.
+    """Read a folder of the published implementation, of this library, or of transformers (Llama, Mamba2).
 
     Args:
-        folder: with ``config.json`` and weights.
-        as_start: make an explicit model the start of an implicit one (``ordinary.as_start``).
+        folder: contains ``config.json`` and weights.
+        as_start: initialize an implicit model from an explicit one (``ordinary.as_start``).
 
     Raises:
-        ValueError: for a folder that is no checkpoint, an unknown model type, files that cannot be read,
-            tensors that do not fit (all of them listed), or a tokenizer with more entries than the model.
+        ValueError: the folder is not a pretrained folder, the model type is unknown, files cannot be read,
+            tensors do not fit (all are listed), or the tokenizer has more entries than the model.
 
     """
     config = read_config(folder)
     model_type = config.get("model_type")
     known = (*published.MODEL_TYPES, *ordinary.MODEL_TYPES, *OURS)
     if model_type not in known:
-        raise ValueError(f"{folder / CONFIG}: model_type is {model_type!r}; known are {', '.join(known)}")
+        raise ValueError(f"{folder / CONFIG}: unknown model_type {model_type!r}; known: {', '.join(known)}")
     if model_type in published.MODEL_TYPES:
         found = _of_published(folder, config)
     elif model_type in OURS:
@@ -89,7 +89,7 @@ def read_pretrained(folder: Path, *, as_start: bool = False) -> PretrainedFolder
     if not as_start:
         return found
     if not isinstance(found.spec, ExplicitLMSpec):
-        raise ValueError(f"the model in {folder} is implicit already; only an explicit one can be a start")
+        raise ValueError(f"the model in {folder} is already implicit; use an explicit one")
     spec, state = ordinary.as_start(found.spec, found.state)
     return PretrainedFolder(spec, state, found.fields)
 
@@ -99,7 +99,7 @@ def _of_published(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
     tensors = read_tensors(folder)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     expected = published.export_tensors(empty_state(spec), spec)
-    if spec.tie_embeddings:  # the published files have the tied head twice, once, or under either name
+    if spec.tie_embeddings:  # published files store the tied head twice, or once under either name
         tensors = _tie(tensors)
     check_tensors(tensors, expected, what=str(folder))
     state = published.import_tensors(tensors, tied=spec.tie_embeddings)
@@ -107,13 +107,13 @@ def _of_published(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
 
 
 def _spec_from(folder: Path, read: Callable[[Mapping[str, Any]], T], config: Mapping[str, Any]) -> T:
-    """Return what ``read`` makes of a configuration, whose values may be of other kinds than expected."""
+    """Return ``read(config)``; values of unexpected types raise a ValueError that names the file."""
     try:
         return read(config)
     except (TypeError, AttributeError, KeyError, IndexError, ArithmeticError, RecursionError) as error:
         raise ValueError(
-            f"{folder / CONFIG} is not the configuration of such a model ({type(error).__name__}: {error}); "
-            "take that which came with the weights"
+            f"{folder / CONFIG} is not a valid configuration ({type(error).__name__}: {error}); "
+            "use the file that belongs to the weights"
         ) from None
 
 
@@ -125,7 +125,7 @@ def _tie(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ):
         raise ValueError(
             "the configuration ties the head to the embedding, but word_emb.emb.weight and "
-            "criterion.decoder.weight differ; set tie_embeddings to false in it"
+            "criterion.decoder.weight differ; set tie_embeddings to false in the configuration"
         )
     one = first if first is not None else second
     return tensors if one is None else {**tensors, **dict.fromkeys(names, one)}
@@ -141,14 +141,14 @@ def _of_ordinary(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
 def _of_ours(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
     fields = config.get("spec")
     if not isinstance(fields, Mapping):
-        raise ValueError(f"{folder / CONFIG} has no spec of a model")
+        raise ValueError(f"{folder / CONFIG} has no model spec")
     spec = _spec_from(
         folder,
         lambda fields: registry.entry("model", str(fields.get("kind"))).spec.model_validate(fields),
         fields,
     )
     if not isinstance(spec, LMSpec):
-        raise ValueError(f"{folder / CONFIG} has the spec of a {spec.kind!r}, which is not a language model")
+        raise ValueError(f"{folder / CONFIG} has a spec of kind {spec.kind!r}, which is not a language model")
     state = library_state(read_tensors(folder))
     if spec.tie_embeddings:
         state.pop("head.weight", None)
@@ -158,15 +158,15 @@ def _of_ours(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
 
 
 def special_tokens(spec: LMSpec) -> dict[str, Any]:
-    """Return the fields for the tokens that begin and end a text, known from the size of a vocabulary."""
+    """Return the configuration fields of the special tokens, inferred from the vocabulary size."""
     return {"bos_token_id": 0, "eos_token_id": 0} if spec.vocab_size == _NEOX_VOCABULARY else {}
 
 
 def check_tokenizer(folder: Path, spec: LMSpec) -> None:
-    """Compare the vocabulary of a folder's ``tokenizer.json``, if there is one, with the model's.
+    """Check that a folder's ``tokenizer.json``, if present, fits the model's vocabulary.
 
     Raises:
-        ValueError: where the tokenizer has more entries.
+        ValueError: the tokenizer has more entries, or cannot be read.
 
     """
     path = folder / "tokenizer.json"
@@ -178,36 +178,36 @@ def check_tokenizer(folder: Path, spec: LMSpec) -> None:
         ids = list(vocabulary.values()) if isinstance(vocabulary, Mapping) else range(len(vocabulary))
         added = [token["id"] for token in tokenizer.get("added_tokens") or []]
         if not all(type(token) is int and token >= 0 for token in [*ids, *added]):
-            raise TypeError("an ID is not a whole number from 0 up")
+            raise TypeError("an ID is not a non-negative integer")
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{path} is no tokenizer that can be read; repair it or take it away") from None
+        raise ValueError(f"{path} is not a readable tokenizer; repair or remove it") from None
     entries = max([*ids, *added], default=-1) + 1
     if entries > spec.padded_vocab_size:
         raise ValueError(
-            f"the tokenizer of {folder} has {entries} entries and the model {spec.padded_vocab_size}; "
-            "take the model's own tokenizer"
+            f"the tokenizer of {folder} has {entries} entries, but the model has {spec.padded_vocab_size}; "
+            "use the model's own tokenizer"
         )
 
 
-# ------------------------------------------------------------------------------------ transformers' classes
+# ------------------------------------------------------------------------------------ transformers classes
 
 
 def hf_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by the names of the classes for transformers."""
+    """Rename tensors from the library's names to those of the transformers classes."""
     return {_HEAD if name == "head.weight" else _CORE + name: tensor for name, tensor in state.items()}
 
 
 def library_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors by the names of the library's models; unknown names stay as they are."""
+    """Rename tensors to the library's names; unknown names are unchanged."""
     return {
         "head.weight" if name == _HEAD else name.removeprefix(_CORE): tensor for name, tensor in state.items()
     }
 
 
 def from_library(model: LanguageModel, **fields: Any) -> ImplicitLlamaForCausalLM | ImplicitMamba2ForCausalLM:
-    """Return a model of the library as one of transformers, of the same storage.
+    """Convert a library model to a transformers model that shares its storage.
 
-    ``fields`` are its configuration's, such as ``max_position_embeddings`` or ``eos_token_id``.
+    ``fields`` are configuration fields such as ``max_position_embeddings`` or ``eos_token_id``.
     """
     converted = hf_model(PretrainedFolder(model.spec, dict(model.state_dict()), fields))
     converted.train(model.training)
@@ -215,7 +215,7 @@ def from_library(model: LanguageModel, **fields: Any) -> ImplicitLlamaForCausalL
 
 
 def to_library(model: ImplicitLlamaForCausalLM | ImplicitMamba2ForCausalLM) -> LanguageModel:
-    """Return the library's model of one of transformers, with the same storage."""
+    """Convert a transformers model to a library model that shares its storage."""
     with torch.device("meta"):
         library: LanguageModel = build(model.config.model_spec)
     state = library_state(model.state_dict())
@@ -226,7 +226,7 @@ def to_library(model: ImplicitLlamaForCausalLM | ImplicitMamba2ForCausalLM) -> L
 
 
 def hf_model(pretrained: PretrainedFolder) -> ImplicitLlamaForCausalLM | ImplicitMamba2ForCausalLM:
-    """Return the checkpoint as a model of transformers, in evaluation mode, with the same storage."""
+    """Return a transformers model in evaluation mode that shares the tensors' storage."""
     from implicit_blocks.hf import register
 
     register()
@@ -246,11 +246,11 @@ def hf_model(pretrained: PretrainedFolder) -> ImplicitLlamaForCausalLM | Implici
     return cast("ImplicitLlamaForCausalLM | ImplicitMamba2ForCausalLM", model.eval())
 
 
-# ------------------------------------------------------------------------------------ out
+# ------------------------------------------------------------------------------------ writing
 
 
 def write_transformers(pretrained: PretrainedFolder, folder: Path, *, max_shard_size: str = "5GB") -> None:
-    """Write a folder that ``from_pretrained`` reads, ready to be published."""
+    """Write a folder that ``from_pretrained`` reads."""
     hf_model(pretrained).save_pretrained(folder, max_shard_size=max_shard_size)
 
 
@@ -258,7 +258,7 @@ def write_published(pretrained: PretrainedFolder, folder: Path, *, max_shard_byt
     """Write a folder that the published implementation reads.
 
     Raises:
-        ValueError: where it has no way to say the spec.
+        ValueError: the published implementation cannot express the spec.
 
     """
     config = published.export_config(pretrained.spec, pretrained.published)
@@ -268,17 +268,17 @@ def write_published(pretrained: PretrainedFolder, folder: Path, *, max_shard_byt
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """Copy the tokenizer's files, those that there are."""
+    """Copy the tokenizer files that exist."""
     for name in _TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
 
 
 def fold_weight_norm(pretrained: PretrainedFolder) -> PretrainedFolder:
-    """Return the same function without weight norm: every ``g · v / ‖v‖`` becomes the weight itself.
+    """Return the same function without weight norm: every weight is replaced by ``g · v / ‖v‖``.
 
-    For tools that write into weights in place, which weight norm computes anew. Training goes on otherwise
-    than it would have.
+    Use it for tools that modify weights in place, which weight norm would recompute. Further training then
+    takes a different course than with weight norm.
     """
     stem = ".parametrizations.weight.original"
     state = {name: tensor for name, tensor in pretrained.state.items() if stem not in name}

@@ -1,4 +1,4 @@
-"""What ``generate`` of transformers needs of our models: their cache, their limits, prompts that are checked.
+"""Support for ``generate`` of transformers: cache, length limits, prompt checks.
 
 Shape legend: B batch, L tokens of a prompt.
 """
@@ -22,29 +22,30 @@ from implicit_blocks.hf.cache import ImplicitCache
 from implicit_blocks.search.options import SearchOptions
 
 _FOR_GENERATE = ("tokenizer", "assistant_tokenizer")
-"""Arguments of ``generate`` that transformers hands to the model too."""
+"""Arguments of ``generate`` that transformers also passes to the model."""
 
 
 class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transformers' classes are Any to the checker
-    """Generation by transformers: greedy, sampling, beams, streamers; assisted where the layers attend.
+    """Generation with transformers: greedy, sampling, beams, streamers; assisted for attention layers.
 
     ``tolerance``, ``max_iterations``, ``damping``, ``warm_start``, ``moving_average`` and ``window_length``
-    are arguments of ``generate`` as of ``forward``; the last cuts the prompt into windows.
+    are arguments of ``generate`` as of ``forward``; ``window_length`` cuts the prompt into windows.
 
-    Caches may be dynamic or static, which reserves the room of attention layers at once; a Mamba2 state has
-    one size anyway. Transformers takes no static cache for assisted generation, and a Mamba2 model for
-    neither that, whose wrong guesses cannot be taken back, nor ``prefill_chunk_size``, which looks for
-    ``past_key_values`` (``window_length`` does the same). Quantized and offloaded caches keep what layers
-    hand them, and ours hand over nothing.
+    Caches may be dynamic or static. A static cache allocates the keys and values of attention layers in
+    advance; a Mamba2 state has constant size. transformers supports no static cache in assisted
+    generation. Mamba2 models support neither assisted generation, because rejected tokens cannot be
+    removed, nor ``prefill_chunk_size``, which requires ``past_key_values`` (use ``window_length``).
+    Quantized and offloaded caches are not supported: they store what layers pass them, and these layers
+    pass nothing.
     """
 
     @torch.no_grad()
     def generate(self, inputs: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Generate as transformers does, once the prompts have been looked at.
+        """Check the prompts, then generate as transformers does.
 
         Raises:
-            ValueError: for a prompt without a token, one longer than ``config.max_position_embeddings``,
-                token ids that the model doesn't know, or padding behind a prompt.
+            ValueError: a prompt has no token, is longer than ``config.max_position_embeddings``, contains
+                unknown token IDs, or is padded on the right.
 
         """
         ids = inputs if inputs is not None else kwargs.get("input_ids")
@@ -53,7 +54,7 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
         if shaped is not None:
             mask = kwargs.get("attention_mask")
             if mask is not None and mask.ndim == 2 and mask.shape[1] > shaped.shape[1]:
-                mask = mask[:, -shaped.shape[1] :]  # of tokens in a cache too
+                mask = mask[:, -shaped.shape[1] :]  # it includes the tokens in a cache
             valid = check_prompts(
                 shaped,
                 mask,
@@ -64,14 +65,14 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
             if valid is not None and not bool(valid[:, -1].all()):
                 row = int((~valid[:, -1]).nonzero()[0])
                 raise ValueError(
-                    f"prompt {row} is padded on the right, where transformers goes on from; pad on the left "
+                    f"prompt {row} is padded on the right, where generation continues; pad on the left "
                     "(tokenizer.padding_side = 'left')"
                 )
         return super().generate(inputs, *args, **kwargs)
 
     @property
     def _is_stateful(self) -> bool:
-        """Whether tokens cannot be taken back: transformers then refuses assisted generation."""
+        """Whether tokens cannot be removed; transformers then rejects assisted generation."""
         return not self.model.lm.backbone.truncates
 
     def _prepare_cache_for_generation(
@@ -82,12 +83,12 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
         batch_size: int,
         max_cache_length: int,
     ) -> None:
-        """Make the cache of ``generate``: one of ours, all its room reserved where it is to be static."""
+        """Create the cache of ``generate``; a static cache allocates all its memory in advance."""
         name = self.config.cache_name
         given = model_kwargs.get(name)
         if given is not None:
             if generation_config.cache_implementation is not None:
-                raise ValueError(f"cache_implementation and {name} were both given; leave one of them out")
+                raise ValueError(f"both cache_implementation and {name} are given; omit one")
             given._is_user_defined = True
             return
         if generation_config.use_cache is False:
@@ -95,13 +96,12 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
         implementation = generation_config.cache_implementation
         if implementation not in (None, "dynamic", "static"):
             raise ValueError(
-                f"cache_implementation {implementation!r} is not for these models; "
-                "choose 'dynamic' or 'static'"
+                f"cache_implementation {implementation!r} is not supported;  choose 'dynamic' or 'static'"
             )
         model_kwargs[name] = ImplicitCache(max_cache_length + 1 if implementation == "static" else None)
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        """Never choose the rows that only pad the vocabulary to a round size: no tokenizer knows them."""
+        """Exclude the entries that only pad the vocabulary: no tokenizer knows them."""
         processors = super()._get_logits_processor(*args, **kwargs)
         first = 0
         for place, processor in enumerate(processors):
@@ -110,10 +110,10 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
                 if beams is not None and beams > 1:
                     raise ValueError(
                         f"guidance_scale with num_beams={beams} is not supported: transformers does not "
-                        "reorder the unconditional branch with its beams; leave one of them out"
+                        "reorder the unconditional branch with its beams; omit one of them"
                     )
                 processor.model = _Unconditional(self, kwargs.get("model_kwargs") or {})
-                first = place + 1  # guidance multiplies and adds: of -inf a scale of 0 makes NaN
+                first = place + 1  # guidance scales logits, and 0 · (−inf) is NaN
         spec = self.model.lm.spec
         padding = list(range(spec.vocab_size, spec.padded_vocab_size))
         if padding:
@@ -129,9 +129,9 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Leave out the tokens that ``cache_params`` holds, as transformers does for ``past_key_values``.
+        """Drop the tokens that ``cache_params`` already holds, as transformers does for ``past_key_values``.
 
-        Without this they would be committed a second time.
+        Otherwise they would be committed a second time.
         """
         cache = model_kwargs.get("cache_params")
         past = 0 if cache is None else cache.get_seq_length()
@@ -145,7 +145,7 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
         return super()._prefill(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Leave out positions, which are counted from the mask, and what is for ``generate`` alone."""
+        """Drop positions, which are derived from the mask, and arguments that only ``generate`` uses."""
         inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
         for name in ("position_ids", *_FOR_GENERATE):
             inputs.pop(name, None)
@@ -153,9 +153,9 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
 
 
 class _Unconditional:
-    """The model as classifier-free guidance calls it: its cache by one name, with the search of ``generate``.
+    """The model as called by classifier-free guidance, with the search options of ``generate``.
 
-    Transformers hands the unconditional branch its cache as ``past_key_values``, whatever the family's name.
+    transformers passes the unconditional branch its cache as ``past_key_values`` for every family.
     """
 
     def __init__(self, model: Any, model_kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What transformers' callers give beside the tokens, in the library's terms.
+"""Conversion of the arguments of transformers callers to the library's.
 
 Shape legend: B batch, L tokens of this call, T tokens so far, D model width.
 """
@@ -18,10 +18,15 @@ from implicit_blocks.search.options import SearchOptions
 _KNOBS = (*SearchOptions.names(), "window_length")
 _WITHOUT_EFFECT = frozenset(
     {
-        "num_items_in_batch",  # the loss takes it
-        "token_type_ids",  # tokenizers add it unasked
+        "num_items_in_batch",  # used by the loss
+        "token_type_ids",  # added by tokenizers
         "cache_position",
-        *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"),  # position_ids say the same
+        *(
+            "cu_seq_lens_q",
+            "cu_seq_lens_k",
+            "max_length_q",
+            "max_length_k",
+        ),  # position_ids suffice
         "seq_idx",
     }
 )
@@ -29,26 +34,26 @@ _UNAVAILABLE = ("output_attentions", "output_hidden_states")
 
 
 def check_options(model: str, options: Mapping[str, Any]) -> None:
-    """Refuse what is asked for and cannot be given, and names that nobody knows.
+    """Reject unknown arguments, and outputs that the models do not have.
 
     Raises:
-        ValueError: for attention weights and layers' outputs.
-        TypeError: for an unknown name.
+        ValueError: attention weights or hidden states are requested.
+        TypeError: an argument is unknown.
 
     """
     for name, value in options.items():
         if name in _UNAVAILABLE:
             if value:
-                raise ValueError(f"{model} has no {name.removeprefix('output_')} to output; leave {name} out")
+                raise ValueError(f"{model} cannot output {name.removeprefix('output_')}; omit {name}")
         elif name not in _WITHOUT_EFFECT:
             raise TypeError(f"{model}.forward has no argument {name!r}; {did_you_mean(name, _KNOBS)}")
 
 
 def one_cache(name: str, given: Mapping[str, Any]) -> ImplicitCache | None:
-    """Return the cache given by the name that the family knows.
+    """Return the cache passed by the argument that the family uses.
 
     Raises:
-        ValueError: for one given by the other family's name, or of another kind.
+        ValueError: the cache is passed by the other family's argument, or has the wrong type.
 
     """
     mine: ImplicitCache | None = None
@@ -56,25 +61,25 @@ def one_cache(name: str, given: Mapping[str, Any]) -> ImplicitCache | None:
         if cache is None:
             continue
         if other != name:
-            raise ValueError(f"these models take their cache as {name}, not as {other}")
+            raise ValueError(f"pass the cache of these models as {name}, not as {other}")
         if not isinstance(cache, ImplicitCache):
             raise ValueError(
                 f"the cache is a {type(cache).__name__}; pass an implicit_blocks.hf.ImplicitCache, "
-                "or none and use_cache=True"
+                "or no cache and use_cache=True"
             )
         mine = cache
     return mine
 
 
 def mask_of_these(attention_mask: Tensor | None, x_BLD: Tensor, *, past: int) -> Tensor | None:
-    """Return the mask of this call's tokens, (B, L), from one of these or of all so far."""
+    """Return the mask of this call's tokens, (B, L), from a mask of these or of all tokens so far."""
     if attention_mask is None:
         return None
     batch, length = x_BLD.shape[:2]
     if tuple(attention_mask.shape) not in ((batch, length), (batch, past + length)):
         raise ValueError(
-            f"attention_mask has shape {tuple(attention_mask.shape)}; give one flag a token, "
-            f"{(batch, length)}, or with the {past} tokens before {(batch, past + length)}"
+            f"attention_mask has shape {tuple(attention_mask.shape)}; expected one flag per token, "
+            f"{(batch, length)}, or with the {past} previous tokens {(batch, past + length)}"
         )
     return attention_mask[:, -length:]
 
@@ -82,17 +87,17 @@ def mask_of_these(attention_mask: Tensor | None, x_BLD: Tensor, *, past: int) ->
 def documents_of(
     position_ids: Tensor | None, mask_BL: Tensor | None, x_BLD: Tensor, state: SequenceState | None
 ) -> Tensor | None:
-    """Return the documents that positions separate, (B, L) int64, or None where they only count the tokens.
+    """Return the documents that positions separate, (B, L) int64; None if they only count the tokens.
 
     Raises:
-        ValueError: for positions that neither count the tokens nor restart at 0.
+        ValueError: positions neither count the tokens nor restart at 0.
 
     """
     if position_ids is None:
         return None
     batch, length = x_BLD.shape[:2]
     if tuple(position_ids.shape) not in ((1, length), (batch, length)):
-        raise ValueError(f"position_ids have shape {tuple(position_ids.shape)}; give {(batch, length)}")
+        raise ValueError(f"position_ids have shape {tuple(position_ids.shape)}; expected {(batch, length)}")
     positions = position_ids.expand(batch, length)
     first = 0 if state is None else state.next_position[:, None]
     if mask_BL is None:
@@ -108,6 +113,5 @@ def documents_of(
     if state is None and unpadded and bool(starts[:, 0].all()) and bool((starts[:, 1:] | follows).all()):
         return starts.cumsum(1) - 1
     raise ValueError(
-        "position_ids do not count the tokens that the attention mask leaves, nor restart at 0 with each "
-        "document; leave them out"
+        "position_ids neither count the unmasked tokens nor restart at 0 with each document; omit them"
     )

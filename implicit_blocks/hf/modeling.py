@@ -1,7 +1,7 @@
-"""The models as classes of transformers: thin wrappers around ``ImplicitLM`` and ``ExplicitLM``.
+"""The models as transformers classes: thin wrappers around ``ImplicitLM`` and ``ExplicitLM``.
 
-What transformers asks of a model is here (caches, labels that are shifted, masks of all tokens so far, tied
-weights); what is computed is the library's model, called once.
+This module implements what transformers requires of a model (caches, shifted labels, masks over all tokens
+so far, tied weights); the computation is one call of the library's model.
 
 Shape legend: B batch, L tokens of this call, T tokens so far, D model width, V vocabulary.
 """
@@ -25,7 +25,7 @@ from implicit_blocks.hf.generation import ImplicitGenerationMixin
 from implicit_blocks.hf.inputs import check_options, documents_of, mask_of_these, one_cache
 from implicit_blocks.hf.remote_code import write_shim
 from implicit_blocks.layers import Linear, at_least_float32
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
@@ -33,7 +33,7 @@ from implicit_blocks.solution import Solution
 
 @dataclass
 class ImplicitModelOutput(ModelOutput):  # type: ignore[misc]  # transformers' classes are Any to the checker
-    """``last_hidden_state`` (B, L, D), what a head reads; the family's cache; how the search went."""
+    """``last_hidden_state`` (B, L, D), the input of a head; the family's cache; the search's ``solution``."""
 
     last_hidden_state: Tensor | None = None
     past_key_values: ImplicitCache | None = None
@@ -43,7 +43,7 @@ class ImplicitModelOutput(ModelOutput):  # type: ignore[misc]  # transformers' c
 
 @dataclass
 class ImplicitCausalLMOutput(ModelOutput):  # type: ignore[misc]  # the same
-    """``loss`` where labels were given, ``logits`` (B, L or fewer, V), the cache, how the search went."""
+    """``loss`` if labels are given, ``logits`` (B, L or fewer, V), the cache, the search's ``solution``."""
 
     loss: Tensor | None = None
     logits: Tensor | None = None
@@ -55,9 +55,9 @@ class ImplicitCausalLMOutput(ModelOutput):  # type: ignore[misc]  # the same
 class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
     base_model_prefix = "model"
     main_input_name = "input_ids"
-    supports_gradient_checkpointing = False  # a spec's gradient says what is recomputed
+    supports_gradient_checkpointing = False  # the spec's gradient configures recomputation
     _no_split_modules = ("ImplicitLM", "ExplicitLM")  # the loop runs on one device
-    # Vectors that decide rates and scales: bfloat16 would move them. Matched as regular expressions.
+    # Vectors of rates and scales, which bfloat16 would change. Matched as regular expressions.
     _keep_in_fp32_modules_strict = (
         r"A_log$",
         r"dt_bias$",
@@ -69,12 +69,12 @@ class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
-        """Do nothing: every saved folder carries what ``trust_remote_code`` needs."""
+        """Do nothing: every saved folder contains the files that ``trust_remote_code`` needs."""
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save as transformers does, with the file that ``trust_remote_code`` needs.
 
-        Before the weights, so that it is there where they are pushed to the hub in the same call.
+        The file is written before the weights, so that pushing to the hub in the same call includes it.
         """
         if not os.path.isfile(save_directory) and kwargs.get("is_main_process", True):
             Path(save_directory).mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
     @torch.no_grad()
     @guard_torch_init_functions()  # type: ignore[untyped-decorator]  # transformers' are Any to the checker
     def initialize_weights(self) -> None:
-        """Initialize what a checkpoint left out; without a checkpoint the constructor did it."""
+        """Initialize parameters missing in a checkpoint; the constructor initializes new models."""
         parameters = list(self.parameters())
         if not getattr(self, "_made_on_meta", False) or all(p.is_meta for p in parameters):
             return
@@ -104,17 +104,17 @@ class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
         self._made_on_meta = lm.embedding.weight.is_meta
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the head, in models that have one."""
+        """Return the head, or None."""
         return getattr(self, "lm_head", None)
 
 
 class _ImplicitModel(_ImplicitPreTrained):
-    """Tokens to what a head reads."""
+    """Tokens to hidden states."""
 
     def __init__(self, config: ImplicitLlamaConfig | ImplicitMamba2Config) -> None:
         super().__init__(config)
-        config.check_follows_spec()  # its fields can be set after it was made
-        # The head is the causal model's, so the library's model is built as if it were tied: without one.
+        config.check_follows_spec()  # fields can be set after construction
+        # The causal model owns the head, so the library's model is built without one, as if tied.
         spec = config.model_spec.model_copy(update={"tie_embeddings": True})
         self.lm = cast(LanguageModel, build(spec))
         self._note_where_made(self.lm)
@@ -125,7 +125,7 @@ class _ImplicitModel(_ImplicitPreTrained):
         return self.lm.embedding
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Take another embedding, of the vocabulary's new size."""
+        """Replace the embedding."""
         self.lm.embedding = value
 
     def forward(
@@ -146,10 +146,10 @@ class _ImplicitModel(_ImplicitPreTrained):
         return_dict: bool | None = None,
         **options: Any,
     ) -> ImplicitModelOutput | tuple[Any, ...]:
-        """Solve for what a head reads; arguments as of ``ImplicitLlamaForCausalLM``."""
+        """Compute the hidden states; arguments as for ``ImplicitLlamaForCausalLM``."""
         check_options(type(self).__name__, options)
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give input_ids or inputs_embeds, and not both")
+            raise ValueError("pass either input_ids or inputs_embeds")
         if input_ids is not None:
             self.lm.check_tokens(input_ids)
         name = self.config.cache_name
@@ -157,7 +157,7 @@ class _ImplicitModel(_ImplicitPreTrained):
         x_BLD = self.lm.embedding(input_ids) if inputs_embeds is None else inputs_embeds
         if x_BLD.ndim != 3 or 0 in x_BLD.shape:
             raise ValueError(
-                f"the tokens have shape {tuple(x_BLD.shape[:-1])}; give (batch, tokens), neither of them 0"
+                f"the tokens have shape {tuple(x_BLD.shape[:-1])}; expected (batch, tokens), both positive"
             )
         if use_cache is None:
             use_cache = bool(self.config.use_cache) and not self.training
@@ -192,7 +192,7 @@ class _ImplicitModel(_ImplicitPreTrained):
 
 
 class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
-    """Tokens to logits: the model and the head, which may be the embedding."""
+    """Tokens to logits: the model and the head, which may be tied to the embedding."""
 
     _tied_weights_keys = {"lm_head.weight": "model.lm.embedding.weight"}  # noqa: RUF012  # read by transformers
     model: Any
@@ -213,24 +213,24 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
         return cast(nn.Module, self.model.lm.embedding)
 
     def set_input_embeddings(self, value: nn.Embedding) -> None:
-        """Take another embedding, of the vocabulary's new size."""
+        """Replace the embedding."""
         self.model.lm.embedding = value
 
     def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        """Take another head, of the vocabulary's new size."""
+        """Replace the head."""
         with torch.device("meta"):
             head = Linear(new_embeddings.in_features, new_embeddings.out_features, bias=False)
         head.weight = new_embeddings.weight
         self.lm_head = head
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """Resize embedding and head as transformers does; the spec follows."""
+        """Resize embedding and head as transformers does, and update the spec."""
         resized: nn.Module = super().resize_token_embeddings(*args, **kwargs)
         rows = self.model.lm.embedding.weight.shape[0]
         changes = {"vocab_size": rows, "pad_vocab_to": 1}
         spec = self.config.model_spec
         asked = args[0] if args else kwargs.get("new_num_tokens")
-        # Rows that were padding may become tokens, without a change of their number.
+        # Padding rows may become tokens without a change in the number of rows.
         if rows != spec.padded_vocab_size or (asked is not None and asked > spec.vocab_size):
             self.config.set_model_spec(spec.model_copy(update=changes))
             self.model.lm.spec = self.model.lm.spec.model_copy(update=changes)
@@ -259,34 +259,35 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
         """Predict the next tokens.
 
         Args:
-            input_ids: (B, L) tokens, after those in the cache.
+            input_ids: (B, L) tokens that follow those in the cache.
             attention_mask: (B, L) or (B, T), 0 at padding on either side.
-            position_ids: need not be given: positions are counted from the mask. Restarts from 0 in an
-                unpadded row separate documents, which do not see each other; other positions are refused.
-            past_key_values: the cache of an earlier call; it is changed, and returned. Models of attention
-                layers take it by this name,
-            cache_params: those of Mamba2 layers by this one, as in transformers.
+            position_ids: optional: positions are derived from the mask. In an unpadded row, restarts from 0
+                separate documents, which are independent; other positions raise an error.
+            past_key_values: the cache of an earlier call; it is modified and returned. For models with
+                attention layers.
+            cache_params: the same for models with Mamba2 layers, as in transformers.
             inputs_embeds: (B, L, D) embedded tokens instead of ``input_ids``.
-            labels: (B, L), **shifted here** as everywhere in transformers: give ``input_ids``; −100 is
+            labels: (B, L), **shifted here** as everywhere in transformers: pass ``input_ids``; −100 is
                 ignored.
-            use_cache: return a cache; the configuration's by default, and not in training.
-            logits_to_keep: compute the logits of so many last tokens, or of those with these indices; 0:
-                of all.
-            window_length: solve so many tokens at a time; 1 is the paper's sequential mode, None solves all.
-            tolerance: of the search, instead of the spec's; so are the next four. Explicit models ignore
-                them.
-            max_iterations: calls of the map at most.
+            use_cache: return a cache; by default the configuration's value, and False in training.
+            logits_to_keep: compute the logits of this many last tokens, or of the tokens with these indices;
+                0: all tokens.
+            window_length: solve this many tokens at a time; 1 is the paper's sequential mode, None solves all
+                tokens together.
+            tolerance: overrides the spec's tolerance. Explicit models ignore this and the next four
+                arguments.
+            max_iterations: maximum number of calls of the map.
             damping: share of f(z) in a step of the solver.
-            warm_start: begin each token's search at the solution of the last token before its window.
+            warm_start: start the search of each token at the solution of the last token before its window.
             moving_average: α of an average over the iterates, for noisy maps (``SearchOptions``).
-            return_dict: False gives a tuple.
-            options: of transformers' callers; ``num_items_in_batch`` is the number of tokens to average
-                the loss over.
+            return_dict: False returns a tuple.
+            options: further arguments of transformers; ``num_items_in_batch`` is the number of tokens that
+                the loss is averaged over.
 
         Raises:
-            ValueError: where shapes do not fit, tokens or labels are unknown (on a CPU; a GPU is not waited
-                for), or something cannot be done.
-            TypeError: for an unknown argument.
+            ValueError: shapes do not fit, tokens or labels are unknown (checked on a CPU only, to avoid
+                waiting for a GPU), or an option is not supported.
+            TypeError: an argument is unknown.
 
         """
         if labels is not None:
@@ -326,8 +327,8 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
 class ImplicitLlamaModel(_ImplicitModel):
     """Attention layers iterated to a fixed point, or applied once, without a head.
 
-    ``input_ids`` (B, L) to ``last_hidden_state`` (B, L, D). M. Schöne et al., "Implicit Language Models are
-    RNNs", ICML 2025. Outside of transformers' tools take ``implicit_blocks.build`` instead.
+    Maps ``input_ids`` (B, L) to ``last_hidden_state`` (B, L, D). M. Schöne et al., "Implicit Language Models
+    are RNNs", ICML 2025. Without transformers' tools, use ``implicit_blocks.build`` instead.
     """
 
     config_class = ImplicitLlamaConfig
@@ -343,12 +344,12 @@ class ImplicitMamba2Model(_ImplicitModel):
 
 
 class ImplicitLlamaForCausalLM(_ImplicitForCausalLM):
-    """A language model of attention layers, implicit or its explicit twin.
+    """A language model with attention layers, implicit or explicit.
 
-    ``input_ids`` (B, L) to ``logits`` (B, L, V) and, with ``labels`` (B, L), which are shifted here as
-    transformers does, the mean ``loss`` in nats a token. ``ValueError`` for masks and caches that don't fit.
-    M. Schöne et al., "Implicit Language Models are RNNs", ICML 2025. Outside of transformers' tools take
-    ``implicit_blocks.build`` instead: the same model, with less around it.
+    Maps ``input_ids`` (B, L) to ``logits`` (B, L, V) and, given ``labels`` (B, L), which are shifted here as
+    in transformers, the mean ``loss`` in nats per token. Raises ``ValueError`` for masks and caches that do
+    not fit. M. Schöne et al., "Implicit Language Models are RNNs", ICML 2025. Without transformers, use
+    ``implicit_blocks.build`` instead: it returns the wrapped model.
     """
 
     config_class = ImplicitLlamaConfig
@@ -356,10 +357,10 @@ class ImplicitLlamaForCausalLM(_ImplicitForCausalLM):
 
 
 class ImplicitMamba2ForCausalLM(_ImplicitForCausalLM):
-    """A language model of Mamba2 layers, implicit or its explicit twin.
+    """A language model with Mamba2 layers, implicit or explicit.
 
-    As ``ImplicitLlamaForCausalLM``, with layers of T. Dao and A. Gu, "Transformers are SSMs", ICML 2024; its
-    cache is ``cache_params``.
+    As ``ImplicitLlamaForCausalLM``, with layers of T. Dao and A. Gu, "Transformers are SSMs", ICML 2024; the
+    cache argument is ``cache_params``.
     """
 
     config_class = ImplicitMamba2Config

@@ -1,8 +1,8 @@
-"""Checkpoints of transformers' ``LlamaForCausalLM`` and ``Mamba2ForCausalLM``: as explicit models, as starts.
+"""transformers' ``LlamaForCausalLM`` and ``Mamba2ForCausalLM`` as explicit models and as initializations.
 
-The explicit twin computes the same logits. ``as_start`` makes of it an implicit model whose first iterate
-is the explicit model's output: it starts at the embedding, its injection is zero, its weights are the
-same.
+The explicit twin computes the same logits. ``as_start`` converts it to an implicit model whose first iterate
+equals the explicit model's output: it has the same weights, starts at the embedding, and its injection is
+zero.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ MODEL_TYPES = ("llama", "mamba2")
 
 
 def import_spec(config: Mapping[str, Any]) -> ExplicitLMSpec:
-    """Return the spec of a ``config.json`` of transformers, model types ``llama`` and ``mamba2``.
+    """Return the spec of a transformers ``config.json`` of model type ``llama`` or ``mamba2``.
 
-    What a file leaves out has the value that transformers gives it.
+    Missing fields have the defaults of transformers.
 
     Raises:
-        ValueError: for another model type, missing fields, or choices that no spec can make.
+        ValueError: another model type, missing required fields, or values that no spec can express.
 
     """
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type is {model_type!r}; known are {' and '.join(MODEL_TYPES)}")
+        raise ValueError(f"unknown model_type {model_type!r}; known: {', '.join(MODEL_TYPES)}")
     if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act is {config['hidden_act']!r}; only 'silu' is known")
+        raise ValueError(f"hidden_act is {config['hidden_act']!r}; only 'silu' is supported")
     try:
         return _llama(config) if model_type == "llama" else _mamba2(config)
     except KeyError as error:
-        raise ValueError(f"the configuration of this {model_type} model lacks {error.args[0]!r}") from None
+        raise ValueError(f"the configuration of this {model_type} model has no {error.args[0]!r}") from None
 
 
 def _llama(config: Mapping[str, Any]) -> ExplicitLMSpec:
@@ -70,13 +70,13 @@ def _llama(config: Mapping[str, Any]) -> ExplicitLMSpec:
 
 
 def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return base and scaling as one mapping, from the names of transformers 5 or those before."""
+    """Return base and scaling as one mapping, from the field names of transformers 5 or earlier."""
     parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     if "rope_theta" in config:
         parameters.setdefault("rope_theta", config["rope_theta"])
     parameters["rope_type"] = parameters.pop("type", parameters.get("rope_type", "default"))
     if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor is not 1; only whole heads can be rotated")
+        raise ValueError("partial_rotary_factor must be 1; partially rotated heads are not supported")
     return parameters
 
 
@@ -85,22 +85,20 @@ def _rope_scaling(parameters: dict[str, Any]) -> RopeScaling | None:
     if kind == "default":
         return None
     if kind not in ("linear", "llama3"):
-        reason = " (dynamic scaling makes a token depend on those after it)" if kind == "dynamic" else ""
-        raise ValueError(f"rope_type is {kind!r}{reason}; known are default, linear and llama3")
+        reason = " (with dynamic scaling a token depends on later tokens)" if kind == "dynamic" else ""
+        raise ValueError(f"rope_type is {kind!r}{reason}; supported: default, linear, llama3")
     known = {name: value for name, value in parameters.items() if name in RopeScaling.model_fields}
     return RopeScaling(**known)
 
 
 def _mamba2(config: Mapping[str, Any]) -> ExplicitLMSpec:
     low, high = config.get("time_step_limit", (0.0, float("inf")))
-    if isinstance(high, Mapping):  # how transformers writes infinity into JSON
+    if isinstance(high, Mapping):  # the form in which transformers writes infinity to JSON
         high = high.get("__float__", high)
     if float(low) != 0 or float(high) != float("inf"):
-        raise ValueError(f"time_step_limit is {[low, high]}; only unlimited time steps (0, inf) are known")
+        raise ValueError(f"time_step_limit is {[low, high]}; only (0, inf) is supported")
     if config["hidden_size"] * config.get("expand", 2) != config["num_heads"] * config["head_dim"]:
-        raise ValueError(
-            "hidden_size · expand is not num_heads · head_dim; the configuration contradicts itself"
-        )
+        raise ValueError("hidden_size · expand must equal num_heads · head_dim")
     eps, groups = config.get("layer_norm_epsilon", 1e-5), config.get("n_groups", 8)
     return ExplicitLMSpec(
         vocab_size=config["vocab_size"],
@@ -126,11 +124,11 @@ def _mamba2(config: Mapping[str, Any]) -> ExplicitLMSpec:
 
 
 def _norms_by_group() -> bool:
-    """Whether the installed transformers takes each group by itself in Mamba2's gated norm.
+    """Whether the installed transformers normalizes each group separately in Mamba2's gated norm.
 
-    The original Mamba2 does, and transformers does in its newest versions; older ones norm the whole
-    width (which differs with several groups only). The import follows the implementation that it is
-    compared with.
+    The original Mamba2 does, and so do the newest versions of transformers; older ones normalize the whole
+    width (a difference only with several groups). The import follows the installed implementation, since
+    its results are compared with it.
     """
     try:
         from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
@@ -160,14 +158,14 @@ _MAMBA2 = [
     (r"backbone\.layers\.(\d+)\.mixer\.conv1d\.", r"backbone.layers.\1.mixer.conv."),
     (r"backbone\.layers\.(\d+)\.mixer\.", r"backbone.layers.\1.mixer."),
 ]
-_BUFFER = re.compile(r"rotary_emb\.inv_freq$")  # older files have it; it is no parameter
+_BUFFER = re.compile(r"rotary_emb\.inv_freq$")  # in older files; not a parameter
 
 
 def import_tensors(given: Mapping[str, Tensor], spec: ExplicitLMSpec) -> dict[str, Tensor]:
-    """Rename and join the parameters of a ``LlamaForCausalLM`` or ``Mamba2ForCausalLM``.
+    """Rename and fuse the parameters of a ``LlamaForCausalLM`` or ``Mamba2ForCausalLM``.
 
-    Names that are not known stay as they are, and what lacks a part of q, k and v stays apart, for the
-    caller's check to list.
+    Unknown names are unchanged, and q, k and v stay separate if one of them is missing, so that the caller's
+    check can list them.
     """
     table = _MAMBA2 if isinstance(spec.mixer, Mamba2Spec) else _LLAMA
     renamed: dict[str, Tensor] = {}
@@ -192,7 +190,7 @@ def import_tensors(given: Mapping[str, Tensor], spec: ExplicitLMSpec) -> dict[st
 
 
 def _stack(tensors: Iterable[Tensor]) -> bool:
-    """Return whether tensors can be put together along their first dimension."""
+    """Return whether tensors can be concatenated along their first dimension."""
     shapes = [tensor.shape for tensor in tensors]
     return all(len(shape) > 0 and shape[1:] == shapes[0][1:] for shape in shapes)
 
@@ -202,14 +200,14 @@ def as_start(
 ) -> tuple[ImplicitLMSpec, dict[str, Tensor]]:
     """Return an implicit model whose first iterate is the output of the explicit one.
 
-    With weight norm the gains are the rows' lengths, so that all weights are what they were; a row of
-    zeros gets a direction and the gain 0. The injection's gains are 0 (its directions those of a fresh
-    layer), or without weight norm its weights: it grows from nothing as the model is trained.
+    With weight norm, the gains are the norms of the rows, so that all weights are preserved; a row of zeros
+    gets a random direction and gain 0. The injection starts at zero: its gains are 0 (with the directions
+    of a new layer), or without weight norm its weights are 0.
 
     Args:
-        spec: the explicit model's.
-        state: its state dict.
-        weight_norm: whether the implicit model has weight norm.
+        spec: spec of the explicit model.
+        state: state dict of the explicit model.
+        weight_norm: whether the implicit model uses weight norm.
 
     """
     kept = {name: value for name, value in spec if name in ImplicitLMSpec.model_fields and name != "kind"}
@@ -241,4 +239,5 @@ def _normed(name: str, weight: Tensor) -> dict[str, Tensor]:
     length = torch.linalg.vector_norm(wide.flatten(1), dim=1).view(-1, *[1] * (weight.ndim - 1))
     direction = torch.where(length > 0, wide, torch.ones_like(wide)).to(weight.dtype)
     stem = name.removesuffix("weight") + "parametrizations.weight."
-    return {stem + "original0": length, stem + "original1": direction}  # a rounded gain would move the weight
+    # The gain is not rounded: that would change the weight.
+    return {stem + "original0": length, stem + "original1": direction}

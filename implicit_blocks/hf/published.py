@@ -1,8 +1,8 @@
-"""Configurations and weights of the published "Implicit Language Models are RNNs", both ways.
+"""Conversion of configurations and weights of the published "Implicit Language Models are RNNs".
 
-Its names on the left of the tables, ours on the right. Weight norm is ``weight_g``, ``weight_v`` there
-and torch's parametrization here; q, k and v are three matrices there and the rows of one here; a
-convolution's weight has a dimension of 1 more there.
+The tables map published names (left) to ours (right). The published files store weight norm as
+``weight_g`` and ``weight_v``, we as torch's parametrization; q, k and v are three matrices there and one
+fused matrix here; the weight of a convolution has one more dimension there.
 """
 
 from __future__ import annotations
@@ -51,23 +51,22 @@ _BLOCK_FIELDS = {
     "implicit_llama3": {"n_head": "n_heads", "rope_theta": "rope_theta", "bias": "bias"},
 }
 
-# ------------------------------------------------------------------------------------ configurations in
+# ------------------------------------------------------------------------------------ reading configurations
 
 
 def import_spec(config: Mapping[str, Any]) -> ImplicitLMSpec | ExplicitLMSpec:
     """Return the spec of a published ``config.json``, model type ``implicit_llama3`` or ``implicit_mamba2``.
 
-    What steers training beside the model (pretraining steps, regularization of the Jacobian, weight
-    decay) is not part of a model's spec, and is left.
+    Training options (pretraining steps, Jacobian regularization, weight decay) are not part of a model spec
+    and are ignored.
 
     Raises:
-        ValueError: for another model type, for fields that are missing, and for choices that no spec can
-            make.
+        ValueError: another model type, missing fields, or values that no spec can express.
 
     """
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
-        raise ValueError(f"model_type is {model_type!r}; known are {' and '.join(MODEL_TYPES)}")
+        raise ValueError(f"unknown model_type {model_type!r}; known: {', '.join(MODEL_TYPES)}")
     try:
         backbone = config["backbone_config"]
         _refuse_unknown_choices(config)
@@ -77,7 +76,7 @@ def import_spec(config: Mapping[str, Any]) -> ImplicitLMSpec | ExplicitLMSpec:
             return ExplicitLMSpec(**fields)
         return ImplicitLMSpec(**fields, **_search_fields(config["deq_params"], backbone))
     except KeyError as error:
-        raise ValueError(f"the configuration of this {model_type} model lacks {error.args[0]!r}") from None
+        raise ValueError(f"the configuration of this {model_type} model has no {error.args[0]!r}") from None
 
 
 def _refuse_unknown_choices(config: Mapping[str, Any]) -> None:
@@ -85,12 +84,12 @@ def _refuse_unknown_choices(config: Mapping[str, Any]) -> None:
     block = backbone["block_cfg"]
     block_type = "mamba2" if config["model_type"] == "implicit_mamba2" else "transformer"
     complaints = [
-        f"{name} is {value!r}; only {wanted!r} is known"
+        f"{name} is {value!r}; only {wanted!r} is supported"
         for name, value, wanted in (
             ("block_type", backbone.get("block_type", block_type), block_type),
             ("pre_norm", backbone.get("pre_norm", True), True),
             ("rms_norm", backbone.get("rms_norm", True), True),
-            ("norm_epsilon", backbone.get("norm_epsilon", 1e-5), 1e-5),  # the injection's norm has no other
+            ("norm_epsilon", backbone.get("norm_epsilon", 1e-5), 1e-5),  # fixed in the injection's norm
             ("head_bias", config.get("head_bias", False), False),
             ("d_embed", config.get("d_embed") or backbone["d_model"], backbone["d_model"]),
             (
@@ -102,7 +101,7 @@ def _refuse_unknown_choices(config: Mapping[str, Any]) -> None:
         if value != wanted
     ]
     unknown = sorted(block.keys() - _BLOCK_FIELDS[config["model_type"]].keys())
-    complaints += [f"block_cfg has {name} = {block[name]!r}, which no spec can say" for name in unknown]
+    complaints += [f"block_cfg has {name} = {block[name]!r}, which no spec can express" for name in unknown]
     if complaints:
         raise ValueError("; ".join(complaints))
 
@@ -111,7 +110,7 @@ def _common_fields(config: Mapping[str, Any], backbone: Mapping[str, Any]) -> di
     names = _BLOCK_FIELDS[config["model_type"]]
     block = {names[name]: value for name, value in backbone["block_cfg"].items()}
     mamba = config["model_type"] == "implicit_mamba2"
-    # What the published Mamba2 reads is n_tokens, and Llama vocab_size.
+    # The published Mamba2 reads n_tokens, Llama reads vocab_size.
     counts = ("n_tokens", "vocab_size") if mamba else ("vocab_size", "n_tokens")
     hidden = backbone["d_inner"]
     return {
@@ -128,7 +127,7 @@ def _common_fields(config: Mapping[str, Any], backbone: Mapping[str, Any]) -> di
 
 def _search_fields(deq: Mapping[str, Any], backbone: Mapping[str, Any]) -> dict[str, Any]:
     solver, training = deq["solver"], deq["training"]
-    # The published evaluation takes the cap where it is given, else a multiple of training's.
+    # The published evaluation uses the cap if given, else a multiple of training's iterations.
     cap = solver["eval_f_max_iter"] or int(solver["f_max_iter"] * solver["eval_factor"])
     gradient: GradientSpec = PhantomSpec(steps=training["grad"], damping=training["tau"])
     if training.get("ift") or training.get("hook_ift"):
@@ -159,16 +158,16 @@ def _solver(name: str) -> SolverSpec:
         return PicardSpec()
     if name == "anderson":
         return AndersonSpec()
-    raise ValueError(f"the solver is {name!r}; known are fixed_point_iter and anderson")
+    raise ValueError(f"unknown solver {name!r}; known: fixed_point_iter, anderson")
 
 
 def _norm_mode(name: str) -> Any:
     if name not in _NORM_MODES:
-        raise ValueError(f"the stopping mode is {name!r}; known are rel and abs")
+        raise ValueError(f"unknown stopping mode {name!r}; known: rel, abs")
     return _NORM_MODES[name]
 
 
-# ------------------------------------------------------------------------------------ configurations out
+# ------------------------------------------------------------------------------------ writing configurations
 
 
 def export_config(
@@ -177,12 +176,12 @@ def export_config(
     """Return the published ``config.json`` of a spec.
 
     Args:
-        spec: what to export.
-        original: the published configuration that the model was imported from: returned as it was, where
-            it still says the same, so that a round trip changes nothing.
+        spec: the spec to export.
+        original: the published configuration that the model was imported from; it is returned unchanged if
+            it still describes the spec, so that a round trip changes nothing.
 
     Raises:
-        ValueError: where the published implementation has no way to say it.
+        ValueError: the published implementation cannot express the spec.
 
     """
     if original is not None and import_spec(original) == spec:
@@ -226,7 +225,7 @@ def export_config(
     try:
         again: Any = import_spec(config)
     except ValueError as error:
-        raise ValueError(f"the published implementation cannot say this spec: {error}") from None
+        raise ValueError(f"the published implementation cannot express this spec: {error}") from None
     ours, theirs = spec.model_dump(), again.model_dump()
     lost = [name for name, value in ours.items() if name not in _BESIDE and theirs[name] != value]
     if isinstance(spec, ImplicitLMSpec) and (
@@ -236,17 +235,17 @@ def export_config(
         lost.append("at_evaluation")
     if lost:
         raise ValueError(
-            "the published implementation cannot say what the spec says of "
+            "the published implementation cannot express these fields of the spec: "
             f"{', '.join(f'{name} ({ours[name]!r})' for name in lost)}"
         )
     return config
 
 
-_BESIDE = ("embedding_std", "scale_residual_init", "at_evaluation")  # of beginnings; compared apart
+_BESIDE = ("embedding_std", "scale_residual_init", "at_evaluation")  # of initialization; compared separately
 
 
 def _their_hidden(hidden: int) -> int:
-    """Find the number whose two thirds are the hidden width."""
+    """Return the number whose two thirds are the hidden width."""
     theirs = -(-3 * hidden // 2)
     assert int(2 * theirs / 3) == hidden
     return theirs
@@ -323,10 +322,10 @@ _EMBEDDING, _HEAD = "word_emb.emb.weight", "criterion.decoder.weight"
 
 
 def import_name(name: str) -> str:
-    """Return our name of a published parameter; q, k and v keep theirs (``mixer.wq.…``) until they are one.
+    """Return our name of a published parameter; q, k and v keep theirs (``mixer.wq.…``) until they are fused.
 
     Raises:
-        ValueError: for a name that the published implementation doesn't use.
+        ValueError: the published implementation does not use the name.
 
     """
     for pattern, ours in _RENAMED:
@@ -334,16 +333,16 @@ def import_name(name: str) -> str:
         if match:
             stem, leaf = (ours.format(**match.groupdict()) + name[match.end() :]).rsplit(".", 1)
             return f"{stem}.{_NORMED.get(leaf, leaf)}"
-    raise ValueError(f"{name!r} is no parameter of the published implementation")
+    raise ValueError(f"{name!r} is not a parameter of the published implementation")
 
 
 def import_tensors(published: Mapping[str, Tensor], *, tied: bool = True) -> dict[str, Tensor]:
-    """Rename and reshape published parameters, or their gradients, to those of our models' state dicts."""
+    """Rename and reshape published parameters, or their gradients, to those of our state dicts."""
     skipped = {_HEAD} if tied else set()
     renamed = {import_name(name): tensor for name, tensor in published.items() if name not in skipped}
     imported = {}
     for name, tensor in renamed.items():
-        if ".mixer.conv." in name and tensor.ndim == 3:  # (C, 1, W) there, (C, W) here
+        if ".mixer.conv." in name and tensor.ndim == 3:  # published as (C, 1, W), ours is (C, W)
             tensor = tensor.squeeze(1)
         if ".mixer.wk." in name or ".mixer.wv." in name:
             continue
@@ -355,7 +354,7 @@ def import_tensors(published: Mapping[str, Tensor], *, tied: bool = True) -> dic
 
 
 def export_tensors(state: Mapping[str, Tensor], spec: ImplicitLMSpec | ExplicitLMSpec) -> dict[str, Tensor]:
-    """Rename and reshape our state dict to the published one, tied head included; also of meta tensors."""
+    """Rename and reshape our state dict to the published one, with the tied head; accepts meta tensors."""
     exported = {}
     for name, tensor in state.items():
         theirs = _export_name(name)

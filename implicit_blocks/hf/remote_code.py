@@ -1,4 +1,4 @@
-"""What a saved folder needs, so that ``trust_remote_code=True`` finds the package or says how to get it."""
+"""The file with which ``trust_remote_code=True`` imports this package, or says how to install it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 SHIM = "implicit_blocks_shim"
 
 _SOURCE = '''\
-"""Finds this model's classes in the package implicit_blocks; nothing of the model is defined here."""
+"""Imports this model's classes from the package implicit_blocks."""
 
 try:
     from implicit_blocks.hf import {stem}Config, {stem}ForCausalLM, {stem}Model
@@ -22,7 +22,7 @@ __all__ = ["{stem}Config", "{stem}ForCausalLM", "{stem}Model"]
 
 
 def auto_map(stem: str) -> dict[str, str]:
-    """Return which class of the shim stands for which Auto class."""
+    """Return the class of the shim for each Auto class."""
     return {
         "AutoConfig": f"{SHIM}.{stem}Config",
         "AutoModel": f"{SHIM}.{stem}Model",
@@ -31,5 +31,5 @@ def auto_map(stem: str) -> dict[str, str]:
 
 
 def write_shim(folder: Path, stem: str) -> None:
-    """Write the shim into a folder of weights."""
+    """Write the shim to a folder of weights."""
     (folder / f"{SHIM}.py").write_text(_SOURCE.format(stem=stem), encoding="utf-8")

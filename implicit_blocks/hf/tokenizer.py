@@ -1,4 +1,4 @@
-"""Tokenizers from files, or of bytes, for folders of transformers and for evaluation."""
+"""Tokenizers from files or of bytes, for transformers folders and for evaluation."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from implicit_blocks.checkpoints.find import BYTES
 from implicit_blocks.hf import require_transformers
 
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-"""What usually ends a text, where a file of the vocabulary alone doesn't say."""
+"""Usual names of the end-of-text token, for vocabularies that do not name theirs."""
 _PADDINGS = ("<|padding|>", "<|pad|>", "<pad>", "[PAD]")
-"""What usually pads a text; a vocabulary without any of them pads with the token that ends a text."""
+"""Usual names of the padding token; a vocabulary with none of them pads with the end-of-text token."""
 
 
 def load_tokenizer(path: str | Path, *, end: int | None = None) -> Any:
-    """Load a ``tokenizer.json``, a folder with one and what transformers keeps beside it, or ``bytes``.
+    """Load a ``tokenizer.json``, a folder with one and its companion files, or ``bytes``.
 
-    A bare ``tokenizer.json`` doesn't say which token ends a text, which lm-eval and ``generate`` must know:
-    it is taken to be the one with the id ``end``, else the one of the usual names that the vocabulary has.
+    A bare ``tokenizer.json`` does not name the end-of-text token that lm-eval and ``generate`` need: it is
+    the token with the ID ``end`` if given, else the first of the usual names in the vocabulary.
 
-    The tokenizer pads on the left, where ``generate`` and pipelines need it, and always has a padding token:
-    its own, one of the usual names, or the token that ends a text.
+    The tokenizer pads on the left, as ``generate`` and pipelines require, and always has a padding token: its
+    own, one of the usual names, or the end-of-text token.
 
     Raises:
-        ValueError: there is none, it can't be read, or no token ends a text.
-        ImportError: transformers is not installed; the message says how to get it.
+        ValueError: the path has no readable tokenizer, or no end-of-text token is known.
+        ImportError: transformers is not installed; the message gives the installation command.
 
     """
     require_transformers("a tokenizer for text")
     loaded = _of_bytes() if str(path) == BYTES else _of_files(Path(path), end)
-    loaded.padding_side = loaded.init_kwargs["padding_side"] = "left"  # the latter is saved
+    loaded.padding_side = loaded.init_kwargs["padding_side"] = "left"  # saving writes the latter
     if loaded.pad_token_id is None:
         vocabulary = loaded.get_vocab()
         loaded.pad_token = next((token for token in _PADDINGS if token in vocabulary), loaded.eos_token)
@@ -45,7 +45,7 @@ def _of_files(path: Path, end: int | None) -> Any:
     complete = path.is_dir() and (path / "tokenizer_config.json").is_file()
     if not complete and not file.is_file():
         raise ValueError(
-            f"there is no tokenizer at {path}; give a tokenizer.json, a folder with one in it, or 'bytes'"
+            f"no tokenizer at {path}; give a tokenizer.json, a folder that contains one, or 'bytes'"
         )
     try:
         if complete:
@@ -53,15 +53,15 @@ def _of_files(path: Path, end: int | None) -> Any:
         else:
             loaded = PreTrainedTokenizerFast(tokenizer_file=str(file))
     except Exception as error:  # the Rust side raises bare Exceptions
-        raise ValueError(f"{file} is no tokenizer that can be read: {error}") from None
+        raise ValueError(f"{file} is not a readable tokenizer: {error}") from None
     if loaded.eos_token_id is None:
         vocabulary = loaded.get_vocab()
         named = None if end is None else loaded.convert_ids_to_tokens(end)
         token = named or next((token for token in _ENDS if token in vocabulary), None)
         if token is None:
             raise ValueError(
-                f"the tokenizer of {path} doesn't say which token ends a text, and has none of "
-                f"{', '.join(_ENDS)}; name it as eos_token in a tokenizer_config.json beside it"
+                f"the tokenizer of {path} does not name its end-of-text token and has none of "
+                f"{', '.join(_ENDS)}; set eos_token in a tokenizer_config.json beside it"
             )
         loaded.eos_token = token
         if loaded.bos_token_id is None:
@@ -70,9 +70,9 @@ def _of_files(path: Path, end: int | None) -> Any:
 
 
 def _of_bytes() -> Any:
-    """Make the tokenizer of UTF-8 bytes: ids 0 to 255, and 256 ends a text.
+    """Create the tokenizer of UTF-8 bytes: IDs 0 to 255, and 256 for the end of a text.
 
-    It is byte-level BPE (as in GPT-2) without a merge, which writes every byte as a letter of its own.
+    It is byte-level BPE (as in GPT-2) without merges, which represents every byte by its own letter.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -93,21 +93,21 @@ def _of_bytes() -> Any:
 
 
 def token_fields(tokenizer: Any) -> dict[str, int]:
-    """Return what a configuration says of the tokens that begin, end and pad a text."""
+    """Return the configuration fields of the tokens that begin, end and pad a text."""
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return {name: token for name in names if (token := getattr(tokenizer, name)) is not None}
 
 
 def check_tokenizer_fits(tokenizer: Any, rows: int, *, name: object) -> None:
-    """Compare a tokenizer with a model's vocabulary of ``rows``.
+    """Check that a tokenizer fits a model's vocabulary of ``rows`` entries.
 
     Raises:
-        ValueError: the tokenizer has ids that the model lacks.
+        ValueError: the tokenizer has IDs that the model lacks.
 
     """
     entries = max(tokenizer.get_vocab().values(), default=-1) + 1
     if entries > rows:
         raise ValueError(
-            f"the tokenizer of {name} has {entries} entries and the model {rows}; "
-            "take the model's own tokenizer"
+            f"the tokenizer of {name} has {entries} entries, but the model has {rows}; "
+            "use the model's own tokenizer"
         )

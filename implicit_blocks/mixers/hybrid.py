@@ -1,8 +1,8 @@
-"""Several mixers side by side in one layer: hybrids, such as attention beside a state-space mixer.
+"""Hybrid layers: several mixers in parallel, such as attention and a state-space mixer.
 
 X. Dong et al., "Hymba: A Hybrid-head Architecture for Small Language Models", 2024; J. Zuo et al.,
-"Falcon-H1", 2025. Both read the same normed tokens with both mixers; here, as in Falcon-H1, what they make of
-them is added, without norms or gains of its own.
+"Falcon-H1", 2025. In both, all mixers of a layer read the same normed tokens; here, as in Falcon-H1, their
+outputs are added, without further norms or gains.
 
 Shape legend: B batch, L tokens of the window, D model width, U injection width (the sum of the mixers'),
 R slots in a step.
@@ -24,10 +24,10 @@ from implicit_blocks.specs import HybridSpec
 class Hybrid(Mixer):
     """``Σ_i mixer_i(z, u_i)``: each mixer has its part of the injection and its own state.
 
-    Where one of them can't do something (take tokens back, keep slots), the whole can't.
+    An optional capability (truncation, slots) requires that all mixers have it.
 
     Args:
-        spec: of the mixers.
+        spec: the specs of the mixers.
         d_model: width of the residual stream.
 
     """
@@ -42,7 +42,7 @@ class Hybrid(Mixer):
         return list(self.mixers)  # type: ignore[arg-type]  # all of them are Mixers
 
     def _parts_of(self, u_BLU: Tensor | None) -> Sequence[Tensor | None]:
-        """Cut the injection up, (B, L, U) or a table (V, U), by the mixers' widths."""
+        """Split the injection, (B, L, U) or a table (V, U), by the mixers' widths."""
         if u_BLU is None:
             return [None] * len(self.mixers)
         parts: tuple[Tensor, ...] = u_BLU.split([mixer.injection_width for mixer in self._each()], dim=-1)
@@ -80,24 +80,24 @@ class Hybrid(Mixer):
         )
 
     def supports_injection_table(self, window: Window) -> bool:
-        """Whether all of them can."""
+        """Whether all mixers support a table."""
         return all(mixer.supports_injection_table(window) for mixer in self._each())
 
     def prepare(self, window: Window) -> tuple[Any, ...]:
-        """Return what every mixer needs to know of the window."""
+        """Return every mixer's data of the window."""
         return tuple(mixer.prepare(window) for mixer in self._each())
 
     def forward(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: tuple[State, ...], context: tuple[Any, ...]
     ) -> Tensor:
-        """Add up what the mixers make of the window."""
+        """Return the sum of the mixers' outputs."""
         parts = zip(self._each(), self._parts_of(u_BLU), state, context, strict=True)
         return _sum([mixer(z_BLD, u, before, known) for mixer, u, before, known in parts])
 
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: tuple[State, ...], context: tuple[Any, ...]
     ) -> tuple[Tensor, tuple[State, ...]]:
-        """Do the same, and return every mixer's state after the window."""
+        """Return the sum of the mixers' outputs, and every mixer's state after the window."""
         parts = zip(self._each(), self._parts_of(u_BLU), state, context, strict=True)
         made = [mixer.advance(z_BLD, u, before, known) for mixer, u, before, known in parts]
         return _sum([out for out, _ in made]), tuple(after for _, after in made)
@@ -108,7 +108,7 @@ class Hybrid(Mixer):
 
 
 class HybridSlots(SlotStates):
-    """The slots of mixers side by side: slot i is the i-th of each."""
+    """The slots of parallel mixers: slot i is slot i of each mixer."""
 
     def __init__(self, parts: Sequence[SlotStates]) -> None:
         self.parts = parts
@@ -118,7 +118,7 @@ class HybridSlots(SlotStates):
         return tuple(part.prefill(slot) for part in self.parts)
 
     def commit(self, slot: int, state: tuple[State, ...]) -> None:
-        """Keep each mixer's in its own slots."""
+        """Store each mixer's state in its own slots."""
         for part, of_part in zip(self.parts, state, strict=True):
             part.commit(slot, of_part)
 
@@ -132,7 +132,7 @@ class HybridSlots(SlotStates):
             part.write(rows_R, of_part, committed_R)
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Narrow each mixer's slots; a type that one of them can't keep is refused."""
+        """Set the dtype of each mixer's slots; raises ValueError if one of them does not support it."""
         for part in self.parts:
             part.set_dtype(dtype)
 

@@ -1,6 +1,6 @@
-"""What mixers with a short causal convolution share: its weights, and the documents that its taps see.
+"""Parts of mixers with a short causal convolution: its weights, and the documents under its taps.
 
-A shift by one token is a convolution of two taps here.
+A shift by one token is a convolution of two taps.
 
 Shape legend: B batch, L tokens of the window, W convolution taps, C convolved channels.
 """
@@ -27,16 +27,16 @@ class DepthwiseConv(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize as torch does its convolutions."""
+        """Initialize as torch does for convolutions."""
         reset_linear_(self)
 
 
 class DocumentsAround(NamedTuple):
-    """The documents of a window's tokens and of those before it; None where all is one document.
+    """The documents of a window's tokens and of the tokens before it; None for a single document.
 
-    ``tail_documents_BW`` (B, W − 1) are those of the last real tokens before the window, the latest last, and
-    its first token's where there are fewer; ``initial_document_B`` (B,) is the last of them, None for a
-    window that begins its sequence.
+    ``tail_documents_BW`` (B, W − 1) are the documents of the last real tokens before the window, the latest
+    last; where there are fewer, that of the window's first token. ``initial_document_B`` (B,) is the last of
+    them, None for a window that begins its sequence.
     """
 
     documents_BL: Tensor | None = None
@@ -45,7 +45,7 @@ class DocumentsAround(NamedTuple):
 
     @classmethod
     def of(cls, window: Window, *, taps: int, real: PaddingPermutation | None) -> DocumentsAround:
-        """Return those of a window whose real tokens are moved to the front by ``real``, if it is given."""
+        """Return the documents around a window, whose real tokens ``real`` moves to the front, if given."""
         documents, tail, before = (
             window.documents_BL,
             window.documents_before(taps - 1),

@@ -1,7 +1,7 @@
-"""States of rows that are each at a length of their own, as decoding many texts at once needs.
+"""Slot states of mixers with recurrent states, for continuous decoding.
 
-``SequenceState`` has one length for all its rows. Here a row is a *slot*: it takes a prompt, goes on token by
-token, ends, and takes the next prompt, whatever the other slots do.
+``SequenceState`` has one length for all its rows. *Slots* have independent lengths: each receives a prompt,
+continues token by token, ends, and receives the next prompt, independently of the other slots.
 
 Shape legend: S slots, R of them in a step.
 """
@@ -16,10 +16,10 @@ from implicit_blocks.interfaces import Mixer, SlotStates, State
 
 
 class RecurrentSlots(SlotStates):
-    """Slots of a mixer whose state has one size, whatever the number of tokens, and knows no positions.
+    """Slots of a mixer whose state has a fixed size and does not depend on positions.
 
-    Every tensor of its state must lead with the batch. A step of all slots reads the state where it lies; one
-    of some of them works on a copy of theirs.
+    The first dimension of every tensor of its state must be the batch. A step of all slots reads the states
+    in place; a step of some slots copies theirs.
     """
 
     def __init__(self, mixer: Mixer, slots: int, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -37,11 +37,11 @@ class RecurrentSlots(SlotStates):
             whole[slot : slot + 1] = row
 
     def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> State:
-        """Return the states, or a copy of these slots'."""
+        """Return the states of all slots, or a copy of those of ``rows_R``."""
         return self.states if rows_R is None else self.mixer.select_rows(self.states, rows_R)
 
     def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
-        """Copy what was committed into its slots."""
+        """Copy committed states into their slots."""
         for whole, rows in self._pairs(after):
             mask = committed_R.view(-1, *[1] * (whole.ndim - 1))
             if rows_R is None:

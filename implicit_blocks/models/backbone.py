@@ -1,4 +1,4 @@
-"""The map of a language model: its layers and final norm, bound to one window of tokens.
+"""The map of a language model: residual blocks and a final norm, bound to one window of tokens.
 
 Shape legend: B batch, L tokens of the window, D model width, U injection width.
 """
@@ -7,22 +7,109 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from implicit_blocks.cuda.map_graphs import ONE_CALL, MapGraphs, Steps
-from implicit_blocks.interfaces import State, Window
+from implicit_blocks.contract_checks import check_mixed, mixed_and_state
+from implicit_blocks.interfaces import Mixer, State, Window
 from implicit_blocks.layers import RMSNorm
-from implicit_blocks.models.block import Block, BlockContext, Stream
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.weight_norm import add_weight_norm
 
+
+class BlockContext(NamedTuple):
+    """A block's data for one window: the context of its mixer, and the dropout masks of this forward pass."""
+
+    mixer: Any
+    masks: tuple[Tensor, Tensor] | None = None
+
+
+class Stream(NamedTuple):
+    """The residual stream, (B, L, D), and the output of the last branch that is not added yet, or None.
+
+    The next layer adds it, where a compiler fuses the sum with the norm that reads it.
+    """
+
+    z_BLD: Tensor
+    branch_BLD: Tensor | None = None
+
+    def joined(self) -> Tensor:
+        """Return the stream with the branch added."""
+        return self.z_BLD if self.branch_BLD is None else self.z_BLD + self.branch_BLD
+
+
+class Block(nn.Module):
+    """A pre-norm residual layer: ``z ← z + mixer(norm(z), u)``, and with an MLP ``z ← z + mlp(norm(z))``.
+
+    Args:
+        mixer: mixes (B, L, D) along the tokens, with the injection u (B, L, U).
+        mlp: maps (B, L, D) token by token; None: no MLP.
+        d_model: D, width of the residual stream.
+        norm_eps: added to the mean squares in the norms.
+
+    """
+
+    def __init__(self, mixer: Mixer, mlp: nn.Module | None, *, d_model: int, norm_eps: float) -> None:
+        super().__init__()
+        self.mixer_norm = RMSNorm(d_model, eps=norm_eps)
+        self.mixer = mixer
+        self.mlp_norm = None if mlp is None else RMSNorm(d_model, eps=norm_eps)
+        self.mlp = mlp
+
+    def forward(self, stream: Stream, u_BLU: Tensor | None, state: State, context: BlockContext) -> Stream:
+        """Return the residual stream after the layer."""
+        z = stream.joined()
+        return self._add(z, self.mixer(self.mixer_norm(z), u_BLU, state, context.mixer), context)
+
+    def advance(
+        self, stream: Stream, u_BLU: Tensor | None, state: State, context: BlockContext
+    ) -> tuple[Stream, State]:
+        """Return the residual stream after the layer, and the state after the window."""
+        z = stream.joined()
+        advanced = self.mixer.advance(self.mixer_norm(z), u_BLU, state, context.mixer)
+        mixed, after = mixed_and_state(self.mixer, advanced)
+        return self._add(z, mixed, context), after
+
+    def _add(self, z: Tensor, mixed: Tensor, context: BlockContext) -> Stream:
+        check_mixed(self.mixer, mixed, z)
+        first, second = context.masks or (None, None)
+        mixed = mixed if first is None else mixed * first
+        if self.mlp is None or self.mlp_norm is None:
+            return Stream(z, mixed)
+        z = z + mixed
+        hidden: Tensor = self.mlp(self.mlp_norm(z))
+        return Stream(z, hidden if second is None else hidden * second)
+
+    def output_projections(self) -> list[nn.Module]:
+        """Return the layers that write into the residual stream."""
+        projections = list(self.mixer.output_projections())
+        write = getattr(self.mlp, "output_projections", None)
+        return projections + (list(write()) if write is not None else [])
+
+
 Value = TypeVar("Value", Tensor, Stream)
+
+
+class Steps(NamedTuple):
+    """Consecutive calls of a map: ``calls`` times ``z ← (1 − λ) z + λ f(z)``, where λ is the damping."""
+
+    calls: int = 1
+    damping: float = 1.0
+
+
+ONE_CALL = Steps()
+
+
+class MapCapture(Protocol):
+    """Captured CUDA graphs of a map; ``implicit_blocks.models.map_graphs.MapGraphs`` is one."""
+
+    def call(self, f: BoundMap, z_BLD: Tensor, steps: Steps = ...) -> Tensor:
+        """Return the point after ``steps``, (B, L, D)."""
 
 
 class Backbone(nn.Module):
@@ -40,16 +127,17 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(spec.d_model, eps=spec.norm_eps)
         self.dropout = spec.dropout
         self.activation_checkpointing: Literal["none", "steps", "layers"] = "none"
-        """What backward computes again instead of keeping it: whole calls of the map, or its layers."""
-        self.graphs: MapGraphs | None = None  # of the map, where they are wanted
+        """The unit whose activations backward recomputes: whole calls of the map, or its layers."""
+        self.graphs: MapCapture | None = None
+        """The captured graphs of the map, if enabled."""
         self.gradients_by_layer = False
-        """Whether a layer's parameters have their gradients as backward leaves it, to be exchanged early."""
+        """Whether a layer's parameter gradients are complete when backward leaves it, for early exchange."""
         if spec.weight_norm:
             add_weight_norm(self.layers)
 
     @property
     def divides_gradients(self) -> bool:
-        """Whether layers hand their gradients on one by one; a captured map gives all of them at once."""
+        """Whether layers deliver their gradients one by one; a captured map delivers all of them together."""
         return self.gradients_by_layer and (self.graphs is None or self.activation_checkpointing != "none")
 
     @property
@@ -63,7 +151,7 @@ class Backbone(nn.Module):
 
     @property
     def truncates(self) -> bool:
-        """Whether every mixer can take committed tokens back."""
+        """Whether every mixer can remove committed tokens (``Mixer.truncate``)."""
         return all(block.mixer.truncates for block in self.blocks())
 
     def initial_states(
@@ -76,7 +164,7 @@ class Backbone(nn.Module):
         )
 
     def supports_injection_table(self, window: Window) -> bool:
-        """Whether every mixer can take the injection of this window from a table."""
+        """Whether every mixer can read the injection of this window from a table."""
         return all(block.mixer.supports_injection_table(window) for block in self.blocks())
 
     def bind(
@@ -88,10 +176,12 @@ class Backbone(nn.Module):
         start_BLD: Tensor,
         weights: WeightCache,
     ) -> BoundMap:
-        """Fix what does not change while a window is iterated: weights, injection, masks, dropout, states."""
+        """Return the map of a window, which has one set of weights, masks and dropout in all its calls."""
         dropout = self.dropout if self.training else 0.0
         contexts = tuple(
-            BlockContext(block.mixer.prepare(window), block.dropout_masks(start_BLD, dropout))
+            BlockContext(
+                block.mixer.prepare(window), dropout_masks(start_BLD, dropout) if dropout > 0 else None
+            )
             for block in self.blocks()
         )
         return BoundMap(self, window, u_BLU, states, contexts, weights)
@@ -99,7 +189,7 @@ class Backbone(nn.Module):
 
 @dataclass(frozen=True)
 class BoundMap:
-    """The map ``f(z)`` of one window: pure, to be called any number of times, and again in backward."""
+    """The map ``f(z)`` of one window: pure, and called any number of times, also during backward."""
 
     backbone: Backbone
     window: Window
@@ -110,7 +200,7 @@ class BoundMap:
 
     @property
     def by_row(self) -> bool:
-        """Whether ``u`` is a table, (V, U), of which the window says each token's row."""
+        """Whether ``u`` is a table, (V, U), indexed by ``window.u_rows_BL``."""
         return self.window.u_rows_BL is not None
 
     def __call__(self, z_BLD: Tensor) -> Tensor:
@@ -118,9 +208,9 @@ class BoundMap:
         return self._apply(z_BLD, ONE_CALL)
 
     def damped_steps(self, z_BLD: Tensor, *, count: int, damping: float) -> Tensor:
-        """Return where ``count`` steps ``z ← (1 − λ) z + λ f(z)`` lead, (B, L, D); λ is the damping.
+        """Return the point after ``count`` steps ``z ← (1 − λ) z + λ f(z)``, (B, L, D); λ is the damping.
 
-        For steps that are differentiated: they are captured as one, and their sums taken by the last norm.
+        For differentiated steps: all steps are captured as one graph, and the last norm computes their sums.
         Without gradients they run eagerly.
         """
         return self._apply(z_BLD, Steps(count, damping))
@@ -138,7 +228,7 @@ class BoundMap:
         return z_BLD
 
     def compute(self, z_BLD: Tensor, steps: Steps = ONE_CALL, *, out: Tensor | None = None) -> Tensor:
-        """Return ``f(z)``, or where steps lead, layer by layer; in ``out``, if given."""
+        """Return ``f(z)``, or the point after ``steps``, layer by layer; written to ``out``, if given."""
         for _ in range(steps.calls):
             stream = Stream(z_BLD)
             with self.weights.activate():
@@ -151,14 +241,14 @@ class BoundMap:
         return z_BLD
 
     def _end(self, z_BLD: Tensor, stream: Stream, steps: Steps, out: Tensor | None = None) -> Tensor:
-        """Return ``f(z)`` or the damped step, given the residual stream behind the layers."""
+        """Return ``f(z)`` or the damped step, given the residual stream after the layers."""
         more: dict[str, Any] = {} if out is None else {"out": out}
         if steps.damping != 1:
             more["damped"] = (z_BLD, steps.damping)
         return self.backbone.norm(*stream, **more)  # type: ignore[no-any-return]  # nn.Module calls are untyped
 
     def _checkpointed(self, z_BLD: Tensor, step: Steps, again: Literal["steps", "layers"]) -> Tensor:
-        """Take a step of which backward computes again what this leaves out."""
+        """Take one step whose activations backward recomputes."""
         if again == "steps":
             return _recomputed(self.compute, z_BLD, step)
         stream = Stream(z_BLD)
@@ -220,7 +310,16 @@ class BoundMap:
         )
 
 
+def dropout_masks(z_BLD: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+    """Draw a block's masks for one forward pass, scaled to keep the mean; all its iterations share them."""
+
+    def draw() -> Tensor:
+        return torch.empty_like(z_BLD).bernoulli_(1 - probability).div_(1 - probability)
+
+    return draw(), draw()
+
+
 def _recomputed(function: Callable[..., Value], *arguments: Any) -> Value:
-    # The map is pure, its dropout drawn beforehand: there is no random state to put back.
+    # The map is pure and its dropout masks are drawn beforehand: there is no random state to restore.
     value: Value = checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
     return value

@@ -1,4 +1,4 @@
-"""The injection: what the embedded tokens add to every layer's input projection.
+"""The injection: the term that embedded tokens add to every layer's input projection.
 
 Shape legend: B batch, L tokens, D model width, U injection width, V vocabulary (padded).
 """
@@ -12,11 +12,11 @@ from implicit_blocks.layers import Linear, RMSNorm
 from implicit_blocks.specs import ImplicitLMSpec
 from implicit_blocks.weights.weight_norm import add_weight_norm
 
-TOKENS_A_ROW = 8  # with fewer tokens for each word of the vocabulary, a table of injections saves little
+TOKENS_PER_ROW = 8  # with fewer tokens per word of the vocabulary, a table of injections saves little
 
 
 class Injection(nn.Module):
-    """``u = W rms(x) + b``: what the embedded tokens add to every layer's input projection."""
+    """``u = W rms(x) + b``: the term that embedded tokens add to every layer's input projection."""
 
     def __init__(self, spec: ImplicitLMSpec, width: int) -> None:
         super().__init__()
@@ -32,13 +32,13 @@ class Injection(nn.Module):
 
 
 def pays_by_token(embedding: nn.Module, tokens: int) -> bool:
-    """Whether the injections of a vocabulary are worth a table: few words, embedded by looking them up alone.
+    """Whether a table with one injection per word of the vocabulary costs less than one per token.
 
-    The gradient of a table is a product of (tokens × V), which must not cost more than what it spares. Hooks
-    and other classes may make something else of a token than its row of the weight.
+    The gradient of a table is a product of (tokens × V), which must not cost more than the table saves.
+    Embeddings with hooks or of other classes are excluded: their output may differ from a row of the weight.
     """
     if type(embedding) is not nn.Embedding or has_hooks(embedding):
         return False
     words, width = embedding.weight.shape
-    plain = type(embedding.weight) is nn.Parameter  # not a part of one, with others elsewhere
-    return plain and words <= 2 * width and TOKENS_A_ROW * words <= tokens
+    plain = type(embedding.weight) is nn.Parameter  # not a shard of one
+    return plain and words <= 2 * width and TOKENS_PER_ROW * words <= tokens

@@ -1,4 +1,4 @@
-"""What language models return.
+"""Return values of language models.
 
 Shape legend: B batch, L tokens, D model width, V vocabulary (padded).
 """
@@ -15,9 +15,10 @@ from implicit_blocks.solution import Solution
 
 @dataclass(frozen=True)
 class LMOutput:
-    """Logits (B, L, V) in float32 or better, the loss if labels were given, the search, the state after.
+    """Logits (B, L, V) in float32 or better, the loss given labels, the solution and the state.
 
-    Where logits were not asked for they are None, and ``predictions`` (B, L) int64 has the likeliest tokens.
+    With ``return_logits=False`` the logits are None, and ``predictions`` (B, L) int64 holds the most likely
+    tokens.
     """
 
     logits: Tensor | None
@@ -27,7 +28,7 @@ class LMOutput:
     predictions: Tensor | None = None
 
     def __repr__(self) -> str:
-        """Say in a line what there is: shapes, the loss, how the search went."""
+        """Return one line with the shapes, the loss and the outcome of the search."""
         parts = {
             "logits": None if self.logits is None else tuple(self.logits.shape),
             "loss": None if self.loss is None or self.loss.is_meta else f"{self.loss.item():.4f}",
@@ -41,7 +42,7 @@ class LMOutput:
 
 @dataclass(frozen=True)
 class Encoded:
-    """What the head reads, (B, L, D); how the search went; the state after, where it was asked for."""
+    """The input of the head, (B, L, D), the solution, and on request the state after the tokens."""
 
     hidden_BLD: Tensor
     solution: Solution | None = None

@@ -1,4 +1,4 @@
-"""What a model remembers of the tokens it has committed, and the windows that follow them.
+"""The state after committed tokens, and the windows that follow them.
 
 Shape legend: B batch, L tokens of a window, T committed tokens.
 """
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 class SequenceState:
     """The state between windows.
 
-    ``length`` counts the committed tokens T, padding included; ``next_position`` (1 or B,) the real ones.
-    ``valid_BT`` and ``documents_BT`` are None while there was no padding, and one document; ``layers`` holds
-    each mixer's state. ``last_BD`` is where the search of each row's last real token ended, None before the
-    first: a warm start begins there. Continuing from a state leaves it as it was, unless it was made with a
-    ``max_seq_len``: the buffers are then shared, and a second continuation from the same state overwrites the
-    first.
+    ``length`` counts the committed tokens T, padding included; ``next_position`` (1 or B,) counts the real
+    ones. ``valid_BT`` and ``documents_BT`` are None as long as there was no padding and a single document;
+    ``layers`` has the state of each mixer. ``last_BD`` is the solution of each row's last real token, from
+    which a warm start begins; None before the first token. Continuing from a state does not change it, unless
+    it was created with ``max_seq_len``: the buffers are then shared, and a second continuation from the same
+    state overwrites the first.
     """
 
     batch_size: int
@@ -47,7 +47,7 @@ class SequenceState:
         dtype: torch.dtype,
         gaps: bool = True,
     ) -> Window:
-        """Return the window of the next ``length`` tokens; ``gaps`` as ``Window`` has it."""
+        """Return the window of the next ``length`` tokens; ``gaps`` as in ``Window``."""
         valid = self._extend("valid", self.valid_BT, valid_BL, length, True)
         documents = self._extend("documents", self.documents_BT, documents_BL, length, 0)
         if valid is None:
@@ -69,9 +69,10 @@ class SequenceState:
     def _extend(
         self, name: str, before_BT: Tensor | None, new_BL: Tensor | None, length: int, default: bool | int
     ) -> Tensor | None:
-        """Join what is said of the committed tokens and of new ones; silence means the default.
+        """Concatenate the flags of the committed tokens and of new ones; missing flags take the default.
 
-        For tokens that go on after documents were told apart: the document of the row's last real token.
+        New tokens without document numbers, after tokens with them, belong to the document of the row's last
+        real token.
         """
         shape = (self.batch_size, length)
         if new_BL is not None and new_BL.shape != shape:
@@ -108,16 +109,16 @@ class SequenceState:
         if valid_BL is None:
             return z_BLD[:, -1]
         order = torch.arange(1, valid_BL.shape[1] + 1, device=valid_BL.device)
-        end = (valid_BL * order).amax(1)  # how many tokens up to and with the last real one
+        end = (valid_BL * order).amax(1)  # number of tokens up to and including the last real one
         found = z_BLD[torch.arange(len(end), device=end.device), (end - 1).clamp(min=0)]
         before = torch.zeros_like(found) if self.last_BD is None else self.last_BD
         return torch.where(end[:, None] > 0, found, before)
 
     def warm_start(self, window: Window, start_BLD: Tensor) -> Tensor:
-        """Return where the searches of a window begin if the token before has been solved.
+        """Return the warm start of a window, (B, L, D).
 
-        All tokens of the window begin at the point of the row's last committed real token. Those that have
-        none before them, in the row or in their document, begin at ``start_BLD``, as all do without.
+        All tokens of the window start at the solution of the row's last committed real token. Tokens without
+        such a predecessor in their row and document start at ``start_BLD``.
         """
         if self.last_BD is None:
             return start_BLD
@@ -131,12 +132,12 @@ class SequenceState:
         """Return the state without its last ``tokens`` tokens, padding included.
 
         Raises:
-            ValueError: where there are not so many, or a mixer cannot take tokens back.
+            ValueError: if there are fewer tokens, or a mixer cannot remove tokens.
 
         """
         if not 0 <= tokens <= self.length:
             raise ValueError(
-                f"{tokens} tokens cannot be taken back from the {self.length} committed ones; choose at most "
+                f"{tokens} tokens cannot be removed from the {self.length} committed ones; choose at most "
                 "as many"
             )
         kept = self.length - tokens
@@ -151,7 +152,7 @@ class SequenceState:
             ),
             valid_BT=None if self.valid_BT is None else self.valid_BT[:, :kept],
             documents_BT=None if self.documents_BT is None else self.documents_BT[:, :kept],
-            last_BD=self.last_BD if tokens == 0 else None,  # those of the tokens before were not kept
+            last_BD=self.last_BD if tokens == 0 else None,  # earlier solutions were not kept
         )
 
     def select_rows(self, rows: Tensor, backbone: Backbone) -> SequenceState:

@@ -1,4 +1,4 @@
-"""Which optional packages are here: looked for once, a failure said once, with its reason."""
+"""Optional packages: each is imported once, and a failure is logged once with its reason."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ import torch
 _LOG = logging.getLogger(__name__)
 
 MOST_IN_GRID = 65_535
-"""What the second and the third number of a kernel's grid reach; only the first goes further."""
+"""The maximum of the second and third dimension of a kernel's grid; the first one may be larger."""
 
 
 class MissingPackageError(ImportError, ValueError):
-    """A package that was asked for by name is not there; says how to get it."""
+    """A package that was requested by name is not installed; the message says how to install it."""
 
 
 _FOUND: dict[str, ModuleType | str] = {}
 
 
 def available(module: str) -> bool:
-    """Whether a module can be used. A compiler asks once, while it traces, and takes the answer as given."""
+    """Whether a module can be imported; a compiler treats the result as a constant."""
     found: bool = _loads(module)
     return found
 
@@ -37,7 +37,7 @@ def _loads(module: str) -> bool:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # torch leaves it untyped
 def load(module: str) -> ModuleType | str:
-    """Import a module; return it, or the reason why it can't be used."""
+    """Import a module; return it, or the reason why it cannot be used."""
     if module not in _FOUND:
         _FOUND[module] = _import(module)
     return _FOUND[module]
@@ -45,12 +45,12 @@ def load(module: str) -> ModuleType | str:
 
 def _import(module: str) -> ModuleType | str:
     try:
-        with warnings.catch_warnings():  # what a package warns of itself is no reason to do without it
+        with warnings.catch_warnings():  # warnings of the package itself are irrelevant here
             warnings.simplefilter("ignore")
             return importlib.import_module(module)
     except ModuleNotFoundError as error:
         reason = f"{error.name or module} is not installed"
-    except Exception as error:  # compiled packages that don't fit fail in any way at all
+    except Exception as error:  # incompatible compiled packages raise any exception
         reason = f"importing {module} failed: {type(error).__name__}: {error}"
     if torch.cuda.is_available():
         _LOG.info("%s is not used: %s", module, reason)
@@ -58,10 +58,10 @@ def _import(module: str) -> ModuleType | str:
 
 
 def require(module: str, *, package: str) -> ModuleType:
-    """Import a module that was asked for by name; ``package`` is what to install.
+    """Import a module that was requested by name; ``package`` installs it.
 
     Raises:
-        MissingPackageError: saying what is missing and how to get it. It is an ImportError and a ValueError.
+        MissingPackageError: the module cannot be imported. It is an ImportError and a ValueError.
 
     """
     found: ModuleType | str = load(module)
@@ -71,7 +71,7 @@ def require(module: str, *, package: str) -> ModuleType:
 
 
 def how_to_get(package: str) -> str:
-    """Say how a package is installed."""
+    """Return how to install a package."""
     built = {"mamba-ssm", "causal-conv1d", "flash-attn"}
     how = f"pip install --no-build-isolation {package}, built for your card" if package in built else ""
     return f"install it ({how or f'pip install {package}'}; docs/backends.md)"
@@ -90,8 +90,8 @@ PACKAGES = {
 def report() -> dict[str, str]:
     """Return, for each package that the operators know, its version or why it is not used.
 
-    For records of a run: on a machine without a GPU nothing is imported, and every package says so. That a
-    package is there does not say that anything ran with it; `implicit_blocks.ops.backends.report` does.
+    For the records of a run. Without a GPU nothing is imported, and every entry says so. An installed package
+    has not necessarily been used; `implicit_blocks.ops.backends.report` lists what ran.
     """
     if not torch.cuda.is_available():
         return dict.fromkeys(PACKAGES, "not used: no GPU")
@@ -106,7 +106,7 @@ def report() -> dict[str, str]:
 def fla_backward_is_wrong() -> bool:
     """Whether fla-core refuses to differentiate scans with one decay a head.
 
-    With this card and this compiler their values would be wrong: Hopper, and Triton from 3.4 to before 3.7.1.
+    It does on Hopper GPUs with Triton 3.4 up to, but not including, 3.7.1, where gradients would be wrong.
     """
     if torch.version.hip is not None or torch.cuda.get_device_capability()[0] != 9:
         return False

@@ -1,9 +1,9 @@
-"""One dispatcher for the operators that several libraries compute.
+"""A dispatcher for operators with several backends.
 
-An operator lists its backends in the order in which they are preferred. ``auto`` takes the first that is
-installed, can run the inputs and pays for them; a backend asked for by name is taken or refused, never
-replaced. What was taken is remembered, for the log and the records of a run. The choice is made in Python,
-from types and shapes: it reads nothing back from a device, and a compiler traces through it.
+An operator lists its backends in order of preference. ``auto`` selects the first one that is installed,
+supports the inputs and is worth using for them; a backend requested by name is used or refused, never
+replaced. Selections are recorded for the log and the records of a run. The choice depends only on dtypes and
+shapes: it does not synchronize with a device, and a compiler traces through it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -26,22 +27,22 @@ AUTO: Final = "auto"
 
 
 def _nothing(*inputs: Any) -> str:
-    """Refuse nothing."""
+    """Support all inputs."""
     return ""
 
 
 def _always(*inputs: Any) -> bool:
-    """Whatever the inputs."""
+    """Be worth using for all inputs."""
     return True
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One library's way of computing an operator.
+    """One implementation of an operator.
 
-    ``refuses`` returns why it can't run the inputs, "" where it can; ``pays`` whether it is worth choosing
-    unasked. Both are given what the operator says (tensors, mostly) and must look at types and shapes only.
-    ``module`` is what has to be importable, brought by ``package``; both are "" for torch itself.
+    ``refuses`` returns the reason why the backend does not support the inputs, or ""; ``pays`` whether
+    ``auto`` should select it. Both receive the operator's inputs (mostly tensors) and may depend only on
+    dtypes and shapes. ``module`` must be importable, and ``package`` installs it; both are "" for torch.
     """
 
     name: str
@@ -53,16 +54,21 @@ class Backend:
 
     @property
     def installed(self) -> bool:
-        """Whether what it needs can be imported."""
+        """Whether the module can be imported; the first access imports it."""
         return not self.module or available(self.module)
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the package of the module is found, without importing it."""
+        return not self.module or find_spec(self.module.partition(".")[0]) is not None
 
 
 class Operation:
-    """An operator and its backends, the preferred ones first; the last one runs anything.
+    """An operator and its backends in order of preference; the last one supports all inputs.
 
     Args:
-        name: what records call it.
-        backends: in order of preference.
+        name: the name in records and messages.
+        backends: the backends, in order of preference.
 
     """
 
@@ -70,30 +76,31 @@ class Operation:
         self.name = name
         self.backends = backends
         self.names = tuple(backend.name for backend in backends)
+        self._present = tuple(backend for backend in backends if backend.is_present)
         _OPERATIONS[name] = self
 
     def choose(self, wanted: str, *inputs: Any) -> Backend:
-        """Return the backend that is to run ``inputs``.
+        """Return the backend for these inputs.
 
         Raises:
-            ValueError: no such backend, or the one asked for can't run them; says why and what to do.
-            MissingPackageError: the one asked for is not installed; says how to get it.
+            ValueError: the requested backend does not exist or does not support the inputs.
+            MissingPackageError: the requested backend is not installed; the message says how to install it.
 
         """
         if wanted != AUTO:
             return self._named(wanted, *inputs)
-        for backend in self.backends:
+        for backend in self._present:
             if backend.pays(*inputs) and not backend.refuses(*inputs) and backend.installed:
                 note(self.name, backend.name)
                 return backend
-        raise AssertionError(f"no backend of {self.name} runs anything")
+        raise AssertionError(f"no backend of {self.name} supports all inputs")
 
     def require(self, wanted: str) -> None:
-        """Refuse a backend that doesn't exist or isn't installed, before there are any inputs.
+        """Check that a backend exists and is installed.
 
         Raises:
-            ValueError: no such backend.
-            MissingPackageError: it is not installed; says how to get it.
+            ValueError: the backend does not exist.
+            MissingPackageError: it is not installed; the message says how to install it.
 
         """
         if wanted == AUTO:
@@ -127,7 +134,7 @@ _CHOSEN: dict[tuple[str, str], None] = {}
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
 def note(operation: str, backend: str) -> None:
-    """Remember that a backend runs an operator; the first time is said in the log."""
+    """Record that a backend runs an operator; the first time is logged."""
     if (operation, backend) not in _CHOSEN:
         _CHOSEN[operation, backend] = None
         _LOG.info("%s is computed by %s", operation, backend)
@@ -139,14 +146,14 @@ def chosen() -> tuple[tuple[str, str], ...]:
 
 
 def operations() -> tuple[Operation, ...]:
-    """Return the operators that have a choice of backends; those of modules that have been imported."""
+    """Return the operators with several backends whose modules have been imported."""
     return tuple(_OPERATIONS.values())
 
 
 def report() -> dict[str, dict[str, str]]:
     """Return, for each operator that has run, ``ran`` or ``untested: …`` for each of its backends.
 
-    ``untested`` says nothing against a backend, only that nothing is known of it here.
+    ``untested`` only means that a backend has not run in this process.
     """
     found: dict[str, dict[str, str]] = {}
     for name in dict.fromkeys(name for name, _ in _CHOSEN):

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear head, in chunks of tokens, so that the logits never exist as a whole.
+"""Cross-entropy of a linear head in chunks of tokens, without storing all logits.
 
 Shape legend: T tokens, D model width, V vocabulary.
 """
@@ -9,34 +9,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+from torch.nn import functional as F  # noqa: N812  # conventional name
 
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.transforms import first_derivatives_only
 
 __all__ = ["linear_cross_entropy"]
 
-CHUNK_ENTRIES = 1 << 27  # logits of a chunk: 512 MiB in float32, or twice as many in bfloat16
-ROWS = 256  # a chunk's tokens are a multiple, so that matrix products fill their tiles
-PADDING = 64  # odd vocabularies misalign bfloat16 rows and lose the matrix units' fast kernels
+CHUNK_ENTRIES = 1 << 27  # logits per chunk: 512 MiB in float32; twice as many logits in bfloat16
+ROWS = 256  # chunks are multiples of this, so that matrix products fill their tiles
+PADDING = 64  # odd vocabularies misalign bfloat16 rows, which excludes the fast matrix kernels
 
 
 def linear_cross_entropy(
     z_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, *, ignored: int = -100
 ) -> tuple[Tensor, Tensor]:
-    """Return the summed cross-entropy of ``z Wᵀ`` against the labels, and the most likely tokens, (T,) int64.
+    """Return the summed cross-entropy of ``z Wᵀ`` with the labels, and the most likely tokens, (T,) int64.
 
-    Gradients are computed with the loss, chunk by chunk, and only scaled in backward: the memory is one
-    chunk's logits, and the head is multiplied three times, never again. The products run in the head's type,
-    or autocast's; softmax and loss in float32 or better. Backward raises where second
-    derivatives are requested (``create_graph=True``).
+    Gradients are computed together with the loss, chunk by chunk, and only scaled in backward: memory holds
+    the logits of one chunk, and there are three products with the head, without recomputation. The products
+    use the head's type, or autocast's; softmax and loss use float32 or better. Backward raises an error if
+    second derivatives are requested (``create_graph=True``).
 
     Args:
-        z_TD: what the head reads.
-        weight_VD: the head.
-        labels_T: int64; ``ignored`` is not scored. Others outside the vocabulary are an error on a CPU, and
-            make the loss NaN on a GPU, which is not asked.
-        ignored: the label that isn't scored.
+        z_TD: input of the head.
+        weight_VD: weight of the head.
+        labels_T: int64; tokens labeled ``ignored`` have no loss. Other labels outside the vocabulary raise an
+            error on a CPU, and make the loss NaN on a GPU, to avoid a synchronization.
+        ignored: label of tokens without loss.
 
     """
     device = z_TD.device.type
@@ -51,7 +51,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The loss with its gradients ready."""
+    """The loss with precomputed gradients."""
 
     @staticmethod
     def forward(
@@ -104,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunks(tokens: int, width: int) -> list[slice]:
-    """Cut the tokens into equal parts whose logits stay under the limit."""
+    """Divide the tokens into equal chunks whose logits stay below the limit."""
     most = max(1, CHUNK_ENTRIES // width)
     parts = max(1, -(-tokens // most))
     rows = max(1, -(-tokens // parts))
@@ -117,14 +117,14 @@ def _chunks(tokens: int, width: int) -> list[slice]:
 def _score(
     logits: Tensor, label: Tensor, vocabulary: int, ignored: int, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the summed loss of a chunk, its gradient in the logits, and the likeliest tokens."""
+    """Return the summed loss of a chunk, its gradient in the logits, and the most likely tokens."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     scored = label != ignored
     index = label.where(scored, 0)[:, None]
     values = wide[:, :vocabulary]
     predictions = values.argmax(1)
     normalizer = values.logsumexp(1, keepdim=True)
-    # Never a product with the flags: what isn't scored may have overflowed.
+    # Masked, not multiplied: ignored entries may have overflowed.
     loss = (normalizer - values.gather(1, index)).squeeze(1).where(scored, 0.0).sum()
     if not differentiate:
         return loss, logits, predictions
@@ -138,7 +138,7 @@ def _score(
 def _score_fused(
     logits: Tensor, label: Tensor, vocabulary: int, ignored: int, differentiate: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Do the same by one kernel, the gradient in the logits' place."""
+    """Do the same with one kernel, which overwrites the logits with the gradient."""
     from implicit_blocks.ops.kernels.cross_entropy import softmax_cross_entropy_
 
     loss = torch.empty(label.shape, dtype=torch.float32, device=label.device)
@@ -156,7 +156,7 @@ def _score_fused(
 
 
 def _accumulate_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add ``left @ right`` to a total in a wider type, in one pass where the device offers it."""
+    """Add ``left @ right`` to a total of a wider type, in one pass if the device supports it."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

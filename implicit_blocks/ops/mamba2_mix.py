@@ -1,7 +1,7 @@
 """All of Mamba2 between its projections as one operator: convolution, scan, gated norm, and their gradients.
 
 For windows that begin their sequences, without padding or documents, in 16-bit precision on a GPU. The plain
-operators of ``mixers/mamba2.py`` are the oracle.
+operators of ``mixers/mamba2/mixer.py`` are the reference.
 
 Shapes: B batch, L tokens, U projection width = 2I + 2GN + H, I inner width = H · P, H heads, P head width, G
 groups, N state width, C convolved channels = I + 2GN, W taps.
@@ -26,7 +26,7 @@ __all__ = ["Mamba2Sizes", "eligible", "mamba2_mix", "suits"]
 
 
 class Mamba2Sizes(NamedTuple):
-    """How the projection is divided, and the norm."""
+    """The division of the projection, and the norm."""
 
     n_heads: int
     head_dim: int
@@ -41,19 +41,19 @@ class Mamba2Sizes(NamedTuple):
         return self.n_heads * self.head_dim
 
 
-TAPS = 4  # of the convolution that the kernels are written for; all published models have four
-SHORTEST = 4  # tokens; below, few plain operators do
-ONE_CHUNK = 256  # tokens, at most; with more, states between chunks cost less than products of all pairs
+TAPS = 4  # the kernels support a convolution of four taps, as in all published models
+SHORTEST = 4  # tokens; below, a few plain operators are faster
+ONE_CHUNK = 256  # maximum number of tokens; with more, states between chunks are cheaper than all pairs
 WALKED_STATE = 64 * 128  # entries of a head's state that a program keeps in registers
 
 
-def eligible(device: torch.device, length: int, plain: bool, taps: int, sizes: Mamba2Sizes) -> bool:
-    """Whether a window may be one for the operator; ``plain``: begins its sequence, no padding, no documents.
+def eligible(length: int, taps: int, sizes: Mamba2Sizes) -> bool:
+    """Whether a window of a GPU that begins its sequence, without padding or documents, suits the operator.
 
-    Asked before the projection, whose type decides: from the window's ``device``, place and ``length``, the
-    ``taps`` of the convolution and the ``sizes`` of the scan.
+    The criteria are known before the projection: the window's ``length``, the ``taps`` of the convolution and
+    the ``sizes`` of the scan. ``suits`` then checks the projection itself.
     """
-    if not (plain and device.type == "cuda") or taps != TAPS or length < SHORTEST:
+    if taps != TAPS or length < SHORTEST:
         return False
     if not available("triton"):
         return False
@@ -63,8 +63,8 @@ def eligible(device: torch.device, length: int, plain: bool, taps: int, sizes: M
 
 
 def suits(projected_BLU: Tensor) -> bool:
-    """Whether the operator serves the projection of such a window: 16-bit, and few enough rows to count."""
-    # The convolution's grid, too, counts rows by a number that reaches no further.
+    """Whether the operator supports the projection of such a window: 16-bit, and not too many rows."""
+    # The grid of the convolution has the same limit of rows.
     return projected_BLU.dtype in (torch.bfloat16, torch.float16) and not mamba_ssm.too_many(projected_BLU)
 
 
@@ -84,27 +84,27 @@ def mamba2_mix(
     out_weight_DI: Tensor | None = None,
     out_bias_D: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return what the output projection reads, (B, L, I), and if asked the state after the window, float32.
+    """Return the input of the output projection, (B, L, I), and on request the state after the window.
 
-    With the output projection's weight its values come instead, (B, L, D). What it reads is then not kept for
-    backward, where it is computed again on the way: a sixth of a layer's activations.
+    With the output projection's weight the output is that of the projection, (B, L, D). Its input is then
+    recomputed in backward instead of saved: a sixth of a layer's activations. The state is in float32.
 
     Args:
-        projected_BLU: what the input projection gives, in bfloat16 or float16.
+        projected_BLU: the output of the input projection, in bfloat16 or float16.
         u: the injection, added to it, (B, L, U), or (V, U) with ``rows_BL``; None: nothing.
-        rows_BL: int64, which row of ``u`` each token takes; None: its own.
+        rows_BL: int64, the row of ``u`` of each token; None: ``u`` has one row per token.
         conv_weight_CW: taps, oldest first.
-        conv_bias_C: of the convolution, or None.
+        conv_bias_C: the bias of the convolution, or None.
         dt_bias_H: added to the step sizes before softplus.
         A_log_H: ``A = −exp(A_log)``.
         D_H: the skip connection.
-        norm_weight_I: of the gated norm.
-        sizes: how the projection is divided.
-        return_state: compute the state too; else None stands in its place.
-        out_weight_DI: of the output projection, or None.
-        out_bias_D: of the same, or None.
+        norm_weight_I: the weight of the gated norm.
+        sizes: the division of the projection.
+        return_state: also compute the state; else it is None.
+        out_weight_DI: the weight of the output projection, or None.
+        out_bias_D: the bias of the output projection, or None.
 
-    The state carries no gradient to what is computed from it: windows that follow are not served here.
+    The state carries no gradient: the operator does not support the windows that follow.
 
     """
     note("mamba2 between its projections", "our Triton kernels")
@@ -149,11 +149,12 @@ def _mix(
     return_state: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the values, the state if asked for, the scan's own output if backward needs it; else empty."""
+    """Return the values, the state on request, and the scan's output if backward needs it; else empty."""
     from implicit_blocks.ops.kernels import mamba2_parts, mamba2_walk
 
     shape = _sizes(sizes, eps)
-    none, no_y = projected.new_empty(0), projected.new_empty(0)  # an operator's results are tensors apart
+    # The results of an operator must be distinct tensors.
+    none, no_y = projected.new_empty(0), projected.new_empty(0)
     with without_autocast("cuda"):
         added = mamba2_parts.Added(u, rows)
         conv = mamba2_parts.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
@@ -208,7 +209,7 @@ def _mix_backward(
     sizes: list[int],
     eps: float,
 ) -> list[Tensor]:
-    """Return the gradients of the projection, of six parameters, and of the output projection if given."""
+    """Return the gradients of the projection, six parameters, and the output projection if given."""
     from implicit_blocks.ops.kernels import mamba2_parts
 
     shape = _sizes(sizes, eps)
@@ -228,12 +229,12 @@ def _mix_backward(
             again=out_weight is not None,
         )
         of_projection = []
-        if out_weight is not None:  # the norm's values stand where its gradient was
+        if out_weight is not None:  # the buffer now has the norm's values
             of_projection.append(dout.flatten(0, 1).mT @ dnormed.flatten(0, 1))
         if out_bias is not None:
             of_projection.append(dout.flatten(0, 1).sum(0))
         del dnormed
-        # Computed again rather than kept: a convolved window is a sixth of a layer's activations.
+        # Recomputed rather than saved: a convolved window is a sixth of a layer's activations.
         conv = mamba2_parts.conv_forward(projected, added, conv_weight, conv_bias, first=shape.inner)
         scan_backward = _one_chunk_backward if _one_chunk(projected.shape[1], shape) else _scan_backward
         dconv, ddt, dt_bias_sum, dA_log, dD = scan_backward(
@@ -275,7 +276,7 @@ def _one_chunk_backward(
     D: Tensor,
     shape: Mamba2Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of what was convolved, of the steps before softplus, dt_bias, A_log and D."""
+    """Return the gradients of the convolution's output, the steps before softplus, dt_bias, A_log and D."""
     from implicit_blocks.ops.kernels import mamba2_one_chunk, mamba2_walk
 
     steps = mamba2_walk.step_sizes(projected, added, dt_bias, A_log, by_block=False)
@@ -295,7 +296,7 @@ def _scan_backward(
     D: Tensor,
     shape: Mamba2Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return what ``_one_chunk_backward`` does, for sequences of any length."""
+    """Return the gradients of ``_one_chunk_backward``, for sequences of any length."""
     from implicit_blocks.ops.kernels import mamba2_walk
 
     x, B, C = _divide(conv, shape)
@@ -328,15 +329,15 @@ def _sizes(sizes: list[int], eps: float) -> Mamba2Sizes:
 
 
 def _one_chunk(length: int, shape: Mamba2Sizes) -> bool:
-    """Whether the kernels for short sequences serve: norms by group, widths that a matrix unit takes."""
+    """Whether the kernels for short sequences apply: norms by group, widths that fit a matrix unit."""
     return length <= ONE_CHUNK and shape.norm_groups == shape.n_groups and _tiles(shape)
 
 
 def _walks(projected: Tensor, shape: Mamba2Sizes) -> bool:
-    """Whether a long sequence's scan walks along it: with a state that registers hold, and enough heads.
+    """Whether the sequential scan kernel runs a long sequence: the state fits registers, with enough heads.
 
-    Each head of a sequence is a program; with fewer of them than multiprocessors chunks side by side are
-    faster. Within a sequence it counts channels in 32 bits.
+    Each head of a sequence is one program; with fewer programs than multiprocessors, parallel chunks are
+    faster. Offsets within a sequence are in 32 bits.
     """
     if not _tiles(shape) or shape.head_dim * shape.d_state > WALKED_STATE:
         return False
@@ -384,7 +385,7 @@ def _differentiate(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | Non
 
 
 def _by_row(dprojected: Tensor, rows: Tensor, u: Tensor) -> Tensor:
-    """Return the sums of gradients over the tokens that take each row of the table."""
+    """Return the gradients summed over the tokens of each row of the table."""
     # A product with ones and zeros: sums in float32, in a fixed order, at the speed of the matrix units.
     takes = rows.flatten()[:, None] == torch.arange(u.shape[0], device=rows.device)
     return takes.to(dprojected.dtype).mT @ dprojected.flatten(0, 1)

@@ -1,7 +1,8 @@
-"""Vectors in 8 bits each feature, with a scale of their own: what keys and values may be kept in.
+"""Vectors of 8-bit features with one scale per vector, for keys and values.
 
-The largest feature is at 127, so that each is off by at most 1/254 of it. Normally distributed vectors of 64
-are off by 0.6 % of their length; 8-bit floats with as good a scale leave 2.5 %, bfloat16 0.17 %.
+The largest feature is mapped to 127, so the error of each feature is at most 1/254 of it. For normally
+distributed vectors of 64 features the relative error is 0.6 %; 8-bit floats with an equally good scale give
+2.5 %, bfloat16 0.17 %.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 127
-SMALLEST = 1e-30  # largest feature that a scale is made for: zeros have one too
+SMALLEST = 1e-30  # lower bound of the largest feature, so that zeros have a valid scale
 
 
 class EightBits(NamedTuple):
@@ -22,12 +23,12 @@ class EightBits(NamedTuple):
     scales: Tensor
 
     def wide(self, dtype: torch.dtype) -> Tensor:
-        """Return the vectors that they stand for."""
+        """Return the dequantized vectors."""
         return (self.codes * self.scales[..., None]).to(dtype)
 
 
 def eight_bits(x: Tensor) -> EightBits:
-    """Return vectors (…, P) in 8 bits a feature."""
+    """Quantize vectors (…, P) to 8 bits per feature."""
     wide = x.float()
     scales = wide.abs().amax(-1).clamp(min=SMALLEST) / LARGEST
     codes = (wide / scales[..., None] + 0.5).floor().clamp(-LARGEST, LARGEST)

@@ -1,8 +1,9 @@
-"""The residual of each element of a search, without overflow or underflow: one rule for every search.
+"""The residual of each element of a search, without overflow or underflow.
 
 The squares of float32 numbers above 2e19 are infinite, and those of numbers below 1e-23 are 0. A relative
-residual whose denominator overflows first would be 0, that is, converged. Sums of squares are therefore taken
-in float64, which holds the squares of every smaller type; float64 itself is scaled by its largest entry.
+residual whose denominator overflows first would be 0, that is, converged. Sums of squares are therefore
+computed in float64, which can represent the squares of every smaller type; float64 inputs are scaled by their
+largest entry.
 
 Shape legend: … elements, F features.
 """
@@ -14,10 +15,10 @@ from torch import Tensor
 
 RELATIVE_FLOOR = 1e-9
 """Added to the denominator of a relative residual, in units of the element's scale (see ``initial_scale``):
-‖f(z)‖ that falls below so small a share of what it was counts as 0."""
+‖f(z)‖ below this share of its former size counts as 0."""
 
 SMALLEST_SCALE = 1e-60
-"""What an element's scale begins with, so that 0 / 0 is 0 at an exact fixed point in 0."""
+"""The initial scale of an element, so that the residual at an exact fixed point in 0 is 0, not 0 / 0."""
 
 
 def norm(x: Tensor) -> Tensor:
@@ -32,17 +33,17 @@ def norm(x: Tensor) -> Tensor:
 
 
 def difference(z: Tensor, fz: Tensor) -> Tensor:
-    """Return ``f(z) − z`` in float32 or better: float16 can hold two numbers and not their difference."""
+    """Return ``f(z) − z`` in float32 or better: the difference of two float16 numbers can overflow."""
     if z.dtype.itemsize < 4:
         return fz.float() - z.float()
     return fz - z
 
 
 def initial_scale(z: Tensor, count: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Return the scale of elements that have not been measured yet, ``count``, and its upper limit, ().
+    """Return the scale of elements before their first call, of shape ``count``, and its upper limit, ().
 
     The scale of an element is the largest ``‖f(z)‖`` of its search so far, at most 1. The floor of the
-    relative residual is in proportion to it. With a fixed floor of 1e-9 every search for a solution much
+    relative residual is proportional to it: with a fixed floor of 1e-9, every search for a solution much
     smaller than that would converge in its first call.
     """
     precision = torch.float32 if z.device.type == "mps" else torch.float64
@@ -50,14 +51,14 @@ def initial_scale(z: Tensor, count: tuple[int, ...]) -> tuple[Tensor, Tensor]:
 
 
 def relative_residual(difference: Tensor, fz: Tensor, scale: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``‖f(z) − z‖ / (‖f(z)‖ + 1e-9 · scale)``, (…, 1), and the scale now.
+    """Return ``‖f(z) − z‖ / (‖f(z)‖ + 1e-9 · scale)``, (…, 1), and the updated scale.
 
     It is not finite where ``f(z)`` is not, and where a norm exceeds the type's range.
 
     Args:
         difference: ``f(z) − z``, (…, F).
         fz: ``f(z)``, (…, F).
-        scale: of the calls before, (…, 1); see ``initial_scale``.
+        scale: after the previous calls, (…, 1); see ``initial_scale``.
         limit: upper limit of the scale, ().
 
     """
@@ -72,7 +73,7 @@ def relative_residual(difference: Tensor, fz: Tensor, scale: Tensor, limit: Tens
 
 
 def narrow(residual: Tensor, precision: torch.dtype) -> Tensor:
-    """Return residuals in this type; those beyond its range remain finite."""
+    """Return residuals in this type; those beyond its range stay finite."""
     if residual.dtype == precision:
         return residual
     most = torch.finfo(precision).max

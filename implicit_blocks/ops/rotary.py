@@ -1,4 +1,4 @@
-"""Rotary positions: J. Su et al., "RoFormer", 2021.
+"""Rotary position embedding: J. Su et al., "RoFormer", 2021.
 
 Shape legend: B batch, L tokens, H heads, P head width.
 """
@@ -26,11 +26,11 @@ def rotation_tables(
     """Return cosines and sines of the angles ``position · theta^(−2i / P)``, each (B, 1, L, P / 2).
 
     Args:
-        positions_BL: (1 or B, L) positions in their sequence.
+        positions_BL: (1 or B, L), positions in their sequence.
         head_dim: head width P, even.
         theta: base of the wavelengths.
-        dtype: of the tables; the angles are computed in float64, so that far positions stay exact.
-        scaling: how the frequencies ``theta^(−2i / P)`` are lowered; None leaves them.
+        dtype: of the tables; angles are computed in float64, so that large positions are exact.
+        scaling: scaling of the frequencies ``theta^(−2i / P)``; None: unscaled.
 
     """
     half = head_dim // 2
@@ -43,11 +43,11 @@ def rotation_tables(
 
 
 def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Return the frequencies (P / 2,), in radians a token, lowered for long texts.
+    """Return the scaled frequencies (P / 2,), in radians per token, for long texts.
 
     ``linear`` divides all by the factor (position interpolation: S. Chen et al., 2023). ``llama3`` divides
     those whose wavelength exceeds the original length / low_freq_factor, keeps those whose wavelength is
-    below the original length / high_freq_factor, and interpolates between (Llama 3.1).
+    below the original length / high_freq_factor, and interpolates in between (Llama 3.1).
     """
     lowered = frequencies / scaling.factor
     if scaling.rope_type == "linear":
@@ -59,9 +59,9 @@ def scaled_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x_BHLP: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn feature i of each head with feature i + P/2 by its token's angle, in the wider of both types.
+    """Rotate feature i of each head with feature i + P/2 by its token's angle, in the wider of both types.
 
-    Returns ``x``'s type. Each half is cast by itself: a compiler writes what is put side by side to memory.
+    Returns the type of ``x``. Each half is cast separately: a compiler would write a concatenation to memory.
     """
     first, second = x_BHLP.chunk(2, dim=-1)
     turned = first * cos - second * sin, second * cos + first * sin

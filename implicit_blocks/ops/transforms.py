@@ -1,4 +1,4 @@
-"""What an operator has to know of the transformations it runs under."""
+"""Queries of the active transformations: compilation, ``torch.func``, forward mode, autocast."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -11,29 +11,29 @@ _Backward = TypeVar("_Backward", bound=Callable[..., Any])
 
 
 def is_transformed() -> bool:
-    """Whether a ``torch.func`` transform, forward-mode differentiation or compilation is under way.
+    """Whether a ``torch.func`` transform, forward-mode differentiation or compilation is active.
 
     An ``autograd.Function`` that writes into buffers supports none of them, and a compiler fuses plain
-    operators better than it sees through tiles. torch has no public question for the first two;
-    ``autograd.Function.apply`` asks the same.
+    operators better than tiled ones. torch has no public API for the first two; ``autograd.Function.apply``
+    performs the same checks.
     """
     return torch.compiler.is_compiling() or is_differentiated_forward()
 
 
 def is_differentiated_forward() -> bool:
-    """Whether a ``torch.func`` transform or forward mode is under way, which no kernel knows."""
+    """Whether a ``torch.func`` transform or forward mode is active, which no kernel supports."""
     if torch.compiler.is_compiling():
         return False
     return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
 
 
 def is_forward_mode() -> bool:
-    """Whether forward-mode differentiation is under way, by ``torch.func.jvp`` or dual tensors."""
+    """Whether forward-mode differentiation is active, by ``torch.func.jvp`` or dual tensors."""
     return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
 
 
 def is_vmapped() -> bool:
-    """Whether ``torch.func.vmap`` is under way."""
+    """Whether ``torch.func.vmap`` is active."""
     if torch.compiler.is_compiling():
         return False
     stack = torch._C._functorch.get_interpreter_stack() or ()
@@ -41,8 +41,8 @@ def is_vmapped() -> bool:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[None]:
-    """Switch autocast off: operators choose the types of their accumulations themselves."""
-    # The meta device has none; asking torch whether a device has is more than its compiler can trace.
+    """Disable autocast: operators choose the dtypes of their accumulations themselves."""
+    # The meta device has no autocast; torch's compiler cannot trace the query for a device's support.
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)

@@ -36,4 +36,4 @@ def register_components(add: Add) -> None:
     add("mlp", specs.SwiGLUSpec, "implicit_blocks.layers:SwiGLU")
 
     add("model", specs.ImplicitLMSpec, "implicit_blocks.models.implicit:ImplicitLM")
-    add("model", specs.ExplicitLMSpec, "implicit_blocks.models.implicit:ExplicitLM")
+    add("model", specs.ExplicitLMSpec, "implicit_blocks.models.explicit:ExplicitLM")

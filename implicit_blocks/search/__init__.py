@@ -1,1 +1,1 @@
-"""The search for a fixed point: the loop, its options, and what it returns."""
+"""The search for a fixed point: its options, its loop, and the policies of the loop."""

@@ -1,39 +1,122 @@
-"""What is known of all rows and tokens of a search, once some of them have left its working set."""
+"""Compaction: rows and tokens that are done leave the working set of a search.
+
+Shape legend: B rows, T tokens, R rows that stay.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
-if TYPE_CHECKING:
-    from implicit_blocks.search.search import _Loop
+from implicit_blocks.search.state import State
+from implicit_blocks.search.trace import Trace
+
+
+@dataclass(frozen=True)
+class RowCompaction:
+    """Decides when rows that are done leave the working set, and which ones stay.
+
+    Args:
+        bucket_sizes: keep batches to at most four sizes (the full one, and its halves down to an eighth), for
+            compiled kernels and captured graphs. Rows that are done fill the batch up.
+
+    """
+
+    bucket_sizes: bool
+
+    def pays(self, rows: int, *, size: int, full_size: int) -> bool:
+        """Whether dropping rows at least halves the working set.
+
+        Args:
+            rows: number of rows with active elements.
+            size: number of rows in the working set.
+            full_size: number of rows in the batch.
+
+        """
+        return rows > 0 and 2 * self._fewest(rows, full_size) <= size
+
+    def rows(self, active: Tensor, count: int, *, full_size: int) -> Tensor:
+        """Return the indices of the rows that stay, (R,) int64, in order.
+
+        Args:
+            active: which elements are active, (B, 1) or (B, T, 1).
+            count: number of rows with active elements.
+            full_size: number of rows in the batch.
+
+        """
+        going = active.flatten(1).any(1)
+        if not self.bucket_sizes:
+            return going.nonzero().squeeze(1)
+        size, fewest = going.numel(), self._fewest(count, full_size)
+        while size // 2 >= fewest:
+            size //= 2
+        return torch.argsort((~going).to(torch.uint8), stable=True)[:size].sort().values
+
+    def _fewest(self, rows: int, full_size: int) -> int:
+        return max(rows, full_size // 8) if self.bucket_sizes else rows
+
+
+def take_rows(state: State, index: Tensor) -> State:
+    """Return the state of the rows with these indices, (R,) int64."""
+    return _cut(state, lambda rows: rows[index])
+
+
+def drop_prefix(state: State, tokens: int) -> State:
+    """Return the state without the first ``tokens`` tokens, whose largest residual is kept."""
+    largest = state.status.last_residual[:, :tokens].amax(1, keepdim=True)  # NaN or Inf after a divergence
+    if state.prefix_residual is not None:
+        largest = torch.maximum(largest, state.prefix_residual)
+    rest = _cut(state._replace(prefix_residual=None), lambda rows: rows[:, tokens:].contiguous())
+    return rest._replace(prefix_residual=largest)
+
+
+def _cut(state: State, cut: Callable[[Tensor], Tensor]) -> State:
+    """Apply ``cut`` to all tensors, with the elements of the solver's laid out by row."""
+    leading = state.z.shape[:-1]
+
+    def cut_elements(leaf: Tensor) -> Tensor:
+        return cut(leaf.unflatten(0, leading)).flatten(0, len(leading) - 1)
+
+    solver = pytree.tree_map_only(Tensor, cut_elements, state.solver)
+    rest: State = pytree.tree_map_only(Tensor, cut, state._replace(solver=None))
+    return rest._replace(solver=solver)
 
 
 class FullResults:
-    """What is known of all rows and tokens, once some have left the working set."""
+    """The results of all rows and tokens, once some have left the working set."""
 
-    NAMES = ("best", "last_residual", "lowest_residual", "token_residual", "iterations")
+    def __init__(self, state: State) -> None:
+        self.rows = torch.arange(state.z.shape[0], device=state.z.device)
+        """The index in the batch of each row of the working set."""
+        self.first = 0
+        """The first token of the working set."""
+        self.best, self.status = pytree.tree_map(torch.clone, (state.best, state.status))
 
-    def __init__(self, loop: _Loop) -> None:
-        self.rows = torch.arange(loop.shape[0], device=loop.z.device)
-        self.first = 0  # the first token that is still in the working set
-        self.values = {name: getattr(loop, name).clone() for name in self.NAMES}
-        self.trace: list[Tensor] = []
+    @classmethod
+    def of(cls, state: State, before: FullResults | None, trace: Trace | None) -> FullResults:
+        """Return the results after those of ``before``, with the working set's and its trace's."""
+        results = before if before is not None else cls(state)
+        results.write(state)
+        if trace is not None:
+            trace.flush(results.expand)
+        return results
 
-    def write(self, loop: _Loop) -> None:
-        """Write the working set into the whole."""
-        place = (self.rows, slice(self.first, None)) if self.first else self.rows
-        for name, whole in self.values.items():
-            whole[place] = getattr(loop, name)
-        for part in loop.newly_traced():
-            whole = part.new_full(self.values["lowest_residual"].shape, torch.nan)
-            whole[place] = part
-            self.trace.append(whole)
+    def write(self, state: State) -> None:
+        """Write the results of the working set to their places."""
+        new = pytree.tree_leaves((state.best, state.status))
+        for whole, part in zip(pytree.tree_leaves((self.best, self.status)), new, strict=True):
+            whole[self._place()] = part
 
-    def restore(self, loop: _Loop) -> None:
-        """Give the whole back to the loop."""
-        for name, whole in self.values.items():
-            setattr(loop, name, whole)
-        loop.trace = self.trace
+    def expand(self, residual: Tensor) -> Tensor:
+        """Return residuals of the working set as residuals of everything, NaN elsewhere."""
+        whole = residual.new_full(self.status.last_residual.shape, torch.nan)
+        whole[self._place()] = residual
+        return whole
+
+    def _place(self) -> Any:
+        return (self.rows, slice(self.first, None)) if self.first else self.rows

@@ -1,19 +1,19 @@
-"""One warning where many of a training run's searches or adjoints don't converge. Imports no torch.
+"""One warning if many of a training run's searches or adjoints don't converge. Imports no torch.
 
-A single solve that doesn't converge is normal, and its solution says so. A training run in which a quarter of
-them don't is often a mistake that nobody looks for, since the loss falls all the same.
+A single solve that doesn't converge is normal, and its solution reports it. A training run in which a quarter
+of them don't is often a mistake that goes unnoticed, since the loss falls nevertheless.
 """
 
 from __future__ import annotations
 
 SOLVES = 20
-"""Solves in training that are looked at together: the batches of so many steps."""
+"""The number of training steps whose solves are evaluated together."""
 
 SHARE = 0.25
-"""The share of rows that may stay above the tolerance without a warning."""
+"""The largest share of rows above the tolerance that gives no warning."""
 
 BOUNDED = 8
-"""A search of fewer iterations is cut off on purpose, as those of a run's bounded phase are; no warning."""
+"""A search of fewer iterations is cut off deliberately, as in a run's bounded phase, and gives no warning."""
 
 
 class ConvergenceWarning(UserWarning):
@@ -21,20 +21,20 @@ class ConvergenceWarning(UserWarning):
 
 
 def expects_convergence(*, searches: bool, tolerance: float, max_iterations: int) -> bool:
-    """Whether searches by this rule are supposed to reach the tolerance.
+    """Whether searches by this rule are expected to reach the tolerance.
 
-    Not those with the tolerance 0, nor those that are cut off after fewer than 8 iterations, nor steps that
-    are no search (``GradientEstimator.searches``).
+    Not with the tolerance 0, nor with fewer than 8 iterations, nor if the gradient estimator takes steps
+    without a search (``GradientEstimator.searches``).
     """
     return searches and tolerance > 0 and max_iterations >= BOUNDED
 
 
 class ConvergenceWatch:
-    """Takes in the share of unconverged rows, solve by solve, and reports a large one once.
+    """Collects the share of unconverged rows, solve by solve, and reports a large share once.
 
     Args:
-        what: the solves, which begin the message: "searches".
-        remedy: what to do, which ends it.
+        what: the name of the solves in the message, such as "searches".
+        remedy: what to do, at the end of the message.
 
     """
 
@@ -44,7 +44,7 @@ class ConvergenceWatch:
         self._shares: list[float] = []
 
     def add(self, share: float) -> str | None:
-        """Take in a solve's share of unconverged rows; return the warning where it is due."""
+        """Add a solve's share of unconverged rows; return the warning if it is due."""
         if self.reported:
             return None
         self._shares.append(share)
@@ -64,7 +64,7 @@ def search_watch() -> ConvergenceWatch:
     return ConvergenceWatch(
         "searches",
         "the model is trained at points that are not fixed points: raise stopping.max_iterations or "
-        "stopping.tolerance, dampen the solver, or choose another one",
+        "stopping.tolerance, lower the solver's damping, or choose another solver",
     )
 
 

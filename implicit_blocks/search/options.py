@@ -1,10 +1,10 @@
-"""How the search of one call differs from what a model's spec says."""
+"""Search options of one call, which override those of a model's spec."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 from pydantic import ValidationError
 
@@ -16,27 +16,37 @@ from implicit_blocks.specs.errors import format_error
 _Spec = TypeVar("_Spec", bound=Spec)
 
 
+class SearchKwargs(TypedDict, total=False):
+    """The keyword arguments of ``SearchOptions``, as every call that searches accepts them."""
+
+    tolerance: float | None
+    max_iterations: int | None
+    damping: float | None
+    warm_start: bool
+    moving_average: float | None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SearchOptions:
-    """Knobs of a single forward pass; None, and False, keep what the spec says.
+    """Options of the search of one call; None, and False, keep the values of the spec.
 
     ``tolerance`` and ``max_iterations`` change the stopping rule in force (of training or of evaluation),
     ``damping`` the solver's, for solvers that have one.
 
-    ``warm_start`` begins the search of a token at the solution of the one committed before it, instead of the
-    spec's start; all tokens of a window begin at that of the last token before the window. The result is the
-    same, to the tolerance, where the map has one fixed point; it pays where consecutive solutions lie close
-    to each other, and costs iterations where they don't: 1 to 3 % more in a model trained on products of
-    permutations half of which are the identity, 10 to 30 % more where none is favored, from zeros being as
-    good a start as any.
+    ``warm_start`` starts the search of a token at the solution of the token committed before it, instead of
+    the spec's start; all tokens of a window start at the solution of the last token before the window. Where
+    the map has a single fixed point the result is the same within the tolerance. Fewer iterations are needed
+    where consecutive solutions are close, and more where they are not: 1 to 3 % more in a model trained on
+    products of permutations half of which are the identity, 10 to 30 % more where all permutations are
+    equally frequent, because zeros are as good a start as any.
 
-    ``moving_average`` is α in ``m ← (1 − α) m + α f(z)``, begun with the first ``f(z)``: the search answers
-    with the average m of its iterates instead of the last, and measures the residual ``m − z̄``, z̄ being the
-    same average of the points z. For maps that are noisy, as on analog hardware, where single iterates never
+    ``moving_average`` is α in ``m ← (1 − α) m + α f(z)``, initialized with the first ``f(z)``: the search
+    returns the average m of its iterates instead of the last one, and measures the residual ``m − z̄``, where
+    z̄ is the same average of the points z. For noisy maps, as on analog hardware, where single iterates do not
     settle below the noise; with an exact map it costs iterations, about ``ln(tolerance) / ln(1 − α)``.
 
     Raises:
-        ValueError: where α is outside (0, 1].
+        ValueError: for α outside (0, 1].
 
     """
 
@@ -52,14 +62,14 @@ class SearchOptions:
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """Return the knobs' names, those of the parameters of ``forward`` and ``generate``."""
+        """Return the names of the options, as ``forward`` and ``generate`` accept them."""
         return tuple(field.name for field in fields(cls))
 
     def solver(self, spec: SolverSpec) -> SolverSpec:
         """Return the solver's spec with these options.
 
         Raises:
-            ValueError: where the solver has no damping, or it is outside (0, 1].
+            ValueError: for a solver without damping, or a damping outside (0, 1].
 
         """
         if self.damping is None:
@@ -81,7 +91,7 @@ class SearchOptions:
 
 
 def _changed(spec: _Spec, changes: Mapping[str, Any]) -> _Spec:
-    """Return the spec with these changes, refused in a line each where they are out of range."""
+    """Return the spec with these changes; an error has one line for each value out of range."""
     try:
         return validate(type(spec), {**dict(spec), **changes})
     except ValidationError as error:

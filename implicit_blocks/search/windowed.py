@@ -1,7 +1,7 @@
-"""The search in windows: a few tokens at a time, each window given the solution of those before it.
+"""Windowed search: a few tokens at a time, each window given the solution of those before it.
 
 Block Gauss-Seidel over time: causality makes the system of all tokens block triangular, so that solving the
-blocks in their order solves it (L. Hageman and D. Young, "Applied Iterative Methods", 1981). For non-linear
+blocks in order solves it (L. Hageman and D. Young, "Applied Iterative Methods", 1981). For non-linear
 recurrences: Y. Song et al., "Accelerating Feedforward Computation via Parallel Nonlinear Equation Solving",
 ICML 2021.
 
@@ -11,36 +11,39 @@ Shape legend: B batch, L tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count
 from implicit_blocks.interfaces import Map, SequenceMap, Solver
-from implicit_blocks.search.search import Search
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
+
+if TYPE_CHECKING:
+    from implicit_blocks.search.search import Search
 
 
 @dataclass
 class WindowedSearch:
-    """Search ``length`` tokens at a time; each window ends by itself, and its state is committed.
+    """Search ``length`` tokens at a time; each window stops independently, and its state is committed.
 
-    Worth it where a token's solution hangs on that of the token before it, so that searches over L tokens
-    take a number of iterations that grows with L: each iteration then moves a few tokens, not those that wait
-    for them. Where the number does not grow, as in language models, windows save nothing, and small ones
-    leave a GPU idle. Where each token's equation has one fixed point, the result is the same, to the
-    tolerance; where it has several, windows may find another one.
+    Use it where a token's solution depends strongly on that of the token before it, so that searches over L
+    tokens take a number of iterations that grows with L: windows then spare the iterations of tokens that
+    cannot converge yet. Where the number does not grow, as in language models, windows save nothing, and
+    small ones leave a GPU idle. Where each token's equation has one fixed point, the result is the same, to
+    the tolerance; where it has several, windows may find another one.
 
-    The window is what an element's stopping rule covers: with scope ``sequence`` a row stops window by
-    window. ``max_iterations`` holds for each. What is reported of a row is its slowest window's iterations,
-    its worst residual. A window that has not converged is committed as far as it came.
+    The stopping rule applies to each window: with scope ``sequence`` a row stops window by window, and
+    ``max_iterations`` limits each window. A row reports the iterations of its slowest window and its worst
+    residual. A window that has not converged is committed with its best value.
 
     Calls of ``f`` for a token: its window's iterations, and one to commit it (none for the last window).
 
     Args:
-        search: what runs in each window.
-        length: tokens of a window, at least 1; the last may be shorter.
+        search: the search of each window.
+        length: tokens per window, at least 1; the last window may be shorter.
 
     Raises:
         ValueError: a length below 1.
@@ -65,8 +68,8 @@ class WindowedSearch:
         """
         if not isinstance(f, SequenceMap):
             raise ValueError(
-                f"a search in windows of {self.length} tokens needs a map that offers first and after, as "
-                f"those of language models do; got {type(f).__name__}"
+                f"a search in windows of {self.length} tokens needs a map with the methods first and after, "
+                f"as language models have; got {type(f).__name__}"
             )
         found: list[Solution] = []
         with torch.no_grad():
@@ -80,5 +83,5 @@ class WindowedSearch:
         return Solution.concatenate(found)
 
     def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
-        """Return a solution with the value ``z``, given ``f(z)``, measured over all tokens together."""
+        """Return a solution with the value ``z``, given ``f(z)``, measured over all tokens."""
         return self.search.report(z, fz, iterations=iterations)

@@ -1,4 +1,4 @@
-"""What kernels must hold: they compute what the plain operators do, as exactly as their precision allows.
+"""The contract of kernels: they agree with the plain operators to the accuracy of their precision.
 
 Shape legend: B batch, L tokens, D model width, U injection width.
 """
@@ -33,23 +33,22 @@ def check_backend(
 ) -> None:
     """Check that a mixer's kernels agree with its plain operators: outputs, final state, every gradient.
 
-    Both compute in ``precision``, by autocast, and are compared with the plain operators in float64: the
-    kernels may be twice as far from them as the plain operators are, and ``tolerance`` on top (relative
-    errors, of each tensor by itself), and must have the same types. Sequences come whole, in windows down to
-    one token, and padded.
+    Both are computed in ``precision`` by autocast and compared with the plain operators in float64. The error
+    of the kernels may be twice that of the plain operators plus ``tolerance`` (relative errors, per tensor),
+    and types must be equal. Sequences are processed whole, in windows down to one token, and padded.
 
     Args:
-        spec: the mixer with the kernels; parameters must have the reference's names and shapes.
+        spec: the mixer with the kernels; its parameters must have the names and shapes of the reference.
         reference: the same mixer with plain operators.
         d_model: width of the residual stream.
         batch: rows, B.
-        length: tokens, L; take more than a chunk of the kernels.
-        device: where both run; kernels that need no GPU are checked on "cpu".
-        precision: of autocast, or None for float32 without.
+        length: tokens, L; use more than one chunk of the kernels.
+        device: where both run; use "cpu" for kernels that need no GPU.
+        precision: of autocast; None: float32 without autocast.
         tolerance: relative error that the kernels may add.
-        draws: inputs and loss weights that errors are taken over, together. A gradient of few numbers, such
-            as one a head, is what is left of sums over all tokens that cancel: by one draw its rounding is
-            two or three times as large as by another, whoever computes it.
+        draws: number of random inputs and loss weights over which errors are taken jointly. A gradient with
+            few entries, such as one per head, is a sum over all tokens with cancellation: its rounding error
+            varies by a factor of two or three between draws, for any implementation.
 
     Raises:
         ContractError: naming the mixer, the tensor, the windows, and both errors.
@@ -82,15 +81,15 @@ def check_backend(
                 kinds[0] == kinds[1],
                 fast,
                 "backend",
-                f"for {name}, {part} is {kinds[0]}, where plain operators give {kinds[1]}",
+                f"for {name}, {part} has type {kinds[0]}, with plain operators {kinds[1]}",
             )
             error, other = (relative_error(values[part].double(), expected) for values in (found, same))
             require(
                 error <= tolerance + 2 * other,
                 fast,
                 "backend",
-                f"for {name}, {part} is off by {error:.1e}, where plain operators in the same precision are "
-                f"off by {other:.1e}",
+                f"for {name}, {part} has error {error:.1e}; plain operators in the same precision have "
+                f"error {other:.1e}",
             )
 
 
@@ -101,7 +100,7 @@ def _drawn(
     valid: Tensor | None,
     precision: torch.dtype | None,
 ) -> dict[str, Tensor]:
-    """Return what ``_differentiated`` does, of all inputs together, each with a weighting of its own."""
+    """Return the results of ``_differentiated`` for all inputs, each with its own loss weights."""
     found = [
         _differentiated(mixer, z, u, cuts, valid, precision, seed=2 + number)
         for number, (z, u) in enumerate(inputs)
@@ -119,15 +118,15 @@ def _differentiated(
     *,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Return outputs, final state, and the gradients of a fixed weighting of both, by name."""
+    """Return outputs, final state, and the gradients of a weighted sum of both, by name."""
     leaves = {"z": z.clone().requires_grad_(), "u": u.clone().requires_grad_()}
     start = begin(mixer, z.shape[0], dtype=z.dtype, device=z.device)
     with torch.autocast(z.device.type, precision, enabled=precision is not None):
-        # An injection comes from a linear layer, so that autocast has made it narrow.
+        # An injection is the output of a linear layer, so autocast has reduced its precision.
         injection = leaves["u"] if precision is None else leaves["u"].to(precision)
         y, state = run(mixer, leaves["z"], injection, cuts, valid=valid, start=start)
     if valid is not None:
-        y = y.where(valid[:, :, None], 0.0)  # what stands at padding is nobody's answer
+        y = y.where(valid[:, :, None], 0.0)  # values at padding are arbitrary
     values = {"the output": y}
     for number, leaf in enumerate(pytree.tree_leaves(state)):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():

@@ -1,4 +1,4 @@
-"""What the checks of all families share."""
+"""Helpers shared by the checks of all families."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ P = ParamSpec("P")
 
 
 def relative_error(actual: Tensor, expected: Tensor, *, least: float = 0.0) -> float:
-    """Return ``‖actual − expected‖ / ‖expected‖`` (the numerator where that is 0), a number.
+    """Return ``‖actual − expected‖ / ‖expected‖`` (the numerator if the denominator is 0).
 
-    ``least`` is the root mean square under which ``expected`` counts as that large: what is 0 but for
-    rounding has no relative error. Tensors of any shape; infinite where shapes differ or anything is NaN.
+    ``least`` is a lower bound for the root mean square of ``expected``: values that are 0 up to rounding have
+    no relative error. Tensors have any shape; the result is infinite if shapes differ or a value is NaN.
     """
     if actual.shape != expected.shape:
         return float("inf")
@@ -30,7 +30,7 @@ def relative_error(actual: Tensor, expected: Tensor, *, least: float = 0.0) -> f
 
 
 def named(contracts: Iterable[Callable[P, None]]) -> dict[str, Callable[P, None]]:
-    """Return the contracts by name; whatever else a component raises in one becomes a ``ContractError``."""
+    """Return the contracts by name; they convert other errors of a component to ``ContractError``."""
     return {contract.__name__: _reported(contract) for contract in contracts}
 
 

@@ -1,12 +1,12 @@
-"""The contracts of a gradient estimator, each a function of one or of its spec.
+"""The contracts of a gradient estimator; each is a function of an estimator or its spec.
 
-``check_gradient(MySpec(...), oracle=…)`` runs them all; ``GRADIENT_CONTRACTS`` names them, for a test each.
-They run on ``f(z, x) = tanh(W z + x) + 0.3 sin(x z)``, a contraction, in float64.
+``check_gradient(MySpec(...), oracle=…)`` runs all; ``GRADIENT_CONTRACTS`` names them, to write one test each.
+The map is ``f(z, x) = tanh(W z + x) + 0.3 sin(x z)``, a contraction, in float64.
 
-The *oracle* says what the gradient claims to be: ``"implicit"``, that of the fixed point by the implicit
-function theorem, ``g (I − J)^{-1} ∂f/∂θ`` with ``J = ∂f/∂z``, from a dense inverse; a function of J that
-stands in place of that inverse, for a truncated series; or ``"computation"``, that of the value returned as
-it was computed, by finite differences.
+The *oracle* is the gradient that the estimator claims to compute: ``"implicit"`` is the gradient of the fixed
+point by the implicit function theorem, ``g (I − J)^{-1} ∂f/∂θ`` with ``J = ∂f/∂z``, from a dense inverse; a
+function of J replaces that inverse, for instance by a truncated series; ``"computation"`` is the gradient of
+the returned value as it was computed, by finite differences.
 
 Shape legend: B rows, F features.
 """
@@ -25,7 +25,7 @@ from implicit_blocks.registry import build
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import GradientSpec, SolverSpec, Stopping
 from implicit_blocks.testing.contract import named, relative_error, require
-from implicit_blocks.testing.ranks import gradients_of_two_ranks
+from implicit_blocks.testing.ranks import run_two_ranks
 
 Subject = GradientEstimator | GradientSpec
 Oracle = Callable[[Tensor], Tensor] | Literal["implicit", "computation"]
@@ -35,7 +35,7 @@ TIGHT = Stopping(tolerance=1e-13, max_iterations=500)
 
 
 class Problem(nn.Module):
-    """The map, solved by an estimator: ``layer(x)`` is a ``Solution``; calls of the map are counted."""
+    """The map with an estimator: ``problem(x)`` returns a ``Solution``; calls of the map are counted."""
 
     def __init__(
         self, subject: Subject, *, solver: Solver | SolverSpec | None, stopping: Stopping = TIGHT
@@ -55,14 +55,14 @@ class Problem(nn.Module):
         return torch.tanh(nn.functional.linear(z, self.weight) + x) + 0.3 * torch.sin(x * z)
 
     def forward(self, x: Tensor) -> Solution:
-        """Solve from zeros."""
+        """Solve, starting at zero."""
         layer = FixedPoint(self.map, solver=self.solver, gradient=self.gradient, stopping=self.stopping)
         solution: Solution = layer(x)
         return solution
 
 
 def inputs(seed: int = 1, *, rows: int = ROWS) -> Tensor:
-    """Return some x, (B, F), that gradients are asked for."""
+    """Return a random x, (B, F), that requires gradients."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(rows, FEATURES, dtype=torch.float64, generator=generator).requires_grad_()
 
@@ -91,21 +91,21 @@ def weighted(z: Tensor) -> Tensor:
 def value(
     subject: Subject, *, oracle: Oracle = "implicit", solver: Solver | SolverSpec | None = None
 ) -> None:
-    """Check that what it returns is a solution, at the fixed point unless it is the computation's."""
+    """Check that the result is a Solution, at the fixed point unless the oracle is the computation."""
     problem, x = Problem(subject, solver=solver), inputs()
     solution = problem(x)
     require(
         isinstance(solution, Solution) and solution.z.shape == x.shape and solution.z.dtype == x.dtype,
         problem.gradient,
         "value",
-        "return the search's Solution with your value in it: solution.with_value(z)",
+        "return the search's Solution with the new value: solution.with_value(z)",
     )
     fields = (solution.iterations, solution.residual, solution.converged, solution.diverged)
     require(
         all(field.shape == (ROWS,) for field in fields) and solution.z.requires_grad,
         problem.gradient,
         "value",
-        "the solution must report one entry a row, and its z must carry the gradient",
+        "the solution must have one entry per row, and its z must carry the gradient",
     )
     if oracle != "computation":
         with torch.no_grad():
@@ -114,14 +114,14 @@ def value(
             residual < 1e-8 and bool(solution.converged.all()),
             problem.gradient,
             "value",
-            f"its value is not the fixed point: residual {residual:.1e} after a search to 1e-13",
+            f"the value is not the fixed point: residual {residual:.1e} after a search to 1e-13",
         )
 
 
 def formula(
     subject: Subject, *, oracle: Oracle = "implicit", solver: Solver | SolverSpec | None = None
 ) -> None:
-    """Check the gradients in parameters and inputs against the oracle."""
+    """Compare the gradients of parameters and inputs with the oracle."""
     problem, x = Problem(subject, solver=solver), inputs()
     solution = problem(x)
     found = torch.autograd.grad(weighted(solution.z), (problem.weight, x))
@@ -133,12 +133,12 @@ def formula(
             error < limit,
             problem.gradient,
             "formula",
-            f"the gradient in the {name} differs from the oracle's by {error:.1e}",
+            f"the gradient of the {name} differs from the oracle's by {error:.1e}",
         )
 
 
 def _dense(problem: Problem, x: Tensor, z: Tensor, oracle: Oracle) -> tuple[Tensor, Tensor]:
-    """Return ``g · oracle(∂f/∂z) · ∂f/∂θ``, each row by itself, for the weight and for x."""
+    """Return ``g · oracle(∂f/∂z) · ∂f/∂θ``, row by row, for the weight and for x."""
     weight, rows = torch.zeros_like(problem.weight), []
     for row in range(x.shape[0]):
         zi, xi = z[row].detach(), x[row].detach().requires_grad_()
@@ -157,7 +157,7 @@ def _dense(problem: Problem, x: Tensor, z: Tensor, oracle: Oracle) -> tuple[Tens
 
 
 def _differences(problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return central differences of the value, entry by entry."""
+    """Return central differences of the value for each entry."""
     step, results = 1e-6, []
     for tensor in (problem.weight, x):
         result, flat = torch.zeros_like(tensor), tensor.detach().view(-1)
@@ -176,7 +176,7 @@ def _differences(problem: Problem, x: Tensor) -> tuple[Tensor, Tensor]:
 def budget(
     subject: Subject, *, oracle: Oracle = "implicit", solver: Solver | SolverSpec | None = None
 ) -> None:
-    """Check that the search's iterations bound the calls of ``f``: a fixed number comes on top."""
+    """Check that the number of calls of ``f`` is the search's iterations plus a constant."""
     counts = []
     for iterations in (7, 12):
         stopping = Stopping(tolerance=0.0, max_iterations=iterations)
@@ -187,14 +187,14 @@ def budget(
         counts[1] - counts[0] <= 5,
         problem.gradient,
         "budget",
-        f"5 more iterations cost {counts[1] - counts[0]} more calls of f; search once, then a fixed number",
+        f"5 more iterations cost {counts[1] - counts[0]} more calls of f; add a constant number",
     )
 
 
 def rows_apart(
     subject: Subject, *, oracle: Oracle = "implicit", solver: Solver | SolverSpec | None = None
 ) -> None:
-    """Check that no row's value or gradient depends on the other rows."""
+    """Check that the value and gradient of a row do not depend on the other rows."""
     problem, x = Problem(subject, solver=solver), inputs()
     whole = problem(x)
     (together,) = torch.autograd.grad(weighted(whole.z), x)
@@ -218,7 +218,7 @@ def rows_apart(
 def several_solves(
     subject: Subject, *, oracle: Oracle = "implicit", solver: Solver | SolverSpec | None = None
 ) -> None:
-    """Check that two solves before one backward give the sum of their gradients."""
+    """Check that one backward pass through two solves gives the sum of their gradients."""
     problem, x, other = Problem(subject, solver=solver), inputs(), inputs(2)
     first, second = problem(x), problem(other)
     (together,) = torch.autograd.grad(weighted(first.z) + 3 * weighted(second.z), problem.weight)
@@ -229,7 +229,7 @@ def several_solves(
         error < 1e-12,
         problem.gradient,
         "several solves",
-        f"two solves before one backward differ by {error:.1e} from two backwards; "
+        f"one backward pass through two solves differs by {error:.1e} from two passes; "
         "keep nothing of a solve on the estimator",
     )
 
@@ -237,7 +237,7 @@ def several_solves(
 def autocast(
     subject: Subject, *, oracle: Oracle = "implicit", solver: Solver | SolverSpec | None = None
 ) -> None:
-    """Check that under bfloat16 autocast gradients are float32, and near those without."""
+    """Check that gradients under bfloat16 autocast are float32 and close to those without autocast."""
     results = []
     for enabled in (False, True):
         problem = Problem(subject, solver=solver, stopping=Stopping(tolerance=1e-3, max_iterations=30))
@@ -252,39 +252,39 @@ def autocast(
             found.dtype == torch.float32 and error < 0.1,
             problem.gradient,
             "autocast",
-            f"under bfloat16 autocast the gradient in the {name} is {found.dtype} and off by {error:.2f}; "
+            f"under bfloat16 autocast the gradient of the {name} is {found.dtype} with error {error:.2f}; "
             "call f under the caller's autocast, and solve in float32 or better",
         )
 
 
 def ddp(subject: Subject, *, oracle: Oracle = "implicit", solver: Solver | SolverSpec | None = None) -> None:
-    """Check that two ranks with unequally hard data finish, and average their gradients.
+    """Check that two ranks finish, one with harder data, and average their gradients.
 
-    Runs two processes that talk over gloo; they import the estimator by name, so its class must stand in a
-    module that can be imported.
+    Runs two processes connected by gloo. They import the estimator by name, so its class must be defined in
+    an importable module.
     """
     problem = Problem(subject, solver=solver)
     expected = torch.stack(
         [torch.autograd.grad(weighted(problem(_shard(rank)).z), problem.weight)[0] for rank in (0, 1)]
     ).mean(0)
-    for rank, found in enumerate(gradients_of_two_ranks(subject, solver, name=problem.gradient)):
+    for rank, found in enumerate(run_two_ranks(rank_gradient, subject, solver, name=problem.gradient)):
         error = relative_error(found, expected)
         require(
             error < 1e-10,
             problem.gradient,
             "ddp",
-            f"rank {rank} of 2 has a gradient that differs by {error:.1e} from the mean of both shards'; "
-            "let gradients flow through autograd to the parameters, and ask nothing of the rank",
+            f"the gradient on rank {rank} of 2 differs by {error:.1e} from the mean over both shards; "
+            "let gradients flow through autograd to the parameters, and do not depend on the rank",
         )
 
 
 def _shard(rank: int) -> Tensor:
-    """Return the data of a rank; the second's is harder."""
+    """Return the data of a rank; those of rank 1 are harder."""
     return (inputs(5 + rank).detach() * (0.1 + 2 * rank)).requires_grad_()
 
 
 def rank_gradient(subject: Subject, solver: Solver | SolverSpec | None, rank: int) -> Tensor:
-    """Return what the parameter's gradient is on one of two ranks, (F, F), within a process group."""
+    """Return the gradient of the parameter on one of two ranks, (F, F), in a process group."""
     problem = nn.parallel.DistributedDataParallel(Problem(subject, solver=solver))
     weighted(problem(_shard(rank)).z).backward()
     gradient = problem.module.weight.grad
@@ -304,12 +304,12 @@ def check_gradient(
 
     Args:
         subject: the estimator or its spec.
-        oracle: what its gradient claims to be: ``"implicit"``, ``"computation"``, or what it puts in place
-            of ``(I − J)^{-1}``, a function of J, (F, F) to (F, F).
-        solver: what to search with; Picard by default.
+        oracle: the gradient that the estimator claims to compute: ``"implicit"``, ``"computation"``, or a
+            function of J, (F, F) to (F, F), that replaces ``(I − J)^{-1}``.
+        solver: solver of the search; Picard by default.
 
     Raises:
-        ContractError: naming the estimator, the contract and what to look at.
+        ContractError: names the estimator, the broken contract and a remedy.
 
     """
     for contract in GRADIENT_CONTRACTS.values():

@@ -1,4 +1,4 @@
-"""What a mixer must hold as a module: gradients, types, copies, the meta device, and what its spec says."""
+"""Contracts of a mixer as a module: gradients, types, copies, the meta device, costs in its spec."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from implicit_blocks.weights.weight_norm import add_weight_norm
 
 
 def gradients(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Gradients in z, u and every parameter agree with finite differences, through states too."""
+    """Check the gradients of z, u and every parameter, also through states, against finite differences."""
     mixer = make(spec, d_model)
     z, u = (part[:1, :5].clone() for part in inputs(mixer, d_model))
     tensors = {"z": z.requires_grad_(), "u": u.requires_grad_(), **dict(mixer.named_parameters())}
@@ -43,14 +43,14 @@ def gradients(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                 abs(numeric - analytic) <= 1e-6 * max(1.0, abs(numeric)),
                 mixer,
                 "gradients",
-                f"through {way}, along a random direction of {name}, the gradient says {analytic:.8g}, "
+                f"through {way}, along a random direction of {name}, the gradient is {analytic:.8g}, "
                 f"finite differences {numeric:.8g}; detach nothing",
             )
 
 
 @torch.no_grad()
 def low_precision(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that it works with bfloat16 weights and under autocast, the residual stream in float32."""
+    """Check the accuracy with bfloat16 weights, and under autocast with a float32 residual stream."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     expected = forward(mixer, z, u)
@@ -65,16 +65,16 @@ def low_precision(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                     y.is_floating_point() and error < 0.1,
                     mixer,
                     "low precision",
-                    f"with {name} outputs are off by {error:.2f} (windows ending at {cuts}); cast inputs to "
-                    "the weights' type, and keep sums and states over many tokens in float32",
+                    f"with {name} outputs have error {error:.2f} (windows ending at {cuts}); cast inputs to "
+                    "the type of the weights, and keep sums and states over many tokens in float32",
                 )
 
 
 def copies(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that a deep copy, and a mixer that loads the state dict, compute the same."""
+    """Check that a deep copy, and a mixer that loads the state dict, compute the same values."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
-    forward(mixer, z, u)  # with gradients: nothing of it may stay behind in the module
+    forward(mixer, z, u)  # with gradients: the module must keep nothing of this call
     torch.manual_seed(7)
     loaded: Mixer = build(spec, d_model=d_model).double()
     loaded.load_state_dict(mixer.state_dict())
@@ -85,18 +85,18 @@ def copies(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                 torch.equal(forward(other, z, u), expected),
                 mixer,
                 name,
-                "the copy computes something else; "
-                "keep everything learned in parameters or persistent buffers",
+                "the copy computes different values; "
+                "store everything learned in parameters or persistent buffers",
             )
 
 
 def meta_build(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that it builds on the meta device, and computes the same once it has loaded a state dict."""
+    """Check that the mixer builds on the meta device and computes the same after loading a state dict."""
     mixer = make(spec, d_model)
     with torch.device("meta"):
         empty: Mixer = build(spec, d_model=d_model)
     on_meta = all(p.is_meta for p in empty.parameters())
-    require(on_meta, mixer, "meta build", "a parameter was made on a device of its own choice")
+    require(on_meta, mixer, "meta build", "a parameter was created on an explicit device")
     empty = empty.to_empty(device="cpu").double()
     with torch.no_grad():
         for parameter in empty.parameters():
@@ -117,13 +117,13 @@ def meta_build(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             torch.equal(forward(empty, z, u), forward(mixer, z, u)),
             mixer,
             "meta build",
-            "something beyond parameters and persistent buffers was lost; make it in prepare",
+            "state outside of parameters and persistent buffers was lost; create it in prepare",
         )
 
 
 @torch.no_grad()
 def injection_width(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that the injection has the width that mixer and spec say, counts, and is nothing when zero."""
+    """Check the injection's width, that it changes the output, and that zeros equal no injection."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     stated = spec.injection_width(d_model)
@@ -131,7 +131,7 @@ def injection_width(spec: MixerSpec, d_model: int = D_MODEL) -> None:
         stated is None or stated == mixer.injection_width,
         mixer,
         "injection width",
-        f"the spec says {stated}, the mixer {mixer.injection_width}",
+        f"the spec's width is {stated}, the mixer's {mixer.injection_width}",
     )
     plain = forward(mixer, z, None)
     error = relative_error(forward(mixer, z, torch.zeros_like(u)), plain)
@@ -139,18 +139,18 @@ def injection_width(spec: MixerSpec, d_model: int = D_MODEL) -> None:
         error < TOLERANCE,
         mixer,
         "injection width",
-        f"an injection of zeros differs from none by {error:.1e}; add u to the input projection",
+        f"an injection of zeros differs from no injection by {error:.1e}; add u to the input projection",
     )
     require(
         relative_error(forward(mixer, z, u), plain) > TOLERANCE,
         mixer,
         "injection width",
-        "the injection changes nothing; add u to the input projection, or an implicit model sees no tokens",
+        "the injection has no effect; add u to the input projection: it carries the tokens",
     )
 
 
 def costs(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that the spec lists and counts the parameters as they are built, where it tells them at all."""
+    """Check the spec's parameter shapes, parameter counts and FLOPs, where they are not None."""
     with torch.device("meta"):
         mixer: Mixer = build(spec, d_model=d_model)
     listed = spec.parameter_shapes(d_model)
@@ -159,7 +159,7 @@ def costs(spec: MixerSpec, d_model: int = D_MODEL) -> None:
         listed is None or listed == built,
         mixer,
         "costs",
-        f"parameter_shapes({d_model}) says {listed}; built are {built}",
+        f"parameter_shapes({d_model}) returns {listed}; the mixer has {built}",
     )
     weights = sum(parameter.numel() for parameter in mixer.parameters())
     add_weight_norm(mixer)
@@ -169,13 +169,13 @@ def costs(spec: MixerSpec, d_model: int = D_MODEL) -> None:
         counted is None or tuple(counted) == (weights, gains),
         mixer,
         "costs",
-        f"parameter_count({d_model}) says {counted and tuple(counted)}; built are {weights} weights, and "
-        f"{gains} rows that weight norm gives a gain",
+        f"parameter_count({d_model}) returns {counted and tuple(counted)}; the mixer has {weights} weights, "
+        f"and {gains} rows with a gain of weight norm",
     )
     operations = spec.flops_per_token(d_model, 64)
     require(
         operations is None or operations > 0,
         mixer,
         "costs",
-        f"flops_per_token({d_model}, 64) says {operations}; return None for what is not known",
+        f"flops_per_token({d_model}, 64) returns {operations}; return None if unknown",
     )

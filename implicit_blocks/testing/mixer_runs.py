@@ -1,4 +1,4 @@
-"""Running a mixer by hand, in float64, on inputs that are always the same: what its contracts share.
+"""Helpers that run a mixer on fixed inputs in float64, for its contracts and for plugins' tests.
 
 Shape legend: B batch, L tokens, D model width, U injection width.
 """
@@ -23,11 +23,11 @@ D_MODEL, BATCH, LENGTH = 16, 3, 9
 TOLERANCE = 1e-9
 
 CUTS = ([LENGTH], [1, LENGTH], [4, 5, LENGTH], list(range(1, LENGTH + 1)))
-"""Where windows end."""
+"""End positions of windows."""
 
 
 def make(spec: MixerSpec, d_model: int) -> Mixer:
-    """Build the mixer in float64, its parameters off their first values: 0 and 1 would hide mistakes."""
+    """Build the mixer in float64 with perturbed parameters: initial values of 0 and 1 would hide errors."""
     torch.manual_seed(0)
     mixer = build(spec, d_model=d_model)
     require(isinstance(mixer, Mixer), mixer, "is a Mixer", "derive it from implicit_blocks.Mixer")
@@ -35,7 +35,7 @@ def make(spec: MixerSpec, d_model: int) -> Mixer:
     with torch.no_grad():
         for parameter in mixer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
-    return mixer  # type: ignore[no-any-return]  # what a builder returns has no type
+    return mixer  # type: ignore[no-any-return]  # builders are untyped
 
 
 def inputs(mixer: Mixer, d_model: int, *, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -54,7 +54,7 @@ def begin(
     max_seq_len: int | None = None,
     device: torch.device | None = None,
 ) -> SequenceState:
-    """Return the state before the first token, on the CPU unless told otherwise."""
+    """Return the state before the first token, on the CPU by default."""
     options = {} if max_seq_len is None else {"max_seq_len": max_seq_len}
     device = torch.device("cpu") if device is None else device
     state = mixer.initial_state(batch, device=device, dtype=dtype, **options)
@@ -72,9 +72,9 @@ def commit(
     start: SequenceState | None = None,
     tell_all: bool = True,
 ) -> tuple[Tensor, SequenceState]:
-    """Mix windows that end at ``cuts``, committing each; return all outputs and what they leave.
+    """Mix windows that end at ``cuts``, committing each; return all outputs and the final state.
 
-    Without ``tell_all`` windows that have no padding are not told of the padding in others.
+    Without ``tell_all``, windows without padding receive no mask, even if other windows have padding.
     """
     committed = begin(mixer, z.shape[0]) if start is None else start
     outputs, first = [], 0
@@ -101,12 +101,12 @@ def commit(
 
 
 def require_untouched(mixer: Mixer, z: Tensor, before: Tensor) -> None:
-    """Check that a mixer has not written into the window that it was given."""
+    """Check that a mixer has not written to its input window."""
     require(
-        torch.equal(z.nan_to_num(), before.nan_to_num()),  # at padding there may be anything
+        torch.equal(z.nan_to_num(), before.nan_to_num()),  # values at padding are arbitrary
         mixer,
         "window untouched",
-        "forward and advance must not write into z; the search goes on from it",
+        "forward and advance must not write to z; the search continues from it",
     )
 
 
@@ -120,13 +120,13 @@ def run(
     documents: Tensor | None = None,
     start: SequenceState | None = None,
 ) -> tuple[Tensor, State]:
-    """Do as ``commit`` does; return all outputs and the mixer's last state."""
+    """As ``commit``; return all outputs and the mixer's final state."""
     y, committed = commit(mixer, z, u, cuts, valid=valid, documents=documents, start=start)
     return y, committed.layers[0]
 
 
 def forward(mixer: Mixer, z: Tensor, u: Tensor | None, *, valid: Tensor | None = None) -> Tensor:
-    """Mix one window from the start, as an iteration does."""
+    """Mix one window from the initial state, as an iteration does."""
     committed = begin(mixer, z.shape[0])
     window = committed.window(z.shape[1], valid_BL=valid, documents_BL=None, dtype=z.dtype)
     given = z.clone()
@@ -138,11 +138,11 @@ def forward(mixer: Mixer, z: Tensor, u: Tensor | None, *, valid: Tensor | None =
         f"forward returned a {type(y).__name__}; return the mixed window alone, and its state from advance",
     )
     require_untouched(mixer, z, given)
-    return y  # type: ignore[no-any-return]  # a tensor, as it has just been seen
+    return y  # type: ignore[no-any-return]  # checked above
 
 
 def state_error(actual: State, expected: State) -> float:
-    """Return the largest relative error of a state's tensors; infinite where anything else differs."""
+    """Return the largest relative error of a state's tensors; infinite if anything else differs."""
     pairs = (pytree.tree_leaves(actual), pytree.tree_leaves(expected))
     if len(pairs[0]) != len(pairs[1]):
         return float("inf")

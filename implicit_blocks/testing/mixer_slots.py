@@ -1,6 +1,6 @@
-"""What a mixer must hold where it offers more than windows: tokens taken back, and slots.
+"""Contracts of optional features of a mixer: truncation of the state, and slots.
 
-Neither is asked for: a mixer that can't says so by ``ValueError``, as the base class does.
+A mixer without one of them raises ``ValueError``, as the base class does.
 
 Shape legend: S slots, R of them in a step.
 """
@@ -28,7 +28,7 @@ from implicit_blocks.testing.mixer_runs import (
 
 @torch.no_grad()
 def truncate(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that tokens taken back leave no trace, or that they can't be and ``truncate`` says so."""
+    """Check that truncated tokens have no effect, or that ``truncate`` raises an error."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     z_other, u_other = inputs(mixer, d_model, seed=2)
@@ -42,7 +42,7 @@ def truncate(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             False,
             mixer,
             "truncate",
-            "truncates is False, yet truncate returned a state; say truncates = True, or raise ValueError",
+            "truncates is False, but truncate returned a state; set truncates = True, or raise ValueError",
         )
     for max_seq_len in (None, 2 * LENGTH):
         for kept in (1, 4, 8):
@@ -57,26 +57,26 @@ def truncate(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                 error < TOLERANCE,
                 mixer,
                 "truncate",
-                f"tokens behind the first {kept} of {LENGTH} (capacity {max_seq_len}) differ by {error:.1e} "
-                "from those of a text that never was longer; return the state as those tokens left it",
+                f"tokens after the first {kept} of {LENGTH} (max_seq_len {max_seq_len}) differ by "
+                f"{error:.1e} from a sequence never longer; return the state as it was after those tokens",
             )
 
 
 PROMPTS = (2, 5, 1)
 STEPS: tuple[tuple[list[int] | None, list[int]], ...] = (
     (None, [0, 1, 2]),
-    ([2, 0], [2]),  # a slot whose search goes on is called, and commits nothing
+    ([2, 0], [2]),  # a slot that still iterates is called and commits nothing
     (None, [0, 1]),
     ([1], [1]),
-    ([0, 3, 2], [0, 2]),  # an idle slot fills a step up
+    ([0, 3, 2], [0, 2]),  # an idle slot pads the step
     (None, [1, 2]),
 )
-"""The slots of each call, None being all, and those that commit."""
+"""The slots of each call (None: all), and those that commit."""
 
 
 @torch.no_grad()
 def slots(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that rows at lengths of their own are mixed as if alone, or that there are no slots."""
+    """Check that slots of different lengths are independent, or that there are no slots."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     cpu = torch.device("cpu")
@@ -91,7 +91,7 @@ def slots(spec: MixerSpec, d_model: int = D_MODEL) -> None:
         _prefill(mixer, states, slot, z[slot, :prompt], u[slot, :prompt])
         lengths[slot] = prompt
     for step, (chosen, committing) in enumerate(STEPS):
-        if step == len(STEPS) - 1:  # the second slot's text has ended; another takes its place
+        if step == len(STEPS) - 1:  # the sequence in slot 1 has ended; a new one replaces it
             row_of[1] = 0
             _prefill(mixer, states, 1, z[0, :3], u[0, :3])
             lengths[1] = 3
@@ -107,7 +107,7 @@ def slots(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             for x in (z, u)
         ]
         z_step, u_step = (x[:, None] for x in tokens)
-        mixer(z_step.flip(0) - 1, u_step, state, context)  # an iterate on the way leaves nothing behind
+        mixer(z_step.flip(0) - 1, u_step, state, context)  # an iteration must have no side effect
         iterated = mixer(z_step, u_step, state, context)
         final, after = mixer.advance(z_step, u_step, state, context)
         states.write(index, after, torch.tensor([slot in committing for slot in rows]))
@@ -120,17 +120,16 @@ def slots(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                 error < TOLERANCE,
                 mixer,
                 "slots",
-                f"call {step + 1}: the token behind {int(lengths[slot])} others in slot {slot} differs by "
-                f"{error:.1e} from that of its text alone; look at enter and settle, at what `gather` gives "
-                "for "
-                "some slots and for all, and write where it was committed only",
+                f"call {step + 1}: the token after {int(lengths[slot])} others in slot {slot} differs by "
+                f"{error:.1e} from that of its sequence alone; check prefill, commit and gather (for "
+                "some slots and for all), and write only to committed positions",
             )
         for slot in committing:
             lengths[slot] += 1
 
 
 def _prefill(mixer: Mixer, states: SlotStates, slot: int, z_LD: Tensor, u_LU: Tensor) -> None:
-    """Commit a prompt to a slot, in two windows where it has several tokens."""
+    """Commit a prompt to a slot, in two windows if it has several tokens."""
     count = z_LD.shape[0]
     start = SequenceState(1, 0, torch.zeros(1, dtype=torch.int64), (states.prefill(slot),))
     cuts = [count] if count == 1 else [1, count]

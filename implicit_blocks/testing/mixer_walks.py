@@ -1,7 +1,8 @@
-"""Every row of a batch is mixed as if it were alone, without padding: a walk over what windows can be.
+"""Check that padding, documents and windows do not change a row: all combinations.
 
-The contracts of ``check_mixer`` hold every mixer to padding on either side of a window's tokens. This goes
-further, as the library's own mixers do: padding anywhere, packed documents, any cut, and every gradient.
+The contracts of ``check_mixer`` require padding on either side of a window's tokens of every mixer. This
+check adds padding at any position, packed documents, any cut into windows, and every gradient; the library's
+own mixers satisfy it.
 
 Shape legend: B batch, L tokens, D model width, U injection width.
 """
@@ -16,10 +17,10 @@ from implicit_blocks.testing.contract import relative_error, require
 from implicit_blocks.testing.mixer_runs import D_MODEL, commit, make
 
 PADDINGS = ("none", "left", "right", "between", "holes")
-"""Where padding stands in a row: nowhere, before or behind its tokens, between two texts, anywhere."""
+"""Positions of padding in a row: none, before or after the tokens, between two texts, anywhere."""
 
 CUTS = ("one window", "ragged windows", "tokens")
-"""How a sequence is cut into windows."""
+"""How a sequence is divided into windows."""
 
 FURTHER = 3
 ROWS = 4
@@ -35,10 +36,10 @@ def check_walk(
     d_model: int = D_MODEL,
     length: int = 20,
 ) -> None:
-    """Check that rows with padding and documents, in windows, are mixed as if alone and without either.
+    """Check that rows with padding and documents, in windows, equal the same tokens alone.
 
-    Outputs, the answers to further tokens behind the final state, and the gradients of both in z, u and
-    every parameter; in float64.
+    Compares outputs, the outputs of further tokens after the final state, and the gradients of both with
+    respect to z, u and every parameter, in float64.
 
     Args:
         spec: a registered mixer spec that fits ``d_model``.
@@ -49,8 +50,8 @@ def check_walk(
         length: tokens of a row, at least 9.
 
     Raises:
-        ContractError: naming the mixer, the row, and how far off it is.
-        ValueError: for a padding or cut that is none of the known ones.
+        ContractError: names the mixer, the row, and the error.
+        ValueError: unknown padding or cuts.
 
     """
     mixer = make(spec, d_model)
@@ -85,7 +86,7 @@ def check_walk(
         bool(everything.isfinite().all()),
         mixer,
         "rows as if alone",
-        f"({what}) some output is not finite, be it at padding; the layers above would spread it",
+        f"({what}) an output is not finite, possibly at padding; the layers above would propagate it",
     )
     weights = torch.randn(everything.shape, dtype=torch.float64, generator=generator)
     loss = expected_loss = torch.zeros((), dtype=torch.float64)
@@ -103,7 +104,7 @@ def check_walk(
                 mixer,
                 "rows as if alone",
                 f"({what}) row {row} differs by {error:.1e} from its real tokens alone (by document); "
-                "padding must not count, and no document sees another",
+                "padding and other documents must have no effect",
             )
             loss = loss + (everything[pick] * weights[pick]).sum()
             expected_loss = expected_loss + (alone * weights[pick]).sum()
@@ -136,7 +137,7 @@ def _ends(cuts: str, length: int) -> list[int]:
 
 
 def _valid(padding: str, length: int, generator: torch.Generator) -> Tensor | None:
-    """Return where the tokens of the rows are real, (B, L) bool: the first row has no padding."""
+    """Return which tokens are real, (B, L) bool; the first row has no padding."""
     if padding == "none":
         return None
     valid = torch.ones(ROWS, length, dtype=torch.bool)
@@ -146,7 +147,7 @@ def _valid(padding: str, length: int, generator: torch.Generator) -> Tensor | No
             valid[row, :count] = False
         elif padding == "right":
             valid[row, length - count :] = False
-        elif padding == "between":  # a batch of prompts, padded on the right, goes on together
+        elif padding == "between":  # a batch of prompts padded on the right is continued
             valid[row, middle - min(count, middle - 1) : middle] = False
         elif padding == "holes":
             share = (1.0, 0.8, 0.5, 0.1)[row]

@@ -1,4 +1,4 @@
-"""What a mixer must hold about tokens, windows, rows and states; everything runs in float64."""
+"""Contracts of a mixer about tokens, windows, rows and states, in float64."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from implicit_blocks.testing.mixer_runs import (
 
 @torch.no_grad()
 def causality(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """No token's output depends on a later token."""
+    """Check that the output of a token does not depend on later tokens."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     z_other, u_other = inputs(mixer, d_model, seed=2)
@@ -46,18 +46,20 @@ def causality(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             error < TOLERANCE,
             mixer,
             "causality",
-            f"changing the tokens from {position} on moved earlier outputs by {error:.1e}; mask later tokens",
+            f"changing tokens from {position} on changes earlier outputs by {error:.1e}; mask later tokens",
         )
 
 
 @torch.no_grad()
 def window_splits(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Any way of cutting the sequence into windows gives the same outputs and the same final state."""
+    """Check that any division into windows gives the same outputs and the same final state."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     for injection in (u, None):
         whole = forward(mixer, z, injection)
-        require(whole.shape == z.shape, mixer, "shape", f"{tuple(whole.shape)} came out of {tuple(z.shape)}")
+        require(
+            whole.shape == z.shape, mixer, "shape", f"output {tuple(whole.shape)} for input {tuple(z.shape)}"
+        )
         _, expected_state = run(mixer, z, injection, [LENGTH])
         for cuts in CUTS:
             parts, state = run(mixer, z, injection, cuts)
@@ -67,21 +69,21 @@ def window_splits(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                 mixer,
                 "window splits",
                 f"windows ending at {cuts} differ from one window by {error:.1e}; "
-                "look at the state and positions",
+                "check the state and positions",
             )
             error = state_error(state, expected_state)
             require(
                 error < TOLERANCE,
                 mixer,
                 "window splits",
-                f"windows ending at {cuts} leave another final state than one window, by {error:.1e}; "
-                "a state depends on the tokens and not on how they were cut",
+                f"windows ending at {cuts} change the final state by {error:.1e} compared to one window; "
+                "a state must depend on the tokens only, not on the windows",
             )
 
 
 @torch.no_grad()
 def state_untouched(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that iterating on a window changes neither the committed state nor later answers."""
+    """Check that iterating on a window changes neither the committed state nor later outputs."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     _, state = run(mixer, z, u, [4])
@@ -99,13 +101,13 @@ def state_untouched(spec: MixerSpec, d_model: int = D_MODEL) -> None:
         state_error(state, before) == 0 and torch.equal(first, again),
         mixer,
         "state untouched by iteration",
-        "forward and advance must return new tensors and leave the state given to them as it was",
+        "forward and advance must return new tensors and must not modify the given state",
     )
 
 
 @torch.no_grad()
 def batch_independence(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that no row depends on other rows, and that ``select_rows`` picks the rows of a state."""
+    """Check that rows are independent and that ``select_rows`` selects rows of a state."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     whole, state = run(mixer, z, u, [5, LENGTH])
@@ -123,13 +125,13 @@ def batch_independence(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             state_error(mixer.select_rows(state, index), alone_state) < TOLERANCE,
             mixer,
             "select_rows",
-            f"row {row} of the state is not what row {row} alone leaves",
+            f"row {row} of the state differs from the state of row {row} alone",
         )
 
 
 @contextmanager
 def accepting_padding(mixer: Mixer) -> Iterator[None]:
-    """Name the contract where a mixer refuses padding: packed documents alone may be refused."""
+    """Report a mixer that rejects padding: only packed documents may be rejected."""
     try:
         yield
     except (ValueError, NotImplementedError) as error:
@@ -137,14 +139,14 @@ def accepting_padding(mixer: Mixer) -> Iterator[None]:
             False,
             mixer,
             "padding",
-            f"it refuses padding ({error}); every batch of unequal rows has it, and prepare may refuse "
-            "packed documents only",
+            f"prepare rejects padding ({error}); every batch of unequal rows has padding, and only "
+            "packed documents may be rejected",
         )
 
 
 @torch.no_grad()
 def padding(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that padding, left or right, changes no real token's output, whatever stands there."""
+    """Check that padding on either side, of any value, does not change the outputs of real tokens."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     for name, real in (("left", slice(3, LENGTH)), ("right", slice(0, LENGTH - 3))):
@@ -157,8 +159,8 @@ def padding(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             error < TOLERANCE and bool(padded.isfinite().all()),
             mixer,
             "padding",
-            f"padding on the {name} moved real tokens by {error:.1e}, or made values that are not finite; "
-            "honor window.valid_BL and positions_BL",
+            f"padding on the {name} changes real tokens by {error:.1e}, or creates non-finite values; "
+            "use window.valid_BL and positions_BL",
         )
 
 
@@ -166,12 +168,12 @@ PADDED_WINDOWS = """
     111111111
     001101111
     110011110
-"""  # left or right of each window's tokens, windows being cut at 4 at least; ``check_walk`` has gaps too
+"""  # on one side of each window's tokens if windows end at 4; ``check_walk`` has gaps too
 
 
 @torch.no_grad()
 def padded_windows(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that rows padded differently, across several windows, are mixed as if alone without padding."""
+    """Check that rows with different padding in several windows equal the same tokens without padding."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     valid = torch.tensor([[flag == "1" for flag in row] for row in PADDED_WINDOWS.split()])
@@ -187,15 +189,15 @@ def padded_windows(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                 mixer,
                 "padded windows",
                 f"with windows ending at {cuts}, row {row} (real: {PADDED_WINDOWS.split()[row]}) differs by "
-                f"{error:.1e} from the same tokens without padding; the state must take in real tokens only",
+                f"{error:.1e} from the same tokens without padding; only real tokens may update the state",
             )
 
 
 @torch.no_grad()
 def documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that documents packed into a row see neither each other nor padding; or are refused.
+    """Check that packed documents and padding do not affect each other.
 
-    ``prepare`` may refuse them, by a ValueError.
+    ``prepare`` may reject documents with a ValueError.
     """
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
@@ -207,7 +209,7 @@ def documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
     try:
         whole, _ = run(mixer, z, u, [LENGTH], documents=packed)
     except (ValueError, NotImplementedError):
-        return  # said so; what may not be is mixing them up
+        return  # rejecting is allowed, mixing documents is not
     for valid in (None, right_padding, left_padding):
         whole, _ = run(mixer, z, u, [LENGTH], documents=packed, valid=valid)
         for cuts in CUTS:
@@ -228,20 +230,21 @@ def documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                     error < TOLERANCE,
                     mixer,
                     "documents",
-                    f"document {document} moved by {error:.1e} when others in its row{padded} changed, with "
-                    f"windows ending at {cuts}; honor window.documents_BT, or raise ValueError in prepare",
+                    f"document {document} changes by {error:.1e} when others in its row{padded} change, with "
+                    f"windows ending at {cuts}; use window.documents_BT, or raise ValueError in prepare",
                 )
 
 
 PADDED_DOCUMENTS = (("000111222", "000111222", "001111122"), ("011222222", "001112222", "011111222"))
-"""For those rows: padding is said to be of the document before it, of the one behind it, or to begin one."""
+"""Document numbers for these rows: padding belongs to the document before or after it, or is its own."""
 
 
 @torch.no_grad()
 def padded_documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that each document of rows padded window by window is mixed as if it were alone; or refused.
+    """Check that documents equal their tokens alone in rows padded in several windows.
 
-    Whatever document padding is said to be of: it cuts none, and joins none.
+    ``prepare`` may reject this. The document number of padding is arbitrary: it must neither separate nor
+    join documents.
     """
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
@@ -253,7 +256,7 @@ def padded_documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
             try:
                 mixed, _ = run(mixer, z, u, cuts, valid=valid, documents=packed)
             except (ValueError, NotImplementedError):
-                return  # documents, or padding between them, are refused
+                return  # documents, or padding between them, are rejected
             for row in range(BATCH):
                 for document in packed[row, valid[row]].unique():
                     pick = slice(row, row + 1), valid[row] & (packed[row] == document)
@@ -271,7 +274,7 @@ def padded_documents(spec: MixerSpec, d_model: int = D_MODEL) -> None:
 
 @torch.no_grad()
 def max_seq_len(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that room reserved for tokens, enough or not, changes no output."""
+    """Check that ``max_seq_len``, sufficient or not, does not change outputs."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
     whole = forward(mixer, z, u)
@@ -283,6 +286,6 @@ def max_seq_len(spec: MixerSpec, d_model: int = D_MODEL) -> None:
                 error < TOLERANCE,
                 mixer,
                 "max_seq_len",
-                f"initial_state(max_seq_len={reserved}) moves outputs by {error:.1e} (windows ending at "
+                f"initial_state(max_seq_len={reserved}) changes outputs by {error:.1e} (windows ending at "
                 f"{cuts})",
             )

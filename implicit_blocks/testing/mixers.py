@@ -1,6 +1,6 @@
-"""The contracts of a mixer, each a function of its spec.
+"""The contracts of a mixer; each is a function of its spec.
 
-``check_mixer(MySpec(...))`` runs them all; ``MIXER_CONTRACTS`` names them, for a test each:
+``check_mixer(MySpec(...))`` runs all; ``MIXER_CONTRACTS`` names them, to write one test each:
 
 ```python
 @pytest.mark.parametrize("contract", MIXER_CONTRACTS)
@@ -48,11 +48,11 @@ def check_mixer(spec: MixerSpec, *, d_model: int = D_MODEL) -> None:
     """Run every contract on the mixer that the spec builds.
 
     Args:
-        spec: a registered mixer spec that fits ``d_model``; small widths keep it fast.
+        spec: a registered mixer spec that fits ``d_model``; small widths are faster.
         d_model: width of the residual stream.
 
     Raises:
-        ContractError: naming the mixer, its plugin, the contract and what to look at.
+        ContractError: names the mixer, its plugin, the broken contract and a remedy.
 
     """
     for contract in MIXER_CONTRACTS.values():

@@ -1,4 +1,4 @@
-"""What a plugin's distribution must hold, whatever it brings: its kinds are known, and cheaply."""
+"""The contract of a plugin's distribution: its kinds are registered without importing torch."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ print(json.dumps({"owners": owners, "torch": "torch" in sys.modules}))
 
 
 def check_plugin(distribution: str, *kinds: tuple[str, str]) -> None:
-    """Check what an installed plugin promises, in a process in which no other plugin is in use.
+    """Check the registration of an installed plugin, in a process without other plugins.
 
     ```python
     check_plugin("acme-blocks", ("solver", "acme.halfway"), ("mixer", "acme.shift"))
     ```
 
-    Its entry point loads, the kinds are registered as its own, and knowing them imports no torch: so specs
-    can be read and checked in a moment, and on machines without it.
+    The entry point must load, the kinds must belong to the plugin, and looking them up must not import torch,
+    so that specs can be validated quickly and on machines without torch.
 
     Args:
         distribution: its name, as in its ``pyproject.toml``.
-        *kinds: family and kind of each component that it brings.
+        *kinds: family and kind of each component of the plugin.
 
     Raises:
-        ContractError: naming what does not hold.
+        ContractError: names the broken contract.
 
     """
     plugin = f"plugin {distribution}"
@@ -51,9 +51,9 @@ def check_plugin(distribution: str, *kinds: tuple[str, str]) -> None:
     require(
         bool(points),
         plugin,
-        "it is installed",
+        "installed",
         f"no installed distribution of that name has an entry point in group {GROUP!r}; "
-        "install it (python -m pip install -e FOLDER), and look at the entry point",
+        "install it (python -m pip install -e FOLDER) and check the entry point",
     )
     done = subprocess.run(
         [sys.executable, "-c", _ASK, json.dumps(kinds)],
@@ -62,13 +62,13 @@ def check_plugin(distribution: str, *kinds: tuple[str, str]) -> None:
         check=False,
         env={**os.environ, registry.PLUGINS_VARIABLE: ",".join(points)},
     )
-    require(done.returncode == 0, plugin, "its entry point loads", done.stderr)
+    require(done.returncode == 0, plugin, "entry point loads", done.stderr)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     for kind, owner in found["owners"].items():
-        require(owner == distribution, plugin, "its kinds are its own", f"{kind} belongs to {owner}")
+        require(owner == distribution, plugin, "owns its kinds", f"{kind} belongs to {owner}")
     require(
         not found["torch"],
         plugin,
-        "knowing its kinds imports no torch",
-        'give the builder as a string, "package.module:Class", and keep specs in a module that imports none',
+        "looking up kinds imports no torch",
+        'register the builder as a string, "package.module:Class", and keep torch out of the spec module',
     )

@@ -1,6 +1,6 @@
-"""The contracts of a solver, each a function of one or of its spec.
+"""The contracts of a solver; each is a function of a solver or its spec.
 
-``check_solver(MySpec(...))`` runs them all; ``SOLVER_CONTRACTS`` names them, for a test each:
+``check_solver(MySpec(...))`` runs all; ``SOLVER_CONTRACTS`` names them, to write one test each:
 
 ```python
 @pytest.mark.parametrize("contract", SOLVER_CONTRACTS)
@@ -33,7 +33,7 @@ ROWS, FEATURES = 4, 12
 
 @dataclass(frozen=True)
 class AffineMap:
-    """``f(z) = J z + b`` for each element, (E, F, F) and (E, F); a ``RowMap``."""
+    """``f(z) = J z + b`` for each element, with J (E, F, F) and b (E, F); a ``RowMap``."""
 
     jacobian: Tensor
     offset: Tensor
@@ -57,8 +57,8 @@ def contraction(
 ) -> tuple[AffineMap, Tensor]:
     """Return an affine map and its fixed point, (E, F).
 
-    The Jacobians are symmetric, their eigenvalues spread over [−rate, rate]; one rate for all elements, or
-    one each.
+    The Jacobians are symmetric with eigenvalues spread over [−rate, rate]; the rate is one number, or one
+    per element.
     """
     generator = torch.Generator().manual_seed(seed)
     random = torch.randn(rows, features, features, dtype=torch.float64, generator=generator)
@@ -82,7 +82,7 @@ def _search(solver: Solver, *, compact: bool = False, **stopping: Any) -> Search
 
 
 def contractions(subject: Solver | SolverSpec) -> None:
-    """Check that it finds the fixed point of contractions, every row of them, and says so."""
+    """Check that the solver converges to the fixed point of contractions in every row."""
     solver = _built(subject)
     for rate in (0.3, 0.9):
         f, expected = contraction(rate)
@@ -93,12 +93,12 @@ def contractions(subject: Solver | SolverSpec) -> None:
             solver,
             "contractions",
             f"rate {rate}: {int(solution.converged.sum())} of {ROWS} rows converged, error {error:.1e}; "
-            "the rule must have z = f(z) as its fixed point, and approach it",
+            "the fixed point of the update must be z = f(z), and iterates must approach it",
         )
 
 
 def one_iteration(subject: Solver | SolverSpec) -> None:
-    """With one iteration it returns ``f(z0)``, and a start is not written into."""
+    """Check that one iteration returns ``f(z0)`` and does not modify the start."""
     solver = _built(subject)
     f, expected = contraction(0.5)
     z0 = torch.randn_like(expected)
@@ -113,7 +113,7 @@ def one_iteration(subject: Solver | SolverSpec) -> None:
 
 
 def elements_apart(subject: Solver | SolverSpec) -> None:
-    """Check that an element's path depends on no other element, even one that turns into NaN."""
+    """Check that the iterates of an element do not depend on other elements, even if one becomes NaN."""
     solver = _built(subject)
     f, expected = contraction(0.8)
     z0 = torch.zeros_like(expected)
@@ -130,12 +130,12 @@ def elements_apart(subject: Solver | SolverSpec) -> None:
         error < 1e-12 and bool(dirty.diverged[0]) and not bool(dirty.diverged[1:].any()),
         solver,
         "elements apart",
-        f"a NaN in element 0 moved the others by {error:.1e}; sum over features (dim 1), never over elements",
+        f"a NaN in element 0 changes the others by {error:.1e}; sum over features (dim 1), not over elements",
     )
 
 
 def best_survives(subject: Solver | SolverSpec) -> None:
-    """Check that a NaN in a later step, of some rows and then all, does not cost the best value so far."""
+    """Check that after a NaN in a later step, in some rows and then all, the best value is returned."""
     solver = _built(subject)
     f, expected = contraction(0.8)
     calls = 0
@@ -152,17 +152,17 @@ def best_survives(subject: Solver | SolverSpec) -> None:
         bool(solution.z.isfinite().all()) and bool(solution.diverged.all()),
         solver,
         "best survives",
-        "the value returned after a NaN must be the best before it, reported as diverged; "
-        "hand on what f returned, and write into no tensor given to update",
+        "after a NaN the returned value must be the best before it, reported as diverged; "
+        "return the output of f, and do not write to tensors passed to update",
     )
 
 
 def divergence(subject: Solver | SolverSpec) -> None:
-    """Check that on a map without a reachable fixed point it raises nothing and claims no convergence."""
+    """Check that a map without a reachable fixed point raises no error and reports no convergence."""
     solver = _built(subject)
 
     def grows(z: Tensor) -> Tensor:
-        """Two rows overflow within a few calls, two jump to and fro."""
+        """Two rows overflow within a few calls, two oscillate."""
         return torch.cat((z[:2].square() + 10.0, torch.where(z[2:] > 0, -1.0, 1.0)))
 
     search = _search(solver, tolerance=1e-6, max_iterations=30, norm="absolute")
@@ -171,12 +171,12 @@ def divergence(subject: Solver | SolverSpec) -> None:
         not bool(solution.converged.any()) and bool(solution.z.isfinite().all()),
         solver,
         "divergence",
-        f"{int(solution.converged.sum())} rows claim to have converged where there is no fixed point",
+        f"{int(solution.converged.sum())} rows are reported as converged without a fixed point",
     )
 
 
 def state_layout(subject: Solver | SolverSpec) -> None:
-    """Check that the state's tensors lead with the elements, and that ``update`` writes into nothing."""
+    """Check that the state's tensors lead with the elements and that ``update`` modifies no argument."""
     solver = _built(subject)
     f, expected = contraction(0.5)
     z = torch.randn_like(expected)
@@ -203,13 +203,13 @@ def state_layout(subject: Solver | SolverSpec) -> None:
             same and torch.equal(z, given[0]) and torch.equal(fz, given[1]),
             solver,
             "state layout",
-            "update must return a new point and state, not write into those given",
+            "update must return a new point and state and must not modify its arguments",
         )
         z, state = proposed, after
 
 
 def frozen_elements(subject: Solver | SolverSpec) -> None:
-    """Check that an element that converged never changes by a bit, whatever the others still do."""
+    """Check that a converged element keeps its exact value while others iterate."""
     solver = _built(subject)
     f, expected = contraction([0.05, 0.3, 0.6, 0.9])
     calls: list[tuple[Tensor, Tensor]] = []
@@ -221,20 +221,20 @@ def frozen_elements(subject: Solver | SolverSpec) -> None:
 
     solution = _search(solver, tolerance=1e-8, max_iterations=1000)(recorded, torch.zeros_like(expected))
     for row, count in enumerate(solution.iterations.tolist()):
-        value = calls[count - 1][1][row]  # what f returned to the call that it converged in
+        value = calls[count - 1][1][row]  # the output of f in the call in which it converged
         require(
             all(
                 torch.equal(point, value) for point in (solution.z[row], *(z[row] for z, _ in calls[count:]))
             ),
             solver,
             "frozen elements",
-            f"row {row} converged in {count} iterations and was moved afterwards; "
-            "write into no tensor that update was given",
+            f"row {row} converged in {count} iterations and changed afterwards; "
+            "do not write to tensors passed to update",
         )
 
 
 def selected_elements(subject: Solver | SolverSpec) -> None:
-    """Check that elements can be selected and dropped: the others' steps and solutions stay the same."""
+    """Check that selecting and dropping elements does not change the others' steps and solutions."""
     solver = _built(subject)
     f, expected = contraction([0.05, 0.3, 0.6, 0.9])
     z, rows = torch.randn_like(expected), torch.tensor([3, 1])
@@ -253,8 +253,8 @@ def selected_elements(subject: Solver | SolverSpec) -> None:
             error < 1e-12,
             solver,
             "selected elements",
-            f"elements 3 and 1 by themselves step otherwise than in the batch, by {error:.1e}; "
-            "keep all memory in the state, one row an element",
+            f"elements 3 and 1 alone take different steps than in the batch, by {error:.1e}; "
+            "keep all memory in the state, one row per element",
         )
     whole, compacted = (
         _search(solver, compact=compact, tolerance=1e-8, max_iterations=1000)(f, torch.zeros_like(expected))
@@ -265,12 +265,12 @@ def selected_elements(subject: Solver | SolverSpec) -> None:
         error < 1e-5 and bool(compacted.converged.all()),
         solver,
         "selected elements",
-        f"with rows leaving the batch when done the solution differs by {error:.1e}",
+        f"dropping finished rows from the batch changes the solution by {error:.1e}",
     )
 
 
 def low_precision(subject: Solver | SolverSpec) -> None:
-    """Check that it works on bfloat16 values, and ends near the fixed point."""
+    """Check that the solver runs on bfloat16 values and ends near the fixed point."""
     solver = _built(subject)
     f, expected = contraction(0.5, dtype=torch.bfloat16)
     solution = _search(solver, tolerance=2e-2, max_iterations=60)(
@@ -286,14 +286,14 @@ def low_precision(subject: Solver | SolverSpec) -> None:
 
 
 def differentiable(subject: Solver | SolverSpec) -> None:
-    """Check that its steps carry the gradient that finite differences have, where it says so; in float64."""
+    """Check the gradients of a differentiable solver's steps against finite differences, in float64."""
     solver = _built(subject)
     if isinstance(subject, SolverSpec):
         require(
             subject.differentiable == solver.differentiable,
             solver,
             "differentiable",
-            f"its spec says differentiable = {subject.differentiable}, the solver {solver.differentiable}",
+            f"differentiable is {subject.differentiable} in the spec, {solver.differentiable} in the solver",
         )
     if not solver.differentiable:
         return
@@ -321,14 +321,15 @@ def differentiable(subject: Solver | SolverSpec) -> None:
         error < 1e-5,
         solver,
         "differentiable",
-        f"the gradient of three steps is off by {error:.1e}; detach nothing, or don't say `differentiable`",
+        f"the gradient of three steps has error {error:.1e}; detach nothing, or set differentiable = False",
     )
 
 
 def memory_claim(subject: Solver | SolverSpec) -> None:
-    """Check that the state does not grow, and takes the bytes that the spec's ``state_bytes`` says.
+    """Check that the state does not grow and has the size that the spec's ``state_bytes`` returns.
 
-    That builds it on the meta device, where ``init`` must run, unless the spec overrides it.
+    ``state_bytes`` builds the solver on the meta device, where ``init`` must run, unless the spec overrides
+    it.
     """
     solver = _built(subject)
     for features, dtype in ((FEATURES, torch.float64), (7, torch.float32), (FEATURES, torch.bfloat16)):
@@ -342,7 +343,7 @@ def memory_claim(subject: Solver | SolverSpec) -> None:
             len(set(sizes)) == 1,
             solver,
             "memory claim",
-            f"its state grows from {sizes[0]} to {sizes[-1]} bytes; a state keeps its shapes",
+            f"the state grows from {sizes[0]} to {sizes[-1]} bytes; the shapes of a state must not change",
         )
         if isinstance(subject, SolverSpec):
             claim = subject.state_bytes(features, itemsize=dtype.itemsize)
@@ -350,8 +351,8 @@ def memory_claim(subject: Solver | SolverSpec) -> None:
                 claim * ROWS == sizes[-1],
                 subject,
                 "memory claim",
-                f"state_bytes({features}, itemsize={dtype.itemsize}) says {claim}, "
-                f"an element of the state takes {sizes[-1] / ROWS:g}",
+                f"state_bytes({features}, itemsize={dtype.itemsize}) returns {claim}, "
+                f"but an element of the state takes {sizes[-1] / ROWS:g}",
             )
 
 
@@ -376,10 +377,10 @@ def check_solver(subject: Solver | SolverSpec) -> None:
     """Run every contract on a solver, or on the one that a registered spec builds.
 
     Args:
-        subject: the solver; or its spec, whose claim of memory is then checked too.
+        subject: the solver or its spec; a spec's ``state_bytes`` is checked too.
 
     Raises:
-        ContractError: naming the solver, the contract and what to look at.
+        ContractError: names the solver, the broken contract and a remedy.
 
     """
     for contract in SOLVER_CONTRACTS.values():

@@ -1,4 +1,4 @@
-"""Weights made ready once a forward pass: weight norm computed, cast for autocast, padded."""
+"""Weights prepared once per forward pass: weight norm computed, cast for autocast, padded."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from implicit_blocks.ops.transforms import first_derivatives_only
 from implicit_blocks.weights.weight_norm import WeightNorm, fused, normed_weight
 
 WEIGHTS_COME_AND_GO = "weights_come_and_go"
-"""Name of the attribute that is true for a module that has its weights only while it runs."""
+"""Name of the attribute that is true for modules whose weights exist only while they run."""
 
 
 _THREADS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
-"""By the first module whose weight is cached, the thread that last used it."""
+"""The thread that last used a cache, by the first module whose weight is cached."""
 
 
 class WeightCache:
-    """The weights of modules as they are now, to be used for as many calls as wanted.
+    """The current weights of modules, prepared for any number of calls.
 
-    Layers that have their weights only while they run (`WEIGHTS_COME_AND_GO`, as where each is gathered from
-    other processes for its turn) are left to make them ready themselves.
+    A cache is built once per forward pass, outside the fixed-point loop, in the gradient and autocast mode of
+    the caller. Calls inside ``with weights.activate():`` use it, in the loop and in later recomputations for
+    backward. Gradients flow to the parameters through this single computation.
 
-    Made once a forward pass, outside the fixed-point loop, in the gradient and autocast mode of the caller; a
-    call made inside ``with weights.activate():`` uses them, in the loop as in a later recomputation for
-    backward. Gradients flow to the parameters through the one computation.
+    Layers whose weights exist only while they run (`WEIGHTS_COME_AND_GO`, as where each layer is gathered
+    from other processes) are excluded; they prepare their weights themselves.
     """
 
     def __init__(self, *modules: nn.Module) -> None:
-        # Holders have an attribute ``cached``: our linear layers, and the weight norm of anything else.
+        # Holders have an attribute ``cached``: Linear layers, and the WeightNorm of other modules.
         self._cached: list[tuple[Any, Any]]
         self._joined: dict[nn.Module, list[tuple[Any, Any]]] = {}
         parts = [part for module in modules for part in modules_of(module)]
         for part in parts:
             if isinstance(part, SwiGLU):
-                part.choose_padding()  # before its layers' turn
+                part.choose_padding()  # before its layers are prepared
         self._cached = _ready([part for part in parts if _is_cached(part)], _layers(modules))
 
     def copied(self) -> WeightCache:
-        """Return the same weights in memory of their own, without gradients."""
+        """Return a copy of the weights, without gradients."""
         copy = WeightCache()
         copy._cached = [
             (holder, pytree.tree_map_only(Tensor, lambda t: t.detach().clone(), value))
@@ -56,13 +56,13 @@ class WeightCache:
 
     @torch.no_grad()
     def load_(self, other: WeightCache) -> None:
-        """Take the values of the same modules' weights."""
+        """Copy the values of another cache of the same modules."""
         torch._foreach_copy_(self.tensors(), other.tensors())
 
     def fuse(self, *layers: Linear) -> Tensor | None:
-        """Return the weights of these layers as one, of which each one's becomes a part, in the same memory.
+        """Concatenate the weights of these layers, which become views of the returned tensor.
 
-        None where some of them aren't cached. For weights without gradients.
+        Returns None where one of them is not cached. For weights without gradients.
         """
         places = [at for layer in layers for at, (holder, _) in enumerate(self._cached) if holder is layer]
         if len(places) < len(layers):
@@ -75,7 +75,7 @@ class WeightCache:
         return whole
 
     def as_leaves(self, other: WeightCache) -> WeightCache:
-        """Return the same memory as leaves of autograd, where the weights of ``other`` carry gradients."""
+        """Return autograd leaves on the same memory, which require gradients where ``other``'s tensors do."""
         leaves = WeightCache()
         carry = iter([t.requires_grad for t in other.tensors()])
         leaves._cached = [
@@ -85,16 +85,16 @@ class WeightCache:
         return leaves
 
     def tensors(self) -> list[Tensor]:
-        """Return all of them, in a fixed order."""
+        """Return all cached tensors, in a fixed order."""
         leaves = pytree.tree_leaves([value for _, value in self._cached])
         return [leaf for leaf in leaves if leaf is not None]
 
     def sync_layer_gradients(self, layer: nn.Module) -> None:
-        """Have the gradients of a layer's parameters ready as soon as backward is through with the layer.
+        """Complete the gradients of a layer's parameters as soon as backward leaves the layer.
 
-        To be called within ``activate``, before the layer, where gradients are recorded. Otherwise what made
-        the weights ready, before all calls of the map, goes backwards after all of them, and processes that
-        exchange gradients have nothing to exchange until the very end.
+        Call it within ``activate``, before the layer, while gradients are recorded. Otherwise the preparation
+        of the weights, which precedes all calls of the map, runs backward after all of them, and processes
+        cannot exchange any gradients before the end.
         """
         if (joined := self._joined.get(layer)) is None:
             inside = {id(module) for module in layer.modules()}
@@ -105,10 +105,10 @@ class WeightCache:
 
     @contextmanager
     def activate(self) -> Iterator[None]:
-        """Use the cached weights within; where they are in use already this costs nothing.
+        """Use the cached weights in the ``with`` block; free of cost where they are active already.
 
         Raises:
-            RuntimeError: another thread is using weights of these modules, perhaps of another precision.
+            RuntimeError: if another thread is using weights of these modules.
 
         """
         if self._cached and self._cached[0][0].cached is self._cached[0][1]:
@@ -127,23 +127,23 @@ class WeightCache:
 
 
 def _require_one_thread(holder: Any) -> None:
-    """Refuse weights that another thread holds at this moment; note which one does from here on."""
+    """Raise if another thread has activated these weights; record the current thread."""
     thread = get_ident()
-    # On a GPU a backward pass has a thread of its own, in which steps are computed once more.
+    # On a GPU backward runs in a thread of its own, which recomputes checkpointed steps.
     if torch._C._current_graph_task_id() != -1:
         return
     if holder.cached is not None and _THREADS.get(holder, thread) != thread:
         raise RuntimeError(
-            "the model is in use by another thread; let threads call it in turn, behind a lock, or make each "
-            "a copy of its own beforehand (copy.deepcopy)"
+            "the model is in use by another thread; protect its calls by a lock, or give each thread its own "
+            "copy beforehand (copy.deepcopy)"
         )
     _THREADS[holder] = thread
 
 
 def join(cached: list[tuple[Any, Any]], parameters: list[nn.Parameter]) -> list[tuple[Any, Any]]:
-    """Return the same values behind one node of autograd made now, which hands their gradients on at once.
+    """Return the same values behind a new autograd node, which passes their gradients on together.
 
-    Backward goes through nodes in the order opposite to that in which they were made.
+    Backward visits nodes in the reverse order of their creation.
     """
     leaves, form = pytree.tree_flatten([value for _, value in cached])
     made = [leaf for leaf in leaves if _was_computed(leaf)]
@@ -161,7 +161,7 @@ def _was_computed(value: Any) -> bool:
 
 
 class _Join(torch.autograd.Function):
-    """The identity on tensors made of parameters; in backward their gradients become the parameters'."""
+    """The identity on tensors computed from parameters; backward returns the parameters' gradients."""
 
     @staticmethod
     def forward(ctx: Any, made: list[Tensor], *parameters: Tensor) -> tuple[Tensor, ...]:
@@ -179,13 +179,13 @@ class _Join(torch.autograd.Function):
         if not reached:
             return (None,) * (1 + len(ctx.parameters))
         outputs, grads = zip(*reached, strict=True)
-        # What made the weights is kept: a use of them that was not joined goes back through it by itself.
+        # The graph of the weights is retained: uses that were not joined run backward through it themselves.
         found = torch.autograd.grad(outputs, ctx.parameters, grads, retain_graph=True, allow_unused=True)
         return (None, *found)
 
 
 def _layers(modules: Sequence[nn.Module]) -> dict[int, int]:
-    """Return the number of the layer of each module in it, where layers' gradients are wanted one by one."""
+    """Return each module's layer number, where gradients are delivered layer by layer."""
     layers: list[nn.Module] = []
     for module in modules:
         if getattr(module, "divides_gradients", False):
@@ -194,7 +194,7 @@ def _layers(modules: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def _is_cached(part: nn.Module) -> bool:
-    """Whether a module's weight is made ready: a linear layer's, or one with weight norm."""
+    """Whether a module's weight is cached: a linear layer's, or one with weight norm."""
     if isinstance(part, Linear):
         return True
     parts: Any = part._modules.get("parametrizations")
@@ -207,7 +207,7 @@ def _chain(part: nn.Module) -> Any:
 
 
 def _ready(parts: list[nn.Module], layers: dict[int, int]) -> list[tuple[Any, Any]]:
-    """Make weights ready, all together; they go backwards so, or layer by layer, as numbered."""
+    """Prepare all weights together; they run backward together, or by layer as numbered in ``layers``."""
     layouts = [
         part.layout() if isinstance(part, Linear) else (_chain(part).original1.dtype, 0, 0) for part in parts
     ]
@@ -225,10 +225,10 @@ def _ready(parts: list[nn.Module], layers: dict[int, int]) -> list[tuple[Any, An
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """Return a module and those within it, parents first, but for those whose weights come and go.
+    """Return a module and its descendants, parents first, except those whose weights come and go.
 
-    A GPU has nothing to do until a pass's weights are ready, and ``nn.Module``'s own walk takes 2 ms for the
-    500 modules of 24 layers.
+    The GPU is idle until a pass's weights are prepared, and ``nn.Module.modules`` takes 2 ms for the 500
+    modules of 24 layers.
     """
     found: list[nn.Module] = []
     waiting: list[nn.Module | None] = [module]

@@ -17,15 +17,15 @@ from implicit_blocks.ops.transforms import is_transformed
 
 
 class ComputedWeight(Tensor):
-    """A weight that was computed from ``g`` and ``v``, and that can be written to as a parameter can.
+    """A weight computed from ``g`` and ``v`` that supports in-place writes like a parameter.
 
     ``torch.nn.init``, functions given to ``Module.apply`` and tools such as peft write to ``layer.weight`` or
-    ``layer.weight.data`` in place. The weight is computed anew at the next call, so that the values would be
-    lost: they are written to ``g`` and ``v`` as well. Views (``weight[0]``, ``weight.T``, ``weight.data``,
-    ``weight.detach()``) are of this class too; all else that is computed from it is an ordinary tensor.
+    ``layer.weight.data`` in place. The next call computes the weight again and would lose the new values, so
+    they are written to ``g`` and ``v`` as well. Views (``weight[0]``, ``weight.T``, ``weight.data``,
+    ``weight.detach()``) are of this class too; other results of operations are ordinary tensors.
 
     Raises:
-        RuntimeError: an operation in place while gradients are recorded, as for a leaf that requires them.
+        RuntimeError: for an in-place operation while gradients are recorded, as for a leaf.
 
     """
 
@@ -35,7 +35,7 @@ class ComputedWeight(Tensor):
 
     @classmethod
     def of(cls, weight: Tensor, *, g: Tensor, v: Tensor) -> Tensor:
-        """Return the weight as one that can be written to, gradients and all."""
+        """Return the weight, with its gradient, as a tensor that supports in-place writes."""
         return cls._sharing(weight, (g, v), weight.detach())
 
     @classmethod
@@ -48,14 +48,14 @@ class ComputedWeight(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute as if of ordinary tensors; then write what was changed to ``g`` and ``v``."""
+        """Compute as for ordinary tensors; then write in-place changes to ``g`` and ``v``."""
         with torch._C.DisableTorchFunctionSubclass():
             given = [one for one in _leaves((args, kwargs)) if isinstance(one, cls)]
             before = [_version(one) for one in given]
             result = func(*args, **(kwargs or {}))
             for weight, version in zip(given, before, strict=True):
                 if _version(weight) != version or (weight.is_inference() and _is_in_place(func)):
-                    of_init = getattr(func, "__module__", "") == "torch.nn.init"  # which records nothing
+                    of_init = getattr(func, "__module__", "") == "torch.nn.init"  # records no gradients
                     if torch.is_grad_enabled() and weight.requires_grad and not of_init:
                         raise RuntimeError(
                             "a weight with weight norm was changed in place while gradients are recorded; "
@@ -70,7 +70,7 @@ class ComputedWeight(Tensor):
 
     @classmethod
     def _view(cls, value: Any, given: list[ComputedWeight]) -> Any:
-        """Return a value that lies in the memory of one of the weights as one that can be written to."""
+        """Return a view of one of the weights as a ComputedWeight; other values unchanged."""
         if type(value) is Tensor:
             for weight in given:
                 if value.untyped_storage()._cdata == weight.untyped_storage()._cdata:
@@ -97,7 +97,7 @@ class ComputedWeight(Tensor):
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Return what is in arguments or a result: tensors, lists of tensors, keywords."""
+    """Return the leaves of arguments or results: nested tuples, lists and dicts."""
     if isinstance(value, tuple | list):
         return [leaf for part in value for leaf in _leaves(part)]
     if isinstance(value, dict):
@@ -106,7 +106,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _version(weight: Tensor) -> int:
-    """Return how often the memory was written to; 0 in inference mode, which doesn't count."""
+    """Return the version counter of the memory; 0 in inference mode, which has none."""
     return 0 if weight.is_inference() else weight._version
 
 
@@ -117,7 +117,7 @@ def _is_in_place(func: Any) -> bool:
 
 @torch.no_grad()
 def _assign(sources: tuple[Tensor, Tensor], weight: Tensor) -> None:
-    """Set ``g`` and ``v`` so that their weight is this one; rows of zeros keep their direction in ``v``."""
+    """Set ``g`` and ``v`` to those of a weight; rows of zeros keep their direction in ``v``."""
     g, v = sources
     found_g, found_v = decomposed(weight.to(v), directions=v)
     g.copy_(found_g)
@@ -136,7 +136,7 @@ class WeightNorm(nn.Module):
         self.cached: Tensor | None = None
 
     def forward(self, g: Tensor, v: Tensor) -> Tensor:
-        """Return the weight; in a way that it can be assigned to, unless that is in the way of a compiler."""
+        """Return the weight, which supports in-place writes except under a compiler or transform."""
         if self.cached is not None:
             return self.cached
         weight = self.compute(g, v)
@@ -146,7 +146,7 @@ class WeightNorm(nn.Module):
 
     @staticmethod
     def compute(g: Tensor, v: Tensor) -> Tensor:
-        """Return ``g · v / ‖v‖``, 0 where ``v`` is, the norm in float32 or better, of ``v``'s type."""
+        """Return ``g · v / ‖v‖`` in ``v``'s dtype, 0 for rows of zeros; the norm is in float32 or better."""
         v_wide = v.to(torch.promote_types(v.dtype, torch.float32))
         norm = _row_norm(v_wide)
         return (g * (v_wide / norm.masked_fill(norm == 0, 1.0))).to(v.dtype)
@@ -156,7 +156,7 @@ class WeightNorm(nn.Module):
         return decomposed(weight)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "held": None}  # it belongs to a forward pass, never to a file
+        return {**self.__dict__, "held": None}  # a cached value belongs to a forward pass, never to a file
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WeightNorm:
         return WeightNorm()  # a cached value belongs to a forward pass, never to a copy
@@ -165,8 +165,8 @@ class WeightNorm(nn.Module):
 def decomposed(weight: Tensor, *, directions: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return ``g`` and ``v`` of a weight: the length of each row, and the row itself.
 
-    A row of zeros has no direction. Its gain is 0, and its direction that of ``directions``, or equal entries
-    where that is 0 too: with 0 for both, no gradient would ever move the row.
+    A row of zeros has no direction. Its gain is 0, and its direction is that of ``directions``, or equal
+    entries where that is 0 too: if both were 0, no gradient would ever change the row.
     """
     norm = _row_norm(weight)
     plain = torch.ones_like(weight)
@@ -176,11 +176,11 @@ def decomposed(weight: Tensor, *, directions: Tensor | None = None) -> tuple[Ten
 
 
 def normed_parts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return ``g`` and ``v`` of a module's weight; None where weight norm isn't all that makes it.
+    """Return ``g`` and ``v`` of a module's weight; None if it has no weight norm or more than weight norm.
 
-    Hooks, such as those of ``torch.nn.utils.prune`` on ``v``, take part in making it too.
+    Hooks, such as those of ``torch.nn.utils.prune`` on ``v``, count as more.
     """
-    # By the plain dictionaries: asked for each of a hundred matrices while the device waits for them.
+    # Reads the plain dictionaries: the device waits while this runs for a hundred matrices.
     parts: Any = module._modules.get("parametrizations")
     chain: Any = None if parts is None else parts._modules.get("weight")
     made = [] if chain is None else list(chain._modules.values())
@@ -192,13 +192,15 @@ def normed_parts(module: nn.Module) -> tuple[Tensor, Tensor] | None:
 def fused(
     modules: Sequence[nn.Module], layouts: Sequence[tuple[torch.dtype, int, int]], groups: Sequence[int]
 ) -> dict[int, Tensor]:
-    """Return the normed weights of those modules whose kernels serve, by the modules' place in the list.
+    """Return the normed weights computed by Triton kernels, by the modules' index in the list.
 
-    Each is in the type of its layout and padded by so many zero rows and columns. Left out are modules
-    without weight norm, off the GPU, or in other precisions than the kernels'. Those of a group, by its
-    number, come from one node of autograd, which goes backwards once.
+    Each has the dtype of its layout and is padded by the layout's zero rows and columns. Modules without
+    weight norm, on other devices, or in precisions that the kernels do not support are left out. The weights
+    of one group come from one autograd node, which runs backward once.
     """
-    if not available("triton") or torch.compiler.is_compiling():  # the kernels read addresses from a table
+    if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
+        return {}  # the kernels read addresses from a table: compilers cannot trace that
+    if not available("triton"):
         return {}
     from implicit_blocks.ops.kernels.weight_norm import LARGEST_ROW, Layout, normed_weights
 
@@ -214,7 +216,7 @@ def fused(
         if v.is_cuda and plain and whole and 0 < row <= LARGEST_ROW:
             served[place] = (*parts, Layout(*layout))
             devices.add(v.device)
-    if len(devices) != 1:  # none, or a model spread over several
+    if len(devices) != 1:  # none, or several
         return {}
     gains, weights, kept = zip(*served.values(), strict=True)
     numbers = [groups[place] for place in served]
@@ -222,7 +224,7 @@ def fused(
 
 
 def normed_weight(chain: Any) -> Tensor:
-    """Return ``g · v / ‖v‖`` of a module's parametrizations, the list whose first is weight norm."""
+    """Return ``g · v / ‖v‖`` of a module's parametrizations, of which weight norm is the first."""
     for hook in chain._forward_pre_hooks.values():  # torch.nn.utils.prune sets v by one
         hook(chain, ())
     return WeightNorm.compute(chain.original0, chain.original1)
@@ -240,8 +242,8 @@ def add_weight_norm(module: nn.Module) -> None:
     """Put weight norm on every parameter called ``weight`` of two or more dimensions in ``module``.
 
     State-dict names become ``….parametrizations.weight.original0`` (g) and ``….original1`` (v). Modules of
-    one type share one class from here on, so that what torch's ``parametrize`` does to a module's class is
-    for none of them alone: its removal fails, and a parametrization of a bias is looked for in all.
+    one type share one class afterwards, so torch's ``parametrize``, which modifies the class of a module,
+    affects all of them: removing the parametrization fails, and a parametrized bias is expected in all.
     """
     for part in list(module.modules()):
         weight = part._parameters.get("weight")
@@ -252,19 +254,19 @@ def add_weight_norm(module: nn.Module) -> None:
 
 
 def _shared_class(plain: type[nn.Module], parametrized: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of all modules of type ``plain`` with weight norm, made of torch's for one of them."""
-    # torch makes a class for each instance; with one for all, compiled code serves every layer. It inherits
-    # the property ``weight``: torch's removal from one layer, which deletes that from the layer's own class,
-    # then fails before anything is changed, instead of taking all layers' weights.
+    """Return the class of all modules of type ``plain`` with weight norm, derived from torch's for one."""
+    # torch creates a class for each instance; with one for all, compiled code serves every layer. It inherits
+    # the property ``weight``: torch's removal from one layer, which deletes the property from the layer's own
+    # class, then fails before any change, instead of removing the weights of all layers.
     if plain not in _CLASSES:
 
         def reduce(self: Any, protocol: Any) -> Any:
             return _restored, (plain,), plain.__getstate__(self)
 
         def register_parameter(self: Any, name: str, param: Any) -> None:
-            if name == "weight_orig":  # what torch.nn.utils.prune begins with
+            if name == "weight_orig":  # the first step of torch.nn.utils.prune
                 raise ValueError(
-                    f"the weight of {plain.__name__} is computed by weight norm and cannot be pruned itself; "
+                    f"the weight of {plain.__name__} is computed by weight norm and cannot be pruned; "
                     'prune v instead: name="original1" of module.parametrizations.weight'
                 )
             plain.register_parameter(self, name, param)
@@ -275,9 +277,9 @@ def _shared_class(plain: type[nn.Module], parametrized: type[nn.Module]) -> type
 
 
 def _restored(plain: type[nn.Module]) -> nn.Module:
-    """Return an empty module of the class that one of type ``plain`` has with weight norm, for pickle."""
+    """Return an empty module of the class that ``plain`` has with weight norm, for pickle."""
     made = plain.__new__(plain)
-    if plain not in _CLASSES:  # another process: have torch make its class of a module with a weight
+    if plain not in _CLASSES:  # another process: create the class from a module with a weight
         nn.Module.__init__(made)
         made.weight = nn.Parameter(torch.ones(1, 1))
         add_weight_norm(made)
@@ -287,7 +289,7 @@ def _restored(plain: type[nn.Module]) -> nn.Module:
 
 
 def plain_weight(module: nn.Module) -> Tensor:
-    """Return ``module.weight`` as an ordinary tensor, which compilers know better."""
+    """Return ``module.weight`` as an ordinary tensor, for compilers."""
     weight = module.weight
     assert isinstance(weight, Tensor)
     return weight.as_subclass(Tensor) if isinstance(weight, ComputedWeight) else weight

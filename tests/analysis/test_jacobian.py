@@ -66,8 +66,8 @@ def test_several_heads_and_state_entries():
             "layers are Attention",
         ),
         (lambda: model("implicit", d_model=8, dtype=torch.float32), (1, 4), r"call model.double\(\)"),
-        (lambda: model("implicit", d_model=8), (2, 4), "give one sequence"),
-        (lambda: model("implicit", d_model=8), (1, 1), "give one sequence"),
+        (lambda: model("implicit", d_model=8), (2, 4), "with T at least 2"),
+        (lambda: model("implicit", d_model=8), (1, 1), "with T at least 2"),
         (lambda: torch.nn.Linear(2, 2), (1, 4), "model is a Linear"),
     ],
 )

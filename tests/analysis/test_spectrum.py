@@ -92,7 +92,7 @@ def test_a_row_that_is_not_finite_is_told_and_leaves_the_others_alone():
 @pytest.mark.parametrize(
     ("f", "z", "message"),
     [
-        (lambda z: z, torch.ones(2, 3, dtype=torch.int64), "of torch.int64; give floating-point numbers"),
+        (lambda z: z, torch.ones(2, 3, dtype=torch.int64), "of torch.int64; expected floating-point numbers"),
         (lambda z: z, torch.ones(3), r"z has shape \(3,\)"),
         (lambda z: z[:1], torch.ones(2, 3), r"f returned shape \(1, 3\) for z of shape \(2, 3\)"),
     ],

@@ -1,7 +1,7 @@
-"""Every mixer × solver × gradient that may be combined trains, saves, resumes and generates.
+"""Every allowed combination of mixer, solver and gradient trains, saves, resumes and generates.
 
-The library's own kinds and those of this repository's plugins, as far as they are installed. All combinations
-are in the slow suite; the fast one takes each solver with each gradient, the mixers in turn.
+The combinations include the library's kinds and those of the installed plugins of this repository. The slow
+suite runs all combinations; the fast suite runs each solver with each gradient, cycling through the mixers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.specs.run import RunSpec
 ROOT = Path(__file__).resolve().parents[2]
 D_MODEL, STEPS = 16, 20
 
-# Settings of kinds that can't do, or would take long, without.
+# Settings that kinds require, or that make them small.
 SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("mixer", "attention"): {"n_heads": 2},
     ("mixer", "gated_deltanet"): {"n_heads": 2, "head_dim": 8, "chunk_size": 8},
@@ -36,7 +36,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
             {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8},
         ]
     },
-    # With its published norm_eps, heads this narrow magnify outputs near 0 until the map no longer contracts.
+    # With the published norm_eps, heads this narrow amplify outputs near 0 until the map no longer contracts.
     ("mixer", "rwkv7"): {
         "n_heads": 2,
         "head_dim": 8,
@@ -58,7 +58,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
 
 
 def owners() -> set[str]:
-    """Return the distributions that the matrix is about: this one, and the folders in ``plugins``."""
+    """Return the names of the tested distributions: this repository and its plugins."""
     files = [ROOT / "pyproject.toml", *ROOT.glob("plugins/*/pyproject.toml")]
     return {tomllib.loads(file.read_text(encoding="utf-8"))["project"]["name"] for file in files}
 
@@ -75,7 +75,7 @@ Combination = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 
 def may_be_combined(solver: dict[str, Any], gradient: dict[str, Any]) -> bool:
-    """Say what the kinds declare: who differentiates the solver needs one that can be."""
+    """Return whether the kinds allow it: some gradients need a differentiable solver."""
     of_gradient = registry.entry("gradient", gradient["kind"]).spec
     return (
         not of_gradient.differentiates_solver or registry.entry("solver", solver["kind"]).spec.differentiable
@@ -130,22 +130,22 @@ def losses(folder: Path) -> list[float]:
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
 
 
-def trained_in_two_parts(combination: Combination, folder: Path) -> torch.nn.Module:
-    """Train half of the steps, go on from the checkpoint in a new model; the loss must have fallen."""
+def train_in_two_parts(combination: Combination, folder: Path) -> torch.nn.Module:
+    """Train half of the steps and resume in a new model; check that the loss falls; return the model."""
     spec = run_spec(combination)
     assert build(spec, output=folder, device="cpu").train(stop_at=STEPS // 2) is None
     resumed = build(spec, output=folder, device="cpu", resume=True)
     assert resumed.train() is not None
-    fell = losses(folder)
-    assert len(fell) == STEPS
-    assert sum(fell[-5:]) < 0.9 * sum(fell[:5]), fell
+    per_step = losses(folder)
+    assert len(per_step) == STEPS
+    assert sum(per_step[-5:]) < 0.9 * sum(per_step[:5]), per_step
     return resumed.model
 
 
-def generates(model: torch.nn.Module) -> None:
-    """Continue prompts of unlike lengths; each row as if it were alone.
+def check_generation(model: torch.nn.Module) -> None:
+    """Check that prompts of unequal lengths generate what each generates alone.
 
-    In float64: a search that has not converged may magnify what float32 rounds otherwise in another batch.
+    In float64: an unconverged search may amplify float32's rounding differences between batches.
     """
     model.double().eval()
     prompts = [[1, 0, 2, 0], [3]]
@@ -160,7 +160,7 @@ def generates(model: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("mixer", MIXERS, ids=lambda mixer: mixer["kind"])
-def test_texts_decoded_side_by_side_are_those_alone(mixer):
+def test_continuous_decoding_equals_generate_for_every_mixer(mixer):
     torch.manual_seed(0)
     spec = run_spec((mixer, {"kind": "picard", "damping": 0.6}, {"kind": "phantom"})).model
     model = ib.build(spec.model_copy(update={"vocab_size": 6})).eval()
@@ -176,14 +176,14 @@ def test_texts_decoded_side_by_side_are_those_alone(mixer):
 
 
 @pytest.mark.parametrize("combination", COVERING, ids=name)
-def test_a_covering_selection(combination, tmp_path):
-    generates(trained_in_two_parts(combination, tmp_path / "run"))
+def test_covering_combinations_train_resume_and_generate(combination, tmp_path):
+    check_generation(train_in_two_parts(combination, tmp_path / "run"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("combination", ALL, ids=name)
-def test_all_of_them_resume_to_the_last_bit(combination, tmp_path):
-    model = trained_in_two_parts(combination, tmp_path / "parts")
+def test_all_combinations_resume_bit_for_bit(combination, tmp_path):
+    model = train_in_two_parts(combination, tmp_path / "parts")
     whole = build(run_spec(combination), output=tmp_path / "whole", device="cpu")
     whole.train()
     assert losses(tmp_path / "whole") == losses(tmp_path / "parts")
@@ -191,19 +191,19 @@ def test_all_of_them_resume_to_the_last_bit(combination, tmp_path):
         model.state_dict().items(), whole.model.state_dict().values(), strict=True
     ):
         assert torch.equal(value, other), key
-    generates(model)
+    check_generation(model)
 
 
-def test_every_kind_has_its_turn_in_the_fast_suite():
+def test_the_covering_selection_includes_every_kind():
     for number, parts in enumerate((MIXERS, SOLVERS, GRADIENTS)):
         assert {part["kind"] for part in parts} == {chosen[number]["kind"] for chosen in COVERING}
     assert {part["kind"] for part in MIXERS} >= {"attention", "mamba2"}
 
 
-def test_what_is_not_declared_compatible_is_refused():
+def test_undeclared_combinations_are_refused():
     for solver, gradient in itertools.product(SOLVERS, GRADIENTS):
         if not may_be_combined(solver, gradient):
-            with pytest.raises(SpecError, match="is not differentiable"):
+            with pytest.raises(SpecError, match="differentiable"):
                 ib.ImplicitLMSpec(
                     vocab_size=6, d_model=16, n_layers=1, mixer=MIXERS[0], solver=solver, gradient=gradient
                 )

@@ -67,7 +67,7 @@ def faulty(tmp_path_factory):
 
 
 BREAKS = {
-    "bare tensor": ("value", "returns a Solution", "return the search's with your value"),
+    "bare tensor": ("value", "returns a Solution", "return the search's solution with your value"),
     "detached": ("value", "value", "must carry the gradient"),
     "another point": ("value", "value", "not the fixed point"),
     "biased": ("formula", "formula", "differs from the oracle's"),
@@ -75,7 +75,7 @@ BREAKS = {
     "batch mean": ("rows_apart", "rows apart", "alone differs"),
     "one slot": ("several_solves", "several solves", "keep nothing of a solve"),
     "no bfloat16": ("autocast", "autocast", "it raised"),
-    "looks at the rank": ("ddp", "ddp", "ask nothing of the rank"),
+    "looks at the rank": ("ddp", "ddp", "do not depend on the rank"),
     "dies on a rank": ("ddp", "ddp", "rank 0 failed: RuntimeError: no ranks here"),
 }
 
@@ -107,7 +107,7 @@ def test_a_class_that_ranks_cannot_import_is_named():
     class Local(ib.Phantom):
         pass
 
-    with pytest.raises(ContractError, match="'ddp': it can't be sent to another process"):
+    with pytest.raises(ContractError, match="'ddp': cannot be pickled"):
         GRADIENT_CONTRACTS["ddp"](Local())
 
 

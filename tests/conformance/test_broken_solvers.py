@@ -81,17 +81,17 @@ def _registered(monkeypatch):
 BREAKS = {
     "wrong point": ("contractions", "contractions", "of 4 rows converged"),
     "moves the start": ("one_iteration", "one iteration", "first point"),
-    "batch": ("elements_apart", "elements apart", "never over elements"),
+    "batch": ("elements_apart", "elements apart", "not over elements"),
     "counter": ("state_layout", "state layout", "counters included"),
-    "writes state": ("state_layout", "state layout", "not write into those given"),
-    "writes z": ("state_layout", "state layout", "not write into those given"),
+    "writes state": ("state_layout", "state layout", "must not modify its arguments"),
+    "writes z": ("state_layout", "state layout", "must not modify its arguments"),
     "own memory": ("selected_elements", "selected elements", "keep all memory in the state"),
     "half": ("low_precision", "next point", "float64 for a point that is a tensor (4, 12) of bfloat16"),
-    "no state": ("contractions", "next point", "return two things, the next point and the state"),
+    "no state": ("contractions", "next point", "return a tuple of the next point and the state"),
     "detaches": ("differentiable", "differentiable", "detach nothing"),
     "raises": ("best_survives", "best survives", "it raised FloatingPointError"),
     "raises later": ("divergence", "divergence", "it raised OverflowError"),
-    "grows": ("memory_claim", "memory claim", "its state grows"),
+    "grows": ("memory_claim", "memory claim", "the state grows"),
     "claims": ("memory_claim", "memory claim", "an element of the state takes"),
 }
 

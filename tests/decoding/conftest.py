@@ -1,4 +1,4 @@
-"""Tiny models of both families whose fixed point converges, and prompts of unequal length."""
+"""Tiny models of both mixer families whose search converges, and prompts of unequal length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _model(family: str, *, tolerance: float = 1e-6, **changes: Any) -> Any:
     fields = {"vocab_size": 19, "d_model": 16, "n_layers": 2, "at_evaluation": tight, "pad_vocab_to": 8}
     model = ib.build(ib.ImplicitLMSpec(**(fields | MIXERS[family] | changes))).eval()
     with torch.no_grad():
-        model.embedding.weight.mul_(20)  # so that logits differ, and rows go ways of their own
+        model.embedding.weight.mul_(20)  # so that logits and rows differ clearly
         for block in model.backbone.blocks():
             block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
             block.mixer.out_proj.parametrizations.weight.original0.mul_(10.0)
@@ -41,7 +41,7 @@ def tiny_model() -> Callable[..., Any]:
 
 @pytest.fixture
 def explicit_model() -> Callable[[str], Any]:
-    """Return the maker of explicit twins."""
+    """Return a function that builds the explicit model of a family."""
 
     def make(family: str) -> Any:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Continuous decoding: the tokens of ``generate``, row by row, from calls that rows at any depth share."""
+"""Continuous decoding: each request gets the tokens of ``generate`` from calls shared by all slots."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def compare(model, prompts, made, *, atol=1e-5, **options):
 
 
 @pytest.mark.parametrize(("slots", "tolerance"), [(1, 1e-2), (3, 1e-6), (16, 1e-2)])
-def test_every_row_is_what_generate_makes_of_it_alone(family, tiny_model, many, slots, tolerance):
+def test_each_request_gets_the_tokens_of_generate_alone(family, tiny_model, many, slots, tolerance):
     model = tiny_model(family)
     decoder, made = decode(model, many, slots=slots, tolerance=tolerance)
     compare(model, many, made, tolerance=tolerance)
@@ -64,7 +64,7 @@ def test_every_row_is_what_generate_makes_of_it_alone(family, tiny_model, many, 
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "options",
     [
         {"warm_start": True},
         {"moving_average": 0.6},
@@ -74,14 +74,14 @@ def test_every_row_is_what_generate_makes_of_it_alone(family, tiny_model, many, 
     ],
     ids=str,
 )
-def test_knobs_are_those_of_generate(family, tiny_model, many, knobs):
+def test_search_options_act_as_in_generate(family, tiny_model, many, options):
     model = tiny_model(family)
-    _, made = decode(model, many, slots=4, tolerance=1e-2, **knobs)
-    alone = {name: value for name, value in knobs.items() if name != "buckets"}
+    _, made = decode(model, many, slots=4, tolerance=1e-2, **options)
+    alone = {name: value for name, value in options.items() if name != "buckets"}
     compare(model, many, made, tolerance=1e-2, **alone)
 
 
-def test_sampling_and_stop_tokens_belong_to_a_request(family, tiny_model, many):
+def test_sampling_and_stop_tokens_apply_per_request(family, tiny_model, many):
     model = tiny_model(family)
     sampling = {"temperature": 1.5, "top_k": 8}
     _, made = decode(
@@ -90,7 +90,7 @@ def test_sampling_and_stop_tokens_belong_to_a_request(family, tiny_model, many):
     compare(model, many, made, stop_token_ids=(4, 7), tolerance=1e-2, **sampling)
 
 
-def test_solvers_with_a_memory_begin_each_token_without_one(tiny_model, many):
+def test_solver_state_is_reset_for_each_token(tiny_model, many):
     evaluation = ib.AtEvaluation(
         solver=ib.AndersonSpec(memory=3), stopping=ib.StoppingOverrides(tolerance=1e-2, max_iterations=50)
     )
@@ -100,17 +100,17 @@ def test_solvers_with_a_memory_begin_each_token_without_one(tiny_model, many):
         compare(model, many, made)
 
 
-def test_explicit_models_are_decoded_too(family, explicit_model, many):
+def test_explicit_models_decode_as_with_generate(family, explicit_model, many):
     model = explicit_model(family)
     decoder, made = decode(model, many, slots=4)
     compare(model, many, made)
     assert all(new.iterations is None for tokens in made for new in tokens)
-    tokens = sum(counts(many)) - len(many)  # the first ones come from the prompts
+    tokens = sum(counts(many)) - len(many)  # the first token of each request comes from its prompt
     assert decoder.calls >= tokens / 4
 
 
-def test_rows_do_not_wait_for_each_other(family, tiny_model, many):
-    """A batch waits for its slowest row at every token; here the calls are those of the longest slot."""
+def test_slots_do_not_wait_for_each_other(family, tiny_model, many):
+    """A batch waits for its slowest row at every token; here the longest slot determines the calls."""
     model = tiny_model(family)
     count = 12
     decoder = ContinuousDecoder(model, max_batch_size=len(many), max_seq_len=24, tolerance=1e-4)
@@ -126,10 +126,10 @@ def test_rows_do_not_wait_for_each_other(family, tiny_model, many):
     batch = ib.generate(model, many, max_new_tokens=count, tolerance=1e-4, temperature=3.0)
     waiting = int((batch.iterations[:, 1:].amax(0) + 1).sum())
     assert decoder.calls < waiting
-    assert decoder.rows_called < decoder.calls * len(many)  # slots leave by buckets
+    assert decoder.rows_called < decoder.calls * len(many)  # fewer active slots use smaller buckets
 
 
-def test_keys_stay_where_they_were_written(tiny_model, many):
+def test_keys_and_values_are_never_moved(tiny_model, many):
     model = tiny_model("attention")
     decoder = ContinuousDecoder(model, max_batch_size=4, max_seq_len=24)
     addresses = [(s.keys.data_ptr(), s.values.data_ptr()) for s in decoder.states]
@@ -141,7 +141,7 @@ def test_keys_stay_where_they_were_written(tiny_model, many):
 
 @pytest.mark.parametrize("grouped", [1, 2])
 @pytest.mark.parametrize("rows", [None, [3, 0], [2]])
-def test_attention_to_lanes_is_attention_to_each(grouped, rows):
+def test_slot_attention_equals_attention_per_slot(grouped, rows):
     generator = torch.Generator().manual_seed(0)
     keys, values = torch.randn(2, 4, 2, 7, 5, generator=generator).unbind(0)
     lengths = torch.tensor([7, 1, 4, 2])
@@ -157,53 +157,51 @@ def test_attention_to_lanes_is_attention_to_each(grouped, rows):
         expected = torch.einsum("ht,htp->hp", weights, v)
         for backend, y in found.items():
             torch.testing.assert_close(y[row], expected, msg=backend)
-    with pytest.raises(ValueError, match="choose one of each, masked"):
+    with pytest.raises(ValueError, match="each, masked"):
         attend_slots(q, keys, values, backend="flash", **given)
 
 
-def test_a_lane_that_diverges_says_so_and_leaves_the_others_alone():
+def test_a_diverging_slot_is_reported_and_does_not_affect_others():
     device, dtype = torch.device("cpu"), torch.float64
     stopping = ib.Stopping(tolerance=1e-8, max_iterations=200)
     search = SlotSearch(ib.Picard(), stopping, slots=3, width=4, device=device, dtype=dtype)
-    everything = torch.arange(3)
-    search.begin(everything, torch.ones(3, 4, dtype=dtype))
+    slots = torch.arange(3)
+    search.begin(slots, torch.ones(3, 4, dtype=dtype))
     slopes = torch.tensor([[0.5], [1e200], [0.9]], dtype=dtype)
 
     def f(z):
         return slopes * z + 1
 
     while not search.done.all():
-        search.take(everything, f(search.z), ~search.done, f)
+        search.take(slots, f(search.z), ~search.done, f)
     alone = ib.Search(solver=ib.Picard(), stopping=stopping)(f, torch.ones(3, 4, dtype=dtype))
     assert torch.equal(search.converged, alone.converged)
     assert torch.equal(search.iterations, alone.iterations)
     assert torch.equal(search.z, alone.z)
 
 
-def test_what_makes_no_sense_is_refused(tiny_model, many):
+def test_invalid_requests_and_decoder_options_are_refused(tiny_model, many):
     model = tiny_model("mamba2")
-    with pytest.raises(ValueError, match="window_length is 0; choose at least 1"):
+    with pytest.raises(ValueError, match=r"window_length .*0"):
         ContinuousDecoder(model, max_batch_size=2, max_seq_len=8, window_length=0)
-    with pytest.raises(ValueError, match="max_batch_size is 0"):
+    with pytest.raises(ValueError, match=r"max_batch_size .*0"):
         ContinuousDecoder(model, max_batch_size=0, max_seq_len=8)
-    with pytest.raises(ValueError, match=r"buckets are \[2, 9\]"):
+    with pytest.raises(ValueError, match=r"buckets .*\[2, 9\]"):
         ContinuousDecoder(model, max_batch_size=2, max_seq_len=8, buckets=[9])
     decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=8)
-    with pytest.raises(ValueError, match=r"prompt 0 has 6 tokens, more than the 5 of max_seq_len 8 without"):
+    with pytest.raises(ValueError, match=r"prompt 0 .*6 tokens.* 5 .*max_seq_len 8"):
         decoder.submit(Request(prompt=many[0], max_new_tokens=3))
-    with pytest.raises(ValueError, match="prompt 0 has shape"):
+    with pytest.raises(ValueError, match=r"prompt 0 .*shape"):
         decoder.submit(Request(prompt=[], max_new_tokens=3))
-    with pytest.raises(ValueError, match="knows 0 to 18"):
+    with pytest.raises(ValueError, match=r"19.* 0 to 18"):
         decoder.submit(Request(prompt=[19], max_new_tokens=3))
-    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+    with pytest.raises(ValueError, match=r"max_new_tokens .*0"):
         decoder.submit(Request(prompt=[1], max_new_tokens=0))
-    with pytest.raises(
-        ValueError, match="max_new_tokens is 8, and max_seq_len 8 leaves no room for a prompt"
-    ):
+    with pytest.raises(ValueError, match=r"max_new_tokens .*8.*max_seq_len 8"):
         decoder.submit(Request(prompt=[1], max_new_tokens=8))
-    with pytest.raises(ValueError, match="stop_token_ids have -1, and the model knows 0 to 18"):
+    with pytest.raises(ValueError, match=r"stop_token_ids .*-1.* 0 to 18"):
         decoder.submit(Request(prompt=[1], max_new_tokens=1, stop_token_ids=[-1]))
-    with pytest.raises(ValueError, match="a seed is None; choose whole numbers"):
+    with pytest.raises(ValueError, match=r"seed .*None"):
         decoder.submit(Request(prompt=[1], max_new_tokens=1, seed=None))
     assert not decoder.busy
     with pytest.raises(ValueError, match="training mode"):

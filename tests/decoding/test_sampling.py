@@ -1,4 +1,4 @@
-"""Drawing tokens: distributions, limits, and numbers that belong to a row."""
+"""Sampling of tokens: distributions, limits, and random numbers per row."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def frequencies(sampling, logits, count=20_000):
     return drawn.bincount(minlength=logits.numel()) / count
 
 
-def test_tokens_are_drawn_by_their_probability():
+def test_tokens_are_drawn_with_their_probability():
     logits = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.5])
     for temperature in (0.5, 1.0, 2.0):
         found = frequencies(Sampling(temperature=temperature), logits)
         torch.testing.assert_close(found, (logits / temperature).softmax(0), atol=0.015, rtol=0)
 
 
-def test_top_k_and_top_p_leave_the_likeliest():
+def test_top_k_and_top_p_keep_the_most_likely_tokens():
     probabilities = torch.tensor([0.1, 0.4, 0.15, 0.3, 0.05])
     logits = probabilities.log()
     for sampling, kept in (
@@ -37,7 +37,10 @@ def test_top_k_and_top_p_leave_the_likeliest():
         (Sampling(temperature=1.0, top_p=0.69), [1, 3]),
         (Sampling(temperature=1.0, top_p=0.71), [1, 2, 3]),
         (Sampling(temperature=1.0, top_p=1e-9), [1]),
-        (Sampling(temperature=1.0, top_k=3, top_p=0.8), [1, 3]),  # 0.7 of 0.85 are more than 0.8
+        (
+            Sampling(temperature=1.0, top_k=3, top_p=0.8),
+            [1, 3],
+        ),  # 0.7 / 0.85 exceeds 0.8
     ):
         expected = torch.zeros(5)
         expected[kept] = probabilities[kept] / probabilities[kept].sum()
@@ -46,28 +49,28 @@ def test_top_k_and_top_p_leave_the_likeliest():
         torch.testing.assert_close(found, expected, atol=0.015, rtol=0)
 
 
-def test_a_vanishing_temperature_takes_the_likeliest():
+def test_a_tiny_temperature_takes_the_most_likely_token():
     logits = torch.randn(50, 30, generator=torch.Generator().manual_seed(0))
     uniform = uniforms(list(range(50)), 1, device=CPU)[:, 0]
     found = Sampling(temperature=1e-4).choose(logits, uniform)
     assert torch.equal(found, Sampling().choose(logits))
 
 
-def test_numbers_belong_to_the_seed_and_longer_rows_begin_as_shorter_ones():
+def test_random_numbers_depend_only_on_seed_and_position():
     long, short = uniforms([3, 8], 100, device=CPU), uniforms([8, 3], 7, device=CPU)
     assert torch.equal(long[:, :7], short.flip(0))
     assert long.dtype == torch.float64
     assert not torch.equal(long[0], long[1])
 
 
-def test_extreme_numbers_take_a_possible_token():
+def test_extreme_uniforms_choose_a_possible_token():
     logits = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf]])
     for uniform, token in ((0.0, 1), (1.0 - 2**-53, 2)):
         chosen = Sampling(temperature=1.0).choose(logits, torch.tensor([uniform], dtype=torch.float64))
         assert chosen.item() == token
 
 
-def test_swapping_nearly_equal_logits_changes_nothing():
+def test_swapping_nearly_equal_logits_does_not_change_samples():
     a = torch.tensor([[1.0, 1.0 + 1e-7, 0.5, 0.2]])
     b = torch.tensor([[1.0 + 1e-7, 1.0, 0.5, 0.2]])
     uniform = uniforms([1], 1000, device=CPU)[0]
@@ -91,7 +94,7 @@ def test_temperatures_whose_division_overflows_take_the_most_likely_token(temper
         assert torch.equal(found, Sampling().choose(logits))
 
 
-def test_a_vanishing_temperature_draws_among_equal_tokens():
+def test_a_tiny_temperature_draws_evenly_among_equal_logits():
     found = frequencies(Sampling(temperature=SMALLEST), torch.tensor([1.0, 3.0, -5.0, 3.0]))
     torch.testing.assert_close(found, torch.tensor([0.0, 0.5, 0.0, 0.5]), atol=0.015, rtol=0)
 
@@ -104,21 +107,21 @@ def test_the_largest_temperature_draws_evenly_among_possible_tokens():
 
 
 @pytest.mark.parametrize("temperature", [SMALLEST, 1.0, sys.float_info.max])
-def test_an_infinite_logit_takes_its_token(temperature):
+def test_an_infinite_logit_is_always_chosen(temperature):
     logits = torch.tensor([[0.0, torch.inf, -torch.inf, 5.0], [torch.inf, 0.0, 1.0, 2.0]])
     for uniform in (0.0, 0.5, 1.0 - 2**-53):
         drawn = torch.full((2,), uniform, dtype=torch.float64)
         assert Sampling(temperature=temperature).choose(logits, drawn).tolist() == [1, 0]
 
 
-def test_a_nan_logit_is_taken_as_argmax_takes_it():
+def test_a_nan_logit_is_chosen_as_by_argmax():
     logits = torch.tensor([[0.0, torch.nan, 7.0, torch.inf]])
     drawn = torch.tensor([0.99], dtype=torch.float64)
     assert Sampling(temperature=1.0).choose(logits, drawn).equal(Sampling().choose(logits))
 
 
 def test_the_smallest_top_p_keeps_the_most_likely_token():
-    """``top_k`` leaves less than half of the probability, and ``top_p`` times that underflows to 0."""
+    """``top_k`` keeps less than half of the probability; its product with ``top_p`` underflows to 0."""
     logits = torch.linspace(0.0, 1e-3, 100)
     for sampling in (
         Sampling(temperature=1.0, top_k=1, top_p=SMALLEST),
@@ -140,7 +143,7 @@ _logits = st.one_of(st.floats(width=32, allow_nan=False), st.sampled_from([math.
     top_p=st.none() | st.floats(min_value=0, max_value=1, exclude_min=True),
     uniform=st.floats(min_value=0, max_value=1, exclude_max=True),
 )
-def test_a_drawn_token_is_possible_and_among_the_kept(logits, temperature, top_k, top_p, uniform):
+def test_a_sampled_token_is_possible_and_within_top_k(logits, temperature, top_k, top_p, uniform):
     row = torch.tensor([logits])
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p)
     token = sampling.choose(row, torch.tensor([uniform], dtype=torch.float64)).item()

@@ -11,7 +11,7 @@ CONTINUATIONS = [[3, 4], [1], [7, 0, 2, 5], [9, 9, 9]]
 
 
 @torch.no_grad()
-def test_scores_are_those_of_each_alone_in_any_windows(family, tiny_model, prompts):
+def test_scores_equal_those_of_single_sequences_in_any_windows(family, tiny_model, prompts):
     model = tiny_model(family)
     for window_length in (None, 1, 3):
         found = ib.score(model, prompts, CONTINUATIONS, window_length=window_length)
@@ -25,7 +25,7 @@ def test_scores_are_those_of_each_alone_in_any_windows(family, tiny_model, promp
             assert found.total[row].item() == pytest.approx(expected.sum().item(), abs=1e-4)
 
 
-def test_what_greedy_decoding_gives_is_likeliest(family, tiny_model, prompts):
+def test_greedy_continuations_are_reported_as_greedy(family, tiny_model, prompts):
     model = tiny_model(family)
     generated = ib.generate(model, prompts, max_new_tokens=4)
     found = ib.score(model, prompts, generated.tokens.tolist())
@@ -35,25 +35,25 @@ def test_what_greedy_decoding_gives_is_likeliest(family, tiny_model, prompts):
     assert ib.score(model, prompts, other.tolist()).greedy.tolist() == [True, False, True, True]
 
 
-def test_explicit_models_score_too(family, explicit_model, prompts):
+def test_explicit_models_score_without_a_solution(family, explicit_model, prompts):
     found = ib.score(explicit_model(family), prompts, CONTINUATIONS)
     assert found.solution is None
     assert found.total.lt(0).all()
 
 
-def test_lists_that_do_not_fit_are_refused(tiny_model, prompts):
+def test_invalid_prompts_and_continuations_are_refused(tiny_model, prompts):
     model = tiny_model("mamba2")
-    with pytest.raises(ValueError, match="4 prompts and 2 continuations"):
+    with pytest.raises(ValueError, match=r"4 prompts.* 2 continuations"):
         ib.score(model, prompts, [[1], [2]])
-    with pytest.raises(ValueError, match="continuation 1 has shape"):
+    with pytest.raises(ValueError, match=r"continuation 1 .*shape"):
         ib.score(model, prompts[:2], [[1], []])
-    with pytest.raises(ValueError, match="continuation 0 is the text 'ab'; give its tokens"):
+    with pytest.raises(ValueError, match=r"continuation 0 .*'ab'"):
         ib.score(model, prompts[:2], ["ab", "c"])
-    with pytest.raises(ValueError, match="there are no prompts"):
+    with pytest.raises(ValueError, match="no prompts"):
         ib.score(model, [], [])
-    with pytest.raises(ValueError, match="prompt 1 has shape"):
+    with pytest.raises(ValueError, match=r"prompt 1 .*shape"):
         ib.score(model, [[1], []], [[1], [2]])
-    with pytest.raises(ValueError, match="prompt 0 has token 40"):
+    with pytest.raises(ValueError, match=r"prompt 0 .*40"):
         ib.score(model, [[1]], [[40]])
-    with pytest.raises(ValueError, match="more than the 3 of max_length"):
+    with pytest.raises(ValueError, match=r" 3 .*max_length"):
         ib.score(model, [[1, 2]], [[3, 4]], max_length=3)

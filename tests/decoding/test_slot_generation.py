@@ -1,4 +1,4 @@
-"""Generation by slots, as a GPU does it: the same tokens and reports, from rows that don't wait."""
+"""``generate`` through slots, as on a GPU: the tokens and reports of a batch, without waiting rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from implicit_blocks.decoding import ContinuousDecoder, Request, generation
 
 @pytest.fixture
 def by_slots(monkeypatch):
-    """Return what generates by slots, on a CPU too."""
+    """Return a ``generate`` that uses slots on the CPU too."""
 
     def generate(*arguments, **options):
         with monkeypatch.context() as patch:
@@ -26,7 +26,7 @@ def by_slots(monkeypatch):
     [{"stop_token_ids": (4, 7), "pad_token": -1}, {"temperature": 1.5, "top_k": 6, "max_length": 11}],
     ids=["stops", "draws"],
 )
-def test_they_are_those_of_a_batch(family, tiny_model, prompts, by_slots, options):
+def test_slot_generation_equals_batch_generation(family, tiny_model, prompts, by_slots, options):
     model = tiny_model(family)
     options = options | {"max_new_tokens": 5, "tolerance": 1e-2, "return_logits": True}
     found, expected = (make(model, prompts, **options) for make in (by_slots, ib.generate))
@@ -44,7 +44,7 @@ def test_they_are_those_of_a_batch(family, tiny_model, prompts, by_slots, option
         torch.testing.assert_close(found.prompt.z[row, real], expected.prompt.z[row, real], atol=1e-5, rtol=0)
 
 
-def test_explicit_models_and_prompts_of_one_length(family, explicit_model, by_slots):
+def test_slot_generation_of_explicit_models_equals_batch_generation(family, explicit_model, by_slots):
     model = explicit_model(family)
     ids = torch.randint(19, (3, 5), generator=torch.Generator().manual_seed(1))
     found, expected = (make(model, ids, max_new_tokens=4) for make in (by_slots, ib.generate))
@@ -53,7 +53,7 @@ def test_explicit_models_and_prompts_of_one_length(family, explicit_model, by_sl
     assert found.prompt is None
 
 
-def test_recurrent_states_may_be_narrow(tiny_model):
+def test_bfloat16_recurrent_states_stay_close_to_float32(tiny_model):
     made = {}
     for dtype in (None, torch.bfloat16):
         decoder = ContinuousDecoder(tiny_model("mamba2"), max_batch_size=1, max_seq_len=12, state_dtype=dtype)

@@ -1,4 +1,4 @@
-"""What slots keep: when it is written, and in how many bits."""
+"""Slot states: when they are written, and in which dtype they are stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from implicit_blocks.ops.quantization import eight_bits
 
 
 def committed(decoder, slot):
-    """Return a copy of what a slot's committed tokens have left."""
+    """Return the length of a slot and a copy of its committed state."""
     length = int(decoder.batch.lengths_S[slot])
     kept = []
     for states in decoder.states:
@@ -19,11 +19,11 @@ def committed(decoder, slot):
             kept += [states.keys[slot, :, :length], states.values[slot, :, :length]]
         else:
             taps = states.taps_SWC[slot].roll(-int(states.next_S[slot]), 0)
-            kept += [states.h_SHPN[slot], taps[1:]]  # the first entry is the next token's
+            kept += [states.h_SHPN[slot], taps[1:]]  # the first entry belongs to the next token
     return length, [t.clone() for t in kept]
 
 
-def test_nothing_is_written_back_until_a_token_is_committed(family, tiny_model):
+def test_slot_states_change_only_when_a_token_is_committed(family, tiny_model):
     decoder = ContinuousDecoder(tiny_model(family), max_batch_size=3, max_seq_len=24, tolerance=1e-3)
     for prompt in ([1, 2, 3], [4], [5, 6, 7, 8, 9]):
         decoder.submit(Request(prompt=prompt, max_new_tokens=5))
@@ -49,7 +49,7 @@ def test_nothing_is_written_back_until_a_token_is_committed(family, tiny_model):
 
 
 @pytest.mark.parametrize("slots", [1, 4])
-def test_keys_of_eight_bits(tiny_model, prompts, slots):
+def test_int8_keys_and_values_stay_close_to_float32(tiny_model, prompts, slots):
     made, kept = {}, {}
     for dtype in (None, torch.int8):
         decoder = ContinuousDecoder(
@@ -62,7 +62,7 @@ def test_keys_of_eight_bits(tiny_model, prompts, slots):
         kept[dtype] = decoder.states[0].keys[0, :, :length].clone(), decoder.states[0]
         new = sorted([*decoder.run()], key=lambda new: new.request)
         made[dtype] = torch.stack([one.logits for one in new])
-        assert all(one.converged for one in new)  # a token's own key is not rounded while it is searched for
+        assert all(one.converged for one in new)  # the search does not quantize the current token's own key
     states = kept[torch.int8][1]
     assert states.keys.dtype == states.values.dtype == torch.int8
     assert torch.equal(kept[torch.int8][0], eight_bits(kept[None][0]).codes)
@@ -70,17 +70,17 @@ def test_keys_of_eight_bits(tiny_model, prompts, slots):
     assert 0 < error < 1e-2
 
 
-def test_eight_bits_are_within_half_a_step():
+def test_int8_quantization_error_is_within_half_a_step():
     x = torch.randn(50, 64) * torch.logspace(-6, 6, 50)[:, None]
     found = eight_bits(x)
     error = (found.wide(torch.float64) - x.double()).abs().amax(-1)
     assert (error <= x.double().abs().amax(-1) / 253.9).all()
-    nothing = eight_bits(torch.zeros(3, 8))
-    assert torch.equal(nothing.wide(torch.float32), torch.zeros(3, 8))
+    zeros = eight_bits(torch.zeros(3, 8))
+    assert torch.equal(zeros.wide(torch.float32), torch.zeros(3, 8))
 
 
 @pytest.mark.parametrize("rows", [None, [3, 0]])
-def test_attention_reads_keys_of_eight_bits(rows):
+def test_slot_attention_reads_int8_keys_and_values(rows):
     generator = torch.Generator().manual_seed(0)
     keys, values = (eight_bits(t) for t in torch.randn(2, 4, 2, 7, 6, generator=generator).unbind(0))
     lengths = torch.tensor([7, 1, 4, 2])
@@ -103,8 +103,8 @@ def test_attention_reads_keys_of_eight_bits(rows):
         torch.testing.assert_close(found, wide, msg=backend)
 
 
-@pytest.mark.parametrize("dtype", [None, torch.int8], ids=["as-they-are", "eight-bits"])
-def test_a_new_text_sees_nothing_of_the_last_one(tiny_model, dtype):
+@pytest.mark.parametrize("dtype", [None, torch.int8], ids=["unquantized", "int8"])
+def test_a_new_request_does_not_see_the_previous_keys_of_its_slot(tiny_model, dtype):
     states = (
         tiny_model("attention")
         .backbone.blocks()[0]
@@ -113,7 +113,7 @@ def test_a_new_text_sees_nothing_of_the_last_one(tiny_model, dtype):
     if dtype is not None:
         states.set_dtype(dtype)
     for kept in (states.keys, states.values) if dtype is None else (states.key_scales, states.value_scales):
-        kept[1] = torch.nan  # what overflowed in 16 bits
+        kept[1] = torch.nan  # left by an overflow in 16 bits
     state = states.prefill(1)
     shape = (1, states.keys.shape[1], 2, states.keys.shape[3])
     state = type(state)(torch.ones(shape), torch.ones(shape), 2)
@@ -134,8 +134,8 @@ def test_a_new_text_sees_nothing_of_the_last_one(tiny_model, dtype):
         torch.testing.assert_close(y[1], torch.ones_like(y[1]), msg=backend)
 
 
-def test_types_that_no_state_is_kept_in_are_refused(tiny_model):
-    with pytest.raises(ValueError, match=r"Mamba2Slots can't keep states in torch.int8; choose a floating"):
+def test_unsupported_state_dtypes_are_refused(tiny_model):
+    with pytest.raises(ValueError, match=r"Mamba2Slots.*torch.int8"):
         ContinuousDecoder(tiny_model("mamba2"), max_batch_size=1, max_seq_len=8, state_dtype=torch.int8)
-    with pytest.raises(ValueError, match=r"can't be kept in torch.int16; choose torch.int8"):
+    with pytest.raises(ValueError, match=r"torch.int16.*torch.int8"):
         ContinuousDecoder(tiny_model("attention"), max_batch_size=1, max_seq_len=8, state_dtype=torch.int16)

@@ -85,7 +85,7 @@ def test_failing_and_hanging_programs_do_not_affect_others(gpu, monkeypatch, tmp
     assert [program["program"] for program in result["programs"]] == ["hangs", "fails", "works"]
     assert result["works"] == [{"model": "llama_130m", "speed": 7.0, "given": [], "tuned": "1"}]
     message = capsys.readouterr().out
-    assert "hangs: again" in message
+    assert "hangs: second turn" in message
     assert "| a \N{MULTIPLICATION SIGN} b | tokens/s | 3 | **7** | 5 |  |" in message
     assert "on one some card, 2026-01-02, Python 3.12, torch 2.11" in message
     assert (
@@ -141,7 +141,7 @@ def test_failed_rows_are_measured_again(gpu, monkeypatch, tmp_path, capsys):
         "with open(path, 'w') as file: json.dump({'machine': MACHINE, 'rows': rows}, file)"
     )
     _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
-    assert "works: again" in capsys.readouterr().out
+    assert "works: second turn" in capsys.readouterr().out
     assert result["rows"][0]["measured"] == 7.0
 
 
@@ -157,7 +157,7 @@ def test_a_program_without_preparation_is_not_prepared(gpu, monkeypatch, tmp_pat
 def test_programs_beyond_the_budget_are_reported(gpu, monkeypatch, tmp_path):
     code, result = run(gpu, monkeypatch, tmp_path, "--budget", "0")
     assert code == 1
-    assert {row["not_measured"] for row in result["rows"]} == {"no time left of 0 s"}
+    assert {row["not_measured"] for row in result["rows"]} == {"skipped: budget of 0 s exhausted"}
 
 
 def test_a_disturbed_program_is_repeated(gpu, monkeypatch, tmp_path):
@@ -170,7 +170,7 @@ def test_a_disturbed_program_is_repeated(gpu, monkeypatch, tmp_path):
     _, result = run(gpu, monkeypatch, tmp_path, "--prepare", "0", "--programs", "works")
     assert all(row["disturbed"] for row in result["rows"])
     message = gpu.gpu_table.quoted(result)
-    assert "Other work DISTURBED the GPU (works: before: 20.0 GB taken, after: 20.0 GB taken)" in message
+    assert "Other work DISTURBED the GPU (works: before: 20.0 GB used, after: 20.0 GB used)" in message
     assert "**7** (disturbed)" in message
 
 
@@ -181,7 +181,7 @@ def test_a_lower_copy_bandwidth_is_a_disturbance(gpu):
     }
     gpu.judge(programs)
     assert programs["one"]["disturbed"] == []
-    found = ["begin: 1 other process", "begin: copies at 2.00 TB/s, at 3.00 at other times"]
+    found = ["begin: 1 other process", "begin: copy bandwidth 2.00 TB/s, up to 3.00 at other times"]
     assert programs["other"]["disturbed"] == found
 
 

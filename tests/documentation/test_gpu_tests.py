@@ -186,7 +186,7 @@ def test_a_pytest_plugin_that_warns_about_xdist_is_disabled(tmp_path):
             "-q",
             "-p",
             "no:cacheprovider",
-            "tests/test_sdist.py",
+            "tests/packaging/test_sdist.py",
         ],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
@@ -201,5 +201,5 @@ def test_a_pytest_plugin_that_warns_about_xdist_is_disabled(tmp_path):
 def test_only_files_with_gpu_tests_are_collected(program):
     found = program.files_with_the_mark()
     assert "tests/gpu/test_graphs.py" in found
-    assert "tests/test_overflow.py" in found
+    assert "tests/search/test_overflow.py" in found
     assert not [name for name in found if name.startswith("tests/specs")]

@@ -84,4 +84,4 @@ def test_all_arguments_are_checked_before_training(
 def test_invalid_numbers_are_rejected(program: Any, capsys: pytest.CaptureFixture[str], words: str) -> None:
     with pytest.raises(SystemExit, match="2"):
         program.options_of(words.split())
-    assert re.search(r"; give (a number above 0|numbers from 1 up)", capsys.readouterr().err)
+    assert re.search(r"must be (positive|at least 1), got", capsys.readouterr().err)

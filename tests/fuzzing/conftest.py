@@ -1,4 +1,4 @@
-"""What the fuzzers share: a bound on the time of each case, and what an error of ours is."""
+"""Helpers of the fuzzers: a time limit per case, and a test for errors raised by this project."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OURS = (ROOT / "implicit_blocks", ROOT / "trainer", ROOT / "plugins")
 SECONDS = 60.0
-"""Longest time that a case may take; a tenth of a second is usual, more where packages are imported."""
+"""Time limit of a case; most take a tenth of a second, more where packages are imported."""
 
 
 class TooLongError(BaseException):
@@ -37,13 +37,13 @@ def _time_limit(seconds: float = SECONDS) -> Iterator[None]:
 
 @pytest.fixture
 def time_limit() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Return a context that ends what takes longer than a case may."""
+    """Return a context manager that raises `TooLongError` after `SECONDS`."""
     return _time_limit
 
 
 def _is_ours(error: BaseException) -> bool:
-    """Whether an error was raised by a ``raise`` in our code, not by what our code calls."""
-    if isinstance(error, OSError):  # the operating system's, with the file's name
+    """Return whether a ``raise`` statement of this project raised the error."""
+    if isinstance(error, OSError):  # the operating system's errors name the file
         return True
     if not isinstance(error, ValueError):
         return False
@@ -54,5 +54,5 @@ def _is_ours(error: BaseException) -> bool:
 
 @pytest.fixture
 def is_ours() -> Callable[[BaseException], bool]:
-    """Return whether an error is ours."""
+    """Return the function that tells errors of this project from others."""
     return _is_ours

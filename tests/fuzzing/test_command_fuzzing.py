@@ -1,8 +1,8 @@
-"""Command lines at random: every program ends with an exit code of its own, without a traceback or a hang.
+"""Random command lines: every program ends with a documented exit code, without a traceback or a hang.
 
-The programs' functions ``main`` are called in this process, with words drawn from what their parsers know and
-from files that are sound, damaged or absent. Runs are refused where they would begin to train: what is tested
-is how requests are read. To look at one case: ``FUZZ_CASE=1234 pytest`` with this file.
+The ``main`` functions of the programs are called in this process. Words are drawn from the options of their
+parsers and from files that are valid, damaged or missing. Runs stop before training: only the handling of
+arguments is tested. To run one case: ``FUZZ_CASE=1234 pytest`` with this file.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ CASES = int(os.environ.get("FUZZ_CASES", "10000"))
 PROGRAMS: dict[str, Any] = {
     "implicit_blocks": implicit_blocks.__main__,
     "trainer": trainer.cli.train,
-    "trainer.tokenize": trainer.tokenize,
-    "trainer.evaluate": trainer.evaluate,
-    "trainer.report": trainer.report,
+    "trainer.tokenize": trainer.data.tokenizing.command,
+    "trainer.evaluate": trainer.evaluation.command,
+    "trainer.report": trainer.reporting.report,
     "trainer.experiments": trainer.experiments.cli,
 }
 EXIT_CODES = {0, 1, 2, 3, 4, 75, 130}
@@ -111,7 +111,7 @@ OVERRIDES = [
     "training.threads=0",
 ]
 SMALL = ("-1", "0", "1", "2", "3", "8", "x", "", "1.5", "nan", "9" * 5000)
-"""Of options by which work grows: a large number is a long job, not a mistake."""
+"""Values for options that scale the work: a large number is a long job, not an error."""
 NUMBERS = (*SMALL, "100000", str(2**31), str(2**63), str(2**64), str(10**30), "-1e3", "1e-300", "inf", "-inf")
 GROW = (
     "tokens",
@@ -182,7 +182,7 @@ SOUND = {
     "models": ("implicit-1", "explicit-2"),
     "name": ("acme", "mine"),
 }
-"""Values with which a request of that option is carried out."""
+"""Valid values of options."""
 SHORT = {
     "jacobian": ("--tokens", "3", "--width", "4", "--max-iterations", "4"),
     "duality": ("--sequences", "1", "--length", "3", "--tolerances", "0.1", "--max-iterations", "3"),
@@ -199,7 +199,7 @@ SHORT = {
         "1",
     ),
 }
-"""What makes the experiments short."""
+"""Options that shorten the experiments."""
 OUTPUTS = (
     "out",
     "out/deep/er",
@@ -216,7 +216,7 @@ OUTPUTS = (
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Return a folder with a run, tokens, texts and files of no use, which is the working directory."""
+    """Change to a folder with a run, tokens, texts and unusable files; return the folder."""
     folder = tmp_path_factory.mktemp("commands")
     before = Path.cwd()
     os.chdir(folder)
@@ -259,18 +259,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture
-def _nothing_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: Any, **options: Any) -> None:
-        raise RunFolderError("no run is built here")
+        raise RunFolderError("training is disabled here")
 
-    def draw_some(runs: Any, path: Path, **options: Any) -> None:  # pictures take longest
+    def draw_some(runs: Any, path: Path, **options: Any) -> None:  # drawing takes longest
         drawn.append(path)
         if len(drawn) % 10 == 1:
             draw(runs, path, **options)
 
     drawn: list[Path] = []
     draw = trainer.reporting.report.draw
-    monkeypatch.setattr(trainer.report, "draw", draw_some)
+    monkeypatch.setattr(trainer.reporting.report, "draw", draw_some)
     for name in ("trainer.run.build.build", "trainer.experiments.runs.build"):
         monkeypatch.setattr(name, refuse)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -278,7 +278,7 @@ def _nothing_trains(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Maker:
-    """Makes the command line of a case."""
+    """Creates the command line of a case."""
 
     def __init__(self) -> None:
         self.parsers: list[tuple[str, list[str], argparse.ArgumentParser]] = []
@@ -298,7 +298,7 @@ class Maker:
         name, words, parser = rng.choice(self.parsers)
         self.command = words
         words = list(words)
-        sound = rng.random() < 0.75  # most of it
+        sound = rng.random() < 0.75  # most words are valid
         positional, optional = [], []
         for action in parser._actions:
             if isinstance(action, argparse._HelpAction | argparse._VersionAction):
@@ -342,7 +342,7 @@ class Maker:
             return rng.choice(OVERRIDES)
         if key in ("output", "destination", "directory"):
             return rng.choice(OUTPUTS)
-        if key in ("spec", "old", "new", "specs") and rng.random() < 0.6:  # large models take long to export
+        if key in ("spec", "old", "new", "specs") and rng.random() < 0.6:  # exporting large models takes long
             return rng.choice(self.names if "export" not in str(self.command) else ["word_problem_s3", "run"])
         if key == "device":
             return rng.choice(["cpu", "cpu", "auto", "cuda", "cuda:9", "meta", "cpu:3", "x", "mps"])
@@ -366,7 +366,7 @@ class Maker:
             )
         if key == "validation_fraction":
             return rng.choice(["0.1", "0", "1", "-1", "nan", "2"])
-        if action.type in (int, float, trainer.evaluate._positive):
+        if action.type in (int, float, trainer.evaluation.command._positive):
             return rng.choice(SMALL if key in GROW or "iterations" in key or "steps" in key else NUMBERS)
         return rng.choice(INPUTS)
 
@@ -390,12 +390,12 @@ def _run(cases: range, place: Path, time_limit: Any) -> dict[int, int]:
 
 
 def _call(main: Callable[[Sequence[str]], int], words: list[str], time_limit: Any) -> tuple[Any, str]:
-    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogateescape")  # as a terminal's
+    out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogateescape")  # as in a terminal
     err = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), time_limit():
         try:
             code: Any = main(words)
-        except SystemExit as ended:  # of argparse
+        except SystemExit as ended:  # raised by argparse
             code = ended.code
     err.flush()
     return code, err.buffer.getvalue().decode("utf-8")  # type: ignore[attr-defined]  # a BytesIO
@@ -409,15 +409,15 @@ def _clear(place: Path) -> None:
             shutil.rmtree(path)
 
 
-@pytest.mark.usefixtures("_nothing_trains")
-def test_some_command_lines(place: Path, time_limit: Any) -> None:
+@pytest.mark.usefixtures("_no_training")
+def test_random_command_lines_end_with_an_exit_code(place: Path, time_limit: Any) -> None:
     first = int(os.environ.get("FUZZ_CASE", "0"))
     cases = range(first, first + 1) if "FUZZ_CASE" in os.environ else range(60)
     codes = _run(cases, place, time_limit)
-    assert codes[0] > 2 or "FUZZ_CASE" in os.environ  # not all of them are refused
+    assert codes[0] > 2 or "FUZZ_CASE" in os.environ  # some commands succeed
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_nothing_trains")
-def test_many_command_lines(place: Path, time_limit: Any) -> None:
+@pytest.mark.usefixtures("_no_training")
+def test_many_random_command_lines_end_with_an_exit_code(place: Path, time_limit: Any) -> None:
     assert _run(range(1_000, 1_000 + CASES), place, time_limit)[0] > CASES // 50

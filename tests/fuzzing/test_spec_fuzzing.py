@@ -1,7 +1,7 @@
-"""Specs at random: what is read can be described, counted and written; all else is refused by our errors.
+"""Random specs: each is either read, described, counted and written, or refused with a `SpecError`.
 
-A case is a number, from which a spec file and changes are made by changing the text or the tree of a spec of
-the zoo. To look at one: ``FUZZ_CASE=1234 pytest tests/fuzzing/test_spec_fuzzing.py``.
+The number of a case determines its spec file and overrides, which are mutations of a spec of the zoo, as text
+or as a tree. To run one case: ``FUZZ_CASE=1234 pytest tests/fuzzing/test_spec_fuzzing.py``.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _fields(spec: Any, path: str = "") -> list[tuple[str, Any]]:
 
 
 def _near(value: Any, rng: random.Random) -> Any:
-    """Return another value that may well be in the place of one."""
+    """Return a plausible replacement of a value."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, int):
@@ -264,7 +264,7 @@ def _near(value: Any, rng: random.Random) -> Any:
 
 
 class Maker:
-    """Makes the spec and the changes of a case."""
+    """Creates the spec and the overrides of a case."""
 
     def __init__(self) -> None:
         self.names = names = sorted(zoo_names())
@@ -369,12 +369,12 @@ def _too_long(value: Any) -> bool:
 
 
 def _use(source: str, overrides: list[str], folder: Path, is_ours: Callable[[BaseException], bool]) -> bool:
-    """Load a spec and do what programs do with it before they build it; return whether it was read."""
+    """Load a spec and run what programs run before building it; return whether it was read."""
     try:
         spec: Any = load_spec(source, overrides)
     except SpecError as error:
         if len(str(error)) > 60_000:
-            raise AssertionError("a message that no person reads") from error
+            raise AssertionError("the message has more than 60,000 characters") from error
         return False
     dumped = spec.model_dump(mode="json")
     again = folder / "again.yaml"
@@ -425,13 +425,13 @@ def _no_plugins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_some_specs(tmp_path: Path, time_limit: Any, is_ours: Any) -> None:
+def test_random_specs_are_read_or_refused(tmp_path: Path, time_limit: Any, is_ours: Any) -> None:
     first = int(os.environ.get("FUZZ_CASE", "0"))
     cases = range(first, first + 1) if "FUZZ_CASE" in os.environ else range(160)
     read = _run(cases, tmp_path, time_limit, is_ours)
-    assert read > 20 or "FUZZ_CASE" in os.environ  # not all of them are refused
+    assert read > 20 or "FUZZ_CASE" in os.environ  # some specs are read
 
 
 @pytest.mark.slow
-def test_many_specs(tmp_path: Path, time_limit: Any, is_ours: Any) -> None:
+def test_many_random_specs_are_read_or_refused(tmp_path: Path, time_limit: Any, is_ours: Any) -> None:
     assert _run(range(1_000, 1_000 + CASES), tmp_path, time_limit, is_ours) > CASES // 10

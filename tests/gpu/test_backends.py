@@ -1,4 +1,4 @@
-"""Accelerated backends against the plain ones, in output, final state and every gradient."""
+"""Accelerated backends against the plain torch backend, in output, final state and every gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from implicit_blocks.testing import check_backend
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-    # Packages warn of each other while they are imported, torch's compiler included.
+    # Packages emit deprecation warnings while they are imported, including torch's compiler.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
 
@@ -56,15 +56,15 @@ def scan_inputs(shape):
 @pytest.mark.parametrize("with_state", [False, True], ids=["start", "state"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("backend", ["mamba-ssm", "fla"])
-def test_scan(backend, shape, with_state):
-    taken = backend_of(SSD, backend)
+def test_scan_backends_match_the_reference(backend, shape, with_state):
+    chosen = backend_of(SSD, backend)
     tensors = scan_inputs(shape)
     low = {"x", "B", "C"}
 
     def run(backend, dtype):
         leaves = {}
         for name, t in tensors.items():
-            t = t.bfloat16() if name in low else t  # the same rounded inputs for both
+            t = t.bfloat16() if name in low else t  # both backends get the same rounded inputs
             leaves[name] = (t if dtype is None else t.to(dtype)).detach().requires_grad_()
         y, h = ssd(
             *(leaves[name] for name in ("x", "dt", "A", "B", "C")),
@@ -76,12 +76,12 @@ def test_scan(backend, shape, with_state):
         loss = (y.double() * torch.randn(y.shape, device="cuda", generator=generator)).sum()
         loss = loss + (h.double() * torch.randn(h.shape, device="cuda", generator=generator)).sum()
         wanted = [t for name, t in leaves.items() if with_state or name != "h"]
-        # From nothing a single token has no decay for A to act on.
+        # Without an initial state a single token has no decay, so A has no gradient.
         wanted = [t for t in wanted if with_state or shape[1] > 1 or t is not leaves["A"]]
         return [y, h, *torch.autograd.grad(loss, wanted)]
 
     x = tensors["x"].bfloat16().requires_grad_()
-    if reason := taken.refuses(x, tensors["h"] if with_state else None, None):
+    if reason := chosen.refuses(x, tensors["h"] if with_state else None, None):
         with pytest.raises(ValueError, match=reason):
             run(backend, None)
         pytest.skip(f"{backend} is untested: {reason}")
@@ -92,11 +92,11 @@ def test_scan(backend, shape, with_state):
 @pytest.mark.parametrize("documents", [False, True], ids=["one-document", "documents"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["mamba-ssm", "fla"])
-def test_scan_of_one_token(backend, dtype, documents):
-    """Without gradients: the step of decoding. The state that was given stays as it was."""
+def test_scan_backends_match_the_reference_for_one_token(backend, dtype, documents):
+    """The step of decoding, without gradients: the given state does not change."""
     backend_of(SSD, backend)
     if backend == "fla" and documents:
-        pytest.skip("it takes one document a row, and says so")
+        pytest.skip("fla supports one document per row")
     tensors = scan_inputs(SHAPES["B5-L1-H24-P64-G1-N128"])
     for name in ("x", "B", "C"):
         tensors[name] = tensors[name].to(dtype)
@@ -118,8 +118,8 @@ def test_scan_of_one_token(backend, dtype, documents):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("length", [70, 1])
 @pytest.mark.parametrize("backend", ["causal-conv1d", "fla"])
-def test_causal_convolution(backend, length, dtype, with_tail):
-    taken = backend_of(CAUSAL_CONV, backend)
+def test_convolution_backends_match_the_reference(backend, length, dtype, with_tail):
+    chosen = backend_of(CAUSAL_CONV, backend)
     torch.manual_seed(0)
     x = torch.randn(3, length, 80, device="cuda")[:, :, 8:72]
     weight, bias = torch.randn(64, 4, device="cuda"), torch.randn(64, device="cuda")
@@ -131,7 +131,7 @@ def test_causal_convolution(backend, length, dtype, with_tail):
         y = causal_conv(*leaves[:3], tail_BWC=leaves[3], activation="silu", backend=backend)
         return [y, *torch.autograd.grad((y.double() * torch.arange(64, device="cuda")).sum(), wanted)]
 
-    assert not taken.refuses(x.to(dtype), weight, None)
+    assert not chosen.refuses(x.to(dtype), weight, None)
     for found, expected in zip(run(dtype, backend), run(torch.float64, "torch"), strict=True):
         assert error(found, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
 
@@ -139,8 +139,8 @@ def test_causal_convolution(backend, length, dtype, with_tail):
 @pytest.mark.parametrize("kv_heads", [8, 2])
 @pytest.mark.parametrize("seen", ["causal", "behind", "documents", "all", "one-query"])
 @pytest.mark.parametrize("backend", ["sdpa", "flash-attn", "xformers", "flex"])
-def test_attention(backend, seen, kv_heads):
-    taken = backend_of(ATTENTION, backend)
+def test_attention_backends_match_the_reference(backend, seen, kv_heads):
+    chosen = backend_of(ATTENTION, backend)
     torch.manual_seed(0)
     batch, heads, width = 3, 8, 64
     length, keys = {"behind": (72, 200), "one-query": (1, 200)}.get(seen, (200, 200))
@@ -153,9 +153,9 @@ def test_attention(backend, seen, kv_heads):
     if seen == "documents":
         masks["documents"] = before & (documents[..., None] == documents[:, :, None])
     given = {"mask": masks.get(seen), "causal": seen in ("causal", "behind")}
-    if reason := taken.refuses(q, k, v, given["mask"], given["causal"], None):
+    if reason := chosen.refuses(q, k, v, given["mask"], given["causal"], None):
         assert seen == "documents", reason
-        with pytest.raises(ValueError, match=f"attention backend '{backend}' can't run these inputs"):
+        with pytest.raises(ValueError, match=backend):
             attend(q, k, v, **given, backend=backend)
         return
     if backend == "xformers":
@@ -177,11 +177,11 @@ def test_attention(backend, seen, kv_heads):
         assert error(found, expected) < 1e-2
 
 
-def test_flash_attention_is_taken_unasked_behind_a_state(monkeypatch):
-    """It beats torch's kernels reading a mask; a window that begins its sequences needs none."""
+def test_auto_chooses_flash_attention_after_a_state(monkeypatch):
+    """It is faster than torch's kernels with a mask; the first window of a sequence needs no mask."""
     backend_of(ATTENTION, "flash-attn")
-    noted = {}
-    monkeypatch.setattr(backends, "_CHOSEN", noted)
+    used = {}
+    monkeypatch.setattr(backends, "_CHOSEN", used)
     spec = ib.ImplicitLMSpec(
         vocab_size=61,
         d_model=128,
@@ -194,9 +194,9 @@ def test_flash_attention_is_taken_unasked_behind_a_state(monkeypatch):
     options = {"tolerance": 0.0, "max_iterations": 4}
     with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
         model(ids, **options)
-        assert ("attention", "flash-attn") not in noted
+        assert ("attention", "flash-attn") not in used
         found = model(ids, window_length=72, **options).logits
-    assert ("attention", "flash-attn") in noted
+    assert ("attention", "flash-attn") in used
     with torch.no_grad():
         for block in model.backbone.blocks():
             block.mixer.backend = "torch"
@@ -208,8 +208,8 @@ def test_flash_attention_is_taken_unasked_behind_a_state(monkeypatch):
     ("scan", "conv"),
     [("auto", "auto"), ("mamba-ssm", "causal-conv1d"), ("fla", "fla"), ("mamba-ssm", "torch")],
 )
-def test_mamba2_by_any_of_them(scan, conv):
-    """Whole, in windows down to one token, and padded: as exactly as 16-bit floats allow."""
+def test_mamba2_matches_the_reference_with_every_backend(scan, conv):
+    """In one window, in windows down to one token, and with padding, to the precision of 16-bit floats."""
     for operation, name in ((SSD, scan), (CAUSAL_CONV, conv)):
         if name != "auto":
             backend_of(operation, name)
@@ -223,12 +223,12 @@ def test_mamba2_by_any_of_them(scan, conv):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler's
 @pytest.mark.parametrize("backend", ["auto", "flex"])
-def test_attention_layers_by_any_of_them(backend):
+def test_attention_layers_match_the_reference_with_every_backend(backend):
     check_backend(ib.AttentionSpec(n_heads=2, backend=backend), ib.AttentionSpec(n_heads=2, backend="torch"))
 
 
 @pytest.mark.parametrize("backend", ["mamba-ssm", "fla"])
-def test_a_compiled_scan_is_the_same(backend):
+def test_a_compiled_scan_equals_an_eager_scan(backend):
     backend_of(SSD, backend)
     tensors = scan_inputs(SHAPES["B2-L256-H4-P64-G1-N128"])
     h = tensors.pop("h")

@@ -1,4 +1,4 @@
-"""Decoding by captured steps: the tokens of decoding kernel by kernel, with nothing read on the way."""
+"""Captured decoding: the tokens of eager decoding, without synchronization with the host."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _exact_products():
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _nothing_is_tuned():
-    """Take the smallest shape of kernels that would be tuned first: that takes longer than the tests."""
+def _untuned_kernels():
+    """Use the smallest configuration of every kernel: tuning takes longer than the tests."""
     autotuner = pytest.importorskip("triton.runtime.autotuner", reason="Triton is not installed").Autotuner
 
     def smallest(self, *_arguments, **_options):
@@ -87,16 +87,16 @@ def assert_same(found, expected, *, atol=2e-3):
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
 @pytest.mark.parametrize("slots", [1, 2, 4])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_recorded_steps_make_the_tokens_of_launched_ones(mixer, slots, fused, caplog):
+def test_captured_decoding_gives_the_tokens_of_eager_decoding(mixer, slots, fused, caplog):
     model = built(mixer)
     decoder, found = decode(model, slots=slots, fused=fused)
     assert (decoder.batch.fused is not None) == fused
-    assert "can't be captured" not in caplog.text
+    assert "cannot be captured" not in caplog.text
     assert all_captured(decoder)
     assert_same(found, eager(mixer))
 
 
-def test_layers_of_two_mixers():
+def test_captured_decoding_of_hybrid_layers_equals_eager_decoding():
     parts = [MIXERS["mamba2"]["mixer"], MIXERS["attention"]["mixer"]]
     torch.manual_seed(0)
     model = ib.build(
@@ -109,7 +109,7 @@ def test_layers_of_two_mixers():
 
 
 def all_captured(decoder) -> bool:
-    """Whether all that was done more than once is recorded, and anything was."""
+    """Return whether there are captured graphs and no capture failed."""
     made = decoder.batch.captured.graphs.values()
     return bool(made) and None not in made
 
@@ -120,7 +120,7 @@ def eager(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_they_are_those_of_the_cpu_too(mixer):
+def test_captured_decoding_gives_the_tokens_of_the_cpu(mixer):
     model = built(mixer)
     _, found = decode(model, slots=4, count=6)
     for row, prompt in enumerate(prompts()):
@@ -129,7 +129,7 @@ def test_they_are_those_of_the_cpu_too(mixer):
 
 
 @pytest.mark.parametrize(
-    "knobs",
+    "options",
     [
         {"warm_start": True},
         {"moving_average": 0.6},
@@ -139,19 +139,19 @@ def test_they_are_those_of_the_cpu_too(mixer):
     ],
     ids=str,
 )
-def test_knobs_and_sampling(knobs):
+def test_search_options_and_sampling_act_as_in_eager_decoding(options):
     model = built("mamba2")
-    assert_same(decode(model, slots=4, **knobs)[1], decode(model, slots=4, graphs=False, **knobs)[1])
+    assert_same(decode(model, slots=4, **options)[1], decode(model, slots=4, graphs=False, **options)[1])
 
 
-def test_a_solver_with_a_memory():
+def test_captured_broyden_decoding_equals_eager_decoding():
     stopping = ib.StoppingOverrides(tolerance=1e-4, max_iterations=50)
     model = built("attention", at_evaluation=ib.AtEvaluation(solver=ib.BroydenSpec(), stopping=stopping))
     assert_same(decode(model, slots=4)[1], decode(model, slots=4, graphs=False)[1])
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_bfloat16(mixer):
+def test_captured_decoding_in_bfloat16_equals_eager_decoding(mixer):
     model = built(mixer)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         for slots in (1, 4):
@@ -164,7 +164,7 @@ def test_bfloat16(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_generate_takes_them(mixer):
+def test_generate_on_a_gpu_gives_the_tokens_of_the_cpu(mixer):
     model = built(mixer)
     together = ib.generate(model, prompts(), max_new_tokens=8, stop_token_ids=(3, 7))
     assert together.prompt.converged.all()
@@ -175,7 +175,7 @@ def test_generate_takes_them(mixer):
         assert together.tokens[row, :length].tolist() == alone.tokens[0, :length].tolist()
 
 
-def test_a_long_past_is_shared_out():
+def test_captured_decoding_after_a_long_prompt_equals_eager_decoding():
     model = built("attention")
     made = []
     for graphs in (True, False):
@@ -188,7 +188,7 @@ def test_a_long_past_is_shared_out():
     assert_same(*made)
 
 
-def test_states_of_sixteen_bits():
+def test_captured_decoding_with_bfloat16_states_equals_eager_decoding():
     model = built("mamba2")
     for slots in (1, 4):
         decoder, found = decode(model, slots=slots, count=2, state_dtype=torch.bfloat16)
@@ -198,7 +198,7 @@ def test_states_of_sixteen_bits():
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
-def test_keys_of_eight_bits(fused):
+def test_captured_decoding_with_int8_keys_equals_eager_decoding(fused):
     model = built("attention")
     for slots in (1, 4):
         decoder, found = decode(model, slots=slots, fused=fused, count=2, state_dtype=torch.int8)
@@ -209,9 +209,9 @@ def test_keys_of_eight_bits(fused):
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "layers"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_states_are_written_when_a_token_is_committed(mixer, fused):
-    knobs = {"buckets": [4], "tolerance": 0.0, "max_iterations": 3}
-    decoder = ContinuousDecoder(built(mixer), max_batch_size=4, max_seq_len=96, **knobs)
+def test_states_change_only_when_a_token_is_committed(mixer, fused):
+    options = {"buckets": [4], "tolerance": 0.0, "max_iterations": 3}
+    decoder = ContinuousDecoder(built(mixer), max_batch_size=4, max_seq_len=96, **options)
     if not fused:
         decoder.batch.fused = None
     for prompt in prompts()[:4]:
@@ -243,7 +243,7 @@ def test_states_are_written_when_a_token_is_committed(mixer, fused):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("slots", [1, 4])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_steps_wait_for_nothing_and_move_nothing(mixer, slots):
+def test_captured_steps_neither_synchronize_nor_move_memory(mixer, slots):
     decoder = ContinuousDecoder(
         built(mixer), max_batch_size=slots, buckets=[slots], max_seq_len=96, tolerance=0.0, max_iterations=4
     )

@@ -1,4 +1,4 @@
-"""Steps behind a search, recorded as one CUDA graph, lead where calls and sums one by one lead."""
+"""Phantom steps captured as one CUDA graph equal separate calls and sums."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def tokens(seed, rows=4, length=64, vocabulary=61):
 
 
 def bound(model, ids):
-    """Return the map of these tokens and a start."""
+    """Return the map of these tokens and its starting point."""
     state, weights = model.initial_state(len(ids)), model.cache_weights()
     return model.bind(model.embedding(ids), state, weights=weights, ids_BL=ids)
 
 
 def stepped(model, f, z, take):
-    """Return where steps lead, and gradients of a function of it that no norm keeps as it is."""
+    """Return the value after the steps, and gradients of a function of it that the norm does not absorb."""
     value = take(f, z)
     value.sin().sum().backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -54,7 +54,7 @@ def in_a_row(f, z):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_steps_in_a_row_are_one_graph_and_what_calls_and_sums_give(mixer):
+def test_captured_phantom_steps_are_one_graph_and_equal_separate_calls(mixer):
     model = built(mixer)
     model.capture_graphs()
     for seed in range(3):
@@ -70,15 +70,15 @@ def test_steps_in_a_row_are_one_graph_and_what_calls_and_sums_give(mixer):
             assert (grads[name] - grad).norm() < 1e-3 * grad.norm() + 1e-6, name
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
-def test_steps_in_a_row_at_the_size_of_state_tracking():
+@pytest.mark.filterwarnings("ignore")  # the compiler's own warnings
+def test_captured_phantom_steps_equal_separate_calls_at_state_tracking_size():
     spec = ib.load_spec("mamba2_state_tracking").model
     torch.manual_seed(0)
     model = ib.build(spec).cuda().train()
     model.compile_layers()
     results = []
     with torch.autocast("cuda", dtype=torch.bfloat16):
-        for seed in range(3):  # one recorded, two replayed
+        for seed in range(3):  # one captured, two replayed
             f, z = bound(model, tokens(seed, 512, 256, spec.vocab_size))
             with torch.no_grad():
                 for _ in range(4):
@@ -93,7 +93,7 @@ def test_steps_in_a_row_at_the_size_of_state_tracking():
                 assert (grads[name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
 
 
-def test_what_a_pass_gave_stays_as_it_is_in_the_next():
+def test_results_of_a_pass_are_unchanged_by_the_next_pass():
     model = built("mamba2")
     model.capture_graphs()
     kept = []

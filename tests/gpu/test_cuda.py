@@ -1,4 +1,4 @@
-"""The library and the trainer on a CUDA device: the same values as on the CPU."""
+"""The library and the trainer on a CUDA device give the values of the CPU."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ GRADIENTS = {
 @pytest.mark.parametrize("gradient", GRADIENTS)
 @pytest.mark.parametrize("solver", [ib.PicardSpec(), ib.AndersonSpec(memory=3)], ids=["picard", "anderson"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_training_step_is_the_cpus(mixer, solver, gradient):
+def test_a_training_step_on_cuda_equals_the_cpus(mixer, solver, gradient):
     stopping = ib.Stopping(tolerance=1e-6, max_iterations=60)
     cpu = contracting(mixer, solver=solver, gradient=GRADIENTS[gradient], stopping=stopping).train()
     gpu = copy.deepcopy(cpu).cuda()
@@ -78,7 +78,7 @@ def test_training_step_is_the_cpus(mixer, solver, gradient):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_windows_agree(mixer):
+def test_logits_on_cuda_do_not_depend_on_the_window_length(mixer):
     model = contracting(mixer).double().cuda().eval()
     ids = tokens().cuda()
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_windows_agree(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_bfloat16_autocast_trains(mixer):
+def test_training_in_bfloat16_autocast_lowers_the_loss(mixer):
     model = contracting(mixer, stopping=ib.Stopping(tolerance=0.05, max_iterations=12)).cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     ids = tokens().cuda()
@@ -111,14 +111,14 @@ def test_bfloat16_autocast_trains(mixer):
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("how", ["training", "evaluation", "committing"])
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_the_loop_never_waits_for_the_device_unasked(mixer, how):
+def test_the_search_never_synchronizes_with_the_device(mixer, how):
     commit = 16 if how == "committing" else None
     rule = {"tolerance": 1e-4, "max_iterations": 60}
     at_evaluation = ib.AtEvaluation(stopping=ib.StoppingOverrides(**rule), commit_prefix=commit)
     model = contracting(mixer, stopping=ib.Stopping(**rule), at_evaluation=at_evaluation)
     model.cuda().train(how == "training")
     ids = tokens(rows=16, length=64).cuda()
-    ids[1:, 1:] = ids[1:, :1]  # rows of unequal difficulty, some of which leave early
+    ids[1:, 1:] = ids[1:, :1]  # rows of unequal difficulty: some leave the batch early
 
     def run():
         with torch.set_grad_enabled(how == "training"):
@@ -127,7 +127,7 @@ def test_the_loop_never_waits_for_the_device_unasked(mixer, how):
             output.loss.backward()
         return output
 
-    expected = run()  # tunes kernels, and reserves memory
+    expected = run()  # tunes kernels and reserves memory
     set_sync_debug_mode("error")
     try:
         found = run()
@@ -137,7 +137,7 @@ def test_the_loop_never_waits_for_the_device_unasked(mixer, how):
     assert len(set(found.solution.iterations.tolist())) > 1
 
 
-def test_a_run_of_the_trainer(tmp_path):
+def test_the_trainer_runs_and_resumes_on_cuda(tmp_path):
     command = [
         sys.executable,
         "-m",
@@ -169,10 +169,10 @@ def test_a_run_of_the_trainer(tmp_path):
     subprocess.run(resumed, check=True)
 
 
-# The compiler warns of itself: deprecated imports, gradients of what is no leaf.
+# The compiler's own warnings: deprecated imports, gradients of non-leaf tensors.
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_compiled_layers_compute_the_same(mixer):
+def test_compiled_layers_match_eager_layers(mixer):
     model = contracting(mixer, stopping=ib.Stopping(tolerance=0.0, max_iterations=4)).cuda().train()
     ids = tokens(rows=4, length=64).cuda()
     with torch.autocast("cuda", dtype=torch.bfloat16):

@@ -1,4 +1,4 @@
-"""The map captured as CUDA graphs computes what it computes launched kernel by kernel."""
+"""The map captured as CUDA graphs computes the values and gradients of eager execution."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_training_steps_are_the_same(mixer):
+def test_captured_training_steps_equal_eager_steps(mixer):
     eager, captured = built(mixer), built(mixer)
     captured.capture_graphs()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (eager, captured)]
-    for seed in range(5):  # the first computes, the second records, later ones replay with other weights
+    for seed in range(5):  # the first runs eagerly, the second captures, later ones replay with other weights
         assert_same(step(captured, tokens(seed)), step(eager, tokens(seed)))
         for model, optimizer in zip((eager, captured), optimizers, strict=True):
             model(tokens(seed), labels=tokens(seed)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        with torch.no_grad():  # so that rounding does not add up over the steps
+        with torch.no_grad():  # so that rounding errors do not accumulate over the steps
             for own, other in zip(captured.parameters(), eager.parameters(), strict=True):
                 own.copy_(other)
 
@@ -70,7 +70,7 @@ def test_training_steps_are_the_same(mixer):
 @pytest.mark.parametrize(
     "gradient", [ib.PhantomSpec(steps=3), ib.UnrolledSpec(steps=4)], ids=["phantom", "unrolled"]
 )
-def test_dropout_is_recorded_and_drawn_anew_each_step(mixer, gradient):
+def test_captured_dropout_is_drawn_anew_each_step(mixer, gradient):
     eager, captured = (built(mixer, dropout=0.3, gradient=gradient) for _ in range(2))
     captured.capture_graphs()
     losses = []
@@ -87,7 +87,7 @@ def test_dropout_is_recorded_and_drawn_anew_each_step(mixer, gradient):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_rows_that_leave_keep_their_dropout(mixer):
+def test_captured_dropout_follows_compacted_rows(mixer):
     stopping = ib.Stopping(tolerance=1e-4, max_iterations=40)
     eager, captured = (built(mixer, dropout=0.3, stopping=stopping) for _ in range(2))
     captured.capture_graphs()
@@ -101,10 +101,10 @@ def test_rows_that_leave_keep_their_dropout(mixer):
         assert_same(*results)
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
-def test_gradients_at_the_size_of_state_tracking():
-    # What the first of four calls left for backward is larger than a work space of cuBLAS here: shared by all
-    # captures, it came to lie there, and gradients were NaN.
+@pytest.mark.filterwarnings("ignore")  # the compiler's own warnings
+def test_captured_gradients_at_state_tracking_size_equal_eager_gradients():
+    # Activations that the first of four calls saves for backward are larger than a cuBLAS workspace here. A
+    # workspace shared by all captures once contained them, which made gradients NaN.
     spec = ib.load_spec("mamba2_state_tracking").model
     spec = spec.model_copy(update={"stopping": ib.Stopping(tolerance=0.0, max_iterations=4)})
     torch.manual_seed(0)
@@ -117,7 +117,7 @@ def test_gradients_at_the_size_of_state_tracking():
     with torch.autocast("cuda", dtype=torch.bfloat16):
         eager = [step(model, ids) for ids in batches]
         model.capture_graphs()
-        captured = [step(model, ids) for ids in batches]  # the second without recording anything
+        captured = [step(model, ids) for ids in batches]  # the second without another capture
     assert sum(map(len, model.backbone.graphs._steps.values())) == 1
     for found, expected in zip(captured, eager, strict=True):
         torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=0)
@@ -125,9 +125,9 @@ def test_gradients_at_the_size_of_state_tracking():
             assert (found[1][name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler's, of itself
+@pytest.mark.filterwarnings("ignore")  # the compiler's own warnings
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_compiled_layers_are_recorded(mixer):
+def test_compiled_layers_are_captured(mixer):
     model = built(mixer)
     model.compile_layers()
     batches = [tokens(seed, rows=8, length=128) for seed in range(3)]
@@ -143,19 +143,19 @@ def test_compiled_layers_are_recorded(mixer):
             assert (found[1][name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
 
 
-def test_a_recorded_product_leaves_no_work_space_in_the_memory_of_its_graph():
+def test_a_captured_product_leaves_no_cublas_workspace_in_its_pool():
     x = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
     (x @ x).sum()
     pool, graph = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
     with capture(graph, pool):
         (x @ x).sum()
-    held = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
-    assert held
-    assert sum(segment["allocated_size"] for segment in held) == 0
+    segments = [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == tuple(pool)]
+    assert segments
+    assert sum(segment["allocated_size"] for segment in segments) == 0
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_two_passes_before_one_backward(mixer):
+def test_two_captured_passes_before_one_backward_equal_eager_passes(mixer):
     eager, captured = built(mixer), built(mixer)
     captured.capture_graphs()
     for _ in range(3):
@@ -163,7 +163,7 @@ def test_two_passes_before_one_backward(mixer):
     assert_same(step(captured, tokens(1), tokens(2)), step(eager, tokens(1), tokens(2)))
 
 
-def test_gradients_add_up_over_micro_batches():
+def test_captured_gradients_accumulate_over_micro_batches():
     eager, captured = built("mamba2"), built("mamba2")
     captured.capture_graphs()
     for _ in range(2):
@@ -175,7 +175,7 @@ def test_gradients_add_up_over_micro_batches():
         torch.testing.assert_close(own.grad, other.grad, rtol=1e-3, atol=1e-5)
 
 
-def test_a_second_backward_is_refused_in_a_sentence():
+def test_a_second_backward_through_a_captured_pass_is_refused():
     model = built("attention")
     model.capture_graphs()
     for _ in range(2):
@@ -187,7 +187,7 @@ def test_a_second_backward_is_refused_in_a_sentence():
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_gradients_that_are_solved_for(mixer):
+def test_implicit_function_gradients_with_captured_searches_equal_eager_gradients(mixer):
     gradient = ib.ImplicitFunctionSpec()
     eager, captured = (built(mixer, gradient=gradient) for _ in range(2))
     captured.capture_graphs()
@@ -198,10 +198,11 @@ def test_gradients_that_are_solved_for(mixer):
             assert (found[1][name] - grad).norm() < 1e-2 * grad.norm() + 1e-6, name
     graphs = captured.backbone.graphs
     assert graphs._searches
-    assert not graphs._steps  # many products with the Jacobian of one call: a graph goes backwards once
+    # The adjoint solve needs many Jacobian products of one call, but a graph runs backward once.
+    assert not graphs._steps
 
 
-def test_what_is_thawed_later_gets_its_gradient():
+def test_a_parameter_unfrozen_after_a_capture_gets_its_gradient():
     eager, captured = built("mamba2"), built("mamba2")
     captured.capture_graphs()
 
@@ -218,7 +219,7 @@ def test_what_is_thawed_later_gets_its_gradient():
         torch.testing.assert_close(grads(captured), grads(eager), rtol=1e-3, atol=1e-5)
 
 
-def test_modules_with_hooks_are_called(caplog):
+def test_modules_with_hooks_run_eagerly(caplog):
     model, called = built("mamba2").eval(), []
     model.capture_graphs()
     with torch.no_grad():
@@ -227,26 +228,26 @@ def test_modules_with_hooks_are_called(caplog):
         found = model(tokens())
         torch.testing.assert_close(found.logits, expected, rtol=1e-4, atol=1e-4)
         assert len(called) >= found.solution.iterations.max()
-        assert "modules of the map have hooks" in caplog.text
+        assert "hooks" in caplog.text
         handle.remove()
         called.clear()
         model(tokens())
     assert not called
 
 
-def test_the_collector_does_not_end_a_recording(monkeypatch):
-    """To destroy what was captured once, and nothing leads to any more, is not permitted meanwhile."""
+def test_garbage_collection_does_not_end_a_capture(monkeypatch):
+    """CUDA does not permit destroying an unreachable graph during a capture."""
     first, second = built("mamba2"), built("mamba2")
     for model in (first, second):
         model.capture_graphs()
     for _ in range(3):
         step(first, tokens(0))
-    first.backbone.graphs.itself = first.backbone.graphs  # a cycle: only the collector finds it
+    first.backbone.graphs.itself = first.backbone.graphs  # a cycle: only the collector frees it
     plain, kept = RMSNorm._normed, []
 
     def normed(self, x):
         if torch.cuda.is_current_stream_capturing() and len(kept) < 2_000_000:
-            kept.extend([] for _ in range(500_000))  # so many that the collector would look at all there is
+            kept.extend([] for _ in range(500_000))  # enough objects to trigger a full collection
         return plain(self, x)
 
     gc.collect()
@@ -260,7 +261,7 @@ def test_the_collector_does_not_end_a_recording(monkeypatch):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_rows_that_leave_and_evaluation(mixer):
+def test_captured_evaluation_with_compacted_rows_equals_eager_evaluation(mixer):
     eager, captured = (built(mixer).eval() for _ in range(2))
     captured.capture_graphs()
     with torch.inference_mode():
@@ -272,7 +273,7 @@ def test_rows_that_leave_and_evaluation(mixer):
             assert found.solution.iterations.tolist() == expected.solution.iterations.tolist()
 
 
-def test_padding_and_states_are_launched():
+def test_windows_with_padding_or_states_equal_eager_windows():
     eager, captured = (built("mamba2").eval() for _ in range(2))
     captured.capture_graphs()
     mask = torch.ones(4, 64, device="cuda")
@@ -286,25 +287,25 @@ def test_padding_and_states_are_launched():
 
 
 def bound(model, ids):
-    """Return the map of these tokens and a start."""
+    """Return the map of these tokens and its starting point."""
     state, weights = model.initial_state(len(ids)), model.cache_weights()
     return model.bind(model.embedding(ids), state, weights=weights, ids_BL=ids)
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_values_that_are_held_stay_as_they_are(mixer):
+def test_returned_values_are_never_overwritten(mixer):
     eager, captured = built(mixer), built(mixer)
     captured.capture_graphs()
     with torch.no_grad():
         (f, z), (plain, _) = (bound(model, tokens()) for model in (captured, eager))
-        held, expected = [z], [z]
-        for _ in range(8):  # more than there are buffers
-            held.append(f(held[-1]))
+        values, expected = [z], [z]
+        for _ in range(8):  # more values than buffers
+            values.append(f(values[-1]))
             expected.append(plain(expected[-1]))
-        torch.testing.assert_close(held, expected, rtol=1e-4, atol=1e-5)
-        kept = held[-1][:2]
-        del held
-        for _ in range(12):  # undamped: each value is read where it was written
+        torch.testing.assert_close(values, expected, rtol=1e-4, atol=1e-5)
+        kept = values[-1][:2]
+        del values
+        for _ in range(12):  # undamped: each value is read from its buffer
             z = f(z)
         for _ in range(3):
             z = torch.lerp(z, f(z), 0.5)
@@ -312,8 +313,8 @@ def test_values_that_are_held_stay_as_they_are(mixer):
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_calls_of_a_search_between_forward_and_backward(mixer):
-    """One step's activations lie in the memory of the searches' graphs."""
+def test_a_search_between_forward_and_backward_keeps_gradients(mixer):
+    """One step graph keeps its activations in the memory pool of the search graphs."""
     models = [built(mixer), built(mixer)]
     models[1].capture_graphs()
     found = []
@@ -333,10 +334,10 @@ def test_calls_of_a_search_between_forward_and_backward(mixer):
     torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-5)
 
 
-def test_tables_of_injections_are_recorded():
+def test_captured_injection_tables_equal_eager_tables():
     eager, captured, by_token = (built("mamba2") for _ in range(3))
     captured.capture_graphs()
-    by_token.embedding.register_forward_hook(lambda module, given, x: x)  # no table then
+    by_token.embedding.register_forward_hook(lambda module, given, x: x)  # a hook disables the table
     for seed in range(4):
         ids = tokens(seed, rows=16)
         with torch.autocast("cuda", dtype=torch.bfloat16):
@@ -346,12 +347,12 @@ def test_tables_of_injections_are_recorded():
         torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
         torch.testing.assert_close(expected[0], wanted[0], rtol=2e-3, atol=0)
         for name, grad in wanted[1].items():
-            # A captured step adds what reaches its point in another order, which bfloat16 makes 2e-3.
+            # A captured step sums gradients in another order, a difference of 2e-3 in bfloat16.
             assert (found[1][name] - expected[1][name]).norm() < 1e-2 * grad.norm() + 1e-6, name
             assert (expected[1][name] - grad).norm() < 2e-2 * grad.norm() + 1e-6, name
 
 
-def test_copies_record_their_own():
+def test_a_copied_model_captures_its_own_graphs():
     model = built("attention")
     model.capture_graphs()
     for _ in range(2):
@@ -367,7 +368,7 @@ def test_copies_record_their_own():
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("mixer", MIXERS)
-def test_the_loop_never_waits_for_the_device_unasked(mixer):
+def test_captured_training_never_synchronizes_with_the_device(mixer):
     model = built(mixer)
     model.capture_graphs()
     ids = tokens(0)
@@ -379,14 +380,15 @@ def test_the_loop_never_waits_for_the_device_unasked(mixer):
         loss.backward()
     finally:
         set_sync_debug_mode("default")
+    assert loss.isfinite()
 
 
 @pytest.mark.parametrize("kind", [ib.ImplicitLMSpec, ib.ExplicitLMSpec], ids=lambda kind: kind.__name__)
-def test_a_model_s_recordings_go_with_it(kind):
-    """They go with the last reference to the model, without the collector, and all of their memory does."""
+def test_a_models_graphs_are_freed_with_it(kind):
+    """They are freed with the last reference to the model, without the garbage collector."""
     fields = {"vocab_size": 61, "d_model": 64, "n_layers": 2, **MIXERS["mamba2"]}
 
-    def held():
+    def allocated():
         clear_cublas_workspaces()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
@@ -395,15 +397,15 @@ def test_a_model_s_recordings_go_with_it(kind):
     gc.collect()
     gc.disable()
     try:
-        for _ in range(3):  # the first leaves what kernels keep, whoever calls them
-            before = held()
+        for _ in range(3):  # the first round also allocates what kernels keep permanently
+            before = allocated()
             model = ib.build(kind(**fields)).cuda().train()
             model.capture_graphs()
             for seed in range(3):
                 step(model, tokens(seed, rows=64, length=256))
-            alive = held() - before
+            alive = allocated() - before
             del model
-            kept.append((alive, held() - before))
+            kept.append((alive, allocated() - before))
     finally:
         gc.enable()
     assert kept[-1][0] > 10_000_000

@@ -198,7 +198,7 @@ def test_cropping_takes_back_the_last_tokens(lively_model, ids, max_seq_len):
         found = model(more, **{name: copy.deepcopy(cache)}, **knobs).logits
         expected = model(more, **{name: copy.deepcopy(shorter)}).logits
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match="6 tokens cannot be taken back from the 5"):
+    with pytest.raises(ValueError, match="6 tokens cannot be removed from the 5"):
         cache.crop(-6)
 
 
@@ -311,5 +311,7 @@ def test_prompts_that_cannot_be_are_refused(family, lively_model, ids):
     left[:, :2] = 0
     assert short.generate(ids, attention_mask=left, max_new_tokens=1, pad_token_id=18).shape == (3, 10)
     other = {"mamba2": "past_key_values", "attention": "cache_params"}[family]
-    with pytest.raises(ValueError, match=f"take their cache as {CACHES[family]}, not as {other}"):
+    with pytest.raises(
+        ValueError, match=f"pass the cache of these models as {CACHES[family]}, not as {other}"
+    ):
         model(ids, **{other: ImplicitCache()})

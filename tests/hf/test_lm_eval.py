@@ -269,7 +269,7 @@ def test_a_converted_folder_says_which_token_ends_a_text(tokenizer_file, tmp_pat
     fields = json.loads((source / "config.json").read_text()) | {"eos_token_id": None}
     (source / "config.json").write_text(json.dumps(fields))
     assert main(["convert", str(source), str(tmp_path / "nameless")]) == 2
-    assert "doesn't say which token ends a text" in capsys.readouterr().err
+    assert "does not name its end-of-text token" in capsys.readouterr().err
     assert not (tmp_path / "nameless").exists()
     (source / "tokenizer.json").write_text(text)
     loaded, found = converted("by-name")
@@ -284,25 +284,25 @@ def test_a_converted_folder_says_which_token_ends_a_text(tokenizer_file, tmp_pat
     assert main(["convert", str(source), str(tmp_path / "copied")]) == 0
     message = capsys.readouterr().err
     config = (tmp_path / "copied" / "tokenizer_config.json").read_text()
-    assert ("NobodysTokenizer" in config) == ("copied without a check" in message)
+    assert ("NobodysTokenizer" in config) == ("copied unchecked" in message)
 
 
 def test_an_export_refuses_a_tokenizer_larger_than_the_model(exported, tokenizer_file, tmp_path, capsys):
     with pytest.raises(AssertionError):
         exported("attention", vocab_size=299)
-    assert "has 300 entries and the model 299; take the model's own" in capsys.readouterr().err
+    assert "has 300 entries, but the model has 299; use the model's own" in capsys.readouterr().err
     assert not (tmp_path / "exported").exists()
 
 
 def test_tokenizers_that_cannot_be_used(tmp_path, tokenizer_file):
-    with pytest.raises(ValueError, match="there is no tokenizer at"):
+    with pytest.raises(ValueError, match="no tokenizer at"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no tokenizer that can be read"):
+    with pytest.raises(ValueError, match="is not a readable tokenizer"):
         load_tokenizer(tmp_path)
     tree = json.loads(tokenizer_file.read_text().replace("<|endoftext|>", "<|over|>"))
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
-    with pytest.raises(ValueError, match="doesn't say which token ends a text"):
+    with pytest.raises(ValueError, match="does not name its end-of-text token"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(
         json.dumps({"eos_token": "<|over|>", "tokenizer_class": "PreTrainedTokenizerFast"})

@@ -61,24 +61,33 @@ F4 = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 @pytest.mark.parametrize(
     ("header", "complaint"),
     [
-        (b"", "cannot be read; it is cut short or no safetensors file"),
-        (b"[" * 100_000, "cannot be read; it is cut short or no safetensors file"),
-        ([], "cannot be read; it is cut short or no safetensors file"),
+        (b"", "cannot be read; it is truncated or not a safetensors file"),
+        (b"[" * 100_000, "cannot be read; it is truncated or not a safetensors file"),
+        ([], "cannot be read; it is truncated or not a safetensors file"),
         ({"a": {**F4, "data_offsets": [0, 400]}}, "cannot be read"),
         ({"a": {**F4, "data_offsets": [-1, 4]}}, "cannot be read"),
         ({"a": {**F4, "shape": [2**62, 2**62]}}, "cannot be read"),
         ({"a": {**F4, "dtype": "OS.SYSTEM"}}, "cannot be read"),
         ({"a": F4, "b": F4}, "cannot be read"),
         ({"a": F4, "__metadata__": {"aliases": 3}}, "cannot be read"),
-        ({"a": F4, "__metadata__": {"aliases": "{"}}, "the header's aliases are not a JSON object"),
-        ({"a": F4, "__metadata__": {"aliases": "[" * 100_000}}, "the header's aliases are not a JSON object"),
-        ({"a": F4, "__metadata__": {"aliases": "[1]"}}, "the header's aliases are not a JSON object"),
-        ({"a": F4, "__metadata__": {"aliases": '{"b": "c"}'}}, "the header's aliases are not a JSON object"),
+        ({"a": F4, "__metadata__": {"aliases": "{"}}, "the aliases in the header are not a JSON object"),
+        (
+            {"a": F4, "__metadata__": {"aliases": "[" * 100_000}},
+            "the aliases in the header are not a JSON object",
+        ),
+        ({"a": F4, "__metadata__": {"aliases": "[1]"}}, "the aliases in the header are not a JSON object"),
+        (
+            {"a": F4, "__metadata__": {"aliases": '{"b": "c"}'}},
+            "the aliases in the header are not a JSON object",
+        ),
         (
             {"a": F4, "__metadata__": {"aliases": '{"b": ["a"]}'}},
-            "the header's aliases are not a JSON object",
+            "the aliases in the header are not a JSON object",
         ),
-        ({"a": F4, "__metadata__": {"aliases": '{"a": "a"}'}}, "the header's aliases are not a JSON object"),
+        (
+            {"a": F4, "__metadata__": {"aliases": '{"a": "a"}'}},
+            "the aliases in the header are not a JSON object",
+        ),
     ],
 )
 def test_safetensors_headers(folder, capsys, header, complaint):
@@ -151,11 +160,11 @@ class Ran:
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (Ran(), "holds more than weights"),
-        ({"a": Ran()}, "holds more than weights"),
-        ({"a": torch.device("cpu")}, "is no state dict"),
-        ({1: torch.ones(1)}, "is no state dict"),
-        ([torch.ones(1)], "is no state dict"),
+        (Ran(), "contains more than weights"),
+        ({"a": Ran()}, "contains more than weights"),
+        ({"a": torch.device("cpu")}, "is not a state dict"),
+        ({1: torch.ones(1)}, "is not a state dict"),
+        ([torch.ones(1)], "is not a state dict"),
         ({"a": torch.ones(2).to_sparse()}, "a is sparse, quantized or without values"),
         ({"a": torch.ones(2, device="meta")}, "a is sparse, quantized or without values"),
         ({"a": torch.ones(1).expand(2**40)}, "too few bytes"),
@@ -176,7 +185,7 @@ def test_files_of_torch(tmp_path, capsys, content, complaint):
 def test_files_that_are_none_of_torch(tmp_path, monkeypatch, content):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin (cannot be read|holds more than weights)"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin (cannot be read|contains more than weights)"):
         read_tensors(tmp_path)
     assert not (tmp_path / "ran").exists()
 
@@ -244,7 +253,7 @@ def test_an_error_that_is_not_the_disks_stays_one(tmp_path):
     ],
 )
 def test_a_full_disk_is_said(tmp_path, error):
-    message = r"out can't be written \(.*\); make room, or choose another place"
+    message = r"out cannot be written \(.*\); free disk space or choose another destination"
     with pytest.raises(OSError, match=message), whole_folder(tmp_path / "out"):
         raise error
     assert list(tmp_path.iterdir()) == []

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
-from implicit_blocks.checkpoints.load_model import empty_state
+from implicit_blocks.checkpoints.weights import empty_state
 from implicit_blocks.hf import published
 from implicit_blocks.hf.folders import read_pretrained, to_library
 from implicit_blocks.specs.counting import count_parameters
@@ -193,16 +193,17 @@ def published_folder(case: Path, folder: Path, kind: str = "one file") -> Path:
 def by_the_published_rule(model: Any, ids: torch.Tensor, tolerance: float) -> torch.Tensor:
     """Step by token, damped, until ``‖f(z) − z‖ / (‖z‖ + 1e-6)`` is under the tolerance; map once more."""
 
-    def solve_window(f: Any, z: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+    def solve(f: Any, z: torch.Tensor, **_: Any) -> ib.Solution:
         for _ in range(399):
             fz = f(z)
             residual = (fz - z).norm() / (1e-6 + z.norm())
             z = z + 0.8 * (fz - z)
             if residual < tolerance:
                 break
-        return z, None
+        unknown = torch.zeros(len(z))
+        return ib.Solution(z, unknown, unknown, unknown, unknown)
 
-    model.solve_window = solve_window
+    model.solve = solve
     return model(ids, window_length=1).logits
 
 

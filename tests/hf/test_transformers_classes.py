@@ -258,12 +258,12 @@ def test_overrides_that_contradict_the_spec_are_refused(name, value, family, tin
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "saved")
     for load in (AutoConfig, AutoModelForCausalLM, AutoModel):
-        with pytest.raises(ValueError, match=f"{name} is {value}, and the spec makes it"):
+        with pytest.raises(ValueError, match=f"{name} is {value}, but the spec makes it"):
             load.from_pretrained(tmp_path / "saved", **{name: value})
         load.from_pretrained(tmp_path / "saved", **{name: getattr(model.config, name)})
     setattr(model.config, name, value)
     for build in (AutoModelForCausalLM, AutoModel):
-        with pytest.raises(ValueError, match=f"{name} is {value}, and the spec makes it"):
+        with pytest.raises(ValueError, match=f"{name} is {value}, but the spec makes it"):
             build.from_config(model.config)
     model.save_pretrained(tmp_path / "again")
     with torch.no_grad():
@@ -279,7 +279,7 @@ def test_a_spec_may_be_overridden_where_the_weights_stay_the_same(family, tiny_m
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, spec=spec.model_dump(mode="json"))
     assert loaded.model.lm.spec.at_evaluation == loose
     wider = model.config.spec | {"vocab_size": 300}
-    with pytest.raises(ValueError, match="vocab_size is 19, and the spec makes it 300"):
+    with pytest.raises(ValueError, match="vocab_size is 19, but the spec makes it 300"):
         AutoModelForCausalLM.from_pretrained(tmp_path, spec=wider)
 
 

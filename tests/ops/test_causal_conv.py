@@ -1,17 +1,13 @@
 """The causal convolution against ``conv1d``, and on the windowed contract."""
 
-import sys
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-import implicit_blocks.ops.causal_conv.tiled
-from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
+from implicit_blocks.ops.causal_conv import causal_conv, conv, conv_tail
 
 SHAPES = [(2, 50, 12, 4), (1, 1, 5, 4), (3, 2, 7, 4), (5, 9, 3, 1), (2, 33, 8, 2), (1, 3, 4, 6)]
-tiled = sys.modules[implicit_blocks.ops.causal_conv.tiled.__name__]
 
 
 def name(shape: tuple[int, int, int, int]) -> str:
@@ -33,7 +29,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor, tail: Tensor) -> Tensor:
 
 @pytest.fixture(params=[1 << 18, 200], ids=["one-tile", "many-tiles"])
 def tile_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiled, "TILE_BYTES", request.param)
+    monkeypatch.setattr(conv, "TILE_BYTES", request.param)
 
 
 @pytest.mark.usefixtures("tile_bytes")

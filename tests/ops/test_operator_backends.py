@@ -224,7 +224,7 @@ def test_causal_queries_behind_others_are_the_last_ones():
     expected = attend(q, k, k, mask=mask, backend="torch")
     torch.testing.assert_close(attend(q, k, k, causal=True, backend="torch"), expected)
     torch.testing.assert_close(attend(q, k, k, mask=mask, causal=True), expected)
-    with pytest.raises(ValueError, match="fewer queries than keys take a mask"):
+    with pytest.raises(ValueError, match="fewer queries than keys require a mask"):
         attend(q, k, k, causal=True, backend="sdpa")
 
 

@@ -368,7 +368,7 @@ def test_unknown_backend() -> None:
 
 def test_shapes_that_do_not_fit() -> None:
     x, dt, A, B, C, h = make(Shape(1, 3, 4, 4, 8), torch.float32)
-    with pytest.raises(ValueError, match="4 heads cannot be shared out to 3 groups"):
+    with pytest.raises(ValueError, match="4 heads cannot be divided into 3 groups"):
         ssd(x, dt, A, B.expand(1, 3, 3, 8), C.expand(1, 3, 3, 8))
     with pytest.raises(ValueError, match="L at least 1"):
         ssd(x[:, :0], dt[:, :0], A, B[:, :0], C[:, :0])

@@ -147,7 +147,7 @@ def test_the_plugin_the_contract_and_the_remedy_are_named(parts, contract, words
 
 
 def test_advance_must_return_a_pair():
-    with pytest.raises(ContractError, match="two things, the mixed window and the state"):
+    with pytest.raises(ContractError, match="tuple of the mixed window and the state"):
         model(mixer=BadMixerSpec(fault="no state")).eval()(TOKENS, return_state=True)
 
 

@@ -42,7 +42,7 @@ def test_a_plugin_that_is_light_passes_beside_one_that_is_not(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("source", "kinds", "message"),
     [
-        ("import torch\n" + LIGHT, [("solver", "heavy.slow")], "knowing its kinds imports no torch"),
+        ("import torch\n" + LIGHT, [("solver", "heavy.slow")], "looking up kinds imports no torch"),
         (LIGHT, [("solver", "heavy.fast")], "solver heavy.fast belongs to nobody: .*heavy.slow"),
         (LIGHT, [("solver", "picard")], "solver picard belongs to implicit_blocks"),
         ("raise RuntimeError('no')", [("solver", "heavy.slow")], "RuntimeError: no"),

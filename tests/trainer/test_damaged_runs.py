@@ -81,7 +81,7 @@ def test_a_state_of_another_kind_leads_to_the_older_checkpoint(
 @pytest.mark.parametrize("content", ["[" * 200_000, '{"a": ' * 100_000, "\ufeff{}", "NaN"])
 def test_a_state_that_no_parser_likes(damaged: Path, content: str) -> None:
     (damaged / "checkpoints" / "step-00000003" / "state.json").write_text(content)
-    with pytest.warns(UserWarning, match="step-00000002 is read instead"):
+    with pytest.warns(UserWarning, match="reading step-00000002 instead"):
         ib.load_model(damaged)
     assert resume(damaged) == 0
 

@@ -13,7 +13,7 @@ import torch
 
 from implicit_blocks import load_spec
 from implicit_blocks.__main__ import main
-from implicit_blocks.checkpoints.load_model import tokenizer_of
+from implicit_blocks.checkpoints.run_folder import tokenizer_of
 from trainer.checkpoint.load import read_model_tensors
 from trainer.data.tokens import write_tokens
 from trainer.run.build import build
@@ -81,7 +81,7 @@ def test_the_tokenizer_beside_a_run_s_data_goes_along(run: Path, tmp_path: Path)
     spec = (own / "spec.yaml").read_text()
     start, end = spec.index("\ndata:"), spec.index("\ntraining:")
     (own / "spec.yaml").write_text(
-        f"{spec[:start]}\ndata: {{kind: tokens, path: '{data}', length: 16}}{spec[end:]}"
+        f"{spec[:start]}\ndata: {{kind: tokens, path: '{data}', seq_len: 16}}{spec[end:]}"
     )
     assert tokenizer_of(own) == tokenizer_of(own / "checkpoints" / "step-00000004") == data
     assert main(["export", str(own), str(tmp_path / "out")]) == 0
@@ -121,12 +121,12 @@ def _no_index(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (_missing, "is not whole: __0_0.distcp is missing; take another checkpoint"),
+        (_missing, "is incomplete: __0_0.distcp is missing; use another checkpoint"),
         (_cut_short, "__0_0.distcp is cut short: 2000 bytes where"),
         (_altered, "__0_0.distcp was altered since it was written"),
-        (_cut_short_unrecorded, "cannot be read; a file is missing or cut short"),
+        (_cut_short_unrecorded, "cannot be read; a file is missing or truncated"),
         (_record_damaged, "state.json is cut short or no record of files"),
-        (_no_index, "is not whole: tensors.json is missing"),
+        (_no_index, "is incomplete: tensors.json is missing"),
     ],
 )
 def test_a_damaged_checkpoint_is_not_exported(
@@ -163,7 +163,7 @@ def test_the_newest_whole_checkpoint_of_a_run_is_exported(
     (damaged / "checkpoints" / "step-00000002" / "state.json").unlink()
     assert exported(run, tmp_path / "none", damaged) == 2
     message = capsys.readouterr().err
-    assert "no checkpoint that is whole" in message
+    assert "no complete checkpoint" in message
     assert "state.json is missing" in message
     assert not (tmp_path / "none").exists()
 
@@ -172,8 +172,8 @@ def test_the_newest_whole_checkpoint_of_a_run_is_exported(
     ("arguments", "message"),
     [
         (["{run}/spec.yaml", "{run}"], "exists already and is not an empty folder"),
-        (["{run}/spec.yaml", "out", "--checkpoint", "{run}/nowhere"], "there are no weights at"),
-        (["{run}/spec.yaml", "out", "--max-shard-size", "5"], "give a number and KB, MB or GB"),
+        (["{run}/spec.yaml", "out", "--checkpoint", "{run}/nowhere"], "no weights at"),
+        (["{run}/spec.yaml", "out", "--max-shard-size", "5"], "expected a number with KB, MB or GB"),
         (
             ["word_problem_s3", "out", "--checkpoint", "{run}"],
             "embedding.weight has shape (6, 16) and should",
@@ -211,5 +211,5 @@ def test_a_seed_beside_weights_is_refused(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["export", str(run), str(tmp_path / "out"), "--seed", "3"]) == 2
-    assert "the seed 3 is of fresh weights" in capsys.readouterr().err
+    assert "seed 3 needs new weights" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

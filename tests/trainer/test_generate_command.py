@@ -13,7 +13,7 @@ import yaml
 
 import implicit_blocks as ib
 from implicit_blocks.__main__ import main
-from implicit_blocks.checkpoints.load_model import tokenizer_of
+from implicit_blocks.checkpoints.run_folder import tokenizer_of
 from trainer.data.tokenizing.command import main as tokenize
 from trainer.run.build import build
 from trainer.specs.run import RunSpec
@@ -91,7 +91,7 @@ WITHOUT_TRANSFORMERS = """
 import sys
 sys.modules["transformers"] = None  # as if it were not installed
 from implicit_blocks.__main__ import main
-from implicit_blocks.checkpoints.load_model import tokenizer_of
+from implicit_blocks.checkpoints.run_folder import tokenizer_of
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -151,7 +151,7 @@ def test_bytes_are_found_wherever_data_name_them(
     of_manifest = {"kind": "tokens", "path": str(tokens), "seq_len": 12}
     data = {
         "stream": {"kind": "stream", "dataset": "texts", "tokenizer": "bytes"},
-        "mixture": {"kind": "mixture", "sources": [{"weight": 1.0, "data": of_manifest}], "length": 12},
+        "mixture": {"kind": "mixture", "sources": [{"weight": 1.0, "data": of_manifest}], "seq_len": 12},
         "named": {**of_manifest, "path": str(tmp_path), "tokenizer": "bytes"},
         "manifest": of_manifest,
         "alone": {**of_manifest, "path": str(tokens / "train")},
@@ -167,9 +167,9 @@ def test_text_where_there_is_no_tokenizer(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", str(run), "the cat"]) == 2
-    assert "'the cat' is no row of token ids, and there is no tokenizer" in capsys.readouterr().err
+    assert "'the cat' is not a list of token IDs, and no tokenizer was found" in capsys.readouterr().err
     assert main(["generate", str(run), "5", "--tokenizer", str(tmp_path)]) == 2
-    assert "there is no tokenizer at" in capsys.readouterr().err
+    assert "no tokenizer at" in capsys.readouterr().err
 
 
 def test_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -189,4 +189,4 @@ def test_what_a_damaged_run_says(run: Path, tmp_path: Path, capsys: pytest.Captu
     damaged = Path(shutil.copytree(run, tmp_path / "run"))
     next((damaged / "checkpoints").glob("*/*.distcp")).unlink()
     assert main(["generate", str(damaged), "5"]) == 2
-    assert "has no checkpoint that is whole" in capsys.readouterr().err
+    assert "has no complete checkpoint" in capsys.readouterr().err

@@ -60,7 +60,7 @@ def test_what_was_loaded_can_be_trained_on(run: Path) -> None:
 def test_an_older_checkpoint_where_the_newest_is_damaged(run: Path, tmp_path: Path) -> None:
     damaged = Path(shutil.copytree(run, tmp_path / "run"))
     next((damaged / "checkpoints" / "step-00000004").glob("*.distcp")).unlink()
-    with pytest.warns(UserWarning, match=r"__0_0\.distcp is missing; step-00000002 is read instead"):
+    with pytest.warns(UserWarning, match=r"__0_0\.distcp is missing; reading step-00000002 instead"):
         model = ib.load_model(damaged)
     assert_holds(model, read_model_tensors(run / "checkpoints" / "step-00000002"))
 
@@ -70,7 +70,7 @@ def test_a_file_of_weights_and_a_spec(run: Path, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     for spec in (run / "spec.yaml", ib.load_spec(run / "spec.yaml").model):
         assert_holds(ib.load_model(tmp_path / "model.safetensors", spec=spec), tensors)
-    with pytest.raises(ValueError, match="doesn't say what model it is; give its spec"):
+    with pytest.raises(ValueError, match="has no model spec; pass spec"):
         ib.load_model(tmp_path / "model.safetensors")
     spec = ib.load_spec(run / "spec.yaml").model.model_dump(mode="json")
     (tmp_path / "model.yaml").write_text(yaml.safe_dump(spec))  # as the trainer's exports have it
@@ -96,7 +96,7 @@ def test_a_folder_of_transformers(run: Path, tmp_path: Path) -> None:
         (lambda place: place, "doesn't say what model it is"),
         (lambda place: _run_without_checkpoints(place), "has no checkpoint yet"),
         (lambda place: _not_a_model(place), "is no spec of a model"),
-        (lambda place: _run_without_checkpoints(place) / "spec.yaml", "is a spec, which has no weights"),
+        (lambda place: _run_without_checkpoints(place) / "spec.yaml", "is a spec without weights"),
     ],
     ids=["nothing", "an empty folder", "a run without checkpoints", "a spec of something else", "a spec"],
 )

@@ -480,7 +480,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
     spec, other = run_file(tmp_path, "llama"), tmp_path / "other"
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     for checkpoint, message in (
-        (tmp_path / "nowhere", "there are no weights at"),
+        (tmp_path / "nowhere", "no weights at"),
         (tmp_path / "run", "has no checkpoint yet; train it, or give a file of weights"),
     ):
         assert library(["export", spec, str(other), "--checkpoint", str(checkpoint)]) == 2

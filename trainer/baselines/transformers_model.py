@@ -18,7 +18,7 @@ from implicit_blocks._utils.hints import nearest
 from implicit_blocks._utils.own_parts import install_extra
 from implicit_blocks.checkpoints.folder import read_config
 from implicit_blocks.layers import at_least_float32
-from implicit_blocks.models.implicit import LMOutput
+from implicit_blocks.models.outputs import LMOutput
 from trainer.errors import DataError
 from trainer.specs.transformers_model import TransformersSpec
 

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from implicit_blocks.checkpoints.find import CONFIG, SAFETENSORS
-from implicit_blocks.checkpoints.load_model import load_model, tokenizer_of
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.checkpoints.load_model import load_model
+from implicit_blocks.checkpoints.run_folder import tokenizer_of
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.specs import load_spec, spec_name
 from trainer.checkpoint.load import STATE_FILE, newest_sound_checkpoint

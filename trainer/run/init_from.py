@@ -173,7 +173,7 @@ def read_start(origin: Origin, ours: ModelSpec, *, like: Mapping[str, Tensor]) -
 
     """
     from implicit_blocks.checkpoints.folder import check_tensors, read_file
-    from implicit_blocks.checkpoints.load_model import empty_state
+    from implicit_blocks.checkpoints.weights import empty_state
     from implicit_blocks.hf.folders import read_pretrained
     from implicit_blocks.hf.pretrained import as_start
     from trainer.checkpoint.load import read_model_tensors

@@ -1,7 +1,7 @@
-"""Slots on the device: their texts' states and searches, and what is done to some of them at once.
+"""Slots on the device: their states and searches, and the procedures that advance them.
 
-Everything lies in memory that stays where it is, and nothing here asks the device for a value, so that on a
-GPU each procedure is captured as a graph, one for each number of slots that take part.
+All tensors have fixed addresses and no value is read from the device, so that on a GPU each procedure is
+captured as a graph, one for each number of slots.
 
 Shape legend: S slots, R of them in a procedure, D model width, U injection width, V vocabulary.
 """
@@ -22,7 +22,7 @@ from implicit_blocks.decoding.slots.fused_map import FusedMap, fused_map
 from implicit_blocks.decoding.slots.search import SlotSearch
 from implicit_blocks.interfaces import Window
 from implicit_blocks.models.backbone import BoundMap
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.outputs import Encoded
 from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.search.options import SearchOptions
@@ -33,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Places:
-    """The slots of a procedure: all different; ``where_R`` are those meant, ``on_R`` those that go on."""
+    """The distinct slots of a procedure: ``where_R`` marks those it affects, ``on_R`` those that continue."""
 
     rows_R: Tensor
     where_R: Tensor
@@ -43,15 +43,15 @@ class Places:
 
 
 class SlotBatch:
-    """S slots of one model; ``ContinuousDecoder`` says which of them do what.
+    """S slots of one model; ``ContinuousDecoder`` schedules them.
 
     Args:
-        model: in evaluation mode.
+        model: a model in evaluation mode.
         max_batch_size: S.
-        max_seq_len: tokens of a slot.
-        options: of the searches.
-        graphs: record the procedures, unless modules have hooks, which nobody would call.
-        state_dtype: of recurrent states; None: as the mixers keep them.
+        max_seq_len: maximum number of tokens per slot.
+        options: options of the searches.
+        graphs: capture the procedures, unless modules have hooks, which graphs do not call.
+        state_dtype: dtype of recurrent states; None: the mixers' default.
 
     """
 
@@ -73,7 +73,7 @@ class SlotBatch:
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             self._autocast = torch.get_autocast_dtype(kind)
         if graphs and any_hooks(model.modules()):
-            _LOG.warning("modules of the model have hooks, so decoding runs eagerly: a CUDA graph calls none")
+            _LOG.warning("modules of the model have hooks, so decoding runs eagerly: graphs call no hooks")
             graphs = False
         self.captured = CapturedGraphs() if graphs else None
         self._places: dict[tuple[str, int], Places] = {}
@@ -89,7 +89,7 @@ class SlotBatch:
         if state_dtype is not None:
             for states in self.states:
                 states.set_dtype(state_dtype)
-        solver, stopping = model.search_config(options) or (None, None)
+        solver, stopping = model.search_config(options)
         self.search = SlotSearch(
             solver,
             stopping,
@@ -100,30 +100,30 @@ class SlotBatch:
             moving_average=options.moving_average,
         )
         self.lengths_S = torch.zeros(max_batch_size, dtype=torch.int64, device=self.device)
-        """Tokens that each slot has committed."""
+        """The number of tokens that each slot has committed."""
         self.tokens_S = torch.zeros_like(self.lengths_S)
-        """The token that each slot is at."""
+        """The token whose solution each slot searches."""
         self.busy_S = torch.zeros(max_batch_size, dtype=torch.bool, device=self.device)
         self.hidden_SD = torch.zeros_like(self.search.z)
-        """What the head reads: the map's value at each slot's last committed token."""
+        """The input of the head: the map's value at each slot's last committed token."""
         with self.precision():
-            u, _ = model.inject(model.embedding(self.tokens_S[:1, None]), self.weights)
+            u = model.inject(model.embedding(self.tokens_S[:1, None]), self.weights)
         self.u_SU = None if u is None else u.new_zeros(max_batch_size, u.shape[-1])
         self.fused: FusedMap | None = None
         if graphs:
             self.fused = fused_map(model, self.states, self.weights, max_seq_len=max_seq_len)
 
     def precision(self) -> torch.autocast:
-        """Return the autocast mode that the slots were made in, for what is done to them later."""
+        """Return the autocast mode in which the slots were created."""
         on = self._autocast is not None
         return torch.autocast(self.device.type, dtype=self._autocast, enabled=on, cache_enabled=False)
 
     # ------------------------------------------------------------------------------------ prompts
 
     def encode(self, slots: Sequence[int], ids_BL: Tensor, *, window_length: int | None) -> Solution | None:
-        """Solve prompts of one length together and commit each to its slot; return how that went.
+        """Solve prompts of one length together, commit each to its slot, and return their solution.
 
-        A single one is written where it stays; of several, the keys and states are copied there.
+        A single prompt is written in place; for several, keys and states are copied to the slots.
         """
         blocks = self.model.backbone.blocks()
         batch, length = ids_BL.shape
@@ -155,14 +155,14 @@ class SlotBatch:
         return encoded.solution
 
     def leave(self, slot: int) -> None:
-        """Let a slot rest."""
+        """Free a slot."""
         self.busy_S[slot] = False
         self.lengths_S[slot] = 0
 
     # ------------------------------------------------------------------------------------ procedures
 
     def places(self, what: str, size: int) -> Places:
-        """Return where the slots of a procedure are to be named, and what it found is to be read."""
+        """Return the buffers of a procedure's slot indices and of its results."""
         key = ("step" if what == "step" else "choose", size)
         if key not in self._places:
             flags = torch.zeros(2, size, dtype=torch.bool, device=self.device)
@@ -180,7 +180,7 @@ class SlotBatch:
     def point(
         self, what: str, rows: Sequence[int], where: Sequence[bool] = (), on: Sequence[bool] = ()
     ) -> None:
-        """Name the slots of the next calls of a procedure."""
+        """Set the slots of the next calls of a procedure."""
         places = self.places(what, len(rows))
         put_(places.rows_R, rows)
         if what != "step":
@@ -188,10 +188,10 @@ class SlotBatch:
             put_(places.on_R, on)
 
     def step(self, size: int, *, commit: bool = True) -> None:
-        """Call the map once on the slots pointed at, and take its value in.
+        """Call the map once on the slots set by ``point``, and update their searches.
 
-        Slots that search take a step; those whose search is ``done`` commit their token, and are done no
-        longer. ``commit`` False says that there are none of the latter.
+        Slots that search take a step; those whose search is ``done`` commit their token, which clears the
+        flag. ``commit=False`` asserts that no slot commits.
         """
         places = self.places("step", size)
         name = "step" if commit else "search"
@@ -205,57 +205,19 @@ class SlotBatch:
         busy, z_RD = self.busy_S[rows_R], search.z[rows_R]
         committing = busy & search.done[rows_R]
         lengths = self.lengths_S[rows_R]
-        f = self._map(rows_R, lengths, committing, commit=commit)
+        f = _slot_map(self, rows_R, lengths, committing, commit=commit)
         fz_RD = f(z_RD)
         if search.solver is not None:
             search.take(rows_R, fz_RD, busy & ~committing, f)
         if commit:
-            if search.solver is not None:  # what overflows keeps the value that it had
+            if search.solver is not None:  # an overflow keeps the previous value
                 fz_RD = torch.where(fz_RD.sum(-1, keepdim=True).isfinite(), fz_RD, z_RD)
             self.hidden_SD[rows_R] = torch.where(committing[:, None], fz_RD, self.hidden_SD[rows_R])
             self.lengths_S[rows_R] = lengths + committing
             search.done[rows_R] &= ~committing
 
-    def _map(
-        self, rows_R: Tensor, lengths_R: Tensor, committing_R: Tensor, *, commit: bool
-    ) -> Callable[[Tensor], Tensor]:
-        """Return the map of these slots; its first call commits."""
-        if self.fused is not None:
-            return self.fused.bind(rows_R, self.u_SU, lengths_R, committing_R)
-        index = None if len(rows_R) == self.max_batch_size else rows_R
-        owed = commit
-
-        def call(z_RD: Tensor) -> Tensor:
-            nonlocal owed
-            if not owed:  # a solver's own call may follow that which commits, and must not undo it
-                f = self._bound(rows_R, index, z_RD, lengths_R + committing_R if commit else lengths_R)
-                return f.compute(z_RD[:, None])[:, 0]
-            owed = False
-            mapped, after = self._bound(rows_R, index, z_RD, lengths_R).commit(z_RD[:, None])
-            for states, layer in zip(self.states, after, strict=True):
-                states.write(index, layer, committing_R)
-            return mapped[:, 0]
-
-        return call
-
-    def _bound(self, rows_R: Tensor, index_R: Tensor | None, z_RD: Tensor, lengths_R: Tensor) -> BoundMap:
-        window = Window(
-            batch_size=len(rows_R),
-            start=1,  # at least; how many each slot has is in the states
-            length=1,
-            positions_BL=lengths_R[:, None],
-            dtype=self.model.stream_dtype,
-        )
-        return self.model.backbone.bind(
-            window,
-            u_BLU=None if self.u_SU is None else self.u_SU[rows_R][:, None],
-            states=tuple(states.gather(index_R, lengths_R) for states in self.states),
-            start_BLD=z_RD[:, None],
-            weights=self.weights,
-        )
-
     def predict(self, size: int) -> None:
-        """Compute the logits of the slots pointed at, and take the likeliest tokens."""
+        """Compute the logits of the slots set by ``point``, and select the most likely tokens."""
         places = self.places("choose", size)
         self._do("predict", size, lambda: self._predict(places))
 
@@ -266,11 +228,11 @@ class SlotBatch:
         self.take_tokens(places, places.logits_RV.argmax(-1), places.where_R)
 
     def take_tokens(self, places: Places, tokens_R: Tensor, where_R: Tensor) -> None:
-        """Set the slots' tokens where ``where_R`` says so."""
+        """Set the slots' tokens where ``where_R`` is True."""
         self.tokens_S[places.rows_R] = torch.where(where_R, tokens_R, self.tokens_S[places.rows_R])
 
     def begin(self, size: int) -> None:
-        """Report on the slots' last tokens; begin to search for the new ones in those that go on."""
+        """Report the slots' last tokens; start the search for the new ones in slots that continue."""
         places = self.places("choose", size)
         self._do("begin", size, lambda: self._begin(places))
 
@@ -281,7 +243,8 @@ class SlotBatch:
         for place, value in zip(places.report_4R, reported, strict=True):
             place.copy_(value)
         on, ended = places.where_R & places.on_R, places.where_R & ~places.on_R
-        u, start = self.model.inject(self.model.embedding(tokens[:, None]), self.weights)
+        x_R1D = self.model.embedding(tokens[:, None])
+        u, start = self.model.inject(x_R1D, self.weights), self.model.start(x_R1D)
         if u is not None and self.u_SU is not None:
             self.u_SU[rows] = torch.where(on[:, None], u[:, 0], self.u_SU[rows])
         warm = self.options.warm_start and u is not None
@@ -295,6 +258,48 @@ class SlotBatch:
                 procedure()
             else:
                 self.captured.do(name, size, procedure)
+
+
+def _slot_map(
+    batch: SlotBatch, rows_R: Tensor, lengths_R: Tensor, committing_R: Tensor, *, commit: bool
+) -> Callable[[Tensor], Tensor]:
+    """Return the map of the slots ``rows_R``, (R, D) → (R, D); its first call commits."""
+    if batch.fused is not None:
+        return batch.fused.bind(rows_R, batch.u_SU, lengths_R, committing_R)
+    index = None if len(rows_R) == batch.max_batch_size else rows_R
+    pending = commit
+
+    def call(z_RD: Tensor) -> Tensor:
+        nonlocal pending
+        if not pending:  # a solver's own call may follow the call that commits, and must not undo it
+            f = _bound_map(batch, rows_R, index, z_RD, lengths_R + committing_R if commit else lengths_R)
+            return f.compute(z_RD[:, None])[:, 0]
+        pending = False
+        mapped, after = _bound_map(batch, rows_R, index, z_RD, lengths_R).commit(z_RD[:, None])
+        for states, layer in zip(batch.states, after, strict=True):
+            states.write(index, layer, committing_R)
+        return mapped[:, 0]
+
+    return call
+
+
+def _bound_map(
+    batch: SlotBatch, rows_R: Tensor, index_R: Tensor | None, z_RD: Tensor, lengths_R: Tensor
+) -> BoundMap:
+    window = Window(
+        batch_size=len(rows_R),
+        start=1,  # at least; the states hold the length of each slot
+        length=1,
+        positions_BL=lengths_R[:, None],
+        dtype=batch.model.stream_dtype,
+    )
+    return batch.model.backbone.bind(
+        window,
+        u_BLU=None if batch.u_SU is None else batch.u_SU[rows_R][:, None],
+        states=tuple(states.gather(index_R, lengths_R) for states in batch.states),
+        start_BLD=z_RD[:, None],
+        weights=batch.weights,
+    )
 
 
 def _of_last_token(solution: Solution, row: int) -> dict[str, Tensor]:

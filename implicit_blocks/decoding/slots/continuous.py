@@ -1,8 +1,8 @@
-"""Continuous decoding: rows at different tokens, and at different iterations of them, share every call.
+"""Continuous decoding: rows at different tokens, and at different iterations, share every call of the map.
 
-A batch that waits for its slowest row at every token pays for the longest search each time. Here a row
-whose search has ended commits its token, chooses the next and begins to search for that, while the others go
-on with theirs; and a prompt that waits takes the place of a text that has ended.
+A batch that waits for its slowest row at every token pays for the longest search each time. Here a row whose
+search has ended commits its token, chooses the next and starts its search, while the other rows continue
+theirs; a waiting prompt replaces a text that has ended.
 
 Shape legend: V vocabulary.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -23,16 +24,16 @@ from implicit_blocks.decoding.prompts import check_model, check_prompts, check_s
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
 from implicit_blocks.decoding.slots.batch import Places, SlotBatch
 from implicit_blocks.interfaces import SlotStates
-from implicit_blocks.models.implicit import LanguageModel
-from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to be continued: by ``max_new_tokens``, or up to the first of ``stop_token_ids``.
+    """A prompt to be continued by ``max_new_tokens`` tokens, or up to the first of ``stop_token_ids``.
 
-    ``seed`` is of the generator that the row draws with.
+    ``seed`` is that of the row's random generator.
     """
 
     prompt: Sequence[int] | Tensor
@@ -44,10 +45,10 @@ class Request:
 
 @dataclass(frozen=True)
 class NewToken:
-    """A token that was made: of which request, and whether it is the last.
+    """A generated token, the number of its request, and whether it is the last one.
 
-    ``logits`` (V,) are those that it was chosen from; ``iterations``, ``residual`` and ``converged`` say how
-    the search behind them went, and are None in explicit models.
+    ``logits`` (V,) are those that it was chosen from; ``iterations``, ``residual`` and ``converged`` report
+    its search, and are None in explicit models.
     """
 
     request: int
@@ -59,11 +60,11 @@ class NewToken:
     converged: bool | None = None
 
 
-TOGETHER = 8192  # tokens of prompts that are solved together at most
+TOGETHER = 8192  # maximum number of prompt tokens that are solved together
 
 
 class ContinuousDecoder:
-    """Continues any number of prompts, ``max_batch_size`` at a time; each as it would be continued alone.
+    """Continues any number of prompts, ``max_batch_size`` at a time, each independent of the others.
 
     ```python
     decoder = ContinuousDecoder(model, max_batch_size=16, max_seq_len=512)
@@ -73,33 +74,30 @@ class ContinuousDecoder:
         print(made.request, made.token)
     ```
 
-    A step calls the map once, on all busy slots. States have their room from the start: the keys of
-    attention layers are written where they stay, and slots are indexed, not copied. The busy slots are
-    filled up to one of ``buckets`` sizes, so that few shapes occur.
+    A step calls the map once, on all busy slots. States are preallocated: the keys of attention layers are
+    written in place, and slots are indexed, not copied. Each step is padded with idle slots to one of the
+    ``buckets`` sizes, so that few shapes occur.
 
-    Pays where searches are of unequal length or texts are; where every token takes the same number of
-    iterations, ``generate`` does the same with less bookkeeping.
+    Use it where searches or texts differ in length; where every token takes the same number of iterations,
+    ``generate`` gives the same result with less overhead.
 
     Args:
-        model: of this library, in evaluation mode; its weights must not change while texts are made.
-        max_batch_size: texts in work at once.
-        max_seq_len: tokens that a text may have, its prompt included.
+        model: an ``ImplicitLM`` or ``ExplicitLM`` in evaluation mode; its weights must not change meanwhile.
+        max_batch_size: number of texts that are decoded simultaneously.
+        max_seq_len: maximum number of tokens of a text, its prompt included.
         buckets: sizes of a step, each at most ``max_batch_size``; None: ``max_batch_size`` and its halves,
             down to 1.
-        window_length: of the windows that prompts are solved in; None: one.
-        tolerance: of the searches, instead of the spec's; so are the next four, as in ``forward``.
-        max_iterations: of each search.
-        damping: of the solver.
-        warm_start: begin each token's search at the solution of the one before.
-        moving_average: α of an average over the iterates, for noisy maps.
-        graphs: record steps as CUDA graphs, on a GPU, one for each of ``buckets``: a step is one launch then.
-        state_dtype: of states. ``torch.bfloat16`` is for those that a scan carries from token to token, such
-            as Mamba2's, else in float32 or better: half as much to read, and rounded at every token.
-            ``torch.int8`` is for keys and values: half as much to read as in 16 bits, each head's rounded
-            once, to multiples of 1/127 of its largest feature.
+        window_length: number of tokens per window in which prompts are solved; None: one window.
+        graphs: capture steps as CUDA graphs on a GPU, one for each of ``buckets``: a step is then one launch.
+        state_dtype: dtype of states. ``torch.bfloat16`` applies to recurrent states such as Mamba2's, which
+            are in float32 or better by default: it halves the memory traffic and rounds at every token.
+            ``torch.int8`` applies to keys and values: it halves the memory traffic of 16 bits and rounds each
+            head once, to multiples of 1/127 of its largest feature.
+        search: ``tolerance``, ``max_iterations``, ``damping``, ``warm_start`` and ``moving_average`` of the
+            searches, instead of the spec's (``SearchOptions``).
 
     Raises:
-        ValueError: for sizes that make no sense, a model in training mode, or a mixer that has no slots.
+        ValueError: for sizes out of range, a model in training mode, or a mixer without slots.
 
     """
 
@@ -112,13 +110,9 @@ class ContinuousDecoder:
         max_seq_len: int,
         buckets: Sequence[int] | None = None,
         window_length: int | None = None,
-        tolerance: float | None = None,
-        max_iterations: int | None = None,
-        damping: float | None = None,
-        warm_start: bool = False,
-        moving_average: float | None = None,
         graphs: bool = True,
         state_dtype: torch.dtype | None = None,
+        **search: Unpack[SearchKwargs],
     ) -> None:
         check_model(model)
         for name, size in (
@@ -138,18 +132,11 @@ class ContinuousDecoder:
         self.window_length = window_length
         self.device = model.embedding.weight.device
         self.on_gpu = self.device.type == "cuda"
-        options = SearchOptions(
-            tolerance=tolerance,
-            max_iterations=max_iterations,
-            damping=damping,
-            warm_start=warm_start,
-            moving_average=moving_average,
-        )
         self.batch = SlotBatch(
             model,
             max_batch_size=max_batch_size,
             max_seq_len=max_seq_len,
-            options=options,
+            options=SearchOptions(**search),
             graphs=graphs and self.on_gpu,
             state_dtype=state_dtype,
         )
@@ -157,14 +144,14 @@ class ContinuousDecoder:
         self.waiting: deque[_Text] = deque()
         self.submitted = 0
         self.calls = 0
-        """Calls of the map on busy slots so far, those for prompts left out."""
+        """The number of calls of the map on busy slots so far, without those for prompts."""
         self.rows_called = 0
-        """Rows of those calls, filled-up ones included."""
-        self._done: AsyncHostCopy | None = None  # which slots' searches had ended after the last call
-        self._chosen: deque[_Chosen] = deque()  # tokens on their way to the host
+        """The number of rows in those calls, padding included."""
+        self._done: AsyncHostCopy | None = None  # the slots whose searches had ended after the last call
+        self._chosen: deque[_Chosen] = deque()  # tokens that are being copied to the host
         self._rows: list[int] = []  # of the last call
         self.on_prompts: Callable[[list[int], Solution | None], None] | None = None
-        """Called with the numbers of requests whose prompts were solved together, and how that went."""
+        """Called with the numbers of requests whose prompts were solved together, and their solution."""
 
     @property
     def states(self) -> list[SlotStates]:
@@ -172,11 +159,11 @@ class ContinuousDecoder:
         return self.batch.states
 
     def submit(self, request: Request) -> int:
-        """Let a prompt wait for a slot; return its number, counted from 0.
+        """Queue a prompt and return its number, counted from 0.
 
         Raises:
-            ValueError: for a prompt that is empty, too long or has unknown tokens, stop tokens of which the
-                model knows nothing, a seed that is none, or no tokens to be made.
+            ValueError: for a prompt that is empty, too long or has unknown tokens, stop tokens outside the
+                vocabulary, an invalid seed, or ``max_new_tokens`` below 1.
 
         """
         require_count("max_new_tokens", request.max_new_tokens)
@@ -185,9 +172,9 @@ class ContinuousDecoder:
         if room < 1:
             raise ValueError(
                 f"max_new_tokens is {request.max_new_tokens}, and max_seq_len {self.max_seq_len} leaves no "
-                "room for a prompt; ask for fewer, or raise the capacity"
+                "room for a prompt; reduce max_new_tokens, or increase max_seq_len"
             )
-        limit = f"max_seq_len {self.max_seq_len} without the {request.max_new_tokens} to be made"
+        limit = f"max_seq_len {self.max_seq_len} minus max_new_tokens {request.max_new_tokens}"
         vocab_size = self.model.spec.vocab_size
         check_prompts(ids, vocab_size=vocab_size, max_length=room, limit=limit)
         check_stop_token_ids(request.stop_token_ids, vocab_size=vocab_size)
@@ -196,22 +183,22 @@ class ContinuousDecoder:
         return self.submitted - 1
 
     def run(self) -> Iterator[NewToken]:
-        """Yield tokens as they are made, until no text is in work and none waits."""
+        """Yield tokens as they are generated, until all submitted texts have ended."""
         while self.busy:
             yield from self.step()
 
     @property
     def busy(self) -> bool:
-        """Whether a text is in work, or waits, or a token is still to be handed out."""
+        """Whether a text is active or queued, or a token has not been returned yet."""
         return bool(self.waiting or self._chosen) or any(text is not None for text in self.texts)
 
     @torch.no_grad()
     def step(self) -> list[NewToken]:
-        """Fill free slots, call the map once, and return the tokens that have become known, or none.
+        """Fill free slots, call the map once, and return the new tokens that are known, possibly none.
 
-        On a GPU the host is one call ahead of it: which searches have ended, and the tokens that were chosen,
-        are read while the next call runs. The map is called once more where a search has ended, to commit
-        its token, so that nothing waits for what is read late but the end of a text by a stop token.
+        On a GPU the host is one call ahead of the device: the flags of ended searches and the chosen tokens
+        are read while the next call runs. The call after the end of a search commits its token, so that only
+        the end of a text by a stop token is noticed late.
         """
         self._admit()
         size = self._point()
@@ -229,7 +216,7 @@ class ContinuousDecoder:
         return self._collected(before=self.calls if self.on_gpu else None)
 
     def _committing(self, done: AsyncHostCopy | None = None) -> list[int]:
-        """Return the slots that commit in the call after the one that ``done`` was read behind."""
+        """Return the slots that commit in the call after the one that ``done`` belongs to."""
         in_work = [(slot, text) for slot, text in enumerate(self.texts) if text is not None]
         if self.batch.search.solver is None:
             return [slot for slot, _ in in_work]
@@ -240,7 +227,7 @@ class ContinuousDecoder:
         return [slot for slot, text in in_work if flags[slot] and text.begun < self.calls]
 
     def _point(self) -> int:
-        """Point at the slots of the next call; return how many, 0 where none is busy."""
+        """Set the slots of the next call and return their number, 0 if none is busy."""
         busy = [slot for slot, text in enumerate(self.texts) if text is not None]
         if not busy:
             return 0
@@ -252,15 +239,15 @@ class ContinuousDecoder:
         return size
 
     def _filled_up(self, slots: Sequence[int], size: int) -> list[int]:
-        """Return these slots and others, idle ones first, in order; so many together."""
+        """Return these slots padded to ``size`` with others, idle ones first, in ascending order."""
         others = sorted((text is not None, n) for n, text in enumerate(self.texts) if n not in slots)
         return sorted([*slots, *(slot for _, slot in others[: size - len(slots)])])
 
     # ------------------------------------------------------------------------------------ tokens
 
     def _admit(self) -> None:
-        """Solve the prompts that find free slots, those of one length together; choose their first tokens."""
-        while self.waiting:  # again, where a text ends with its first token
+        """Solve queued prompts in free slots, those of one length together; choose their first tokens."""
+        while self.waiting:  # repeated if a text ends with its first token
             free = [slot for slot, text in enumerate(self.texts) if text is None]
             entering = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
             if not entering:
@@ -276,7 +263,7 @@ class ContinuousDecoder:
                 self._choose(slots)
 
     def _choose(self, slots: Sequence[int]) -> None:
-        """Choose the next token of slots whose last is committed, and begin to search for its solution."""
+        """Choose the next token of slots whose last is committed, and start its search."""
         if not slots:
             return
         size = next(size for size in self.buckets if size >= len(slots))
@@ -290,7 +277,7 @@ class ContinuousDecoder:
         self.batch.point("choose", rows, [place in texts for place in range(size)], on)
         self.batch.predict(size)
         places = self.batch.places("choose", size)
-        self._draw(places, texts)
+        _draw(self.batch, places, texts)
         self.batch.begin(size)
         kept = places.logits_RV.clone()
         logits = {place: kept[place] for place in texts}
@@ -298,26 +285,8 @@ class ContinuousDecoder:
         for text in texts.values():
             text.chosen += 1
 
-    def _draw(self, places: Places, texts: dict[int, _Text]) -> None:
-        """Draw tokens for the texts that want it, those with one rule at once."""
-        by_rule: dict[Sampling, list[int]] = defaultdict(list)
-        for place, text in texts.items():
-            if text.request.sampling.draws:
-                by_rule[text.request.sampling].append(place)
-        for sampling, drawing in by_rule.items():
-            zero = torch.zeros((), dtype=torch.float64, device=self.device)
-            uniform = [zero] * len(places.rows_R)
-            for place in drawing:
-                numbers = texts[place].uniform_N
-                assert numbers is not None
-                uniform[place] = numbers[texts[place].chosen]
-            where = torch.zeros_like(places.where_R)
-            put_(where, [place in drawing for place in range(len(uniform))])
-            chosen = sampling.choose(places.logits_RV, torch.stack(uniform))
-            self.batch.take_tokens(places, chosen, where)
-
     def _collected(self, *, before: int | None = None) -> list[NewToken]:
-        """Return the tokens chosen before this call, or all; end the texts that they stop."""
+        """Return the tokens chosen before this call, or all; end texts at stop tokens."""
         made: list[NewToken] = []
         searched = self.batch.search.solver is not None
         while self._chosen and (before is None or self._chosen[0].call < before):
@@ -332,16 +301,16 @@ class ContinuousDecoder:
                 how = (int(iterations[place]), residual[place], bool(converged[place])) if searched else ()
                 made.append(NewToken(text.number, token, text.ended, chosen.logits[place], *how))
                 slot = chosen.rows[place]
-                if text.ended and self.texts[slot] is text:  # it went on, until its token was known
+                if text.ended and self.texts[slot] is text:  # the slot continued until its token was known
                     self.texts[slot] = None
                     self.batch.leave(slot)
         return made
 
 
 class _Text:
-    """A text in work: its request, how many of its tokens were chosen, and how many of those handed out.
+    """An active text: its request, the number of tokens ``chosen``, and the number returned (``made``).
 
-    ``begun`` is the call of the map behind which its last token was chosen.
+    ``begun`` is the call of the map after which its last token was chosen.
     """
 
     def __init__(self, number: int, request: Request, ids: Tensor) -> None:
@@ -355,7 +324,7 @@ class _Text:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Tokens that were chosen behind a call of the map: of which texts, by their place among the slots."""
+    """Tokens chosen after a call of the map, and their texts by index among the slots."""
 
     call: int
     rows: list[int]
@@ -365,10 +334,29 @@ class _Chosen:
 
 
 def _of_one_length(entering: Sequence[tuple[int, _Text]]) -> Iterator[list[tuple[int, _Text]]]:
-    """Yield texts whose prompts have the same number of tokens, not too many together."""
+    """Yield groups of texts whose prompts have the same length, with at most TOGETHER tokens."""
     by_length: dict[int, list[tuple[int, _Text]]] = defaultdict(list)
     for slot, text in entering:
         by_length[text.ids.shape[1]].append((slot, text))
     for length, group in by_length.items():
         count = max(1, TOGETHER // length)
         yield from (group[first : first + count] for first in range(0, len(group), count))
+
+
+def _draw(batch: SlotBatch, places: Places, texts: dict[int, _Text]) -> None:
+    """Sample tokens for the texts that request it; texts with the same rule are sampled together."""
+    by_rule: dict[Sampling, list[int]] = defaultdict(list)
+    for place, text in texts.items():
+        if text.request.sampling.draws:
+            by_rule[text.request.sampling].append(place)
+    for sampling, drawing in by_rule.items():
+        zero = torch.zeros((), dtype=torch.float64, device=batch.device)
+        uniform = [zero] * len(places.rows_R)
+        for place in drawing:
+            numbers = texts[place].uniform_N
+            assert numbers is not None
+            uniform[place] = numbers[texts[place].chosen]
+        where = torch.zeros_like(places.where_R)
+        put_(where, [place in drawing for place in range(len(uniform))])
+        chosen = sampling.choose(places.logits_RV, torch.stack(uniform))
+        batch.take_tokens(places, chosen, where)

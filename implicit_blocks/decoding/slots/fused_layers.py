@@ -1,4 +1,4 @@
-"""Layers of single tokens in a few kernels each: what ``fused`` puts together to a map.
+"""Layers of single tokens in a few kernels each, which ``FusedMap`` combines.
 
 Shape legend: S slots, R rows of a step, each in a slot, D model width, U injection width.
 """
@@ -13,20 +13,20 @@ from torch import Tensor, nn
 
 from implicit_blocks.layers import Linear, RMSNorm, SwiGLU
 from implicit_blocks.mixers.attention.mixer import Attention
-from implicit_blocks.mixers.attention.slots import AttentionSlots
+from implicit_blocks.mixers.attention.state import AttentionSlots
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
-from implicit_blocks.mixers.mamba2.slots import Mamba2Slots
-from implicit_blocks.models.block import Block
+from implicit_blocks.mixers.mamba2.state import Mamba2Slots
+from implicit_blocks.models.backbone import Block
 
 if TYPE_CHECKING:
     from implicit_blocks.ops.kernels.decoding import Branch
 
-FEW = 2  # rows up to which a product row by row beats the matrix units' kernels
+FEW = 2  # up to this many rows a product row by row is faster than matrix units
 
 
 @dataclass(frozen=True)
 class FusedStep:
-    """What a call of the map knows besides ``z``."""
+    """The inputs of a call of the map besides ``z``."""
 
     rows_R: Tensor
     u_SU: Tensor | None
@@ -46,7 +46,7 @@ class _Matrix:
 
 
 class FusedLayer:
-    """A residual block on (stream, what is still to be added to it)."""
+    """A residual block on the stream and the branch that is not added yet."""
 
     def __init__(self, block: Block, mixer: FusedMamba2 | FusedAttention, gate_up: Tensor | None) -> None:
         self.norm, self.mixer = block.mixer_norm, mixer
@@ -54,7 +54,7 @@ class FusedLayer:
         self.mlp_norm = block.mlp_norm
 
     def __call__(self, z: Tensor, branch: Branch | None, step: FusedStep) -> tuple[Tensor, Branch | None]:
-        """Return stream and branch behind it."""
+        """Return stream and branch after the block."""
         z, branch = self.mixer(z, branch, self.norm, step)
         if self.mlp is not None and self.mlp_norm is not None:
             return self.mlp(z, branch, self.mlp_norm)
@@ -62,7 +62,7 @@ class FusedLayer:
 
 
 class FusedMamba2:
-    """Mamba2 on (stream, what is still to be added to it), behind its norm."""
+    """Mamba2 with its norm, on the stream and the branch that is not added yet."""
 
     def __init__(self, mixer: Mamba2, states: Mamba2Slots) -> None:
         self.mixer, self.states = mixer, states
@@ -72,7 +72,7 @@ class FusedMamba2:
     def __call__(
         self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: FusedStep
     ) -> tuple[Tensor, Branch | None]:
-        """Return stream and branch behind the mixer and the norm ahead of it."""
+        """Return stream and branch after norm and mixer."""
         from implicit_blocks.ops.kernels.decoding import Branch, Mamba2Inputs, add_norm, linear_rows
         from implicit_blocks.ops.kernels.decoding_mamba2 import prepare_mamba2, scan_step
 
@@ -102,7 +102,7 @@ class FusedMamba2:
             prepared = prepare_mamba2(into(normed), step.u_SU, step.rows_R, inputs)
         out, gated = self.out_proj, mixer.norm
         dtype = out.weight.dtype
-        # A norm's divisor can follow the product, where nothing overflows for want of it.
+        # The norm's divisor can be applied after the product where that cannot overflow.
         later = not few and gated.groups == 1 and out.bias is None and dtype != torch.float16
         mixed, squares = scan_step(
             prepared,
@@ -126,7 +126,7 @@ class FusedMamba2:
 
 
 class FusedAttention:
-    """Attention on (stream, what is still to be added to it), behind its norm."""
+    """Attention with its norm, on the stream and the branch that is not added yet."""
 
     def __init__(self, mixer: Attention, states: AttentionSlots, tables: tuple[Tensor, Tensor]) -> None:
         self.heads, self.states, self.tables = mixer.n_heads, states, tables
@@ -135,7 +135,7 @@ class FusedAttention:
     def __call__(
         self, z: Tensor, branch: Branch | None, norm: RMSNorm, step: FusedStep
     ) -> tuple[Tensor, Branch | None]:
-        """Return stream and branch behind the mixer and the norm ahead of it."""
+        """Return stream and branch after norm and mixer."""
         from implicit_blocks.ops.kernels.decoding import Branch, add_norm, linear_rows
         from implicit_blocks.ops.kernels.decoding_attention import attention_step
 
@@ -179,7 +179,7 @@ class _SwiGLU:
     def __init__(self, mlp: nn.Module, gate_up: Tensor | None) -> None:
         assert isinstance(mlp, SwiGLU)
         self.gate, self.up, self.out = _cached(mlp.gate_proj), _cached(mlp.up_proj), _cached(mlp.out_proj)
-        if gate_up is None:  # its layers make their weights ready themselves
+        if gate_up is None:  # the layers prepare their weights themselves
             gate_up = torch.cat((self.gate.weight, self.up.weight))
         biases = [part.bias for part in (self.gate, self.up) if part.bias is not None]
         self.both = _Matrix(gate_up, torch.cat(biases) if biases else None)  # one product for many rows

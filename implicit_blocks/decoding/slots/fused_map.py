@@ -1,6 +1,6 @@
-"""The map of single tokens in a few kernels a layer, for models of this library's own layers on a GPU.
+"""The map of single tokens in a few kernels per layer, for models of this library's own layers on a GPU.
 
-Layers of other makes, and layers that something has been hung on, are computed as everywhere else.
+Third-party layers, and layers that are wrapped or replaced, run through their ordinary modules.
 
 Shape legend: S slots, R rows of a step, each in a slot, D model width, U injection width.
 """
@@ -19,11 +19,11 @@ from implicit_blocks.decoding.slots.search import SlotSearch
 from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.layers import Linear, SwiGLU
 from implicit_blocks.mixers.attention.mixer import Attention
-from implicit_blocks.mixers.attention.slots import AttentionSlots
+from implicit_blocks.mixers.attention.state import AttentionSlots
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
-from implicit_blocks.mixers.mamba2.slots import Mamba2Slots
-from implicit_blocks.models.block import Block
-from implicit_blocks.models.implicit import LanguageModel
+from implicit_blocks.mixers.mamba2.state import Mamba2Slots
+from implicit_blocks.models.backbone import Block
+from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.rotary import rotation_tables
@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 def fused_map(
     model: LanguageModel, states: Sequence[SlotStates], weights: WeightCache, *, max_seq_len: int
 ) -> FusedMap | None:
-    """Return the map of this model in fused kernels; None, and a line in the log, where that can't be."""
+    """Return the map of a model in fused kernels; None, and a line in the log, if it is not supported."""
     why = _obstacle(model, states)
     if why is not None:
         _LOG.info("decoding computes layer by layer, without fused kernels: %s", why)
@@ -49,11 +49,11 @@ def fused_map(
 
 
 def _obstacle(model: LanguageModel, states: Sequence[SlotStates]) -> str | None:
-    """Return what stands in the way of fused kernels, or None."""
+    """Return the reason why fused kernels are not supported, or None."""
     if not available("triton"):
         return "Triton is not installed"
     if model.spec.mixer != model.spec.mixer.portable():
-        return "the spec names a backend, which is taken at its word"
+        return "an explicitly named backend disables fusion"
     if model.stream_dtype != torch.float32:
         return f"the residual stream is {model.stream_dtype}"
     for block, state in zip(model.backbone.blocks(), states, strict=True):
@@ -66,7 +66,7 @@ def _obstacle(model: LanguageModel, states: Sequence[SlotStates]) -> str | None:
         elif type(mixer) is Attention and type(state) is AttentionSlots:
             sizes = [mixer.head_dim]
         else:
-            return f"it mixes by {type(mixer).__name__}"
+            return f"{type(mixer).__name__} has no fused kernels"
         if not _plain_linears(mixer):
             return f"a projection of {type(mixer).__name__} is not a plain Linear"
         if any(size & (size - 1) or size < 2 for size in sizes):
@@ -80,7 +80,7 @@ def _plain_linears(part: nn.Module) -> bool:
 
 
 class FusedMap:
-    """``f(z)`` of one token in each of some slots; a call that commits replaces the states in place."""
+    """``f(z)`` of one token in each slot; a committing call replaces the states in place."""
 
     def __init__(
         self, model: LanguageModel, states: Sequence[SlotStates], weights: WeightCache, *, max_seq_len: int
@@ -108,9 +108,9 @@ class FusedMap:
     def bind(
         self, rows_R: Tensor, u_SU: Tensor | None, lengths_R: Tensor, committing_R: Tensor
     ) -> Callable[[Tensor], Tensor]:
-        """Return the map of these slots, (R, D) → (R, D); its first call commits where it is to.
+        """Return the map of these slots, (R, D) → (R, D); the first call commits where ``committing_R`` is.
 
-        Further ones, as some solvers make, see the states that this has left: those rows don't search.
+        Further calls, as some solvers make, read the new states of committed rows, which no longer search.
         """
         steps = self._steps(rows_R, u_SU, lengths_R, committing_R)
 
@@ -128,7 +128,7 @@ class FusedMap:
             entries[:, step.rows_R] = (entries[:, step.rows_R] + step.committing_R) % taps
 
     def step(self, batch: SlotBatch, rows_R: Tensor) -> None:
-        """Take a whole step of slots whose search is plain Picard iteration: see ``searches``."""
+        """Take a whole step of slots whose search is a plain Picard iteration; see ``searches``."""
         from implicit_blocks.ops.kernels.decoding_search import take_in, take_up
 
         search = batch.search
@@ -162,7 +162,7 @@ class FusedMap:
 
     @staticmethod
     def searches(search: SlotSearch) -> bool:
-        """Whether ``step`` takes the steps of this search."""
+        """Whether ``step`` supports this search."""
         plain = type(search.solver) is Picard and not search.solver.undamped_first
         return plain and search.averages is None
 
@@ -183,7 +183,7 @@ class FusedMap:
 
 
 def _side_by_side(states: Sequence[Mamba2Slots]) -> tuple[Tensor, int] | None:
-    """Lay the layers' next entries into one tensor, (layers, S), for one step forward to serve all."""
+    """Join the layers' next entries in one tensor, (layers, S), to advance all of them together."""
     if not states:
         return None
     entries = torch.stack([state.next_S for state in states])
@@ -195,7 +195,7 @@ def _side_by_side(states: Sequence[Mamba2Slots]) -> tuple[Tensor, int] | None:
 def _tables(
     mixer: Attention, known: dict[Any, tuple[Tensor, Tensor]], max_seq_len: int, states: AttentionSlots
 ) -> tuple[Tensor, Tensor]:
-    """Return the rotations of all positions, (T, P / 2) each, made once for layers that share them."""
+    """Return the rotations of all positions, (T, P / 2) each, computed once for layers that share them."""
     key = (mixer.rope_theta, mixer.head_dim, mixer.rope_scaling)
     if key not in known:
         cos, sin = rotation_tables(

@@ -1,4 +1,4 @@
-"""Generation by continuous decoding: rows don't wait for each other, their tokens are laid side by side.
+"""Generation by continuous decoding: rows proceed independently, and their tokens are combined to steps.
 
 Shape legend: B batch, L tokens of the longest prompt, D model width, V vocabulary.
 """
@@ -6,7 +6,7 @@ Shape legend: B batch, L tokens of the longest prompt, D model width, V vocabula
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -14,28 +14,28 @@ from torch import Tensor
 from implicit_blocks.decoding.generated import Step
 from implicit_blocks.decoding.sampling import Sampling
 from implicit_blocks.decoding.slots.continuous import ContinuousDecoder, NewToken, Request
-from implicit_blocks.models.implicit import LanguageModel
-from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.search.options import SearchKwargs
 from implicit_blocks.solution import Solution
 
 EMPTY = {"iterations": 0, "residual": 0.0, "converged": True, "diverged": False}
-"""What a solution says of elements that are padding."""
+"""The report of a solution for padding."""
 
 
 class SlotGeneration:
-    """One generation, on as many slots as it has rows; ``generate`` describes the options.
+    """One generation with one slot per row; ``generate`` describes the options.
 
     Args:
-        model: in evaluation mode; its mixers have slots.
+        model: a model in evaluation mode whose mixers support slots.
         ids_BL: prompts, padded on either side.
         valid_BL: where they are real; None: everywhere.
-        limits: tokens that each row gets at most, at least 1.
+        limits: maximum number of tokens of each row, at least 1.
         sampling: the rule for choosing tokens.
-        seeds: of each row.
-        stop_token_ids: that end a row.
-        pad_token: behind a row's end.
-        window_length: of the prompts' windows.
-        search: how the searches differ from the spec's.
+        seeds: the seed of each row.
+        stop_token_ids: tokens that end a row.
+        pad_token: fills rows after their end.
+        window_length: number of tokens per window of the prompts.
+        search: options of the searches that differ from the spec.
 
     """
 
@@ -51,7 +51,7 @@ class SlotGeneration:
         stop_token_ids: Sequence[int],
         pad_token: int,
         window_length: int | None,
-        search: SearchOptions,
+        **search: Unpack[SearchKwargs],
     ) -> None:
         self.ids, self.valid, self.pad_token = ids_BL, valid_BL, pad_token
         self.stop_token_ids = stop_token_ids
@@ -61,7 +61,7 @@ class SlotGeneration:
             max_batch_size=len(rows),
             max_seq_len=max(len(row) + limit for row, limit in zip(rows, limits, strict=True)),
             window_length=window_length,
-            **asdict(search),
+            **search,
         )
         self.decoder.on_prompts = self._keep
         self._prompts: dict[int, tuple[Solution, int]] = {}
@@ -74,7 +74,7 @@ class SlotGeneration:
         self.stopped = [False] * len(rows)
 
     def steps(self) -> Iterator[Step]:
-        """Yield a token of every row that has not ended, as soon as the last of them has made it."""
+        """Yield one token of every row that has not ended, as soon as the last row has generated it."""
         number = 0
         while True:
             while not self._ready(number):
@@ -97,7 +97,7 @@ class SlotGeneration:
         active = torch.tensor([new is not None for new in news], device=device)
         nothing = torch.zeros_like(some.logits)
         logits = torch.stack([nothing if new is None else new.logits for new in news])
-        for new in news:  # kept by whoever wants them, in the step
+        for new in news:  # the step keeps the logits
             if new is not None:
                 self.made[new.request][number] = NewToken(new.request, new.token, new.last, nothing)
         if some.iterations is None:
@@ -118,7 +118,7 @@ class SlotGeneration:
 
     @property
     def prompt(self) -> Solution | None:
-        """How the search of the prompts went, once all are solved, as if they had been solved together."""
+        """The solution of all prompts, as if they had been solved together; None before all are solved."""
         if len(self._prompts) < len(self.made):
             return None
         parts = [self._prompts[number] for number in range(len(self.made))]
@@ -145,7 +145,7 @@ class SlotGeneration:
         )
 
     def _laid_out(self, rows: Sequence[Tensor | None], fill: float) -> Tensor | None:
-        """Put what is said of each row's real tokens, (its tokens, …), at their places, (B, L, …)."""
+        """Scatter the values of each row's real tokens to their positions, (B, L, …)."""
         given = [row for row in rows if row is not None]
         if len(given) < len(rows):
             return None

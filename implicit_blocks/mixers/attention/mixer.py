@@ -16,29 +16,18 @@ from torch import Tensor, nn
 
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear
-from implicit_blocks.mixers.attention.slots import AttentionSlots, SlotKeys
+from implicit_blocks.mixers.attention.state import AttentionSlots, AttentionState, SlotKeys
 from implicit_blocks.ops.attention import ATTENTION, Blocks, attend, find_blocks
 from implicit_blocks.ops.attention.slots import attend_slots
 from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks.specs import AttentionSpec
 
 
-class AttentionState(NamedTuple):
-    """Keys (rotated) and values of the committed tokens, (B, K, C, P), of which the first ``length`` count.
-
-    C is ``length`` itself, or a capacity reserved for inference: a window then writes behind the committed
-    tokens, and committing it moves ``length``.
-    """
-
-    keys: Tensor
-    values: Tensor
-    length: int
-
-
 class AttentionContext(NamedTuple):
-    """Rotations (1 or B, 1, L, P / 2), and which keys a query sees, (…, L, T) bool or None: by ``causal``.
+    """Rotations (1 or B, 1, L, P / 2), and the keys that a query sees, (…, L, T) bool, or None.
 
-    ``causal`` with a mask says that the mask is no more than that; ``blocks`` are flex attention's.
+    ``causal`` without a mask means causal attention; with a mask, that the mask is the causal one. ``blocks``
+    are those of flex attention.
     """
 
     cos: Tensor
@@ -96,12 +85,12 @@ class Attention(Mixer):
     def slots(
         self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int
     ) -> AttentionSlots:
-        """Return room for the keys and values of every slot."""
+        """Return preallocated keys and values of all slots."""
         shape = (count, self.n_kv_heads, max_seq_len, self.head_dim)
         return AttentionSlots(shape, device=device, dtype=dtype)
 
     def truncate(self, state: AttentionState, length: int) -> AttentionState:
-        """Return the cache of the first ``length`` tokens; one made with a capacity keeps it."""
+        """Return the cache of the first ``length`` tokens; a preallocated cache keeps its size."""
         if state.keys.shape[2] == state.length:
             return AttentionState(state.keys[:, :, :length], state.values[:, :, :length], length)
         return AttentionState(state.keys, state.values, length)
@@ -134,7 +123,7 @@ class Attention(Mixer):
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: AttentionState | SlotKeys, context: AttentionContext
     ) -> tuple[Tensor, AttentionState | SlotKeys]:
-        """Attend, and keep the window's keys and values."""
+        """Attend, and return the state with the window's keys and values."""
         return self._attend(z_BLD, u_BLU, state, context)
 
     def _attend(
@@ -162,7 +151,7 @@ class Attention(Mixer):
         return out, after
 
     def _attend_slots(self, q: Tensor, k: Tensor, v: Tensor, state: SlotKeys) -> Tensor:
-        """Attend from one token in each slot, once its key and value stand behind the slot's tokens."""
+        """Write each slot's key and value after its tokens, and attend from its token."""
         state.put(k[:, :, 0], v[:, :, 0])
         y = attend_slots(
             q[:, :, 0],
@@ -196,7 +185,7 @@ class Attention(Mixer):
 
 
 def _mask(window: Window) -> Tensor | None:
-    """Return which keys each query of the window sees, or None where position alone decides."""
+    """Return the keys that each query of the window sees; None where the position alone decides."""
     if window.valid_BT is None and window.documents_BT is None and (window.start == 0 or window.length == 1):
         return None
     end = window.start + window.length
@@ -207,18 +196,18 @@ def _mask(window: Window) -> Tensor | None:
         mask = mask & (window.documents_BL[:, :, None] == window.documents_BT[:, None, :])
     if window.valid_BT is not None:
         mask = mask & window.valid_BT[:, None, :]
-    # A padding token sees itself, so that no softmax runs over nothing.
+    # A padding token sees itself, so that no softmax is empty.
     return mask if mask.ndim == 2 else (mask | (key == query))[:, None]
 
 
 def _blocks(window: Window, mask: Tensor | None, causal: bool) -> Blocks:
-    """Return which blocks of the mask flex attention looks at."""
+    """Return the blocks of the mask for flex attention."""
     keys = window.start + window.length
     return find_blocks(mask, length=window.length, keys=keys, causal=causal, device=window.device)
 
 
 def _extend(buffer: Tensor, length: int, new: Tensor) -> Tensor:
-    """Put ``new`` behind the committed tokens: in place where inference has room, else by concatenation."""
+    """Append ``new`` to the committed tokens: in place in a preallocated cache, else by concatenation."""
     end = length + new.shape[2]
     if buffer.shape[2] >= end and not torch.is_grad_enabled():
         buffer[:, :, length:end] = new

@@ -20,7 +20,7 @@ from implicit_blocks._utils.module_hooks import has_hooks
 from implicit_blocks._utils.padding import permute
 from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
-from implicit_blocks.mixers.mamba2.slots import Mamba2Slots
+from implicit_blocks.mixers.mamba2.state import Mamba2Slots, Mamba2State
 from implicit_blocks.mixers.short_conv import DepthwiseConv, DocumentsAround
 from implicit_blocks.ops import mamba2_mix
 from implicit_blocks.ops.backends import AUTO
@@ -30,28 +30,18 @@ from implicit_blocks.ops.transforms import is_differentiated_forward
 from implicit_blocks.specs import Mamba2Spec
 
 
-class Mamba2State(NamedTuple):
-    """What committed tokens leave: the convolution's last inputs, (B, W − 1, C), the scan's h, (B, H, P, N).
-
-    ``h`` is kept in float32 or better.
-    """
-
-    conv_BWC: Tensor
-    h_BHPN: Tensor
-
-
 class Mamba2Context(NamedTuple):
     """Whether the window begins a sequence; its padding and documents, None where there are none.
 
-    Padding must not stand between two real tokens, those of the convolution's tail among them, and must not
-    cut documents: the real tokens are then moved to the front (``order_BL``), which the other fields
-    describe, and back (``inverse_BL``). In a first window of one document padding on either side is like the
-    zeros before it.
+    No padding may separate two real tokens, including those of the convolution's tail, or divide documents.
+    Where it does, the real tokens are moved to the front (``order_BL``) and back (``inverse_BL``); the other
+    fields then describe the permuted tokens. In a first window with a single document, padding on either side
+    has the effect of the zeros before the sequence.
     """
 
     begins: bool
     valid_BL: Tensor | None = None
-    last_taps_BW: Tensor | None = None  # where the W − 1 last real inputs stand in tail and window together
+    last_taps_BW: Tensor | None = None  # indices of the W − 1 last real inputs in tail and window together
     documents_BL: Tensor | None = None
     tail_documents_BW: Tensor | None = None
     initial_document_B: Tensor | None = None
@@ -70,12 +60,12 @@ class Mamba2(Mixer):
 
     ``[gate, x, B, C, dt] = W z + u``; ``x, B, C`` go through the convolution and SiLU; ``dt = softplus(dt +
     dt_bias)``, ``A = −exp(A_log)``; ``h_t = exp(A dt_t) h_{t−1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t + D x_t``;
-    ``rms(y · silu(gate)) · w``, then the output projection. The H / G heads of a group share B and C, and the
-    norm takes each group by itself, unless the spec says otherwise. ``A``, ``dt`` and the state are kept in
-    float32 or better, whatever the type of the projections.
+    ``rms(y · silu(gate)) · w``, then the output projection. The H / G heads of a group share B and C, and
+    each group has its own norm, unless the spec sets ``norm_groups``. ``A``, ``dt`` and the state are in
+    float32 or better, for any dtype of the projections.
 
     Args:
-        spec: widths, and ranges of the initial A and dt.
+        spec: widths, and the ranges of the initial A and dt.
         d_model: width of the residual stream.
 
     """
@@ -128,17 +118,17 @@ class Mamba2(Mixer):
         return Mamba2State(state.conv_BWC[rows], state.h_BHPN[rows])
 
     def slots(self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int) -> Mamba2Slots:
-        """Return a state a slot; none depends on a length."""
+        """Return one state per slot; its size does not depend on ``max_seq_len``."""
         return Mamba2Slots(self, count, device=device, dtype=dtype)
 
     def supports_injection_table(self, window: Window) -> bool:
-        """Whether the GPU's fused operator serves the window: it reads the injection where it stands."""
+        """Whether the GPU's fused operator runs the window: it reads the injection from the table."""
         half = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") != torch.float32
         plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
         return half and self._fusible(window.device, window.length, plain)
 
     def prepare(self, window: Window) -> Mamba2Context:
-        """Find where the convolution's next tail comes from, and the documents around the window."""
+        """Return the indices of the convolution's next tail, and the documents around the window."""
         taps = self.spec.d_conv
         return window.once(("mamba2", taps), lambda: _context(window, taps))
 
@@ -150,7 +140,7 @@ class Mamba2(Mixer):
             return fused[0]
         gate, conv_in, dt = self._project(z_BLD, u_BLU, context)
         y, _ = self._scan(gate, conv_in, dt, state, context, return_final_state=False)
-        return permute(y, context.inverse_BL)
+        return y if context.inverse_BL is None else permute(y, context.inverse_BL)
 
     def advance(
         self, z_BLD: Tensor, u_BLU: Tensor | None, state: Mamba2State, context: Mamba2Context
@@ -170,12 +160,13 @@ class Mamba2(Mixer):
         y, h = self._scan(gate, conv_in, dt, state, context, return_final_state=True)
         assert h is not None
         tail = conv_tail(conv_in, state.conv_BWC, taps=self.spec.d_conv, last_taps_BW=context.last_taps_BW)
-        return permute(y, context.inverse_BL), Mamba2State(tail, h)
+        y = y if context.inverse_BL is None else permute(y, context.inverse_BL)
+        return y, Mamba2State(tail, h)
 
     def _fused(
         self, z: Tensor, u: Tensor | None, context: Mamba2Context, *, return_state: bool
     ) -> tuple[Tensor, Tensor | None, Tensor] | None:
-        """Return output, state and projection by the GPU's fused operator; None where it does not serve."""
+        """Return output, state and projection by the GPU's fused operator; None where it does not apply."""
         if not self._fusible(z.device, z.shape[1], context.plain) or is_differentiated_forward():
             return None
         if self._is_watched_or_strided():
@@ -183,8 +174,7 @@ class Mamba2(Mixer):
         projected: Tensor = self.in_proj(z)
         if not mamba2_mix.suits(projected):
             return None
-        # With gradients the operator takes the projection behind it along, unless something wraps it or is
-        # to be called with it.
+        # With gradients the operator includes the output projection, unless that is wrapped or has hooks.
         plain = isinstance(self.out_proj, Linear) and not has_hooks(self.out_proj)
         last = self.out_proj if plain and torch.is_grad_enabled() else None
         out_weight, out_bias = (None, None) if last is None else last.current()
@@ -206,16 +196,16 @@ class Mamba2(Mixer):
         return mixed if last is not None else self.out_proj(mixed), h, projected
 
     def _is_watched_or_strided(self) -> bool:
-        """Whether the operator would pass over hooks of the norm, or strides of parameters."""
+        """Whether the norm has hooks or parameters are strided, which the fused operator ignores."""
         if torch.compiler.is_compiling():
             return False
         small = (self.conv.weight, self.conv.bias, self.dt_bias, self.A_log, self.D, self.norm.weight)
         return has_hooks(self.norm) or not all(t is None or t.is_contiguous() for t in small)
 
     def _fusible(self, device: torch.device, length: int, plain: bool) -> bool:
-        if (self.spec.backend, self.spec.conv_backend) != (AUTO, AUTO):
+        if device.type != "cuda" or not plain or (self.spec.backend, self.spec.conv_backend) != (AUTO, AUTO):
             return False
-        return mamba2_mix.eligible(device, length, plain, self.spec.d_conv, self._sizes())
+        return mamba2_mix.eligible(length, self.spec.d_conv, self._sizes())
 
     def _sizes(self) -> mamba2_mix.Mamba2Sizes:
         return mamba2_mix.Mamba2Sizes(
@@ -228,8 +218,9 @@ class Mamba2(Mixer):
         )
 
     def _project(self, z: Tensor, u: Tensor | None, context: Mamba2Context) -> tuple[Tensor, Tensor, Tensor]:
-        """Return gate, input of the convolution and dt, the real tokens first; padding feeds nothing in."""
-        z, u = permute(z, context.order_BL), permute(u, context.order_BL)
+        """Return gate, input of the convolution and dt, the real tokens first; padding contributes zeros."""
+        if context.order_BL is not None:
+            z, u = permute(z, context.order_BL), permute(u, context.order_BL)
         projected: Tensor = self.in_proj(z)
         if u is not None:
             projected = projected + (u if context.u_rows_BL is None else F.embedding(context.u_rows_BL, u))
@@ -270,7 +261,7 @@ class Mamba2(Mixer):
             -torch.exp(at_least_float32(self.A_log)),
             B.unflatten(-1, (groups, -1)),
             C.unflatten(-1, (groups, -1)),
-            initial_state_BHPN=None if context.begins else state.h_BHPN,  # zeros, which cost products
+            initial_state_BHPN=None if context.begins else state.h_BHPN,  # skip the products with zeros
             chunk_size=self.spec.chunk_size,
             documents_BL=context.documents_BL,
             initial_document_B=context.initial_document_B,
@@ -288,16 +279,18 @@ class Mamba2(Mixer):
 
 def _context(window: Window, taps: int) -> Mamba2Context:
     begins, valid = window.start == 0, window.valid_BL
-    # In a first window of one document padding on either side stays where it is, like the zeros before it.
+    # In a first window of one document padding on either side acts like the zeros before the sequence.
     stays = begins and window.documents_BT is None and not window.gaps
     real = None if stays else window.real_first()
     order = inverse = last = None
     if real is not None:
         valid, order, inverse = real.valid_BL, real.order_BL, real.inverse_BL
     if valid is not None:
-        # The tail holds the last real inputs: with padding on the right they are not the window's last ones.
+        # The tail holds the last real inputs: with padding on the right these are not the window's last ones.
         index = torch.arange(1, window.length + 1, device=window.device)
-        end = (valid * index).amax(1)  # how many tokens up to and with the last real one
+        end = (valid * index).amax(1)  # number of tokens up to and including the last real one
         last = end[:, None] + torch.arange(taps - 1, device=window.device)
-    around = DocumentsAround.of(window, taps=taps, real=real)
+    around = DocumentsAround()
+    if window.documents_BT is not None:
+        around = DocumentsAround.of(window, taps=taps, real=real)
     return Mamba2Context(begins, valid, last, *around, order, inverse, window.u_rows_BL)

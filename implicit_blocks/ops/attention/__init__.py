@@ -1,4 +1,4 @@
-"""Attention over given queries, keys and values, with a choice of backends behind one function.
+"""Attention over given queries, keys and values: one function with several backends.
 
 Shape legend: B batch, H query heads, K key and value heads (dividing H), L queries, T keys, P head width.
 """
@@ -33,19 +33,19 @@ def attend(
 
     Args:
         q_BHLP: queries.
-        k_BKTP: keys; each head's serve H / K query heads.
+        k_BKTP: keys; each head serves H / K query heads.
         v_BKTP: values.
-        mask: (…, L, T) bool, which keys a query sees; None: all, or by ``causal``.
-        causal: the queries are the last L of the T tokens, and each sees itself and what comes before. With
-            L < T a mask must say the same, for backends that go by it.
-        blocks: what `find_blocks` found of the mask, for flex attention, which finds it anew each time
-            otherwise.
-        backend: ``auto``, or a name of ``ATTENTION.names``: that one or an error. ``torch`` is the formula
-            written out, in memory for all L × T scores: what the others are tested against.
+        mask: (…, L, T) bool, the keys that each query attends to; None: all, or according to ``causal``.
+        causal: the queries are the last L of the T tokens, and each attends to itself and earlier tokens. If
+            L < T, a mask must express the same, for backends that only use the mask.
+        blocks: result of `find_blocks` for the mask, used by flex attention, which otherwise computes it
+            in every call.
+        backend: ``auto``, or one of ``ATTENTION.names``, which raises an error if it cannot run. ``torch`` is
+            the explicit formula, in memory for all L × T scores: the reference for the others.
 
     Raises:
-        ValueError: for an unknown backend or one that can't run these inputs.
-        ImportError: for a backend asked for by name whose package is missing.
+        ValueError: the backend is unknown or cannot run these inputs.
+        ImportError: the package of an explicitly named backend is missing.
 
     """
     taken = ATTENTION.choose(backend, q_BHLP, k_BKTP, v_BKTP, mask, causal, blocks)

@@ -17,16 +17,16 @@ WIDEST_HEAD = 256
 def refuses(
     q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
 ) -> str:
-    """Say why flash kernels can't run these inputs; "" where they can."""
+    """Return why flash kernels cannot run these inputs, or ""."""
     if not q_BHLP.is_cuda:
-        return "its kernels run on a GPU"
+        return "its kernels require a GPU"
     if q_BHLP.dtype not in (torch.float16, torch.bfloat16):
-        return "its kernels take float16 and bfloat16"
+        return "its kernels require float16 or bfloat16"
     if mask is not None and not causal:
-        return "it takes no mask, for padding or documents"
+        return "it supports no mask (padding or documents)"
     width = q_BHLP.shape[3]
     if width > WIDEST_HEAD or width % 8:
-        return f"heads must be {WIDEST_HEAD} wide at most, and a multiple of 8"
+        return f"the head width must be a multiple of 8, at most {WIDEST_HEAD}"
     if is_differentiated_forward():
         return "its kernels have no forward-mode derivatives"
     return ""
@@ -37,17 +37,17 @@ def _attend(
 ) -> Tensor:
     kernels = require(MODULE, package="flash-attn")
     q, k, v = (t.transpose(1, 2) for t in (q_BHLP, k_BKTP, v_BKTP))
-    y: Tensor = kernels.flash_attn_func(q, k, v, causal=causal)  # the last query sees the last key
+    y: Tensor = kernels.flash_attn_func(q, k, v, causal=causal)  # aligns the last query with the last key
     return y.transpose(1, 2)
 
 
 def _pays(
     q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
 ) -> bool:
-    """Only for a window behind others, for which torch's kernels read a mask.
+    """Prefer flash only for a window after earlier tokens, for which torch's kernels read a mask.
 
-    Of 256 tokens behind 1792, 8 rows, 12 heads of 64, on an H200: 0.066 ms for sdpa's 0.087, with the
-    backward pass 0.238 for 0.268. Where torch needs no mask it takes cuDNN's kernels, twice as fast.
+    256 tokens after 1792, 8 rows, 12 heads of width 64, on an H200: 0.066 ms, sdpa 0.087; with the backward
+    pass 0.238, sdpa 0.268. Without a mask torch uses cuDNN's kernels, which are twice as fast.
     """
     return causal and mask is not None
 

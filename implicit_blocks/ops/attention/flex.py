@@ -1,6 +1,6 @@
-"""Attention by torch's flex attention, which leaves out blocks of the mask in which no key is seen.
+"""Attention by torch's flex attention, which skips fully masked blocks.
 
-J. Dong et al., "Flex Attention", 2024. Worth it for packed documents and bands, where most blocks are empty.
+J. Dong et al., "Flex Attention", 2024. Use it for packed documents and bands, where most blocks are empty.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ Blocks = Any  # torch.nn.attention.flex_attention.BlockMask, whose module takes 
 
 
 def find_blocks(mask: Tensor | None, *, length: int, keys: int, causal: bool, device: torch.device) -> Blocks:
-    """Return which blocks of keys each block of queries sees, to be made once for a window.
+    """Return which blocks of keys each block of queries attends to; compute it once per window.
 
     Args:
-        mask: (L, T) or (B, 1, L, T) bool, as ``attend`` takes it; None: by ``causal``.
-        length: queries L.
-        keys: keys T.
-        causal: as in ``attend``; goes by the mask where there is one.
+        mask: (L, T) or (B, 1, L, T) bool, as for ``attend``; None: according to ``causal``.
+        length: number of queries, L.
+        keys: number of keys, T.
+        causal: as for ``attend``; ignored if there is a mask.
         device: of the queries.
 
     """
@@ -44,8 +44,8 @@ def find_blocks(mask: Tensor | None, *, length: int, keys: int, causal: bool, de
 def _compiled() -> Any:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # One kernel a shape, with and without gradients: kernels for any shape are slower, and beyond torch's
-    # limit it would compute all scores, saying no more than a warning.
+    # One kernel per shape, with and without gradients: shape-generic kernels are slower, and beyond torch's
+    # recompilation limit all scores would be computed, with only a warning.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(flex_attention, dynamic=False)
 
@@ -54,7 +54,7 @@ def _refuses(
     q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
 ) -> str:
     if q_BHLP.is_cuda and (q_BHLP.dtype == torch.float64 or q_BHLP.shape[3] < 16):
-        return "its kernels take heads of 16 features or more, and no float64"
+        return "its kernels require a head width of at least 16 and do not support float64"
     given = (q_BHLP, k_BKTP, v_BKTP)
     if q_BHLP.device.type == "cpu" and torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return "it has no backward pass on a CPU"
@@ -72,7 +72,7 @@ def _pays(
 def _attend(
     q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
 ) -> Tensor:
-    """Attend, through a kernel compiled for the inputs; on a CPU by torch's plain operators."""
+    """Attend with a kernel compiled for the inputs; on a CPU with torch's plain operators."""
     from torch.nn.attention.flex_attention import flex_attention
 
     if blocks is None:
@@ -86,7 +86,7 @@ def _attend(
             q_BHLP, k_BKTP, v_BKTP, block_mask=blocks, enable_gqa=grouped, kernel_options=options
         )
         return y
-    # On a CPU it asks the inputs alone whether there will be a backward pass, and warns of being uncompiled.
+    # On a CPU it checks only the inputs for a backward pass, and warns that it is not compiled.
     q, k, v = (t if torch.is_grad_enabled() else t.detach() for t in (q_BHLP, k_BKTP, v_BKTP))
     with catch_warnings():
         simplefilter("ignore")
@@ -95,10 +95,10 @@ def _attend(
 
 
 def _is_too_wide_to_decode(q_BHLP: Tensor, k_BKTP: Tensor) -> bool:
-    """Say whether the kernel for few queries, unasked under 128 of them, can't hold a key head's together.
+    """Return whether the decode kernel, used for fewer than 128 queries, exceeds shared memory.
 
-    It takes them all at once, those of every query head that shares the keys: 72 queries of four heads are a
-    block of 512 rows, too much for a multiprocessor's memory.
+    It processes all query heads that share a key head together: 72 queries of four heads form a block of 512
+    rows, which is too large for a multiprocessor's memory.
     """
     return q_BHLP.shape[2] * (q_BHLP.shape[1] // k_BKTP.shape[1]) > 128
 

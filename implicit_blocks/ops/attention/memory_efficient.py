@@ -1,4 +1,4 @@
-"""Attention by xformers, which takes flash kernels of its own choice."""
+"""Attention by xformers, which selects among its own flash kernels."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ def _attend(
 ) -> Tensor:
     kernels = require(MODULE, package="xformers")
     group = q_BHLP.shape[1] // k_BKTP.shape[1]
-    if group > 1:  # its grouped heads have no backward pass
+    if group > 1:  # grouped heads have no backward pass in xformers
         k_BKTP, v_BKTP = (t.repeat_interleave(group, dim=1) for t in (k_BKTP, v_BKTP))
     q, k, v = (t.transpose(1, 2) for t in (q_BHLP, k_BKTP, v_BKTP))
     seen = kernels.fmha.attn_bias.LowerTriangularFromBottomRightMask() if causal else None
     try:
         y: Tensor = kernels.memory_efficient_attention(q, k, v, attn_bias=seen)
-    except NotImplementedError as error:  # among others where it was built for another torch
+    except NotImplementedError as error:  # for instance if it was built for another version of torch
         raise ValueError(
             f"attention backend 'xformers' has no kernel for these inputs; choose another one ({error})"
         ) from error

@@ -1,4 +1,4 @@
-"""Attention by torch itself: the formula written out, and ``scaled_dot_product_attention``."""
+"""Attention by torch: the explicit formula, and ``scaled_dot_product_attention``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _sdpa(
     q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
 ) -> Tensor:
     causal, grouped = causal and mask is None, q_BHLP.shape[1] != k_BKTP.shape[1]
-    # torch's fused kernels have neither forward mode nor vmap; its formula has both.
+    # torch's fused kernels support neither forward mode nor vmap; the math backend supports both.
     with sdpa_kernel(SDPBackend.MATH) if is_forward_mode() or is_vmapped() else nullcontext():
         return scaled_dot_product_attention(
             q_BHLP, k_BKTP, v_BKTP, attn_mask=mask, is_causal=causal, enable_gqa=grouped
@@ -45,7 +45,7 @@ def _refuses(
     q_BHLP: Tensor, k_BKTP: Tensor, v_BKTP: Tensor, mask: Tensor | None, causal: bool, blocks: Blocks | None
 ) -> str:
     if causal and mask is None and q_BHLP.shape[2] != k_BKTP.shape[2]:
-        return "it lines causal queries up with the first keys, so fewer queries than keys take a mask"
+        return "it aligns causal queries with the first keys, so fewer queries than keys require a mask"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""Attention of one query a row to keys that lie in slots of a common buffer, each at its own length.
+"""Attention of one query per row to the keys of its slot in a shared buffer, each with its own length.
 
-Shape legend: S slots, R of them in a step, H query heads, K key and value heads (dividing H), C room for
-tokens, P head width.
+Shape legend: S slots, R of them in a step, H query heads, K key and value heads (dividing H), C maximum
+tokens (``max_seq_len``), P head width.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ def attend_slots(
     """Return ``softmax(q k^T / √P) v`` over the first ``lengths_R`` keys of each row's slot, (R, H, P).
 
     Args:
-        q_RHP: a query a row.
-        keys_SKCP: keys of all slots, read where they lie.
+        q_RHP: one query per row.
+        keys_SKCP: keys of all slots, read in place.
         values_SKCP: values of all slots.
-        rows_R: int64, which slots the rows are, all different; None: all of them in order.
-        lengths_R: int64, how many keys count, at least 1.
-        key_scales_SKC: of keys in 8 bits, which are made wide first.
-        value_scales_SKC: of values in 8 bits.
-        own_keys_RKP: with those in 8 bits, what the last key that counts was before: each row's own, which it
-            sees as it is. A search that rounded it in every iteration could not get below what that does.
-        own_values_RKP: the last value.
-        backend: ``each`` takes one slot after the other, and reads nothing that doesn't count; ``masked``
-            takes all slots together, idle ones too, to the end of their room, in a fixed number of kernels.
+        rows_R: int64, the slots of the rows, all different; None: all slots in order.
+        lengths_R: int64, number of valid keys, at least 1.
+        key_scales_SKC: scales of 8-bit keys, which are dequantized first.
+        value_scales_SKC: scales of 8-bit values.
+        own_keys_RKP: with 8-bit keys, the last valid key of each row before quantization, which is used
+            unquantized. A search that quantized it in every iteration could not get below the quantization
+            error.
+        own_values_RKP: the last value, likewise.
+        backend: ``each`` processes one slot after the other and reads valid keys only; ``masked`` processes
+            all slots together, including idle ones, up to ``max_seq_len``, in a fixed number of kernels.
             None: ``each`` on a CPU, else ``masked``.
 
     Raises:
-        ValueError: for an unknown backend.
+        ValueError: the backend is unknown.
 
     """
     if backend is None:
@@ -68,7 +69,7 @@ class _Kept(NamedTuple):
     own_RKP: Tensor | None
 
     def of(self, row: int, slot: int, length: int, dtype: torch.dtype) -> Tensor:
-        """Return what a row sees of its slot, (1, K, length, P)."""
+        """Return the valid entries of a row's slot, (1, K, length, P)."""
         part = self.whole[slot : slot + 1, :, :length]
         if self.scales is None:
             return part
@@ -78,7 +79,7 @@ class _Kept(NamedTuple):
         return part
 
     def of_all(self, rows: Tensor | None, lengths: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return what every slot sees, and more."""
+        """Return the entries of all slots, including invalid ones."""
         if self.scales is None:
             return self.whole
         wide = EightBits(self.whole, self.scales).wide(dtype)
@@ -106,7 +107,7 @@ def _each(q: Tensor, keys: _Kept, values: _Kept, rows: Tensor | None, lengths: T
 def _masked(q: Tensor, keys: _Kept, values: _Kept, rows: Tensor | None, lengths: Tensor) -> Tensor:
     room, dtype = keys.whole.shape, q.dtype
     seen = keys.of_all(rows, lengths, dtype), values.of_all(rows, lengths, dtype)
-    if rows is not None:  # queries and lengths go to their slots, not slots to their queries
+    if rows is not None:  # scatter queries and lengths to slots instead of gathering slots
         q = q.new_zeros(room[0], *q.shape[1:]).index_copy(0, rows, q)
         lengths = lengths.new_ones(room[0]).index_copy(0, rows, lengths)
     counts = torch.arange(room[2], device=q.device) < lengths[:, None]

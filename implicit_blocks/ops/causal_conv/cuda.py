@@ -18,11 +18,11 @@ def _refuses(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> s
     if not x_BLC.is_cuda:
         return "its kernels run on a GPU"
     if x_BLC.dtype == torch.float64:
-        return "its kernels know no float64"
+        return "its kernels do not support float64"
     if documents_BL is not None:
-        return "it takes one document a row"
+        return "it supports one document per row"
     if not 2 <= weight_CW.shape[1] <= MOST_TAPS:
-        return f"it takes 2 to {MOST_TAPS} taps"
+        return f"it supports 2 to {MOST_TAPS} taps"
     if x_BLC.shape[2] % ALIGNMENT:
         return f"the number of channels must be a multiple of {ALIGNMENT}"
     if is_differentiated_forward():
@@ -31,10 +31,10 @@ def _refuses(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> s
 
 
 def pays(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> bool:
-    """Whether a library's kernel beats the plain operators.
+    """Whether a library's kernel is faster than the plain operators.
 
-    Not where a compiler fuses those with what goes into the convolution, here the sum of projection and
-    injection.
+    It is not under a compiler, which fuses the plain operators with the sum of projection and injection that
+    is the input of the convolution.
     """
     return not is_transformed()
 
@@ -43,7 +43,7 @@ def pays(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> bool:
 def convolve_cuda(
     x_BLC: Tensor, tail_BWC: Tensor | None, weight_CW: Tensor, bias_C: Tensor | None, silu: bool
 ) -> Tensor:
-    """Convolve, SiLU included where asked for; ``causal_conv`` documents arguments and results."""
+    """Convolve, with SiLU on request; ``causal_conv`` documents arguments and results."""
     kernels = require(MODULE, package="causal-conv1d")
     if not _aligned(x_BLC):
         x_BLC = x_BLC.contiguous()

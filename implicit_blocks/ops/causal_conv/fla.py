@@ -18,11 +18,11 @@ def _refuses(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> s
     if not x_BLC.is_cuda:
         return "its kernels run on a GPU"
     if x_BLC.dtype == torch.float64:
-        return "its kernels know no float64"
+        return "its kernels do not support float64"
     if documents_BL is not None:
-        return "it takes one document a row"
+        return "it supports one document per row"
     if x_BLC.shape[0] > MOST_IN_GRID:
-        return f"its kernels count {MOST_IN_GRID} rows at most"
+        return f"its kernels index at most {MOST_IN_GRID} rows"
     if is_differentiated_forward():
         return "its kernels have no forward-mode derivatives"
     return ""
@@ -32,10 +32,10 @@ def _refuses(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> s
 def convolve_fla(
     x_BLC: Tensor, tail_BWC: Tensor | None, weight_CW: Tensor, bias_C: Tensor | None, silu: bool
 ) -> Tensor:
-    """Convolve, SiLU included where asked for; ``causal_conv`` documents arguments and results."""
+    """Convolve, with SiLU on request; ``causal_conv`` documents arguments and results."""
     kernels = require(MODULE, package="fla-core")
     tail = None
-    if tail_BWC is not None:  # as many inputs as taps, the first of which is not read
+    if tail_BWC is not None:  # it expects W inputs and does not read the first
         tail = functional.pad(tail_BWC.to(x_BLC.dtype), (0, 0, 1, 0)).transpose(1, 2).contiguous()
     y, _ = kernels.causal_conv1d(
         x_BLC,

@@ -1,4 +1,4 @@
-"""Triton kernels, each beside a plain operator elsewhere that it is tested against.
+"""Triton kernels; each is tested against a plain operator.
 
-The modules here import Triton, so they are imported where a GPU asks for them and nowhere else.
+These modules import Triton, so they are imported only when a GPU uses them.
 """

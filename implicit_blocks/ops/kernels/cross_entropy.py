@@ -1,7 +1,7 @@
-"""Softmax cross-entropy of rows of logits: loss, likeliest token, and the gradient in the logits' place.
+"""Softmax cross-entropy of rows of logits: loss, most likely token, and the gradient in place.
 
-Plain operators pass over a chunk's logits about ten times in float32; here they are read twice and written
-once, in their own type: 10 ms less a step at 16 384 tokens and 50 288 words (H100).
+Plain operators make about ten passes over a chunk's logits in float32; this kernel reads them twice and
+writes them once, in their own type: 10 ms less per step at 16 384 tokens and 50 288 words (H100).
 
 Shapes: T tokens, V vocabulary, W its padded width.
 """
@@ -24,16 +24,17 @@ def softmax_cross_entropy_(
     predictions_T: Tensor,
     differentiate: bool,
 ) -> None:
-    """Write each token's loss and likeliest word; with ``differentiate`` turn the logits into its gradient.
+    """Write each token's loss and most likely word; with ``differentiate`` replace logits by the gradient.
 
     Args:
-        logits_TW: contiguous; entries from V on are padding and become 0 in the gradient.
-        labels_T: int64; ``ignored`` has neither loss nor gradient, the loss of what is no word is NaN.
+        logits_TW: contiguous; entries from V on are padding, and 0 in the gradient.
+        labels_T: int64; ``ignored`` has neither loss nor gradient, other labels outside the vocabulary have
+            the loss NaN.
         vocabulary: V.
-        ignored: the label that isn't scored.
-        loss_T: float32, written.
-        predictions_T: int64, written.
-        differentiate: whether the gradient is wanted.
+        ignored: label of tokens without loss.
+        loss_T: float32, output.
+        predictions_T: int64, output.
+        differentiate: whether to compute the gradient.
 
     """
     tokens, width = logits_TW.shape
@@ -86,7 +87,7 @@ def _rows(
     tl.store(loss_ptr + token, tl.where(scored, normalizer - target, 0.0))
     tl.store(prediction_ptr + token, best)
     if GRADIENT:
-        # the target's logit must be read by every warp before it is overwritten
+        # every warp must read the target's logit before it is overwritten
         tl.debug_barrier()
         for first in range(0, W, BLOCK):
             column = first + tl.arange(0, BLOCK)

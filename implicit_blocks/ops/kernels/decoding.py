@@ -1,8 +1,8 @@
-"""One token in each of a few rows: a layer in three or five kernels, for decoding.
+"""Decoding kernels: one token in each of a few rows, in three or five kernels per layer.
 
-What a layer must cost there is reading its weights and states once; every further kernel costs its launch.
-So norms, injection, activation and residual are part of the matrix product beside them, and nothing is
-written to a state until a token is committed.
+The necessary cost of a layer is reading its weights and states once; every further kernel adds its launch.
+Therefore norms, injection, activation and residual are fused into the adjacent matrix product, and states
+are written only when a token is committed.
 
 Shape legend: S slots, R rows of a step, each in a slot; K input, M output, D model, F hidden width.
 """
@@ -19,11 +19,11 @@ from torch import Tensor
 
 
 class Mamba2Inputs(NamedTuple):
-    """What Mamba2 does to its projection before the scan needs: convolution and step size.
+    """Parameters and buffers for Mamba2's convolution and step size, which follow its projection.
 
-    ``entries_S`` int64 is which of the W entries of ``taps_SWC`` each slot's token takes: those of the tokens
-    before it lie behind, the oldest first, and around the end. ``conv_weight_WC`` has the oldest tap first;
-    channels lie side by side, as those that read it do.
+    ``entries_S`` int64 is the entry among the W of ``taps_SWC`` that the token of each slot is written to;
+    the previous tokens are in the entries after it, the oldest first, cyclically. ``conv_weight_WC`` starts
+    with the oldest tap; channels are contiguous.
     """
 
     entries_S: Tensor
@@ -39,17 +39,17 @@ class Mamba2Inputs(NamedTuple):
         return self.taps_SWC.shape[1]
 
     def pointers(self) -> tuple[Tensor | int, ...]:
-        """Return the kernels' arguments for them."""
+        """Return the arguments for kernels."""
         bias = self.dt_bias_H if self.conv_bias_C is None else self.conv_bias_C
         tensors = (self.entries_S, self.taps_SWC, self.conv_weight_WC, bias, self.dt_bias_H)
         return (*tensors, self.inner, self.taps_SWC.shape[2])
 
 
 class Branch(NamedTuple):
-    """What is still to be added to the residual stream: ``value_RD``, perhaps not normalized yet.
+    """A pending addition to the residual stream: ``value_RD``, possibly not normalized yet.
 
-    With ``squares_RX`` it is the product of a matrix and something whose RMS norm, over ``width`` features
-    with ``eps``, lacks the divisor: these are its squares, in parts.
+    With ``squares_RX`` it is a matrix product whose input lacks the divisor of an RMS norm over ``width``
+    features with ``eps``; ``squares_RX`` are the partial sums of squares.
     """
 
     value_RD: Tensor
@@ -72,28 +72,28 @@ def linear_rows(
     z_RM: Tensor | None = None,
     mamba2: Mamba2Inputs | None = None,
 ) -> Tensor:
-    """Return ``W x + b``, (R, M) float32, each row by itself: for a few rows, up to two or so.
+    """Return ``W x + b``, (R, M) float32, row by row; intended for one or two rows.
 
-    Sums are taken in float32, x is not rounded to the weight's type.
+    Sums are computed in float32; x is not rounded to the type of the weight.
 
     Args:
         x_RK: rows, contiguous, any floating type.
-        weight_MK: contiguous.
-        bias_M: of it.
-        gate_MK: the result is ``silu(V x + c) · (W x + b)`` with this V, as in SwiGLU.
+        weight_MK: W, contiguous.
+        bias_M: b.
+        gate_MK: V: the result is ``silu(V x + c) · (W x + b)``, as in SwiGLU.
         gate_bias_M: c.
-        norm_K: x is ``rms(x) · norm`` first.
+        norm_K: normalizes the input first: ``rms(x) · norm``.
         eps: of that norm.
-        u_SM: row ``rows_R`` of it is added.
+        u_SM: injection; row ``rows_R`` is added.
         rows_R: int64, the slot of each row.
         z_RM: float32, added.
-        mamba2: the result goes through ``prepare_mamba2``.
+        mamba2: applies ``prepare_mamba2`` to the result.
 
     """
     rows, width = x_RK.shape
     outputs = weight_MK.shape[0]
     out = torch.empty(rows, outputs, dtype=torch.float32, device=x_RK.device)
-    # Measured on an H200 at 1.3 B parameters: 2.6 to 3.5 TB/s, against 1.4 to 3.1 of the library's products.
+    # On an H200 at 1.3 B parameters: 2.6 to 3.5 TB/s, cuBLAS products 1.4 to 3.1.
     wide = width > 2048
     block = (16 if width > 4096 else 8) if wide else 4
     with on_device(x_RK.device):
@@ -139,8 +139,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """Return ``z + branch`` in z's type, z itself without a branch, and ``rms(z + branch) · w`` in ``dtype``.
 
-    A branch that lacks its divisor is divided first. With ``groups`` the mean square is that of each of so
-    many equal parts.
+    A branch without its divisor is divided first. With ``groups`` the mean square is computed for each of
+    that many equal parts.
     """
     rows, width = z_RD.shape
     added = Branch(z_RD) if branch is None else branch
@@ -172,7 +172,7 @@ def add_norm(
 
 
 def silu_product(both_RF: Tensor) -> Tensor:
-    """Return ``silu(gate) · up`` of two halves of a row, contiguous, of their type."""
+    """Return ``silu(gate) · up`` of the two halves of each row; contiguous, of the same type."""
     rows, width = both_RF.shape
     out = torch.empty(rows, width // 2, dtype=both_RF.dtype, device=both_RF.device)
     with on_device(out.device):
@@ -181,7 +181,7 @@ def silu_product(both_RF: Tensor) -> Tensor:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Launch on this device."""
+    """Return a context in which kernels launch on this device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -199,7 +199,7 @@ def mamba2_history(
     W: tl.constexpr,
     HAS_BIAS: tl.constexpr,
 ):
-    """Return the convolution's weight of the newest tap, and what older ones add; for dt, 1 and its bias."""
+    """Return the weight of the newest tap, and the sum over older taps; for dt, 1 and its bias."""
     channel = m - inner
     convolved = real & (channel >= 0) & (channel < C)
     newest = tl.load(conv_ptr + (W - 1) * C + channel, mask=convolved, other=1.0).to(tl.float32)
@@ -216,9 +216,9 @@ def mamba2_history(
 
 @triton.jit
 def mamba2_prepared(y, newest, earlier, m, real, entry_ptr, inner, C):
-    """Write the convolution's input; return silu of gate and convolution, softplus of dt."""
+    """Write the convolution's input; return silu of gate and convolution, and softplus of dt."""
     channel = m - inner
-    # The entry of the token itself: nobody reads it before the token is committed.
+    # The entry of the token itself, which is read only after the token is committed.
     convolved = real & (channel >= 0) & (channel < C)
     tl.store(entry_ptr + channel, y.to(entry_ptr.dtype.element_ty), mask=convolved)
     y = y * newest + earlier
@@ -271,7 +271,7 @@ def _linear_rows(
     slot = row
     if HAS_U or MAMBA2:
         slot = tl.load(rows_ptr + row)
-    if MAMBA2:  # before the product, which hides how long this takes
+    if MAMBA2:  # before the product, which hides its latency
         entry = tl.load(entries_ptr + slot)
         taps_ptr += slot * W * C
         newest, earlier = mamba2_history(
@@ -283,7 +283,7 @@ def _linear_rows(
         w = tl.load(w_ptr + weight + first, mask=both, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + row * K + first + column, mask=inside, other=0.0).to(tl.float32)
         if NORM:
-            # The norm's divisor is one number a row, which the product need not wait for.
+            # The norm's divisor is one number per row, so the product need not wait for it.
             squares += x * x
             x *= tl.load(norm_ptr + first + column, mask=inside, other=0.0).to(tl.float32)
         total += w * x[None, :]

@@ -1,12 +1,11 @@
-"""Attention of one token in each of a few rows to what its slot keeps, all between the projections at once.
+"""Attention of one token in each of a few rows to its slot, in one kernel between the projections.
 
-What it must cost is reading the keys and values that count, once. So a program takes one head of one row (and
-a part of its past, where there are few rows), blocks of the past are on their way while those before them are
-worked on, and nothing passes between threads on the way: each of a block's places has a maximum, a sum and a
-result of its own until the end.
+The necessary cost is reading the valid keys and values once. A program processes one head of one row (and a
+part of the past, if there are few rows), loads blocks of the past ahead of their use, and exchanges nothing
+between threads until the end: each position of a block has its own maximum, sum and result.
 
 Shape legend: S slots, R rows of a step, each in a slot; U projection width, H heads, K key and value heads,
-P head width, T room for tokens.
+P head width, T maximum tokens (``max_seq_len``).
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from torch import Tensor
 
 from implicit_blocks.ops.kernels.decoding import on_device
 
-SPAN = 1024  # tokens of the past that a program takes by itself
-PROGRAMS = 264  # of attention that keep a card busy: two a multiprocessor of an H100
+SPAN = 1024  # past tokens per program
+PROGRAMS = 264  # programs that occupy a GPU: two per multiprocessor of an H100
 
 
 def attention_step(
@@ -39,37 +38,35 @@ def attention_step(
     key_scales_SKT: Tensor | None = None,
     value_scales_SKT: Tensor | None = None,
 ) -> Tensor:
-    """Return attention of one token in each row's slot to itself and those before it, (R, H · P).
+    """Return the attention of one token in each row's slot to itself and earlier tokens, (R, H · P).
 
-    Its key and value are written behind the slot's tokens, where they count once it is committed.
+    The token's key and value are written after the slot's tokens and become valid once it is committed.
 
     Args:
         projected_RU: q, k, v, contiguous.
-        u_SU: the injection of each slot; None: there is none, or it has been added.
+        u_SU: the injection of each slot; None: no injection, or already added.
         rows_R: int64, the slot of each row, all different.
-        lengths_R: int64, tokens that each row's slot has committed.
+        lengths_R: int64, number of committed tokens of each row's slot.
         keys_SKTP: rotated keys of all slots, P a power of 2.
         values_SKTP: values of all slots.
         cos_TF: cosines of the rotation at each position, F = P / 2.
         sin_TF: sines.
         n_heads: H.
-        dtype: of the result.
-        key_scales_SKT: of keys in 8 bits (`ops.eight_bits`).
-        value_scales_SKT: of values in 8 bits.
+        dtype: type of the result.
+        key_scales_SKT: scales of 8-bit keys (`ops.quantization`).
+        value_scales_SKT: scales of 8-bit values.
 
     """
     _, kv_heads, room, head_dim = keys_SKTP.shape
     rows, device = len(rows_R), keys_SKTP.device
     out = torch.empty(rows, n_heads * head_dim, dtype=dtype, device=device)
-    # A long past of few heads is shared out among more programs, and what they found is joined.
+    # A long past of few heads is divided among more programs, whose results are joined.
     splits = min(triton.cdiv(room, SPAN), triton.cdiv(PROGRAMS, n_heads * rows))
     found, sums = out, out
     if splits > 1:
         found = torch.empty(rows * n_heads, splits, head_dim, dtype=torch.float32, device=device)
         sums = torch.empty(2, rows * n_heads, splits, dtype=torch.float32, device=device)
-    few = (
-        rows < 4
-    )  # few programs must each have much on its way; many have it together, a block after another
+    few = rows < 4  # few programs need many loads in flight each; with many programs one block each suffices
     with on_device(device):
         _attention_step[(n_heads, rows, splits)](
             projected_RU,
@@ -155,7 +152,7 @@ def _attention_step(
     base = first_token * P
     kind = keys_ptr.dtype.element_ty
     whole, place = tl.arange(0, P), tl.arange(0, BLOCK_T)
-    # Feature i is rotated with i + F, and i + F with i: whole vectors, the partner's loaded beside them.
+    # Feature i is rotated with i + F: whole vectors, with the partners loaded separately.
     partner = (whole + F) % P
     cos = tl.load(cos_ptr + length * F + whole % F).to(tl.float32)
     sin = tl.load(sin_ptr + length * F + whole % F).to(tl.float32)
@@ -168,7 +165,7 @@ def _attention_step(
     v = _load_sum(p_ptr, u_ptr, (H + KV + shared) * P + whole, HAS_U)
     writes = (head % (H // KV) == 0) & (split == 0)
     if SCALED:
-        # The token itself sees them as they are: a search could not get below what rounding does.
+        # The token uses its own unquantized: a search could not get below the rounding error.
         if writes:
             key_scale, value_scale = _scale(k), _scale(v)
             tl.store(key_scales_ptr + first_token + length, key_scale)
@@ -179,7 +176,7 @@ def _attention_step(
         if writes:
             tl.store(keys_ptr + base + length * P + whole, k.to(kind))
             tl.store(values_ptr + base + length * P + whole, v.to(kind))
-        k, v = k.to(kind).to(tl.float32), v.to(kind).to(tl.float32)  # as they will be read
+        k, v = k.to(kind).to(tl.float32), v.to(kind).to(tl.float32)  # rounded as they will be read
     own = tl.sum(q * k)
     largest = tl.full((BLOCK_T,), 0.0, tl.float32) + own
     weights = tl.zeros((BLOCK_T,), tl.float32)
@@ -207,7 +204,7 @@ def _attention_step(
         largest = new
     most = tl.max(largest, axis=0)
     kept = tl.exp2(largest - most)
-    itself = tl.exp2(own - most)  # which belongs to the first
+    itself = tl.exp2(own - most)  # the token itself belongs to the first program
     if SPLITS > 1:
         itself = tl.where(split == 0, itself, 0.0)
     total = tl.sum(weights * kept) + itself

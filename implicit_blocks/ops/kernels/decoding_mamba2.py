@@ -1,4 +1,4 @@
-"""Mamba2 of one token in each of a few rows, between its projections: convolution, then scan and gate.
+"""Mamba2 for one token in each of a few rows, between its projections: convolution, then scan and gate.
 
 Shape legend: S slots, R rows of a step, each in a slot; U projection width, I inner width, C convolved
 channels, W taps, H heads, P head width, G groups, N state width.
@@ -22,13 +22,13 @@ from implicit_blocks.ops.kernels.decoding import (
 def prepare_mamba2(projected_RU: Tensor, u_SU: Tensor | None, rows_R: Tensor, inputs: Mamba2Inputs) -> Tensor:
     """Return ``[silu(gate), x, B, C, softplus(dt)]``, (R, U) float32, of one token in each row's slot.
 
-    ``x, B, C`` are convolved, with SiLU. The token's inputs of the convolution are written to their entry.
+    ``x, B, C`` are convolved, with SiLU. The token's inputs to the convolution are written to their entry.
 
     Args:
-        projected_RU: gate, x, B, C, dt, contiguous.
+        projected_RU: gate, x, B, C, dt; contiguous.
         u_SU: the injection of each slot, or None.
         rows_R: int64, the slot of each row, all different.
-        inputs: of the convolution, and the bias of dt.
+        inputs: parameters of the convolution, and the bias of dt.
 
     """
     rows, width = projected_RU.shape
@@ -62,19 +62,19 @@ def scan_step(
     norm_I: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``y · silu(gate)``, (R, I), of one token in each row's slot, and its squares in parts, (R, X).
+    """Return ``y · silu(gate)``, (R, I), of one token in each row's slot, and partial squares, (R, X).
 
     Args:
-        prepared_RU: what ``prepare_mamba2`` returns.
+        prepared_RU: result of ``prepare_mamba2``.
         rows_R: int64, the slot of each row, all different.
-        committing_R: bool, which rows commit: their ``h`` is replaced. Nobody else's is written.
+        committing_R: bool, the rows that commit: only their ``h`` is replaced.
         h_SHPN: states, P and N powers of 2.
         A_log_H: ``log(−A)``.
         D_H: the skip connection.
-        groups: of heads that share B and C.
-        norm_I: the result is multiplied by it, its squares are not: what is left of an RMS norm over the
-            heads is to divide by the root of their mean.
-        dtype: of the result.
+        groups: number of groups of heads that share B and C.
+        norm_I: scales the result but not its squares: to complete an RMS norm over the heads, divide by the
+            root of their mean.
+        dtype: type of the result.
 
     """
     _, heads, head_dim, d_state = h_SHPN.shape
@@ -168,7 +168,7 @@ def _scan_step(
     p_ptr += row * U
     width, state = part * BLOCK_P + tl.arange(0, BLOCK_P), tl.arange(0, N)
     place = h_ptr + (slot * H + head) * P * N + width[:, None] * N + state[None, :]
-    h = tl.load(place, eviction_policy="evict_first").to(tl.float32)  # read once: caches are for the rest
+    h = tl.load(place, eviction_policy="evict_first").to(tl.float32)  # read once: keep out of the cache
     group = head // (H // G) * N + state
     gate = tl.load(p_ptr + head * P + width)
     x = tl.load(p_ptr + inner + head * P + width)
@@ -176,7 +176,7 @@ def _scan_step(
     c = tl.load(p_ptr + 2 * inner + G * N + group)
     dt = tl.load(p_ptr + 2 * inner + 2 * G * N + head)
     decay = tl.exp(-dt * tl.exp(tl.load(a_log_ptr + head).to(tl.float32)))
-    # C (decay h + dt x Bᵀ) without the sum in brackets: most of the time nobody wants the next h.
+    # C (decay h + dt x Bᵀ) without computing the sum in brackets: usually the next h is not needed.
     skip = dt * tl.sum(B * c) + tl.load(d_ptr + head).to(tl.float32)
     y = decay * tl.sum(h * c[None, :], axis=1) + skip * x
     y *= gate
@@ -185,6 +185,6 @@ def _scan_step(
         y *= tl.load(norm_ptr + head * P + width).to(tl.float32)
     tl.store(out_ptr + row * inner + head * P + width, y.to(out_ptr.dtype.element_ty))
     if tl.load(committing_ptr + row) != 0:
-        h = tl.load(place).to(tl.float32)  # again, rather than in registers all the while
+        h = tl.load(place).to(tl.float32)  # loaded again to free registers in between
         h = h * decay + (dt * x)[:, None] * B[None, :]
         tl.store(place, h.to(h_ptr.dtype.element_ty))

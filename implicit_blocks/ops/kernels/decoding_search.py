@@ -1,7 +1,7 @@
-"""What stands around the map in a step of decoding: slots taken up, and the value of the map taken in.
+"""The kernels around the map in a decoding step: gather the slots' points, and update them by its values.
 
-In plain operators these are some forty kernels of a microsecond or two; here they are one before the map and
-one behind it.
+In plain operators these are about forty kernels of a microsecond or two; here they are one before the map and
+one after it.
 
 Shape legend: S slots, R rows of a step, each in a slot, D model width, Y layers.
 """
@@ -15,13 +15,14 @@ from torch import Tensor
 
 from implicit_blocks.ops.kernels.decoding import on_device
 from implicit_blocks.ops.kernels.residual import narrow, relative_residual
+from implicit_blocks.ops.kernels.search_status import decide, freeze
 from implicit_blocks.ops.residual import RELATIVE_FLOOR
 
 
 def take_up(
     z_SD: Tensor, lengths_S: Tensor, busy_S: Tensor, done_S: Tensor, rows_R: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows' z, (R, D), lengths, (R,), and which of them are both busy and done, (R,) bool."""
+    """Return the rows' z (R, D), lengths (R,), and which of them are both busy and done, (R,) bool."""
     rows, width = len(rows_R), z_SD.shape[1]
     z = torch.empty(rows, width, dtype=z_SD.dtype, device=z_SD.device)
     lengths = torch.empty_like(rows_R)
@@ -65,11 +66,11 @@ def take_in(
     max_iterations: int,
     relative: bool,
 ) -> None:
-    """Take a Picard step in the slots that search; count the token, and keep ``f(z)``, in those that commit.
+    """Take a Picard step in slots that search; in those that commit, count the token and keep ``f(z)``.
 
-    The rule is that of ``SlotSearch.take``; all but the first four arguments are written to, in the rows'
-    slots. ``entries_YS`` move on by one, modulo ``taps``, where a token is committed. ``scale_S`` is that of
-    the relative residual, float64.
+    Computes what ``SlotSearch.take`` computes. All tensors but the first four are updated in place, in the
+    rows' slots. ``entries_YS`` advance by one, modulo ``taps``, where a token is committed. ``scale_S`` is
+    that of the relative residual, float64.
     """
     width = fz_RD.shape[1]
     layers = 1 if entries_YS is None else entries_YS.shape[0]
@@ -165,20 +166,20 @@ def _take_in(
     fz = tl.load(fz_ptr + row * D + column, mask=real, other=0.0)
     z = tl.load(z_ptr + slot * D + column, mask=real, other=0.0)
     step = fz - z
-    squares = step.to(tl.float64) * step.to(tl.float64)  # float32 holds no squares of numbers above 2e19
+    squares = step.to(tl.float64) * step.to(tl.float64)  # float32 cannot hold squares of numbers above 2e19
     residual = tl.sqrt(tl.sum(squares))
     if RELATIVE:
         size = tl.sqrt(tl.sum(fz.to(tl.float64) * fz.to(tl.float64)))
         scale = tl.load(scale_ptr + slot)
         residual, scale = relative_residual(residual, size, scale, floor)
         tl.store(scale_ptr + slot, scale, mask=active)
-    residual = narrow(residual)
-    finite = residual < float("inf")  # which NaN isn't either
     before = tl.load(residual_ptr + slot)
-    improved = active & (residual < before)
+    # An inactive slot is measured by its lowest residual again, and does not improve.
+    _, deciding = freeze(active, narrow(residual), before)
+    improved, lowest, above = decide(deciding, before, tolerance)
     iterations = tl.load(iterations_ptr + slot) + active.to(tl.int64)
-    reached = active & (residual <= tolerance)
-    ended = active & (reached | (finite == 0) | (iterations >= max_iterations))
+    reached = active & (deciding <= tolerance)
+    ended = active & ((above == 0) | (iterations >= max_iterations))
     best = tl.load(best_ptr + slot * D + column, mask=real, other=0.0)
     best = tl.where(improved, fz, best)
     # as torch.lerp
@@ -186,14 +187,14 @@ def _take_in(
     z = tl.where(active, tl.where(ended, best, further), z)
     tl.store(best_ptr + slot * D + column, best, mask=real)
     tl.store(z_ptr + slot * D + column, z, mask=real)
-    tl.store(residual_ptr + slot, tl.where(improved, residual, before))
+    tl.store(residual_ptr + slot, lowest)
     tl.store(iterations_ptr + slot, iterations)
     converged = (tl.load(converged_ptr + slot) != 0) | reached
     tl.store(converged_ptr + slot, converged.to(tl.int8))
     done = (tl.load(done_ptr + slot) != 0) | ended
     tl.store(done_ptr + slot, (done & (committing == 0)).to(tl.int8))
     if committing:
-        sound = tl.abs(tl.sum(fz)) < float("inf")  # what overflows keeps the value that it had
+        sound = tl.abs(tl.sum(fz)) < float("inf")  # after an overflow the value stays what it was
         tl.store(hidden_ptr + slot * D + column, tl.where(sound, fz, z), mask=real)
         tl.store(lengths_ptr + slot, tl.load(lengths_ptr + slot) + 1)
         if HAS_ENTRIES:

@@ -1,6 +1,6 @@
-"""The gradients of Mamba2's scan for short sequences: of all pairs of blocks of tokens, in parallel.
+"""Gradients of Mamba2's scan for short sequences: all pairs of blocks of tokens in parallel.
 
-``mamba2_walk`` has the scan, and what the shapes and ``conv`` are.
+``mamba2_walk`` contains the scan, and defines the shapes and ``conv``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 def backward(
     dy_BLI: Tensor, conv_BLC: Tensor, steps: Steps, A_log_H: Tensor, D_H: Tensor, *, sizes: Mamba2Sizes
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of ``conv`` (B, L, C), and in float32 of dt (B, H, L), A_log (H,) and D (H,)."""
+    """Return the gradients of ``conv`` (B, L, C), and of dt (B, H, L), A_log (H,), D (H,) in float32."""
     batch, length, _ = conv_BLC.shape
     block = block_of(length)
     blocks = triton.cdiv(length, block)
     pairs = batch * sizes.n_groups
     dconv = torch.empty_like(conv_BLC)
     like_steps = (blocks, *steps.dt_BHL.shape)
-    by_column = torch.empty(like_steps, dtype=torch.float32, device=dy_BLI.device)  # a tile's sum over t …
+    by_column = torch.empty(like_steps, dtype=torch.float32, device=dy_BLI.device)  # sums of a tile over t …
     by_row = torch.empty_like(by_column)  # … and over s
     tiles = dy_BLI.new_empty(pairs, blocks * (blocks + 1) // 2, block, block)
     dD = torch.empty(batch, blocks, sizes.n_heads, dtype=torch.float32, device=dy_BLI.device)
@@ -64,8 +64,8 @@ def _products_backward(
     dy_ptr, conv_ptr, dt_ptr, a_ptr, tiles_ptr, column_ptr, row_ptr, L, batch,
     HEADS: tl.constexpr, P: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # A tile: tokens t of one block, s of the same or an earlier one. It gives the gradient of C · B, summed
-    # over heads, and for each head the sums that step sizes need.
+    # A tile: tokens t of one block, s of the same or an earlier one. It computes the gradient of C · B,
+    # summed over heads, and for each head the sums needed by the step sizes.
     inner: tl.constexpr = HEADS * P
     channels: tl.constexpr = inner + 2 * GROUPS * N
     per_group: tl.constexpr = HEADS // GROUPS
@@ -159,7 +159,7 @@ def _inputs_backward(
 ):  # fmt: skip
     inner: tl.constexpr = HEADS * P
     channels: tl.constexpr = inner + 2 * GROUPS * N
-    head = tl.program_id(0) % HEADS  # beside each other: heads that read the same B and C
+    head = tl.program_id(0) % HEADS  # adjacent programs: heads that read the same B and C
     mine = tl.program_id(0) // HEADS % blocks
     row = (tl.program_id(0) // HEADS // blocks).to(tl.int64)
     group = head // (HEADS // GROUPS)
@@ -201,7 +201,7 @@ def _steps_backward(
     dt_ptr, a_ptr, A_log_ptr, column_ptr, row_ptr, ddt_ptr, dA_ptr, L, blocks, batch, HEADS,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # a_t stands in every weight of its row with +, of its column with −, and is a sum of A dt up to t.
+    # a_t enters every weight of its row with + and of its column with −; it is the sum of A dt up to t.
     steps = tl.program_id(0).to(tl.int64) * L
     whole = batch.to(tl.int64) * HEADS * L
     token = tl.arange(0, TOKENS)

@@ -1,7 +1,7 @@
-"""What stands around Mamba2's scan: convolution and gated norm, each adding the injection to the projection.
+"""Operations around Mamba2's scan: convolution and gated norm, which add the injection to the projection.
 
-The projection is ``[gate, x, B, C, dt]``; to add the injection to all of it costs as much as the convolution,
-so each kernel adds its own part as it reads. Sums are taken in float32.
+The projection is ``[gate, x, B, C, dt]``. Adding the injection to all of it separately would cost as much as
+the convolution, so each kernel adds its part while reading. Sums are computed in float32.
 
 Shapes: B batch, L tokens, U projection width, I inner width, C convolved channels, W = 4 taps.
 """
@@ -15,30 +15,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TAPS = 4  # of the convolution, whose kernels keep the last inputs in registers
-TOKENS, CHANNELS = 32, 128  # that a program of the convolution walks along, and beside each other
-PROGRAMS = 528  # of the gated norm's backward: four a multiprocessor of an H100
+TAPS = 4  # of the convolution; its kernels keep the last inputs in registers
+TOKENS, CHANNELS = 32, 128  # per program of the convolution: tokens in sequence, channels in parallel
+PROGRAMS = 528  # of the gated norm's backward pass: four per multiprocessor of an H100
 
 
 class Added(NamedTuple):
-    """What is added to the projection, (B, L, U), or a table (V, U) and each token's row; None: nothing."""
+    """The addition to the projection, (B, L, U), or a table (V, U) and each token's row; None: nothing."""
 
     u: Tensor | None
     rows_BL: Tensor | None = None
 
     def given(self, instead: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what kernels are given, something else where there is nothing."""
+        """Return the kernel arguments, with a placeholder if there is nothing to add."""
         return instead if self.u is None else self.u, instead if self.rows_BL is None else self.rows_BL
 
     def constants(self) -> dict[str, bool]:
-        """Return what kernels are compiled for."""
+        """Return the compile-time constants of kernels."""
         return {"HAS_U": self.u is not None, "HAS_ROWS": self.rows_BL is not None}
 
 
 def conv_forward(
     projected_BLU: Tensor, added: Added, weight_CW: Tensor, bias_C: Tensor | None, *, first: int
 ) -> Tensor:
-    """Return ``silu(conv(projected + u))``, (B, L, C), of the C channels from ``first`` on."""
+    """Return ``silu(conv(projected + u))``, (B, L, C), for the C channels starting at ``first``."""
     batch, length, width = projected_BLU.shape
     channels = weight_CW.shape[0]
     y = projected_BLU.new_empty(batch, length, channels)
@@ -73,7 +73,7 @@ def conv_backward(
     *,
     first: int,
 ) -> tuple[Tensor, Tensor]:
-    """Write the gradient of the convolved channels into ``dprojected``; return those of weight and bias."""
+    """Write the gradient of the convolved channels to ``dprojected``; return those of weight and bias."""
     batch, length, width = projected_BLU.shape
     channels = weight_CW.shape[0]
     runs = triton.cdiv(length, TOKENS)
@@ -102,9 +102,9 @@ def conv_backward(
 
 
 def _aligned(width: int) -> tuple[int, int]:
-    """Return the width as a multiple of 8, which the compiler then knows and loads 16 bytes at once by.
+    """Return the width as a multiple of 8, if it is one, so that the compiler loads 16 bytes at a time.
 
-    It sees by itself only multiples of 16; the 130M model's 3352 is none.
+    Triton detects only multiples of 16; the 130M model's 3352 is not one.
     """
     return (width // 8, 8) if width % 8 == 0 else (width, 1)
 
@@ -152,9 +152,9 @@ def gated_norm_backward(
     groups: int,
     again: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Write the gate's gradient into ``dprojected``; return those of y and of the weight.
+    """Write the gate's gradient to ``dprojected``; return the gradients of y and of the weight.
 
-    With ``again`` the norm's values are left where its gradient was, ``dout``: they cost no more than that.
+    With ``again`` the norm's values replace its gradient in ``dout``, at no further cost.
     """
     tokens, inner = y_BLI.shape[0] * y_BLI.shape[1], y_BLI.shape[2]
     dy = torch.empty_like(y_BLI)
@@ -192,7 +192,7 @@ def _warps(block: int) -> int:
 def _load_sum(
     p_ptr, u_ptr, rows_ptr, token, real, width, column, mask, HAS_U: tl.constexpr, HAS_ROWS: tl.constexpr
 ):  # fmt: skip
-    # ``token`` counts over all rows of the batch, in 64 bits; ``real`` says where there is one.
+    # ``token`` counts over all rows of the batch, in 64 bits; ``real`` masks out-of-range tokens.
     value = tl.load(p_ptr + token * width + column, mask=mask, other=0.0).to(tl.float32)
     if HAS_U:
         place = token
@@ -276,7 +276,7 @@ def _conv_backward(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # dpre_t is the gradient before SiLU; dx_t = Σ_k w_{3-k} dpre_{t+k} needs three tokens beyond the run.
+    # dpre_t is the gradient before SiLU; dx_t = Σ_k w_{3-k} dpre_{t+k} needs three tokens after the block.
     width = width_part * UNIT
     begin = tl.program_id(0) * TOKENS
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,12 +1,12 @@
-"""Mamba2's scan as a walk: a program goes along a head of a sequence, block by block, its state in registers.
+"""Mamba2's scan: a program processes the blocks of one head in order, with the state in registers.
 
 With ``a`` the running sum of ``A dt``, ``y_t = D x_t + Σ_{s ≤ t} (C_t · B_s) exp(a_t − a_s) dt_s x_s``:
-within a block of tokens attention with decay, and of what came before a state (T. Dao and A. Gu,
-"Transformers are SSMs", ICML 2024, section 6). Kernels of their own for the states of chunks write and read
-those; walking keeps them, and needs as many heads and sequences as the GPU has multiprocessors.
+attention with decay within a block of tokens, and a state for earlier tokens (T. Dao and A. Gu, "Transformers
+are SSMs", ICML 2024, section 6). Separate kernels for the states of chunks write and read these states; this
+kernel does not, but needs at least as many heads times sequences as the GPU has multiprocessors.
 
 Shapes: B batch, L tokens, H heads, P head width, G groups, N state width, U projection width, I = H · P, C =
-I + 2GN convolved channels. What ``conv`` holds: x, B and C beside each other, as the convolution writes them.
+I + 2GN convolved channels. ``conv`` contains x, B and C side by side, as the convolution writes them.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from implicit_blocks.ops.kernels.mamba2_parts import Added, _load_sum
 if TYPE_CHECKING:
     from implicit_blocks.ops.mamba2_mix import Mamba2Sizes
 
-HEADS_AT_ONCE = 16  # whose step sizes a program sums up
+HEADS_AT_ONCE = 16  # heads per program of the step sizes
 BLOCK = 64  # tokens
 LAUNCH = {"num_warps": 4, "num_stages": 1}
 
 
 class Steps(NamedTuple):
-    """Step sizes and running sums of ``A dt``, both (B, H, L) float32."""
+    """Step sizes and running sums of ``A dt``, each (B, H, L) float32."""
 
     dt_BHL: Tensor
     a_BHL: Tensor
@@ -38,9 +38,9 @@ class Steps(NamedTuple):
 def step_sizes(
     projected_BLU: Tensor, added: Added, dt_bias_H: Tensor, A_log_H: Tensor, *, by_block: bool
 ) -> Steps:
-    """Return ``dt = softplus(projected + u + dt_bias)``, of the last H columns, and its sums.
+    """Return ``dt = softplus(projected + u + dt_bias)`` of the last H columns, and the running sums.
 
-    ``by_block``: sums begin anew at each block, as long sequences need them, whose own would be large beside
+    ``by_block``: sums restart at each block, for long sequences, whose total sums would be large compared to
     their differences.
     """
     batch, length, width = projected_BLU.shape
@@ -69,7 +69,7 @@ def step_sizes(
 def forward(
     conv_BLC: Tensor, steps: Steps, D_H: Tensor, *, sizes: Mamba2Sizes, return_state: bool, by_block: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return ``y``, (B, L, I), and if asked the state after the sequences, (B, H, P, N) float32."""
+    """Return ``y``, (B, L, I), and if requested the final state, (B, H, P, N) float32."""
     batch, length, _ = conv_BLC.shape
     y = conv_BLC.new_empty(batch, length, sizes.inner)
     shape = (batch, sizes.n_heads, sizes.head_dim, sizes.d_state)
@@ -98,12 +98,12 @@ def padded(length: int) -> int:
 
 
 def block_of(length: int) -> int:
-    """Return how many tokens a block has."""
+    """Return the number of tokens per block."""
     return min(BLOCK, padded(length))
 
 
 def constants(sizes: Mamba2Sizes, block: int) -> dict[str, int]:
-    """Return what kernels are compiled for."""
+    """Return the compile-time constants of kernels."""
     return {
         "HEADS": sizes.n_heads,
         "P": sizes.head_dim,
@@ -126,7 +126,7 @@ def _step_sizes(
     raw = _load_sum(p_ptr, u_ptr, rows_ptr, place, (token < L)[:, None], width, column, mask, HAS_U, HAS_ROWS)
     raw += tl.load(bias_ptr + head, mask=head < H, other=0.0).to(tl.float32)[None, :]
     grown = tl.exp(tl.minimum(raw, 20.0))
-    more = 1.0 + grown  # log(1 + e) loses what this rounds off; the quotient gives it back
+    more = 1.0 + grown  # corrects the rounding of 1 + e in log(1 + e)
     dt = tl.where(raw > 20.0, raw, tl.where(more == 1.0, grown, tl.log(more) * (grown / (more - 1.0))))
     dt = tl.where(mask, dt, 0.0)
     A = -tl.exp(tl.load(A_log_ptr + head, mask=head < H, other=0.0).to(tl.float32))
@@ -143,7 +143,7 @@ def _forward(
 ):  # fmt: skip
     inner: tl.constexpr = HEADS * P
     channels: tl.constexpr = inner + 2 * GROUPS * N
-    head = tl.program_id(0) % HEADS  # beside each other: heads that read the same B and C
+    head = tl.program_id(0) % HEADS  # adjacent programs: heads that read the same B and C
     row = (tl.program_id(0) // HEADS).to(tl.int64)
     steps = (row * HEADS + head) * L
     state = tl.arange(0, N)

@@ -1,6 +1,7 @@
-"""The residual of each element, from one pass over a point and its value: ``implicit_blocks.ops.residual``.
+"""The residual of each element from one pass over a point and its value.
 
-Squares are taken in float64, as they are there: float32 holds none of numbers above 2e19 or below 1e-23.
+The same in plain operators is ``implicit_blocks.ops.residual``. Squares are float64, as there: float32 cannot
+hold those of numbers above 2e19 or below 1e-23.
 
 Shapes: E elements, F features.
 """
@@ -18,10 +19,10 @@ BLOCK = 4096
 
 
 def residuals(z_EF: Tensor, fz_EF: Tensor, *, scale: Tensor, relative: bool) -> tuple[Tensor, Tensor]:
-    """Return the residuals, float32, and the scale of the elements now; both with 1 in the place of F.
+    """Return the residuals, float32, and the updated scale of the elements; both with 1 in place of F.
 
-    Inputs are (…, F), contiguous, on a GPU; ``scale`` (…, 1) is contiguous and float64. An absolute residual
-    has no scale, and returns the one that was given.
+    Inputs are (…, F), contiguous, on a GPU; ``scale`` (…, 1) is contiguous and float64. For an absolute
+    residual the scale is returned unchanged.
     """
     features = z_EF.shape[-1]
     elements = z_EF.numel() // features
@@ -37,7 +38,7 @@ def residuals(z_EF: Tensor, fz_EF: Tensor, *, scale: Tensor, relative: bool) -> 
             )
             return found, grown
         sums = torch.empty(2, elements, parts, dtype=torch.float64, device=z_EF.device)
-        # One number counts both: in a grid of two the second, of elements, may reach no more than 65 535.
+        # One grid dimension for both: the second one would limit the number of elements to 65 535.
         _partial[(elements * parts,)](
             z_EF, fz_EF, sums, features, parts, elements * parts, BLOCK=block, num_warps=4
         )
@@ -48,9 +49,9 @@ def residuals(z_EF: Tensor, fz_EF: Tensor, *, scale: Tensor, relative: bool) -> 
 
 @triton.jit
 def relative_residual(step, size, scale, floor):
-    """Return the quotient of these norms, float64, and the scale now; as the function of that name in torch.
+    """Return the quotient of these norms, float64, and the updated scale, as the torch function does.
 
-    A NaN among the norms makes the quotient NaN, whatever the scale.
+    A NaN in a norm makes the quotient NaN, whatever the scale.
     """
     scale = tl.minimum(tl.maximum(size, scale), 1.0)
     return step / (size + floor * scale), scale
@@ -58,7 +59,7 @@ def relative_residual(step, size, scale, floor):
 
 @triton.jit
 def narrow(residual):
-    """Return a residual in float32; one beyond its range remains finite."""
+    """Return a residual in float32; one beyond its range stays finite."""
     large = (residual > 3.4028234663852886e38) & (residual < float("inf"))
     return tl.where(large, 3.4028234663852886e38, residual).to(tl.float32)
 

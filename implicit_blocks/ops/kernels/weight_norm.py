@@ -1,9 +1,9 @@
 """Weight norm of many matrices, cast and padded in one pass over the weights, and its gradients in another.
 
-Plain operators read and write a weight some ten times a forward pass and as often in backward: 8 ms of a
-step of the 130M Llama, against 0.5 ms here (H100). Its 84 matrices one launch after the other took the host
-17 ms before the first iteration could begin: all that lie in blocks of one size are one launch, which reads
-from a table where they stand.
+Plain operators read and write a weight about ten times per forward pass and again in backward: 8 ms per step
+of the 130M Llama, here 0.5 ms (H100). Separate launches for its 84 matrices took the host 17 ms before the
+first iteration could start; therefore all matrices with the same block size share one launch, which reads
+their addresses from a table.
 
 Shapes: R rows, C columns.
 """
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from implicit_blocks.ops.transforms import first_derivatives_only
 
-LARGEST_ROW = 1 << 15  # entries of a row that a program holds at once
-UNIT = 16  # entries; where all widths are multiples the compiler knows it and loads 16 bytes at once
+LARGEST_ROW = 1 << 15  # largest row that a program processes at once
+UNIT = 16  # if all widths are multiples of this, the compiler loads 16 bytes at a time
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 class Layout(NamedTuple):
-    """What a weight becomes: its type, and zero rows and columns that are added."""
+    """The output layout of a weight: its type, and added rows and columns of zeros."""
 
     dtype: torch.dtype
     rows: int
@@ -39,12 +39,13 @@ def normed_weights(
     layouts: Sequence[Layout],
     groups: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """Return each ``g · v / ‖v‖``, row by row, laid out; float32 in, on one GPU.
+    """Return each ``g · v / ‖v‖``, row by row, in its layout; float32 inputs on one GPU.
 
-    A weight of more than two dimensions, such as a convolution's, is not padded; its rows are the first.
+    A weight of more than two dimensions, such as a convolution's, is not padded; its first dimension is the
+    rows.
 
-    All are computed together, before an iteration can begin; ``groups`` are numbers that say which of them go
-    backwards together, for gradients that are wanted one layer after the other. None: all.
+    All are computed together before the first iteration; weights with equal numbers in ``groups`` share a
+    backward pass, so that gradients become available layer by layer. None: one group.
     """
     normed, inverses = _computed(gains_R1, [v.detach().contiguous() for v in weights_RC], layouts)
     members: dict[int, list[int]] = {}
@@ -64,7 +65,7 @@ def normed_weights(
 def _computed(
     gains_R1: Sequence[Tensor], weights_RC: Sequence[Tensor], layouts: Sequence[Layout]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the normed weights and one over the rows' norms."""
+    """Return the normed weights and the inverse norms of the rows."""
     device = weights_RC[0].device
     rows = [v.shape[0] for v in weights_RC]
     inverses = list(torch.empty(sum(rows), dtype=torch.float32, device=device).split(rows))
@@ -81,7 +82,7 @@ def _computed(
 
 
 class _Normed(torch.autograd.Function):
-    """What was computed of these gains and weights, and its gradients."""
+    """Precomputed normed weights with the gradients of their gains and weights."""
 
     @staticmethod
     def forward(ctx: Any, normed: list[Tensor], inverses: list[Tensor], *given: Tensor) -> tuple[Tensor, ...]:
@@ -116,12 +117,12 @@ class _Normed(torch.autograd.Function):
 
 
 def _width(weight: Tensor) -> int:
-    """Return how many entries a row has."""
+    """Return the number of entries per row."""
     return weight.numel() // weight.shape[0]
 
 
 class _Entry(NamedTuple):
-    """A weight's tensors, its matrices at every third place; its columns, padded ones, rows, and programs."""
+    """Tensors of a weight (matrices at every third place), columns, padded columns, rows, programs."""
 
     tensors: tuple[Any, ...]
     columns: int
@@ -131,7 +132,7 @@ class _Entry(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Weights whose rows are blocks of one size, of one type."""
+    """Weights with equal block sizes and types."""
 
     entries: list[_Entry]
     block: int
@@ -173,7 +174,7 @@ def _tables(entries: Sequence[_Entry]) -> Iterator[_Table]:
 
 @triton.jit
 def _line(table_ptr, count, WIDTH: tl.constexpr, STEPS: tl.constexpr):
-    # The last line whose first program is not behind this one, by halving.
+    # Binary search: the last line whose first program is not after this one.
     program = tl.program_id(0).to(tl.int64)
     low = tl.full((), 0, tl.int32)
     high = count - 1
@@ -204,7 +205,7 @@ def _forward(
     v = tl.load(_matrix(line, 0, tl.float32, UNIT) + row * C + column, mask=real, other=0.0)
     norm = tl.sqrt(tl.sum(v * v))
     g = tl.load(tl.load(line + 5).to(tl.pointer_type(tl.float32)) + row, mask=row < R, other=0.0)
-    inverse = tl.where(row < R, 1.0 / tl.where(norm == 0.0, 1.0, norm), 0.0)  # a row of zeros stays one
+    inverse = tl.where(row < R, 1.0 / tl.where(norm == 0.0, 1.0, norm), 0.0)  # a row of zeros stays zero
     tl.store(tl.load(line + 6).to(tl.pointer_type(tl.float32)) + row, inverse, mask=row < R)
     w = tl.where(real, g * (v * inverse), 0.0)
     tl.store(_matrix(line, 3, DTYPE, UNIT) + row * width + column, w.to(DTYPE), mask=column < width)

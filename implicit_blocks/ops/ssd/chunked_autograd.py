@@ -1,6 +1,6 @@
 """The chunked SSD algorithm in functional torch operators, differentiated by autograd.
 
-The readable form of :mod:`implicit_blocks.ops.ssd.chunked`, which computes the same with a hand-written
+The readable form of :mod:`implicit_blocks.ops.ssd.scan`, which computes the same with a hand-written
 backward pass. Every operator here can be transformed again, so this is also the form for second
 derivatives, forward mode and ``torch.func``.
 
@@ -11,7 +11,7 @@ Q length of one chunk (i, j are positions in it, written as two Qs).
 import torch
 from torch import Tensor
 
-from implicit_blocks.ops.ssd.recurrence import LOWEST_LOG_DECAY, accumulation_dtype
+from implicit_blocks.ops.ssd.tiles import LOWEST_LOG_DECAY, accumulation_dtype
 
 
 def ssd_chunked_autograd(
@@ -61,13 +61,13 @@ def _chunk(
     documents_BQ: Tensor | None,
     carried_B: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """One chunk: its outputs and the state after it."""
+    """Return the outputs of one chunk and the state after it."""
     batch, length, heads, width = x_BQHP.shape
     groups, d_state = B_BQGN.shape[2:]
     dtype = x_BQHP.dtype
 
-    # Sums of log decays in float64: their differences decide, and a float32 sum over a chunk whose decays are
-    # strong has lost the digits of the weak ones.
+    # Sums of log decays in float64: only their differences matter, and a float32 sum over a chunk with strong
+    # decays loses the digits of the weak ones.
     log_decay_BQH = (dt_BQH.double() * A_H.double()).clamp_min(LOWEST_LOG_DECAY)
     s_BHQ = log_decay_BQH.cumsum(1).transpose(1, 2)
     keep_QQ = torch.ones(length, length, dtype=torch.bool, device=x_BQHP.device).tril()
@@ -86,7 +86,7 @@ def _chunk(
     carry_out = _masked(s_BHQ[..., -1:] - s_BHQ, to_end).to(dtype).exp()
 
     x_dt = (x_BQHP * dt_BQH[..., None]).transpose(1, 2)  # BHQP
-    gram = C_BQGN.transpose(1, 2) @ B_BQGN.permute(0, 2, 3, 1)  # BGQQ: once a group, not once a head
+    gram = C_BQGN.transpose(1, 2) @ B_BQGN.permute(0, 2, 3, 1)  # BGQQ: per group, not per head
     scores = decay_BHQQ * gram.repeat_interleave(heads // groups, dim=1)
     h_BGRN = h_BHPN.reshape(batch, groups, -1, d_state)
     y_carried = C_BQGN.transpose(1, 2) @ h_BGRN.transpose(2, 3)  # (B, G, Q, R·P)
@@ -99,5 +99,5 @@ def _chunk(
 
 
 def _masked(log_decay_BHQ: Tensor, keep: Tensor | None) -> Tensor:
-    """Decay to nothing wherever the mask, if there is one, is false."""
+    """Set log decays to −∞ where the mask, if any, is False."""
     return log_decay_BHQ if keep is None else log_decay_BHQ.masked_fill(~keep, -torch.inf)

@@ -1,8 +1,8 @@
 """The scan by fla-core's Triton kernels: SSD is their "simple GLA" with C as queries and B as keys.
 
 ``h_t = exp(g_t) h_{t-1} + k_t v_tᵀ``, ``o_t = h_tᵀ q_t`` with q = C, k = B, v = dt · x, g = A · dt, scale 1.
-Each head has B and C of its own there, so those of a group are repeated, and dt · x is rounded to the inputs'
-type: a little slower and less exact than mamba-ssm's scan, from a package that needs no compiler to install.
+Each head has its own B and C, so those of a group are repeated, and dt · x is rounded to the inputs' dtype:
+slightly slower and less exact than mamba-ssm's scan, but the package installs without a compiler.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Te
     if not x_BLHP.is_cuda:
         return "its kernels run on a GPU"
     if x_BLHP.dtype == torch.float64:
-        return "its kernels know no float64"
+        return "its kernels do not support float64"
     if documents_BL is not None:
-        return "it takes one document a row"
+        return "it supports one document per row"
     batch, length, heads, _ = x_BLHP.shape
     if length > 1 and batch * heads > MOST_IN_GRID:
-        return f"its kernels count {MOST_IN_GRID} heads of all rows at most"
+        return f"its kernels index at most {MOST_IN_GRID} heads of all rows"
     if is_differentiated_forward():
         return "its kernels have no forward-mode derivatives"
     if torch.is_grad_enabled() and x_BLHP.requires_grad and x_BLHP.shape[1] > 1 and fla_backward_is_wrong():
-        return "it has no right backward pass on Hopper GPUs with Triton before 3.7.1"
+        return "its backward pass is wrong on Hopper GPUs with Triton before 3.7.1"
     return ""
 
 

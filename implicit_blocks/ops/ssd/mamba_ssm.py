@@ -1,7 +1,7 @@
 """The scan by mamba-ssm's Triton kernels, for CUDA and ROCm devices.
 
-Forward and backward are operators of their own, so that a compiler takes them as they are and fuses what
-stands around them, and so that no autograd machinery but torch's stands between.
+Forward and backward are custom operators, so that a compiler treats them as opaque and fuses the operators
+around them, and so that only torch's own autograd is involved.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from implicit_blocks.ops.transforms import is_differentiated_forward, without_au
 
 MODULE = "mamba_ssm.ops.triton.ssd_combined"
 STEP_MODULE = "mamba_ssm.ops.triton.selective_state_update"
-CHUNK = 256  # what the kernels are tuned for; the chunk is a matter of speed, not of values
-SHORTEST = 32  # below, a handful of plain operators beat the kernels' six launches
+CHUNK = 256  # the kernels are tuned for this chunk, which affects speed but not values
+SHORTEST = 32  # below, a few plain operators are faster than the kernels' six launches
 
 _told: set[str] = set()
 
 
 def kernels() -> ModuleType:
-    """Return the module of the scan's kernels, told how to cut up what was measured."""
+    """Return the module of the scan's kernels, with the measured tile sizes applied."""
     module = require(MODULE, package="mamba-ssm")
     if MODULE not in _told:
         _told.add(MODULE)
@@ -38,26 +38,26 @@ def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Te
     if not x_BLHP.is_cuda:
         return "its kernels run on a GPU"
     if x_BLHP.dtype == torch.float64:
-        return "its kernels know no float64"
+        return "its kernels do not support float64"
     if documents_BL is not None and initial_state_BHPN is not None and x_BLHP.shape[1] > 1:
-        return "it cuts documents only at the start of a sequence"
+        return "it separates documents only at the start of a sequence"
     if too_many(x_BLHP):
-        return f"its kernels count {MOST_IN_GRID} chunks of {CHUNK} tokens at most, and places in 32 bits"
+        return f"its kernels index at most {MOST_IN_GRID} chunks of {CHUNK} tokens, and offsets in 32 bits"
     if is_differentiated_forward():
         return "its kernels have no forward-mode derivatives"
     return ""
 
 
 def too_many(x: Tensor) -> bool:
-    """Whether a batch, (B, L, …), is more than the kernels count: its chunks, or its rows' places."""
+    """Whether a batch, (B, L, …), exceeds the kernels' index range of chunks or offsets."""
     return x.shape[0] * -(-x.shape[1] // CHUNK) > MOST_IN_GRID or x.shape[0] * x.stride(0) >= 2**31
 
 
 def pays(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tensor | None) -> bool:
-    """Whether Triton's scans are worth choosing.
+    """Whether ``auto`` should select Triton's scans.
 
-    In float32 their products are TF32, with errors near 3e-4: not unless TF32 products were allowed. Short
-    windows are a handful of plain operators; a single token without gradients is one kernel, in float32.
+    Their float32 products are TF32, with errors near 3e-4, so only if TF32 products are allowed. Short
+    windows take a few plain operators; a single token without gradients is one kernel, in float32.
     """
     if x_BLHP.shape[1] == 1:
         return not (torch.is_grad_enabled() and x_BLHP.requires_grad)
@@ -81,7 +81,7 @@ def ssd_mamba_ssm(
 ) -> tuple[Tensor, Tensor | None]:
     """Scan; ``ssd`` documents arguments and results. The chunk is the kernels' own.
 
-    A single token without gradients takes one step of the recurrence, in float32 whatever the inputs.
+    A single token without gradients takes one step of the recurrence, in float32 for any input dtype.
     """
     tensors = (x_BLHP, dt_BLH, A_H, B_BLGN, C_BLGN, initial_state_BHPN)
     if x_BLHP.shape[1] == 1:
@@ -117,12 +117,12 @@ def _step(
     step = require(STEP_MODULE, package="mamba-ssm")
     batch, _, heads, width = x.shape
     shape = (batch, heads, width, B.shape[3])
-    # The kernel writes into the state that it is given.
+    # The kernel writes to the state in place.
     if initial_state is None:
         state = x.new_zeros(shape, dtype=torch.float32)
     else:
         state = initial_state.to(torch.float32, copy=True)
-    none = A.new_zeros(heads, dtype=torch.float32)[:, None].expand(heads, width)  # it asks for bias and D
+    none = A.new_zeros(heads, dtype=torch.float32)[:, None].expand(heads, width)  # bias and D are required
     y = step.selective_state_update(
         state,
         x[:, 0],

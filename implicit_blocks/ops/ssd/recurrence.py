@@ -1,4 +1,4 @@
-"""The SSD recurrence, one token after the other: the oracle every other backend is tested against.
+"""The SSD recurrence, token by token: the reference for the tests of all other backends.
 
 Shapes: B batch, L length, H heads, P head width, G groups (H is a multiple of G), N state width.
 """
@@ -6,13 +6,7 @@ Shapes: B batch, L length, H heads, P head width, G groups (H is a multiple of G
 import torch
 from torch import Tensor
 
-# exp of less is zero, in float64 too.
-LOWEST_LOG_DECAY = -800.0
-
-
-def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return the type in which decays and states are kept: float64 if any input has it, else float32."""
-    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+from implicit_blocks.ops.ssd.tiles import accumulation_dtype
 
 
 def ssd_recurrence(
@@ -30,8 +24,8 @@ def ssd_recurrence(
 ) -> tuple[Tensor, Tensor | None]:
     """Run ``h_t = exp(A dt_t) h_{t-1} + dt_t x_t B_tᵀ``, ``y_t = h_t C_t`` literally (Mamba2, eq. 1).
 
-    Arguments and results are those of :func:`implicit_blocks.ops.ssd.ssd`; ``chunk_size`` has no meaning
-    here. Slow (several operator calls a token, and as many nodes in the graph): for tests, not for training.
+    Arguments and results are those of :func:`implicit_blocks.ops.ssd.ssd`; ``chunk_size`` has no effect.
+    Slow (several operator calls and autograd nodes per token): for tests, not for training.
     """
     del chunk_size
     batch, length, heads, width = x_BLHP.shape

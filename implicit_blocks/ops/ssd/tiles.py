@@ -1,18 +1,175 @@
-"""What the chunked scan computes for one tile: a few batch rows by one chunk of tokens.
+"""The chunked scan, tile by tile: the preparation of a window, and the computation of one tile.
 
-The window is walked tile by tile so that intermediate values stay in the processor's cache; the same passes
-over whole sequences, with the chunk as one more batch dimension, cost more than the matrix products. The
-buffers of a tile are used again for the next.
+A tile is a few batch rows by one chunk of tokens. Its intermediate values stay in the processor's cache; the
+same passes over whole sequences, with the chunk as one more batch dimension, cost more than the matrix
+products. The buffers of a tile are reused for the next. The window's own tensors are small beside the inputs:
+decays are one number per token and head, the Gram matrices Q numbers per token and group.
 
-Shapes: B batch (the rows of the tile), H heads, P head width, G groups, N state width, K chunks, Q tokens a
-chunk (i and j are positions in it, rows and columns of a Q × Q matrix). A lower-case b is batch and groups
-together, F the heads of one group folded with their width, (H/G)·P.
+Shapes: B batch (the rows of the tile), L length, H heads, P head width, G groups, N state width, K chunks, Q
+tokens per chunk (i and j are positions in it, rows and columns of a Q × Q matrix). A lower-case b is batch
+and groups together, F the heads of one group folded with their width, (H/G)·P.
 """
+
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from implicit_blocks.ops.ssd.window import DecayGradients, Window
+# The exponential of smaller values is zero, also in float64.
+LOWEST_LOG_DECAY = -800.0
+
+
+def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return the dtype of decays and states: float64 if any input has it, else float32."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+# Bytes of the largest intermediate of a tile on a CPU; about six of them exist at the same time. Half and
+# twice the size cost about the same, at 130M widths and with many rows of small heads; an eighth of it costs
+# 30 % more.
+
+TILE_BYTES = 1 << 20
+
+
+class Inputs(NamedTuple):
+    """The arguments of a scan, as :func:`implicit_blocks.ops.ssd.ssd` documents them."""
+
+    x: Tensor
+    dt: Tensor
+    A: Tensor
+    B: Tensor
+    C: Tensor
+    documents: Tensor | None
+    initial_document: Tensor | None
+
+
+class Window:
+    """A window cut into K chunks of equal length, with its decays and Gram matrices.
+
+    There are as few chunks as ``chunk_size`` allows, all of the same length; fewer than K tokens of padding,
+    with a step size of zero, fill the last one.
+    """
+
+    def __init__(self, inputs: Inputs, chunk_size: int) -> None:
+        self.inputs = inputs
+        self.batch, self.length, self.heads, self.width = inputs.x.shape
+        self.groups, self.d_state = inputs.B.shape[2:]
+        self.chunks = -(-self.length // chunk_size)
+        self.chunk = -(-self.length // self.chunks)
+        self.dtype = accumulation_dtype(inputs.x, inputs.dt, inputs.A, inputs.B, inputs.C)
+        self.x_BKQHP = self.cut(inputs.x)
+
+        dt_BHKQ = self.cut(inputs.dt).permute(0, 3, 1, 2)
+        # Log decays are summed in float64: only their differences matter, and a float32 sum over strong
+        # decays loses the digits of the weak ones. Even a float64 sum does for extreme decays; the values
+        # that are clamped here decay to zero in float64 anyway.
+        log_decay = dt_BHKQ.double() * inputs.A.double()[:, None, None]
+        self.cut_off_BHKQ = log_decay < LOWEST_LOG_DECAY
+        self.log_decay_BHKQ = log_decay.clamp_(min=LOWEST_LOG_DECAY).cumsum(3)
+        carry_in = self.log_decay_BHKQ.exp()
+        carry_out = (self.log_decay_BHKQ[..., -1:] - self.log_decay_BHKQ).exp_()
+        self.B_KbQN, self.C_KbQN = self.by_chunk(inputs.B), self.by_chunk(inputs.C)
+        gram_KbQQ = torch.matmul(self.C_KbQN, self.B_KbQN.mT).tril_()
+        self.same_KBQQ: Tensor | None = None
+        if inputs.documents is not None:
+            documents_BKQ = self.cut(inputs.documents)
+            if self.padding:
+                documents_BKQ.view(self.batch, -1)[:, self.length :] = inputs.documents[:, -1:]
+            last_BK = documents_BKQ[:, :, -1]
+            first = documents_BKQ[:, 0, 0] if inputs.initial_document is None else inputs.initial_document
+            before_BK = torch.cat([first[:, None], last_BK[:, :-1]], dim=1)
+            carry_in *= (documents_BKQ == before_BK[..., None])[:, None]
+            carry_out *= (documents_BKQ == last_BK[..., None])[:, None]
+            self.same_KBQQ = (documents_BKQ[..., :, None] == documents_BKQ[..., None, :]).transpose(0, 1)
+            self._cut_documents(gram_KbQQ)
+        self.gram_KbQQ = gram_KbQQ
+        self.dt_BHKQ = dt_BHKQ.to(self.dtype)
+        self.carry_in_BHKQ = carry_in.to(self.dtype)  # from the state before a chunk to each token
+        self.carry_out_BHKQ = carry_out.to(self.dtype)  # from each token to the state after the chunk
+        self.weight_BHKQ = self.carry_out_BHKQ * self.dt_BHKQ
+
+    @property
+    def padding(self) -> int:
+        """Tokens added at the end."""
+        return self.chunks * self.chunk - self.length
+
+    @property
+    def state_shape(self) -> tuple[int, int, int, int]:
+        """(B, H, P, N)."""
+        return self.batch, self.heads, self.width, self.d_state
+
+    def row_slices(self) -> list[slice]:
+        """Cut the batch so that a tile fits the cache; accelerators use all rows in one tile."""
+        rows = self.batch
+        if self.inputs.x.device.type == "cpu":
+            widest = max(self.chunk, self.width)
+            rows = max(1, TILE_BYTES // (self.dtype.itemsize * self.heads * self.chunk * widest))
+            rows = -(-self.batch // -(-self.batch // rows))
+        return [slice(start, min(start + rows, self.batch)) for start in range(0, self.batch, rows)]
+
+    def cut(self, t_BL: Tensor) -> Tensor:
+        """Cut (B, L, …) into (B, K, Q, …), padded by zeros; a view where no padding is needed."""
+        if self.padding:
+            t_BL = pad(t_BL, (0, 0) * (t_BL.ndim - 2) + (0, self.padding))
+        return t_BL.view(t_BL.shape[0], self.chunks, self.chunk, *t_BL.shape[2:])
+
+    def by_chunk(self, t_BLGN: Tensor) -> Tensor:
+        """Arrange B or C as (K, B·G, Q, N), in the dtype of the accumulation."""
+        t = self.cut(t_BLGN).to(self.dtype).permute(1, 0, 3, 2, 4)
+        return t.reshape(self.chunks, self.batch * self.groups, self.chunk, self.d_state)
+
+    def from_chunks(self, t_KbQN: Tensor) -> Tensor:
+        """Invert :meth:`by_chunk` except for the dtype: (B, L, G, N)."""
+        t = t_KbQN.view(self.chunks, self.batch, self.groups, self.chunk, self.d_state).permute(1, 0, 3, 2, 4)
+        return t.flatten(1, 2)[:, : self.length]
+
+    def finish_gradients(self, given: "DecayGradients", dgram_KbQQ: Tensor) -> tuple[Tensor, Tensor]:
+        """Combine the partial gradients of the tiles to those of dt and A.
+
+        Also masks the gradient of the Gram matrices, in place.
+        """
+        dgram_KbQQ.tril_()
+        self._cut_documents(dgram_KbQQ)
+        # A token's decay applies to all paths from an earlier token, or the state before the chunk, to the
+        # token itself, a later token, or the state after the chunk.
+        from_start, to_end = given.from_start.double(), given.to_end.double()
+        da_BHKQ = given.within + from_start.flip(3).cumsum(3).flip(3) + (to_end.cumsum(3) - to_end)
+        da_BHKQ += given.through[..., None]
+        da_BHKQ.masked_fill_(self.cut_off_BHKQ, 0.0)
+        dA_H = (da_BHKQ * self.dt_BHKQ).sum((0, 2, 3))
+        ddt_BHKQ = given.direct + da_BHKQ * self.inputs.A.double()[:, None, None]
+        return ddt_BHKQ.permute(0, 2, 3, 1).flatten(1, 2)[:, : self.length], dA_H
+
+    def _cut_documents(self, t_KbQQ: Tensor) -> None:
+        if self.same_KBQQ is not None:
+            t_KbQQ.view(self.chunks, self.batch, self.groups, self.chunk, self.chunk).mul_(
+                self.same_KBQQ[:, :, None]
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class DecayGradients:
+    """Partial gradients of log decays and step sizes, accumulated by tile: (B, H, K, Q)."""
+
+    within: Tensor  # paths between tokens of the chunk
+    from_start: Tensor  # from the state before the chunk to a token
+    to_end: Tensor  # from a token to the state after its chunk
+    through: Tensor  # from state to state, (B, H, K)
+    direct: Tensor  # of dt where it multiplies x
+
+    @classmethod
+    def zeros(cls, window: Window) -> "DecayGradients":
+        """Return zeros."""
+        per_chunk = window.dt_BHKQ.new_zeros(window.dt_BHKQ.shape[:3])
+        return cls(
+            within=torch.zeros_like(window.dt_BHKQ),
+            from_start=torch.zeros_like(window.dt_BHKQ),
+            to_end=torch.zeros_like(window.dt_BHKQ),
+            through=per_chunk,
+            direct=torch.zeros_like(window.dt_BHKQ),
+        )
 
 
 class Rows:
@@ -24,7 +181,7 @@ class Rows:
         self.chunk, self.heads, self.width = window.chunk, window.heads, window.width
         self.groups, self.d_state, self.dtype = window.groups, window.d_state, window.dtype
         self.x = window.x_BKQHP[rows].unbind(1)
-        # In two parts of the tile's own type: float64 differences would need a float64 tile to pass through.
+        # Two terms in the tile's own dtype: float64 differences would need a float64 tile.
         log_decay = window.log_decay_BHKQ[rows].to(self.dtype)
         self.log_decay = log_decay.unbind(2)
         self.log_decay_rest: tuple[Tensor, ...] | None = None
@@ -89,14 +246,14 @@ class Rows:
         self.fold_state(out_BHPN).baddbmm_(weighted_bQF.mT, self.B[k])
 
     def fold(self, t_BQHP: Tensor) -> Tensor:
-        """Fold the heads of each group: (b, Q, F)."""
+        """Fold the heads of each group into (b, Q, F)."""
         if self.groups == 1:
             return t_BQHP.view(self.batch, self.chunk, -1)
         t = t_BQHP.view(self.batch, self.chunk, self.groups, -1).transpose(1, 2)
         return t.reshape(self.batch * self.groups, self.chunk, -1)
 
     def unfold(self, t_bQF: Tensor) -> Tensor:
-        """Undo the folding: (B, Q, H, P)."""
+        """Invert ``fold``: (B, Q, H, P)."""
         if self.groups > 1:
             t_bQF = t_bQF.view(self.batch, self.groups, self.chunk, -1).transpose(1, 2).contiguous()
         return t_bQF.view(self.batch, self.chunk, self.heads, self.width)
@@ -107,7 +264,7 @@ class Rows:
 
 
 class BackwardRows(Rows):
-    """The same rows, walked backwards; the gradient of the state travels along."""
+    """The same rows in reverse order, with the gradient of the state."""
 
     def __init__(self, window: Window, rows: slice, dfinal_BHPN: Tensor | None) -> None:
         super().__init__(window, rows)
@@ -133,9 +290,10 @@ class BackwardRows(Rows):
         dgram_b1QQ: Tensor,
         decay: DecayGradients,
     ) -> None:
-        """Write a tile's gradients, and turn that of the state after the chunk into that of the state before.
+        """Write a tile's gradients, and update the state's gradient from after the chunk to before it.
 
-        ``dB`` and ``dC`` get what passes the states; what passes the Gram matrix follows from ``dgram``.
+        ``dB`` and ``dC`` receive the gradients through the states; those through the Gram matrix follow from
+        ``dgram``.
         """
         x_BQHP, dt_BHQ = self.x[k].to(self.dtype), self.dt[k]
         dy_BQHP = dy_BQHP.to(self.dtype)
@@ -147,12 +305,12 @@ class BackwardRows(Rows):
         torch.bmm(dy_hQP, self.by_head_hQP.mT, out=self.pairs_hQQ)
         self.pairs_bRQQ.mul_(self.decay_bRQQ)
         torch.sum(self.pairs_bRQQ, 1, keepdim=True, out=dgram_b1QQ)
-        # The gradient of the log decay from j to i; the diagonal decays nothing.
+        # The gradient of the log decay from j to i; the diagonal has no decay.
         self.pairs_bRQQ.mul_(self.gram_strict[k])
         self.decay_bRQQ.mul_(self.gram[k])
         torch.bmm(self.decay_hQQ.mT, dy_hQP, out=self.by_head_hQP)
-        # Token t's decay is passed from every j < t to every i ≥ t. Differences of sums of rows and columns
-        # would be cheaper, but their rounding drowns what passes a strong decay.
+        # Token t's decay applies from every j < t to every i ≥ t. Differences of sums of rows and columns
+        # would be cheaper, but their rounding errors exceed the gradients through a strong decay.
         torch.bmm(self.suffix_hQQ, self.pairs_hQQ, out=self.decay_hQQ)
         torch.sum(self.decay_BHQQ.tril_(-1), 3, out=decay.within[self.rows, :, k])
         dx_dt_BQHP = self.by_head_BHQP.transpose(1, 2)
@@ -198,5 +356,5 @@ class BackwardRows(Rows):
 
 
 def _per_token(t_BHQ: Tensor) -> Tensor:
-    """Bring a number a head and token beside (B, Q, H, P)."""
+    """Reshape (B, H, Q) to broadcast with (B, Q, H, P)."""
     return t_BHQ.transpose(1, 2)[..., None]

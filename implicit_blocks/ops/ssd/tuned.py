@@ -1,9 +1,9 @@
-"""How mamba-ssm's kernels are best cut up, where it was measured: finding out takes a first step a minute.
+"""Measured configurations of mamba-ssm's kernels, which save a minute of autotuning in the first step.
 
-Each of its kernels tries up to eleven ways at the first call of a kind, and compiles every one. For the
-shapes of the published models and of the books' models on Hopper the outcome is known, and is told to
-Triton's tuner as if it had just found it. Other shapes, types and cards are tuned as ever;
-``TRITON_CACHE_AUTOTUNING=1`` keeps what that finds.
+Each kernel compiles and times up to eleven configurations at its first call with new shapes. For the shapes
+of the published models and of the books' models on Hopper the result is known, and is written to the cache of
+Triton's tuner. Other shapes, dtypes and GPUs are tuned as usual; ``TRITON_CACHE_AUTOTUNING=1`` caches the
+results.
 """
 
 from __future__ import annotations
@@ -155,9 +155,9 @@ FOUND: dict[tuple[str, tuple[Any, ...]], dict[str, int]] = {
 
 
 def tell(kernels: dict[str, Any]) -> list[str]:
-    """Put what was found where the tuners of these kernels would; return the names of those that took it.
+    """Write the measured configurations to the caches of these kernels' tuners; return the names changed.
 
-    A tuner takes only what is among its own ways: another version of mamba-ssm may have others.
+    Only configurations that the tuner itself lists are used: another version of mamba-ssm may have others.
     """
     applied = []
     for (name, key), wanted in FOUND.items():
@@ -175,7 +175,7 @@ def _fits(way: Any, wanted: dict[str, int]) -> bool:
 
 
 def tell_loaded(package: str) -> None:
-    """Tell the tuners of a package's loaded modules, on a card that the table is for."""
+    """Apply the measured configurations to a package's loaded modules, on GPUs that the table is for."""
     if torch.version.hip is None and torch.cuda.get_device_capability() == HOPPER:
         tell(dict(_tuners(package)))
 

@@ -1,4 +1,4 @@
-"""The mixer with flash-linear-attention's kernels against the plain one; on a GPU."""
+"""The mixer with flash-linear-attention's kernels against the plain operators, on a GPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from implicit_blocks_gated_deltanet import kernels as module
 from implicit_blocks_gated_deltanet.delta_rule import gated_delta_rule
 from implicit_blocks_gated_deltanet.kernels import MODULE, gated_delta_rule_fla
 
-import implicit_blocks as ib
-from implicit_blocks.ops.accelerated import load
 from implicit_blocks.testing import check_backend
-from implicit_blocks.testing.mixer_runs import begin, run
 
 SHAPES = {
     "H4-K32-V32": {"n_heads": 4, "head_dim": 32, "expand_v": 1},
@@ -22,33 +19,22 @@ SHAPES = {
 }
 
 
-@pytest.fixture
-def _kernels():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    if isinstance(reason := load(MODULE), str):
-        pytest.skip(reason)
-
-
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("negative", [False, True], ids=["positive", "negative-eigenvalues"])
 @pytest.mark.parametrize("length", [70, 200])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_mixer_with_the_kernels_is_the_one_without(shape, length, negative):
+def test_the_kernels_equal_the_plain_operators(require_kernels, shape, length, negative):
+    require_kernels(MODULE)
     spec = GatedDeltaNetSpec(**shape, negative_eigenvalues=negative, chunk_size=32)
     check_backend(spec.model_copy(update={"backend": "fla"}), spec, length=length)
 
 
-def test_kernels_that_are_asked_for_and_not_there_are_an_error():
-    mixer = ib.build(GatedDeltaNetSpec(n_heads=2, head_dim=4, backend="fla"), d_model=12)
-    z, u = torch.randn(1, 3, 12), torch.randn(1, 3, mixer.injection_width)
-    with pytest.raises((ImportError, ValueError), match="backend 'plain'"):
-        run(mixer, z, u, [3], start=begin(mixer, 1, dtype=torch.float32))
+def test_requesting_missing_kernels_is_an_error(check_missing_kernels):
+    check_missing_kernels(GatedDeltaNetSpec(n_heads=2, head_dim=4, backend="fla"))
 
 
-def test_gradients_where_the_kernels_have_none_are_those_of_the_plain_scan(monkeypatch, caplog):
-    """On a CPU, with the plain scan in the kernels' place, its backward pass taken away."""
+def test_a_wrong_backward_of_the_kernels_is_replaced_by_the_plain_scans(monkeypatch, caplog):
+    """Runs on a CPU: the plain scan, called without gradients, replaces the kernels."""
 
     def kernels(q, k, v, g, beta, *, scale, initial_state, output_final_state):
         assert scale == 1.0
@@ -59,7 +45,7 @@ def test_gradients_where_the_kernels_have_none_are_those_of_the_plain_scan(monke
     monkeypatch.setattr(module, "load", lambda name: types.SimpleNamespace(chunk_gated_delta_rule=kernels))
     monkeypatch.setattr(module, "fla_backward_is_wrong", lambda: True)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    module._tell_once.cache_clear()
+    module._warn_once.cache_clear()
     for with_state in (True, False):
         given = [torch.randn(2, 9, 2, 4).bfloat16() for _ in range(3)]
         given += [-torch.rand(2, 9, 2), torch.rand(2, 9, 2)]
@@ -77,4 +63,4 @@ def test_gradients_where_the_kernels_have_none_are_those_of_the_plain_scan(monke
         ]
         for one, other in zip((*values[0], *gradients[0]), (*values[1], *gradients[1]), strict=True):
             assert torch.equal(one, other)
-    assert caplog.text.count("gradients are those of the plain scan") == 1
+    assert caplog.text.count("gradients are computed by the plain scan") == 1

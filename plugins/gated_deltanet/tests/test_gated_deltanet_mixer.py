@@ -1,11 +1,12 @@
-"""The mixer: the library's contracts, padding and documents in any windows, models that train."""
+"""The mixer: conformance contracts, padding and documents in any windows, training in a model."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 from implicit_blocks_gated_deltanet import GatedDeltaNetSpec
-from torch import Tensor
 
 import implicit_blocks as ib
 from implicit_blocks.testing import CUTS, MIXER_CONTRACTS, PADDINGS, check_walk
@@ -28,22 +29,15 @@ def test_contract(name, contract):
     MIXER_CONTRACTS[contract](SPECS[name])
 
 
-def inputs(mixer: ib.Mixer, batch: int = 3) -> tuple[Tensor, Tensor]:
-    return (
-        torch.randn(batch, LENGTH, D_MODEL, dtype=torch.float64, requires_grad=True),
-        torch.randn(batch, LENGTH, mixer.injection_width, dtype=torch.float64, requires_grad=True),
-    )
-
-
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize("cuts", CUTS)
-def test_every_row_is_mixed_as_if_alone_without_padding(cuts, padding, documents):
+def test_padding_and_batch_mates_do_not_change_a_row(cuts, padding, documents):
     check_walk(WALKED, padding=padding, cuts=cuts, documents=documents)
 
 
 @torch.no_grad()
-def test_only_negative_eigenvalues_make_beta_exceed_one(monkeypatch):
+def test_only_negative_eigenvalues_make_beta_exceed_one(monkeypatch, mixer_inputs):
     from implicit_blocks_gated_deltanet import mixer as module
 
     seen = []
@@ -57,52 +51,21 @@ def test_only_negative_eigenvalues_make_beta_exceed_one(monkeypatch):
     for negative in (False, True):
         spec = GatedDeltaNetSpec(n_heads=2, head_dim=4, negative_eigenvalues=negative)
         mixer = ib.build(spec, d_model=D_MODEL).double()
-        z, u = inputs(mixer)
+        z, u = mixer_inputs(mixer, D_MODEL)
         run(mixer, z, 5 * u, [LENGTH])
     assert seen[0] <= 1 < seen[1] <= 2
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_trains_in_a_model(precision):
-    model = ib.build(
-        ib.ImplicitLMSpec(
-            vocab_size=11,
-            d_model=D_MODEL,
-            n_layers=2,
-            mixer=GatedDeltaNetSpec(n_heads=2, head_dim=4),
-            mlp=ib.SwiGLUSpec(d_ff=24),
-        )
-    )
-    tokens = torch.randint(0, 11, (3, 12))
-    attention_mask = torch.ones_like(tokens)
-    attention_mask[1, :5] = 0
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bfloat16"):
-        out = model(tokens, labels=tokens, attention_mask=attention_mask)
-    out.loss.backward()
-    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for p in model.parameters())
+def test_trains_in_a_model(check_trains_in_a_model, precision):
+    check_trains_in_a_model(GatedDeltaNetSpec(n_heads=2, head_dim=4), d_model=D_MODEL, precision=precision)
 
 
-@torch.no_grad()
-def test_simultaneous_and_sequential_modes_agree():
-    model = ib.build(
-        ib.ImplicitLMSpec(
-            vocab_size=11,
-            d_model=D_MODEL,
-            n_layers=1,
-            mixer=SPECS["negative-eigenvalues"],
-            stopping=ib.Stopping(tolerance=1e-12, max_iterations=100),
-        )
-    )
-    model.double().eval()
-    mixer = model.backbone.blocks()[0].mixer  # as drawn, so narrow a map does not contract
+def make_contracting(mixer: Any) -> None:
+    """Scale the weights: as initialized, the map of so narrow a model does not contract."""
     mixer.in_proj.weight, mixer.out_proj.weight = 0.03 * mixer.in_proj.weight, 9 * mixer.out_proj.weight
-    tokens = torch.randint(0, 11, (3, 12))
-    attention_mask = torch.ones_like(tokens)
-    attention_mask[1, :5] = 0
-    attention_mask[2, 9:] = 0
-    whole = model(tokens, attention_mask=attention_mask)
-    assert bool(whole.solution.converged.all())
-    real = attention_mask.bool()
-    for window_length in (1, 5):
-        parts = model(tokens, attention_mask=attention_mask, window_length=window_length)
-        torch.testing.assert_close(parts.logits[real], whole.logits[real], rtol=0, atol=1e-9)
+
+
+def test_simultaneous_and_sequential_modes_agree(check_modes_agree):
+    spec = SPECS["negative-eigenvalues"]
+    check_modes_agree(spec, d_model=D_MODEL, length=12, max_iterations=100, adapt=make_contracting)

@@ -1,4 +1,4 @@
-"""Which parameters go where, what a step does to them, and state that is saved whole."""
+"""Muon's parameters, its steps, and saving and loading its state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from implicit_blocks_muon.optimizer import MuonAndAdamW, matrices_of
 from torch import nn
 
 import implicit_blocks as ib
-from implicit_blocks.specs import SpecError
 
 MIXERS = {
     "mamba2": ib.Mamba2Spec(d_state=8, head_dim=8),
@@ -51,7 +50,7 @@ def test_matrices_are_the_linear_layers_and_nothing_else(kind, mixer, weight_nor
     assert all(parameter is named[name] and parameter.ndim == 2 for name, parameter in found.items())
 
 
-def test_every_parameter_is_in_one_group_and_decays_as_the_model_says():
+def test_every_parameter_is_in_one_group_with_the_models_weight_decay():
     model = model_of(tie_embeddings=False)
     optimizer = ib.build(MuonSpec(learning_rate=1e-3, weight_decay=0.3), model=model)
     grouped = [(p, group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]]
@@ -60,7 +59,7 @@ def test_every_parameter_is_in_one_group_and_decays_as_the_model_says():
     assert all(decay == (0.3 if id(p) in decayed else 0.0) for p, decay in grouped)
 
 
-def test_a_step_is_torchs_muon_on_matrices_and_adamw_on_the_rest():
+def test_a_step_equals_torchs_muon_for_matrices_and_adamw_for_the_rest():
     model = model_of()
     twin = copy.deepcopy(model)
     spec = MuonSpec(learning_rate=3e-3, momentum=0.9, weight_decay=0.2)
@@ -91,8 +90,8 @@ def test_a_step_is_torchs_muon_on_matrices_and_adamw_on_the_rest():
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (64, 8), (32, 32)], ids=str)
-def test_matrices_of_any_shape_move_alike(shape):
-    """Root mean square of an update: about 0.2 of the learning rate, as AdamW's is."""
+def test_the_update_size_does_not_depend_on_the_shape(shape):
+    """The root mean square of an update is about 0.2 of the learning rate, like AdamW's."""
     layer = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False), nn.Linear(2, 2))
     layer.decay_groups = lambda: (list(layer.parameters()), [])
     optimizer = ib.build(MuonSpec(learning_rate=1e-2, weight_decay=0.0), model=layer)
@@ -104,8 +103,8 @@ def test_matrices_of_any_shape_move_alike(shape):
     assert 0.1e-2 < float(moved) < 0.3e-2
 
 
-def test_under_weight_norm_a_step_turns_rows_by_the_learning_rate_over_their_length():
-    """The update of ``v`` depends on its direction only; how far that turns a row depends on its length."""
+def test_with_weight_norm_a_step_rotates_rows_inversely_to_their_norm():
+    """The update of ``v`` does not depend on its norm, so the rotation is inversely proportional to it."""
     turned = []
     for length in (1.0, 4.0):
         torch.manual_seed(0)
@@ -121,7 +120,7 @@ def test_under_weight_norm_a_step_turns_rows_by_the_learning_rate_over_their_len
     assert float(turned[0] / turned[1]) == pytest.approx(4.0, rel=0.1)
 
 
-def test_state_that_is_saved_and_loaded_goes_on_to_the_last_bit():
+def test_loading_a_saved_state_continues_bit_for_bit():
     model = model_of()
     optimizer = ib.build(MuonSpec(learning_rate=3e-3), model=model)
     take_steps(model, optimizer, 3, seed=1)
@@ -151,7 +150,7 @@ def test_a_closure_is_called_once_and_with_gradients():
     assert [optimizer.step(closure)] == calls
 
 
-def test_frozen_layers_stay_and_a_model_without_matrices_is_refused():
+def test_frozen_layers_are_excluded_and_a_model_without_matrices_is_refused():
     model = model_of(weight_norm=False)
     frozen = model.backbone.blocks()[0].mixer.in_proj.weight.requires_grad_(False)
     assert all(parameter is not frozen for parameter in matrices_of(model).values())
@@ -162,7 +161,7 @@ def test_frozen_layers_stay_and_a_model_without_matrices_is_refused():
 
 def test_sharded_matrices_are_refused():
     model = model_of(weight_norm=False)
-    model.backbone.blocks()[0].mixer.in_proj.weight.placements = ("Shard(0)",)  # as a DTensor has them
+    model.backbone.blocks()[0].mixer.in_proj.weight.placements = ("Shard(0)",)  # as a DTensor has
     with pytest.raises(ValueError, match=r"in_proj\.weight is sharded over devices.*choose optimizer adamw"):
         ib.build(MuonSpec(learning_rate=1e-3), model=model)
 
@@ -176,9 +175,5 @@ def test_sharded_matrices_are_refused():
         ({"shape_scaling": "spectral"}, "shape_scaling", "'match_rms_adamw' or 'original'"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_its_place(fields, place, message):
-    with pytest.raises(SpecError) as caught:
-        MuonSpec.model_validate({"learning_rate": 1e-3, **fields})
-    (error,) = caught.value.errors()
-    assert error["loc"] == (place,)
-    assert message in error["msg"]
+def test_an_invalid_field_is_refused_with_its_name(check_refused, fields, place, message):
+    check_refused(MuonSpec, {"learning_rate": 1e-3, **fields}, place, message)

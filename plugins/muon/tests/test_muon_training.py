@@ -1,14 +1,10 @@
-"""The run spec that the plugin ships, trained by the trainer, which knows the optimizer by its name alone."""
+"""The run spec of the plugin's zoo trains, and a run resumes exactly."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
 
 import pytest
 
 from implicit_blocks.testing import check_plugin
-from trainer.cli.train import main
 
 SPEC = "word_problem_s3_muon"
 SMALL = [
@@ -27,16 +23,11 @@ SMALL = [
 ]
 
 
-def train(output: Path, *arguments: str) -> list[dict]:
-    assert main(["--output", str(output), *arguments]) == 0
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
 def steps(records: list[dict]) -> list[tuple[int, float, float]]:
     return [(row["step"], row["loss"], row["gradient_norm"]) for row in records if "gradient_norm" in row]
 
 
-def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path):
+def test_a_resumed_run_equals_the_uninterrupted_run_bit_for_bit(train, tmp_path):
     whole = steps(train(tmp_path / "whole", "--spec", SPEC, *SMALL))
     assert [step for step, _, _ in whole] == list(range(1, 9))
     train(tmp_path / "parts", "--spec", SPEC, "--stop-at", "4", *SMALL)
@@ -44,12 +35,9 @@ def test_a_resumed_run_is_the_uninterrupted_one_to_the_last_bit(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_learns_s3(tmp_path):
-    train(tmp_path / "run", "--spec", SPEC)
-    sets = json.loads((tmp_path / "run" / "summary.json").read_text())["evaluation"]
-    reached = {part["set"]: part["accuracy_last"] for part in sets}
-    assert reached["p0.5_L32"] >= 0.99
+def test_training_the_zoo_spec_learns_s3(learn_s3):
+    learn_s3(SPEC)
 
 
-def test_knowing_the_kind_imports_no_torch():
+def test_looking_up_the_kind_imports_no_torch():
     check_plugin("implicit-blocks-muon", ("optimizer", "muon"))

@@ -1,4 +1,4 @@
-"""The gradient: that of the same steps unrolled, in memory that does not grow, its error said and bounded."""
+"""The gradient: equality with unrolled steps, constant memory, and a bounded, reported error."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import implicit_blocks as ib
-from implicit_blocks.testing import GRADIENT_CONTRACTS
-from implicit_blocks.testing.contract import relative_error
+from implicit_blocks.testing import GRADIENT_CONTRACTS, relative_error
 
 MIXERS = {"mamba2": ib.Mamba2Spec(d_state=8, head_dim=8), "attention": ib.AttentionSpec(n_heads=2)}
 
@@ -45,7 +44,7 @@ def agree(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -
 
 
 def series(jacobian: Tensor, *, steps: int, damping: float) -> Tensor:
-    """Return what stands in the place of ``(I − J)^{-1}`` when the steps begin at the fixed point."""
+    """Return the replacement of ``(I − J)^{-1}`` when the steps start at the fixed point."""
     eye = torch.eye(jacobian.shape[0], dtype=jacobian.dtype)
     before = now = torch.zeros_like(jacobian)
     for _ in range(steps):
@@ -55,7 +54,7 @@ def series(jacobian: Tensor, *, steps: int, damping: float) -> Tensor:
 
 @pytest.mark.parametrize(
     ("contract", "search"),
-    # The ranks' contract starts two processes, and once is enough.
+    # The ddp contract starts two processes; one case is enough.
     [(name, True) for name in GRADIENT_CONTRACTS]
     + [(name, False) for name in GRADIENT_CONTRACTS if name != "ddp"],
 )
@@ -71,7 +70,7 @@ def test_contract(contract, search):
 @pytest.mark.parametrize("start", ["zeros", "embedding"])
 @pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("steps", [1, 2, 7])
-def test_it_is_the_unrolled_gradient(steps, mixer, start):
+def test_the_gradient_equals_the_unrolled_gradient(steps, mixer, start):
     tokens = torch.randint(0, 7, (3, 9))
     attention_mask = torch.ones_like(tokens)
     attention_mask[0, :4] = attention_mask[1, 6:] = 0
@@ -90,8 +89,8 @@ def test_it_is_the_unrolled_gradient(steps, mixer, start):
     agree(found, expected, 1e-10)
 
 
-def test_a_map_in_float32_is_undone_bit_by_bit():
-    """Each halving takes one more bit, of which float64 has 29 to spare."""
+def test_a_float32_map_is_undone_exactly():
+    """Each halving needs one more bit; float64 has 29 more than float32."""
     tokens = torch.randint(0, 7, (3, 9))
     ours, found = gradients(model_of(ReversibleGradientSpec(steps=16, search=False), torch.float32), tokens)
     _, expected = gradients(model_of(ib.UnrolledSpec(steps=16), torch.float32), tokens)
@@ -99,7 +98,7 @@ def test_a_map_in_float32_is_undone_bit_by_bit():
     agree(found, expected, 1e-6)
 
 
-def test_under_autocast_and_with_dropout():
+def test_autocast_and_dropout_give_the_unrolled_gradient():
     tokens = torch.randint(0, 7, (3, 9))
     results = []
     for gradient in (ReversibleGradientSpec(steps=5, search=False), ib.UnrolledSpec(steps=5)):
@@ -110,7 +109,7 @@ def test_under_autocast_and_with_dropout():
     agree(*results, 1e-6)
 
 
-def test_after_a_search_its_steps_begin_where_the_search_ended():
+def test_the_steps_start_at_the_result_of_the_search():
     tokens = torch.randint(0, 7, (3, 9))
     stopping = ib.Stopping(tolerance=1e-3, max_iterations=12)
     model = model_of(ReversibleGradientSpec(steps=4), stopping=stopping)
@@ -123,7 +122,7 @@ def test_after_a_search_its_steps_begin_where_the_search_ended():
     assert all(bool(gradient.isfinite().all()) for gradient in found.values())
 
 
-def test_the_gradient_after_a_search_is_that_of_its_formula():
+def test_the_gradient_after_a_search_equals_its_formula():
     torch.manual_seed(1)
     weight = (torch.randn(5, 5, dtype=torch.float64) / 5).requires_grad_()
     x = torch.randn(3, 5, dtype=torch.float64)
@@ -147,7 +146,7 @@ def test_the_gradient_after_a_search_is_that_of_its_formula():
         assert relative_error(ours, expected) < 1e-12
 
 
-def test_a_second_backward_through_the_same_graph_gives_the_same():
+def test_a_second_backward_through_the_same_graph_gives_equal_gradients():
     model = model_of(ReversibleGradientSpec(steps=5, search=False))
     out = model(torch.randint(0, 7, (2, 6)))
     loss = out.logits.square().sum()
@@ -157,7 +156,7 @@ def test_a_second_backward_through_the_same_graph_gives_the_same():
     assert len(out.solution.adjoint.solutions) == 2
 
 
-def test_two_passes_may_go_backward_in_any_order():
+def test_two_passes_run_backward_in_any_order():
     model = model_of(ReversibleGradientSpec(steps=4, search=False))
     a, b = torch.randint(0, 7, (2, 2, 6))
     losses = [model(tokens, labels=tokens).loss for tokens in (a, b)]
@@ -172,7 +171,7 @@ def test_two_passes_may_go_backward_in_any_order():
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of all storages made inside and still alive, and their peak."""
+    """Counts the bytes of live storages created inside the context, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -202,7 +201,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def peak_of(gradient) -> int:
-    """Return the largest number of bytes alive in a forward and backward pass."""
+    """Return the peak of live bytes in a forward and backward pass."""
     weight = torch.randn(64, 64, requires_grad=True)
     search = ib.Stopping(max_iterations=1)
     layer = ib.FixedPoint(
@@ -224,16 +223,16 @@ def test_memory_does_not_grow_with_the_steps():
     remembered = {steps: peak_of(ib.UnrolledSpec(steps=steps, checkpointing=True)) for steps in (4, 32)}
     assert ours[32] - ours[4] < point / 4
     assert unrolled[32] - unrolled[4] > 28 * 3 * point
-    assert remembered[32] - remembered[4] > 20 * point  # checkpointing alone keeps a point a step
+    assert remembered[32] - remembered[4] > 20 * point  # checkpointing alone stores one point per step
     assert ours[32] < remembered[32] < unrolled[32]
 
 
-def test_an_error_over_the_bound_is_refused_and_said():
+def test_an_error_above_the_bound_is_raised_and_reported():
     weight = torch.randn(6, 6, dtype=torch.float64, requires_grad=True)
     noise = torch.Generator().manual_seed(0)
 
     def unsteady(z: Tensor, x: Tensor) -> Tensor:
-        """Give another value each time, as a nondeterministic kernel may."""
+        """Return a different value each time, as a nondeterministic kernel may."""
         shaken = torch.rand(z.shape, dtype=z.dtype, generator=noise)
         return torch.tanh(z @ weight + x) + 1e-3 * shaken
 
@@ -241,7 +240,7 @@ def test_an_error_over_the_bound_is_refused_and_said():
     solution = layer(torch.randn(2, 6, dtype=torch.float64))
     assert solution.adjoint.solution is None
     with pytest.raises(
-        ReconstructionError, match=r"ReversibleGradient .*-reversible.* more than max_error 1\.0e-06; take"
+        ReconstructionError, match=r"ReversibleGradient .*-reversible.* more than max_error 1\.0e-06"
     ):
         solution.z.sum().backward()
     report = solution.adjoint.solution
@@ -249,19 +248,19 @@ def test_an_error_over_the_bound_is_refused_and_said():
     assert bool((report.residual > 1e-6).all())
 
 
-def test_the_error_is_reported_row_by_row():
+def test_the_error_is_reported_per_row():
     model = model_of(ReversibleGradientSpec(steps=30, search=False))
     out = model(torch.randint(0, 7, (3, 9)), labels=torch.randint(0, 7, (3, 9)))
-    assert out.solution.adjoint.solution is None  # not known yet
+    assert out.solution.adjoint.solution is None  # known after backward
     out.loss.backward()
     report = out.solution.adjoint.solution
     assert report.residual.shape == (3,)
-    assert bool((report.residual > 1e-12).all())  # float64 has no bits to spare for a map in float64
+    assert bool((report.residual > 1e-12).all())  # float64 has no spare bits for a float64 map
     assert bool(report.converged.all())
 
 
-def test_a_map_that_saves_nothing_for_backward():
-    """A linear map with a constant factor is never called again: nothing needs to be undone."""
+def test_a_map_that_saves_nothing_for_backward_is_not_called_again():
+    """A linear map with a constant factor needs no recomputation, so nothing is undone."""
     x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     layer = ib.FixedPoint(lambda z, x: 0.5 * z + x, gradient=ReversibleGradient(steps=2, search=False))
     (gradient,) = torch.autograd.grad(layer(x).z.sum(), x)
@@ -274,11 +273,11 @@ def test_a_map_that_saves_nothing_for_backward():
     [
         ({"steps": 0}, "from 1 to 39"),
         ({"steps": 40}, "from 1 to 39"),
-        ({"damping": 1.0}, r"damping is 1\.0"),
-        ({"max_error": 2.0}, r"max_error is 2\.0"),
+        ({"damping": 1.0}, r"damping must be in \(0, 1\), got 1\.0"),
+        ({"max_error": 2.0}, r"max_error must be in \(0, 1\), got 2\.0"),
     ],
 )
-def test_what_does_not_fit_is_refused(options, message):
+def test_an_invalid_option_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         ReversibleGradient(**options)
 

@@ -1,29 +1,14 @@
-"""The spec: its costs are those of the mixer it describes, and what doesn't fit is refused."""
+"""The spec: costs, and errors for invalid fields."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 from implicit_blocks_rwkv7 import RWKV7Spec
 
-import implicit_blocks as ib
-from implicit_blocks.specs import SpecError
 from implicit_blocks.testing import check_plugin
 
 
-@pytest.mark.parametrize("heads", [1, 3])
-def test_parameters_are_counted_as_built(heads):
-    spec = RWKV7Spec(n_heads=heads, head_dim=8, decay_rank=3, rate_rank=5, gate_rank=7)
-    with torch.device("meta"):
-        mixer = ib.build(spec, d_model=20)
-    counted = spec.parameter_count(20)
-    assert counted.weights == sum(weight.numel() for weight in mixer.parameters())
-    rows = sum(p.shape[0] for p in mixer.parameters() if p.ndim > 1)
-    assert counted.weight_normed_rows == rows
-    assert spec.injection_width(20) == mixer.injection_width
-
-
-def test_operations_grow_with_the_state_and_not_with_the_length():
+def test_flops_grow_with_the_state_and_not_with_the_length():
     spec = RWKV7Spec(n_heads=3, head_dim=8)
     assert spec.flops_per_token(20, 64) == spec.flops_per_token(20, 4096)
     wider = RWKV7Spec(n_heads=3, head_dim=16)
@@ -39,13 +24,9 @@ def test_operations_grow_with_the_state_and_not_with_the_length():
         ({"backend": "triton"}, "backend", "'plain' or 'fla'"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_its_place(fields, place, message):
-    with pytest.raises(SpecError) as caught:
-        RWKV7Spec.model_validate({"n_heads": 2, "head_dim": 4, **fields})
-    (error,) = caught.value.errors()
-    assert error["loc"] == (place,)
-    assert message in error["msg"]
+def test_an_invalid_field_is_refused_with_its_name(check_refused, fields, place, message):
+    check_refused(RWKV7Spec, {"n_heads": 2, "head_dim": 4, **fields}, place, message)
 
 
-def test_knowing_the_kind_imports_no_torch():
+def test_looking_up_the_kind_imports_no_torch():
     check_plugin("implicit-blocks-rwkv7", ("mixer", "rwkv7"))

@@ -1,4 +1,4 @@
-"""Attention in a band against its definition, in values and gradients."""
+"""Attention in a band against its definition: values and gradients."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 def naive(
     q: Tensor, k: Tensor, v: Tensor, *, window: int, known: Tensor | None, documents: Tensor | None
 ) -> Tensor:
-    """Every query against every key, masked by distance."""
+    """Attend from every query to every key, masked by distance."""
     group, length, tokens = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
     query, key = torch.arange(tokens - length, tokens)[:, None], torch.arange(tokens)
@@ -44,7 +44,7 @@ CASES = [  # tokens, earlier tokens, window
 @pytest.mark.parametrize("minimum", [1, 4, 64], ids=lambda m: f"block{m}")
 @pytest.mark.parametrize("variant", ["plain", "known", "documents", "both"])
 @pytest.mark.parametrize(("length", "earlier", "window"), CASES, ids=lambda n: str(n))
-def test_equals_its_definition(monkeypatch, length, earlier, window, variant, minimum):
+def test_attention_in_a_band_equals_its_definition(monkeypatch, length, earlier, window, variant, minimum):
     monkeypatch.setattr(band, "MINIMUM_BLOCK", minimum)
     batch, heads, kv_heads, width = 3, 4, 2, 6
     q, k, v = (
@@ -69,9 +69,9 @@ def test_equals_its_definition(monkeypatch, length, earlier, window, variant, mi
         )
 
 
-def test_masks_do_not_grow_with_the_sequence_squared():
+def test_mask_size_does_not_grow_with_the_sequence():
     short, long = (band_masks(n, 0, window=64, device=torch.device("cpu")) for n in (1024, 65_536))
     assert short.blocks is not None
     assert long.blocks is not None
     assert short.blocks.numel() == long.blocks.numel() == 64 * 127
-    assert short.first is None  # the first block sees everything before it: the causal kernel's own mask
+    assert short.first is None  # the first block is causal and needs no mask

@@ -1,4 +1,4 @@
-"""The contracts that every mixer must hold, in the dense path and in the block-local one."""
+"""The mixer contracts of the conformance kit, for the dense and the blocked path."""
 
 from __future__ import annotations
 
@@ -25,6 +25,6 @@ def test_contract(monkeypatch, name, contract, minimum_block):
     MIXER_CONTRACTS[contract](SPECS[name])
 
 
-def test_registered_under_its_own_name():
+def test_the_spec_builds_the_plugins_mixer():
     spec = ib.build(SlidingWindowAttentionSpec(window=4, n_heads=2), d_model=8)
     assert type(spec).__name__ == "SlidingWindowAttention"

@@ -189,16 +189,16 @@ def test_weights_are_gathered_once_a_step_however_often_the_layers_are_iterated(
     counts = processes(
         "count_gathers",
         runs={
-            "loop_2": fixed(2, "loop"),
-            "loop_16": fixed(16, "loop"),
-            "loop_16_in_one": fixed(16, "loop", micro_batch_size=None),
+            "model_2": fixed(2, "model"),
+            "model_16": fixed(16, "model"),
+            "model_16_in_one": fixed(16, "model", micro_batch_size=None),
             "layer_2": fixed(2, "layer", micro_batch_size=None),
             "layer_16": fixed(16, "layer", micro_batch_size=None),
         },
         folder=str(tmp_path),
     )[0]
     # One gather before the forward pass and one reduction after the backward pass, micro-batches or not.
-    assert counts["loop_2"] == counts["loop_16"] == counts["loop_16_in_one"] == [(1, 1)] * 2
+    assert counts["model_2"] == counts["model_16"] == counts["model_16_in_one"] == [(1, 1)] * 2
     # Layer by layer they grow with the iterations: two layers, fourteen iterations more.
     (few, _), (many, _) = counts["layer_2"][0], counts["layer_16"][0]
     assert many - few == 2 * 14

@@ -330,7 +330,7 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, small_model, tokenizer_file
         "--checkpoint", tmp_path / "small", "--tokenizer", tokenizer_file, "--data", benchmarks,
         "--output", tmp_path / "out",
     )  # fmt: skip
-    assert "has 300 entries and the model 288" in message
+    assert "has 300 entries, but the model has 288" in message
 
 
 @pytest.mark.parametrize(
@@ -344,10 +344,10 @@ def test_a_tokenizer_larger_than_the_model(tmp_path, small_model, tokenizer_file
             ["--checkpoint", "{exported}/model.safetensors", "--spec", "word_problem_s3"],
             "comes without a tokenizer",
         ),
-        (["--checkpoint", "{exported}", "--tokenizer", "{data}"], "there is no tokenizer at"),
+        (["--checkpoint", "{exported}", "--tokenizer", "{data}"], "no tokenizer at"),
         (
             ["--checkpoint", "{exported}", "--tokenizer", "{data}/piqa/valid.jsonl"],
-            "is no tokenizer that can be read",
+            "is not a readable tokenizer",
         ),
         (["--checkpoint", "{exported}", "--tasks"], "there is nothing to evaluate"),
         (["--checkpoint", "{exported}", "--lengths", "8"], "name token files"),
@@ -412,7 +412,7 @@ def test_a_run_on_bytes_is_asked_text(small, benchmarks, tokenizer_file, refused
     assert evaluate(*common, "--tokenizer", "bytes", "--output", tmp_path / "named", "--log-samples") == 0
     found, named = (results(tmp_path / name)["results"][0]["columns"] for name in ("found", "named"))
     assert found == named
-    assert "has 300 entries and the model 257" in refused(*common, "--tokenizer", tokenizer_file)
+    assert "has 300 entries, but the model has 257" in refused(*common, "--tokenizer", tokenizer_file)
 
 
 # ------------------------------------------------------------------------------------ in a run

@@ -37,7 +37,7 @@ def test_the_same_seed_gives_the_same_numbers(tmp_path):
         (["--tokens", "1"], "1 tokens"),
         (["--max-iterations", "2"], "was not found"),
         (["--dt", "0.5", "0.1"], "dt_min 0.5 is above dt_max 0.1"),
-        (["--dt", "-1", "0.1"], "error: dt_min: should be greater than 0; got -1.0\n"),
+        (["--dt", "-1", "0.1"], "dt_min: should be greater than 0; got -1.0\n"),
         (["--seed", "-1"], "seed is -1; choose one from 0"),
     ],
 )

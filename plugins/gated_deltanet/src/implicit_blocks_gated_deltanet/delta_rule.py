@@ -1,4 +1,4 @@
-"""The gated delta rule over a window of tokens, chunk by chunk, in plain PyTorch.
+"""The gated delta rule over a window of tokens, in chunks, in plain PyTorch.
 
 With ``α = exp(g)`` and ``γ_t`` the sum of ``g`` up to token t of a chunk, the recurrence ``S_t = α_t (I −
 β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ`` writes at each token the difference between the new value and the old
@@ -9,8 +9,8 @@ answer, ``u_t = β_t (v_t − α_t S_{t−1}ᵀ k_t)``, so that
 
 a unit lower triangular system in the chunk's ``u`` (the WY form of Yang et al., "Parallelizing Linear
 Transformers with the Delta Rule", NeurIPS 2024, with decay as in "Gated Delta Networks", ICLR 2025). It is
-solved for all chunks at once, for the right-hand sides ``β v`` and ``β e^γ k``; only products with the state
-go from chunk to chunk.
+solved for all chunks together, for the right-hand sides ``β v`` and ``β e^γ k``; only products with the
+state are sequential over chunks.
 
 Shape legend: B batch, L tokens, H heads, K key width, V value width, N chunks, Q tokens of a chunk.
 """
@@ -40,27 +40,27 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Scan ``S_t = e^{g_t} (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ``, ``o_t = S_tᵀ q_t``.
 
-    A token with ``g = 0`` and ``β = 0`` leaves the state untouched (padding). The state given is never
-    written to.
+    A token with ``g = 0`` and ``β = 0`` leaves the state unchanged (padding). The initial state is not
+    modified.
 
     Args:
-        q_BLHK: queries, with whatever scale is wanted; any float type. L is at least 1.
-        k_BLHK: keys, of length at most 1: longer ones let the state explode.
+        q_BLHK: queries, already scaled; any float type. L is at least 1.
+        k_BLHK: keys, of norm at most 1: with larger norms the state can diverge.
         v_BLHV: values.
         g_BLH: logarithms of the decays, at most 0.
-        beta_BLH: how much of the old answer is replaced: within (0, 1), or (0, 2) for negative eigenvalues.
+        beta_BLH: the share of the old answer to replace: in (0, 1), or (0, 2) for negative eigenvalues.
         initial_state_BHKV: the state after the tokens before the window; None is zero.
-        chunk_size: tokens handled by dense products at once; a matter of speed and memory.
-        documents_BL: a number for each token's document, non-decreasing along a row; the state is cut where
+        chunk_size: tokens per chunk, computed by dense products; affects speed and memory only.
+        documents_BL: document number of each token, non-decreasing along a row; the state is reset where
             it changes. None: each row is one document.
         initial_document_B: the document that the initial state belongs to; None: the first token's.
 
     Returns:
         ``o_BLHV`` in the type of v, and the state after the last token in float32, or in float64 if any input
-        is. Decays are summed in float64 whatever the inputs' type.
+        is. Decays are summed in float64 for all input types.
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: the shapes do not fit.
 
     """
     _check_shapes(q_BLHK, k_BLHK, v_BLHV, g_BLH, beta_BLH, initial_state_BHKV, chunk_size)
@@ -75,7 +75,7 @@ def gated_delta_rule(
         beta = beta[..., None]
         mixing = (beta * (k @ k.mT) * decays.within).tril(-1)
         known = torch.cat((beta * v, beta * decays.carry_in * k), dim=-1)
-        if size > 1:  # a single token corrects nothing but the state
+        if size > 1:  # a single token reads only the state
             identity = torch.eye(size, dtype=wide, device=k.device)
             known = torch.linalg.solve_triangular(mixing + identity, known, upper=False, unitriangular=True)
         values, keys = known.split((v.shape[-1], key_width), dim=-1)
@@ -95,7 +95,7 @@ def gated_delta_rule(
 
 
 class _Decays(NamedTuple):
-    """What is left of one token's write at another, documents cut; each at most 1."""
+    """Decay factors between tokens, 0 between documents; each at most 1."""
 
     within: Tensor  # from token j of a chunk to token i ≥ j, (B, H, N, Q, Q), 0 above the diagonal
     carry_in: Tensor  # from the state before a chunk to each token, (B, H, N, Q, 1)
@@ -106,7 +106,7 @@ class _Decays(NamedTuple):
 def _decays(
     g_BHNQ: Tensor, dtype: torch.dtype, documents: Tensor | None, initial: Tensor | None, size: int
 ) -> _Decays:
-    """Sum the log decays: in float64, for only their differences count."""
+    """Sum the log decays in float64, because only their differences matter."""
     sums = g_BHNQ.cumsum(-1)
     seen = torch.ones(size, size, dtype=torch.bool, device=sums.device).tril()
     within = (sums[..., :, None] - sums[..., None, :]).masked_fill(~seen, -torch.inf)
@@ -128,7 +128,7 @@ def _decays(
 
 
 def _cut(t_BLH: Tensor, chunks: int, size: int, dtype: torch.dtype) -> Tensor:
-    """Bring (B, L, H, …) to (B, H, N, Q, …); zeros fill the last chunk, and leave the state as it is."""
+    """Reshape (B, L, H, …) to (B, H, N, Q, …); zeros fill the last chunk, which do not change the state."""
     missing = chunks * size - t_BLH.shape[1]
     if missing:
         t_BLH = pad(t_BLH, (0, 0) * (t_BLH.ndim - 2) + (0, missing))
@@ -141,18 +141,18 @@ def _check_shapes(
 ) -> None:
     if k.ndim != 4 or k.shape[1] < 1 or q.shape != k.shape or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            "q and k must be (B, L, H, K) with L at least 1, and v (B, L, H, V), but they have shapes "
+            "expected q and k (B, L, H, K) with L at least 1, and v (B, L, H, V), got shapes "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
     if g.shape != k.shape[:3] or beta.shape != k.shape[:3]:
         raise ValueError(
             f"g and beta must have shape (B, L, H) = {tuple(k.shape[:3])}, "
-            f"but have {tuple(g.shape)} and {tuple(beta.shape)}"
+            f"got {tuple(g.shape)} and {tuple(beta.shape)}"
         )
     expected = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
     if state is not None and state.shape != expected:
         raise ValueError(
-            f"the initial state must have shape (B, H, K, V) = {expected}, but has {tuple(state.shape)}"
+            f"the initial state must have shape (B, H, K, V) = {expected}, got {tuple(state.shape)}"
         )
     if chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}; choose at least 1")
+        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")

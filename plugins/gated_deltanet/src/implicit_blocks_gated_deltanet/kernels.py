@@ -1,4 +1,4 @@
-"""The gated delta rule by flash-linear-attention's Triton kernels (fla-org/flash-linear-attention).
+"""The gated delta rule with the Triton kernels of fla-org/flash-linear-attention.
 
 Shape legend: B batch, L tokens, H heads, K key width, V value width.
 """
@@ -35,12 +35,12 @@ def gated_delta_rule_fla(
 ) -> tuple[Tensor, Tensor]:
     """Scan as ``gated_delta_rule`` does, on a GPU.
 
-    Asked for by name, so nothing falls back; but where the kernels' backward pass is wrong (Hopper GPUs with
-    Triton before 3.7.1), gradients are computed by the plain scan, which is said once.
+    An explicitly named backend does not fall back. Where the backward pass of the kernels is wrong (Hopper
+    GPUs with Triton before 3.7.1), gradients are computed by the plain scan, with one warning.
 
     Raises:
-        ImportError: flash-linear-attention is not there, or can't be imported.
-        ValueError: the inputs are none that the kernels take; names what to change.
+        ImportError: flash-linear-attention is missing or cannot be imported.
+        ValueError: the kernels do not support the inputs; the message names the remedy.
 
     """
     module = load(MODULE)
@@ -48,16 +48,18 @@ def gated_delta_rule_fla(
         raise ImportError(f"{module}; pip install '{PACKAGE}' for backend 'fla', or choose backend 'plain'")
     if not v_BLHV.is_cuda or v_BLHV.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
-            f"backend 'fla' takes 16-bit floats on a GPU, not {v_BLHV.dtype} on {v_BLHV.device.type}; run "
-            "with precision bfloat16, or choose backend 'plain'"
+            f"backend 'fla' requires 16-bit floats on a GPU, got {v_BLHV.dtype} on {v_BLHV.device.type}; use "
+            "precision bfloat16, or choose backend 'plain'"
         )
     if k_BLHK.shape[3] > WIDEST_KEYS:
         raise ValueError(
-            f"backend 'fla' takes a head_dim up to {WIDEST_KEYS}, not {k_BLHK.shape[3]}; use more heads, or "
-            "backend 'plain'"
+            f"backend 'fla' supports a head_dim up to {WIDEST_KEYS}, got {k_BLHK.shape[3]}; use more heads, "
+            "or backend 'plain'"
         )
     if documents_BL is not None:
-        raise ValueError("backend 'fla' takes one document a row; choose backend 'plain' for packed rows")
+        raise ValueError(
+            "backend 'fla' supports one document per row; choose backend 'plain' for packed rows"
+        )
     tensors = (
         q_BLHK.to(v_BLHV.dtype).contiguous(),
         k_BLHK.to(v_BLHV.dtype).contiguous(),
@@ -68,8 +70,8 @@ def gated_delta_rule_fla(
     )
     differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if differentiated and fla_backward_is_wrong():
-        _tell_once()
-        o, state = _PlainBackward.apply(module, *tensors)
+        _warn_once()
+        o, state = _PlainBackward.apply(module, *tensors)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         return o, state
     return _scan(module, *tensors)
 
@@ -84,7 +86,7 @@ def _scan(
 
 
 class _PlainBackward(torch.autograd.Function):
-    """The kernels' values, with the gradients of the plain scan of the same inputs, computed again."""
+    """The values of the kernels with the gradients of the plain scan, which is recomputed in backward."""
 
     @staticmethod
     def forward(ctx: Any, module: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -96,15 +98,15 @@ class _PlainBackward(torch.autograd.Function):
         leaves = [None if t is None else t.detach().requires_grad_() for t in ctx.saved_tensors]
         q, k, v, g, beta, state = leaves
         with torch.enable_grad():
-            o, after = gated_delta_rule(q, k, v, g, beta, initial_state_BHKV=state)
+            o, after = gated_delta_rule(q, k, v, g, beta, initial_state_BHKV=state)  # type: ignore[arg-type]  # only the state may be None
         wanted = [leaf for leaf in leaves if leaf is not None]
         found = iter(torch.autograd.grad((o, after), wanted, gradients))
         return (None, *(None if leaf is None else next(found) for leaf in leaves))
 
 
 @functools.cache
-def _tell_once() -> None:
+def _warn_once() -> None:
     _LOG.warning(
         "backend 'fla': its backward pass is wrong on Hopper GPUs with Triton before 3.7.1, so gradients are "
-        "those of the plain scan; the search goes by the kernels"
+        "computed by the plain scan; the search uses the kernels"
     )

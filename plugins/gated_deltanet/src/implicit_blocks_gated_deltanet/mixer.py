@@ -1,4 +1,4 @@
-"""Gated DeltaNet on the windowed contract: S. Yang, J. Kautz & A. Hatamizadeh, ICLR 2025.
+"""Gated DeltaNet as a mixer: S. Yang, J. Kautz & A. Hatamizadeh, ICLR 2025.
 
 Shape legend: B batch, L tokens of the window, D model width, H heads, K key width of a head, V value width, W
 convolution taps, C convolved channels = H (2K + V), U injection width = H (2K + 2V + 2).
@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+from torch.nn import functional as F  # noqa: N812  # conventional name
 
 from implicit_blocks import Mixer, Window
-from implicit_blocks._utils.padding import PaddingPermutation, permute
 from implicit_blocks.layers import Linear, RMSNorm, at_least_float32
-from implicit_blocks.mixers import DepthwiseConv, DocumentsAround
+from implicit_blocks.mixers import DepthwiseConv, DocumentsAround, PaddingPermutation, permute
 from implicit_blocks.mixers.slots import RecurrentSlots
 from implicit_blocks.ops.causal_conv import causal_conv, conv_tail
 from implicit_blocks_gated_deltanet.delta_rule import gated_delta_rule
@@ -26,7 +25,7 @@ from implicit_blocks_gated_deltanet.spec import GatedDeltaNetSpec
 
 
 class GatedDeltaNetState(NamedTuple):
-    """What committed tokens leave: the convolution's last inputs, (B, W − 1, C), and S, (B, H, K, V).
+    """The state after committed tokens: the convolution's last inputs, (B, W − 1, C), and S, (B, H, K, V).
 
     ``S`` is kept in float32 or better.
     """
@@ -36,23 +35,23 @@ class GatedDeltaNetState(NamedTuple):
 
 
 class GatedDeltaNetContext(NamedTuple):
-    """Whether the window begins a sequence; its padding and documents, None where there are none.
+    """Whether the window starts a sequence, its padding and its documents; None where there are none.
 
-    Padding must not stand between the convolution's taps, nor between the state and the tokens after it. So
-    where there is some, the real tokens of each row are moved to its front, and the result is moved back.
-    All else is said of the permuted tokens.
+    Padding must separate neither the convolution's taps nor the state from the following tokens. Therefore
+    the real tokens of each row are moved to its front, and the result is moved back. All other fields refer
+    to the permuted tokens.
     """
 
     begins: bool
     real: PaddingPermutation | None = None
-    last_taps_BW: Tensor | None = None  # where the W − 1 last real inputs stand in tail and window together
+    last_taps_BW: Tensor | None = None  # positions of the last W − 1 real inputs in tail and window
     documents_BL: Tensor | None = None
     tail_documents_BW: Tensor | None = None
     initial_document_B: Tensor | None = None
 
 
 class GatedDeltaNet(Mixer):
-    """A matrix state that decays, and is corrected where a key is written again.
+    """A matrix state with decay, in which writing a key replaces its old value.
 
     ``[gate, q, k, v, b, a] = W z + u``; ``q, k, v`` go through a causal convolution and SiLU, ``q`` and ``k``
     are then divided by their lengths; ``β = sigmoid(b)``, twice that with ``negative_eigenvalues``; ``g =
@@ -61,11 +60,11 @@ class GatedDeltaNet(Mixer):
 
     The eigenvalue of a step along its key is ``e^g (1 − β)``: positive as the paper has it, and down to −1
     with ``negative_eigenvalues`` (R. Grazzi et al., "Unlocking State-Tracking in Linear RNNs Through Negative
-    Eigenvalues", ICLR 2025), where a step can swap what two keys hold. Gates, keys' lengths and the state are
-    kept in float32 or better, whatever the type of the projections.
+    Eigenvalues", ICLR 2025), where a step can swap the values of two keys. Gates, key norms and the state are
+    computed in float32 or better, for any type of the projections.
 
     Args:
-        spec: heads, widths, and ranges of the initial decay.
+        spec: heads, widths, and ranges of the initial decay rates.
         d_model: width of the residual stream.
 
     """
@@ -94,7 +93,7 @@ class GatedDeltaNet(Mixer):
 
     @property
     def injection_width(self) -> int:
-        """Width of gate, q, k, v, b and a together."""
+        """Total width of gate, q, k, v, b and a."""
         return self.spec.value_width + self.conv_width + 2 * self.spec.n_heads
 
     def initial_state(
@@ -108,17 +107,17 @@ class GatedDeltaNet(Mixer):
         )
 
     def select_rows(self, state: GatedDeltaNetState, rows: Tensor) -> GatedDeltaNetState:
-        """Return the state of these rows."""
+        """Select rows of the state."""
         return GatedDeltaNetState(state.conv_BWC[rows], state.S_BHKV[rows])
 
     def slots(
         self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int
     ) -> RecurrentSlots:
-        """Return a state a slot; none depends on a length."""
+        """Return one state per slot; its size does not depend on the length."""
         return RecurrentSlots(self, count, device=device, dtype=dtype)
 
     def prepare(self, window: Window) -> GatedDeltaNetContext:
-        """Find where the convolution's next tail comes from, and the documents around the window."""
+        """Locate the inputs of the convolution's next tail, and the documents around the window."""
         taps = self.spec.d_conv
         context: GatedDeltaNetContext = window.once((type(self), taps), lambda: _context(window, taps))
         return context
@@ -141,7 +140,7 @@ class GatedDeltaNet(Mixer):
     def _mix(
         self, z: Tensor, u: Tensor | None, state: GatedDeltaNetState, context: GatedDeltaNetContext
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output, what went into the convolution, and S after the window."""
+        """Return the output, the inputs of the convolution, and S after the window."""
         spec = self.spec
         projected: Tensor = self.in_proj(z)
         if u is not None:
@@ -154,7 +153,7 @@ class GatedDeltaNet(Mixer):
         beta = torch.sigmoid(at_least_float32(b)) * (2.0 if spec.negative_eigenvalues else 1.0)
         dt = F.softplus(at_least_float32(a) + at_least_float32(self.dt_bias))
         g = -torch.exp(at_least_float32(self.A_log)) * dt
-        if context.real is not None:  # padding feeds nothing in, and the state stands still
+        if context.real is not None:  # padding has no input and leaves the state unchanged
             valid = context.real.valid_BL[:, :, None]
             conv_in, beta, g = (t.where(valid, 0.0) for t in (conv_in, beta, g))
         conv_out = causal_conv(
@@ -169,7 +168,7 @@ class GatedDeltaNet(Mixer):
         q, k, v = conv_out.split((spec.key_width, spec.key_width, spec.value_width), dim=-1)
         q, k, v = (t.unflatten(-1, (spec.n_heads, -1)) for t in (q, k, v))
         q = _unit(q) / math.sqrt(spec.head_dim)
-        before = None if context.begins else state.S_BHKV  # zeros, which cost products
+        before = None if context.begins else state.S_BHKV  # None instead of zeros saves products
         if spec.backend == "fla":
             o, S = gated_delta_rule_fla(
                 q, _unit(k), v, g, beta, initial_state_BHKV=before, documents_BL=context.documents_BL
@@ -196,9 +195,9 @@ class GatedDeltaNet(Mixer):
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Divide by the length over the last dimension, in float32 or better; zeros stay zeros."""
+    """Normalize the last dimension, in float32 or better; zeros stay zeros."""
     wide = at_least_float32(x)
-    # As the kernels do it; F.normalize's clamp would make the gradient jump at short vectors.
+    # As in the kernels; the clamp of F.normalize would make the gradient discontinuous at short vectors.
     return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)
 
 

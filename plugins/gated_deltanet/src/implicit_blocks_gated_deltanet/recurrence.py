@@ -1,4 +1,4 @@
-"""The gated delta rule, one token after the other: the oracle that the chunked form is tested against.
+"""The gated delta rule, token by token: the reference for tests of the chunked form.
 
 Shape legend: B batch, L tokens, H heads, K key width, V value width.
 """
@@ -20,11 +20,11 @@ def gated_delta_rule_recurrence(
     documents_BL: Tensor | None = None,
     initial_document_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run ``S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ``, ``o_t = S_tᵀ q_t`` literally.
+    """Compute ``S_t = α_t (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ``, ``o_t = S_tᵀ q_t`` token by token.
 
     Gated DeltaNet's equation 10, transposed, with ``α = exp(g)``. Arguments and results are those of
-    ``implicit_blocks_gated_deltanet.delta_rule.gated_delta_rule``. Several operator calls a token: for tests,
-    not for training.
+    ``implicit_blocks_gated_deltanet.delta_rule.gated_delta_rule``. It calls several operators per token; use
+    it in tests, not for training.
     """
     batch, length, heads, width = k_BLHK.shape
     S = v_BLHV.new_zeros(batch, heads, width, v_BLHV.shape[3])

@@ -1,4 +1,4 @@
-"""What a YAML file says of the mixer, and what the mixer costs. Imports no torch."""
+"""The spec of the mixer and its costs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class GatedDeltaNetSpec(MixerSpec):
 
     kind: Literal["gated_deltanet"] = "gated_deltanet"
     n_heads: PositiveInt
-    """Heads, each with a state of its own."""
+    """Number of heads; each has its own state."""
     head_dim: PositiveInt
     """Width K of a head's queries and keys."""
     expand_v: PositiveInt = 2
     """Width V of a head's values, as a multiple of head_dim: a head's state has K · V numbers."""
     negative_eigenvalues: bool = False
-    """Let β go up to 2 instead of 1, so that the state can be reflected: what tracking permutations takes."""
+    """Allow β up to 2 instead of 1, for reflections of the state, which tracking permutations requires."""
     d_conv: PositiveInt = 4
     """Width of the causal convolution over queries, keys and values."""
     conv_bias: bool = False
@@ -28,44 +28,44 @@ class GatedDeltaNetSpec(MixerSpec):
     bias: bool = False
     """Whether the input and output projections have biases."""
     chunk_size: PositiveInt = 64
-    """Tokens that the plain scan takes at once: changes speed, not values."""
+    """Tokens per chunk of the plain scan: affects speed, not values."""
     a_min: PositiveFloat = 1.0
-    """Initial decay rates are uniform from here ..."""
+    """Minimum of the initial decay rates, drawn uniformly."""
     a_max: PositiveFloat = 16.0
-    """... to here."""
+    """Maximum of the initial decay rates."""
     dt_min: PositiveFloat = 1e-3
-    """Initial time steps are log-uniform from here ..."""
+    """Minimum of the initial time steps, drawn log-uniformly."""
     dt_max: PositiveFloat = 1e-1
-    """... to here."""
+    """Maximum of the initial time steps."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the mean square in each head's norm."""
+    """Added to the mean square in the norm of each head."""
     backend: Literal["plain", "fla"] = "plain"
-    """`plain`: PyTorch, anywhere. `fla`: flash-linear-attention's kernels, for 16-bit floats on a GPU."""
+    """`plain`: PyTorch, any device. `fla`: flash-linear-attention's kernels, for 16-bit floats on a GPU."""
 
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         for low, high in (("dt_min", "dt_max"), ("a_min", "a_max")):
             least, most = getattr(self, low), getattr(self, high)
             if least > most:
-                raise field_error(f"{low} {least} is above {high} {most}; exchange them", low, value=least)
+                raise field_error(f"{low} {least} is above {high} {most}; swap them", low, value=least)
         return self
 
     @property
     def key_width(self) -> int:
-        """Width of all heads' keys together."""
+        """Total width of the keys of all heads."""
         return self.n_heads * self.head_dim
 
     @property
     def value_width(self) -> int:
-        """Width of all heads' values together."""
+        """Total width of the values of all heads."""
         return self.expand_v * self.key_width
 
     def injection_width(self, d_model: int) -> int:
-        """Count gate, queries, keys, values, and the two gates β and α of each head."""
+        """Return the width of gate, queries, keys, values, and the two gates β and α of each head."""
         return 2 * self.value_width + 2 * self.key_width + 2 * self.n_heads
 
     def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
-        """List both projections, the convolution, A and dt_bias for each head, the heads' norm."""
+        """Return the shapes of both projections, the convolution, A and dt_bias, and the heads' norm."""
         projected, convolved = self.injection_width(d_model), self.value_width + 2 * self.key_width
         shapes: dict[str, tuple[int, ...]] = {
             "in_proj.weight": (projected, d_model),
@@ -81,9 +81,9 @@ class GatedDeltaNetSpec(MixerSpec):
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count projections, convolution, and the chunked scan.
 
-        In a chunk of Q tokens the scan forms two Q × Q products of K-wide keys and queries, solves a
-        triangular system with K + V right-hand sides, and applies Q × Q to the values; the state is read
-        twice and written once a token, K · V each.
+        In a chunk of Q tokens the scan computes two Q × Q products of K-wide keys and queries, solves a
+        triangular system with K + V right-hand sides, and applies Q × Q to the values; per token, the state
+        (K · V) is read twice and written once.
         """
         chunk = min(self.chunk_size, length)
         projections = 2 * d_model * (self.injection_width(d_model) + self.value_width)

@@ -1,9 +1,9 @@
-"""Muon and AdamW as one optimizer, each on the parameters that it is for.
+"""Muon and AdamW as one optimizer, each for its own parameters.
 
 Muon (K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024) replaces the momentum
-of a matrix by the nearest orthogonal matrix, nearly, by a Newton–Schulz iteration: every direction of the
-matrix moves alike. The update itself is ``torch.optim.Muon``'s; its scaling by shape is that of J. Liu et
-al., "Muon is Scalable for LLM Training", 2025.
+of a matrix by an approximation of the nearest orthogonal matrix, computed by a Newton–Schulz iteration: all
+singular directions get equal updates. The update is that of ``torch.optim.Muon``; its scaling by shape is
+that of J. Liu et al., "Muon is Scalable for LLM Training", 2025.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from implicit_blocks_muon.spec import MuonSpec
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Two optimizers that look like one: one list of groups, one state, one step.
+    """Two optimizers behind the interface of one: one list of groups, one state, one step.
 
     Args:
         muon: torch's Muon, over the matrices.
@@ -34,7 +34,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self._share()
 
     def _share(self) -> None:
-        """Let the parts work on this optimizer's groups and state: loading replaces both."""
+        """Share this optimizer's groups and state with the parts, since loading replaces both."""
         muon, adamw = self._parts
         muon.param_groups = self.param_groups[: self._muon_groups]
         adamw.param_groups = self.param_groups[self._muon_groups :]
@@ -47,7 +47,7 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update all parameters that have a gradient; ``closure``, if given, computes the loss anew first."""
+        """Update all parameters that have a gradient; ``closure``, if given, first recomputes the loss."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -59,20 +59,20 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def build_muon(spec: MuonSpec, *, model: nn.Module) -> MuonAndAdamW:
-    """Build the optimizer for ``model``: its matrices go to Muon, everything else to AdamW.
+    """Build the optimizer for ``model``: Muon for its matrices, AdamW for all other parameters.
 
-    Of AdamW's parameters those decay that ``model.decay_groups()`` names first. On CUDA AdamW's fused kernel
-    is used; on the CPU the plain one, whose sums have one fixed order.
+    AdamW applies weight decay to the parameters in the first group of ``model.decay_groups()``. On CUDA it
+    uses the fused kernel; on the CPU the plain implementation, whose summation order is fixed.
 
     Raises:
-        ValueError: the model has no matrix for Muon, or they are sharded.
+        ValueError: the model has no matrix for Muon, or a matrix is sharded.
 
     """
     matrices = matrices_of(model)
     for name, parameter in matrices.items():
         if hasattr(parameter, "placements"):
             raise ValueError(
-                f"{name} is sharded over devices, and Muon takes whole matrices; replicate the model "
+                f"{name} is sharded over devices, but Muon requires whole matrices; replicate the model "
                 "or choose optimizer adamw"
             )
     if not matrices:
@@ -104,11 +104,11 @@ def build_muon(spec: MuonSpec, *, model: nn.Module) -> MuonAndAdamW:
 
 
 def matrices_of(model: nn.Module) -> dict[str, Tensor]:
-    """Name the parameters that are linear maps between hidden spaces.
+    """Return the parameters that are linear maps between hidden spaces, by name.
 
-    The weights of all linear layers but the head; under weight norm their direction ``v``. Not the embedding,
-    whose rows are looked up one by one; nor depthwise convolutions and gains, which have two dimensions but
-    map nothing into each other.
+    These are the weights of all linear layers except the head; with weight norm, their directions ``v``. The
+    embedding is not one, since its rows are looked up one by one; nor are depthwise convolutions and gains,
+    which have two dimensions but are not matrices.
     """
     heads = {id(head) for head in _heads(model)}
     found: dict[str, Tensor] = {}
@@ -119,7 +119,7 @@ def matrices_of(model: nn.Module) -> dict[str, Tensor]:
             chain: Any = layer.parametrizations["weight"]  # type: ignore[index]  # a ModuleDict, once parametrized
             direction = getattr(
                 chain, "original1", None
-            )  # weight norm's; of other parametrizations all is AdamW's
+            )  # of weight norm; AdamW updates other parametrizations
             if direction is not None and direction.ndim == 2:
                 found[f"{name}.parametrizations.weight.original1"] = direction
         elif layer.weight.requires_grad:
@@ -134,7 +134,7 @@ def _looked_up(layer: nn.Module) -> Iterator[Tensor]:
 
 
 def _heads(model: nn.Module) -> Iterator[nn.Module]:
-    """Find the layers that write logits: this library's ``head``, transformers' output embeddings."""
+    """Find the layers that compute logits: this library's ``head``, the output embeddings of transformers."""
     for part in model.modules():
         head = getattr(part, "head", None)
         if isinstance(head, nn.Module):

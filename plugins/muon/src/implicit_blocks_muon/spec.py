@@ -1,4 +1,4 @@
-"""What a YAML file says of the optimizer. Imports no torch."""
+"""The spec of the optimizer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class MuonSpec(OptimizerSpec):
     momentum: Fraction = 0.95
     """Decay rate of the momentum that is orthogonalized."""
     nesterov: bool = True
-    """Look one gradient ahead."""
+    """Use Nesterov momentum."""
     newton_schulz_steps: Annotated[int, Field(ge=1, lt=100)] = 5
-    """Steps of the iteration that orthogonalizes."""
+    """Steps of the Newton-Schulz iteration."""
     shape_scaling: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    """`match_rms_adamw`: times 0.2 √max(rows, columns), so that AdamW's learning rate fits. `original`: times
-    √max(1, rows / columns), for learning rates near 0.02, which AdamW's share would then get too."""
+    """`match_rms_adamw`: scale by 0.2 √max(rows, columns), so that AdamW's learning rate fits. `original`:
+    scale by √max(1, rows / columns), for learning rates near 0.02, which then also apply to AdamW."""
     weight_decay: NonNegativeFloat = 0.1
-    """Share of a weight removed a step, in units of the learning rate; vectors and gains do not decay."""
+    """Weight decay per step, in units of the learning rate; vectors and gains do not decay."""
     betas: tuple[Fraction, Fraction] = (0.9, 0.95)
     """AdamW's decay rates of the two moments."""
     eps: PositiveFloat = 1e-8

@@ -1,4 +1,4 @@
-"""What a YAML file says of the solver and the gradient, and what they cost. Imports no torch."""
+"""The specs of the solver and the gradient, and their costs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pydantic import Field, PositiveInt, model_validator
 from implicit_blocks.specs import GradientSpec, SolverSpec, field_error
 
 Damping = Annotated[float, Field(gt=0, lt=1)]
-"""β in ``p_{m+1} = (1 - β) p_{m-1} + β f(p_m)``: at 1 the step could not be undone."""
+"""β in ``p_{m+1} = (1 - β) p_{m-1} + β f(p_m)``; with 1 a step could not be undone."""
 
 ROUNDING = 2.0**-53
-"""Relative rounding of a float64."""
+"""Relative rounding error of float64."""
 
 
 def most_steps(damping: float, max_error: float) -> int:
-    """Count the steps that can be undone before rounding may have grown beyond ``max_error``.
+    """Return the number of steps that can be undone before rounding may exceed ``max_error``.
 
-    Undoing a step divides by ``1 - damping``: of a map that expands nothing, rounding grows by at most that a
-    step.
+    Undoing a step divides by ``1 - damping``: for a map that expands nothing, rounding errors grow by at most
+    this factor per step.
     """
     return max(0, math.floor(math.log(max_error / ROUNDING) / -math.log1p(-damping)))
 
@@ -36,23 +36,23 @@ class ReversibleSolverSpec(SolverSpec):
 
 
 class ReversibleGradientSpec(GradientSpec):
-    """Differentiate `steps` reversible steps, undone in backward instead of remembered.
+    """Differentiate `steps` reversible steps, which backward undoes instead of storing them.
 
     S. McCallum, K. Arora & J. Foster, "Reversible Deep Equilibrium Models", 2025.
     """
 
     kind: Literal["reversible"] = "reversible"
     steps: PositiveInt = 8
-    """Steps taken, all of them differentiated."""
+    """Number of differentiated steps."""
     damping: Damping = 0.5
     """Share of f in a step."""
     search: bool = True
-    """Search first, without gradients, and take the steps from there; false: from the start, as published."""
+    """Search first, without gradients, and start the steps there; false: at the start, as published."""
     max_error: Annotated[float, Field(gt=0, lt=1)] = 1e-4
-    """Largest relative error of the undone steps; beyond it the gradient is refused."""
+    """Maximum relative error of undoing the steps; backward raises an error above it."""
 
     def forward_equivalents(self, iterations: float) -> float:
-        """Count ``4 · steps``, each taken twice and differentiated once, and the search's calls."""
+        """Return ``4 · steps`` (two calls and one backward pass per step) plus the calls of the search."""
         return 4 * self.steps + (iterations if self.search else 0)
 
     @model_validator(mode="after")
@@ -60,7 +60,7 @@ class ReversibleGradientSpec(GradientSpec):
         most = most_steps(self.damping, self.max_error)
         if self.steps > most:
             message = (
-                f"undoing {self.steps} steps of damping {self.damping} may lose more than max_error "
+                f"undoing {self.steps} steps with damping {self.damping} may exceed max_error "
                 f"{self.max_error}; take at most {most}, or a smaller damping"
             )
             raise field_error(message, "steps", value=self.steps)

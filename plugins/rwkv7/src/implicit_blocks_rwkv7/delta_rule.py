@@ -1,15 +1,15 @@
-"""The generalized delta rule over a window of tokens, chunk by chunk, in plain PyTorch.
+"""The generalized delta rule over a window of tokens, in chunks, in plain PyTorch.
 
-With ``γ_t`` the sum of ``log w`` up to token t of a chunk and ``u_t = S_{t−1}ᵀ a_t``, what token t reads
+With ``γ_t`` the sum of ``log w`` up to token t of a chunk and ``u_t = S_{t−1}ᵀ a_t``, which token t reads
 before it writes, the recurrence ``S_t = (diag(w_t) + b_t a_tᵀ) S_{t−1} + k_t v_tᵀ`` unrolls to
 
     ``S_t = e^{γ_t} ⊙ S_0 + Σ_{j≤t} e^{γ_t − γ_j} ⊙ (k_j v_jᵀ + b_j u_jᵀ)``,
     ``u_t − Σ_{j<t} (ã_t · b̄_j) u_j = S_0ᵀ ã_t + Σ_{j<t} (ã_t · k̄_j) v_j``,
 
 with ``ã_t = e^{γ_{t−1}} ⊙ a_t``, ``b̄_j = e^{−γ_j} ⊙ b_j``, ``k̄_j = e^{−γ_j} ⊙ k_j``: a unit lower triangular
-system in the chunk's ``u``. It is solved for all chunks at once; only products with the state go from chunk
-to chunk. ``e^{−γ}`` grows along a chunk: RWKV-7 bounds its decays by ``w ≥ e^{−1/√e}``, so that over 64
-tokens it stays below 1e17, which float32 holds.
+system in the chunk's ``u``. It is solved for all chunks together; only products with the state are
+sequential over chunks. ``e^{−γ}`` grows along a chunk: RWKV-7 bounds its decays by ``w ≥ e^{−1/√e}``, so
+that over 64 tokens it stays below 1e17, which float32 can represent.
 
 Shape legend: B batch, L tokens, H heads, K key width, V value width, N chunks, Q tokens of a chunk.
 """
@@ -42,19 +42,19 @@ def generalized_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Scan ``S_t = (diag(w_t) + b_t a_tᵀ) S_{t−1} + k_t v_tᵀ``, ``o_t = S_tᵀ r_t``.
 
-    A token with ``log w``, ``b`` and ``k`` of 0 leaves the state untouched (padding). The state given is
-    never written to.
+    A token with ``log w``, ``b`` and ``k`` of 0 leaves the state unchanged (padding). The initial state is
+    not modified.
 
     Args:
-        r_BLHK: what is read (receptance); any float type. L is at least 1.
-        log_w_BLHK: logarithms of the decays, channel by channel, within [−1/√e, 0].
+        r_BLHK: receptance, which reads the state; any float type. L is at least 1.
+        log_w_BLHK: logarithms of the decays per channel, within [−1/√e, 0].
         k_BLHK: keys.
         v_BLHV: values.
-        a_BLHK: where the state is read to be corrected; −κ̂ in RWKV-7.
-        b_BLHK: where the correction goes; the learning rate times κ̂ in RWKV-7.
+        a_BLHK: direction in which the state is read for the correction; −κ̂ in RWKV-7.
+        b_BLHK: direction in which the correction is written; the learning rate times κ̂ in RWKV-7.
         initial_state_BHKV: the state after the tokens before the window; None is zero.
-        chunk_size: tokens handled by dense products at once, at most 64; a matter of speed and memory.
-        documents_BL: a number for each token's document, non-decreasing along a row; the state is cut where
+        chunk_size: tokens per chunk, at most 64; affects speed and memory only.
+        documents_BL: document number of each token, non-decreasing along a row; the state is reset where
             it changes. None: each row is one document.
         initial_document_B: the document that the initial state belongs to; None: the first token's.
 
@@ -63,7 +63,7 @@ def generalized_delta_rule(
         is.
 
     Raises:
-        ValueError: for shapes that do not fit together.
+        ValueError: the shapes do not fit.
 
     """
     _check_shapes(r_BLHK, log_w_BLHK, k_BLHK, v_BLHV, a_BLHK, b_BLHK, initial_state_BHKV, chunk_size)
@@ -88,7 +88,7 @@ def generalized_delta_rule(
             k_out, b_out = (x * cuts.ends.to(wide) for x in (k_out, b_out))
             through = through * cuts.begins[..., -1:, :].to(wide)
         known = torch.cat((from_k @ v, a_in), dim=-1)
-        if size > 1:  # a single token corrects nothing but the state
+        if size > 1:  # a single token reads only the state
             identity = torch.eye(size, dtype=wide, device=k.device)
             known = torch.linalg.solve_triangular(identity - from_b, known, upper=False, unitriangular=True)
         read, read_in = known.split((v.shape[-1], width), dim=-1)
@@ -107,7 +107,7 @@ def generalized_delta_rule(
 
 
 class _Cuts(NamedTuple):
-    """Which tokens of a chunk are of one document, and of that before the chunk, and of its last token."""
+    """Which tokens of a chunk share a document with each other, the state before, and the last token."""
 
     same: Tensor  # (B, 1, N, Q, Q)
     begins: Tensor  # (B, 1, N, Q, 1)
@@ -130,13 +130,13 @@ def _cuts(documents: Tensor | None, initial: Tensor | None, chunks: int, size: i
 
 
 def _visible(products: Tensor, cuts: _Cuts | None, diagonal: int) -> Tensor:
-    """Keep what token i sees of tokens j ≤ i + diagonal of its document."""
+    """Keep the products of token i with tokens j ≤ i + diagonal of its document."""
     seen = products.tril(diagonal)
     return seen if cuts is None else seen * cuts.same.to(seen.dtype)
 
 
 def _cut(t_BLHK: Tensor, chunks: int, size: int) -> Tensor:
-    """Bring (B, L, H, K) to (B, H, N, Q, K); zeros fill the last chunk, and leave the state as it is."""
+    """Reshape (B, L, H, K) to (B, H, N, Q, K); zeros fill the last chunk, which do not change the state."""
     missing = chunks * size - t_BLHK.shape[1]
     if missing:
         t_BLHK = pad(t_BLHK, (0, 0, 0, 0, 0, missing))
@@ -156,18 +156,16 @@ def _check_shapes(
 ) -> None:
     if k.ndim != 4 or k.shape[1] < 1 or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            "k must be (B, L, H, K) with L at least 1, and v (B, L, H, V), but they have shapes "
+            "expected k (B, L, H, K) with L at least 1, and v (B, L, H, V), got shapes "
             f"{tuple(k.shape)} and {tuple(v.shape)}"
         )
     for name, tensor in (("r", r), ("log_w", log_w), ("a", a), ("b", b)):
         if tensor.shape != k.shape:
-            raise ValueError(
-                f"{name} must have the shape of k, {tuple(k.shape)}, but has {tuple(tensor.shape)}"
-            )
+            raise ValueError(f"{name} must have the shape of k, {tuple(k.shape)}, got {tuple(tensor.shape)}")
     expected = (k.shape[0], k.shape[2], k.shape[3], v.shape[3])
     if state is not None and state.shape != expected:
         raise ValueError(
-            f"the initial state must have shape (B, H, K, V) = {expected}, but has {tuple(state.shape)}"
+            f"the initial state must have shape (B, H, K, V) = {expected}, got {tuple(state.shape)}"
         )
     if not 1 <= chunk_size <= LONGEST_CHUNK:
-        raise ValueError(f"chunk_size is {chunk_size}; choose from 1 to {LONGEST_CHUNK}")
+        raise ValueError(f"chunk_size must be from 1 to {LONGEST_CHUNK}, got {chunk_size}")

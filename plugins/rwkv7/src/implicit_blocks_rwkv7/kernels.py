@@ -1,4 +1,4 @@
-"""The generalized delta rule by flash-linear-attention's Triton kernels (fla-org/flash-linear-attention).
+"""The generalized delta rule with the Triton kernels of fla-org/flash-linear-attention.
 
 Shape legend: B batch, L tokens, H heads, K key width, V value width.
 """
@@ -28,12 +28,12 @@ def generalized_delta_rule_fla(
 ) -> tuple[Tensor, Tensor]:
     """Scan as ``generalized_delta_rule`` does, on a GPU.
 
-    No ``log_w`` is below ``least_log_w``: that bound is what lets the kernels take a chunk's decays out of
-    its products. Asked for by name, so nothing falls back.
+    No ``log_w`` may be below ``least_log_w``: the bound lets the kernels factor a chunk's decays out of its
+    products. An explicitly named backend does not fall back.
 
     Raises:
-        ImportError: flash-linear-attention is not there, or can't be imported.
-        ValueError: the inputs are none that the kernels take; names what to change.
+        ImportError: flash-linear-attention is missing or cannot be imported.
+        ValueError: the kernels do not support the inputs; the message names the remedy.
 
     """
     module = load(MODULE)
@@ -41,11 +41,13 @@ def generalized_delta_rule_fla(
         raise ImportError(f"{module}; pip install '{PACKAGE}' for backend 'fla', or choose backend 'plain'")
     if not v_BLHV.is_cuda or v_BLHV.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(
-            f"backend 'fla' takes 16-bit floats on a GPU, not {v_BLHV.dtype} on {v_BLHV.device.type}; run "
-            "with precision bfloat16, or choose backend 'plain'"
+            f"backend 'fla' requires 16-bit floats on a GPU, got {v_BLHV.dtype} on {v_BLHV.device.type}; use "
+            "precision bfloat16, or choose backend 'plain'"
         )
     if documents_BL is not None:
-        raise ValueError("backend 'fla' takes one document a row; choose backend 'plain' for packed rows")
+        raise ValueError(
+            "backend 'fla' supports one document per row; choose backend 'plain' for packed rows"
+        )
     r, k, v, a, b = (t.to(v_BLHV.dtype).contiguous() for t in (r_BLHK, k_BLHK, v_BLHV, a_BLHK, b_BLHK))
     o, state = module.chunk_dplr_delta_rule(
         q=r,

@@ -1,7 +1,7 @@
-"""RWKV-7's time mixing on the windowed contract: B. Peng et al., 2025, section 4.
+"""RWKV-7's time mixing as a mixer: B. Peng et al., 2025, section 4.
 
 Shape legend: B batch, L tokens of the window, D model width, H heads, K head width, I inner width = H · K, R
-ranks of the low-rank maps together, U injection width = 3 I + R.
+total rank of the low-rank maps, U injection width = 3 I + R.
 """
 
 from __future__ import annotations
@@ -12,26 +12,25 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+from torch.nn import functional as F  # noqa: N812  # conventional name
 
 from implicit_blocks import Mixer, Window
-from implicit_blocks._utils.padding import PaddingPermutation, permute
 from implicit_blocks.layers import Linear, at_least_float32
-from implicit_blocks.mixers import DocumentsAround
+from implicit_blocks.mixers import DocumentsAround, PaddingPermutation, permute
 from implicit_blocks.mixers.slots import RecurrentSlots
 from implicit_blocks_rwkv7.delta_rule import generalized_delta_rule
 from implicit_blocks_rwkv7.kernels import generalized_delta_rule_fla
 from implicit_blocks_rwkv7.spec import RWKV7Spec
 
 FASTEST_DECAY = math.exp(-0.5)
-"""Logarithms of decays are above minus this."""
+"""Bound of the decays: their logarithms are above minus this."""
 
 SHIFT_POWERS = {"r": 0.2, "k": 0.7, "v": 0.7, "decay": 0.9, "rate": 0.9, "gate": 0.2}
-"""How the initial share of the token before falls off from channel to channel, as published."""
+"""Exponents of the initial share of the previous token over the channels, as published."""
 
 
 class RWKV7State(NamedTuple):
-    """What committed tokens leave: the last real token's input, (B, D), and S, (B, H, K, K).
+    """The state after committed tokens: the last real token's input, (B, D), and S, (B, H, K, K).
 
     ``S`` is kept in float32 or better.
     """
@@ -41,34 +40,35 @@ class RWKV7State(NamedTuple):
 
 
 class RWKV7Context(NamedTuple):
-    """Whether the window begins a sequence; its padding and documents, None where there are none.
+    """Whether the window starts a sequence, its padding and its documents; None where there are none.
 
-    Padding must not stand between a token and the one before it. So where there is some, the real tokens of
-    each row are moved to its front, and the result is moved back. All else is said of the permuted tokens.
+    Padding must not separate a token from the previous one. Therefore the real tokens of each row are moved
+    to its front, and the result is moved back. All other fields refer to the permuted tokens.
     """
 
     begins: bool
     real: PaddingPermutation | None = None
     documents_BL: Tensor | None = None
-    same_before_BL: Tensor | None = None  # whether the token before is of the same document
+    same_before_BL: Tensor | None = None  # whether the previous token belongs to the same document
     initial_document_B: Tensor | None = None
 
 
 class RWKV7(Mixer):
-    """A matrix state that decays channel by channel and corrects itself at a learned rate.
+    """A matrix state with decay per channel and corrections at a learned rate.
 
-    With ``x_c`` the mixer's input drawn towards that of the token before, ``z_t + μ_c (z_{t−1} − z_t)``, and
-    each projection met by its part of the injection: ``r, k, v = W x + u``; ``log w = −e^{−1/2} σ(w_0 + W'
+    With ``x_c`` the mixer's input interpolated with the previous token's, ``z_t + μ_c (z_{t−1} − z_t)``, and
+    each projection with its part of the injection: ``r, k, v = W x + u``; ``log w = −e^{−1/2} σ(w_0 + W'
     tanh(W x + u))``; learning rate ``a = σ(a_0 + W' (W x + u))``; gate ``g = W' σ(W x + u)``; removal key
-    ``κ̂ = k ⊙ ξ``, divided by its length in each head; replacement key ``k̃ = k ⊙ (1 + (a − 1) ⊙ α)``;
+    ``κ̂ = k ⊙ ξ``, normalized in each head; replacement key ``k̃ = k ⊙ (1 + (a − 1) ⊙ α)``;
 
         ``S_t = (diag(w_t) − (a_t ⊙ κ̂_t) κ̂_tᵀ) S_{t−1} + k̃_t v_tᵀ``, ``o_t = S_tᵀ r_t``,
 
-    ``y = W_o (g ⊙ (LayerNorm(o) + (r · (ρ ⊙ k̃)) v))``, norm and bonus head by head. With
+    ``y = W_o (g ⊙ (LayerNorm(o) + (r · (ρ ⊙ k̃)) v))``, norm and bonus per head. With
     ``negative_eigenvalues`` the correction is doubled, as in the paper's proofs of expressivity.
 
-    Two departures: the first layer's values are not mixed into the later ones', since a mixer knows no other
-    layer; and the injection comes to the projections, not to their shifted input.
+    Two departures from the paper: the first layer's values are not mixed into those of later layers, since a
+    mixer does not know other layers; and the injection is added to the projections, not to their shifted
+    input.
 
     Args:
         spec: heads, widths and ranks.
@@ -119,7 +119,7 @@ class RWKV7(Mixer):
 
     @property
     def injection_width(self) -> int:
-        """Width of r, k, v and the low-rank maps' hidden layers together."""
+        """Total width of r, k, v and the hidden layers of the low-rank maps."""
         return sum(self.widths.values())
 
     def initial_state(
@@ -134,17 +134,17 @@ class RWKV7(Mixer):
         )
 
     def select_rows(self, state: RWKV7State, rows: Tensor) -> RWKV7State:
-        """Return the state of these rows."""
+        """Select rows of the state."""
         return RWKV7State(state.last_BD[rows], state.S_BHKV[rows])
 
     def slots(
         self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int
     ) -> RecurrentSlots:
-        """Return a state a slot; none depends on a length."""
+        """Return one state per slot; its size does not depend on the length."""
         return RecurrentSlots(self, count, device=device, dtype=dtype)
 
     def prepare(self, window: Window) -> RWKV7Context:
-        """Find the last real token, and the documents around the window."""
+        """Locate the last real token, and the documents around the window."""
         context: RWKV7Context = window.once(type(self), lambda: _context(window))
         return context
 
@@ -183,7 +183,7 @@ class RWKV7(Mixer):
         kappa = _unit(self._heads(wide_k * at_least_float32(self.xi)))
         key = wide_k * (1 + (rate - 1) * at_least_float32(self.alpha))
         correction = self._heads(rate) * kappa * (2.0 if spec.negative_eigenvalues else 1.0)
-        if context.real is not None:  # padding feeds nothing in, and the state stands still
+        if context.real is not None:  # padding has no input and leaves the state unchanged
             valid = context.real.valid_BL[:, :, None]
             key, log_w = key.where(valid, 0.0), log_w.where(valid, 0.0)
             correction = correction.where(valid[..., None], 0.0)
@@ -238,7 +238,7 @@ class RWKV7(Mixer):
 
 
 def _unit(x: Tensor) -> Tensor:
-    """Divide by the length over the last dimension; zeros stay zeros, and gradients have no jump there."""
+    """Normalize the last dimension; zeros stay zeros, and gradients are continuous."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 

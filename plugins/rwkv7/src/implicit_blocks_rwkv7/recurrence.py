@@ -1,4 +1,4 @@
-"""The generalized delta rule, one token after the other: the oracle that the chunked form is tested against.
+"""The generalized delta rule, token by token: the reference for tests of the chunked form.
 
 Shape legend: B batch, L tokens, H heads, K key width, V value width.
 """
@@ -21,11 +21,11 @@ def generalized_delta_rule_recurrence(
     documents_BL: Tensor | None = None,
     initial_document_B: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run ``S_t = (diag(w_t) + b_t a_tᵀ) S_{t−1} + k_t v_tᵀ``, ``o_t = S_tᵀ r_t`` literally.
+    """Compute ``S_t = (diag(w_t) + b_t a_tᵀ) S_{t−1} + k_t v_tᵀ``, ``o_t = S_tᵀ r_t`` token by token.
 
     RWKV-7's equation 17, transposed. Arguments and results are those of
-    ``implicit_blocks_rwkv7.delta_rule.generalized_delta_rule``. Several operator calls a token: for tests,
-    not for training.
+    ``implicit_blocks_rwkv7.delta_rule.generalized_delta_rule``. It calls several operators per token; use it
+    in tests, not for training.
     """
     batch, length, heads, width = k_BLHK.shape
     S = v_BLHV.new_zeros(batch, heads, width, v_BLHV.shape[3])

@@ -1,4 +1,4 @@
-"""What a YAML file says of the mixer, and what the mixer costs. Imports no torch."""
+"""The spec of the mixer and its costs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,40 +14,40 @@ class RWKV7Spec(MixerSpec):
 
     kind: Literal["rwkv7"] = "rwkv7"
     n_heads: PositiveInt
-    """Heads, each with a state of its own."""
+    """Number of heads; each has its own state."""
     head_dim: PositiveInt
     """Width K of a head: its state has K · K numbers."""
     decay_rank: PositiveInt = 32
-    """Hidden width of the low-rank map that gives the decays."""
+    """Hidden width of the low-rank map for the decays."""
     rate_rank: PositiveInt = 32
-    """Hidden width of the low-rank map that gives the in-context learning rates."""
+    """Hidden width of the low-rank map for the in-context learning rates."""
     gate_rank: PositiveInt = 64
-    """Hidden width of the low-rank map that gives the output gate."""
+    """Hidden width of the low-rank map for the output gate."""
     negative_eigenvalues: bool = False
-    """Correct by up to twice the old answer, so that the state can be reflected."""
+    """Allow corrections by up to twice the old answer, so that the state can be reflected."""
     chunk_size: Annotated[int, Field(ge=1, le=64)] = 32
-    """Tokens that the plain scan takes at once: changes speed, not values."""
+    """Tokens per chunk of the plain scan: affects speed, not values."""
     norm_eps: PositiveFloat = 1e-5
-    """Added to the variance in each head's norm, times head_dim, as published; narrow heads want more."""
+    """Added, times head_dim, to the variance in each head's norm, as published; narrow heads need more."""
     backend: Literal["plain", "fla"] = "plain"
-    """`plain`: PyTorch, anywhere. `fla`: flash-linear-attention's kernels, for 16-bit floats on a GPU."""
+    """`plain`: PyTorch, any device. `fla`: flash-linear-attention's kernels, for 16-bit floats on a GPU."""
 
     @property
     def inner_width(self) -> int:
-        """Width of all heads together."""
+        """Total width of all heads."""
         return self.n_heads * self.head_dim
 
     @property
     def ranks(self) -> int:
-        """Hidden widths of the three low-rank maps together."""
+        """Total hidden width of the three low-rank maps."""
         return self.decay_rank + self.rate_rank + self.gate_rank
 
     def injection_width(self, d_model: int) -> int:
-        """Count receptance, key, value, and what goes into the three low-rank maps."""
+        """Return the width of receptance, key, value, and the hidden layers of the three low-rank maps."""
         return 3 * self.inner_width + self.ranks
 
     def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
-        """List token shift, projections, low-rank maps, and seven vectors of the inner width."""
+        """Return the shapes of token shift, projections, low-rank maps and seven vectors of inner width."""
         inner = self.inner_width
         ranks = {"decay": self.decay_rank, "rate": self.rate_rank, "gate": self.gate_rank}
         widths = {"r": inner, "k": inner, "v": inner, **ranks}
@@ -63,9 +63,9 @@ class RWKV7Spec(MixerSpec):
     def flops_per_token(self, d_model: int, length: int) -> float:
         """Count projections, low-rank maps, and the chunked scan.
 
-        In a chunk of Q tokens the scan forms four Q × Q products of K-wide vectors, solves a triangular
-        system with 2 K right-hand sides, and applies three Q × Q to the values; the state is read twice and
-        written twice a token, K · K each.
+        In a chunk of Q tokens the scan computes four Q × Q products of K-wide vectors, solves a triangular
+        system with 2 K right-hand sides, and applies three Q × Q to the values; per token, the state (K · K)
+        is read twice and written twice.
         """
         chunk, head = min(self.chunk_size, length), self.head_dim
         inner = self.inner_width

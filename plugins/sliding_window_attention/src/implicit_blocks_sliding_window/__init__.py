@@ -1,4 +1,4 @@
-"""Sliding-window attention, a mixer for `implicit_blocks`: the module that its entry point names."""
+"""Sliding-window attention, a mixer for `implicit_blocks`; the module of the entry point."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["SlidingWindowAttentionSpec", "register_components"]
 
 @hookimpl
 def register_components(add: Add) -> None:
-    """Register the mixer. The builder is an import string, so that knowing the kind imports no torch."""
+    """Register the mixer. The builder is an import string, so that registration imports no torch."""
     add("mixer", SlidingWindowAttentionSpec, "implicit_blocks_sliding_window.mixer:SlidingWindowAttention")

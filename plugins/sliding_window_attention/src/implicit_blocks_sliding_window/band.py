@@ -1,9 +1,8 @@
-"""Attention in a band: each token sees itself and the w − 1 before it, at a cost linear in length.
+"""Attention in a band: each token attends to itself and w − 1 earlier tokens, at a cost linear in length.
 
-The queries are L new tokens; the keys are S ≤ w − 1 earlier ones and the L new ones. Tokens stand without
-gaps, so that their distance is the difference of their indices. A long run of tokens is cut into blocks of
-C ≥ w: a block needs its own keys and the w − 1 before it, so that L · (C + w − 1) scores are computed
-instead of L².
+The queries are L new tokens; the keys are S ≤ w − 1 earlier tokens and the L new ones, without gaps, so that
+their distance is the difference of their indices. Long sequences are divided into blocks of C ≥ w tokens: a
+block needs its own keys and the w − 1 before it, so that L · (C + w − 1) scores are computed instead of L².
 
 Shape legend: B batch, L new tokens, S earlier ones, T = S + L, C tokens of a block, N blocks after the first,
 R = C + w − 1 keys of such a block, H query heads, K key and value heads, P head width.
@@ -15,20 +14,20 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+from torch.nn import functional as F  # noqa: N812  # conventional name
 
 from implicit_blocks.ops.attention import attend
 
 MINIMUM_BLOCK = 64
-"""Narrow windows share blocks of this many tokens: smaller products cost more than the scores they save."""
+"""Minimum block size for narrow windows: smaller products cost more than the scores they save."""
 
 
 class BandMasks(NamedTuple):
-    """Which keys the queries see, made once for a window of tokens.
+    """The keys that each query attends to, computed once per window of tokens.
 
-    ``first`` (1 or B, 1, F, S + F) bool is that of the first block, of F queries: C, or L where there is no
-    other. None means by ``causal``. ``blocks`` (1 or B · N, 1, C, R) bool is that of the blocks after it,
-    None where there are none.
+    ``first`` (1 or B, 1, F, S + F) bool is the mask of the first block, of F queries: C, or L if it is the
+    only block. None means causal. ``blocks`` (1 or B · N, 1, C, R) bool is the mask of the blocks after it,
+    None if there are none.
     """
 
     first: Tensor | None
@@ -52,7 +51,7 @@ def attend_in_band(
     )
     if masks.blocks is None:
         return y
-    start = end - (window - 1)  # the first key that a query of the second block sees
+    start = end - (window - 1)  # the first key of the second block
     queries = _blocks(q_BHLP[:, :, block:], block, block)
     keys, values = (_blocks(x[:, :, start:], block + window - 1, block) for x in (k_BKTP, v_BKTP))
     rest = attend(queries, keys, values, mask=masks.blocks)
@@ -70,15 +69,15 @@ def band_masks(
     known_B: Tensor | None = None,
     documents_BT: Tensor | None = None,
 ) -> BandMasks:
-    """Return the masks for ``length`` new tokens behind ``earlier`` ones.
+    """Return the masks for ``length`` new tokens after ``earlier`` ones.
 
     Args:
         length: new tokens L, at least 1.
         earlier: earlier tokens S, at most ``window − 1``.
-        window: w, tokens that a token sees.
+        window: w, tokens that a token attends to.
         device: of the masks.
-        known_B: how many of the S earlier slots hold a token, the last ones of each row; None: all.
-        documents_BT: (B, T) documents of earlier and new tokens, if a token is to see its own only.
+        known_B: number of the S earlier entries that contain a token, at the end of each row; None: all.
+        documents_BT: (B, T) documents of earlier and new tokens; attention stays within a document.
 
     """
     block = _first_block(length, window)
@@ -86,7 +85,7 @@ def band_masks(
     key = torch.arange(earlier + block, device=device)
     first: Tensor | None = None
     if known_B is None and documents_BT is None:
-        # The causal path and no mask at all spare the kernel a look at each pair.
+        # With causal attention or without a mask the kernel need not check each pair.
         if earlier + block > window or (earlier > 0 and block > 1):
             first = ((key <= query) & (key > query - window))[None, None]
     else:
@@ -104,7 +103,7 @@ def band_masks(
 def _later_blocks(
     length: int, block: int, window: int, device: torch.device, documents_BT: Tensor | None
 ) -> Tensor:
-    """Return the mask of the blocks after the first: the band alone is the same for all of them."""
+    """Return the mask of the blocks after the first; without documents it is the same for all."""
     query = torch.arange(block, device=device)[:, None]
     key = torch.arange(block + window - 1, device=device)
     band = ((key >= query) & (key < query + window))[None, None]
@@ -112,17 +111,17 @@ def _later_blocks(
         return band
     documents = documents_BT[:, documents_BT.shape[1] - length + block - (window - 1) :, None]
     keys = _blocks(documents[:, None], block + window - 1, block)
-    return band & (keys[:, :, window - 1 :] == keys.mT)  # the last C keys of a block are its queries' own
+    return band & (keys[:, :, window - 1 :] == keys.mT)  # the last C keys of a block belong to its queries
 
 
 def _first_block(length: int, window: int) -> int:
-    """Return how many queries the first block takes: all, unless there are enough to save something."""
+    """Return the number of queries of the first block: all, unless blocks save work."""
     block = max(window, MINIMUM_BLOCK)
     return block if length > 2 * block else length
 
 
 def _blocks(x_BHTP: Tensor, size: int, step: int) -> Tensor:
-    """Cut T tokens into overlapping blocks, one every ``step``, zeros behind: (B · N, H, size, P)."""
+    """Divide T tokens into overlapping blocks, one every ``step``, zero-padded: (B · N, H, size, P)."""
     batch, heads, tokens, width = x_BHTP.shape
     count = -(-(tokens - (size - step)) // step)
     padded = F.pad(x_BHTP, (0, 0, 0, count * step + size - step - tokens))

@@ -1,7 +1,7 @@
-"""Sliding-window attention on the windowed contract: I. Beltagy et al., "Longformer", 2020; Mistral 7B, 2023.
+"""Sliding-window attention as a mixer: I. Beltagy et al., "Longformer", 2020; Mistral 7B, 2023.
 
-Two windows meet here: the spec's ``window`` w, the tokens that a token sees, and the `Window` of tokens that
-is solved together. "The window" below is the latter.
+"Window" has two meanings: the spec's ``window`` w is the number of tokens that a token attends to; a `Window`
+is a range of tokens that is solved together. Below, "the window" is the latter.
 
 Shape legend: B batch, L tokens of the window, S kept tokens, T = S + L, D model width, H query heads, K key
 and value heads, P head width, U injection width = (H + 2K) · P.
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from implicit_blocks import Mixer, Window
-from implicit_blocks._utils.padding import PaddingPermutation, permute
 from implicit_blocks.layers import Linear
+from implicit_blocks.mixers import PaddingPermutation, permute
 from implicit_blocks.ops.attention import attend
 from implicit_blocks.ops.rotary import rotate, rotation_tables
 from implicit_blocks_sliding_window.band import BandMasks, attend_in_band, band_masks
@@ -27,11 +27,11 @@ from implicit_blocks_sliding_window.state import SlidingWindowState
 
 
 class SlidingWindowContext(NamedTuple):
-    """What a window needs to know: rotation tables, masks, and how padding is moved out of the way.
+    """Rotation tables, masks and the order of tokens for a window.
 
-    Padding must not count in the distance between tokens. So where there is some, the real tokens of each row
-    are moved to its front, attention runs over tokens without gaps, and the result is moved back. ``kept``
-    (B, S) are the earlier and permuted tokens that the state after the window keeps. Both are None without
+    Padding must not count in the distance between tokens. Therefore the real tokens of each row are moved to
+    its front, attention runs over tokens without gaps, and the result is moved back. ``kept`` (B, S) are the
+    indices, among earlier and permuted tokens, that the state after the window keeps. Both are None without
     padding.
     """
 
@@ -45,8 +45,8 @@ class SlidingWindowContext(NamedTuple):
 class SlidingWindowAttention(Mixer):
     """``softmax(q k^T / √P) v`` over the token itself and the w − 1 real tokens of its document before it.
 
-    ``q, k, v = W z + u``, then the rotation, as in the library's attention. The state stays as small as w − 1
-    tokens, and the cost of a window of L tokens grows as L · w.
+    ``q, k, v = W z + u``, then the rotation, as in the library's attention. The state has at most w − 1
+    tokens, and the cost of a window of L tokens is proportional to L · w.
 
     Args:
         spec: window, numbers of heads and the rotary base.
@@ -67,29 +67,29 @@ class SlidingWindowAttention(Mixer):
 
     @property
     def injection_width(self) -> int:
-        """Width of q, k and v together."""
+        """Total width of q, k and v."""
         return (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
 
     def initial_state(
         self, batch_size: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int | None = None
     ) -> SlidingWindowState:
-        """Return an empty state; it needs no room reserved, since it stops growing."""
+        """Return an empty state; it ignores ``max_seq_len``, since its size is bounded."""
         empty = torch.zeros(batch_size, self.n_kv_heads, 0, self.head_dim, device=device, dtype=dtype)
         return SlidingWindowState(empty, empty)
 
     def select_rows(self, state: SlidingWindowState, rows: Tensor) -> SlidingWindowState:
-        """Return the state of these rows."""
+        """Select rows of the state."""
         return SlidingWindowState(state.keys[rows], state.values[rows])
 
     def slots(
         self, count: int, *, device: torch.device, dtype: torch.dtype, max_seq_len: int
     ) -> SlidingWindowSlots:
-        """Return w − 1 entries a slot, whatever the capacity."""
+        """Return w − 1 entries per slot, for any ``max_seq_len``."""
         shape = (count, self.n_kv_heads, self.window - 1, self.head_dim)
         return SlidingWindowSlots(shape, device=device, dtype=dtype)
 
     def prepare(self, window: Window) -> SlidingWindowContext:
-        """Make rotation tables, masks and the order of tokens, shared by layers of equal shape."""
+        """Compute rotation tables, masks and the order of tokens, shared by layers of equal shape."""
         key = (type(self), self.window, self.rope_theta, self.head_dim)
         context: SlidingWindowContext = window.once(key, lambda: self._context(window))
         return context
@@ -122,10 +122,10 @@ class SlidingWindowAttention(Mixer):
         return SlidingWindowContext(cos, sin, masks, real, kept)
 
     def _kept(self, window: Window, real: PaddingPermutation, earlier: int) -> Tensor:
-        """Return where the last real tokens stand among earlier and moved ones, (B, S)."""
+        """Return the indices of the last real tokens among earlier and permuted tokens, (B, S)."""
         entries = min(window.start + window.length, self.window - 1)
         end = earlier + real.count_B[:, None]
-        # What would lie before the first entry is in an entry that `known` calls unused.
+        # Indices before the first entry refer to entries that `known` marks as unused.
         return (end - entries + torch.arange(entries, device=window.device)).clamp(min=0)
 
     def forward(
@@ -145,7 +145,7 @@ class SlidingWindowAttention(Mixer):
         state: SlidingWindowState | SlotWindow,
         context: SlidingWindowContext,
     ) -> tuple[Tensor, SlidingWindowState | NewKeys]:
-        """Attend, and keep the last w − 1 keys and values; of slots, return the new ones."""
+        """Attend, and keep the last w − 1 keys and values; for slots, return the new ones."""
         y, keys, values = self._attend(z_BLD, u_BLU, state, context)
         if isinstance(state, SlotWindow):
             return y, NewKeys(keys[:, :, -1:], values[:, :, -1:])
@@ -158,7 +158,7 @@ class SlidingWindowAttention(Mixer):
         state: SlidingWindowState | SlotWindow,
         context: SlidingWindowContext,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the output, and keys and values of the kept tokens and the window's, (B, K, S + L, P)."""
+        """Return the output, and the keys and values of kept and new tokens, (B, K, S + L, P)."""
         batch, length, _ = z.shape
         qkv = self.in_proj(z)
         if u is not None:
@@ -179,13 +179,13 @@ class SlidingWindowAttention(Mixer):
         return out if context.real is None else permute(out, context.real.inverse_BL), keys, values
 
     def _last(self, x_BKTP: Tensor, context: SlidingWindowContext) -> Tensor:
-        """Return the kept ones of earlier and new tokens, in storage of their own."""
+        """Return the kept entries of earlier and new tokens, in separate storage."""
         if context.kept is not None:
             index = context.kept[:, None, :, None].expand(-1, x_BKTP.shape[1], -1, x_BKTP.shape[3])
             return x_BKTP.gather(2, index)
         tokens = x_BKTP.shape[2]
         first = max(0, tokens - (self.window - 1))
-        # A view would keep the whole window's keys alive for as long as the state lives.
+        # A view would keep the keys of the whole window alive.
         return x_BKTP[:, :, first:].clone(memory_format=torch.contiguous_format)
 
     def output_projections(self) -> Sequence[Linear]:

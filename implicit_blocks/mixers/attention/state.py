@@ -1,0 +1,122 @@
+"""The keys and values of attention, of a batch and in slots.
+
+Shape legend: S slots, R of them in a step, H query heads, K key and value heads, C room for tokens, P head
+width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.interfaces import SlotStates, State
+from implicit_blocks.ops.quantization import eight_bits
+
+
+class AttentionState(NamedTuple):
+    """Keys (rotated) and values of the committed tokens, (B, K, C, P), of which the first ``length`` count.
+
+    C is ``length``, or the room reserved for inference: a window then writes after the committed tokens, and
+    committing it increases ``length``.
+    """
+
+    keys: Tensor
+    values: Tensor
+    length: int
+
+
+class SlotKeys(NamedTuple):
+    """Keys and values of all slots, (S, K, C, P); the slots of a step, (R,), and the tokens each has, (R,).
+
+    A step writes each slot's key and value after its tokens and attends in place: slots are indexed, never
+    copied. A token is committed by increasing the slot's length. 8-bit keys and values have scales,
+    (S, K, C).
+    """
+
+    keys_SKCP: Tensor
+    values_SKCP: Tensor
+    rows_R: Tensor | None
+    lengths_R: Tensor
+    key_scales_SKC: Tensor | None = None
+    value_scales_SKC: Tensor | None = None
+
+    def put(self, keys_RKP: Tensor, values_RKP: Tensor) -> None:
+        """Write the key and value of one token after those of each slot."""
+        slots = self.rows_R
+        if slots is None:
+            slots = torch.arange(len(keys_RKP), device=keys_RKP.device)
+        written = (
+            (keys_RKP, self.keys_SKCP, self.key_scales_SKC),
+            (values_RKP, self.values_SKCP, self.value_scales_SKC),
+        )
+        for new, kept, scales in written:
+            if scales is not None:
+                new, scales[slots, :, self.lengths_R] = eight_bits(new)
+            kept[slots, :, self.lengths_R] = new
+
+
+class AttentionSlots(SlotStates):
+    """Keys and values of all slots, preallocated: (slots, K, max_seq_len, P)."""
+
+    def __init__(self, shape: tuple[int, int, int, int], *, device: torch.device, dtype: torch.dtype) -> None:
+        self._wide = dtype
+        self.keys = torch.zeros(shape, device=device, dtype=dtype)
+        self.values = torch.zeros(shape, device=device, dtype=dtype)
+        self.key_scales: Tensor | None = None
+        self.value_scales: Tensor | None = None
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Store keys and values in 8 bits for ``torch.int8``, with one scale per head and token.
+
+        A floating dtype has no effect: it concerns recurrent states, and keys and values have the dtype of
+        the computation.
+
+        Raises:
+            ValueError: for other integer dtypes.
+
+        """
+        if dtype.is_floating_point:
+            return
+        if dtype != torch.int8:
+            raise ValueError(f"keys and values cannot be stored in {dtype}; choose torch.int8")
+        self.keys, self.values = (torch.zeros_like(kept, dtype=dtype) for kept in (self.keys, self.values))
+        scales = torch.zeros(2, *self.keys.shape[:-1], device=self.keys.device)
+        self.key_scales, self.value_scales = scales.unbind()
+
+    def prefill(self, slot: int) -> State:
+        """Return a view of the slot's memory, so that a prompt is written in place.
+
+        With 8 bits it returns an empty state: a prompt is solved with unrounded keys, which are rounded once.
+        """
+        if self.key_scales is not None:
+            nothing = self.keys[slot : slot + 1, :, :0].to(self._wide)
+            return AttentionState(nothing, nothing, 0)
+        return AttentionState(self.keys[slot : slot + 1], self.values[slot : slot + 1], 0)
+
+    def commit(self, slot: int, state: State) -> None:
+        """Copy the prompt to its slot, unless it was written there in place.
+
+        The rest of the slot is zeroed: attention multiplies masked keys by 0, so that an overflow in an
+        earlier text would give NaN in this one.
+        """
+        for kept in (self.keys, self.values, self.key_scales, self.value_scales):
+            if kept is not None:
+                kept[slot, :, state.length :] = 0
+        new = (state.keys[0, :, : state.length], state.values[0, :, : state.length])
+        if self.key_scales is not None and self.value_scales is not None:
+            keys, values = eight_bits(new[0]), eight_bits(new[1])
+            self.key_scales[slot, :, : state.length] = keys.scales
+            self.value_scales[slot, :, : state.length] = values.scales
+            new = (keys.codes, values.codes)
+        elif state.keys.data_ptr() == self.keys[slot].data_ptr():
+            return
+        self.keys[slot, :, : state.length], self.values[slot, :, : state.length] = new
+
+    def gather(self, rows_R: Tensor | None, lengths_R: Tensor) -> SlotKeys:
+        """Return all slots and the indices of those in the step."""
+        return SlotKeys(self.keys, self.values, rows_R, lengths_R, self.key_scales, self.value_scales)
+
+    def write(self, rows_R: Tensor | None, after: State, committed_R: Tensor) -> None:
+        """Do nothing: the token is already stored, and increasing the slot's length commits it."""

@@ -1,0 +1,438 @@
+"""The map of a model captured as CUDA graphs: an iteration of the search is then one launch.
+
+A map of 24 layers has some 400 kernels, and its backward twice as many. Launching them one by one takes
+longer than the GPU needs to run them (Mamba2 130M, 8 × 2048 tokens on an H100: 32 ms of launches for 19 ms of
+work).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable
+from dataclasses import replace
+from typing import Any
+from weakref import ReferenceType, proxy, ref
+
+import torch
+from torch import Tensor, nn
+
+from implicit_blocks._utils.module_hooks import any_hooks
+from implicit_blocks.cuda.buffer_pool import BufferPool
+from implicit_blocks.cuda.capture import capture, forgetting_casts, leaves_of_its_own
+from implicit_blocks.models.backbone import ONE_CALL, BlockContext, BoundMap, Steps
+from implicit_blocks.ops.transforms import first_derivatives_only
+from implicit_blocks.weights.cache import WeightCache, modules_of
+
+_LOG = logging.getLogger(__name__)
+
+MOST = 8  # graphs of a kind: shapes of training, evaluation, and compacted batches
+VALUES = 3  # buffers of a search: the point, its value, and the previous point, which is still read
+
+
+class MapGraphs:
+    """CUDA graphs of a model's map, one per shape: without gradients for searches, with them for steps.
+
+    The differentiated steps after a search are one graph: points and gradients that only the next step reads
+    are never copied, and the weights' gradients are copied once.
+
+    Graphs run plain windows, which begin their sequences and have no padding or documents. Other windows run
+    eagerly, and so do, with a line in the log, maps that cannot be captured or whose modules have hooks: a
+    graph does not call hooks. A call whose ``z`` is a leaf that requires gradients runs eagerly as well: a
+    graph runs backward once, and implicit gradients need many products with one Jacobian. Weights, injection
+    and dropout masks are copied into the buffers of the graphs once per pass, ``z`` unless it is already
+    there.
+
+    No reference to the backbone is kept here, because the backbone refers to this object: both are freed with
+    the last reference to the model.
+    """
+
+    def __init__(self) -> None:
+        self._searches: dict[Hashable, _SearchGraph] = {}
+        self._steps: dict[Hashable, list[_StepGraph]] = {}
+        self._buffers: dict[Hashable, _Buffers] = {}
+        self._refused: set[Hashable] = set()
+        self._memory: tuple[int, ...] = ()
+        self._pool: Any = None  # shared by all searches, whose graphs keep nothing in it, and one step
+        self._beside: _StepGraph | None = None  # this step: no search is replayed before its backward has run
+        self._hooks_told = False
+        self._last: tuple[ReferenceType[BoundMap], _SearchGraph, torch.dtype | None] | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MapGraphs:
+        return MapGraphs()  # a graph uses the memory that it was captured with
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__()  # type: ignore[misc]  # the empty state of a copy
+
+    def call(self, f: BoundMap, z_BLD: Tensor, steps: Steps = ONE_CALL) -> Tensor:
+        """Return the point after ``steps``, by a graph where one exists or can be captured.
+
+        Without gradients ``steps`` must be one undamped call.
+        """
+        if self._beside is not None and self._beside.in_use and not torch.is_grad_enabled():
+            return f.compute(z_BLD, steps)  # a search's graph would overwrite tensors that backward reads
+        if torch.is_grad_enabled() and z_BLD.requires_grad and z_BLD.is_leaf:
+            return f.compute(z_BLD, steps)  # the caller computes many products with the Jacobian at this leaf
+        try:
+            if (search := self._once_more(f, z_BLD)) is not None:
+                return search.call(z_BLD, self._pool)
+            key = _key(f, z_BLD)
+            if key is None or (key, torch.is_grad_enabled()) in self._refused:
+                return f.compute(z_BLD, steps)
+            return self._call(f, z_BLD, key, steps)
+        except _NotCapturedError as error:
+            _LOG.warning(
+                "the map cannot be captured as a CUDA graph, so it runs eagerly: %s", error.__cause__
+            )
+            self._refused.add((_key(f, z_BLD), torch.is_grad_enabled()))
+            self._last = self._pool = None  # a pool in which a capture failed cannot be used again
+            return f.compute(z_BLD, steps)
+
+    def _once_more(self, f: BoundMap, z_BLD: Tensor) -> _SearchGraph | None:
+        """Return the graphs of the last call in a search, if this call is of the same map.
+
+        The device waits for the host between two iterations; this shortcut saves the host's work.
+        """
+        if self._last is None or torch.is_grad_enabled():
+            return None
+        known, search, autocast = self._last
+        return search if known() is f and search.takes(z_BLD) and autocast == _autocast() else None
+
+    def _call(self, f: BoundMap, z_BLD: Tensor, key: Hashable, steps: Steps) -> Tensor:
+        buffers = self._loaded(f, key)
+        if buffers is None:
+            return f.compute(z_BLD, steps)
+        if torch.is_grad_enabled():
+            # The result of a search and frozen parameters require no gradient. All steps of a pass read the
+            # same buffers.
+            given = _inputs(f, z_BLD)
+            kind = (key, f.backbone.training, tuple(t.requires_grad for t in given), steps)
+            if kind not in self._steps and len(self._steps) >= MOST:
+                return f.compute(z_BLD, steps)
+            ready = self._steps.setdefault(kind, [])
+            step = next((graph for graph in ready if not graph.in_use), None)
+            if step is None:
+                if len(ready) >= MOST:
+                    return f.compute(z_BLD, steps)
+                # Activations are kept between forward and backward: every graph but one has its own pool.
+                pool = self._shared_pool() if self._beside is None else torch.cuda.graph_pool_handle()
+                step = _StepGraph(buffers.bind(f, with_gradients=True), z_BLD, steps, pool)
+                self._beside = self._beside or step
+                ready.append(step)
+            return step.call(given)
+        search = self._searches.get(key)
+        if search is None:
+            if len(self._searches) >= MOST:
+                return f.compute(z_BLD)
+            search = self._searches[key] = _SearchGraph(buffers.bind(f, with_gradients=False), z_BLD)
+        value = search.call(z_BLD, self._shared_pool())
+        self._last = ref(f), search, _autocast()
+        return value
+
+    def _shared_pool(self) -> Any:
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        return self._pool
+
+    def _loaded(self, f: BoundMap, key: Hashable) -> _Buffers | None:
+        """Return the buffers of a key, filled with the tensors of this pass.
+
+        None while the backward of another pass still needs their content.
+        """
+        buffers = self._buffers.get(key)
+        if buffers is not None and buffers.hold(f):
+            return buffers
+        if any(step.in_use for steps in self._steps.values() for step in steps):
+            return None
+        parts = modules_of(f.backbone)
+        if any_hooks(parts):
+            if not self._hooks_told:
+                self._hooks_told = True
+                _LOG.warning(
+                    "modules of the map have hooks, so it runs eagerly: a CUDA graph does not call hooks"
+                )
+            return None
+        memory = _memory_of(parts)
+        if memory != self._memory:  # the model's memory has moved: all graphs are invalid
+            self._searches, self._steps, self._buffers, self._memory = {}, {}, {}, memory
+            self._pool = self._beside = buffers = None
+        if buffers is None:
+            weights = next(
+                iter(b.weights for b in self._buffers.values() if b.weights.alike(f.weights)), None
+            )
+            buffers = self._buffers[key] = _Buffers(f, weights)
+        buffers.load(f)
+        self._last = None
+        return buffers
+
+
+class _NotCapturedError(RuntimeError):
+    """An operation that cannot be captured, such as reading a value; the cause is the original error."""
+
+
+def _memory_of(parts: list[nn.Module]) -> tuple[int, ...]:
+    """Return the addresses of modules' parameters and buffers; the device waits for this function."""
+    held = [(part._parameters, part._buffers) for part in parts]
+    return tuple(t.data_ptr() for pair in held for own in pair for t in own.values() if t is not None)
+
+
+def _inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
+    """Return all tensors that the value may depend on: z, injection, cached weights, parameters."""
+    u = [] if f.u_BLU is None else [f.u_BLU]
+    every = [p for part in modules_of(f.backbone) for p in part._parameters.values() if p is not None]
+    return [z_BLD, *u, *f.weights.tensors(), *dict.fromkeys(every)]  # shared parameters once
+
+
+def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
+    """Return the key of the graph that serves a call, or None where the window is not plain."""
+    window = f.window
+    plain = window.start == 0 and window.valid_BT is None and window.documents_BT is None
+    if not plain:
+        return None
+    given = tuple((name, t.shape, t.dtype) for name, t in _given(f))
+    return (z_BLD.shape, z_BLD.dtype, given, _autocast(), z_BLD.device)
+
+
+def _given(f: BoundMap) -> list[tuple[Hashable, Tensor]]:
+    """Return the inputs of a pass beside the weights: injection, its row indices, dropout masks."""
+    named = [("u", f.u_BLU), ("rows", f.window.u_rows_BL)]
+    masks = [
+        ((layer, at), mask)
+        for layer, context in enumerate(f.contexts)
+        for at, mask in enumerate(context.masks or ())
+    ]
+    return [(name, t) for name, t in (*named, *masks) if t is not None]
+
+
+def _autocast() -> torch.dtype | None:
+    return torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+
+
+class _Weights:
+    """A copy of cached weights, shared by the graphs that use weights of these shapes and dtypes."""
+
+    def __init__(self, cached: WeightCache) -> None:
+        self.copy = cached.copied()
+        self._of: ReferenceType[WeightCache] | None = None
+
+    def alike(self, cached: WeightCache) -> bool:
+        return [(t.shape, t.dtype) for t in self.copy.tensors()] == [
+            (t.shape, t.dtype) for t in cached.tensors()
+        ]
+
+    def hold(self, cached: WeightCache) -> bool:
+        """Whether these weights were copied last."""
+        return self._of is not None and self._of() is cached
+
+    def load(self, cached: WeightCache) -> None:
+        if not self.hold(cached):
+            self.copy.load_(cached)
+            self._of = ref(cached)
+
+
+class _Buffers:
+    """The input buffers of graphs of one shape: weights, injection, dropout masks."""
+
+    def __init__(self, f: BoundMap, weights: _Weights | None) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self.weights = weights if weights is not None else _Weights(f.weights)
+            self._own = {name: t.detach().clone() for name, t in _given(f)}
+        self._of: list[ReferenceType[Tensor]] = []
+
+    def hold(self, f: BoundMap) -> bool:
+        """Whether the buffers contain the inputs of this map."""
+        if not self.weights.hold(f.weights):
+            return False
+        return all(known() is t for known, (_, t) in zip(self._of, _given(f), strict=True))
+
+    @torch.no_grad()
+    def load(self, f: BoundMap) -> None:
+        """Copy the inputs of a pass into the buffers."""
+        self.weights.load(f.weights)
+        given = _given(f)
+        for name, t in given:
+            self._own[name].copy_(t)
+        self._of = [ref(t) for _, t in given]
+
+    def bind(self, f: BoundMap, *, with_gradients: bool) -> BoundMap:
+        """Return the map on these buffers; with gradients they are autograd leaves on the same memory."""
+        weights, own = self.weights.copy, self._own
+        u = own.get("u")
+        if with_gradients:
+            weights = weights.as_leaves(f.weights)
+            u = (
+                None
+                if u is None
+                else u.detach().requires_grad_(f.u_BLU is not None and f.u_BLU.requires_grad)
+            )
+        # The initial states and the rotations are the same in every plain window.
+        window, mixers = f.window, [context.mixer for context in f.contexts]
+        if "rows" in own:
+            window = replace(window, u_rows_BL=own["rows"], shared={})
+            mixers = [block.mixer.prepare(window) for block in f.backbone.blocks()]
+        contexts = tuple(
+            BlockContext(mixer, None if context.masks is None else (own[layer, 0], own[layer, 1]))
+            for layer, (mixer, context) in enumerate(zip(mixers, f.contexts, strict=True))
+        )
+        backbone: Any = proxy(
+            f.backbone
+        )  # it refers to the graphs: a weak reference avoids a reference cycle
+        return replace(f, backbone=backbone, window=window, contexts=contexts, weights=weights, u_BLU=u)
+
+
+class _SearchGraph:
+    """Calls of the map without gradients: eager the first time, then captured and replayed.
+
+    The first call compiles and tunes kernels, which is impossible during a capture. Values are returned in
+    buffers of a pool. Where the input of a call is the value of another, as in an undamped iteration, the
+    graph reads it in place: at 512 × 256 tokens of width 256, copying points in and out took 5 % of a step. A
+    graph has two fixed addresses, so there is one for each pair of buffers; and one for each mode, because a
+    third-party mixer may compute something else in training.
+    """
+
+    def __init__(self, f: BoundMap, z_BLD: Tensor) -> None:
+        with torch.inference_mode(False):
+            self._z = z_BLD.detach().clone(memory_format=torch.contiguous_format)  # for other points
+        self._values = BufferPool(self._z, VALUES)
+        self._kept: Tensor | None = None
+        self._f = f
+        self._graphs: dict[tuple[int | None, int | None, bool], torch.cuda.CUDAGraph] = {}
+        self._ready: set[bool] = set()
+
+    def takes(self, z_BLD: Tensor) -> bool:
+        """Whether the graphs accept points of this shape, dtype and device."""
+        own = self._z
+        return z_BLD.shape == own.shape and z_BLD.dtype == own.dtype and z_BLD.device == own.device
+
+    def call(self, z_BLD: Tensor, pool: Any) -> Tensor:
+        """Return ``f(z)``; it is not overwritten as long as it is referenced."""
+        given, free = self._values.index_of(z_BLD), self._values.free()
+        if given is None:
+            self._z.copy_(z_BLD)
+        training = self._f.backbone.training
+        graph = self._graphs.get((given, free, training))
+        if graph is not None:
+            graph.replay()
+        else:
+            self._first(given, free, training, pool)
+        return self._values.acquire(free) if free is not None else self._spare().clone()
+
+    def _first(self, given: int | None, free: int | None, training: bool, pool: Any) -> None:
+        """Run the first call of a mode eagerly; capture and replay the first call of each pair of buffers."""
+        point = self._z if given is None else self._values.acquire(given)
+        value = self._spare() if free is None else self._values.acquire(free)
+        if training not in self._ready:
+            self._ready.add(training)
+            with forgetting_casts():
+                self._f.compute(point, out=value)
+            return
+        graph = self._graphs[given, free, training] = self._captured(point, value, pool)
+        graph.replay()
+
+    def _spare(self) -> Tensor:
+        """Return the buffer for a value while all others are in use."""
+        if self._kept is None:
+            with torch.inference_mode(False):
+                self._kept = torch.empty_like(self._z)
+        return self._kept
+
+    def _captured(self, point: Tensor, value: Tensor, pool: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.inference_mode(False), torch.no_grad(), capture(graph, pool):
+                self._f.compute(point, out=value)
+        except RuntimeError as error:
+            raise _NotCapturedError from error
+        return graph
+
+
+class _StepGraph:
+    """Differentiated steps with captured forward and backward; one call at a time may await its backward."""
+
+    def __init__(self, f: BoundMap, z_BLD: Tensor, steps: Steps, pool: Any) -> None:
+        self._z = z_BLD.detach().clone().requires_grad_(z_BLD.requires_grad)
+        self._f, self._steps = f, steps
+        self._call: ReferenceType[_Call] | None = None
+        try:
+            with leaves_of_its_own(f.backbone):
+                self._capture(pool)
+        except RuntimeError as error:
+            raise _NotCapturedError from error
+
+    def _capture(self, pool: Any) -> None:
+        f, given = self._f, _inputs(self._f, self._z)
+        leaves = [t for t in given if t.requires_grad]
+        with forgetting_casts():
+            # Later steps differ from the first in the gradient of their z: two steps compile everything.
+            out = f.compute(self._z, Steps(min(self._steps.calls, 2), self._steps.damping))
+            torch.autograd.grad(out, leaves, torch.zeros_like(out), allow_unused=True)
+        del out
+        torch.cuda.synchronize()
+        self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with capture(self._forward, pool):
+            out = f.compute(self._z, self._steps)
+        self._dout = torch.zeros_like(out)
+        with capture(self._backward, pool):
+            grads = torch.autograd.grad(out, leaves, self._dout, allow_unused=True)
+        self._out = out.detach()
+        found = dict(zip(map(id, leaves), grads, strict=True))
+        self._grads = [found.get(id(t)) for t in given]
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the backward of a call has yet to run."""
+        return self._call is not None and self._call() is not None
+
+    def call(self, given: list[Tensor]) -> Tensor:
+        """Return the point after the steps, with its gradient, given the tensors of ``_inputs``, z first."""
+        value: Tensor = _Step.apply(self, *given)  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        return value
+
+    def replay(self, z_BLD: Tensor, call: _Call) -> Tensor:
+        self._call = ref(call)
+        with torch.no_grad():
+            self._z.copy_(z_BLD)
+        self._forward.replay()
+        return self._out.clone()
+
+    def replay_backward(self, dout: Tensor, call: _Call, given: list[bool]) -> list[Tensor | None]:
+        """Return the gradients of the inputs; those of leaves, as flagged in ``given``, are copied."""
+        if self._call is None or self._call() is not call:
+            raise RuntimeError(
+                "backward ran a second time through a map captured as a CUDA graph, whose activations are "
+                "gone; keep the gradients of the first backward, or call model.capture_graphs(False)"
+            )
+        self._dout.copy_(dout)
+        self._backward.replay()
+        self._call = None
+        # Autograd may keep the tensor it is given as a leaf's gradient: it must not be a buffer of the graph.
+        kept = [g for g, leaf in zip(self._grads, given, strict=True) if leaf and g is not None]
+        own = [torch.empty_like(g) for g in kept]
+        if own:
+            torch._foreach_copy_(own, kept)  # one launch for hundreds of small tensors
+        copies = iter(own)
+        return [
+            None if g is None else next(copies) if leaf else g.detach()
+            for g, leaf in zip(self._grads, given, strict=True)
+        ]
+
+
+class _Call:
+    """A token for one forward replay; it is alive as long as its backward may run."""
+
+
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, graph: _StepGraph, z: Tensor, *others: Tensor) -> Tensor:
+        ctx.graph, ctx.call = graph, _Call()
+        ctx.leaves = [t.is_leaf for t in (z, *others)]
+        return graph.replay(z, ctx.call)
+
+    @staticmethod
+    @first_derivatives_only(
+        "a map captured as a CUDA graph",
+        "disable captured graphs with model.capture_graphs(False)",
+    )
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *ctx.graph.replay_backward(dout, ctx.call, ctx.leaves))

@@ -1,0 +1,193 @@
+"""The status of each element of a search, and the one rule that measures, freezes and keeps the best.
+
+The search loop, the search of decoding slots and ``Search.report`` share this rule. It is written in plain
+operators here; on a GPU, Triton kernels compute the same (``implicit_blocks.ops.kernels.residual`` and
+``search_status``).
+
+Shape legend: B rows, T elements per row with prefix scope (its tokens), F features. Points are (B, F) with
+scope ``sequence`` and (B, T, F) with ``prefix``; a status has 1 in place of F, so that it masks points.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.ops.accelerated import available
+from implicit_blocks.ops.residual import difference, initial_scale, narrow, norm, relative_residual
+from implicit_blocks.solution import Solution
+from implicit_blocks.specs import Stopping
+
+
+class Status(NamedTuple):
+    """What a search knows of each element, (B, 1) or (B, T, 1).
+
+    The *deciding* residual of an element is its own; with prefix scope it is the largest of its own and those
+    of the tokens before it in the row.
+    """
+
+    last_residual: Tensor
+    """The residual of the last call that the element took part in; not finite if it has diverged."""
+    lowest_residual: Tensor
+    """The lowest deciding residual so far; the element has converged if it is within the tolerance."""
+    token_residual: Tensor
+    """The element's own residual in the call with the lowest deciding residual."""
+    iterations: Tensor
+    """The number of calls that the element took part in, int64."""
+    active: Tensor
+    """Whether the element takes part in the next call, bool: it has neither converged nor diverged."""
+    scale: Tensor
+    """The largest ``‖f(z)‖`` so far, at most 1 (``implicit_blocks.ops.residual.initial_scale``)."""
+
+
+class Update(NamedTuple):
+    """The status after a call."""
+
+    status: Status
+    improved: Tensor
+    """Where the deciding residual is lower than ever before, bool, of the status's shape."""
+    row_counts: Tensor | None
+    """(3, B) float32 from the kernel: active and improved elements, lowest deciding residual, per row."""
+
+
+@dataclass(frozen=True)
+class StatusRule:
+    """How residuals are measured, and what they decide.
+
+    Args:
+        tolerance: an element with a deciding residual up to this has converged.
+        relative: whether residuals are relative to ``‖f(z)‖``.
+        scale_limit: upper limit of ``Status.scale``, ().
+        prefix: whether elements are tokens, decided by the residuals of the tokens before them too.
+        fused: whether to use the Triton kernels: float32 residuals of points on a GPU, without padding.
+
+    """
+
+    tolerance: float
+    relative: bool
+    scale_limit: Tensor
+    prefix: bool = False
+    fused: bool = False
+
+    @classmethod
+    def start(cls, stopping: Stopping, z: Tensor, valid: Tensor | None = None) -> tuple[StatusRule, Status]:
+        """Return the rule for a search from ``z``, and the status before its first call.
+
+        ``valid`` (B, L) bool is False at padding, which is never active with prefix scope.
+        """
+        prefix = stopping.scope == "prefix"
+        fused = z.is_cuda and z.dtype != torch.float64 and valid is None and available("triton")
+        shape = (*z.shape[:-1], 1)
+        scale, scale_limit = initial_scale(z, shape)
+        precision = torch.float32 if fused else scale.dtype
+        lowest = z.new_full(shape, torch.inf, dtype=precision)
+        status = Status(
+            last_residual=z.new_zeros(shape, dtype=precision),
+            lowest_residual=lowest,
+            token_residual=lowest,
+            iterations=z.new_zeros(shape, dtype=torch.int64),
+            active=valid[..., None] if prefix and valid is not None else z.new_ones(shape, dtype=torch.bool),
+            scale=scale,
+        )
+        return cls(stopping.tolerance, stopping.norm == "relative", scale_limit, prefix, fused), status
+
+    def residuals(
+        self, status: Status, z: Tensor, fz: Tensor, *, valid: Tensor | None = None
+    ) -> tuple[Tensor, Status]:
+        """Return the residual of each element for the value ``fz = f(z)``, and the status with its scale.
+
+        ``valid`` (B, L) bool is False at padding, which enters no norm.
+        """
+        if self.fused and z.is_contiguous() and fz.is_contiguous():
+            from implicit_blocks.ops.kernels.residual import residuals
+
+            residual, scale = residuals(z, fz, scale=status.scale, relative=self.relative)
+            return residual, status._replace(scale=scale)
+        step, value = difference(z, fz), fz
+        if valid is not None:
+            step = _zero_at_padding(step, valid)
+            value = value if self.prefix else _zero_at_padding(value, valid)
+        precision = status.lowest_residual.dtype
+        if not self.relative:
+            return narrow(norm(step), precision), status
+        residual, scale = relative_residual(step, value, status.scale, self.scale_limit)
+        return narrow(residual, precision), status._replace(scale=scale)
+
+    def update(
+        self,
+        status: Status,
+        residual: Tensor,
+        *,
+        prefix_residual: Tensor | None = None,
+        valid: Tensor | None = None,
+        all_active: bool = False,
+    ) -> Update:
+        """Return the status after a call with these residuals.
+
+        Inactive elements keep their last residual: they do not improve, and they decide on later tokens by
+        the residual with which they left. With prefix scope the tokens after a diverged one become inactive,
+        since they can no longer converge.
+
+        Args:
+            status: before the call.
+            residual: of the call, of the status's shape; ignored for inactive elements.
+            prefix_residual: (B, 1, 1), the largest residual of tokens that precede the first one here.
+            valid: (B, L) bool, False at padding, which does not become active with prefix scope.
+            all_active: whether ``status.active`` is known to be True everywhere, which saves an operator.
+
+        """
+        if self.fused:
+            from implicit_blocks.ops.kernels.search_status import updated
+
+            kept, improved, row_counts = updated(
+                residual.contiguous(),
+                *status[:5],
+                prefix_residual=prefix_residual,
+                tolerance=self.tolerance,
+            )
+            return Update(Status._make([*kept, status.scale]), improved, row_counts)
+        last = residual if all_active else torch.where(status.active, residual, status.last_residual)
+        deciding = last.cummax(1).values if self.prefix else last  # NaN after a NaN
+        if prefix_residual is not None:
+            deciding = torch.maximum(deciding, prefix_residual)
+        # No inactive element improves: its residual, and those before it, are frozen or not finite.
+        improved = deciding < status.lowest_residual
+        lowest = torch.fmin(deciding, status.lowest_residual)
+        # Neither converged nor diverged, in two operators: inf mod inf is NaN, which is above nothing.
+        active = deciding.fmod(torch.inf) > self.tolerance
+        if self.prefix and valid is not None:
+            active = active & valid[..., None]
+        token = torch.where(improved, last, status.token_residual) if self.prefix else lowest
+        iterations = status.iterations + status.active
+        return Update(Status(last, lowest, token, iterations, active, status.scale), improved, None)
+
+    def solution(
+        self, status: Status, z: Tensor, *, valid: Tensor | None = None, trace: Tensor | None = None
+    ) -> Solution:
+        """Return the solution with the value ``z`` (B, …) and this status.
+
+        ``trace`` is (iterations, B) or (iterations, B, T). Padding counts as converged with residual 0.
+        """
+        converged = status.lowest_residual <= self.tolerance
+        residual = narrow(status.token_residual, torch.promote_types(z.dtype, torch.float32))
+        if self.prefix and valid is not None:
+            padding = ~valid[..., None]
+            converged, residual = converged | padding, residual.masked_fill(padding, 0.0)
+        make = Solution.of_tokens if self.prefix else Solution
+        return make(
+            z,
+            iterations=status.iterations.squeeze(-1),
+            residual=residual.squeeze(-1),
+            converged=converged.squeeze(-1),
+            diverged=~status.last_residual.isfinite().squeeze(-1),
+            trace=trace,
+        )
+
+
+def _zero_at_padding(points: Tensor, valid: Tensor) -> Tensor:
+    """Return points with zeros at padding: (B, T, F), or (B, F) whose features are those of L tokens."""
+    by_token = points.view(*valid.shape, -1)
+    return by_token.masked_fill(~valid[..., None], 0.0).view(points.shape)

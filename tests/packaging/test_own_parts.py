@@ -1,0 +1,66 @@
+"""User files named like our packages do not hide the packages beside `implicit_blocks`."""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from implicit_blocks._utils import own_parts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@pytest.mark.parametrize("name", ["trainer.py", "trainer/__init__.py", "trainer/notes.txt", "zoo/notes.txt"])
+def test_a_user_file_named_like_a_package_does_not_hide_it(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("print('mine')\n")
+    done = run(tmp_path, "-m", "implicit_blocks", "describe", "word_problem_s3")
+    assert done.returncode == 0, done.stderr
+    assert "word_problem_s3 · implicit_lm" in done.stdout
+    assert "mine" not in done.stdout
+    if name.startswith("trainer"):  # Python itself resolves `python -m trainer`
+        hiding = path if path.suffix == ".py" else path.parent
+        assert f"{hiding} " in done.stderr
+        assert "python -P -m trainer" in done.stderr
+        done = run(tmp_path, "-P", "-m", "trainer", "--spec", "word_problem_s3", "--dry-run")
+        assert done.returncode == 0, done.stderr
+        assert "word_problem_s3 (implicit_lm)" in done.stdout
+    else:
+        assert done.stderr == ""
+
+
+def test_an_imported_module_that_shadows_a_package_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trainer.py").write_text("")
+    program = "import trainer, implicit_blocks as ib\nib.load_spec('word_problem_s3')"
+    done = run(tmp_path, "-c", program)
+    assert str(tmp_path / "trainer.py") in done.stderr
+    assert "'trainer'" in done.stderr
+    assert "install the distribution" not in done.stderr  # the distribution is installed
+
+
+def test_install_extra_names_the_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = shlex.split(own_parts.install_extra("hf"))
+    assert words == ["pip", "install", "-c", str(ROOT / "constraints.txt"), "-e", f"{ROOT}[hf]"]
+    assert Path(words[3]).is_file()
+    assert (Path(words[5].removesuffix("[hf]")) / "pyproject.toml").is_file()
+    monkeypatch.setattr(own_parts, "ROOT", tmp_path)  # as in an installed wheel
+    assert own_parts.install_extra("hf") == (
+        "pip install -c constraints.txt -e '.[hf]' in a clone of the repository"
+    )
+
+
+def test_no_message_suggests_an_installation_from_a_package_index() -> None:
+    files = [*(ROOT / "implicit_blocks").rglob("*.py"), *(ROOT / "trainer").rglob("*.py"), ROOT / "README.md"]
+    files += (ROOT / "docs").glob("*.md")
+    assert [path for path in files if "implicit_blocks[" in path.read_text(encoding="utf-8")] == []
