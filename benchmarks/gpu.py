@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py [--programs llama_130m …] [--budget 530] [--tiny] [--output gpu]
     python benchmarks/gpu.py --show                      # print the table of results/gpu.json
-    python benchmarks/gpu.py --quote                     # write it into docs/results.md
+    python benchmarks/gpu.py --quote                     # write the tables into docs/results.md
 
 Each program is a separate process. First all programs prepare side by side, as far as GPU memory allows, with
 two layers instead of 24 or 48: this fills the compilers' caches, a folder of this run, and is not timed. Then
