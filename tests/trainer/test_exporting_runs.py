@@ -81,7 +81,7 @@ def test_the_tokenizer_beside_the_data_is_exported(run: Path, tmp_path: Path) ->
     spec = (own / "spec.yaml").read_text()
     start, end = spec.index("\ndata:"), spec.index("\ntraining:")
     (own / "spec.yaml").write_text(
-        f"{spec[:start]}\ndata: {{kind: tokens, path: '{data}', length: 16}}{spec[end:]}"
+        f"{spec[:start]}\ndata: {{kind: tokens, path: '{data}', seq_len: 16}}{spec[end:]}"
     )
     assert tokenizer_of(own) == tokenizer_of(own / "checkpoints" / "step-00000004") == data
     assert main(["export", str(own), str(tmp_path / "out")]) == 0

@@ -151,7 +151,7 @@ def test_bytes_are_found_wherever_data_name_them(
     of_manifest = {"kind": "tokens", "path": str(tokens), "seq_len": 12}
     data = {
         "stream": {"kind": "stream", "dataset": "texts", "tokenizer": "bytes"},
-        "mixture": {"kind": "mixture", "sources": [{"weight": 1.0, "data": of_manifest}], "length": 12},
+        "mixture": {"kind": "mixture", "sources": [{"weight": 1.0, "data": of_manifest}], "seq_len": 12},
         "named": {**of_manifest, "path": str(tmp_path), "tokenizer": "bytes"},
         "manifest": of_manifest,
         "alone": {**of_manifest, "path": str(tokens / "train")},
