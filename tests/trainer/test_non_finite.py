@@ -91,7 +91,7 @@ def test_too_many_consecutive_skips_end_the_run(
     infinite_at(*range(2, 10))
     changes = {"training.non_finite": "skip", "training.max_consecutive_skips": 2, "training.max_steps": 9}
     run = build(small(changes), output=tmp_path / "run", device="cpu")
-    with pytest.raises(NonFiniteLossError, match=r"step 4 .* nor those of the 2 steps before"):
+    with pytest.raises(NonFiniteLossError, match=r"step 4 .* nor those of the previous 2 steps"):
         run.train()
 
 

@@ -375,7 +375,7 @@ def test_a_change_of_a_finished_run_is_refused_or_does_not_change_its_spec(
     again = build(small({"evaluation.lengths": [20]}), output=folder, device="cpu", resume=True).train()
     assert again is not None
     assert [row["length"] for row in again["evaluation"]] == [20]
-    assert "spec.yaml keeps the spec that it was trained with" in capsys.readouterr().out
+    assert "spec.yaml keeps the spec of its training" in capsys.readouterr().out
     assert (folder / "spec.yaml").read_bytes() == before["spec.yaml"]
     assert not list(folder.glob("spec.until-*"))
     (resumed,) = json.loads((folder / "manifest.json").read_text())["resumed"]
@@ -422,7 +422,7 @@ def test_each_phase_sets_activation_checkpointing(
     first = {"name": "first", "until": 1, "training": {"checkpoint_activations": "layers"}}
     run = build(small({"phases": [first, {"name": "last"}]}), output=tmp_path / "run", device="cpu")
     asked: list[str] = []
-    monkeypatch.setattr(run.loop, "_checkpoint_activations", asked.append)
+    monkeypatch.setattr(run.model, "checkpoint_activations", asked.append)
     run.train(stop_at=3)
     assert asked == ["layers", "none"]
 
@@ -460,7 +460,7 @@ def test_a_truncated_manifest_is_named(whole: Path, small: Small, tmp_path: Path
     shutil.copytree(whole, folder)
     metrics = (folder / "metrics.jsonl").read_text()
     (folder / "manifest.json").write_text('{"name": ')
-    with pytest.raises(RunFolderError, match=r"manifest\.json is cut short .* move it away to go on"):
+    with pytest.raises(RunFolderError, match=r"manifest\.json is cut short .* move it away to continue"):
         build(small(CURRICULUM), output=folder, device="cpu", resume=True)
     assert (folder / "metrics.jsonl").read_text() == metrics
 

@@ -27,7 +27,7 @@ from trainer.specs.run import Phase, RunSpec
 from trainer.storage.run_folder import RunFolder
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(kw_only=True, eq=False, repr=False)
 class Loop:
     """Trains a model from ``progress`` to the end of the run, or to the step at which it is stopped.
 
