@@ -128,7 +128,7 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
         """
         if tokens_to_remove > 0:
             raise ValueError(
-                f"crop was called with {tokens_to_remove}; pass the negated number of tokens to remove"
+                f"crop was called with {tokens_to_remove}; pass a negative number, the tokens to remove"
             )
         if tokens_to_remove == 0:
             return

@@ -191,7 +191,7 @@ def test_the_cache_holds_the_sequence_state(family, tiny_model, ids):
             model(more.repeat_interleave(2, 0), **{name: twice}).logits, expected.repeat_interleave(2, 0)
         )
         assert cache.get_seq_length() == 9  # copies are independent
-        with pytest.raises(ValueError, match="negative"):
+        with pytest.raises(ValueError, match="negated"):
             cache.crop(1)
         with pytest.raises(ValueError, match="commits once per window"):
             cache.update(None, None, 0)
@@ -232,7 +232,7 @@ def test_unsupported_arguments_are_refused(family, tiny_model, tiny_spec, ids):
         model(ids, output_attentions=True)
     with pytest.raises(ValueError, match="input_ids or inputs_embeds"):
         model()
-    with pytest.raises(ValueError, match="both positive"):
+    with pytest.raises(ValueError, match=r"\(batch, tokens\)"):
         model(ids[:, :0])
     with pytest.raises(ValueError, match="one flag per token"):
         model(ids, attention_mask=torch.ones(3, 4))

@@ -123,7 +123,7 @@ def test_named_kernels_on_a_cpu_are_an_error(operation, name, monkeypatch):
         operation.choose(name, *CPU_INPUTS[operation])
     module = next(b.module for b in operation.backends if b.name == name)
     monkeypatch.setitem(accelerated._FOUND, module, ModuleType(module))
-    with pytest.raises(ValueError, match="its kernels run on a GPU"):
+    with pytest.raises(ValueError, match="its kernels require a GPU"):
         operation.choose(name, *CPU_INPUTS[operation])
 
 

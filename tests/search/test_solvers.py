@@ -101,5 +101,5 @@ def test_anderson_at_the_fixed_point_stays_finite():
     ],
 )
 def test_options_out_of_range_are_refused(make):
-    with pytest.raises(ValueError, match=r"choose|give"):
+    with pytest.raises(ValueError, match=r"choose|give|must be"):
         make()

@@ -171,12 +171,12 @@ def test_the_newest_complete_checkpoint_of_a_run_is_exported(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["{run}/spec.yaml", "{run}"], "exists already and is not an empty folder"),
+        (["{run}/spec.yaml", "{run}"], "exists and is not an empty folder"),
         (["{run}/spec.yaml", "out", "--checkpoint", "{run}/nowhere"], "no weights at"),
         (["{run}/spec.yaml", "out", "--max-shard-size", "5"], "expected a number with KB, MB or GB"),
         (
             ["word_problem_s3", "out", "--checkpoint", "{run}"],
-            "embedding.weight has shape (6, 16) and should",
+            "embedding.weight has shape (6, 16), expected",
         ),
         (["word_problem", "out"], "did you mean 'word_problem_s3'?"),
     ],

@@ -424,9 +424,9 @@ def _edit(folder: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("damage", "messages"),
     [
-        (_no_folder, ["nowhere is no folder; give one with config.json and weights"]),
-        (_no_config, ["is no checkpoint: it has no config.json"]),
-        (_other_type, ["model_type: 'lama' is unknown to the installed transformers; did you mean 'llama'?"]),
+        (_no_folder, ["nowhere is not a directory; give one with config.json and weights"]),
+        (_no_config, ["is not a pretrained folder: config.json is missing"]),
+        (_other_type, ["model_type: 'lama'", "did you mean 'llama'?"]),
         (_no_weights, ["can't be read", "no file named model.safetensors"]),
         (_cut_short, ["can't be read"]),
         (

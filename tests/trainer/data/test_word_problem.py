@@ -302,7 +302,7 @@ def test_refuses_bad_values() -> None:
         problem.sample(0, 1)
     with pytest.raises(ValueError, match=r"uint8 is too small for a vocabulary of 480; use torch\.int16"):
         problem.sample(1, 1, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="float32 can't hold"):
+    with pytest.raises(ValueError, match="float32"):
         problem.sample(1, 1, dtype=torch.float32)
     stream = WordProblemStream(problem, length=4, seed=0)
     with pytest.raises(ValueError, match="got position -1, count 2"):
