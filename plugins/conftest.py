@@ -64,7 +64,7 @@ def train() -> Callable[..., list[dict[str, Any]]]:
 
 
 @pytest.fixture
-def learn_s3(train, tmp_path) -> Callable[[str], None]:
+def check_learns_s3(train, tmp_path) -> Callable[[str], None]:
     """Return a check that training a spec of the S3 word problem reaches an accuracy of 0.99 at length 32."""
 
     def check(spec: str) -> None:

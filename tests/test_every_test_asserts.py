@@ -21,19 +21,7 @@ ASSERTING_CALL = re.compile(
 )
 
 # Tests without an assertion, as "file::test". Remove an entry when its test asserts; add none.
-EXEMPT = frozenset(
-    {
-        "tests/documentation/test_docs_examples.py::test_pages_run",
-        "tests/documentation/test_docs_examples.py::test_pages_run_with_what_a_gpu_does",
-        "tests/documentation/test_docs_examples.py::test_pages_run_with_what_takes_long",
-        "tests/specs/test_loading.py::test_two_ways_to_one_base_are_no_circle",
-        "tests/test_convergence_warning.py::test_evaluation_gives_none",
-        "tests/test_packaging.py::test_documented_runs_are_valid",
-        "tests/trainer/data/test_groups.py::test_imports_no_torch",
-        "tests/trainer/experiments/test_word_problem_specs.py::test_the_settings_are_in_range",
-        "tests/trainer/test_metrics_and_report.py::test_a_training_length_that_was_not_measured_is_no_mark",
-    }
-)
+EXEMPT: frozenset[str] = frozenset()
 
 
 def unasserting_tests(source: str) -> list[str]:

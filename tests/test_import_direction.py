@@ -31,7 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("implicit_blocks.interfaces", "implicit_blocks.solution", "implicit_blocks.contract_checks"),
     ("implicit_blocks.checkpoints", "implicit_blocks.describing"),
     ("implicit_blocks.specs", "implicit_blocks.registry"),
-    ("implicit_blocks._utils",),
+    ("implicit_blocks._utils", "implicit_blocks.cuda.host_copy"),  # the copy needs torch alone
 )
 
 # Upward imports that exist, as (module, imported module). Remove an entry with its import; add none.
@@ -39,8 +39,6 @@ KNOWN_UPWARD: frozenset[tuple[str, str]] = frozenset(
     {
         # load_model reads a transformers folder through hf; such folders are one of its three sources.
         ("implicit_blocks.checkpoints.load_model", "implicit_blocks.hf.folders"),
-        # Captured graphs build the context of each block.
-        ("implicit_blocks.cuda.map_graphs", "implicit_blocks.models.block"),
         # load_spec accepts a run folder, whose spec checkpoints.find locates.
         ("implicit_blocks.specs.loading", "implicit_blocks.checkpoints.find"),
     }

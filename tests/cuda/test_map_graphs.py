@@ -304,7 +304,7 @@ def test_modules_with_hooks_run_eagerly(captures, where, caplog):
     search()
     assert len(called) >= 8
     assert len(captures) == before
-    assert caplog.text.count("hooks") == 1
+    assert caplog.text.count("have hooks") == 1
     handle.remove()
     called.clear()
     search()

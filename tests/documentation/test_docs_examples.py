@@ -60,6 +60,7 @@ def test_examples_of_a_page_are_valid(path, tmp_path):
 @pytest.mark.parametrize("path", marked(""), ids=name)
 def test_examples_of_a_page_run(path, tmp_path):
     page = examples.blocks(path)
+    assert page
     with examples.folder_of(page, tmp_path):
         examples.run(page, needs=frozenset({""}))
 
@@ -68,6 +69,7 @@ def test_examples_of_a_page_run(path, tmp_path):
 @pytest.mark.parametrize("path", marked("slow"), ids=name)
 def test_slow_examples_of_a_page_run(path, tmp_path):
     page = examples.blocks(path)
+    assert page
     with examples.folder_of(page, tmp_path):
         examples.run(page, needs=frozenset({"", "slow"}))
 
@@ -77,6 +79,7 @@ def test_slow_examples_of_a_page_run(path, tmp_path):
 @pytest.mark.parametrize("path", marked("gpu"), ids=name)
 def test_gpu_examples_of_a_page_run(path, tmp_path):
     page = examples.blocks(path)
+    assert page
     with examples.folder_of(page, tmp_path):
         examples.run(page, needs=frozenset({"", "gpu"}))
 

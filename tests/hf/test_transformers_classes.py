@@ -191,7 +191,7 @@ def test_the_cache_holds_the_sequence_state(family, tiny_model, ids):
             model(more.repeat_interleave(2, 0), **{name: twice}).logits, expected.repeat_interleave(2, 0)
         )
         assert cache.get_seq_length() == 9  # copies are independent
-        with pytest.raises(ValueError, match="negated"):
+        with pytest.raises(ValueError, match="negative"):
             cache.crop(1)
         with pytest.raises(ValueError, match="commits once per window"):
             cache.update(None, None, 0)

@@ -194,7 +194,7 @@ def test_a_component_that_exits_the_program_is_an_error(tmp_path, capsys):
     assert main([*arguments, *changes]) == 1
     message = capsys.readouterr().err
     assert "test_broken_at_run_time.py" in message
-    assert "ended the program by sys.exit(0) in the middle of the run" in message
+    assert "called sys.exit(0) during the run" in message
 
 
 # -------------------------------------------------------------------------------------- builders

@@ -346,7 +346,7 @@ def test_prefix_commit_and_windows_save_work_if_tokens_converge_one_after_the_ot
 
 
 def test_the_spec_refuses_prefix_commit_with_scope_sequence_and_empty_windows():
-    with pytest.raises(ValueError, match="scope 'sequence' does not look at"):
+    with pytest.raises(ValueError, match="scope 'sequence' does not determine"):
         ib.ImplicitLMSpec(
             vocab_size=19,
             d_model=16,

@@ -96,7 +96,8 @@ class TestExtends:
         write("base.yaml", SMALL)
         write("left.yaml", "extends: base\nmodel: {n_layers: 2}")
         write("right.yaml", "extends: base\ntraining: {batch_size: 4}")
-        load_spec(write("both.yaml", "extends: [left, right]"))
+        spec = load_spec(write("both.yaml", "extends: [left, right]"))
+        assert (spec.model.n_layers, spec.training.batch_size) == (1, 4)  # right comes last, with its base
 
     def test_circular_extends_are_rejected(self, write: Write) -> None:
         write("a.yaml", "model: {}\nextends: b")

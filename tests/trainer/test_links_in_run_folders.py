@@ -211,7 +211,7 @@ def test_a_data_manifest_stays_in_its_folder(tmp_path: Path) -> None:
         ],
     }
     write_json(tmp_path / "manifest.json", manifest)
-    with pytest.raises(ValueError, match=r"'\.\./a\.bin' is not the name of a file in this folder"):
+    with pytest.raises(ValueError, match=r"'\.\./a\.bin' is not the name of a file in this directory"):
         read_manifest(tmp_path)
 
 

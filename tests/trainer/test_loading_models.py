@@ -96,7 +96,7 @@ def test_a_pretrained_folder_is_loaded(run: Path, tmp_path: Path) -> None:
         (lambda place: place, "has no model spec"),
         (lambda place: _run_without_checkpoints(place), "has no checkpoint yet"),
         (lambda place: _not_a_model(place), "is not the spec of a model"),
-        (lambda place: _run_without_checkpoints(place) / "spec.yaml", "is a spec, which has no weights"),
+        (lambda place: _run_without_checkpoints(place) / "spec.yaml", "is a spec without weights"),
     ],
     ids=["nothing", "an empty folder", "a run without checkpoints", "a spec of something else", "a spec"],
 )

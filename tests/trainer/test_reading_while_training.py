@@ -177,6 +177,6 @@ def test_a_refused_run_leaves_no_folder(
     small: Small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="nothing at"):
+    with pytest.raises(ValueError, match="does not exist"):
         build(small({"training.init_from": {"path": "nowhere"}}), name="mine", device="cpu")
     assert list(tmp_path.iterdir()) == []

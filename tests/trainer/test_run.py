@@ -152,13 +152,13 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_loaded(
     damaged = folder / "checkpoints" / "step-00000007"
     content = (damaged / "__0_0.distcp").read_bytes()
     (damaged / "__0_0.distcp").write_bytes(content[:-10])
-    with pytest.raises(CheckpointError, match=r"step-00000007: __0_0\.distcp is cut short"):
+    with pytest.raises(CheckpointError, match=r"step-00000007: __0_0\.distcp is truncated"):
         build(small(CURRICULUM), output=folder, device="cpu", checkpoint="step-00000007")
     capsys.readouterr()
     build(small(CURRICULUM), output=folder, device="cpu", resume=True).train()
     shown = capsys.readouterr().out
     assert "WARNING: checkpoint" in shown
-    assert "__0_0.distcp is cut short" in shown
+    assert "__0_0.distcp is truncated" in shown
     assert "resuming from step-00000006" in shown
     assert losses(folder) == losses(whole)
     assert (folder / "checkpoints" / "left-step-00000007").is_dir()
@@ -460,7 +460,7 @@ def test_a_truncated_manifest_is_named(whole: Path, small: Small, tmp_path: Path
     shutil.copytree(whole, folder)
     metrics = (folder / "metrics.jsonl").read_text()
     (folder / "manifest.json").write_text('{"name": ')
-    with pytest.raises(RunFolderError, match=r"manifest\.json is cut short .* move it away to continue"):
+    with pytest.raises(RunFolderError, match=r"manifest\.json is truncated .* move it away to continue"):
         build(small(CURRICULUM), output=folder, device="cpu", resume=True)
     assert (folder / "metrics.jsonl").read_text() == metrics
 

@@ -27,15 +27,11 @@ from transformers import AutoConfig, AutoModelForCausalLM  # after the skip
 from trainer.baselines.transformers_model import TransformersLM
 
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
-        "attention_dropout": 0.1,
-    },
+    "llama": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+              "attention_dropout": 0.1},
     "mamba": {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "tie_word_embeddings": True},
-    "mamba2": {
-        "hidden_size": 16, "num_hidden_layers": 2, "state_size": 8, "head_dim": 8, "num_heads": 4,
-        "n_groups": 1, "chunk_size": 8, "tie_word_embeddings": True,
-    },
+    "mamba2": {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 8, "head_dim": 8, "num_heads": 4,
+               "n_groups": 1, "chunk_size": 8, "tie_word_embeddings": True},
     "rwkv": {"hidden_size": 16, "num_hidden_layers": 3, "rescale_every": 1},
 }  # fmt: skip
 ARCHITECTURES = list(CONFIGS)

@@ -197,12 +197,12 @@ def test_prepared_data_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             read_published(path)
     array = np.array([Ran(), Ran()], dtype=object)
     np.save(tmp_path / "tokens.npy", array, allow_pickle=True)
-    with pytest.raises(ValueError, match=r"can't be read as \.npy"):
+    with pytest.raises(ValueError, match=r"cannot be read as \.npy"):
         open_shards(tmp_path / "tokens.npy")
     (tmp_path / "tokens.npy").write_bytes(b"\x93NUMPY\x01\x00\x10\x00{'descr': open(}\n")
-    with pytest.raises(ValueError, match=r"can't be read as \.npy"):
+    with pytest.raises(ValueError, match=r"cannot be read as \.npy"):
         open_shards(tmp_path / "tokens.npy")
     (tmp_path / "tokens.npy").write_bytes(pickle.dumps(Ran()))
-    with pytest.raises(ValueError, match=r"can't be read as \.npy"):
+    with pytest.raises(ValueError, match=r"cannot be read as \.npy"):
         open_shards(tmp_path / "tokens.npy")
     assert not (tmp_path / "ran").exists()

@@ -16,7 +16,7 @@ MOST_TAPS = 4
 
 def _refuses(x_BLC: Tensor, weight_CW: Tensor, documents_BL: Tensor | None) -> str:
     if not x_BLC.is_cuda:
-        return "its kernels run on a GPU"
+        return "its kernels require a GPU"
     if x_BLC.dtype == torch.float64:
         return "its kernels do not support float64"
     if documents_BL is not None:

@@ -36,7 +36,7 @@ def kernels() -> ModuleType:
 
 def _refuses(x_BLHP: Tensor, initial_state_BHPN: Tensor | None, documents_BL: Tensor | None) -> str:
     if not x_BLHP.is_cuda:
-        return "its kernels run on a GPU"
+        return "its kernels require a GPU"
     if x_BLHP.dtype == torch.float64:
         return "its kernels do not support float64"
     if documents_BL is not None and initial_state_BHPN is not None and x_BLHP.shape[1] > 1:

@@ -35,8 +35,8 @@ def test_a_resumed_run_equals_the_uninterrupted_run_bit_for_bit(train, tmp_path)
 
 
 @pytest.mark.slow
-def test_training_the_zoo_spec_learns_s3(learn_s3):
-    learn_s3(SPEC)
+def test_training_the_zoo_spec_learns_s3(check_learns_s3):
+    check_learns_s3(SPEC)
 
 
 def test_looking_up_the_kind_imports_no_torch():

@@ -34,8 +34,8 @@ def test_the_loss_falls_and_the_metrics_contain_the_error(train, tmp_path):
 
 
 @pytest.mark.slow
-def test_training_the_zoo_spec_learns_s3(learn_s3):
-    learn_s3(SPEC)
+def test_training_the_zoo_spec_learns_s3(check_learns_s3):
+    check_learns_s3(SPEC)
 
 
 def test_looking_up_the_kinds_imports_no_torch():

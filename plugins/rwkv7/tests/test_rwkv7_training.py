@@ -22,5 +22,5 @@ def test_the_loss_falls(check_loss_falls):
 
 
 @pytest.mark.slow
-def test_training_the_zoo_spec_learns_s3(learn_s3):
-    learn_s3(SPEC)
+def test_training_the_zoo_spec_learns_s3(check_learns_s3):
+    check_learns_s3(SPEC)

@@ -185,4 +185,4 @@ def test_a_group_given_by_table_equals_the_named_group() -> None:
 
 def test_imports_no_torch() -> None:
     code = "import sys; import trainer.data.groups; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -307,7 +307,7 @@ def test_refuses_bad_values() -> None:
     stream = WordProblemStream(problem, length=4, seed=0)
     with pytest.raises(ValueError, match="got position -1, count 2"):
         stream.batch(-1, 2)
-    with pytest.raises(ValueError, match="rank 2 is not one of 2 ranks"):
+    with pytest.raises(ValueError, match="rank must be from 0 to world_size - 1 = 1, got 2"):
         rank_share(4, rank=2, world_size=2)
     with pytest.raises(ValueError, match="seed -1 is out of range"):
         WordProblemStream(problem, length=4, seed=-1)

@@ -57,7 +57,7 @@ def test_a_finished_run_without_its_last_checkpoint_is_not_measured(
     finished = runs.train(spec, tmp_path / "one", name="one", device="cpu")
     last = tmp_path / "one" / "checkpoints" / "step-00000002" / "__0_0.distcp"
     last.write_bytes(last.read_bytes()[:-10])
-    with pytest.raises(CheckpointError, match=r"trained for 2 steps, but .* is step-00000001 \(.*cut short"):
+    with pytest.raises(CheckpointError, match=r"trained for 2 steps, but .* is step-00000001 \(.*truncated"):
         runs.load_model(finished, torch.device("cpu"))
     assert runs.find_trained_run(tmp_path / "one")[2].name == "step-00000001"
     assert "using step-00000001 instead" in capsys.readouterr().err

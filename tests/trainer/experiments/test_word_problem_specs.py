@@ -143,7 +143,9 @@ def test_settings_out_of_range_are_refused(changes: dict[str, Any], message: str
 
 @pytest.mark.parametrize("named", SETTINGS, ids="-".join)
 def test_the_settings_are_in_range(named: tuple[str, str]) -> None:
-    SETTINGS[named].require()
+    settings = SETTINGS[named]
+    settings.require()
+    assert settings.groups
 
 
 def test_explicit_models_start_with_mamba2s_usual_heads() -> None:
