@@ -109,6 +109,12 @@ class Mamba2Spec(MixerSpec):
         shapes["norm.weight"] = (d_inner,)
         return shapes | linear_shapes("out_proj", d_model, d_inner, bias=self.bias)
 
+    def state_bytes(self, d_model: int, *, tokens: int, itemsize: int) -> int:
+        """Count the convolution's last inputs, and h in float32 or better; both are of constant size."""
+        d_inner = self.expand * d_model
+        convolved = d_inner + 2 * self.n_groups * self.d_state
+        return (self.d_conv - 1) * convolved * itemsize + d_inner * self.d_state * max(itemsize, 4)
+
     def headline(self, d_model: int) -> str:
         """Summarize heads, state and convolution."""
         groups = "" if self.n_groups == 1 else f", {self.n_groups} groups"
@@ -156,8 +162,12 @@ class RopeScaling(Spec):
         return self
 
 
+VALUE_GATE_CHANNELS = 32
+"""Channels of the normed block input that the gate of value embeddings reads."""
+
+
 class AttentionSpec(MixerSpec):
-    """Causal attention with rotary position embeddings and optional grouped heads."""
+    """Attention with rotary position embeddings, causal by default, with optional grouped heads."""
 
     kind: Literal["attention"] = "attention"
     n_heads: PositiveInt
@@ -170,8 +180,18 @@ class AttentionSpec(MixerSpec):
     """Scaling of the wavelengths; null: none."""
     head_dim: PositiveInt | None = None
     """Width of a head, even; null: d_model / n_heads."""
-    bias: bool = False
-    """Whether the projections (q, k and v; out) have biases."""
+    bias: bool | Literal["qkv", "qk"] = False
+    """Biases: true: of all projections; `qkv`: of queries, keys and values; `qk`: of queries and keys."""
+    qk_norm: Literal["none", "weighted", "unweighted"] = "none"
+    """RMS norm of each head of queries and keys before the rotation, with or without learned weights."""
+    qk_norm_eps: PositiveFloat = 1e-6
+    """Added to the mean square in that norm."""
+    clip_qkv: PositiveFloat | None = None
+    """Largest absolute value of queries, keys and values, which are clamped before norm and rotation."""
+    causal: bool = True
+    """Whether tokens attend only to themselves and earlier tokens; false excludes windows and decoding."""
+    value_embeddings: PositiveInt | None = None
+    """Rows of a table of token embeddings added to the values, one per token ID; null: no table."""
     backend: Literal["auto", "torch", "sdpa", "flash-attn", "flex", "xformers"] = "auto"
     """Backend of attention. `auto`: chosen by installed packages, device and shapes; others: required."""
 
@@ -186,7 +206,13 @@ class AttentionSpec(MixerSpec):
         return self
 
     def check(self, d_model: int) -> None:
-        """Check that `n_heads` divides the width into heads of an even width, or that `head_dim` is even."""
+        """Check the width of the heads, which must be even, and that the gate of value embeddings fits."""
+        if self.value_embeddings is not None and d_model < VALUE_GATE_CHANNELS:
+            raise ValueError(
+                f"d_model {d_model} is below {VALUE_GATE_CHANNELS}, the number of channels that the gate of "
+                f"value_embeddings reads; choose a d_model of at least {VALUE_GATE_CHANNELS}, or "
+                "value_embeddings null"
+            )
         if self.head_dim is not None:
             if self.head_dim % 2:
                 raise ValueError(
@@ -209,29 +235,72 @@ class AttentionSpec(MixerSpec):
         """Return the width of a head."""
         return self.head_dim or d_model // self.n_heads
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens attend only to themselves and earlier tokens."""
+        return self.causal
+
+    @property
+    def has_input_bias(self) -> bool:
+        """Whether the projection of queries, keys and values has a bias."""
+        return self.bias is True or self.bias == "qkv"
+
+    @property
+    def has_output_bias(self) -> bool:
+        """Whether the output projection has a bias."""
+        return self.bias is True
+
     def injection_width(self, d_model: int) -> int:
         """Return the width of queries, keys and values."""
         return (self.n_heads + 2 * (self.n_kv_heads or self.n_heads)) * self.head_width(d_model)
 
     def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the projections: q, k and v; out."""
-        attended = self.n_heads * self.head_width(d_model)
-        projected = linear_shapes("in_proj", self.injection_width(d_model), d_model, bias=self.bias)
-        return projected | linear_shapes("out_proj", d_model, attended, bias=self.bias)
+        """Return the shapes of the projections (q, k and v; out) and of the options' parameters."""
+        width, kv_heads = self.head_width(d_model), self.n_kv_heads or self.n_heads
+        shapes: dict[str, tuple[int, ...]] = {}
+        if self.bias == "qk":
+            shapes["qk_bias"] = ((self.n_heads + kv_heads) * width,)
+        shapes |= linear_shapes("in_proj", self.injection_width(d_model), d_model, bias=self.has_input_bias)
+        shapes |= linear_shapes("out_proj", d_model, self.n_heads * width, bias=self.has_output_bias)
+        if self.qk_norm == "weighted":
+            shapes |= {"q_norm.weight": (width,), "k_norm.weight": (width,)}
+        if self.value_embeddings is not None:
+            shapes |= linear_shapes("value_gate", kv_heads, VALUE_GATE_CHANNELS, bias=False)
+            shapes["value_embedding.weight"] = (self.value_embeddings, kv_heads * width)
+        return shapes
+
+    def state_bytes(self, d_model: int, *, tokens: int, itemsize: int) -> int:
+        """Count the keys and values of all tokens."""
+        return 2 * tokens * (self.n_kv_heads or self.n_heads) * self.head_width(d_model) * itemsize
 
     def headline(self, d_model: int) -> str:
-        """Summarize heads and positions."""
+        """Summarize heads, positions and options."""
         shared = "" if self.n_kv_heads is None else f", {self.n_kv_heads} of keys and values"
         scaled = "" if self.rope_scaling is None else f", {self.rope_scaling.rope_type} scaling"
+        options = [
+            "" if self.causal else "bidirectional",
+            "" if self.qk_norm == "none" else f"{self.qk_norm} qk norm",
+            "" if self.clip_qkv is None else f"q, k, v up to {self.clip_qkv:g}",
+            f"bias {self.bias}" if isinstance(self.bias, str) else "",
+            "" if self.value_embeddings is None else f"{self.value_embeddings} value embeddings",
+        ]
         return (
             f"{self.n_heads} heads of {self.head_width(d_model)}{shared}, RoPE θ {self.rope_theta:g}{scaled}"
+            + "".join(f", {option}" for option in options if option)
         )
 
     def flops_per_token(self, d_model: int, length: int) -> float:
-        """Count the projections, and scores and sums over (length + 1) / 2 keys, the causal average."""
+        """Count the projections, and scores and sums over all keys.
+
+        Causal attention has (length + 1) / 2 keys on average.
+        """
         attended = self.n_heads * self.head_width(d_model)
         projections = 2 * d_model * (self.injection_width(d_model) + attended)
-        return float(projections + 2 * attended * (length + 1))
+        gates = 2 * VALUE_GATE_CHANNELS * (self.n_kv_heads or self.n_heads)
+        keys_twice = length + 1 if self.causal else 2 * length
+        return float(
+            projections + 2 * attended * keys_twice + (0 if self.value_embeddings is None else gates)
+        )
 
 
 class HybridSpec(MixerSpec):
@@ -240,6 +309,11 @@ class HybridSpec(MixerSpec):
     kind: Literal["hybrid"] = "hybrid"
     mixers: Annotated[tuple[MixerSpec, ...], Field(min_length=2)]
     """The mixers, two or more; each has its own part of the injection and its own state."""
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether all mixers are causal."""
+        return all(mixer.is_causal for mixer in self.mixers)
 
     def check(self, d_model: int) -> None:
         """Check every mixer."""
@@ -262,6 +336,10 @@ class HybridSpec(MixerSpec):
                 return None
             found |= {f"mixers.{number}.{name}": shape for name, shape in shapes.items()}
         return found
+
+    def state_bytes(self, d_model: int, *, tokens: int, itemsize: int) -> int | None:
+        """Return the sum of the mixers' states."""
+        return total(mixer.state_bytes(d_model, tokens=tokens, itemsize=itemsize) for mixer in self.mixers)
 
     def headline(self, d_model: int) -> str:
         """Summarize each mixer's kind and sizes."""

@@ -24,7 +24,8 @@ from implicit_blocks.specs import HybridSpec
 class Hybrid(Mixer):
     """``Σ_i mixer_i(z, u_i)``: each mixer has its part of the injection and its own state.
 
-    An optional capability (truncation, slots) requires that all mixers have it.
+    An optional capability (truncation, slots) requires that all mixers have it; the sum is causal if all
+    mixers are.
 
     Args:
         spec: the specs of the mixers.
@@ -37,6 +38,8 @@ class Hybrid(Mixer):
         spec.check(d_model)
         self.mixers = nn.ModuleList(build(part, d_model=d_model) for part in spec.mixers)
         self.truncates = all(mixer.truncates for mixer in self._each())  # type: ignore[misc]  # known by instance
+        self.causal = all(mixer.causal for mixer in self._each())
+        self.needs_token_ids = any(mixer.needs_token_ids for mixer in self._each())
 
     def _each(self) -> list[Mixer]:
         return list(self.mixers)  # type: ignore[arg-type]  # all of them are Mixers

@@ -1,4 +1,4 @@
-"""Causal attention: the mixer and its slot states."""
+"""Attention: the mixer and its slot states."""
 
 from implicit_blocks.mixers.attention.mixer import Attention
 

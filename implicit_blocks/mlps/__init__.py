@@ -1,0 +1,44 @@
+"""MLPs beside SwiGLU: components that process each token separately. Their specs are in this file.
+
+Importing this package imports no torch; the classes are imported on first use. The registration is in
+``implicit_blocks.models.specs``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from implicit_blocks.specs.families import MLPSpec, linear_shapes
+
+Activation = Literal["relu", "relu2", "half_relu2", "gelu", "gelu_tanh", "silu"]
+
+
+class FeedForwardSpec(MLPSpec):
+    """``W_out act(W_in z)``, or gated ``W_out (act(W_gate z) · W_up z)``."""
+
+    kind: Literal["mlp"] = "mlp"
+    d_ff: PositiveInt
+    """Hidden width."""
+    activation: Activation = "gelu"
+    """`relu2` is ``relu(x)²``, `half_relu2` its half, `gelu_tanh` the tanh approximation of `gelu`."""
+    gated: bool = False
+    """Whether the activation gates a second projection; with `silu` this equals kind `swiglu`."""
+    bias: bool = False
+    """Whether the layers have biases."""
+
+    def parameter_shapes(self, d_model: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the two projections, or of the three of a gated MLP."""
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name in ("gate_proj", "up_proj") if self.gated else ("in_proj",):
+            shapes |= linear_shapes(name, self.d_ff, d_model, bias=self.bias)
+        return shapes | linear_shapes("out_proj", d_model, self.d_ff, bias=self.bias)
+
+    def headline(self, d_model: int) -> str:
+        """Return hidden width and activation."""
+        return f"hidden width {self.d_ff}, {'gated ' if self.gated else ''}{self.activation}"
+
+    def flops_per_token(self, d_model: int, length: int) -> float:
+        """Count two matrix products, or three."""
+        return float((6 if self.gated else 4) * d_model * self.d_ff)
