@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,8 @@ from implicit_blocks.contract_checks import shape_and_type
 from implicit_blocks.gradients import Phantom
 from implicit_blocks.interfaces import GradientEstimator, Map, Solver
 from implicit_blocks.ops.transforms import is_transformed
-from implicit_blocks.search.convergence_watch import (
-    ConvergenceWarning,
-    ConvergenceWatch,
-    adjoint_watch,
-    expects_convergence,
-    search_watch,
-)
+from implicit_blocks.search.convergence_watch import ConvergenceWarning, expects_convergence
+from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.search.search import solve_fixed_point as solve_fixed_point  # also imported from here
 from implicit_blocks.solution import Solution
 from implicit_blocks.solvers import Picard
@@ -38,11 +33,14 @@ class FixedPoint(nn.Module):
     ```
 
     Rows of the batch are solved in parallel and stop independently. A search that does not converge raises no
-    error: check ``solution.converged``. If more than a quarter of the rows of 20 calls in training don't
-    converge, a ``ConvergenceWarning`` reports the share, once per layer for its searches and once for its
-    adjoints. Searches of fewer than 8 iterations or with the tolerance 0 are assumed to be cut off
-    deliberately and give no warning. Under autocast ``z`` keeps the type of its start, whatever the type in
-    which ``f`` computes.
+    error: check ``solution.converged``. The first search in training in which a row does not converge gives a
+    ``ConvergenceWarning``, and so does the first such adjoint solve in backward: one of each per layer.
+    Searches of fewer than 8 iterations or with the tolerance 0 are assumed to be cut off deliberately and
+    give no warning. Under autocast ``z`` keeps the type of its start, whatever the type in which ``f``
+    computes.
+
+    With ``returns="tensor"`` a call returns the fixed point alone, so that the layer fits ``nn.Sequential``;
+    the warnings are then the only sign of a search that does not converge.
 
     Args:
         f: any callable ``f(z, x)`` that returns ``z``'s shape, each row from its own row; a module's
@@ -50,6 +48,7 @@ class FixedPoint(nn.Module):
         solver: Picard by default.
         gradient: phantom with its defaults. Used if gradients are enabled; otherwise only the search runs.
         stopping: tolerance, iterations, norm, scope.
+        returns: ``"solution"``, or ``"tensor"`` for its ``z`` alone.
 
     Raises:
         ValueError: a solver, gradient or stopping of another type, such as its name or its spec.
@@ -63,6 +62,7 @@ class FixedPoint(nn.Module):
         solver: Solver | None = None,
         gradient: GradientEstimator | None = None,
         stopping: Stopping | None = None,
+        returns: Literal["solution", "tensor"] = "solution",
     ) -> None:
         super().__init__()
         if not callable(f):
@@ -74,14 +74,25 @@ class FixedPoint(nn.Module):
         self.solver = solver if solver is not None else Picard()
         self.gradient = gradient if gradient is not None else Phantom()
         self.stopping = stopping if stopping is not None else Stopping()
-        self._search_watch, self._adjoint_watch = search_watch(), adjoint_watch()
+        if returns not in ("solution", "tensor"):
+            raise ValueError(f"returns is {returns!r}; choose 'solution' or 'tensor'")
+        self.returns = returns
+        self._warned: set[str] = set()
 
     def extra_repr(self) -> str:
         """Return the solver, gradient and stopping rule for the module's representation."""
         return f"solver={self.solver!r}, gradient={self.gradient!r}, stopping={self.stopping!r}"
 
-    def forward(self, x: Any, z0: Any = None, *, trace: bool = False) -> Solution:
-        """Solve for the fixed point.
+    def forward(
+        self,
+        x: Any,
+        z0: Any = None,
+        *,
+        trace: bool = False,
+        tolerance: float | None = None,
+        max_iterations: int | None = None,
+    ) -> Any:
+        """Solve for the fixed point; return the ``Solution``, or with ``returns="tensor"`` its ``z``.
 
         Args:
             x: passed to ``f`` unchanged: a tensor, or any object if ``z0`` is given.
@@ -89,34 +100,46 @@ class FixedPoint(nn.Module):
                 tuple, list or dict of tensors that lead with B and share a type. ``f`` then receives and
                 returns this structure, the solution's ``z`` has it, and residuals cover all of it.
             trace: keep the residual of every iteration.
+            tolerance: of this call's search; None: that of ``stopping``.
+            max_iterations: of this call's search; None: that of ``stopping``.
 
         Raises:
-            ValueError: if there is no start, if it is empty, not floating-point or inconsistent, or if ``f``
-                returns another shape or structure.
+            ValueError: if there is no start, if it is empty, not floating-point or inconsistent, if ``f``
+                returns another shape or structure, if ``tolerance`` or ``max_iterations`` is out of range, or
+                if a tensor alone would drop the penalty of the gradient estimator.
 
         """
+        stopping = SearchOptions(tolerance=tolerance, max_iterations=max_iterations).stopping(self.stopping)
         if z0 is None:
             if not isinstance(x, Tensor):
                 raise ValueError(f"x is a {type(x).__name__}, not a tensor; give the start z0")
             z0 = torch.zeros_like(x)
         if isinstance(z0, Tensor):
-            return self._solve(lambda z: self._checked(z, x), z0, trace)
-        return self._solve_structure(x, z0, trace)
+            solution = self._solve(lambda z: self._checked(z, x), z0, stopping, trace)
+        else:
+            solution = self._solve_structure(x, z0, stopping, trace)
+        if self.returns == "solution":
+            return solution
+        if solution.penalty is not None:
+            raise ValueError(
+                f"gradient {self.gradient!r} has a penalty, which returns='tensor' would drop; choose "
+                "returns='solution' and add solution.penalty.mean() to the loss"
+            )
+        return solution.z
 
-    def _solve(self, f: Map, z0: Tensor, trace: bool) -> Solution:
+    def _solve(self, f: Map, z0: Tensor, stopping: Stopping, trace: bool) -> Solution:
         solution = solve_fixed_point(
-            f, z0, solver=self.solver, gradient=self.gradient, stopping=self.stopping, trace=trace
+            f, z0, solver=self.solver, gradient=self.gradient, stopping=stopping, trace=trace
         )
         if torch.is_grad_enabled() and solution.z.requires_grad and not is_transformed():
-            rule = self.stopping
             if expects_convergence(
                 searches=self.gradient.searches,
-                tolerance=rule.tolerance,
-                max_iterations=rule.max_iterations,
+                tolerance=stopping.tolerance,
+                max_iterations=stopping.max_iterations,
             ):
-                _watch(self._search_watch, solution)
+                _warn_once(self._warned, "a search", solution)
             if solution.adjoint is not None:
-                solution.adjoint.listeners.append(partial(_watch, self._adjoint_watch))
+                solution.adjoint.listeners.append(partial(_warn_once, self._warned, "an adjoint solve"))
         return solution
 
     def _checked(self, z: Tensor, x: Any) -> Tensor:
@@ -129,7 +152,7 @@ class FixedPoint(nn.Module):
             )
         return _in_type_of(z, fz)
 
-    def _solve_structure(self, x: Any, z0: Any, trace: bool) -> Solution:
+    def _solve_structure(self, x: Any, z0: Any, stopping: Stopping, trace: bool) -> Solution:
         leaves, structure = pytree.tree_flatten(z0)
         _check_start(leaves)
         shapes = [leaf.shape for leaf in leaves]
@@ -150,16 +173,40 @@ class FixedPoint(nn.Module):
             return pytree.tree_unflatten(parts, structure)
 
         start = torch.cat([leaf.reshape(leaf.shape[0], -1) for leaf in leaves], dim=1)
-        solution = self._solve(lambda z: _in_type_of(z, pack(self.f(unpack(z), x))), start, trace)
+        solution = self._solve(lambda z: _in_type_of(z, pack(self.f(unpack(z), x))), start, stopping, trace)
         return solution.with_value(unpack(solution.z))
 
 
-def _watch(watch: ConvergenceWatch, solution: Solution) -> None:
-    """Warn if a layer's solves don't converge; copies one number per solve from the device."""
-    if not watch.reported and not solution.converged.is_meta:
-        message = watch.add(1.0 - solution.converged.float().mean().item())
-        if message is not None:
-            warnings.warn(f"FixedPoint: {message}", ConvergenceWarning, stacklevel=5)
+_REMEDIES = {
+    "a search": (
+        "the layer is trained at a point that is not a fixed point: raise max_iterations or tolerance of its "
+        "stopping, lower the solver's damping, or choose another solver"
+    ),
+    "an adjoint solve": (
+        "the gradient is not that of the fixed point: raise max_iterations of the gradient's stopping, "
+        "choose another solver for it, or use the gradient Phantom"
+    ),
+}
+
+
+def _warn_once(warned: set[str], what: str, solution: Solution) -> None:
+    """Warn of a layer's first search, or adjoint solve, with rows that have not converged.
+
+    Until then it copies one number per solve from the device.
+    """
+    if what in warned or solution.converged.is_meta:
+        return
+    unconverged = int((~solution.converged).sum())
+    if unconverged:
+        warned.add(what)
+        rows, calls = solution.converged.numel(), int(solution.iterations.max())
+        warnings.warn(
+            f"FixedPoint: {unconverged} of {rows} rows did not converge in {what} of {calls} iterations "
+            f"(largest residual {float(solution.residual.max()):.2g}); {_REMEDIES[what]}. This layer warns "
+            "of it once",
+            ConvergenceWarning,
+            stacklevel=6,
+        )
 
 
 def _check_start(leaves: list[Any]) -> None:

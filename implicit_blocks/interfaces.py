@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from typing import Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,11 @@ from implicit_blocks._utils.padding import PaddingPermutation, of_last_real
 from implicit_blocks.registry import build
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import ComponentSpec, Stopping
+
+if TYPE_CHECKING:
+    from implicit_blocks.search.agreement import Agreement
+    from implicit_blocks.search.loops import LoopCounts
+    from implicit_blocks.search.search import Search
 
 _Made = TypeVar("_Made")
 State = Any  # a tensor, or nested tuples, lists and dicts of tensors
@@ -117,17 +122,32 @@ class Solver(Component, ABC):
         """
 
 
+@runtime_checkable
+class SearchingSolver(Protocol):
+    """A solver with its own stopping rule, which ``Search`` calls instead of its loop.
+
+    For published rules whose stopping is part of their definition. It reads ``stopping``, ``valid``,
+    ``trace``, ``trajectory`` and ``agree`` of the search, and documents what it departs from.
+    """
+
+    def run(self, f: Map, z0: Tensor, search: Search, /) -> Solution:
+        """Search for ``z = f(z)`` from ``z0`` (B, …), without gradients, which are disabled."""
+
+
 class SearchLike(Protocol):
     """The search passed to a gradient estimator; ``implicit_blocks.search.search.Search`` is one."""
 
     solver: Solver
     stopping: Stopping
     valid: Tensor | None
+    agree: Agreement | None
+    loops: LoopCounts | None
+    trajectory: tuple[int, ...]
 
     def __call__(self, f: Map, z0: Tensor, /) -> Solution:
         """Search for ``z = f(z)`` from ``z0`` without recording gradients."""
 
-    def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
+    def report(self, z: Tensor, fz: Tensor, *, iterations: int | Tensor) -> Solution:
         """Return a solution for a given pair ``z``, ``f(z)``, both (B, …), measured as in a search."""
 
 
@@ -135,8 +155,10 @@ class GradientEstimator(Component, ABC):
     """Defines which part of the search for a fixed point is differentiated, and how.
 
     Exact: ``implicit_function``, by the implicit function theorem, and ``unrolled``, through the steps
-    taken. Biased and cheaper: ``phantom``, through a few steps after the search. A new estimator documents
-    whether it is exact, and its formula; ``implicit_blocks.testing.check_gradient`` tests it.
+    taken. Biased and cheaper: ``phantom``, through a few steps after the search, ``last_loops``, through the
+    last of a fixed number of loops, and ``one_step_adjoint``, one step of the adjoint equation. A new
+    estimator documents whether it is exact, and its formula; ``implicit_blocks.testing.check_gradient`` tests
+    it.
     """
 
     searches: bool = True
@@ -163,7 +185,8 @@ class Window:
     into a row. Both include the committed tokens, T = start + length, and are None where there is no padding
     or a single document. ``gaps`` is False where no padding separates two tokens of a row. ``dtype`` is that
     of the residual stream. ``u_rows_BL`` (B, L) int64 has the row of the injection table for each token,
-    where all mixers support such a table (``Mixer.supports_injection_table``).
+    where all mixers support such a table (``Mixer.supports_injection_table``). ``ids_BL`` (B, L) int64 has
+    the token IDs, where a mixer needs them (``Mixer.needs_token_ids``).
     """
 
     batch_size: int
@@ -175,6 +198,7 @@ class Window:
     gaps: bool = True
     dtype: torch.dtype = torch.float32
     u_rows_BL: Tensor | None = None
+    ids_BL: Tensor | None = None
     shared: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -229,6 +253,7 @@ class Window:
             valid_BT=None if self.valid_BT is None else self.valid_BT[:, :end],
             documents_BT=None if self.documents_BT is None else self.documents_BT[:, :end],
             u_rows_BL=None if self.u_rows_BL is None else self.u_rows_BL[:, first:stop],
+            ids_BL=None if self.ids_BL is None else self.ids_BL[:, first:stop],
             shared={},
         )
 
@@ -242,6 +267,7 @@ class Window:
             valid_BT=None if self.valid_BT is None else self.valid_BT[rows],
             documents_BT=None if self.documents_BT is None else self.documents_BT[rows],
             u_rows_BL=None if self.u_rows_BL is None else self.u_rows_BL[rows],
+            ids_BL=None if self.ids_BL is None else self.ids_BL[rows],
             shared={},
         )
 
@@ -294,7 +320,9 @@ class Mixer(nn.Module, ABC):
     with any ``z``, and never changes the state; ``advance``, called once the window's fixed point is known,
     also returns the state after the window. A mixer is causal: a token's output depends neither on later
     tokens, nor on padding, nor on other documents packed into its row. ``prepare`` may raise ValueError for
-    packed documents, but must accept padding, which every batch of unequal rows has.
+    packed documents, but must accept padding, which every batch of unequal rows has. A bidirectional mixer
+    (``causal`` is False) mixes a whole sequence as one window, and ``prepare`` raises ValueError for windows
+    after committed tokens.
 
     A mixer is built as ``MyMixer(spec, d_model=…)`` and must build on the meta device; ``reset_parameters``
     initializes its own parameters (other than those of its submodules).
@@ -302,6 +330,10 @@ class Mixer(nn.Module, ABC):
 
     truncates: ClassVar[bool] = False
     """Whether ``truncate`` can remove committed tokens; a recurrent state cannot be truncated."""
+    causal: bool = True
+    """Whether a token's output is independent of later tokens; windows and decoding require it."""
+    needs_token_ids: bool = False
+    """Whether ``prepare`` needs the token IDs of the window (``Window.ids_BL``)."""
 
     @property
     @abstractmethod

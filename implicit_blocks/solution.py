@@ -45,7 +45,9 @@ class Solution:
     prefix scope the ``token_…`` fields (B, L) report each token, and a row's entry is that of its worst
     token; otherwise they are None. ``trace`` (iterations, B) or (iterations, B, L), on request, contains the
     residual of every call, NaN once an element has left the loop. ``penalty`` (B,), of gradient estimators
-    that have one, carries gradients; add its mean to the loss.
+    that have one, carries gradients; add its mean to the loss. ``trajectory``, on request, maps chosen t ≥ 1
+    to the point after t calls of the map, of ``z``'s shape; an element that left the search before has the
+    value that it left with. Numbers of calls that the search did not reach are left out.
     """
 
     z: Tensor
@@ -60,6 +62,7 @@ class Solution:
     trace: Tensor | None = None
     adjoint: Adjoint | None = None
     penalty: Tensor | None = None
+    trajectory: dict[int, Tensor] | None = None
 
     @classmethod
     def of_tokens(
@@ -71,6 +74,7 @@ class Solution:
         converged: Tensor,
         diverged: Tensor,
         trace: Tensor | None = None,
+        trajectory: dict[int, Tensor] | None = None,
     ) -> Self:
         """Return a solution from the status of its tokens; all but ``z`` are (B, L)."""
         return cls(
@@ -84,13 +88,15 @@ class Solution:
             token_converged=converged,
             token_diverged=diverged,
             trace=trace,
+            trajectory=trajectory,
         )
 
     @classmethod
     def concatenate(cls, windows: Sequence[Solution]) -> Solution:
         """Join the solutions of consecutive windows: values along the tokens, status from the worst window.
 
-        Traces and adjoints are per window and are not joined.
+        Traces and adjoints are per window and are not joined. The trajectory has the iterates that every
+        window has.
         """
         if len(windows) == 1:
             return windows[0]
@@ -113,6 +119,7 @@ class Solution:
             token_converged=join("token_converged"),
             token_diverged=join("token_diverged"),
             penalty=None if windows[0].penalty is None else stack("penalty").mean(0),
+            trajectory=_join_trajectories([window.trajectory for window in windows]),
         )
 
     def some_diverged(self) -> bool:
@@ -141,6 +148,15 @@ class Solution:
         if isinstance(self.z, Tensor):
             parts.insert(0, f"z={tuple(self.z.shape)}")
         return f"Solution({', '.join(parts)})"
+
+
+def _join_trajectories(windows: Sequence[dict[int, Tensor] | None]) -> dict[int, Tensor] | None:
+    """Join the iterates that all windows have along the tokens; None if a window has no trajectory."""
+    known = [window for window in windows if window is not None]
+    if len(known) < len(windows):
+        return None
+    common = [t for t in known[0] if all(t in window for window in known)]
+    return {t: torch.cat([window[t] for window in known], dim=1) for t in common}
 
 
 def _span(values: Tensor, form: str) -> str:

@@ -19,6 +19,8 @@ from implicit_blocks.specs.families import Damping, GradientSpec, SolverSpec, St
 if TYPE_CHECKING:
     from implicit_blocks.gradients.implicit_function import ImplicitFunction as ImplicitFunction
     from implicit_blocks.gradients.jacobian_penalty import JacobianPenalty as JacobianPenalty
+    from implicit_blocks.gradients.last_loops import LastLoops as LastLoops
+    from implicit_blocks.gradients.one_step_adjoint import OneStepAdjoint as OneStepAdjoint
     from implicit_blocks.gradients.phantom import Phantom as Phantom
     from implicit_blocks.gradients.phantom import jacobian_free as jacobian_free
     from implicit_blocks.gradients.unrolled import Unrolled as Unrolled
@@ -39,6 +41,8 @@ def register_components(add: Add) -> None:
         JacobianPenaltySpec,
         "implicit_blocks.gradients.jacobian_penalty:JacobianPenalty.from_spec",
     )
+    add("gradient", LastLoopsSpec, "implicit_blocks.gradients.last_loops:LastLoops.from_spec")
+    add("gradient", OneStepAdjointSpec, "implicit_blocks.gradients.one_step_adjoint:OneStepAdjoint.from_spec")
 
 
 class PhantomSpec(GradientSpec):
@@ -62,6 +66,7 @@ class UnrolledSpec(GradientSpec):
     """Differentiate `steps` updates of the solver from the initial point, without early stopping."""
 
     differentiates_solver: ClassVar[bool] = True
+    searches: ClassVar[bool] = False
 
     kind: Literal["unrolled"] = "unrolled"
     steps: PositiveInt = 4
@@ -121,6 +126,10 @@ class JacobianPenaltySpec(GradientSpec):
         """The other estimator's calls plus ``2 · probes``."""
         return self.gradient.differentiated_calls + 2 * self.probes
 
+    def differentiated_calls_of(self, iterations: int) -> int:
+        """Return the other estimator's calls plus ``2 · probes``."""
+        return self.gradient.differentiated_calls_of(iterations) + 2 * self.probes
+
     @model_validator(mode="after")
     def _needs_a_fixed_point(self) -> Self:
         if self.gradient.differentiates_solver:
@@ -130,6 +139,48 @@ class JacobianPenaltySpec(GradientSpec):
             )
             raise field_error(message, "gradient", value=self.gradient)
         return self
+
+
+class LastLoopsSpec(GradientSpec):
+    """Take a fixed number of loops, undamped, and differentiate the last `loops` of them.
+
+    Truncated backpropagation through time, as looped language models are trained (Geiping et al., 2025). The
+    number of loops is that of the model's depth, or else `stopping.max_iterations`. There is no search.
+    """
+
+    searches: ClassVar[bool] = False
+
+    kind: Literal["last_loops"] = "last_loops"
+    loops: PositiveInt | None = None
+    """Number of differentiated loops, the last ones; null: all loops."""
+
+    def forward_equivalents(self, iterations: float) -> float:
+        """Return ``iterations + 2 k``, where k is the smaller of `loops` and the iterations."""
+        return iterations + 2 * (iterations if self.loops is None else min(self.loops, iterations))
+
+    def differentiated_calls_of(self, iterations: int) -> int:
+        """Return the smaller of `loops` and the iterations."""
+        return iterations if self.loops is None else min(self.loops, iterations)
+
+    @property
+    def differentiated_calls(self) -> int:
+        """`loops`; 1 without it, since the number of loops is not part of this spec."""
+        return 1 if self.loops is None else self.loops
+
+
+class OneStepAdjointSpec(GradientSpec):
+    """One step of the adjoint equation at the point that the search found, as Attractor models train (2026).
+
+    Biased: two terms of the series whose limit is the gradient of `implicit_function`.
+    """
+
+    kind: Literal["one_step_adjoint"] = "one_step_adjoint"
+    max_norm_ratio: PositiveFloat | None = None
+    """Largest norm of the step of a row, relative to the incoming gradient; null: no limit."""
+
+    def forward_equivalents(self, iterations: float) -> float:
+        """Count the search, one differentiated call, and one more vector-Jacobian product."""
+        return iterations + 4
 
 
 if not TYPE_CHECKING:

@@ -76,15 +76,15 @@ def drop_prefix(state: State, tokens: int) -> State:
 
 
 def _cut(state: State, cut: Callable[[Tensor], Tensor]) -> State:
-    """Apply ``cut`` to all tensors, with the elements of the solver's laid out by row."""
+    """Apply ``cut`` to all tensors, with the elements of the components' laid out by row."""
     leading = state.z.shape[:-1]
 
     def cut_elements(leaf: Tensor) -> Tensor:
         return cut(leaf.unflatten(0, leading)).flatten(0, len(leading) - 1)
 
-    solver = pytree.tree_map_only(Tensor, cut_elements, state.solver)
-    rest: State = pytree.tree_map_only(Tensor, cut, state._replace(solver=None))
-    return rest._replace(solver=solver)
+    solver, exit_state = pytree.tree_map_only(Tensor, cut_elements, (state.solver, state.exit))
+    rest: State = pytree.tree_map_only(Tensor, cut, state._replace(solver=None, exit=None))
+    return rest._replace(solver=solver, exit=exit_state)
 
 
 class FullResults:
@@ -111,6 +111,12 @@ class FullResults:
         new = pytree.tree_leaves((state.best, state.status))
         for whole, part in zip(pytree.tree_leaves((self.best, self.status)), new, strict=True):
             whole[self._place()] = part
+
+    def points(self, z: Tensor) -> Tensor:
+        """Return points of the working set as points of everything: the results of what has left."""
+        whole: Tensor = self.best.clone()
+        whole[self._place()] = z
+        return whole
 
     def expand(self, residual: Tensor) -> Tensor:
         """Return residuals of the working set as residuals of everything, NaN elsewhere."""

@@ -1,7 +1,8 @@
 """The loop of a search: call the map, observe its value, update the point, stop.
 
 A solver proposes the next point. Measuring, freezing and keeping the best are the rule of
-``implicit_blocks.search.status``; everything else that acts on the working set is a policy that is passed in.
+``implicit_blocks.search.status``, with the measure of an exit criterion, if there is one, in place of the
+residual; everything else that acts on the working set is a policy that is passed in.
 
 Shape legend: B rows, T tokens, E elements (B rows, or B · T tokens with prefix scope), F features. Points are
 (B, F) with scope ``sequence`` and (B, T, F) with ``prefix``.
@@ -9,7 +10,8 @@ Shape legend: B rows, T tokens, E elements (B rows, or B · T tokens with prefix
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from implicit_blocks.contract_checks import (
     point_and_state,
 )
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
+from implicit_blocks.exits.exit import Exit, begin, effective, measured
 from implicit_blocks.interfaces import Map, RowMap, SequenceMap, Solver
 from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.averaging import MovingAverage
@@ -31,7 +34,7 @@ from implicit_blocks.search.lookahead import LookAhead, expects_all_active
 from implicit_blocks.search.prefix_commit import PrefixCommit
 from implicit_blocks.search.state import State
 from implicit_blocks.search.status import StatusRule
-from implicit_blocks.search.trace import Trace
+from implicit_blocks.search.trace import Trace, Trajectory
 from implicit_blocks.solution import Solution
 from implicit_blocks.specs import Stopping
 
@@ -53,6 +56,12 @@ class Loop:
         compaction: drops rows that are done.
         commit: commits tokens that are done.
         trace: collects the residuals.
+        exit: the exit criterion whose measures decide; None: the residual.
+        trajectory: numbers of calls, from 1; the point after each of them is kept, and no others.
+
+    Raises:
+        ValueError: the exit criterion does not fit the stopping rule, or a number of the trajectory is not an
+            integer of at least 1.
 
     """
 
@@ -67,8 +76,13 @@ class Loop:
     compaction: RowCompaction | None = None
     commit: PrefixCommit | None = None
     trace: Trace | None = None
+    exit: Exit | None = None
+    trajectory: Sequence[int] = ()
 
     def __post_init__(self) -> None:
+        if self.exit is not None:
+            self.exit = effective(self.exit, self.stopping)
+        self.iterates = Trajectory(self.trajectory, self.stopping) if self.trajectory else None
         # dimensions of a point before its features
         self.leading = 2 if self.stopping.scope == "prefix" else 1
         self.results: FullResults | None = None
@@ -82,10 +96,11 @@ class Loop:
         check_solver_state(self.solver, solver_state, z.shape[:-1].numel())
         # A GPU receives its first call immediately, and works while the host prepares what follows.
         fz = self.call(z, self.valid) if z.is_cuda else None
-        self.rule, status = StatusRule.start(self.stopping, z, self.valid)
+        self.rule, status = StatusRule.start(self.stopping, z, self.valid, exit=self.exit)
         if self.lookahead is None and self.rule.fused:
             self.lookahead = expects_all_active
-        self.state = State(z, z, status, solver_state, valid=self.valid)
+        exit_state = () if self.exit is None else begin(self.exit, self.elements(z))
+        self.state = State(z, z, status, solver_state, valid=self.valid, exit=exit_state)
         self.all_active = not (self.rule.prefix and self.valid is not None)
         for iteration in range(1, self.stopping.max_iterations + 1):
             if fz is None:
@@ -93,6 +108,8 @@ class Loop:
             value, improved, row_counts = self.observe(fz)
             if iteration == self.stopping.max_iterations:  # no decision is left: the host does not wait
                 self.keep_best(value, improved)
+                if self.iterates is not None and iteration in self.iterates:
+                    self.iterates.add(iteration, self.freeze(*self.propose(fz)).z, self.results)
                 break
             early, ahead = self.expects_all_active(), None
             if early:
@@ -117,6 +134,8 @@ class Loop:
                 fz = None
                 self.state = self.freeze(proposed, proposed_state)
                 self.shrink(remaining, rows)
+            if self.iterates is not None and iteration in self.iterates:
+                self.iterates.add(iteration, self.state.z, self.results)
         return self.solution()
 
     # ------------------------------------------------------------------------------------ steps
@@ -147,9 +166,14 @@ class Loop:
         residual, status = self.rule.residuals(state.status, point, value, valid=state.valid)
         if self.trace is not None:
             self.trace.add(residual, status.active)
+        measure = None
+        if self.exit is not None:
+            measure, exit_state = measured(self.exit, point, value, residual, state.exit, valid=state.valid)
+            state = state._replace(exit=exit_state)
         status, improved, row_counts = self.rule.update(
             status,
             residual,
+            measure=measure,
             prefix_residual=state.prefix_residual,
             valid=state.valid,
             all_active=self.all_active,
@@ -240,14 +264,16 @@ class Loop:
             self.results = FullResults.of(self.state, self.results, self.trace)
             self.results.rows = self.results.rows[index]
             self.f = self.f.select_rows(index)
+            self.exit = self.exit and self.exit.restrict("select_rows", index)
             self.state = take_rows(self.state, index)
         if self.commit is not None and isinstance(self.f, SequenceMap):
             tokens = self.commit.tokens(self.state.status.active, remaining, self.read)
             if tokens:
                 self.results = FullResults.of(self.state, self.results, self.trace)
                 self.results.first += tokens
-                prefix = self.state.best[:, :tokens]
-                self.f = self.f.after(prefix.reshape(*prefix.shape[:2], *self.z0.shape[2:]))
+                prefix = self.state.best[:, :tokens].unflatten(-1, self.z0.shape[2:])
+                self.f = self.f.after(prefix)
+                self.exit = self.exit and self.exit.restrict("after", prefix)
                 self.state = drop_prefix(self.state, tokens)
         self.all_active = remaining == self.state.status.active.numel()
 
@@ -260,9 +286,9 @@ class Loop:
         if self.trace is not None:
             self.trace.flush(None)
             trace = self.trace.stack()
-        return self.rule.solution(
-            found.status, found.best.reshape(self.z0.shape), valid=self.valid, trace=trace
-        )
+        z = found.best.reshape(self.z0.shape)
+        solution = self.rule.solution(found.status, z, valid=self.valid, trace=trace)
+        return solution if self.iterates is None else replace(solution, trajectory=self.iterates.finish(z))
 
 
 def flatten_features(z: Tensor, leading: int) -> Tensor:

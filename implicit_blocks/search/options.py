@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, TypedDict, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from pydantic import ValidationError
 
-from implicit_blocks._utils.validation import require_share
-from implicit_blocks.specs import SolverSpec, Stopping
+from implicit_blocks._utils.validation import require_count, require_part, require_share
+from implicit_blocks.specs import ExitSpec, SolverSpec, Stopping
 from implicit_blocks.specs.base import Spec, validate
 from implicit_blocks.specs.errors import format_error
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from implicit_blocks.search.loops import LoopCounts
 
 _Spec = TypeVar("_Spec", bound=Spec)
 
@@ -24,6 +29,10 @@ class SearchKwargs(TypedDict, total=False):
     damping: float | None
     warm_start: bool
     moving_average: float | None
+    loops: int | tuple[int, int] | LoopCounts | None
+    start: Tensor | None
+    trajectory: Sequence[int]
+    exit: ExitSpec | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +54,19 @@ class SearchOptions:
     z̄ is the same average of the points z. For noisy maps, as on analog hardware, where single iterates do not
     settle below the noise; with an exact map it costs iterations, about ``ln(tolerance) / ln(1 − α)``.
 
+    ``loops`` takes a fixed number of undamped calls of the map, instead of searching to a tolerance: n, or
+    (n, k) with the last k of them differentiated, or counts for each row (``LoopCounts``).
+
+    ``start`` (B, L, D) replaces the spec's start, D being the core's width.
+
+    ``trajectory`` has the numbers of calls, from 1, after which the point is kept (``Solution.trajectory``).
+
+    ``exit`` is the exit criterion of evaluation, such as ``KLExitSpec(tolerance=1e-3)``.
+
     Raises:
-        ValueError: for α outside (0, 1].
+        ValueError: for α outside (0, 1], fewer than one loop, more differentiated loops than loops, a start
+            that is not (B, L, D) or is given with ``warm_start``, calls below 1, and an exit criterion that
+            is not a spec or is given with ``loops``.
 
     """
 
@@ -55,10 +75,31 @@ class SearchOptions:
     damping: float | None = None
     warm_start: bool = False
     moving_average: float | None = None
+    loops: int | tuple[int, int] | LoopCounts | None = None
+    start: Tensor | None = field(default=None, repr=False, compare=False)
+    trajectory: Sequence[int] = ()
+    exit: ExitSpec | None = None
 
     def __post_init__(self) -> None:
         if self.moving_average is not None:
             require_share("moving_average", self.moving_average)
+        if self.loops is not None:
+            _check_loops(self.loops)
+        if self.start is not None:
+            _check_start(self.start, warm_start=self.warm_start)
+        _check_trajectory(self.trajectory)
+        object.__setattr__(self, "trajectory", tuple(self.trajectory))
+        require_part("exit", self.exit, ExitSpec, such_as="KLExitSpec(tolerance=1e-3)")
+        if self.loops is not None and self.exit is not None:
+            raise ValueError(
+                f"exit is {self.exit!r}, but loops takes a fixed number of calls; leave one of them out"
+            )
+
+    def of_window(self, first: int, tokens: int, *, length: int) -> SearchOptions:
+        """Return the options of the window from token ``first``; a start for ``length`` tokens is cut."""
+        if self.start is None or self.start.shape[1] != length:
+            return self
+        return replace(self, start=self.start[:, first : first + tokens])
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
@@ -88,6 +129,50 @@ class SearchOptions:
         given = {"tolerance": self.tolerance, "max_iterations": self.max_iterations}
         changes = {name: value for name, value in given.items() if value is not None}
         return _changed(stopping, changes) if changes else stopping
+
+
+def _check_loops(loops: int | tuple[int, int] | LoopCounts) -> None:
+    if hasattr(loops, "total"):  # LoopCounts checks itself
+        return
+    if not isinstance(loops, tuple):
+        _require_integer("loops", loops)
+        return
+    if len(loops) != 2:
+        raise ValueError(
+            f"loops is {loops!r}; give a number n, or (n, k) with the last k of n loops differentiated"
+        )
+    total, differentiated = loops
+    _require_integer("loops[0]", total)
+    if differentiated != 0:
+        _require_integer("loops[1]", differentiated)
+    if differentiated > total:
+        raise ValueError(
+            f"loops is {loops}: of {total} loops, {differentiated} cannot be differentiated; choose at most "
+            f"{total}"
+        )
+
+
+def _check_start(start: Tensor, *, warm_start: bool) -> None:
+    if getattr(start, "ndim", None) != 3 or not start.is_floating_point():
+        shape = tuple(getattr(start, "shape", ())) or type(start).__name__
+        raise ValueError(
+            f"start is {shape}; give a floating-point tensor (batch, tokens, width), with the core's width"
+        )
+    if warm_start:
+        raise ValueError("start and warm_start both choose the initial point; leave one of them out")
+
+
+def _check_trajectory(trajectory: Sequence[int]) -> None:
+    if isinstance(trajectory, str) or not isinstance(trajectory, Sequence):
+        raise ValueError(f"trajectory is {trajectory!r}; give the numbers of calls, such as (1, 2, 4)")
+    for number in trajectory:
+        _require_integer("a call of trajectory", number)
+
+
+def _require_integer(name: str, value: int) -> None:
+    if isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; choose an integer of at least 1")
+    require_count(name, value)
 
 
 def _changed(spec: _Spec, changes: Mapping[str, Any]) -> _Spec:

@@ -7,7 +7,7 @@ Shape legend: B batch, L tokens of a row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,13 +15,15 @@ from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count, require_share
 from implicit_blocks.contract_checks import check_solution
-from implicit_blocks.interfaces import GradientEstimator, Map, Solver
+from implicit_blocks.exits.exit import Exit
+from implicit_blocks.interfaces import GradientEstimator, Map, SearchingSolver, Solver
 from implicit_blocks.ops.transforms import is_forward_mode, is_vmapped
 from implicit_blocks.search.agreement import Agreement
 from implicit_blocks.search.averaging import MovingAverage
 from implicit_blocks.search.compaction import RowCompaction
 from implicit_blocks.search.lookahead import LookAhead
 from implicit_blocks.search.loop import Loop, flatten_features
+from implicit_blocks.search.loops import LoopCounts, run_loops
 from implicit_blocks.search.prefix_commit import PrefixCommit
 from implicit_blocks.search.status import StatusRule
 from implicit_blocks.search.trace import Trace
@@ -59,6 +61,14 @@ class Search:
             often (``implicit_blocks.search.agreement``); None: it ends when this process's rows are done.
         lookahead: whether to call ``f`` before the host knows which elements are active; by default
             ``expects_all_active`` where Triton kernels report the residuals, else never.
+        exit: the exit criterion (``implicit_blocks.exits``), whose measure decides in place of the residual
+            when an element leaves, and which value it returns; None: the residual.
+        loops: apply ``f`` this often, undamped, instead of searching: the solver and ``max_iterations`` have
+            no effect, and the tolerance only decides whether the solution is reported as converged. The
+            value of an element is its last one; a row that has diverged keeps its start.
+        trajectory: numbers of calls t ≥ 1 after which the point is kept, for ``Solution.trajectory``.
+
+    A ``SearchingSolver`` runs the search itself, by its own stopping rule.
 
     An *iteration* is one call of ``f``. The residual is that of the undamped map, ``‖f(z) − z‖`` in the norm
     of the element, divided by ``‖f(z)‖ + 1e-9 · scale`` with a relative norm, without overflow
@@ -83,16 +93,35 @@ class Search:
     commit_prefix: int | None = None
     agree: Agreement | None = None
     lookahead: LookAhead | None = None
+    exit: Exit | None = None
+    loops: LoopCounts | None = None
+    trajectory: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        self.trajectory = tuple(self.trajectory)
+        for iterate in self.trajectory:
+            require_count("an iterate of the trajectory", iterate)
         if self.moving_average is not None:
             require_share("moving_average", self.moving_average)
         if self.commit_prefix is not None:
             require_count("commit_prefix", self.commit_prefix)
+        if self.moving_average is not None and (
+            self.loops is not None or isinstance(self.solver, SearchingSolver)
+        ):
+            what = type(self.solver).__name__ if self.loops is None else "a fixed number of loops"
+            raise ValueError(
+                f"moving_average is {self.moving_average}, but {what} has no average; leave the option out"
+            )
 
     def __call__(self, f: Map, z0: Tensor) -> Solution:
         """Search from ``z0`` (B, …), without gradients; at most ``max_iterations`` calls of ``f``."""
         self._check(z0)
+        if self.loops is not None:
+            with torch.no_grad():
+                return self._take_loops(f, z0.detach(), self.loops)
+        if isinstance(self.solver, SearchingSolver):
+            with torch.no_grad():
+                return self.solver.run(f, z0.detach(), self)
         prefix = self.stopping.scope == "prefix"
         average, multiple, compact = self.moving_average, self.commit_prefix, self.compact
         with torch.no_grad():
@@ -104,14 +133,50 @@ class Search:
                 valid=self.valid,
                 agree=self.agree,
                 lookahead=self.lookahead,
+                exit=self.exit,
                 averaging=None if average is None else MovingAverage(average),
                 compaction=RowCompaction(bucket_sizes=z0.is_cuda) if compact is True else compact or None,
                 commit=PrefixCommit(multiple) if multiple is not None and prefix else None,
                 trace=Trace(torch.promote_types(z0.dtype, torch.float32)) if self.trace else None,
+                trajectory=self.trajectory,
             ).run()
 
-    def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
-        """Return a solution with the value ``z``, given ``f(z)``, both (B, …), measured as a search does."""
+    def _take_loops(self, f: Map, z0: Tensor, loops: LoopCounts) -> Solution:
+        residuals: list[Tensor] = []
+
+        def measure(z: Tensor, fz: Tensor, active: Tensor | None) -> None:
+            found = self.report(z, fz, iterations=1)
+            residual = found.residual if found.token_residual is None else found.token_residual
+            if active is not None:
+                active = active.to(residual.device)
+                mask = active if active.ndim <= residual.ndim else active.any(1)
+                mask = mask.view(*mask.shape, *[1] * (residual.ndim - mask.ndim))
+                residual = residual.masked_fill(~mask, torch.nan)
+            residuals.append(residual)
+
+        looped = run_loops(
+            f,
+            z0,
+            loops,
+            valid=self.valid,
+            trajectory=self.trajectory,
+            agree=self.agree,
+            on_call=measure if self.trace else None,
+        )
+        found = self.report(looped.before, looped.z, iterations=loops.total)
+        diverged = found.diverged.view(-1, *[1] * (z0.ndim - 1))
+        return replace(
+            found,
+            z=torch.where(diverged, z0, looped.z),
+            trace=torch.stack(residuals) if self.trace else None,
+            trajectory=looped.trajectory if self.trajectory else None,
+        )
+
+    def report(self, z: Tensor, fz: Tensor, *, iterations: int | Tensor) -> Solution:
+        """Return a solution with the value ``z``, given ``f(z)``, both (B, …), measured as a search does.
+
+        ``iterations`` is one number for all elements, or int64 per row (B,) or per token (B, L).
+        """
         self._check(z)
         leading = 2 if self.stopping.scope == "prefix" else 1
         with torch.no_grad():
@@ -123,7 +188,7 @@ class Search:
             return rule.solution(
                 status._replace(
                     token_residual=status.last_residual,
-                    iterations=torch.full_like(status.iterations, iterations),
+                    iterations=_spread(iterations, status.iterations),
                 ),
                 z,
                 valid=self.valid,
@@ -150,6 +215,16 @@ class Search:
             )
 
 
+def _spread(iterations: int | Tensor, like: Tensor) -> Tensor:
+    """Return numbers of iterations in the shape of a status, (B, 1) or (B, T, 1)."""
+    if not isinstance(iterations, Tensor):
+        return torch.full_like(like, iterations)
+    if iterations.ndim == like.ndim:  # per token, for a search of whole rows
+        iterations = iterations.amax(1)
+    count = iterations.to(like.device)
+    return count.view(*count.shape, *[1] * (like.ndim - count.ndim)).expand_as(like).clone()
+
+
 def solve_fixed_point(
     f: Map,
     z0: Tensor,
@@ -169,7 +244,7 @@ def solve_fixed_point(
         gradient: how the fixed point is differentiated.
         stopping: when the search ends.
         window_length: number of tokens that are searched at a time (``WindowedSearch``); None: all.
-        **search: further options of ``Search``: ``valid``, ``trace``, ``compact``.
+        **search: further options of ``Search``: ``valid``, ``trace``, ``compact``, ``loops``, ``trajectory``.
 
     Raises:
         NotImplementedError: within ``torch.export``, ``torch.func.vmap`` or forward-mode differentiation.

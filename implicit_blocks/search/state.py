@@ -13,7 +13,7 @@ from implicit_blocks.search.status import Status
 
 
 class State(NamedTuple):
-    """The tensors of the rows and tokens in the search; all lead with the rows, except the solver's."""
+    """The tensors of the rows and tokens in the search; all lead with the rows, except the components'."""
 
     z: Tensor
     """The point of the next call, (B, F) with scope ``sequence`` or (B, T, F) with ``prefix``."""
@@ -27,4 +27,6 @@ class State(NamedTuple):
     valid: Tensor | None = None
     """(B, L) bool, False at padding."""
     prefix_residual: Tensor | None = None
-    """(B, 1, 1), the largest residual of the tokens that have left."""
+    """(B, 1, 1), the largest residual, or measure of an exit criterion, of the tokens that have left."""
+    exit: Any = ()
+    """The exit criterion's state: tensors that lead with the elements, (E, …)."""

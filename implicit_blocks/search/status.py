@@ -1,7 +1,9 @@
 """The status of each element of a search, and the one rule that measures, freezes and keeps the best.
 
-The search loop, the search of decoding slots and ``Search.report`` share this rule. It is written in plain
-operators here; on a GPU, Triton kernels compute the same (``implicit_blocks.ops.kernels.residual`` and
+The search loop, the search of decoding slots and ``Search.report`` share this rule. With an exit criterion
+other than the residual (``implicit_blocks.exits``), its measure takes the place of the residual, except in
+what is reported as the residual of the returned value. The rule is written in plain operators here; on a GPU,
+Triton kernels compute the same for residuals (``implicit_blocks.ops.kernels.residual`` and
 ``search_status``).
 
 Shape legend: B rows, T elements per row with prefix scope (its tokens), F features. Points are (B, F) with
@@ -16,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from implicit_blocks.exits.exit import Exit
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.residual import difference, initial_scale, narrow, norm, relative_residual
 from implicit_blocks.solution import Solution
@@ -26,7 +29,8 @@ class Status(NamedTuple):
     """What a search knows of each element, (B, 1) or (B, T, 1).
 
     The *deciding* residual of an element is its own; with prefix scope it is the largest of its own and those
-    of the tokens before it in the row.
+    of the tokens before it in the row. With an exit criterion, ``last_residual`` and ``lowest_residual`` are
+    its measures.
     """
 
     last_residual: Tensor
@@ -58,7 +62,8 @@ class StatusRule:
     """How residuals are measured, and what they decide.
 
     Args:
-        tolerance: an element with a deciding residual up to this has converged.
+        tolerance: an element with a deciding residual, or measure, up to this has converged; in plain
+            operators also a tensor, of the status's shape.
         relative: whether residuals are relative to ``‖f(z)‖``.
         scale_limit: upper limit of ``Status.scale``, ().
         prefix: whether elements are tokens, decided by the residuals of the tokens before them too.
@@ -66,20 +71,30 @@ class StatusRule:
 
     """
 
-    tolerance: float
+    tolerance: float | Tensor
     relative: bool
     scale_limit: Tensor
     prefix: bool = False
     fused: bool = False
 
     @classmethod
-    def start(cls, stopping: Stopping, z: Tensor, valid: Tensor | None = None) -> tuple[StatusRule, Status]:
+    def start(
+        cls,
+        stopping: Stopping,
+        z: Tensor,
+        valid: Tensor | None = None,
+        *,
+        exit: Exit | None = None,
+    ) -> tuple[StatusRule, Status]:
         """Return the rule for a search from ``z``, and the status before its first call.
 
-        ``valid`` (B, L) bool is False at padding, which is never active with prefix scope.
+        ``valid`` (B, L) bool is False at padding, which is never active with prefix scope. ``exit`` is the
+        criterion whose measures replace the residual, and its threshold the tolerance.
         """
         prefix = stopping.scope == "prefix"
         fused = z.is_cuda and z.dtype != torch.float64 and valid is None and available("triton")
+        fused = fused and exit is None  # the kernels measure the residual alone
+        tolerance = tolerance_of(stopping, exit)
         shape = (*z.shape[:-1], 1)
         scale, scale_limit = initial_scale(z, shape)
         precision = torch.float32 if fused else scale.dtype
@@ -92,7 +107,7 @@ class StatusRule:
             active=valid[..., None] if prefix and valid is not None else z.new_ones(shape, dtype=torch.bool),
             scale=scale,
         )
-        return cls(stopping.tolerance, stopping.norm == "relative", scale_limit, prefix, fused), status
+        return cls(tolerance, stopping.norm == "relative", scale_limit, prefix, fused), status
 
     def residuals(
         self, status: Status, z: Tensor, fz: Tensor, *, valid: Tensor | None = None
@@ -121,6 +136,7 @@ class StatusRule:
         status: Status,
         residual: Tensor,
         *,
+        measure: Tensor | None = None,
         prefix_residual: Tensor | None = None,
         valid: Tensor | None = None,
         all_active: bool = False,
@@ -134,13 +150,18 @@ class StatusRule:
         Args:
             status: before the call.
             residual: of the call, of the status's shape; ignored for inactive elements.
-            prefix_residual: (B, 1, 1), the largest residual of tokens that precede the first one here.
+            measure: of an exit criterion, of the same shape, which decides in place of the residual. Measures
+                that count calls can be equal: of equal ones the later is the lower.
+            prefix_residual: (B, 1, 1), the largest residual, or measure, of tokens that precede the first one
+                here.
             valid: (B, L) bool, False at padding, which does not become active with prefix scope.
             all_active: whether ``status.active`` is known to be True everywhere, which saves an operator.
 
         """
         if self.fused:
             from implicit_blocks.ops.kernels.search_status import updated
+
+            assert isinstance(self.tolerance, float)
 
             kept, improved, row_counts = updated(
                 residual.contiguous(),
@@ -149,18 +170,25 @@ class StatusRule:
                 tolerance=self.tolerance,
             )
             return Update(Status._make([*kept, status.scale]), improved, row_counts)
-        last = residual if all_active else torch.where(status.active, residual, status.last_residual)
+        own = residual if measure is None else measure
+        last = own if all_active else torch.where(status.active, own, status.last_residual)
         deciding = last.cummax(1).values if self.prefix else last  # NaN after a NaN
         if prefix_residual is not None:
             deciding = torch.maximum(deciding, prefix_residual)
         # No inactive element improves: its residual, and those before it, are frozen or not finite.
-        improved = deciding < status.lowest_residual
+        if measure is None:
+            improved = deciding < status.lowest_residual
+        else:
+            improved = status.active & (deciding <= status.lowest_residual) & (deciding < torch.inf)
         lowest = torch.fmin(deciding, status.lowest_residual)
         # Neither converged nor diverged, in two operators: inf mod inf is NaN, which is above nothing.
         active = deciding.fmod(torch.inf) > self.tolerance
         if self.prefix and valid is not None:
             active = active & valid[..., None]
-        token = torch.where(improved, last, status.token_residual) if self.prefix else lowest
+        if measure is not None:
+            token = torch.where(improved, residual, status.token_residual)
+        else:
+            token = torch.where(improved, last, status.token_residual) if self.prefix else lowest
         iterations = status.iterations + status.active
         return Update(Status(last, lowest, token, iterations, active, status.scale), improved, None)
 
@@ -185,6 +213,11 @@ class StatusRule:
             diverged=~status.last_residual.isfinite().squeeze(-1),
             trace=trace,
         )
+
+
+def tolerance_of(stopping: Stopping, exit: Exit | None) -> float:
+    """Return the residual, or the criterion's measure, up to which an element has converged."""
+    return stopping.tolerance if exit is None or exit.threshold is None else exit.threshold
 
 
 def _zero_at_padding(points: Tensor, valid: Tensor) -> Tensor:

@@ -1,13 +1,22 @@
-"""The trace of a search: the residual of every call."""
+"""What a search keeps of its course: the residual of every call, and chosen iterates.
+
+Shape legend: B rows, T tokens, F features.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from implicit_blocks._utils.validation import require_count
 from implicit_blocks.ops.residual import narrow
+from implicit_blocks.specs import Stopping
+
+if TYPE_CHECKING:
+    from implicit_blocks.search.compaction import FullResults
 
 
 class Trace:
@@ -42,3 +51,39 @@ class Trace:
     def stack(self) -> Tensor:
         """Return the residuals of all calls, (iterations, B) or (iterations, B, T)."""
         return torch.stack(self._parts).squeeze(-1)
+
+
+class Trajectory:
+    """Keeps the points after chosen calls of the map, and no others.
+
+    The point after call t is the solver's next point; an element that has left has its returned value, also
+    after the end of the search.
+
+    Args:
+        calls: the numbers t of those calls, from 1; those above the maximum number of calls are left out.
+        stopping: the rule of the search.
+
+    Raises:
+        ValueError: a number is not an integer of at least 1.
+
+    """
+
+    def __init__(self, calls: Sequence[int], stopping: Stopping) -> None:
+        for number in calls:
+            require_count("a call of trajectory", number)
+        self.calls = sorted({number for number in calls if number <= stopping.max_iterations})
+        self._points: dict[int, Tensor] = {}
+
+    def __contains__(self, call: int) -> bool:
+        """Whether the point after this call is to be kept."""
+        return call in self.calls
+
+    def add(self, call: int, z: Tensor, results: FullResults | None) -> None:
+        """Keep the points (B, F) or (B, T, F) after a call, with the results of what has left."""
+        self._points[call] = z.clone() if results is None else results.points(z)
+
+    def finish(self, z: Tensor) -> dict[int, Tensor]:
+        """Return the points by call, of the shape of the solution ``z``, which those after the end equal."""
+        return {
+            call: self._points[call].reshape(z.shape) if call in self._points else z for call in self.calls
+        }

@@ -58,6 +58,7 @@ class WindowedSearch:
         self.solver: Solver = self.search.solver
         self.stopping: Stopping = self.search.stopping
         self.valid: Tensor | None = self.search.valid
+        self.agree, self.loops, self.trajectory = self.search.agree, self.search.loops, self.search.trajectory
 
     def __call__(self, f: Map, z0: Tensor) -> Solution:
         """Search from ``z0`` (B, L, …), without gradients.
@@ -72,16 +73,21 @@ class WindowedSearch:
                 f"as language models have; got {type(f).__name__}"
             )
         found: list[Solution] = []
+        criterion = self.search.exit
         with torch.no_grad():
             for part in z0.detach().split(self.length, dim=1):
                 if found:
                     f = f.after(found[-1].z)
+                    criterion = criterion and criterion.restrict("after", found[-1].z)
                 at, tokens = sum(window.z.shape[1] for window in found), part.shape[1]
                 valid = None if self.valid is None else self.valid[:, at : at + tokens]
-                head = f if at + tokens == z0.shape[1] else f.first(tokens)
-                found.append(replace(self.search, valid=valid)(head, part))
+                head, of_head = f, criterion
+                if at + tokens < z0.shape[1]:
+                    head, of_head = f.first(tokens), criterion and criterion.restrict("first", tokens)
+                loops = None if self.loops is None else self.loops.cut(at, at + tokens)
+                found.append(replace(self.search, valid=valid, loops=loops, exit=of_head)(head, part))
         return Solution.concatenate(found)
 
-    def report(self, z: Tensor, fz: Tensor, *, iterations: int) -> Solution:
+    def report(self, z: Tensor, fz: Tensor, *, iterations: int | Tensor) -> Solution:
         """Return a solution with the value ``z``, given ``f(z)``, measured over all tokens."""
         return self.search.report(z, fz, iterations=iterations)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from implicit_blocks._utils.lazy import names_of_components
 from implicit_blocks.registry.hooks import Add, hookimpl
@@ -18,6 +18,7 @@ from implicit_blocks.specs.families import Damping, SolverSpec
 
 if TYPE_CHECKING:
     from implicit_blocks.solvers.anderson import Anderson as Anderson
+    from implicit_blocks.solvers.attractor_anderson import AttractorAnderson as AttractorAnderson
     from implicit_blocks.solvers.broyden import Broyden as Broyden
     from implicit_blocks.solvers.patient_picard import PatientPicard as PatientPicard
     from implicit_blocks.solvers.picard import Picard as Picard
@@ -30,6 +31,11 @@ def register_components(add: Add) -> None:
     add("solver", PatientPicardSpec, "implicit_blocks.solvers.patient_picard:PatientPicard.from_spec")
     add("solver", AndersonSpec, "implicit_blocks.solvers.anderson:Anderson.from_spec")
     add("solver", BroydenSpec, "implicit_blocks.solvers.broyden:Broyden.from_spec")
+    add(
+        "solver",
+        AttractorAndersonSpec,
+        "implicit_blocks.solvers.attractor_anderson:AttractorAnderson.from_spec",
+    )
 
 
 class PicardSpec(SolverSpec):
@@ -87,6 +93,30 @@ class BroydenSpec(SolverSpec):
     kind: Literal["broyden"] = "broyden"
     memory: PositiveInt = 10
     """Maximum number of rank-one terms of the inverse Jacobian; each costs two copies of the state."""
+
+
+class AttractorAndersonSpec(SolverSpec):
+    """Anderson mixing with the stopping rule published with Attractor models (2026), to reproduce them.
+
+    Not causal: a token depends on later tokens, and on the other rows of the batch. Choose `anderson` for new
+    models.
+    """
+
+    couples_tokens: ClassVar[bool] = True
+
+    kind: Literal["attractor_anderson"] = "attractor_anderson"
+    memory: PositiveInt = 5
+    """Number of past iterates that are combined; each costs two copies of the state. 1: plain iteration."""
+    beta: Damping = 1.0
+    """Weight of the combined f(z) in the step."""
+    lam: PositiveFloat = 1e-4
+    """Added to the Gram matrix's diagonal; absolute."""
+    min_iterations: NonNegativeInt = 6
+    """Calls of the map before the search may stop."""
+
+    def state_bytes(self, features: int, *, itemsize: int) -> int:
+        """Return ``2 · memory`` copies of the element and a counter."""
+        return 2 * self.memory * features * itemsize + 8
 
 
 if not TYPE_CHECKING:

@@ -104,3 +104,36 @@ def test_results_of_a_pass_are_unchanged_by_the_next_pass():
         kept.append((value.detach(), value.detach().clone()))
         for found, expected in kept:
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("last", [1, 3, None])
+def test_captured_last_loops_equal_eager_ones(last):
+    model = built("attention")
+    changes = {"gradient": ib.LastLoopsSpec(loops=last), "stopping": ib.Stopping(max_iterations=5)}
+    model.reconfigure(model.spec.model_copy(update=changes))
+
+    def gradients(seed):
+        ids = tokens(seed)
+        output = model(ids, labels=ids)
+        output.loss.backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        model.zero_grad(set_to_none=True)
+        return output.loss.detach(), output.solution.residual, found
+
+    expected = [gradients(seed) for seed in range(3)]
+    model.capture_graphs()
+    for seed, (loss, residual, wanted) in enumerate(expected):
+        found, of_search, grads = gradients(seed)
+        torch.testing.assert_close(found, loss, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(of_search, residual, rtol=1e-3, atol=1e-5)
+        assert grads.keys() == wanted.keys()
+        for name, grad in wanted.items():
+            assert (grads[name] - grad).norm() < 1e-3 * grad.norm() + 1e-6, name
+
+
+def test_loops_of_rows_are_masked_on_the_device():
+    counts = torch.tensor([1, 4, 2])
+    search = ib.Search(solver=ib.Picard(), stopping=ib.Stopping(), loops=ib.LoopCounts(counts.cuda()))
+    found = search(lambda z: 2 * z, torch.ones(3, 2, device="cuda"))
+    assert found.z[:, 0].tolist() == [2, 16, 4]
+    assert found.iterations.tolist() == counts.tolist()

@@ -30,18 +30,45 @@ def layer_of(factor: float, *, iterations: int = 10, tolerance: float = 1e-3, **
     return ib.FixedPoint(lambda z, x: factor * z + x, stopping=stopping, **options)
 
 
-def test_unconverged_searches_give_one_warning_with_their_share():
-    (message,) = train(layer_of(SLOW))
-    assert "100% of the searches of the last 20 training steps did not converge" in message
+def test_the_first_unconverged_search_gives_the_only_warning():
+    layer = layer_of(SLOW)
+    (message,) = train(layer, steps=1)
+    assert "4 of 4 rows did not converge in a search of 10 iterations" in message
     assert "max_iterations" in message
+    assert train(layer) == []
 
 
-def test_unconverged_adjoints_give_one_warning():
+def test_the_first_unconverged_adjoint_gives_the_only_warning():
     stopping = ib.Stopping(tolerance=1e-6, max_iterations=3)
     layer = layer_of(0.5, iterations=64, gradient=ib.ImplicitFunction(stopping=stopping))
-    (message,) = train(layer)
-    assert "100% of the adjoint solves of the last 20 training steps" in message
+    (message,) = train(layer, steps=1)
+    assert "did not converge in an adjoint solve of 3 iterations" in message
     assert "not that of the fixed point" in message
+    assert train(layer) == []
+
+
+def test_searches_and_adjoints_of_a_layer_give_one_warning_each():
+    adjoint = ib.Stopping(tolerance=1e-6, max_iterations=3)
+    messages = train(layer_of(SLOW, gradient=ib.ImplicitFunction(stopping=adjoint)))
+    assert len(messages) == 2
+    assert "search" in messages[0]
+    assert "adjoint" in messages[1]
+
+
+def test_one_unconverged_row_gives_a_warning():
+    factor = torch.tensor([[0.1], [0.1], [0.1], [SLOW]])
+    stopping = ib.Stopping(tolerance=1e-3, max_iterations=10)
+    (message,) = train(ib.FixedPoint(lambda z, x: factor * z + x, stopping=stopping))
+    assert "1 of 4 rows" in message
+
+
+def test_limits_of_a_call_decide_whether_its_search_is_cut_off_deliberately():
+    layer, x = layer_of(SLOW), torch.ones(4, 3, requires_grad=True)
+    layer(x, max_iterations=4)
+    layer(x, tolerance=0.0)
+    layer(x, tolerance=0.5)  # warnings would be errors
+    with pytest.warns(ib.ConvergenceWarning, match="search of 9 iterations"):
+        layer(x, max_iterations=9)
 
 
 @pytest.mark.parametrize(

@@ -124,3 +124,54 @@ def test_parameters_of_the_map_are_parameters_of_the_layer():
     layer = ib.FixedPoint(Map())
     assert set(layer.parameters()) == set(linear.parameters())
     assert torch.equal(copy.deepcopy(layer)(torch.ones(2, 3)).z, layer(torch.ones(2, 3)).z)
+
+
+def half(z, x):
+    return 0.5 * z + x
+
+
+@pytest.mark.parametrize("gradient", [None, ib.ImplicitFunction(), ib.LastLoops(loops=2)])
+def test_a_layer_that_returns_its_tensor_fits_a_sequence_of_layers(gradient):
+    options = {"gradient": gradient, "stopping": ib.Stopping(tolerance=1e-6, max_iterations=100)}
+    first, last = nn.Linear(3, 4), nn.Linear(4, 2)
+    network = nn.Sequential(first, ib.FixedPoint(half, returns="tensor", **options), last)
+    x = torch.randn(5, 3)
+    solution = ib.FixedPoint(half, **options)(first(x))
+    assert torch.equal(network(x), last(solution.z))
+    network(x).sum().backward()
+    assert first.weight.grad.abs().sum() > 0
+
+
+def test_a_layer_returns_the_structure_of_its_start_as_tensors():
+    layer = ib.FixedPoint(lambda z, x: {"a": 0.5 * z["a"] + x}, returns="tensor")
+    assert layer(torch.ones(2, 3), {"a": torch.zeros(2, 3)})["a"].shape == (2, 3)
+
+
+def test_a_call_has_its_own_tolerance_and_iterations():
+    layer = ib.FixedPoint(half, stopping=ib.Stopping(tolerance=1e-2, max_iterations=20))
+    x = torch.ones(2, 3)
+    usual, accurate, few = layer(x), layer(x, tolerance=1e-5), layer(x, tolerance=1e-5, max_iterations=9)
+    assert usual.iterations.max() < accurate.iterations.max()
+    assert accurate.residual.max() <= 1e-5
+    assert few.iterations.tolist() == [9, 9]
+    assert not few.converged.any()
+    assert torch.equal(layer(x).iterations, usual.iterations)
+    pair = ib.FixedPoint(lambda z, x: (0.5 * z[0] + x,))
+    assert pair(x, (torch.zeros(2, 3),), tolerance=0.0, max_iterations=3).iterations.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"tolerance": -1.0}, "tolerance"), ({"max_iterations": 0}, "max_iterations")],
+)
+def test_limits_of_a_call_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        ib.FixedPoint(half)(torch.ones(2, 3), **options)
+
+
+def test_another_return_and_a_dropped_penalty_are_refused():
+    with pytest.raises(ValueError, match="returns is 'z'; choose 'solution' or 'tensor'"):
+        ib.FixedPoint(half, returns="z")
+    layer = ib.FixedPoint(half, returns="tensor", gradient=ib.JacobianPenalty())
+    with pytest.raises(ValueError, match="penalty, which returns='tensor' would drop"):
+        layer(torch.ones(2, 3, requires_grad=True))

@@ -184,6 +184,7 @@ def test_padding_enters_no_unrolled_step(solver):
     torch.testing.assert_close(whole.residual[1:], expected.residual)
 
 
+@pytest.mark.filterwarnings("ignore::implicit_blocks.ConvergenceWarning")
 def test_two_solves_before_one_backward_have_the_sum_of_their_gradients():
     f, weight, x = problem()
     layer = ib.FixedPoint(f, gradient=ib.ImplicitFunction(stopping=TIGHT), stopping=TIGHT)
@@ -214,6 +215,7 @@ def test_the_gradient_flows_through_consecutive_solves():
     assert torch.autograd.gradcheck(lambda x, w: layer(layer(x).z).z, (x, weight))
 
 
+@pytest.mark.filterwarnings("ignore::implicit_blocks.ConvergenceWarning")
 @pytest.mark.parametrize("gradient", [ib.Phantom(), ib.Unrolled(), ib.ImplicitFunction()])
 def test_gradients_under_autocast_are_close_to_float32(gradient):
     torch.manual_seed(0)
@@ -232,6 +234,7 @@ def test_gradients_under_autocast_are_close_to_float32(gradient):
     assert (found - exact.weight.grad).norm() < 0.1 * exact.weight.grad.norm()
 
 
+@pytest.mark.filterwarnings("ignore::implicit_blocks.ConvergenceWarning")
 @pytest.mark.parametrize("solver", [ib.Picard(), ib.Picard(damping=0.7), ib.Anderson(memory=2)])
 @pytest.mark.parametrize(
     "gradient", [ib.Phantom(), ib.Unrolled(), ib.ImplicitFunction(), ib.JacobianPenalty()]

@@ -206,6 +206,7 @@ def test_a_report_of_large_unequal_values_is_not_converged(scope):
     assert search.report(z, z * torch.inf, iterations=3).diverged.all()
 
 
+@pytest.mark.filterwarnings("ignore::implicit_blocks.ConvergenceWarning")
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 1e25])
 def test_an_adjoint_reports_its_own_status(size):
     """The adjoint of a tiny gradient takes as many iterations as that of any other."""

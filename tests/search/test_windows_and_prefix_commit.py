@@ -107,6 +107,8 @@ def test_windows_have_the_gradient_of_the_whole_sequence(model, ids, scope):
         ib.ImplicitFunctionSpec(stopping=ib.Stopping(tolerance=1e-10, max_iterations=200)),
         ib.JacobianPenaltySpec(weight=0.1),
         ib.UnrolledSpec(steps=3),
+        ib.LastLoopsSpec(loops=3),
+        ib.OneStepAdjointSpec(),
     ],
     ids=lambda spec: spec.kind,
 )
