@@ -18,10 +18,10 @@ from implicit_blocks.gradients import ImplicitFunction
 from implicit_blocks.interfaces import Map
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
 from implicit_blocks.mixers.mamba2.state import Mamba2State
-from implicit_blocks.models.backbone import BoundMap
 from implicit_blocks.models.explicit import ExplicitLM
 from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.search.search import Search
 from implicit_blocks.solvers import Broyden
 from implicit_blocks.specs import Stopping

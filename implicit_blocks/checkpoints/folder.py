@@ -157,18 +157,25 @@ def _type(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+COUNTERS = frozenset({"depth.draws"})
+"""Tensors that count the steps of a run: present only if the depth is random, and no part of the weights."""
+
+
 def check_tensors(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, what: str) -> None:
     """Compare names, shapes and types; weights may have any type used for training or storage.
+
+    ``COUNTERS`` may be missing, or be given without being expected.
 
     Raises:
         ValueError: lists all tensors that are missing, unknown, or of another shape or type.
 
     """
     complaints = [
-        f"{name} is missing, {tuple(expected[name].shape)}" for name in expected.keys() - given.keys()
+        f"{name} is missing, {tuple(expected[name].shape)}"
+        for name in expected.keys() - given.keys() - COUNTERS
     ]
     complaints += [
-        f"{name} is unknown, {tuple(given[name].shape)}" for name in given.keys() - expected.keys()
+        f"{name} is unknown, {tuple(given[name].shape)}" for name in given.keys() - expected.keys() - COUNTERS
     ]
     complaints += [
         f"{name} has shape {tuple(given[name].shape)}, expected {tuple(expected[name].shape)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,8 @@ from implicit_blocks.checkpoints.weights import empty_state, read_newest_weights
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, ModelSpec, load_spec
 from implicit_blocks.specs.loading import read_model_spec
+
+_LOG = logging.getLogger(__name__)
 
 
 def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None) -> Any:
@@ -55,6 +58,8 @@ def load_model(source: str | Path, *, spec: str | Path | ModelSpec | None = None
         from implicit_blocks.hf.folders import read_pretrained  # imports transformers if it is installed
 
         found = read_pretrained(source)
+        for remark in found.remarks:
+            _LOG.warning("%s: %s", source, remark)
         return _with_weights(found.spec, found.state)
     known = _spec_of(source) if spec is None else _model_spec(spec)
     model: nn.Module | None = None

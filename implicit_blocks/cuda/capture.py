@@ -65,15 +65,20 @@ def clear_cublas_workspaces() -> None:
 
 
 @contextmanager
-def leaves_of_its_own(module: nn.Module) -> Iterator[None]:
-    """Replace a module's parameters by other autograd leaves on the same memory.
+def leaves_of_its_own(*modules: nn.Module) -> Iterator[None]:
+    """Replace the modules' parameters by other autograd leaves on the same memory.
 
     A leaf accumulates its gradient in the stream of its first use, which it keeps as long as an autograd
     graph refers to it: that of a pass whose backward is still to run, or of DDP. During a capture that stream
     differs from the captured one, which ends the capture.
     """
     others: dict[nn.Parameter, nn.Parameter] = {}
-    places = [(part._parameters, name) for part in module.modules() for name in part._parameters]
+    places = [
+        (part._parameters, name)
+        for module in modules
+        for part in module.modules()
+        for name in part._parameters
+    ]
     before = [parameters[name] for parameters, name in places]
     for (parameters, name), parameter in zip(places, before, strict=True):
         if parameter is not None:

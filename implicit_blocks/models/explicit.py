@@ -5,25 +5,25 @@ Shape legend: B batch, L tokens, D model width, V vocabulary (padded).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Unpack
 
-import torch
 from torch import Tensor
 
-from implicit_blocks.models.backbone import BoundMap
-from implicit_blocks.models.inputs import check_forward, check_inputs
+from implicit_blocks.models.inputs import check_forward, check_inputs, check_windows
 from implicit_blocks.models.outputs import Encoded, LMOutput
-from implicit_blocks.models.parts import ModelParts, read_out
+from implicit_blocks.models.parts import ModelParts, ModelWeights, Prepared, read_out
 from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec
 from implicit_blocks.weights.cache import WeightCache
 
 
 class ExplicitLM(ModelParts):
-    """The layers of an implicit model applied once to the embedding, without injection.
+    """The layers of an implicit model, each applied once, without injection.
 
-    ``x = embed(tokens)``; ``z = f(x)``; ``logits = E z``.
+    ``x = embed(tokens)``; ``z = coda(core(prelude(x)))``; ``logits = E z``.
 
     Args:
         spec: the configuration of the model.
@@ -58,8 +58,9 @@ class ExplicitLM(ModelParts):
         """
         check_forward(input_ids, labels, vocab_size=len(self.embedding.weight), return_logits=return_logits)
         x_BLD = self.embedding(input_ids)  # x = embed(tokens)
-        encoded = self.encode(  # z = f(x)
+        encoded = self.encode(  # z = coda(core(prelude(x)))
             x_BLD,
+            ids_BL=input_ids,
             attention_mask=attention_mask,
             documents=documents,
             state=state,
@@ -81,9 +82,9 @@ class ExplicitLM(ModelParts):
         window_length: int | None = None,
         search: SearchOptions | None = None,
         trace: bool = False,
-        weights: WeightCache | None = None,
+        weights: ModelWeights | None = None,
     ) -> Encoded:
-        """Return ``f(x)`` of embedded tokens (B, L, D); arguments as for ``ImplicitLM.encode``.
+        """Return the head's input for embedded tokens (B, L, D); arguments as for ``ImplicitLM.encode``.
 
         Raises:
             ValueError: where shapes or state do not fit, or the window is shorter than a token.
@@ -91,7 +92,7 @@ class ExplicitLM(ModelParts):
         """
         inputs = check_inputs(
             x_BLD,
-            ids_BL=None,
+            ids_BL=ids_BL,
             attention_mask=attention_mask,
             documents=documents,
             state=state,
@@ -102,52 +103,45 @@ class ExplicitLM(ModelParts):
         weights = weights if weights is not None else self.cache_weights()
         step = length if window_length is None else min(window_length, length)
         commit = return_state or step < length
-        outputs = []
+        check_windows(self.spec, commit=commit)
+        parts: list[Encoded] = []
         for window in inputs.windows(step):
-            f, start_BLD = self.bind(
-                window.x_BLD,
-                state,
-                weights=weights,
-                valid_BL=window.valid_BL,
-                documents_BL=window.documents_BL,
-                gaps=window.gaps,
-            )
+            prepared = self.prepare(window, state, weights=weights, commit=commit)
+            f, start_BLC = self.bind_core(prepared, state, weights=weights)
+            z_BLC, core = f.commit(start_BLC) if commit else (f(start_BLC), prepared.core)
+            output = self.output_map(prepared, weights)
             if commit:
-                z_BLD, layers = f.commit(start_BLD)
-                state = state.after(f.window, layers, z_BLD)
+                hidden_BLD, coda = output.commit(z_BLC)
+                state = state.after(prepared.window, (*prepared.prelude, *core, *coda), z_BLC)
             else:
-                z_BLD = f(start_BLD)
-            outputs.append(z_BLD)
-        hidden_BLD = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-        return Encoded(hidden_BLD, None, state if return_state else None)
+                hidden_BLD = output(z_BLC)
+            parts.append(Encoded(hidden_BLD))
+        state_after = state if return_state else None
+        if len(parts) == 1:
+            return replace(parts[0], state=state_after)
+        return Encoded.concatenate(parts, state_after)
 
-    def bind(
+    def bind_core(
         self,
-        x_BLD: Tensor,
+        prepared: Prepared,
         state: SequenceState,
         *,
-        weights: WeightCache,
+        weights: ModelWeights,
         ids_BL: Tensor | None = None,
-        warm_start: bool = False,
-        valid_BL: Tensor | None = None,
-        documents_BL: Tensor | None = None,
-        gaps: bool = True,
+        search: SearchOptions | None = None,
     ) -> tuple[BoundMap, Tensor]:
-        """Return the map of the next window and its input, (B, L, D); no warm start and no injection."""
-        window = state.window(
-            x_BLD.shape[1], valid_BL=valid_BL, documents_BL=documents_BL, gaps=gaps, dtype=self.stream_dtype
-        )
-        start_BLD = self.start(x_BLD)
-        f = self.backbone.bind(window, u_BLU=None, states=state.layers, start_BLD=start_BLD, weights=weights)
-        return f, start_BLD
+        """Return the map of a prepared window and its input, (B, L, C)."""
+        start_BLC = self.initial_point(prepared.x_BLD, prepared.c_BLD, prepared.window.positions_BL)
+        f = self.backbone.bind(prepared.window, states=prepared.core, start_BLD=start_BLC, weights=weights)
+        return f, start_BLC
 
-    def inject(self, x_BLD: Tensor, weights: WeightCache) -> Tensor | None:
+    def inject(self, c_BLD: Tensor, weights: WeightCache) -> tuple[None, None]:
         """Return None: there is no injection."""
-        return None
+        return None, None
 
-    def start(self, x_BLD: Tensor) -> Tensor:
-        """Return the embedded tokens in the dtype of the residual stream."""
-        return x_BLD.to(self.stream_dtype)
+    def initial_point(self, x_BLD: Tensor, c_BLD: Tensor, positions_BL: Tensor) -> Tensor:
+        """Return the prelude's output in the dtype of the residual stream."""
+        return c_BLD.to(self.stream_dtype)
 
     def search_config(self, options: SearchOptions | None = None) -> tuple[None, None]:
         """Return no solver and no stopping rule: there is no search."""

@@ -10,29 +10,32 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Unpack
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from implicit_blocks.fixed_point import solve_fixed_point
+from implicit_blocks.injections.base import Injection
 from implicit_blocks.interfaces import GradientEstimator, Solver
-from implicit_blocks.models.backbone import BoundMap
-from implicit_blocks.models.injection import Injection, pays_by_token
-from implicit_blocks.models.inputs import check_forward, check_inputs
-from implicit_blocks.models.outputs import Encoded, LMOutput
-from implicit_blocks.models.parts import ModelParts, read_out
+from implicit_blocks.models.compatibility import check_reconfigured
+from implicit_blocks.models.inputs import check_forward, check_inputs, check_start, check_windows
+from implicit_blocks.models.objectives import Objective
+from implicit_blocks.models.outputs import Encoded, Iterate, LMOutput
+from implicit_blocks.models.parts import ModelParts, ModelWeights, Prepared, read_out, scaled
 from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.models.solving import following_depth, injects_by_word, loop_counts, solve_window
+from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.registry import build
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
-from implicit_blocks.solution import Solution
 from implicit_blocks.specs import ImplicitLMSpec, Stopping
 from implicit_blocks.weights.cache import WeightCache
+from implicit_blocks.weights.weight_norm import add_weight_norm
 
 
 class ImplicitLM(ModelParts):
-    """A language model whose layers are iterated to a fixed point (M. Schöne et al., ICML 2025).
+    """A language model whose core is iterated to a fixed point (M. Schöne et al., ICML 2025), or looped.
 
-    ``x = embed(tokens)``; ``u = W rms(x) + b``; ``z* = f(z*, u)``; ``logits = E z*``. In training mode
-    (``model.train()``) the spec's solver, stopping and gradient apply; in evaluation mode those of
+    ``x = embed(tokens)``; ``c = prelude(x)``; ``e = source(c)``; ``z* = f(z*)`` with
+    ``f(z) = leave(core(enter(z, e)), z, e)``; ``logits = E coda(z*)``. The paper's model has neither
+    prelude nor coda, and its injection ``u = W rms(x) + b`` is added inside the core. In training mode
+    (``model.train()``) the spec's solver, stopping, depth and gradient apply; in evaluation mode those of
     ``at_evaluation``. Without gradients one more call of ``f`` gives the output and the state to commit.
 
     Args:
@@ -41,15 +44,28 @@ class ImplicitLM(ModelParts):
     """
 
     spec: ImplicitLMSpec
+    objective: Objective | None
     solver: Solver
     gradient: GradientEstimator
     stopping: Stopping
     evaluation_solver: Solver
     evaluation_stopping: Stopping
 
+    injection: Injection
+
     def __init__(self, spec: ImplicitLMSpec) -> None:
         super().__init__(spec)
-        self.injection = Injection(spec, self.backbone.injection_width)
+        self.injection = build(
+            spec.injection,
+            d_model=spec.d_model,
+            core_width=spec.core_width,
+            projected=self.backbone.injection_width if spec.injection.adds_to_projections else None,
+            norm_eps=spec.norm_eps,
+        )
+        if spec.weight_norm:
+            add_weight_norm(self.injection)
+        self.start = build(spec.start, width=spec.core_width)
+        self.exit_gate = nn.Linear(spec.core_width, 1) if spec.exit_gate else None
         self._configure(spec)
         self.reset_parameters()
 
@@ -94,7 +110,7 @@ class ImplicitLM(ModelParts):
         """
         check_forward(input_ids, labels, vocab_size=len(self.embedding.weight), return_logits=return_logits)
         x_BLD = self.embedding(input_ids)  # x = embed(tokens)
-        encoded = self.encode(  # z* = f(z*, u) with u = W rms(x) + b
+        encoded = self.encode(  # coda(z*) with z* = f(z*)
             x_BLD,
             ids_BL=input_ids,
             attention_mask=attention_mask,
@@ -105,7 +121,10 @@ class ImplicitLM(ModelParts):
             search=SearchOptions(**search) if search else None,
             trace=trace,
         )
-        return read_out(self, encoded, labels=labels, return_logits=return_logits)  # logits = E z*
+        output = read_out(self, encoded, labels=labels, return_logits=return_logits)  # logits = E coda(z*)
+        if labels is None or self.objective is None or not self.training:
+            return output
+        return replace(output, loss=self.objective.loss(self, encoded, output, labels.long()))
 
     def encode(
         self,
@@ -119,9 +138,9 @@ class ImplicitLM(ModelParts):
         window_length: int | None = None,
         search: SearchOptions | None = None,
         trace: bool = False,
-        weights: WeightCache | None = None,
+        weights: ModelWeights | None = None,
     ) -> Encoded:
-        """Return the fixed points of embedded tokens (B, L, D); arguments as for ``forward``.
+        """Return the head's input for embedded tokens (B, L, D); arguments as for ``forward``.
 
         ``ids_BL``: the tokens, where ``x`` is their plain embedding; a small vocabulary then needs one
         injection per word instead of one per token. ``weights``, from ``cache_weights``, are reused by
@@ -144,86 +163,91 @@ class ImplicitLM(ModelParts):
         weights = weights if weights is not None else self.cache_weights()
         step = length if window_length is None else min(window_length, length)
         commit = return_state or step < length
-        outputs, solutions = [], []
-        for window in inputs.windows(step):
-            f, start_BLD = self.bind(  # f(z) = f(z, u) with u = W rms(x) + b
-                window.x_BLD,
+        check_windows(self.spec, commit=commit)
+        loops = loop_counts(self, batch, search)
+        parts: list[Encoded] = []
+        for number, window in enumerate(inputs.windows(step)):
+            prepared = self.prepare(window, state, weights=weights, commit=commit)  # c = prelude(x)
+            f, z0_BLC = self.bind_core(  # f(z) = leave(core(enter(z, e)), z, e)
+                prepared,
                 state,
                 weights=weights,
                 ids_BL=window.ids_BL,
-                warm_start=search is not None and search.warm_start,
-                valid_BL=window.valid_BL,
-                documents_BL=window.documents_BL,
-                gaps=window.gaps,
+                search=None if search is None else search.of_window(number * step, step, length=length),
             )
-            solution = self.solve(f, start_BLD, search=search, trace=trace)  # z* = f(z*)
-            z_BLD, state = _finish(f, solution.z, state, commit=commit)
-            outputs.append(z_BLD)
-            solutions.append(solution.with_value(z_BLD))
-        return Encoded(
-            outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1),
-            Solution.concatenate(solutions),
-            state if return_state else None,
-        )
+            output = self.output_map(prepared, weights)
+            solution, core = solve_window(  # z* = f(z*)
+                self,
+                f,
+                z0_BLC,
+                prepared,
+                output=output,
+                search=search,
+                loops=loops,
+                trace=trace,
+                commit=commit,
+            )
+            if commit:
+                hidden_BLD, coda = output.commit(solution.z)  # h = coda(z*)
+                states = (*prepared.prelude, *core, *coda)
+                state = state.after(prepared.window, states, solution.z)
+            else:
+                hidden_BLD = output(solution.z)
+            iterates = {t: Iterate(z, output(z)) for t, z in (solution.trajectory or {}).items()}
+            parts.append(Encoded(hidden_BLD, solution, iterates=iterates))
+        state_after = state if return_state else None
+        if len(parts) == 1:
+            return replace(parts[0], state=state_after)
+        return Encoded.concatenate(parts, state_after)
 
-    def bind(
+    def bind_core(
         self,
-        x_BLD: Tensor,
+        prepared: Prepared,
         state: SequenceState,
         *,
-        weights: WeightCache,
+        weights: ModelWeights,
         ids_BL: Tensor | None = None,
-        warm_start: bool = False,
-        valid_BL: Tensor | None = None,
-        documents_BL: Tensor | None = None,
-        gaps: bool = True,
+        search: SearchOptions | None = None,
     ) -> tuple[BoundMap, Tensor]:
-        """Return the map ``z → f(z, u)`` of the next window and the start of its search, (B, L, D)."""
-        window = state.window(
-            x_BLD.shape[1], valid_BL=valid_BL, documents_BL=documents_BL, gaps=gaps, dtype=self.stream_dtype
-        )
-        by_token = ids_BL is not None and self.backbone.supports_injection_table(window)
-        if ids_BL is not None and by_token and pays_by_token(self.embedding, ids_BL.numel()):
+        """Return the map ``f`` of a prepared window and the start of its search, (B, L, C)."""
+        window, c_BLD = prepared.window, prepared.c_BLD
+        injected = c_BLD
+        if ids_BL is not None and injects_by_word(self, window, tokens=ids_BL.numel()):
             window = replace(window, u_rows_BL=ids_BL.contiguous())
-            u = self.inject(self.embedding.weight, weights)  # (V, U): one row per word
-        else:
-            u = self.inject(x_BLD, weights)
-        start_BLD = self.start(x_BLD)
-        if warm_start:
-            start_BLD = state.warm_start(window, start_BLD)
-        f = self.backbone.bind(window, u_BLU=u, states=state.layers, start_BLD=start_BLD, weights=weights)
-        return f, start_BLD
-
-    def inject(self, x_BLD: Tensor, weights: WeightCache) -> Tensor:
-        """Return the injection ``u = W rms(x) + b``, (…, U), of embedded tokens (…, D)."""
-        with weights.activate():
-            u: Tensor = self.injection(x_BLD)
-        return u
-
-    def start(self, x_BLD: Tensor) -> Tensor:
-        """Return the start of the search for embedded tokens: these, or zeros, as ``z_init`` says."""
-        stream = x_BLD.to(self.stream_dtype)
-        return stream if self.spec.z_init == "embedding" else torch.zeros_like(stream)
-
-    def solve(
-        self, f: BoundMap, start_BLD: Tensor, *, search: SearchOptions | None = None, trace: bool = False
-    ) -> Solution:
-        """Find ``z* = f(z*)``, with the gradient estimator's gradient while gradients are recorded."""
-        solver, stopping = self.search_config(search)
-        at_evaluation = self.spec.at_evaluation
-        return solve_fixed_point(
-            f,
-            start_BLD,
-            solver=solver,
-            gradient=self.gradient,
-            stopping=stopping,
-            window_length=(self.spec if self.training else at_evaluation).window_length,
-            commit_prefix=None if self.training else at_evaluation.commit_prefix,
-            valid=f.window.valid_BL,
-            moving_average=None if search is None else search.moving_average,
-            trace=trace,
-            agree=self.agree,
+            injected = scaled(self.embedding.weight, self.spec.embedding_scale)
+        u, e_BLE = self.inject(injected, weights)
+        z0_BLC = self.initial_point(prepared.x_BLD, c_BLD, window.positions_BL)
+        if search is not None and search.start is not None:
+            z0_BLC = check_start(search.start, z0_BLC)
+        if search is not None and search.warm_start:
+            z0_BLC = state.warm_start(window, z0_BLC)
+        f = self.backbone.bind(
+            window,
+            states=prepared.core[: len(self.backbone.layers)],
+            start_BLD=z0_BLC,
+            weights=weights,
+            u_BLU=u,
+            injection=self.injection,
+            e_BLD=e_BLE,
         )
+        return f, z0_BLC
+
+    def inject(self, c_BLD: Tensor, weights: WeightCache) -> tuple[Tensor | None, Tensor | None]:
+        """Return the injection of the prelude's output (…, D): what mixers add (…, U), and ``e`` (…, E)."""
+        with weights.activate():
+            u, e = self.injection.projected(c_BLD), self.injection.source(c_BLD)
+        return u, None if e is None else e.to(self.stream_dtype)
+
+    def initial_point(self, x_BLD: Tensor, c_BLD: Tensor, positions_BL: Tensor) -> Tensor:
+        """Return the start of the search, (B, L, C), given embedded tokens and the prelude's output."""
+        start: Tensor = self.start(
+            x_BLD=x_BLD,
+            e_BLD=c_BLD,
+            positions_BL=positions_BL,
+            width=self.spec.core_width,
+            dtype=self.stream_dtype,
+        )
+        return start
 
     def search_config(self, options: SearchOptions | None = None) -> tuple[Solver, Stopping]:
         """Return the solver and stopping rule of the current mode, changed by ``options``."""
@@ -238,40 +262,21 @@ class ImplicitLM(ModelParts):
         return solver if changed is spec else build(changed), options.stopping(stopping)
 
     def reconfigure(self, spec: ImplicitLMSpec) -> None:
-        """Replace solver, gradient and stopping, in training and evaluation, and keep the weights.
+        """Replace solver, gradient, stopping and depth, in training and evaluation, and keep the weights.
+
+        The count of random depths is kept too, also while another depth is in force.
 
         Raises:
             ValueError: if any other field differs from the model's spec.
 
         """
-        free = spec.changeable
-        old, new = self.spec.model_dump(exclude=set(free)), spec.model_dump(exclude=set(free))
-        changed = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-        if changed:
-            raise ValueError(
-                f"{', '.join(changed)} cannot change after a model is built; "
-                f"only {', '.join(sorted(free))} can"
-            )
+        check_reconfigured(self.spec, spec)
         self._configure(spec)
 
     def _configure(self, spec: ImplicitLMSpec) -> None:
         self.spec = spec
         self.solver, self.gradient, self.stopping = build(spec.solver), build(spec.gradient), spec.stopping
         self.evaluation_solver = build(spec.at_evaluation.solver)
-        self.evaluation_stopping = spec.evaluation_stopping
-
-
-def _finish(
-    f: BoundMap, z_BLD: Tensor, state: SequenceState, *, commit: bool
-) -> tuple[Tensor, SequenceState]:
-    """Return the output at a solution, and with ``commit`` the state after the window.
-
-    With gradients the output is the gradient estimator's value. Without, it is ``f(z*)``, the last call of an
-    evaluation; a token whose value overflows there keeps ``z*``.
-    """
-    if torch.is_grad_enabled() and not commit:
-        return z_BLD, state
-    mapped_BLD, layers = f.commit(z_BLD) if commit else (f(z_BLD), None)
-    if not torch.is_grad_enabled():
-        z_BLD = torch.where(mapped_BLD.sum(-1, keepdim=True).isfinite(), mapped_BLD, z_BLD)
-    return z_BLD, state if layers is None else state.after(f.window, layers, z_BLD)
+        self.evaluation_stopping, self.core_loops = spec.evaluation_stopping, spec.state_loops
+        self.depth = following_depth(self.depth, spec.depth, self)
+        self.objective = None if spec.objective.kind == "last" else build(spec.objective)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from implicit_blocks._utils.validation import require_count
 from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.models.specs import LanguageModelSpec
 from implicit_blocks.ops.transforms import is_vmapped
+from implicit_blocks.search.options import SearchOptions
 
 
 class Inputs(NamedTuple):
@@ -71,6 +73,42 @@ def check_inputs(
     if documents is not None:
         _check_documents(documents, valid, (batch, length))
     return Inputs(x_BLD, ids_BL, valid, documents, gaps)
+
+
+def check_windows(spec: LanguageModelSpec, *, commit: bool) -> None:
+    """Raise ValueError where tokens are to be committed, but a mixer sees later tokens."""
+    if commit and spec.bidirectional:
+        raise ValueError(
+            "a mixer of this model sees later tokens, so that no token can be committed on its own; "
+            "leave out return_state and window_length, and do not generate"
+        )
+
+
+def check_loops(search: SearchOptions | None, *, states: int) -> None:
+    """Raise ValueError where a call chooses a number of loops other than that of the kept states."""
+    if search is None or (search.loops in (None, states) and search.exit is None):
+        return
+    given = f"exit {search.exit!r}" if search.loops is None else f"loops {search.loops!r}"
+    raise ValueError(
+        f"the model keeps one state for each of its {states} loops, and the call asks for {given}; leave it "
+        "out, or change at_evaluation.exit of the model's spec"
+    )
+
+
+def check_start(start: Tensor, like_BLC: Tensor) -> Tensor:
+    """Return a given start of the search in the dtype of the stream.
+
+    Raises:
+        ValueError: for another shape or type.
+
+    """
+    if not isinstance(start, Tensor) or not start.is_floating_point():
+        raise ValueError("start must be a floating-point tensor (batch, tokens, core width)")
+    if start.shape != like_BLC.shape:
+        raise ValueError(
+            f"start has shape {tuple(start.shape)}; the state of the core has {tuple(like_BLC.shape)}"
+        )
+    return start.to(like_BLC)
 
 
 def check_forward(input_ids: Tensor, labels: Tensor | None, *, vocab_size: int, return_logits: bool) -> None:

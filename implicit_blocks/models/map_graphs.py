@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from implicit_blocks._utils.module_hooks import any_hooks
 from implicit_blocks.cuda.buffer_pool import BufferPool
 from implicit_blocks.cuda.capture import capture, forgetting_casts, leaves_of_its_own
-from implicit_blocks.models.backbone import ONE_CALL, BlockContext, BoundMap, Steps
+from implicit_blocks.models.stack import ONE_CALL, BlockContext, BoundMap, Steps
 from implicit_blocks.ops.transforms import first_derivatives_only
 from implicit_blocks.weights.cache import WeightCache, modules_of
 
@@ -42,7 +42,7 @@ class MapGraphs:
     and dropout masks are copied into the buffers of the graphs once per pass, ``z`` unless it is already
     there.
 
-    No reference to the backbone is kept here, because the backbone refers to this object: both are freed with
+    No reference to the stack is kept here, because the stack refers to this object: both are freed with
     the last reference to the model.
     """
 
@@ -108,7 +108,7 @@ class MapGraphs:
             # The result of a search and frozen parameters require no gradient. All steps of a pass read the
             # same buffers.
             given = _inputs(f, z_BLD)
-            kind = (key, f.backbone.training, tuple(t.requires_grad for t in given), steps)
+            kind = (key, f.stack.training, tuple(t.requires_grad for t in given), steps)
             if kind not in self._steps and len(self._steps) >= MOST:
                 return f.compute(z_BLD, steps)
             ready = self._steps.setdefault(kind, [])
@@ -145,7 +145,7 @@ class MapGraphs:
             return buffers
         if any(step.in_use for steps in self._steps.values() for step in steps):
             return None
-        parts = modules_of(f.backbone)
+        parts = _modules_of(f)
         if any_hooks(parts):
             if not self._hooks_told:
                 self._hooks_told = True
@@ -178,9 +178,9 @@ def _memory_of(parts: list[nn.Module]) -> tuple[int, ...]:
 
 
 def _inputs(f: BoundMap, z_BLD: Tensor) -> list[Tensor]:
-    """Return all tensors that the value may depend on: z, injection, cached weights, parameters."""
-    u = [] if f.u_BLU is None else [f.u_BLU]
-    every = [p for part in modules_of(f.backbone) for p in part._parameters.values() if p is not None]
+    """Return all tensors that the value may depend on: z, injections, cached weights, parameters."""
+    u = [t for t in (f.u_BLU, f.e_BLD) if t is not None]
+    every = [p for part in _modules_of(f) for p in part._parameters.values() if p is not None]
     return [z_BLD, *u, *f.weights.tensors(), *dict.fromkeys(every)]  # shared parameters once
 
 
@@ -195,14 +195,26 @@ def _key(f: BoundMap, z_BLD: Tensor) -> Hashable | None:
 
 
 def _given(f: BoundMap) -> list[tuple[Hashable, Tensor]]:
-    """Return the inputs of a pass beside the weights: injection, its row indices, dropout masks."""
-    named = [("u", f.u_BLU), ("rows", f.window.u_rows_BL)]
+    """Return the inputs of a pass beside the weights: injections, row indices, token IDs, dropout masks."""
+    named = [("u", f.u_BLU), ("e", f.e_BLD), ("rows", f.window.u_rows_BL), ("ids", f.window.ids_BL)]
     masks = [
         ((layer, at), mask)
         for layer, context in enumerate(f.contexts)
         for at, mask in enumerate(context.masks or ())
     ]
     return [(name, t) for name, t in (*named, *masks) if t is not None]
+
+
+def _modules_of(f: BoundMap) -> list[nn.Module]:
+    """Return the modules of a map and their descendants."""
+    return [part for module in f.modules for part in modules_of(module)]
+
+
+def _leaf(buffer: Tensor | None, given: Tensor | None) -> Tensor | None:
+    """Return an autograd leaf on a buffer, which requires gradients where the given tensor does."""
+    if buffer is None or given is None:
+        return None
+    return buffer.detach().requires_grad_(given.requires_grad)
 
 
 def _autocast() -> torch.dtype | None:
@@ -258,27 +270,21 @@ class _Buffers:
     def bind(self, f: BoundMap, *, with_gradients: bool) -> BoundMap:
         """Return the map on these buffers; with gradients they are autograd leaves on the same memory."""
         weights, own = self.weights.copy, self._own
-        u = own.get("u")
+        u, e = own.get("u"), own.get("e")
         if with_gradients:
             weights = weights.as_leaves(f.weights)
-            u = (
-                None
-                if u is None
-                else u.detach().requires_grad_(f.u_BLU is not None and f.u_BLU.requires_grad)
-            )
+            u, e = _leaf(u, f.u_BLU), _leaf(e, f.e_BLD)
         # The initial states and the rotations are the same in every plain window.
         window, mixers = f.window, [context.mixer for context in f.contexts]
-        if "rows" in own:
-            window = replace(window, u_rows_BL=own["rows"], shared={})
-            mixers = [block.mixer.prepare(window) for block in f.backbone.blocks()]
+        if "rows" in own or "ids" in own:
+            window = replace(window, u_rows_BL=own.get("rows"), ids_BL=own.get("ids"), shared={})
+            mixers = [block.mixer.prepare(window) for block in f.stack.blocks()]
         contexts = tuple(
             BlockContext(mixer, None if context.masks is None else (own[layer, 0], own[layer, 1]))
             for layer, (mixer, context) in enumerate(zip(mixers, f.contexts, strict=True))
         )
-        backbone: Any = proxy(
-            f.backbone
-        )  # it refers to the graphs: a weak reference avoids a reference cycle
-        return replace(f, backbone=backbone, window=window, contexts=contexts, weights=weights, u_BLU=u)
+        stack: Any = proxy(f.stack)  # it refers to the graphs: a weak reference avoids a reference cycle
+        return replace(f, stack=stack, window=window, contexts=contexts, weights=weights, u_BLU=u, e_BLD=e)
 
 
 class _SearchGraph:
@@ -310,7 +316,7 @@ class _SearchGraph:
         given, free = self._values.index_of(z_BLD), self._values.free()
         if given is None:
             self._z.copy_(z_BLD)
-        training = self._f.backbone.training
+        training = self._f.stack.training
         graph = self._graphs.get((given, free, training))
         if graph is not None:
             graph.replay()
@@ -355,7 +361,7 @@ class _StepGraph:
         self._f, self._steps = f, steps
         self._call: ReferenceType[_Call] | None = None
         try:
-            with leaves_of_its_own(f.backbone):
+            with leaves_of_its_own(*f.modules):
                 self._capture(pool)
         except RuntimeError as error:
             raise _NotCapturedError from error

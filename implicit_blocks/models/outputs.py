@@ -1,16 +1,26 @@
 """Return values of language models.
 
-Shape legend: B batch, L tokens, D model width, V vocabulary (padded).
+Shape legend: B batch, L tokens, D model width, C core width, V vocabulary (padded).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.solution import Solution
+
+
+class Iterate(NamedTuple):
+    """An iterate of the core, (B, L, C), and the head's input that it leads to, (B, L, D)."""
+
+    z_BLC: Tensor
+    hidden_BLD: Tensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,8 @@ class LMOutput:
     solution: Solution | None = None
     state: SequenceState | None = None
     predictions: Tensor | None = None
+    trajectory: dict[int, Iterate] = field(default_factory=dict)
+    """The chosen iterates by their number of loops; ``model.predict`` of their hidden states gives logits."""
 
     def __repr__(self) -> str:
         """Return one line with the shapes, the loss and the outcome of the search."""
@@ -42,8 +54,30 @@ class LMOutput:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The input of the head, (B, L, D), the solution, and on request the state after the tokens."""
+    """The input of the head, (B, L, D), the solution, and on request the state after the tokens.
+
+    ``iterates`` has the chosen iterates of the core by their number of loops.
+    """
 
     hidden_BLD: Tensor
     solution: Solution | None = None
     state: SequenceState | None = None
+    iterates: dict[int, Iterate] = field(default_factory=dict)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Encoded], state: SequenceState | None) -> Encoded:
+        """Return consecutive windows as one; iterates that a window lacks are left out."""
+        solutions = [part.solution for part in parts if part.solution is not None]
+        common = [t for t in parts[0].iterates if all(t in part.iterates for part in parts)]
+        return cls(
+            torch.cat([part.hidden_BLD for part in parts], dim=1),
+            Solution.concatenate(solutions) if solutions else None,
+            state,
+            {
+                t: Iterate(
+                    torch.cat([part.iterates[t].z_BLC for part in parts], dim=1),
+                    torch.cat([part.iterates[t].hidden_BLD for part in parts], dim=1),
+                )
+                for t in common
+            },
+        )

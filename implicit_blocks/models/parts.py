@@ -1,27 +1,135 @@
 """What implicit and explicit language models share outside their forward passes: parameters, state, head.
 
-Shape legend: B batch, L tokens, D model width, V vocabulary (padded).
+Shape legend: B batch, L tokens, D model width, C core width, V vocabulary (padded).
 """
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name everyone uses
 
-from implicit_blocks.layers import Linear, at_least_float32, reset_parameters_
-from implicit_blocks.models.backbone import Backbone
-from implicit_blocks.models.inputs import check_label_ids, check_token_ids
+from implicit_blocks.depths.depth import Depth
+from implicit_blocks.injections.base import Injection
+from implicit_blocks.interfaces import State, Window
+from implicit_blocks.layers import Linear, RMSNorm, at_least_float32, reset_parameters_
+from implicit_blocks.models.inputs import Inputs, check_label_ids, check_token_ids
 from implicit_blocks.models.outputs import Encoded, LMOutput
 from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.models.stack import Block, BoundMap, Stack
+from implicit_blocks.models.stack_specs import Stack as StackLayout
 from implicit_blocks.models.training import TrainingMethods
 from implicit_blocks.ops.cross_entropy import linear_cross_entropy
 from implicit_blocks.search.agreement import Agreement
+from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.weight_norm import assign_weight
+
+
+class ModelWeights(WeightCache):
+    """The weights of a model, prepared for any number of calls: the core's, and those of prelude and coda."""
+
+    def __init__(self, *core: nn.Module, prelude: nn.Module | None, coda: nn.Module | None) -> None:
+        super().__init__(*core)
+        self.prelude = None if prelude is None else WeightCache(prelude)
+        self.coda = None if coda is None else WeightCache(coda)
+
+
+class Prepared(NamedTuple):
+    """A window whose prelude has run."""
+
+    window: Window
+    x_BLD: Tensor
+    """The embedded tokens."""
+    c_BLD: Tensor
+    """The prelude's output; the embedded tokens where there is no prelude."""
+    prelude: tuple[State, ...]
+    """The states of the prelude's layers after the window, if it is committed."""
+    core: tuple[State, ...]
+    """The states of the core's layers before the window."""
+    coda: tuple[State, ...]
+    """The states of the coda's layers before the window."""
+
+
+@dataclass(frozen=True)
+class OutputMap:
+    """``[C z] (+ prelude's output) → (norm →) coda → norm`` in one window; each part may be missing.
+
+    Args:
+        projection: the linear map from the core's width to the model's.
+        c_BLD: the prelude's output, if it is added.
+        norm: the final norm.
+        norm_before: whether the final norm is also applied before the coda.
+        coda: the map of the coda's layers.
+        dtype: of the residual stream.
+
+    """
+
+    projection: nn.Module | None
+    c_BLD: Tensor | None
+    norm: nn.Module | None
+    norm_before: bool
+    coda: BoundMap | None
+    dtype: torch.dtype
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether the output at a token is a function of the point at that token alone."""
+        return self.coda is None and self.c_BLD is None
+
+    def __call__(self, z_BLC: Tensor) -> Tensor:
+        """Return the head's input, (B, L, D)."""
+        h_BLD = self._before(z_BLC)
+        return self._after(h_BLD if self.coda is None else self.coda(h_BLD))
+
+    def commit(self, z_BLC: Tensor) -> tuple[Tensor, tuple[State, ...]]:
+        """Return the head's input, and the states of the coda's layers after the window."""
+        h_BLD = self._before(z_BLC)
+        if self.coda is None:
+            return self._after(h_BLD), ()
+        h_BLD, states = self.coda.commit(h_BLD)
+        return self._after(h_BLD), states
+
+    def select_rows(self, rows: Tensor) -> OutputMap:
+        """Return the map of these rows, (R,) int64 indices."""
+        return self._part(
+            None if self.coda is None else self.coda.select_rows(rows), lambda of_all: of_all[rows]
+        )
+
+    def first(self, tokens: int) -> OutputMap:
+        """Return the map of the window's first tokens."""
+        coda = None if self.coda is None else self.coda.first(tokens)
+        return self._part(coda, lambda of_all: of_all[:, :tokens])
+
+    def after(self, z_BLC: Tensor) -> OutputMap:
+        """Commit the first tokens, whose core outputs are ``z``, and return the map of the others."""
+        taken = z_BLC.shape[1]
+        coda = self.coda
+        if coda is not None:
+            coda = coda.after(self.first(taken)._before(z_BLC))
+        return self._part(coda, lambda of_all: of_all[:, taken:])
+
+    def _part(self, coda: BoundMap | None, take: Callable[[Tensor], Tensor]) -> OutputMap:
+        return replace(self, coda=coda, c_BLD=None if self.c_BLD is None else take(self.c_BLD))
+
+    def _before(self, z_BLC: Tensor) -> Tensor:
+        h: Tensor = z_BLC
+        if self.projection is not None:
+            h = self.projection(h).to(self.dtype)
+        if self.c_BLD is not None:
+            h = h + self.c_BLD
+        return self.norm(h) if self.norm_before and self.norm is not None else h
+
+    def _after(self, h_BLD: Tensor) -> Tensor:
+        normed: Tensor = h_BLD if self.norm is None else self.norm(h_BLD)
+        return normed
 
 
 class ModelParts(TrainingMethods, nn.Module):
@@ -35,9 +143,36 @@ class ModelParts(TrainingMethods, nn.Module):
     def __init__(self, spec: ImplicitLMSpec | ExplicitLMSpec) -> None:
         super().__init__()
         self.spec = spec
+
+        def stack(layout: StackLayout, *, norm: bool = False) -> Stack:
+            return Stack(
+                layout,
+                norm=norm,
+                norm_eps=spec.norm_eps,
+                dropout=spec.dropout,
+                weight_norm=spec.weight_norm,
+            )
+
+        def norm(wanted: bool) -> RMSNorm | None:
+            return RMSNorm(spec.d_model, eps=spec.norm_eps) if wanted else None
+
+        stacks = spec.stacks
         self.embedding = nn.Embedding(spec.padded_vocab_size, spec.d_model)
-        self.backbone = Backbone(spec)
+        self.backbone = stack(stacks["core"], norm=spec.norm_in_core)
         self.head = None if spec.tie_embeddings else Linear(spec.d_model, spec.padded_vocab_size, bias=False)
+        self.prelude = stack(stacks["prelude"]) if "prelude" in stacks else None
+        self.prelude_norm = norm(spec.prelude_norm)
+        self.core_projection = (
+            Linear(spec.core_width, spec.d_model, bias=spec.core_projection_bias)
+            if spec.core_projection
+            else None
+        )
+        self.coda = stack(stacks["coda"]) if "coda" in stacks else None
+        self.norm = norm(spec.final_norm)
+        self.injection: Injection | None = None
+        self.depth: Depth | None = None
+        self.core_loops = 1
+        """The number of states that each layer of the core keeps of a token: 1, or one per loop."""
         self.agree: Agreement | None = None
         """How ranks that must make equally many iterations agree to stop; None: each rank stops alone."""
 
@@ -51,27 +186,122 @@ class ModelParts(TrainingMethods, nn.Module):
         """``E``, (V, D): the head's weight, or the embedding's where they are tied."""
         return self.embedding.weight if self.head is None else self.head.weight
 
+    def state_blocks(self) -> list[Block]:
+        """Return the layers in the order of ``SequenceState.layers``: prelude, core, coda.
+
+        With one state per loop the layers of the core are repeated, loop after loop.
+        """
+        stacks = [(self.prelude, 1), (self.backbone, self.core_loops), (self.coda, 1)]
+        return [block for stack, times in stacks if stack is not None for block in stack.blocks() * times]
+
+    @property
+    def truncates(self) -> bool:
+        """Whether every mixer can remove committed tokens (``Mixer.truncate``)."""
+        return all(stack.truncates for stack in self.stacks())
+
     def initial_state(self, batch_size: int, *, max_seq_len: int | None = None) -> SequenceState:
         """Return the state before the first token; caches reserve room for ``max_seq_len`` tokens."""
         weight = self.embedding.weight
-        layers = self.backbone.initial_states(
-            batch_size, device=weight.device, dtype=weight.dtype, max_seq_len=max_seq_len
+        layers = tuple(
+            block.mixer.initial_state(
+                batch_size, device=weight.device, dtype=weight.dtype, max_seq_len=max_seq_len
+            )
+            for block in self.state_blocks()
         )
         position = torch.zeros(1, dtype=torch.int64, device=weight.device)
         return SequenceState(batch_size, 0, position, layers)
 
-    def cache_weights(self) -> WeightCache:
-        """Return the current weights of the map, prepared for any number of calls of ``encode``.
+    def cache_weights(self) -> ModelWeights:
+        """Return the current weights of the layers, prepared for any number of calls of ``encode``.
 
-        For calls without gradients, in the autocast mode of this call. The head is not part of the map and
-        casts its own weight.
+        For calls without gradients, in the autocast mode of this call. The head casts its own weight.
         """
-        return WeightCache(*(module for module in self.children() if module is not self.head))
+        core = [self.embedding, self.backbone, *([] if self.injection is None else [self.injection])]
+        return ModelWeights(*core, prelude=self.prelude, coda=self.coda)
+
+    def prepare(
+        self, inputs: Inputs, state: SequenceState, *, weights: ModelWeights, commit: bool = False
+    ) -> Prepared:
+        """Begin the next window: embed its tokens, run the prelude, and with ``commit`` keep its states."""
+        window = state.window(
+            inputs.x_BLD.shape[1],
+            valid_BL=inputs.valid_BL,
+            documents_BL=inputs.documents_BL,
+            gaps=inputs.gaps,
+            dtype=self.stream_dtype,
+        )
+        if any(block.mixer.needs_token_ids for block in self.state_blocks()):
+            window = replace(window, ids_BL=inputs.ids_BL)
+        x_BLD = scaled(inputs.x_BLD, self.spec.embedding_scale)
+        first = 0 if self.prelude is None else len(self.prelude.layers)
+        last = len(state.layers) - (0 if self.coda is None else len(self.coda.layers))
+        before, core, coda = state.layers[:first], state.layers[first:last], state.layers[last:]
+        c_BLD = x_BLD
+        if self.prelude is not None and weights.prelude is not None:
+            stream_BLD = x_BLD.to(self.stream_dtype)
+            f = self.prelude.bind(window, states=before, start_BLD=stream_BLD, weights=weights.prelude)
+            c_BLD, before = f.commit(stream_BLD) if commit else (f(stream_BLD), before)
+        if self.prelude_norm is not None:
+            c_BLD = self.prelude_norm(c_BLD)
+        return Prepared(window, x_BLD, c_BLD, before, core, coda)
+
+    def bind(
+        self,
+        x_BLD: Tensor,
+        state: SequenceState,
+        *,
+        weights: ModelWeights,
+        ids_BL: Tensor | None = None,
+        warm_start: bool = False,
+        valid_BL: Tensor | None = None,
+        documents_BL: Tensor | None = None,
+        gaps: bool = True,
+    ) -> tuple[BoundMap, Tensor]:
+        """Return the core's map of the next window and its start, (B, L, C), given embedded tokens."""
+        inputs = Inputs(x_BLD, ids_BL, valid_BL, documents_BL, gaps)
+        prepared = self.prepare(inputs, state, weights=weights)
+        search = SearchOptions(warm_start=warm_start)
+        return self.bind_core(prepared, state, weights=weights, ids_BL=ids_BL, search=search)
+
+    @abstractmethod
+    def bind_core(
+        self,
+        prepared: Prepared,
+        state: SequenceState,
+        *,
+        weights: ModelWeights,
+        ids_BL: Tensor | None = None,
+        search: SearchOptions | None = None,
+    ) -> tuple[BoundMap, Tensor]:
+        """Return the core's map of a prepared window and its start, (B, L, C)."""
+
+    def output_map(self, prepared: Prepared, weights: ModelWeights) -> OutputMap:
+        """Return the map from the core's output to the head's input in a prepared window."""
+        coda = None
+        if self.coda is not None and weights.coda is not None:
+            like = prepared.c_BLD.to(self.stream_dtype)
+            coda = self.coda.bind(prepared.window, states=prepared.coda, start_BLD=like, weights=weights.coda)
+        return OutputMap(
+            self.core_projection,
+            prepared.c_BLD if self.spec.core_residual else None,
+            self.norm,
+            self.spec.norm_before_coda,
+            coda,
+            self.stream_dtype,
+        )
 
     def predict(self, z_BLD: Tensor) -> Tensor:
-        """Return the logits ``E z``, (…, V), in float32 or better, of the output of ``encode``, (…, D)."""
+        """Return the logits ``E z``, (…, V), in float32 or better, of the output of ``encode``, (…, D).
+
+        With ``logit_scale`` s and ``logit_softcap`` c they are ``c · tanh(s E z / c)``.
+        """
         weight = self.head_weight
-        return at_least_float32(F.linear(z_BLD.to(weight.dtype), weight))
+        return self.scale_logits(at_least_float32(F.linear(z_BLD.to(weight.dtype), weight)))
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """Return logits ``E z`` with the model's scale and soft cap: ``c · tanh(s E z / c)``."""
+        logits, cap = scaled(logits, self.spec.logit_scale), self.spec.logit_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def check_tokens(self, input_ids: Tensor) -> None:
         """Raise ValueError for tensors other than token IDs of this model, (B, L)."""
@@ -93,11 +323,17 @@ class ModelParts(TrainingMethods, nn.Module):
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=self.spec.embedding_std)
         if self.spec.scale_residual_init:
-            projections = [p for block in self.backbone.blocks() for p in block.output_projections()]
+            blocks = [block for stack in self.stacks() for block in stack.blocks()]
+            projections = [p for block in blocks for p in block.output_projections()]
             for projection in projections:
                 weight = projection.weight
                 assert isinstance(weight, Tensor)
                 assign_weight(projection, weight / math.sqrt(len(projections)))
+
+
+def scaled(tensor: Tensor, factor: float) -> Tensor:
+    """Return a tensor multiplied by a factor; itself for the factor 1."""
+    return tensor if factor == 1 else factor * tensor
 
 
 def read_out(model: ModelParts, encoded: Encoded, *, labels: Tensor | None, return_logits: bool) -> LMOutput:
@@ -106,8 +342,8 @@ def read_out(model: ModelParts, encoded: Encoded, *, labels: Tensor | None, retu
     ``return_logits=False`` computes the loss in chunks of tokens, so that (B, L, V) is never allocated.
     """
     labels = None if labels is None else labels.long()
-    if labels is not None and not return_logits:
-        hidden = encoded.hidden_BLD.flatten(0, 1)
+    if labels is not None and not return_logits and model.spec.logit_softcap is None:
+        hidden = scaled(encoded.hidden_BLD.flatten(0, 1), model.spec.logit_scale)
         total, predictions = linear_cross_entropy(hidden, model.head_weight, labels.flatten())
         return LMOutput(
             logits=None,
@@ -115,13 +351,16 @@ def read_out(model: ModelParts, encoded: Encoded, *, labels: Tensor | None, retu
             solution=encoded.solution,
             state=encoded.state,
             predictions=predictions.view_as(labels),
+            trajectory=encoded.iterates,
         )
     logits = model.predict(encoded.hidden_BLD)
     return LMOutput(
-        logits=logits,
+        logits=logits if return_logits else None,
         loss=None if labels is None else _loss(logits, labels),
         solution=encoded.solution,
         state=encoded.state,
+        predictions=None if return_logits else logits.argmax(-1),
+        trajectory=encoded.iterates,
     )
 
 

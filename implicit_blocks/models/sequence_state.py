@@ -5,6 +5,7 @@ Shape legend: B batch, L tokens of a window, T committed tokens.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from implicit_blocks._utils.padding import of_last_real
 from implicit_blocks.interfaces import State, Window
 
 if TYPE_CHECKING:
-    from implicit_blocks.models.backbone import Backbone
+    from implicit_blocks.models.stack import Block
 
 
 @dataclass(frozen=True)
@@ -24,10 +25,10 @@ class SequenceState:
 
     ``length`` counts the committed tokens T, padding included; ``next_position`` (1 or B,) counts the real
     ones. ``valid_BT`` and ``documents_BT`` are None as long as there was no padding and a single document;
-    ``layers`` has the state of each mixer. ``last_BD`` is the solution of each row's last real token, from
-    which a warm start begins; None before the first token. Continuing from a state does not change it, unless
-    it was created with ``max_seq_len``: the buffers are then shared, and a second continuation from the same
-    state overwrites the first.
+    ``layers`` has the state of each mixer: prelude, core, coda. ``last_BD`` is the solution of each row's
+    last real token, from which a warm start begins; None before the first token. Continuing from a state does
+    not change it, unless it was created with ``max_seq_len``: the buffers are then shared, and a second
+    continuation from the same state overwrites the first.
     """
 
     batch_size: int
@@ -128,8 +129,10 @@ class SequenceState:
             follows = follows & (window.documents_BL == before)
         return torch.where(follows[:, :, None], self.last_BD[:, None].to(start_BLD.dtype), start_BLD)
 
-    def truncate(self, tokens: int, backbone: Backbone) -> SequenceState:
+    def truncate(self, tokens: int, blocks: Sequence[Block]) -> SequenceState:
         """Return the state without its last ``tokens`` tokens, padding included.
+
+        ``blocks`` are the model's ``state_blocks()``.
 
         Raises:
             ValueError: if there are fewer tokens, or a mixer cannot remove tokens.
@@ -147,24 +150,25 @@ class SequenceState:
             length=kept,
             next_position=self.next_position - taken,
             layers=tuple(
-                block.mixer.truncate(state, kept)
-                for block, state in zip(backbone.blocks(), self.layers, strict=True)
+                block.mixer.truncate(state, kept) for block, state in zip(blocks, self.layers, strict=True)
             ),
             valid_BT=None if self.valid_BT is None else self.valid_BT[:, :kept],
             documents_BT=None if self.documents_BT is None else self.documents_BT[:, :kept],
             last_BD=self.last_BD if tokens == 0 else None,  # earlier solutions were not kept
         )
 
-    def select_rows(self, rows: Tensor, backbone: Backbone) -> SequenceState:
-        """Return the state of these rows, (R,) int64 indices; rows may repeat, as beam search needs."""
+    def select_rows(self, rows: Tensor, blocks: Sequence[Block]) -> SequenceState:
+        """Return the state of these rows, (R,) int64 indices; rows may repeat, as beam search needs.
+
+        ``blocks`` are the model's ``state_blocks()``.
+        """
         one_for_all = self.next_position.shape[0] == 1
         return SequenceState(
             batch_size=rows.numel(),
             length=self.length,
             next_position=self.next_position if one_for_all else self.next_position[rows],
             layers=tuple(
-                block.mixer.select_rows(state, rows)
-                for block, state in zip(backbone.blocks(), self.layers, strict=True)
+                block.mixer.select_rows(state, rows) for block, state in zip(blocks, self.layers, strict=True)
             ),
             valid_BT=None if self.valid_BT is None else self.valid_BT[rows],
             documents_BT=None if self.documents_BT is None else self.documents_BT[rows],

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Literal
 
 import torch
 from torch import nn
 
-from implicit_blocks.models.backbone import Backbone
+from implicit_blocks.depths.depth import Depth
 from implicit_blocks.models.map_graphs import MapGraphs
+from implicit_blocks.models.stack import Stack
 
 COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
     "realize_acc_reads_threshold": 40,  # keeps a convolution over projection and injection in one kernel
@@ -18,9 +19,17 @@ COMPILE_OPTIONS: dict[str, str | int | bool | Callable[..., object]] = {
 
 
 class TrainingMethods(nn.Module):
-    """Switches and parameter groups of a model whose layers are a ``Backbone``."""
+    """Switches and parameter groups of a model whose layers are in stacks: prelude, core, coda."""
 
-    backbone: Backbone
+    prelude: Stack | None
+    backbone: Stack
+    coda: Stack | None
+    embedding: nn.Embedding
+    depth: Depth | None
+
+    def stacks(self) -> list[Stack]:
+        """Return the stacks that the model has, in the order in which they run."""
+        return [stack for stack in (self.prelude, self.backbone, self.coda) if stack is not None]
 
     def compile_layers(self) -> None:
         """Compile the layers with ``torch.compile``: the first call of a shape takes minutes.
@@ -30,9 +39,11 @@ class TrainingMethods(nn.Module):
         """
         # Shapes of training, evaluation and compacted batches, with and without gradients.
         torch._dynamo.config.recompile_limit = max(32, torch._dynamo.config.recompile_limit)
-        for block in self.backbone.blocks():
-            block.compile(dynamic=False, options=COMPILE_OPTIONS)
-        self.backbone.norm.compile(dynamic=False, options=COMPILE_OPTIONS)
+        for stack in self.stacks():
+            for block in stack.blocks():
+                block.compile(dynamic=False, options=COMPILE_OPTIONS)
+            if stack.norm is not None:
+                stack.norm.compile(dynamic=False, options=COMPILE_OPTIONS)
 
     def capture_graphs(self, enabled: bool = True) -> None:
         """Capture the map as CUDA graphs, one for each shape of the batch: an iteration is then one launch.
@@ -41,7 +52,8 @@ class TrainingMethods(nn.Module):
         kernels. Keeps a copy of the weights and their gradients in the dtype they are used in. Has no effect
         on other devices.
         """
-        self.backbone.graphs = MapGraphs() if enabled else None
+        for stack in self.stacks():
+            stack.graphs = MapGraphs() if enabled else None
 
     def checkpoint_activations(self, what: Literal["none", "steps", "layers"]) -> None:
         """Choose which activations backward recomputes instead of keeping them.
@@ -57,11 +69,24 @@ class TrainingMethods(nn.Module):
         """
         if what not in ("none", "steps", "layers"):
             raise ValueError(f"checkpoint_activations got {what!r}; choose 'none', 'steps' or 'layers'")
-        self.backbone.activation_checkpointing = what
+        for stack in self.stacks():
+            stack.activation_checkpointing = what
 
     def sharding_units(self) -> list[nn.Module]:
         """Return the layers, which may be sharded over processes one by one."""
-        return list(self.backbone.blocks())
+        return [block for stack in self.stacks() for block in stack.blocks()]
+
+    def match_counters(self, names: Collection[str]) -> set[str]:
+        """Have the counters among the tensors of a checkpoint, and return the names of those that it lacks.
+
+        The count of random depths is in the state dict since the first phase of a run that has one.
+        """
+        if self.depth is None:
+            return set()
+        if "depth.draws" in names:
+            self.depth.count_draws()
+            self.depth.to(self.embedding.weight.device)
+        return {"depth.draws"} & (self.state_dict().keys() - set(names))
 
     def decay_groups(self) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
         """Return the parameters with weight decay (matrices, embedding) and those without, each once.

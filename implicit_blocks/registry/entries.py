@@ -41,7 +41,12 @@ OWN_DISTRIBUTION = "implicit_blocks"
 BUILT_IN = (
     "implicit_blocks.solvers",
     "implicit_blocks.gradients",
+    "implicit_blocks.exits",
     "implicit_blocks.mixers",
+    "implicit_blocks.injections",
+    "implicit_blocks.starts",
+    "implicit_blocks.depths",
+    "implicit_blocks.scalings",
     "implicit_blocks.models.specs",
 )
 """The modules that register the built-in kinds, through the hook that plugins use."""

@@ -1,3 +1,9 @@
+from implicit_blocks.exits import ArgmaxStabilityExitSpec as ArgmaxStabilityExitSpec
+from implicit_blocks.exits import FixedExitSpec as FixedExitSpec
+from implicit_blocks.exits import GateExitSpec as GateExitSpec
+from implicit_blocks.exits import KLExitSpec as KLExitSpec
+from implicit_blocks.exits import ResidualExitSpec as ResidualExitSpec
+from implicit_blocks.exits import SecondDifferenceExitSpec as SecondDifferenceExitSpec
 from implicit_blocks.gradients import ImplicitFunctionSpec as ImplicitFunctionSpec
 from implicit_blocks.gradients import JacobianPenaltySpec as JacobianPenaltySpec
 from implicit_blocks.gradients import PhantomSpec as PhantomSpec
@@ -6,6 +12,7 @@ from implicit_blocks.mixers import AttentionSpec as AttentionSpec
 from implicit_blocks.mixers import HybridSpec as HybridSpec
 from implicit_blocks.mixers import Mamba2Spec as Mamba2Spec
 from implicit_blocks.mixers import RopeScaling as RopeScaling
+from implicit_blocks.mlps import FeedForwardSpec as FeedForwardSpec
 from implicit_blocks.models.specs import AtEvaluation as AtEvaluation
 from implicit_blocks.models.specs import ExplicitLMSpec as ExplicitLMSpec
 from implicit_blocks.models.specs import ImplicitLMSpec as ImplicitLMSpec
@@ -21,12 +28,18 @@ from implicit_blocks.specs.base import Spec as Spec
 from implicit_blocks.specs.errors import field_error as field_error
 from implicit_blocks.specs.errors import merge_errors as merge_errors
 from implicit_blocks.specs.families import BaseRunSpec as BaseRunSpec
+from implicit_blocks.specs.families import DepthSpec as DepthSpec
+from implicit_blocks.specs.families import ExitSpec as ExitSpec
 from implicit_blocks.specs.families import GradientSpec as GradientSpec
+from implicit_blocks.specs.families import InjectionSpec as InjectionSpec
 from implicit_blocks.specs.families import MixerSpec as MixerSpec
 from implicit_blocks.specs.families import MLPSpec as MLPSpec
 from implicit_blocks.specs.families import ModelSpec as ModelSpec
+from implicit_blocks.specs.families import ObjectiveSpec as ObjectiveSpec
 from implicit_blocks.specs.families import Parameters as Parameters
+from implicit_blocks.specs.families import ScalingSpec as ScalingSpec
 from implicit_blocks.specs.families import SolverSpec as SolverSpec
+from implicit_blocks.specs.families import StartSpec as StartSpec
 from implicit_blocks.specs.families import Stopping as Stopping
 from implicit_blocks.specs.loading import load_spec as load_spec
 from implicit_blocks.specs.loading import merge as merge

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Annotated, ClassVar, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import (
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
-from implicit_blocks.registry import build
+from implicit_blocks.registry import build, kinds
 from implicit_blocks.specs.base import ComponentSpec, Spec
 
 _Number = TypeVar("_Number", int, float)
@@ -74,6 +83,8 @@ class GradientSpec(ComponentSpec):
     builds: ClassVar[str | None] = "implicit_blocks.interfaces:GradientEstimator"
     differentiates_solver: ClassVar[bool] = False
     """Whether autograd differentiates the solver's updates, which must then be differentiable."""
+    searches: ClassVar[bool] = True
+    """Whether there is a search that is expected to reach the tolerance, rather than a number of steps."""
 
     def forward_equivalents(self, iterations: float) -> float | None:
         """Return the cost of one training step in forward passes of the map, given the search's iterations.
@@ -86,6 +97,24 @@ class GradientSpec(ComponentSpec):
     def differentiated_calls(self) -> int:
         """Calls of the map that backward passes through: the kind's `steps`, or 1 without that field."""
         return int(getattr(self, "steps", 1))
+
+    def differentiated_calls_of(self, iterations: int) -> int:
+        """Return the calls that backward passes through, given the largest number of iterations.
+
+        Override it where they depend on that number; by default ``differentiated_calls``.
+        """
+        return self.differentiated_calls
+
+
+class ExitSpec(ComponentSpec):
+    """Base of all exit criteria's specs: when a token leaves the search."""
+
+    family: ClassVar[str] = "exit"
+    builds: ClassVar[str | None] = "implicit_blocks.exits.exit:Exit"
+    per_token: ClassVar[bool] = True
+    """Whether the criterion decides per token; such a criterion is refused with scope `sequence`."""
+    reads: ClassVar[Literal["predict", "gate"] | None] = None
+    """What the criterion reads of the model: its predictions, or its exit gate."""
 
 
 # ------------------------------------------------------------------------------------ mixers and MLPs
@@ -144,8 +173,20 @@ class MixerSpec(_LayerPartSpec):
     family: ClassVar[str] = "mixer"
     builds: ClassVar[str | None] = "implicit_blocks.interfaces:Mixer"
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether a token's output is independent of later tokens; windows and decoding require it."""
+        return True
+
     def injection_width(self, d_model: int) -> int | None:
         """Return the width of the injection that the mixer adds to its projections. None: not known."""
+        return None
+
+    def state_bytes(self, d_model: int, *, tokens: int, itemsize: int) -> int | None:
+        """Return the bytes of the state of a sequence after `tokens` tokens. None: not known.
+
+        `itemsize`: bytes per value of the weights' dtype, 2 (bfloat16), 4 or 8.
+        """
         return None
 
     def portable(self) -> Self:
@@ -182,6 +223,71 @@ def total(numbers: Iterable[_Number | None]) -> _Number | None:
     return None if None in known else sum(known)  # type: ignore[arg-type]  # none of them is None
 
 
+# ------------------------------------------------------------------------------------ the ends of the core
+
+
+class InjectionSpec(ComponentSpec):
+    """Base of all injections' specs: how the prelude's output enters the iterated core."""
+
+    family: ClassVar[str] = "injection"
+    builds: ClassVar[str | None] = "implicit_blocks.injections.base:Injection"
+    z_init: ClassVar[str] = "zeros"
+    """Kind of the initial state that the injection is usually combined with."""
+    core_norm: ClassVar[bool] = False
+    """Whether a norm at the end of the core is usually part of the iterated map."""
+    adds_to_projections: ClassVar[bool] = False
+    """Whether the mixers of the core add the injection to their input projections."""
+    needs_equal_widths: ClassVar[bool] = True
+    """Whether the core must be as wide as the model."""
+    injects: ClassVar[bool] = True
+    """Whether the iterated map reads the prelude's output; else only its start can."""
+
+    def check(self, d_model: int, core_width: int) -> None:
+        """Check that the injection supports the widths of the model and of its core.
+
+        Raises:
+            ValueError: it does not; names both widths.
+
+        """
+        if self.needs_equal_widths and d_model != core_width:
+            raise ValueError(
+                f"injection {self.kind!r} adds the prelude's output, of width {d_model}, to the core's "
+                f"state, of width {core_width}; set core_d_model to {d_model}, or choose injection 'concat' "
+                "or 'diagonal'"
+            )
+
+    def parameter_shapes(
+        self, d_model: int, core_width: int, projected: int | None
+    ) -> dict[str, tuple[int, ...]] | None:
+        """Return the shapes of the parameters by name; `projected` is the width of the mixers' projections.
+
+        None: not known.
+        """
+        return {}
+
+    def flops_per_token(
+        self, d_model: int, core_width: int, projected: int | None
+    ) -> tuple[float | None, float]:
+        """Return the FLOPs of a forward pass per token: once, and in each call of the map."""
+        return 0.0, 0.0
+
+
+class ObjectiveSpec(ComponentSpec):
+    """Base of all objectives' specs: the loss of a training step, given the iterates of the core."""
+
+    family: ClassVar[str] = "objective"
+    builds: ClassVar[str | None] = "implicit_blocks.models.objectives:Objective"
+    reads_iterates: ClassVar[bool] = False
+    """Whether the loss depends on iterates before the last one, which must be differentiated loops."""
+    needs_gate: ClassVar[bool] = False
+    """Whether the loss reads the model's exit gate."""
+
+    @property
+    def latest_iterate(self) -> int | None:
+        """The largest number of loops whose iterate the loss names. None: it names none."""
+        return None
+
+
 # ------------------------------------------------------------------------------------ models and runs
 
 
@@ -215,3 +321,86 @@ class BaseRunSpec(ComponentSpec):
     def final_model(self) -> ModelSpec:
         """The model at the end of the run; phases may change its search settings."""
         return self.model
+
+
+# ------------------------------------------------------------------------------------ parts of a looped core
+
+
+def _kind_alone(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+class StartSpec(ComponentSpec):
+    """Base of all specs of initial states: the point at which the loop of the core begins.
+
+    A field of this type also accepts the name of a kind: `embedding` is read as `{kind: embedding}`.
+    """
+
+    family: ClassVar[str] = "start"
+    builds: ClassVar[str | None] = "implicit_blocks.starts.start:Start"
+    depends_on_tokens: ClassVar[bool] = False
+    """Whether the initial state is computed from the tokens."""
+
+    noise_std: NonNegativeFloat = 0.0
+    """Standard deviation of normal noise that is added to the initial state."""
+    seed: NonNegativeInt = 0
+    """Seed of all noise in evaluation; in training noise comes from torch's global generator."""
+
+    def check(self, d_model: int, core_width: int) -> None:
+        """Check that the kind supports a core whose width may differ from that of the stream around it.
+
+        Raises:
+            ValueError: it does not; names both widths.
+
+        """
+        return None
+
+    def parameter_count(self, core_width: int) -> int:
+        """Return the number of parameters, 0 unless a kind overrides this method."""
+        return 0
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Let a field accept the name of a kind alone."""
+        schema = super().__get_pydantic_core_schema__(source, handler)
+        if "family" not in cls.__dict__:
+            return schema
+        return core_schema.no_info_before_validator_function(_kind_alone, schema)
+
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Add the names of the kinds to the schema of a field."""
+        json_schema = super().__get_pydantic_json_schema__(schema, handler)
+        if "family" not in cls.__dict__:
+            return json_schema
+        return {"anyOf": [*json_schema["allOf"], {"enum": kinds(cls.family)}]}
+
+
+class DepthSpec(ComponentSpec):
+    """Base of all specs of depths: how often the core is looped in training."""
+
+    family: ClassVar[str] = "depth"
+    builds: ClassVar[str | None] = "implicit_blocks.depths.depth:Depth"
+
+    def expected_loops(self) -> float | None:
+        """Return the mean number of loops in training. None: the stopping rule decides."""
+        return None
+
+    def maximum_loops(self) -> int | None:
+        """Return the largest number of loops in training. None: unbounded, or the stopping rule decides."""
+        return None
+
+
+class ScalingSpec(ComponentSpec):
+    """Base of all specs of residual scalings: how a branch is added to the residual stream."""
+
+    family: ClassVar[str] = "scaling"
+    builds: ClassVar[str | None] = "implicit_blocks.scalings.scaling:Scaling"
+    plain: ClassVar[bool] = False
+    """Whether the branch is added as it is, so that a layer needs no module for it."""
+
+    def parameter_count(self, d_model: int) -> int:
+        """Return the number of parameters per branch, 0 unless a kind overrides this method."""
+        return 0

@@ -19,10 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from implicit_blocks.fixed_point import FixedPoint
 from implicit_blocks.interfaces import GradientEstimator, Solver
 from implicit_blocks.registry import build
+from implicit_blocks.search.search import solve_fixed_point
 from implicit_blocks.solution import Solution
+from implicit_blocks.solvers import Picard
 from implicit_blocks.specs import GradientSpec, SolverSpec, Stopping
 from implicit_blocks.testing.contract import named, relative_error, require
 from implicit_blocks.testing.ranks import run_two_ranks
@@ -56,9 +57,13 @@ class Problem(nn.Module):
 
     def forward(self, x: Tensor) -> Solution:
         """Solve, starting at zero."""
-        layer = FixedPoint(self.map, solver=self.solver, gradient=self.gradient, stopping=self.stopping)
-        solution: Solution = layer(x)
-        return solution
+        return solve_fixed_point(
+            lambda z: self.map(z, x).to(z.dtype),
+            torch.zeros_like(x),
+            solver=Picard() if self.solver is None else self.solver,
+            gradient=self.gradient,
+            stopping=self.stopping,
+        )
 
 
 def inputs(seed: int = 1, *, rows: int = ROWS) -> Tensor:

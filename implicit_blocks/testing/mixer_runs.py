@@ -6,6 +6,7 @@ Shape legend: B batch, L tokens, D model width, U injection width.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from implicit_blocks.contract_checks import mixed_and_state
-from implicit_blocks.interfaces import Mixer, State
+from implicit_blocks.interfaces import Mixer, State, Window
 from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.registry import build
 from implicit_blocks.specs import MixerSpec
@@ -36,6 +37,18 @@ def make(spec: MixerSpec, d_model: int) -> Mixer:
         for parameter in mixer.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     return mixer  # type: ignore[no-any-return]  # builders are untyped
+
+
+def with_ids(mixer: Mixer, window: Window, z: Tensor) -> Window:
+    """Return the window with token IDs, if the mixer needs them.
+
+    The IDs, 0 to 3, are a function of the tokens ``z`` (B, L, D), so that rows, cuts and permutations of
+    tokens have theirs. A table of the mixer must have at least 4 rows.
+    """
+    if not mixer.needs_token_ids:
+        return window
+    signs = (z.detach()[..., :2] > 0).long()
+    return replace(window, ids_BL=signs[..., 0] + 2 * signs[..., 1])
 
 
 def inputs(mixer: Mixer, d_model: int, *, seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -74,9 +87,11 @@ def commit(
 ) -> tuple[Tensor, SequenceState]:
     """Mix windows that end at ``cuts``, committing each; return all outputs and the final state.
 
-    Without ``tell_all``, windows without padding receive no mask, even if other windows have padding.
+    Without ``tell_all``, windows without padding receive no mask, even if other windows have padding. A
+    mixer that is not causal mixes all tokens as one window.
     """
     committed = begin(mixer, z.shape[0]) if start is None else start
+    cuts = cuts if mixer.causal else cuts[-1:]
     outputs, first = [], 0
     for end in cuts:
         part = slice(first, end)
@@ -89,7 +104,7 @@ def commit(
             documents_BL=None if documents is None else documents[:, part],
             dtype=z.dtype,
         )
-        context = mixer.prepare(window)
+        context = mixer.prepare(with_ids(mixer, window, z[:, part]))
         given = z[:, part].clone()
         advanced = mixer.advance(z[:, part], None if u is None else u[:, part], committed.layers[0], context)
         y, state = mixed_and_state(mixer, advanced)
@@ -130,7 +145,7 @@ def forward(mixer: Mixer, z: Tensor, u: Tensor | None, *, valid: Tensor | None =
     committed = begin(mixer, z.shape[0])
     window = committed.window(z.shape[1], valid_BL=valid, documents_BL=None, dtype=z.dtype)
     given = z.clone()
-    y = mixer(z, u, committed.layers[0], mixer.prepare(window))
+    y = mixer(z, u, committed.layers[0], mixer.prepare(with_ids(mixer, window, z)))
     require(
         isinstance(y, Tensor),
         mixer,

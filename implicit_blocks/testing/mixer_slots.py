@@ -23,6 +23,7 @@ from implicit_blocks.testing.mixer_runs import (
     inputs,
     make,
     run,
+    with_ids,
 )
 
 
@@ -101,12 +102,12 @@ def slots(spec: MixerSpec, d_model: int = D_MODEL) -> None:
         window = Window(
             batch_size=len(rows), start=1, length=1, positions_BL=at[:, None], dtype=torch.float64
         )
-        state, context = states.gather(index, at), mixer.prepare(window)
         tokens = [
             torch.stack([x[row_of[slot], lengths[slot]] if slot < BATCH else x[0, 0] * 0 for slot in rows])
             for x in (z, u)
         ]
         z_step, u_step = (x[:, None] for x in tokens)
+        state, context = states.gather(index, at), mixer.prepare(with_ids(mixer, window, z_step))
         mixer(z_step.flip(0) - 1, u_step, state, context)  # an iteration must have no side effect
         iterated = mixer(z_step, u_step, state, context)
         final, after = mixer.advance(z_step, u_step, state, context)

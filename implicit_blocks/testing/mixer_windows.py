@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from implicit_blocks.interfaces import Mixer
+from implicit_blocks.interfaces import Mixer, Window
 from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.specs import MixerSpec
 from implicit_blocks.testing.contract import relative_error, require
@@ -25,14 +25,36 @@ from implicit_blocks.testing.mixer_runs import (
     require_untouched,
     run,
     state_error,
+    with_ids,
 )
 
 
 @torch.no_grad()
 def causality(spec: MixerSpec, d_model: int = D_MODEL) -> None:
-    """Check that the output of a token does not depend on later tokens."""
+    """Check that the output of a token does not depend on later tokens.
+
+    ``prepare`` of a mixer that is not causal must instead refuse a window after committed tokens.
+    """
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
+    require(
+        mixer.causal == spec.is_causal,
+        mixer,
+        "causality",
+        f"causal is {mixer.causal}, but is_causal of the spec is {spec.is_causal}; make them equal",
+    )
+    if not mixer.causal:
+        window = Window(batch_size=1, start=1, length=1, positions_BL=torch.ones(1, 1, dtype=torch.int64))
+        try:
+            mixer.prepare(with_ids(mixer, window, z[:1, :1]))
+        except ValueError:
+            return
+        require(
+            False,
+            mixer,
+            "causality",
+            "causal is False, but prepare accepts a window after committed tokens; raise ValueError",
+        )
     z_other, u_other = inputs(mixer, d_model, seed=2)
     whole = forward(mixer, z, u)
     for position in range(1, LENGTH):
@@ -86,11 +108,14 @@ def state_untouched(spec: MixerSpec, d_model: int = D_MODEL) -> None:
     """Check that iterating on a window changes neither the committed state nor later outputs."""
     mixer = make(spec, d_model)
     z, u = inputs(mixer, d_model)
-    _, state = run(mixer, z, u, [4])
-    committed = SequenceState(BATCH, 4, torch.full((1,), 4), (state,))
+    committed = begin(mixer)
+    if mixer.causal:
+        _, state = run(mixer, z, u, [4])
+        committed = SequenceState(BATCH, 4, torch.full((1,), 4), (state,))
+    state = committed.layers[0]
     before = copy.deepcopy(state)
     window = committed.window(3, valid_BL=None, documents_BL=None, dtype=torch.float64)
-    context = mixer.prepare(window)
+    context = mixer.prepare(with_ids(mixer, window, z[:, 4:7]))
     given = z.clone()
     first = mixer(z[:, 4:7], u[:, 4:7], state, context)
     require_untouched(mixer, z, given)

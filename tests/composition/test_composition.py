@@ -51,6 +51,7 @@ SETTINGS: dict[tuple[str, str], dict[str, Any]] = {
     ("solver", "picard"): {"damping": 0.8},
     ("gradient", "implicit_function"): {"stopping": {"tolerance": 1e-2, "max_iterations": 16}},
     ("gradient", "jacobian_penalty"): {"weight": 0.1, "gradient": {"kind": "phantom", "steps": 2}},
+    ("gradient", "last_loops"): {"loops": 4},
     ("gradient", "phantom"): {"steps": 2},
     ("gradient", "unrolled"): {"steps": 4},
     ("gradient", "reversible"): {"steps": 4},
@@ -71,6 +72,8 @@ def components(family: str) -> list[dict[str, Any]]:
 
 
 MIXERS, SOLVERS, GRADIENTS = map(components, ("mixer", "solver", "gradient"))
+# Solvers that couple tokens are refused with scope prefix, and their rows depend on each other in generation.
+SOLVERS = [each for each in SOLVERS if not registry.entry("solver", each["kind"]).spec.couples_tokens]
 Combination = tuple[dict[str, Any], dict[str, Any], dict[str, Any]]
 
 

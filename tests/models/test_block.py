@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from implicit_blocks.models.backbone import dropout_masks
+from implicit_blocks.models.stack import dropout_masks
 
 
 def test_block_dropout_keeps_the_mean_and_draws_a_mask_per_branch():

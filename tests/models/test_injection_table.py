@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import implicit_blocks as ib
+from implicit_blocks.injections.projection import pays_by_token
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
-from implicit_blocks.models.injection import pays_by_token
 
 
 def built(**changes):
@@ -29,14 +29,14 @@ def tables(monkeypatch):
     """Let Mamba2 read tables as on a GPU; return the list of the maps that models bind."""
     monkeypatch.setattr(Mamba2, "supports_injection_table", lambda mixer, window: window.start == 0)
     seen = []
-    bind = ib.ImplicitLM.bind
+    bind = ib.ImplicitLM.bind_core
 
     def recorded(model, *arguments, **named):
         f, start = bind(model, *arguments, **named)
         seen.append(f)
         return f, start
 
-    monkeypatch.setattr(ib.ImplicitLM, "bind", recorded)
+    monkeypatch.setattr(ib.ImplicitLM, "bind_core", recorded)
     return seen
 
 
@@ -101,3 +101,14 @@ def test_injection_tables_are_used_only_for_small_plain_embeddings():
         pass
 
     assert not pays_by_token(Tuned(60, 32), 480)
+
+
+@pytest.mark.parametrize("kind", ["add", "concat", "diagonal"])
+def test_injections_into_the_stream_are_computed_per_token(tables, kind):
+    ids = torch.randint(7, (7, 16))  # more tokens than a table would need
+    model = built(injection={"kind": kind}).eval()
+    with torch.no_grad():
+        found = model(ids, loops=3).logits
+        alone = torch.cat([model(row[None], loops=3).logits for row in ids])
+    assert not any(f.by_row for f in tables)
+    torch.testing.assert_close(found, alone)

@@ -25,7 +25,7 @@ def test_a_truncated_state_equals_the_state_of_the_shorter_sequence(parts, kept)
     whole = model(ids, **parts, return_state=True).state
     first = {name: value[:, :kept] for name, value in parts.items()}
     expected = model(ids[:, :kept], **first, return_state=True).state
-    found = whole.truncate(7 - kept, model.backbone)
+    found = whole.truncate(7 - kept, model.state_blocks())
     assert found.length == expected.length == kept
     assert torch.equal(found.next_position.expand(3), expected.next_position.expand(3))
     for name in ("valid_BT", "documents_BT"):
@@ -45,10 +45,10 @@ def test_a_truncated_state_equals_the_state_of_the_shorter_sequence(parts, kept)
 def test_truncating_more_tokens_than_the_state_has_is_refused():
     model = attention_model()
     state = model(torch.zeros(1, 3, dtype=torch.int64), return_state=True).state
-    assert state.truncate(3, model.backbone).length == 0
+    assert state.truncate(3, model.state_blocks()).length == 0
     for tokens in (4, -1):
         with pytest.raises(ValueError, match=rf"{tokens} tokens.* 3\b"):
-            state.truncate(tokens, model.backbone)
+            state.truncate(tokens, model.state_blocks())
 
 
 def test_positions_count_only_real_tokens_across_windows():
@@ -94,6 +94,6 @@ def test_selected_rows_continue_as_in_the_full_batch(parts):
     following = {name: value[:, -1:].expand(-1, 2) for name, value in parts.items()}
     whole = model(ids[:, 7:], state=state, **following).logits
     rows = torch.tensor([2, 0, 2])
-    chosen = state.select_rows(rows, model.backbone)
+    chosen = state.select_rows(rows, model.state_blocks())
     following = {name: value[rows] for name, value in following.items()}
     torch.testing.assert_close(model(ids[rows, 7:], state=chosen, **following).logits, whole[rows])

@@ -1,6 +1,6 @@
-"""The map of a language model: residual blocks and a final norm, bound to one window of tokens.
+"""Layers, stacks of layers, and the pure map that a stack is bound to in one window of tokens.
 
-Shape legend: B batch, L tokens of the window, D model width, U injection width.
+Shape legend: B batch, L tokens of the window, D width of the stack, U width of the mixers' projections.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from implicit_blocks.contract_checks import check_mixed, mixed_and_state
+from implicit_blocks.injections.base import Injection
 from implicit_blocks.interfaces import Mixer, State, Window
 from implicit_blocks.layers import RMSNorm
+from implicit_blocks.models.stack_specs import NormPlacement
+from implicit_blocks.models.stack_specs import Stack as StackLayout
 from implicit_blocks.registry import build
-from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 from implicit_blocks.weights.cache import WeightCache
 from implicit_blocks.weights.weight_norm import add_weight_norm
 
@@ -44,52 +46,107 @@ class Stream(NamedTuple):
 
 
 class Block(nn.Module):
-    """A pre-norm residual layer: ``z ← z + mixer(norm(z), u)``, and with an MLP ``z ← z + mlp(norm(z))``.
+    """A residual layer: ``z ← z + mixer(norm(z), u)``, and with an MLP ``z ← z + mlp(norm(z))``.
 
     Args:
         mixer: mixes (B, L, D) along the tokens, with the injection u (B, L, U).
         mlp: maps (B, L, D) token by token; None: no MLP.
         d_model: D, width of the residual stream.
         norm_eps: added to the mean squares in the norms.
+        norm_placement: where the norms are (``implicit_blocks.models.stack_specs.NormPlacement``).
+        scalings: modules that add a branch to the stream, of the mixer and of the MLP; None: a plain sum.
 
     """
 
-    def __init__(self, mixer: Mixer, mlp: nn.Module | None, *, d_model: int, norm_eps: float) -> None:
+    def __init__(
+        self,
+        mixer: Mixer,
+        mlp: nn.Module | None,
+        *,
+        d_model: int,
+        norm_eps: float,
+        norm_placement: NormPlacement = "pre",
+        scalings: tuple[nn.Module | None, nn.Module | None] = (None, None),
+    ) -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm(d_model, eps=norm_eps)
+        self.norm_placement: NormPlacement = norm_placement
+
+        def norm(wanted: bool) -> RMSNorm | None:
+            return RMSNorm(d_model, eps=norm_eps) if wanted else None
+
+        before, after = norm_placement != "post", norm_placement != "pre"
+        self.mixer_norm = norm(before)
         self.mixer = mixer
-        self.mlp_norm = None if mlp is None else RMSNorm(d_model, eps=norm_eps)
+        self.mlp_norm = norm(before and mlp is not None)
         self.mlp = mlp
+        self.mixer_post_norm = norm(after)
+        self.mlp_post_norm = norm(after and mlp is not None)
+        self.mixer_scaling, self.mlp_scaling = scalings
+
+    @property
+    def plain(self) -> bool:
+        """Whether the layer has pre-norms and plain sums."""
+        return self.norm_placement == "pre" and self.mixer_scaling is None and self.mlp_scaling is None
 
     def forward(self, stream: Stream, u_BLU: Tensor | None, state: State, context: BlockContext) -> Stream:
         """Return the residual stream after the layer."""
         z = stream.joined()
-        return self._add(z, self.mixer(self.mixer_norm(z), u_BLU, state, context.mixer), context)
+        return self._add(z, self.mixer(_normed(self.mixer_norm, z), u_BLU, state, context.mixer), context)
 
     def advance(
         self, stream: Stream, u_BLU: Tensor | None, state: State, context: BlockContext
     ) -> tuple[Stream, State]:
         """Return the residual stream after the layer, and the state after the window."""
         z = stream.joined()
-        advanced = self.mixer.advance(self.mixer_norm(z), u_BLU, state, context.mixer)
+        advanced = self.mixer.advance(_normed(self.mixer_norm, z), u_BLU, state, context.mixer)
         mixed, after = mixed_and_state(self.mixer, advanced)
         return self._add(z, mixed, context), after
 
     def _add(self, z: Tensor, mixed: Tensor, context: BlockContext) -> Stream:
         check_mixed(self.mixer, mixed, z)
         first, second = context.masks or (None, None)
-        mixed = mixed if first is None else mixed * first
-        if self.mlp is None or self.mlp_norm is None:
-            return Stream(z, mixed)
-        z = z + mixed
-        hidden: Tensor = self.mlp(self.mlp_norm(z))
-        return Stream(z, hidden if second is None else hidden * second)
+        stream = self._sum(z, mixed, first, self.mixer_post_norm, self.mixer_scaling)
+        if self.mlp is None:
+            return stream
+        z = stream.joined()
+        hidden: Tensor = self.mlp(_normed(self.mlp_norm, z))
+        return self._sum(z, hidden, second, self.mlp_post_norm, self.mlp_scaling)
+
+    def _sum(
+        self,
+        z: Tensor,
+        branch: Tensor,
+        mask: Tensor | None,
+        post_norm: nn.Module | None,
+        scaling: nn.Module | None,
+    ) -> Stream:
+        branch = branch if mask is None else branch * mask
+        if self.norm_placement == "sandwich":
+            branch = _normed(post_norm, branch)
+        stream = Stream(z, branch) if scaling is None else Stream(scaling(z, branch))
+        if self.norm_placement in ("post", "pre_post"):
+            return Stream(_normed(post_norm, stream.joined()))
+        return stream
 
     def output_projections(self) -> list[nn.Module]:
         """Return the layers that write into the residual stream."""
         projections = list(self.mixer.output_projections())
         write = getattr(self.mlp, "output_projections", None)
         return projections + (list(write()) if write is not None else [])
+
+
+def _normed(norm: nn.Module | None, z: Tensor) -> Tensor:
+    normed: Tensor = z if norm is None else norm(z)
+    return normed
+
+
+def dropout_masks(z_BLD: Tensor, probability: float) -> tuple[Tensor, Tensor]:
+    """Draw a block's masks for one forward pass, scaled to keep the mean; all its iterations share them."""
+
+    def draw() -> Tensor:
+        return torch.empty_like(z_BLD).bernoulli_(1 - probability).div_(1 - probability)
+
+    return draw(), draw()
 
 
 Value = TypeVar("Value", Tensor, Stream)
@@ -112,27 +169,54 @@ class MapCapture(Protocol):
         """Return the point after ``steps``, (B, L, D)."""
 
 
-class Backbone(nn.Module):
-    """``z → norm(layer_n(… layer_1(z, u) …, u))``; the final norm belongs to the map."""
+class Stack(nn.Module):
+    """``z → norm(layer_n(… layer_1(z, u) …, u))``; without a norm the last layer's stream.
 
-    def __init__(self, spec: ImplicitLMSpec | ExplicitLMSpec) -> None:
+    Args:
+        layout: width, layers, placement of norms and scaling of branches.
+        norm: whether the stack ends with a norm.
+        norm_eps: added to the mean square in every norm.
+        dropout: fraction of each branch that is dropped in training.
+        weight_norm: whether the layers' weights have weight norm.
+
+    """
+
+    def __init__(
+        self, layout: StackLayout, *, norm: bool, norm_eps: float, dropout: float, weight_norm: bool
+    ) -> None:
         super().__init__()
+        width, count = layout.d_model, len(layout.layers)
 
-        def block() -> Block:
-            mlp = None if spec.mlp is None else build(spec.mlp, d_model=spec.d_model)
-            mixer = build(spec.mixer, d_model=spec.d_model)
-            return Block(mixer, mlp, d_model=spec.d_model, norm_eps=spec.norm_eps)
+        def scaling() -> nn.Module | None:
+            spec = layout.residual_scaling
+            if spec.plain:
+                return None
+            made: nn.Module = build(spec, d_model=width, n_layers=count)
+            return made
 
-        self.layers = nn.ModuleList(block() for _ in range(spec.n_layers))
-        self.norm = RMSNorm(spec.d_model, eps=spec.norm_eps)
-        self.dropout = spec.dropout
+        def block(number: int) -> Block:
+            layer = layout.layers[number]
+            mlp = None if layer.mlp is None else build(layer.mlp, d_model=width)
+            mixer = build(layer.mixer, d_model=width)
+            return Block(
+                mixer,
+                mlp,
+                d_model=width,
+                norm_eps=norm_eps,
+                norm_placement=layout.norm_placement,
+                scalings=(scaling(), None if mlp is None else scaling()),
+            )
+
+        self.layers = nn.ModuleList(block(number) for number in range(count))
+        self.norm = RMSNorm(width, eps=norm_eps) if norm else None
+        self.dropout = dropout
         self.activation_checkpointing: Literal["none", "steps", "layers"] = "none"
         """The unit whose activations backward recomputes: whole calls of the map, or its layers."""
         self.graphs: MapCapture | None = None
         """The captured graphs of the map, if enabled."""
         self.gradients_by_layer = False
         """Whether a layer's parameter gradients are complete when backward leaves it, for early exchange."""
-        if spec.weight_norm:
+        if weight_norm:
             add_weight_norm(self.layers)
 
     @property
@@ -171,12 +255,18 @@ class Backbone(nn.Module):
         self,
         window: Window,
         *,
-        u_BLU: Tensor | None,
         states: tuple[State, ...],
         start_BLD: Tensor,
         weights: WeightCache,
+        u_BLU: Tensor | None = None,
+        injection: Injection | None = None,
+        e_BLD: Tensor | None = None,
     ) -> BoundMap:
-        """Return the map of a window, which has one set of weights, masks and dropout in all its calls."""
+        """Return the map of a window, which has one set of weights, masks and dropout in all its calls.
+
+        ``u_BLU`` is added to the mixers' input projections; ``injection``, given ``e``, computes what enters
+        and what leaves the stack. ``start_BLD`` gives the shape of the dropout masks.
+        """
         dropout = self.dropout if self.training else 0.0
         contexts = tuple(
             BlockContext(
@@ -184,19 +274,34 @@ class Backbone(nn.Module):
             )
             for block in self.blocks()
         )
-        return BoundMap(self, window, u_BLU, states, contexts, weights)
+        return BoundMap(self, window, u_BLU, states, contexts, weights, injection, e_BLD)
 
 
 @dataclass(frozen=True)
 class BoundMap:
-    """The map ``f(z)`` of one window: pure, and called any number of times, also during backward."""
+    """The map ``f(z)`` of one window: pure, and called any number of times, also during backward.
 
-    backbone: Backbone
+    ``f(z) = leave(layers(enter(z, e), u), z, e)``, where an injection computes ``enter`` and ``leave``.
+    """
+
+    stack: Stack
     window: Window
     u_BLU: Tensor | None
     states: tuple[State, ...]
     contexts: tuple[BlockContext, ...]
     weights: WeightCache
+    injection: Injection | None = None
+    e_BLD: Tensor | None = None
+
+    @property
+    def direct(self) -> bool:
+        """Whether the map is the stack itself."""
+        return self.injection is None or self.injection.direct
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules that the map calls."""
+        return [self.stack] if self.injection is None or self.direct else [self.stack, self.injection]
 
     @property
     def by_row(self) -> bool:
@@ -216,8 +321,8 @@ class BoundMap:
         return self._apply(z_BLD, Steps(count, damping))
 
     def _apply(self, z_BLD: Tensor, steps: Steps) -> Tensor:
-        again = self.backbone.activation_checkpointing if torch.is_grad_enabled() else "none"
-        graphs = self.backbone.graphs
+        again = self.stack.activation_checkpointing if torch.is_grad_enabled() else "none"
+        graphs = self.stack.graphs
         capturable = again == "none" and (torch.is_grad_enabled() or steps == ONE_CALL)
         if graphs is not None and z_BLD.is_cuda and capturable:
             return graphs.call(self, z_BLD, steps)
@@ -230,31 +335,53 @@ class BoundMap:
     def compute(self, z_BLD: Tensor, steps: Steps = ONE_CALL, *, out: Tensor | None = None) -> Tensor:
         """Return ``f(z)``, or the point after ``steps``, layer by layer; written to ``out``, if given."""
         for _ in range(steps.calls):
-            stream = Stream(z_BLD)
             with self.weights.activate():
+                stream = self._enter(z_BLD)
+                entered_BLD = stream.z_BLD
                 for block, state, context in zip(
-                    self.backbone.blocks(), self.states, self.contexts, strict=True
+                    self.stack.blocks(), self.states, self.contexts, strict=True
                 ):
                     self._prepare(block)
                     stream = block(stream, self.u_BLU, state, context)
-                z_BLD = self._end(z_BLD, stream, steps, out)
+                z_BLD = self._end(z_BLD, entered_BLD, stream, steps, out)
         return z_BLD
 
-    def _end(self, z_BLD: Tensor, stream: Stream, steps: Steps, out: Tensor | None = None) -> Tensor:
-        """Return ``f(z)`` or the damped step, given the residual stream after the layers."""
-        more: dict[str, Any] = {} if out is None else {"out": out}
+    def _enter(self, z_BLD: Tensor) -> Stream:
+        """Return the stream before the layers."""
+        return Stream(z_BLD if self.injection is None else self.injection.enter(z_BLD, self.e_BLD))
+
+    def _end(
+        self,
+        z_BLD: Tensor,
+        entered_BLD: Tensor,
+        stream: Stream,
+        steps: Steps,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Return ``f(z)`` or the damped step, given the stream before and after the layers."""
+        norm = self.stack.norm
+        if norm is not None and self.direct:
+            more: dict[str, Any] = {} if out is None else {"out": out}
+            if steps.damping != 1:
+                more["damped"] = (z_BLD, steps.damping)
+            return norm(*stream, **more)  # type: ignore[no-any-return]  # nn.Module calls are untyped
+        value: Tensor = stream.joined() if norm is None else norm(*stream)
+        if self.injection is not None:
+            value = self.injection.leave(value, z_BLD, entered_BLD, self.e_BLD)
         if steps.damping != 1:
-            more["damped"] = (z_BLD, steps.damping)
-        return self.backbone.norm(*stream, **more)  # type: ignore[no-any-return]  # nn.Module calls are untyped
+            value = torch.lerp(z_BLD, value, steps.damping)
+        return value if out is None else out.copy_(value)
 
     def _checkpointed(self, z_BLD: Tensor, step: Steps, again: Literal["steps", "layers"]) -> Tensor:
         """Take one step whose activations backward recomputes."""
         if again == "steps":
             return _recomputed(self.compute, z_BLD, step)
-        stream = Stream(z_BLD)
-        for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
+        with self.weights.activate():
+            stream = self._enter(z_BLD)
+        entered_BLD = stream.z_BLD
+        for block, state, context in zip(self.stack.blocks(), self.states, self.contexts, strict=True):
             stream = _recomputed(self._layer, stream, block, state, context)
-        return self._end(z_BLD, stream, step)
+        return self._end(z_BLD, entered_BLD, stream, step)
 
     def _layer(self, stream: Stream, block: Block, state: State, context: BlockContext) -> Stream:
         with self.weights.activate():
@@ -262,18 +389,24 @@ class BoundMap:
             return block(stream, self.u_BLU, state, context)  # type: ignore[no-any-return]  # as above
 
     def _prepare(self, block: Block) -> None:
-        if self.backbone.divides_gradients and torch.is_grad_enabled():
+        if self.stack.divides_gradients and torch.is_grad_enabled():
             self.weights.sync_layer_gradients(block)
 
     def commit(self, z_BLD: Tensor) -> tuple[Tensor, tuple[State, ...]]:
         """Return ``f(z)`` and every layer's state after the window."""
-        after, stream = [], Stream(z_BLD)
+        after: list[State] = []
         with self.weights.activate():
-            for block, state, context in zip(self.backbone.blocks(), self.states, self.contexts, strict=True):
+            stream = self._enter(z_BLD)
+            entered_BLD = stream.z_BLD
+            for block, state, context in zip(self.stack.blocks(), self.states, self.contexts, strict=True):
                 self._prepare(block)
                 stream, state_after = block.advance(stream, self.u_BLU, state, context)
                 after.append(state_after)
-            return self.backbone.norm(*stream), tuple(after)
+            return self._end(z_BLD, entered_BLD, stream, ONE_CALL), tuple(after)
+
+    def with_states(self, states: tuple[State, ...]) -> BoundMap:
+        """Return the map of the same window after other states of the layers."""
+        return replace(self, states=states)
 
     def first(self, tokens: int) -> BoundMap:
         """Return the map of the window's first tokens, given the same states."""
@@ -290,7 +423,7 @@ class BoundMap:
 
     def select_rows(self, rows: Tensor) -> BoundMap:
         """Return the map of these rows, (R,) int64 indices."""
-        of_blocks = zip(self.backbone.blocks(), self.states, strict=True)
+        of_blocks = zip(self.stack.blocks(), self.states, strict=True)
         states = tuple(block.mixer.select_rows(state, rows) for block, state in of_blocks)
         return self._part(self.window.select_rows(rows), states, lambda of_all: of_all[rows])
 
@@ -305,18 +438,10 @@ class BoundMap:
             self,
             window=window,
             u_BLU=self.u_BLU if self.u_BLU is None or self.by_row else take(self.u_BLU),
+            e_BLD=None if self.e_BLD is None else take(self.e_BLD),
             states=states,
-            contexts=tuple(map(context, self.backbone.blocks(), self.contexts)),
+            contexts=tuple(map(context, self.stack.blocks(), self.contexts)),
         )
-
-
-def dropout_masks(z_BLD: Tensor, probability: float) -> tuple[Tensor, Tensor]:
-    """Draw a block's masks for one forward pass, scaled to keep the mean; all its iterations share them."""
-
-    def draw() -> Tensor:
-        return torch.empty_like(z_BLD).bernoulli_(1 - probability).div_(1 - probability)
-
-    return draw(), draw()
 
 
 def _recomputed(function: Callable[..., Value], *arguments: Any) -> Value:

@@ -1,0 +1,198 @@
+"""Which choices of an implicit model fit together. Imports no torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from implicit_blocks.specs.errors import field_error
+
+if TYPE_CHECKING:
+    from implicit_blocks.models.specs import ImplicitLMSpec
+
+
+def check_choices(spec: ImplicitLMSpec) -> None:
+    """Check that solver, gradient, depth, objective, injection, start, exit and state policy fit together.
+
+    Raises:
+        ValueError: two of them do not; names the place, the value and the remedy.
+
+    """
+    _check_bidirectional(spec)
+    _check_solvers(spec)
+    _check_ends(spec)
+    _check_depth(spec)
+    _check_objective(spec)
+    _check_exit(spec)
+
+
+def check_reconfigured(old: ImplicitLMSpec, new: ImplicitLMSpec) -> None:
+    """Check that a new spec of a built model changes only what can change.
+
+    Raises:
+        ValueError: another field differs.
+
+    """
+    free = new.changeable
+    before, after = old.model_dump(exclude=set(free)), new.model_dump(exclude=set(free))
+    changed = sorted(name for name in before.keys() | after.keys() if before.get(name) != after.get(name))
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)} cannot change after a model is built; only {', '.join(sorted(free))} can"
+        )
+
+
+def _check_solvers(spec: ImplicitLMSpec) -> None:
+    if spec.gradient.differentiates_solver and not spec.solver.differentiable:
+        message = (
+            f"gradient {spec.gradient.kind!r} differentiates the solver's updates, and solver "
+            f"{spec.solver.kind!r} is not differentiable; choose gradient 'phantom' or another solver"
+        )
+        raise field_error(message, "gradient", value=spec.gradient)
+    for place, solver, stopping in (
+        (("solver",), spec.solver, spec.stopping),
+        (("at_evaluation", "solver"), spec.at_evaluation.solver, spec.evaluation_stopping),
+    ):
+        if solver.couples_tokens and stopping.scope == "prefix":
+            where = ".".join((*place[:-1], "stopping.scope"))
+            message = (
+                f"solver {solver.kind!r} couples the tokens of a row, and with scope 'prefix' no token "
+                f"may depend on later ones; set {where} to 'sequence' or choose another solver"
+            )
+            raise field_error(message, *place, value=solver)
+    if spec.at_evaluation.commit_prefix is not None and spec.evaluation_stopping.scope != "prefix":
+        message = (
+            "scope 'sequence' does not determine which tokens have converged and can be committed; "
+            "choose at_evaluation.stopping.scope 'prefix', or window_length"
+        )
+        raise field_error(message, "at_evaluation", "commit_prefix", value=spec.at_evaluation.commit_prefix)
+
+
+def _check_ends(spec: ImplicitLMSpec) -> None:
+    """Check the widths of the injection and of the start, and the mixers that add an injection."""
+    try:
+        spec.injection.check(spec.d_model, spec.core_width)
+    except ValueError as error:
+        raise field_error(str(error), "injection", value=spec.injection) from None
+    try:
+        spec.start.check(spec.d_model, spec.core_width)
+    except ValueError as error:
+        raise field_error(str(error), "z_init", value=spec.start) from None
+    if not (spec.injection.injects or spec.start.depends_on_tokens or spec.core_residual):
+        message = (
+            f"with injection {spec.injection.kind!r} only the start of the loop depends on the tokens, and "
+            f"start {spec.start.kind!r} does not; choose z_init 'prelude' or another injection"
+        )
+        raise field_error(message, "z_init", value=spec.start)
+    if spec.injection.adds_to_projections:
+        widths = {layer.mixer.injection_width(spec.core_width) for layer in spec.core.layers}
+        if len(widths) > 1:
+            message = (
+                f"injection {spec.injection.kind!r} adds one term to the projections of all mixers, but "
+                f"those of the core have widths {sorted(map(str, widths))}; choose injection 'residual', "
+                "'add' or 'concat', or mixers of equal width"
+            )
+            raise field_error(message, "injection", value=spec.injection)
+
+
+def _check_depth(spec: ImplicitLMSpec) -> None:
+    """Check that the gradient estimator can use the number of loops."""
+    chosen = spec.depth.kind != "until_converged"
+    if chosen and not spec.gradient.searches and spec.gradient.kind != "last_loops":
+        message = (
+            f"gradient {spec.gradient.kind!r} has its own number of steps, and depth {spec.depth.kind!r} "
+            "another; choose gradient 'last_loops'"
+        )
+        raise field_error(message, "depth", value=spec.depth)
+    if getattr(spec.depth, "per", "batch") == "sequence" and spec.gradient.kind != "last_loops":
+        message = (
+            f"gradient {spec.gradient.kind!r} searches with one number of iterations for all rows; choose "
+            "gradient 'last_loops', or depth per batch"
+        )
+        raise field_error(message, "depth", "per", value="sequence")
+
+
+def _check_objective(spec: ImplicitLMSpec) -> None:
+    """Check that the objective finds the iterates and the exit gate that it reads."""
+    if spec.objective.reads_iterates and spec.gradient.kind != "last_loops":
+        message = (
+            f"objective {spec.objective.kind!r} reads iterates with gradients, which gradient "
+            f"{spec.gradient.kind!r} does not keep; choose gradient 'last_loops'"
+        )
+        raise field_error(message, "objective", value=spec.objective)
+    if spec.objective.needs_gate and not spec.exit_gate:
+        message = f"objective {spec.objective.kind!r} reads the exit gate; set exit_gate: true"
+        raise field_error(message, "objective", value=spec.objective)
+    until_converged = spec.depth.kind == "until_converged"
+    most = spec.stopping.max_iterations if until_converged else spec.depth.maximum_loops()
+    latest = spec.objective.latest_iterate
+    if most is not None and latest is not None and latest > most:
+        whose = "stopping.max_iterations" if until_converged else f"depth {spec.depth.kind!r}"
+        message = (
+            f"iterate {latest} is never reached, because {whose} allows at most {most} loops; choose others "
+            f"up to {most}, or more loops"
+        )
+        raise field_error(message, "objective", value=spec.objective)
+
+
+def _check_exit(spec: ImplicitLMSpec) -> None:
+    """Check the exit criterion and the state policy of evaluation."""
+    at_evaluation, place = spec.at_evaluation, ("at_evaluation", "exit")
+    leaves = at_evaluation.exit.kind
+    if leaves == "gate" and not spec.exit_gate:
+        message = (
+            "the model has no exit gate; set exit_gate: true and train it with an objective that reads it"
+        )
+        raise field_error(message, *place, value=at_evaluation.exit)
+    if at_evaluation.exit.per_token and spec.evaluation_stopping.scope != "prefix":
+        message = (
+            f"exit criterion {leaves!r} decides for each token, and scope 'sequence' for whole rows; choose "
+            "at_evaluation.stopping.scope 'prefix'"
+        )
+        raise field_error(message, *place, value=at_evaluation.exit)
+    if spec.state_policy == "per_loop":
+        if leaves != "fixed":
+            message = (
+                f"one state per loop needs a fixed number of loops, and exit criterion {leaves!r} has none; "
+                "set at_evaluation.exit: {kind: fixed, loops: …}"
+            )
+            raise field_error(message, "state_policy", value="per_loop")
+        if at_evaluation.commit_prefix is not None:
+            message = (
+                "one state per loop cannot be committed before all loops have run; set "
+                "at_evaluation.commit_prefix: null"
+            )
+            raise field_error(message, "at_evaluation", "commit_prefix", value=at_evaluation.commit_prefix)
+    for name in ("window_length", "commit_prefix"):
+        value = getattr(at_evaluation, name)
+        if leaves == "fixed" and value is not None:
+            message = f"with a fixed number of loops there is no search; set at_evaluation.{name}: null"
+            raise field_error(message, "at_evaluation", name, value=value)
+
+
+def _check_bidirectional(spec: ImplicitLMSpec) -> None:
+    """Refuse windows, prefix scope and exits per token where a mixer sees later tokens."""
+    if not spec.bidirectional:
+        return
+    places = (
+        (("window_length",), spec.window_length),
+        (("at_evaluation", "window_length"), spec.at_evaluation.window_length),
+        (("at_evaluation", "commit_prefix"), spec.at_evaluation.commit_prefix),
+    )
+    for place, value in places:
+        if value is not None:
+            message = "a mixer sees later tokens, so that windows cannot be solved in order; use null"
+            raise field_error(message, *place, value=value)
+    scopes: tuple[tuple[tuple[str, ...], str], ...] = (
+        (("stopping", "scope"), spec.stopping.scope),
+        (("at_evaluation", "stopping", "scope"), spec.evaluation_stopping.scope),
+    )
+    for where, scope in scopes:
+        if scope == "prefix":
+            message = "a mixer sees later tokens, so that no prefix converges alone; choose scope 'sequence'"
+            raise field_error(message, *where, value=scope)
+    if spec.at_evaluation.exit.per_token:
+        message = (
+            "a mixer sees later tokens, so that no token leaves before the others; choose exit 'residual' or "
+            "'fixed'"
+        )
+        raise field_error(message, "at_evaluation", "exit", value=spec.at_evaluation.exit)

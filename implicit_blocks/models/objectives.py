@@ -1,0 +1,143 @@
+"""Objectives: the loss of a training step, given the iterates of the core.
+
+Losses at several iterates and learned exits: R. Zhu et al., "Scaling Latent Reasoning via Looped Language
+Models" (Ouro), 2025.
+
+Shape legend: B batch, L tokens, N loops, V vocabulary (padded).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  # the name everyone uses
+
+from implicit_blocks.exits import exit_distribution
+from implicit_blocks.interfaces import Component
+from implicit_blocks.models.objective_specs import (
+    ExitExpectationSpec,
+    ExitMixtureSpec,
+    IteratesObjectiveSpec,
+    LastObjectiveSpec,
+)
+from implicit_blocks.models.outputs import Encoded, LMOutput
+from implicit_blocks.models.parts import read_out
+from implicit_blocks.specs.families import ObjectiveSpec
+
+if TYPE_CHECKING:
+    from implicit_blocks.models.implicit import ImplicitLM
+
+
+class Objective(Component):
+    """Computes the loss of a training step, given the iterates of the core."""
+
+    @classmethod
+    def from_spec(cls, spec: ObjectiveSpec) -> Objective:  # type: ignore[override]  # each takes its spec whole
+        """Build the objective of a spec."""
+        return cls(spec)
+
+    def __init__(self, spec: ObjectiveSpec) -> None:
+        self.spec = spec
+
+    def iterates(self, loops: int) -> tuple[int, ...]:
+        """Return the iterates that the loss reads, of a step with up to ``loops`` loops."""
+        return ()
+
+    @abstractmethod
+    def loss(self, model: ImplicitLM, encoded: Encoded, output: LMOutput, labels_BL: Tensor) -> Tensor:
+        """Return the loss, given the output for the last iterate; ``labels`` as in ``ImplicitLM.forward``."""
+
+
+class LastObjective(Objective):
+    """The cross-entropy of the last iterate's predictions."""
+
+    spec: LastObjectiveSpec
+
+    def loss(self, model: ImplicitLM, encoded: Encoded, output: LMOutput, labels_BL: Tensor) -> Tensor:
+        """Return the loss of the output."""
+        assert output.loss is not None
+        return output.loss
+
+
+class IteratesObjective(Objective):
+    """The weighted mean of the cross-entropies of several iterates' predictions.
+
+    Iterates that a step with fewer loops does not reach are left out, and so are their weights.
+    """
+
+    spec: IteratesObjectiveSpec
+
+    def iterates(self, loops: int) -> tuple[int, ...]:
+        """Return the iterates that the step reaches."""
+        return tuple(t for t in self.spec.at if t != "last" and t <= loops)
+
+    def loss(self, model: ImplicitLM, encoded: Encoded, output: LMOutput, labels_BL: Tensor) -> Tensor:
+        """Return the mean of the losses."""
+        weights = self.spec.weights or (1.0,) * len(self.spec.at)
+        assert output.loss is not None
+        found: list[tuple[float, Tensor]] = []
+        for t, weight in zip(self.spec.at, weights, strict=True):
+            if t == "last":
+                found.append((weight, output.loss))
+            elif t in encoded.iterates:
+                part = replace(encoded, hidden_BLD=encoded.iterates[t].hidden_BLD)
+                value = read_out(model, part, labels=labels_BL, return_logits=False).loss
+                assert value is not None
+                found.append((weight, value))
+        if not found:
+            return output.loss
+        return torch.stack([weight * value for weight, value in found]).sum() / sum(w for w, _ in found)
+
+
+class _ExitObjective(Objective):
+    def iterates(self, loops: int) -> tuple[int, ...]:
+        """Return all iterates."""
+        return tuple(range(1, loops + 1))
+
+    @staticmethod
+    def read(model: ImplicitLM, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        """Return the logits of all loops, (N, B, L, V), and the exit distribution, (B, L, N)."""
+        assert model.exit_gate is not None
+        steps = [encoded.iterates[t] for t in sorted(encoded.iterates)]
+        logits = torch.stack([model.predict(step.hidden_BLD) for step in steps])
+        gates = torch.stack([model.exit_gate(step.z_BLC).squeeze(-1) for step in steps])
+        return logits, exit_distribution(gates)
+
+
+class ExitMixture(_ExitObjective):
+    """The cross-entropy of ``Σ_t p_t logits_t``, where p is the exit distribution of each token."""
+
+    spec: ExitMixtureSpec
+
+    def loss(self, model: ImplicitLM, encoded: Encoded, output: LMOutput, labels_BL: Tensor) -> Tensor:
+        """Return the loss of the mixture."""
+        logits, probability = self.read(model, encoded)
+        mixed = torch.einsum("nblv,bln->blv", logits, probability.to(logits.dtype))
+        return F.cross_entropy(mixed.flatten(0, 1), labels_BL.flatten(), ignore_index=-100)
+
+
+class ExitExpectation(_ExitObjective):
+    """``Σ_t p_t CE_t − β H(p)``, averaged over the tokens with a label."""
+
+    spec: ExitExpectationSpec
+
+    def loss(self, model: ImplicitLM, encoded: Encoded, output: LMOutput, labels_BL: Tensor) -> Tensor:
+        """Return the expected loss less the weighted entropy."""
+        logits, probability = self.read(model, encoded)
+        each = torch.stack(
+            [
+                F.cross_entropy(
+                    one.flatten(0, 1), labels_BL.flatten(), ignore_index=-100, reduction="none"
+                ).view_as(labels_BL)
+                for one in logits
+            ],
+            dim=-1,
+        )
+        entropy = -torch.special.xlogy(probability, probability).sum(-1)
+        value = (probability * each).sum(-1) - self.spec.entropy_weight * entropy
+        labelled = labels_BL != -100
+        return torch.where(labelled, value, 0.0).sum() / labelled.sum().clamp(min=1)

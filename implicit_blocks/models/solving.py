@@ -1,0 +1,297 @@
+"""How an implicit model solves ``z* = f(z*)``: by a search, or by a fixed number of loops.
+
+Shape legend: B batch, L tokens of a window, C core width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from implicit_blocks.depths import UntilConvergedSpec
+from implicit_blocks.exits import FixedExitSpec
+from implicit_blocks.gradients import LastLoops
+from implicit_blocks.injections.projection import pays_by_token
+from implicit_blocks.interfaces import State, Window
+from implicit_blocks.models.inputs import check_loops
+from implicit_blocks.models.parts import OutputMap, Prepared
+from implicit_blocks.models.stack import BoundMap
+from implicit_blocks.registry import build
+from implicit_blocks.search.loops import LoopCounts
+from implicit_blocks.search.options import SearchOptions
+from implicit_blocks.search.search import Search, solve_fixed_point
+from implicit_blocks.solution import Solution
+from implicit_blocks.specs import DepthSpec, Stopping
+
+if TYPE_CHECKING:
+    from implicit_blocks.depths.depth import Depth
+    from implicit_blocks.exits.exit import Exit
+    from implicit_blocks.models.implicit import ImplicitLM
+
+
+def solve_window(
+    model: ImplicitLM,
+    f: BoundMap,
+    start_BLC: Tensor,
+    prepared: Prepared,
+    *,
+    output: OutputMap,
+    search: SearchOptions | None = None,
+    loops: LoopCounts | None = None,
+    trace: bool = False,
+    commit: bool = False,
+) -> tuple[Solution, tuple[State, ...]]:
+    """Find ``z* = f(z*)`` in a window, and with ``commit`` the states of the core's layers after it.
+
+    Committing takes one more call of ``f``, or the last one of a fixed number of loops; so does an evaluation
+    without gradients that searches.
+    """
+    states = prepared.core
+    if model.core_loops > 1 and (commit or prepared.window.start):
+        check_loops(search, states=model.core_loops)
+        return _take_loops_with_states(model, f, start_BLC, states, search=search, commit=commit)
+    final_call = commit or (loops is None and not torch.is_grad_enabled())
+    solution = solve(
+        model, f, start_BLC, output=output, search=search, loops=loops, trace=trace, final_call=final_call
+    )
+    if not final_call:
+        return solution, states
+    z_BLC, states = _finish(f, solution.z, states, commit=commit, looped=loops is not None)
+    solution = solution.with_value(z_BLC)
+    if loops is not None:
+        chosen = _trajectory(model, loops, model.stopping, search)
+        solution = _with_last_loop(solution, loops.maximum, trajectory=chosen)
+    return solution, states
+
+
+def solve(
+    model: ImplicitLM,
+    f: BoundMap,
+    start_BLC: Tensor,
+    *,
+    output: OutputMap,
+    search: SearchOptions | None = None,
+    loops: LoopCounts | None = None,
+    trace: bool = False,
+    final_call: bool = False,
+) -> Solution:
+    """Find ``z* = f(z*)``, with the gradient estimator's gradient while gradients are recorded.
+
+    ``output`` leads to the head, for exit criteria that read predictions. With ``final_call`` the caller
+    makes the last of a fixed number of loops.
+    """
+    solver, stopping = model.search_config(search)
+    at_evaluation, gradient, recorded = model.spec.at_evaluation, model.gradient, torch.is_grad_enabled()
+    options: dict[str, Any] = {
+        "valid": f.window.valid_BL,
+        "trajectory": _trajectory(model, loops, stopping, search),
+        "agree": model.agree,
+        "trace": trace,
+    }
+    if loops is not None:
+        if final_call and loops.maximum == 1:
+            return Search(solver=solver, stopping=stopping).report(start_BLC, start_BLC, iterations=0)
+        loops = loops.one_less() if final_call else loops
+        looped = Search(solver=solver, stopping=stopping, loops=loops, **options)
+        if not recorded:
+            return looped(f, start_BLC)
+        asked = search is not None and search.loops is not None
+        if isinstance(gradient, LastLoops) and model.training:
+            return gradient(f, start_BLC, looped)
+        if asked or not model.training:  # exactly these loops, all of them differentiated
+            return LastLoops()(f, start_BLC, looped)
+        stopping = stopping.model_copy(update={"tolerance": 0.0, "max_iterations": loops.maximum})
+    return solve_fixed_point(
+        f,
+        start_BLC,
+        solver=solver,
+        gradient=gradient,
+        stopping=stopping,
+        window_length=(model.spec if model.training else at_evaluation).window_length,
+        commit_prefix=None if model.training else at_evaluation.commit_prefix,
+        moving_average=None if search is None else search.moving_average,
+        exit=None if model.training else exit_criterion(model, output, start_BLC, search),
+        **options,
+    )
+
+
+def loop_counts(model: ImplicitLM, batch_size: int, search: SearchOptions | None = None) -> LoopCounts | None:
+    """Return the number of loops of a call; None: the stopping rule ends them."""
+    if search is not None and search.loops is not None:
+        return LoopCounts.of(search.loops)
+    if model.training:
+        if model.depth is None or isinstance(model.spec.depth, UntilConvergedSpec):
+            return None
+        loops = model.depth.sample(batch_size, device=model.embedding.weight.device)
+        return None if loops is None else LoopCounts(loops)
+    criterion = _criterion(model, search)
+    return LoopCounts(criterion.loops) if isinstance(criterion, FixedExitSpec) else None
+
+
+def following_depth(previous: Depth | None, spec: DepthSpec, model: ImplicitLM) -> Depth:
+    """Return the depth of a spec, which takes over the count of random depths from the one before."""
+    if previous is not None and previous.spec == spec:
+        return previous
+    depth: Depth = build(spec)
+    depth = depth.to(model.embedding.weight.device).train(model.training)
+    if previous is not None:
+        depth.continue_from(previous)
+    return depth
+
+
+def injects_by_word(model: ImplicitLM, window: Window, *, tokens: int) -> bool:
+    """Whether the mixers read the injection of this window from a table with one row per word."""
+    plain = model.prelude is None and model.prelude_norm is None and model.spec.injection.adds_to_projections
+    if not plain or not model.backbone.supports_injection_table(window):
+        return False
+    return pays_by_token(model.embedding, tokens)
+
+
+def exit_criterion(
+    model: ImplicitLM, output: OutputMap, z_BLC: Tensor, search: SearchOptions | None = None
+) -> Exit | None:
+    """Return the exit criterion of evaluation in a window; None: the residual decides."""
+    if output.pointwise:
+        return _bound_criterion(model, lambda points: model.predict(output(points)), search)
+    return _bound_criterion(model, Predictions(output, model.predict, (len(z_BLC), z_BLC.shape[1])), search)
+
+
+def exit_of_points(model: ImplicitLM, search: SearchOptions) -> Exit | None:
+    """Return the exit criterion of single tokens, as in decoding slots; None: the residual decides.
+
+    Raises:
+        ValueError: the criterion reads predictions, which depend on other tokens here.
+
+    """
+    spec = model.spec
+    output = OutputMap(
+        model.core_projection, None, model.norm, spec.norm_before_coda, None, model.stream_dtype
+    )
+    criterion = _bound_criterion(model, lambda points: model.predict(output(points)), search)
+    if criterion is not None and criterion.reads == "predict" and (spec.coda or spec.core_residual):
+        raise ValueError(
+            "the exit criterion reads predictions, which a coda computes from several tokens; choose the "
+            "criterion 'residual' or 'second_difference' for decoding in slots"
+        )
+    return criterion
+
+
+def _take_loops_with_states(
+    model: ImplicitLM,
+    f: BoundMap,
+    z_BLC: Tensor,
+    states: tuple[State, ...],
+    *,
+    search: SearchOptions | None,
+    commit: bool,
+) -> tuple[Solution, tuple[State, ...]]:
+    """Take the loops, each after its own states of the core's layers.
+
+    With ``commit`` the returned states are those after the window.
+    """
+    layers, after = len(model.backbone.layers), list[State]()
+    chosen = () if search is None else search.trajectory
+    before_BLC, iterates = z_BLC, dict[int, Tensor]()
+    for loop, first in enumerate(range(0, len(states), layers), 1):
+        own = f.with_states(states[first : first + layers])
+        before_BLC = z_BLC
+        if commit:
+            z_BLC, committed = own.commit(z_BLC)
+            after += committed
+        else:
+            z_BLC = own(z_BLC)
+        if loop in chosen:
+            iterates[loop] = z_BLC
+    rule = Search(solver=model.solver, stopping=model.evaluation_stopping, valid=f.window.valid_BL)
+    report = rule.report(before_BLC, z_BLC, iterations=model.core_loops)
+    solution = replace(report, z=z_BLC, trajectory=iterates or None)
+    return solution, tuple(after) if commit else states
+
+
+def _finish(
+    f: BoundMap, z_BLC: Tensor, states: tuple[State, ...], *, commit: bool, looped: bool
+) -> tuple[Tensor, tuple[State, ...]]:
+    """Return the output at a solution, and with ``commit`` the states after the window.
+
+    With gradients the output is the gradient estimator's value. Without, or where the call is the last of a
+    fixed number of loops, it is ``f(z*)``; a token whose value overflows there keeps ``z*``.
+    """
+    mapped_BLC, states = f.commit(z_BLC) if commit else (f(z_BLC), states)
+    if torch.is_grad_enabled():
+        return mapped_BLC if looped else z_BLC, states
+    finite = mapped_BLC.sum(-1, keepdim=True).isfinite()
+    return torch.where(finite, mapped_BLC, z_BLC), states
+
+
+def _with_last_loop(solution: Solution, loops: int, *, trajectory: Sequence[int]) -> Solution:
+    """Return the solution after the last of a fixed number of loops, which is counted and can be chosen."""
+    iterates = dict(solution.trajectory or {})
+    if loops in trajectory:
+        iterates[loops] = solution.z
+    tokens = solution.token_iterations
+    return replace(
+        solution,
+        iterations=solution.iterations + 1,
+        token_iterations=None if tokens is None else tokens + 1,
+        trajectory=iterates or None,
+    )
+
+
+def _trajectory(
+    model: ImplicitLM, loops: LoopCounts | None, stopping: Stopping, search: SearchOptions | None
+) -> tuple[int, ...]:
+    """Return the iterates that are asked for, and in training those that the objective reads."""
+    asked = () if search is None else tuple(search.trajectory)
+    if not model.training or model.objective is None:
+        return asked
+    most = stopping.max_iterations if loops is None else loops.maximum
+    return tuple(sorted({*asked, *model.objective.iterates(most)}))
+
+
+def _criterion(model: ImplicitLM, search: SearchOptions | None) -> Any:
+    asked = None if search is None else search.exit
+    return model.spec.at_evaluation.exit if asked is None else asked
+
+
+def _bound_criterion(
+    model: ImplicitLM, predict: Callable[[Tensor], Tensor], search: SearchOptions | None
+) -> Exit | None:
+    """Return the exit criterion of evaluation, bound to what it reads; None: the residual decides."""
+    spec = _criterion(model, search)
+    if spec.kind in ("residual", "fixed"):
+        return None
+    from implicit_blocks.exits.exit import Readout
+
+    criterion: Exit = build(spec)
+    return criterion.bind(Readout(predict=predict, gate=model.exit_gate))
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """The logits of iterates, given all points of a window at once, (E, C) with E = B · L."""
+
+    output: OutputMap
+    predict: Callable[[Tensor], Tensor]
+    shape: tuple[int, int]
+
+    def __call__(self, points_EC: Tensor) -> Tensor:
+        """Return the logits, (E, V)."""
+        hidden = self.output(points_EC.view(*self.shape, points_EC.shape[-1]))
+        return self.predict(hidden).flatten(0, 1)
+
+    def select_rows(self, rows: Tensor) -> Predictions:
+        """Return those of these rows, (R,) int64 indices."""
+        return replace(self, output=self.output.select_rows(rows), shape=(len(rows), self.shape[1]))
+
+    def first(self, tokens: int) -> Predictions:
+        """Return those of the window's first tokens."""
+        return replace(self, output=self.output.first(tokens), shape=(self.shape[0], tokens))
+
+    def after(self, z_BLC: Tensor) -> Predictions:
+        """Return those of the tokens after the first ones, which are committed at ``z``."""
+        shape = (self.shape[0], self.shape[1] - z_BLC.shape[1])
+        return replace(self, output=self.output.after(z_BLC), shape=shape)
