@@ -17,8 +17,10 @@ from implicit_blocks.decoding.prompts import (
     Prompts,
     check_model,
     check_prompts,
+    check_search,
     check_stop_token_ids,
     lay_out,
+    needed_ids,
 )
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
 from implicit_blocks.decoding.slots.generation import SlotGeneration
@@ -82,8 +84,8 @@ def generate(
         window_length: number of tokens per window in which the prompts are solved; None: one window.
         return_logits: keep the logits of all tokens: B · N · V numbers.
         on_step: called with each step as soon as it is generated.
-        search: ``tolerance``, ``max_iterations``, ``damping``, ``warm_start`` and ``moving_average`` of the
-            searches, instead of the spec's (``SearchOptions``).
+        search: options of the searches, instead of the spec's (``SearchOptions``), such as ``tolerance`` or
+            ``loops``; all but ``start`` and ``trajectory``.
 
     Returns:
         Generated: tokens (B, N) int64, the outcome of each search, and on request logits (B, N, V).
@@ -145,6 +147,7 @@ class _Run:
         **search: Unpack[SearchKwargs],
     ) -> None:
         check_model(model)
+        check_search(search)
         require_count("max_new_tokens", max_new_tokens)
         self.model, self.count, self.pad_token = model, max_new_tokens, pad_token
         self.device = model.embedding.weight.device
@@ -208,6 +211,7 @@ class _Run:
         for number in range(self.count):
             encoded = model.encode(
                 model.embedding(ids),
+                ids_BL=needed_ids(model, ids),
                 attention_mask=valid,
                 state=state,
                 return_state=True,
@@ -232,7 +236,7 @@ class _Run:
                 return
             if 2 * remaining <= len(rows):
                 kept = live.nonzero().squeeze(1)
-                state = state.select_rows(kept, model.backbone)
+                state = state.select_rows(kept, model.state_blocks())
                 rows, tokens, live = rows[kept], tokens[kept], live[kept]
             # 0 at padding: the pad token may be outside the vocabulary.
             ids, window_length = tokens.masked_fill(~live, 0)[:, None], None

@@ -1,4 +1,4 @@
-"""Validation of models and prompts, and the layout of prompts as one batch.
+"""Validation of models, options and prompts, and the layout of prompts as one batch.
 
 Shape legend: B batch, L tokens of the longest prompt.
 """
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.search.options import SearchKwargs
 
 Prompts = Tensor | Sequence[Sequence[int] | Tensor]
 
@@ -20,7 +21,8 @@ def check_model(model: LanguageModel) -> None:
     """Check that a model can decode.
 
     Raises:
-        ValueError: for a model of another library, or a model in training mode.
+        ValueError: for a model of another library, a model in training mode, or a mixer that sees later
+            tokens.
 
     """
     if not isinstance(model, LanguageModel):
@@ -31,6 +33,32 @@ def check_model(model: LanguageModel) -> None:
         )
     if model.training:
         raise ValueError("the model is in training mode; call model.eval() first")
+    if model.spec.bidirectional:
+        raise ValueError(
+            "a mixer of the model sees later tokens, so that it cannot predict the next one; choose a causal "
+            "mixer (causal: true)"
+        )
+
+
+def check_search(search: SearchKwargs) -> None:
+    """Check that the search options of a call are those of decoding.
+
+    Raises:
+        ValueError: for ``start`` or ``trajectory``, whose points belong to one window of tokens.
+
+    """
+    for name in ("start", "trajectory"):
+        value = search.get(name)
+        if value is not None and not (isinstance(value, Sequence) and not value):
+            raise ValueError(
+                f"{name} concerns the points of one window, and decoding solves many; leave it out, or call "
+                f"the model itself: model(tokens, {name}=…)"
+            )
+
+
+def needed_ids(model: LanguageModel, ids_BL: Tensor) -> Tensor | None:
+    """Return the tokens for ``model.encode`` where a mixer reads them, as value embeddings do; else None."""
+    return ids_BL if any(block.mixer.needs_token_ids for block in model.state_blocks()) else None
 
 
 def check_prompts(

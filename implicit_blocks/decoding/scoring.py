@@ -12,7 +12,14 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from implicit_blocks.decoding.prompts import check_model, check_prompts, lay_out, token_rows
+from implicit_blocks.decoding.prompts import (
+    check_model,
+    check_prompts,
+    check_search,
+    lay_out,
+    needed_ids,
+    token_rows,
+)
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
@@ -64,8 +71,8 @@ def score(
         continuations: one per prompt, at least one token each.
         max_length: maximum number of tokens of a prompt and its continuation; None: no limit.
         window_length: number of tokens per window; None: one window.
-        search: ``tolerance``, ``max_iterations``, ``damping``, ``warm_start`` and ``moving_average`` of the
-            search, instead of the spec's (``SearchOptions``).
+        search: options of the search, instead of the spec's (``SearchOptions``), such as ``tolerance`` or
+            ``loops``; all but ``start`` and ``trajectory``.
 
     Raises:
         ValueError: for lists that do not match, are empty, too long or have unknown tokens, or a model in
@@ -73,6 +80,7 @@ def score(
 
     """
     check_model(model)
+    check_search(search)
     if len(prompts) != len(continuations):
         raise ValueError(
             f"{len(prompts)} prompts and {len(continuations)} continuations; give one continuation per prompt"
@@ -85,6 +93,7 @@ def score(
     valid = check_prompts(ids, mask, vocab_size=model.spec.vocab_size, max_length=max_length)
     encoded = model.encode(
         model.embedding(ids[:, :-1]),
+        ids_BL=needed_ids(model, ids[:, :-1]),
         attention_mask=None if valid is None else valid[:, :-1],
         window_length=window_length,
         search=SearchOptions(**search),

@@ -252,7 +252,14 @@ def test_captured_steps_neither_synchronize_nor_move_memory(mixer, slots):
 
     def addresses():
         batch = decoder.batch
-        kept = [batch.lengths_S, batch.tokens_S, batch.busy_S, batch.hidden_SD, batch.u_SU, batch.search.z]
+        kept = [
+            batch.lengths_S,
+            batch.tokens_S,
+            batch.busy_S,
+            batch.ends.hidden_SD,
+            batch.ends.u_SU,
+            batch.search.z,
+        ]
         states = [t for s in decoder.states for t in vars(s).values() if torch.is_tensor(t)]
         return [t.data_ptr() for t in (*kept, *states)]
 

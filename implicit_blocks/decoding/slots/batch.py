@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,15 +18,24 @@ from torch.nn.functional import linear
 
 from implicit_blocks._utils.module_hooks import any_hooks
 from implicit_blocks.cuda.procedures import CapturedGraphs, put_
+from implicit_blocks.decoding.prompts import needed_ids
+from implicit_blocks.decoding.slots.ends import SlotEnds, window_of_slots
 from implicit_blocks.decoding.slots.fused_map import FusedMap, fused_map
 from implicit_blocks.decoding.slots.search import SlotSearch
-from implicit_blocks.interfaces import Window
-from implicit_blocks.models.backbone import BoundMap
+from implicit_blocks.exits.calls import FixedExit
+from implicit_blocks.exits.exit import Exit
+from implicit_blocks.interfaces import Solver
+from implicit_blocks.layers import at_least_float32
+from implicit_blocks.models.implicit import ImplicitLM
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.models.outputs import Encoded
 from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.models.solving import exit_of_points, loop_counts
+from implicit_blocks.models.stack import BoundMap
 from implicit_blocks.search.options import SearchOptions
 from implicit_blocks.solution import Solution
+from implicit_blocks.solvers import Picard
+from implicit_blocks.specs import Stopping
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,6 +61,7 @@ class SlotBatch:
         options: options of the searches.
         graphs: capture the procedures, unless modules have hooks, which graphs do not call.
         state_dtype: dtype of recurrent states; None: the mixers' default.
+        limits_per_slot: whether prompts can have their own tolerance and maximum number of iterations.
 
     """
 
@@ -64,6 +74,7 @@ class SlotBatch:
         options: SearchOptions,
         graphs: bool,
         state_dtype: torch.dtype | None = None,
+        limits_per_slot: bool = False,
     ) -> None:
         self.model, self.max_batch_size, self.options = model, max_batch_size, options
         embedding = model.embedding.weight
@@ -86,29 +97,30 @@ class SlotBatch:
             block.mixer.slots(max_batch_size, device=self.device, dtype=dtype, max_seq_len=max_seq_len)
             for block in model.backbone.blocks()
         ]
-        if state_dtype is not None:
-            for states in self.states:
-                states.set_dtype(state_dtype)
-        solver, stopping = model.search_config(options)
+        solver, stopping, criterion = slot_search_config(model, options)
         self.search = SlotSearch(
             solver,
             stopping,
             slots=max_batch_size,
-            width=model.spec.d_model,
+            width=model.spec.core_width,
             device=self.device,
             dtype=model.stream_dtype,
             moving_average=options.moving_average,
+            exit=criterion,
+            limits_per_slot=limits_per_slot,
         )
         self.lengths_S = torch.zeros(max_batch_size, dtype=torch.int64, device=self.device)
         """The number of tokens that each slot has committed."""
         self.tokens_S = torch.zeros_like(self.lengths_S)
         """The token whose solution each slot searches."""
         self.busy_S = torch.zeros(max_batch_size, dtype=torch.bool, device=self.device)
-        self.hidden_SD = torch.zeros_like(self.search.z)
-        """The input of the head: the map's value at each slot's last committed token."""
         with self.precision():
-            u = model.inject(model.embedding(self.tokens_S[:1, None]), self.weights)
-        self.u_SU = None if u is None else u.new_zeros(max_batch_size, u.shape[-1])
+            self.ends = SlotEnds(
+                model, self.weights, slots=max_batch_size, max_seq_len=max_seq_len, dtype=dtype
+            )
+        if state_dtype is not None:
+            for states in (*self.ends.prelude, *self.states, *self.ends.coda):
+                states.set_dtype(state_dtype)
         self.fused: FusedMap | None = None
         if graphs:
             self.fused = fused_map(model, self.states, self.weights, max_seq_len=max_seq_len)
@@ -120,38 +132,41 @@ class SlotBatch:
 
     # ------------------------------------------------------------------------------------ prompts
 
-    def encode(self, slots: Sequence[int], ids_BL: Tensor, *, window_length: int | None) -> Solution | None:
+    def encode(
+        self,
+        slots: Sequence[int],
+        ids_BL: Tensor,
+        *,
+        window_length: int | None,
+        tolerance: float | None = None,
+        max_iterations: int | None = None,
+    ) -> Solution | None:
         """Solve prompts of one length together, commit each to its slot, and return their solution.
+
+        ``tolerance`` and ``max_iterations`` apply to the prompts and to the slots' next searches; None: the
+        options of all searches. They require ``limits_per_slot``.
 
         A single prompt is written in place; for several, keys and states are copied to the slots.
         """
-        blocks = self.model.backbone.blocks()
+        options = _limited(self, slots, tolerance, max_iterations)
+        every = (*self.ends.prelude, *self.states, *self.ends.coda)
         batch, length = ids_BL.shape
         if batch == 1:
-            layers = tuple(states.prefill(slots[0]) for states in self.states)
+            layers = tuple(states.prefill(slots[0]) for states in every)
             state = SequenceState(1, 0, self.lengths_S.new_zeros(1), layers)
         else:
             state = self.model.initial_state(batch, max_seq_len=length)
         with self.precision():
             encoded: Encoded = self.model.encode(
                 self.model.embedding(ids_BL),
+                ids_BL=needed_ids(self.model, ids_BL),
                 state=state,
                 return_state=True,
                 window_length=window_length,
-                search=self.options,
+                search=options,
                 weights=self.weights,
             )
-        assert encoded.state is not None
-        for row, slot in enumerate(slots):
-            index = torch.full((1,), row, device=self.device)
-            for block, states, layer in zip(blocks, self.states, encoded.state.layers, strict=True):
-                states.commit(slot, layer if batch == 1 else block.mixer.select_rows(layer, index))
-            self.lengths_S[slot] = length
-            self.busy_S[slot] = True
-            self.hidden_SD[slot] = encoded.hidden_BLD[row, -1]
-            if encoded.solution is not None:
-                for name, value in _of_last_token(encoded.solution, row).items():
-                    getattr(self.search, name)[slot] = value
+        _commit_prompts(self, slots, encoded, length=length)
         return encoded.solution
 
     def leave(self, slot: int) -> None:
@@ -212,7 +227,9 @@ class SlotBatch:
         if commit:
             if search.solver is not None:  # an overflow keeps the previous value
                 fz_RD = torch.where(fz_RD.sum(-1, keepdim=True).isfinite(), fz_RD, z_RD)
-            self.hidden_SD[rows_R] = torch.where(committing[:, None], fz_RD, self.hidden_SD[rows_R])
+            core = self.ends.core_SC
+            core[rows_R] = torch.where(committing[:, None], fz_RD, core[rows_R])
+            self.ends.pending_S[rows_R] |= committing
             self.lengths_S[rows_R] = lengths + committing
             search.done[rows_R] &= ~committing
 
@@ -223,8 +240,10 @@ class SlotBatch:
 
     def _predict(self, places: Places) -> None:
         rows = places.rows_R
-        logits = linear(self.hidden_SD[rows].to(self.head.dtype), self.head)  # as ``model.predict`` does
-        places.logits_RV.copy_(logits[:, : self.model.spec.vocab_size])
+        self.ends.finish(rows, self.lengths_S[rows], self.tokens_S[rows])
+        logits = linear(self.ends.hidden_SD[rows].to(self.head.dtype), self.head)  # as ``model.predict`` does
+        logits = self.model.scale_logits(at_least_float32(logits[:, : self.model.spec.vocab_size]))
+        places.logits_RV.copy_(logits)
         self.take_tokens(places, places.logits_RV.argmax(-1), places.where_R)
 
     def take_tokens(self, places: Places, tokens_R: Tensor, where_R: Tensor) -> None:
@@ -243,12 +262,9 @@ class SlotBatch:
         for place, value in zip(places.report_4R, reported, strict=True):
             place.copy_(value)
         on, ended = places.where_R & places.on_R, places.where_R & ~places.on_R
-        x_R1D = self.model.embedding(tokens[:, None])
-        u, start = self.model.inject(x_R1D, self.weights), self.model.start(x_R1D)
-        if u is not None and self.u_SU is not None:
-            self.u_SU[rows] = torch.where(on[:, None], u[:, 0], self.u_SU[rows])
-        warm = self.options.warm_start and u is not None
-        search.begin(rows, self.hidden_SD[rows] if warm else start[:, 0], on)
+        start = self.ends.begin(tokens, rows, self.lengths_S[rows], on)
+        warm = self.options.warm_start and search.solver is not None
+        search.begin(rows, self.ends.core_SC[rows] if warm else start, on)
         self.busy_S[rows] &= ~ended
         self.lengths_S[rows] = self.lengths_S[rows].masked_fill(ended, 0)
 
@@ -260,12 +276,51 @@ class SlotBatch:
                 self.captured.do(name, size, procedure)
 
 
+def _limited(
+    batch: SlotBatch, slots: Sequence[int], tolerance: float | None, max_iterations: int | None
+) -> SearchOptions:
+    """Set the limits of these slots, and return the options of a search with them."""
+    options, search = batch.options, batch.search
+    if search.limits is None:
+        return options
+    if tolerance is not None or max_iterations is not None:
+        options = replace(
+            options,
+            tolerance=options.tolerance if tolerance is None else tolerance,
+            max_iterations=options.max_iterations if max_iterations is None else max_iterations,
+        )
+    _, stopping, _ = slot_search_config(batch.model, options)
+    assert stopping is not None
+    for slot in slots:
+        search.set_limits(slot, stopping.tolerance, stopping.max_iterations)
+    return options
+
+
+def _commit_prompts(batch: SlotBatch, slots: Sequence[int], encoded: Encoded, *, length: int) -> None:
+    """Store the states and outputs of prompts, one per row, in their slots."""
+    assert encoded.state is not None
+    blocks, ends = batch.model.state_blocks(), batch.ends
+    every = (*ends.prelude, *batch.states, *ends.coda)
+    for row, slot in enumerate(slots):
+        index = torch.full((1,), row, device=batch.device)
+        for block, states, layer in zip(blocks, every, encoded.state.layers, strict=True):
+            states.commit(slot, layer if len(slots) == 1 else block.mixer.select_rows(layer, index))
+        batch.lengths_S[slot] = length
+        batch.busy_S[slot] = True
+        ends.pending_S[slot] = False
+        ends.hidden_SD[slot] = encoded.hidden_BLD[row, -1]
+        if encoded.solution is not None:
+            ends.core_SC[slot] = encoded.solution.z[row, -1]
+            for name, value in _of_last_token(encoded.solution, row).items():
+                getattr(batch.search, name)[slot] = value
+
+
 def _slot_map(
     batch: SlotBatch, rows_R: Tensor, lengths_R: Tensor, committing_R: Tensor, *, commit: bool
 ) -> Callable[[Tensor], Tensor]:
     """Return the map of the slots ``rows_R``, (R, D) → (R, D); its first call commits."""
     if batch.fused is not None:
-        return batch.fused.bind(rows_R, batch.u_SU, lengths_R, committing_R)
+        return batch.fused.bind(rows_R, batch.ends, lengths_R, committing_R)
     index = None if len(rows_R) == batch.max_batch_size else rows_R
     pending = commit
 
@@ -286,20 +341,44 @@ def _slot_map(
 def _bound_map(
     batch: SlotBatch, rows_R: Tensor, index_R: Tensor | None, z_RD: Tensor, lengths_R: Tensor
 ) -> BoundMap:
-    window = Window(
-        batch_size=len(rows_R),
-        start=1,  # at least; the states hold the length of each slot
-        length=1,
-        positions_BL=lengths_R[:, None],
-        dtype=batch.model.stream_dtype,
-    )
-    return batch.model.backbone.bind(
-        window,
-        u_BLU=None if batch.u_SU is None else batch.u_SU[rows_R][:, None],
+    model, ends = batch.model, batch.ends
+    return model.backbone.bind(
+        window_of_slots(model, lengths_R, batch.tokens_S[rows_R]),
         states=tuple(states.gather(index_R, lengths_R) for states in batch.states),
         start_BLD=z_RD[:, None],
         weights=batch.weights,
+        u_BLU=None if ends.u_SU is None else ends.u_SU[rows_R][:, None],
+        injection=model.injection,
+        e_BLD=None if ends.e_SE is None else ends.e_SE[rows_R][:, None],
     )
+
+
+def slot_search_config(
+    model: LanguageModel, options: SearchOptions
+) -> tuple[Solver | None, Stopping | None, Exit | None]:
+    """Return solver, stopping rule and exit criterion of single tokens.
+
+    The last call of a fixed number of loops commits the token; with a single loop there is no search.
+
+    Raises:
+        ValueError: the model keeps one state per loop, or the criterion reads predictions after a coda.
+
+    """
+    solver, stopping = model.search_config(options)
+    if solver is None or stopping is None or not isinstance(model, ImplicitLM):
+        return None, None, None
+    if model.core_loops > 1:
+        raise ValueError(
+            "the model keeps one state per loop, which slots do not support; use generate, or set "
+            "state_policy: converged"
+        )
+    loops = loop_counts(model, 1, options)
+    if loops is not None:
+        if loops.maximum == 1:
+            return None, None, None
+        stopping = stopping.model_copy(update={"max_iterations": loops.maximum - 1, "tolerance": 0.0})
+        return Picard(), stopping, FixedExit(loops=loops.maximum - 1)
+    return solver, stopping, exit_of_points(model, options)
 
 
 def _of_last_token(solution: Solution, row: int) -> dict[str, Tensor]:

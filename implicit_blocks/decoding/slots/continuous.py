@@ -20,20 +20,28 @@ from torch import Tensor
 from implicit_blocks._utils.validation import require_count
 from implicit_blocks.cuda.host_copy import AsyncHostCopy
 from implicit_blocks.cuda.procedures import put_
-from implicit_blocks.decoding.prompts import check_model, check_prompts, check_stop_token_ids, lay_out
+from implicit_blocks.decoding.prompts import (
+    check_model,
+    check_prompts,
+    check_search,
+    check_stop_token_ids,
+    lay_out,
+)
 from implicit_blocks.decoding.sampling import Sampling, seeds_of, uniforms
 from implicit_blocks.decoding.slots.batch import Places, SlotBatch
 from implicit_blocks.interfaces import SlotStates
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.search.options import SearchKwargs, SearchOptions
 from implicit_blocks.solution import Solution
+from implicit_blocks.specs import Stopping
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """A prompt to be continued by ``max_new_tokens`` tokens, or up to the first of ``stop_token_ids``.
 
-    ``seed`` is that of the row's random generator.
+    ``seed`` is that of the row's random generator. ``tolerance`` and ``max_iterations`` of its searches
+    differ from the decoder's where they are not None, which requires ``limits_per_request``.
     """
 
     prompt: Sequence[int] | Tensor
@@ -41,6 +49,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     stop_token_ids: Sequence[int] = ()
+    tolerance: float | None = None
+    max_iterations: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,8 +103,10 @@ class ContinuousDecoder:
             are in float32 or better by default: it halves the memory traffic and rounds at every token.
             ``torch.int8`` applies to keys and values: it halves the memory traffic of 16 bits and rounds each
             head once, to multiples of 1/127 of its largest feature.
-        search: ``tolerance``, ``max_iterations``, ``damping``, ``warm_start`` and ``moving_average`` of the
-            searches, instead of the spec's (``SearchOptions``).
+        limits_per_request: accept requests with their own ``tolerance`` and ``max_iterations``. On a GPU the
+            steps then run without the fused kernel of the search, which has one rule for all slots.
+        search: options of the searches, instead of the spec's (``SearchOptions``), such as ``tolerance`` or
+            ``loops``; all but ``start`` and ``trajectory``.
 
     Raises:
         ValueError: for sizes out of range, a model in training mode, or a mixer without slots.
@@ -112,9 +124,11 @@ class ContinuousDecoder:
         window_length: int | None = None,
         graphs: bool = True,
         state_dtype: torch.dtype | None = None,
+        limits_per_request: bool = False,
         **search: Unpack[SearchKwargs],
     ) -> None:
         check_model(model)
+        check_search(search)
         for name, size in (
             ("max_batch_size", max_batch_size),
             ("max_seq_len", max_seq_len),
@@ -139,6 +153,7 @@ class ContinuousDecoder:
             options=SearchOptions(**search),
             graphs=graphs and self.on_gpu,
             state_dtype=state_dtype,
+            limits_per_slot=limits_per_request,
         )
         self.texts: list[_Text | None] = [None] * max_batch_size
         self.waiting: deque[_Text] = deque()
@@ -163,9 +178,11 @@ class ContinuousDecoder:
 
         Raises:
             ValueError: for a prompt that is empty, too long or has unknown tokens, stop tokens outside the
-                vocabulary, an invalid seed, or ``max_new_tokens`` below 1.
+                vocabulary, an invalid seed, ``max_new_tokens`` below 1, or a tolerance or maximum number of
+                iterations that is invalid or that the decoder does not accept.
 
         """
+        _check_limits(request, self.batch.search.stopping, accepted=self.accepts_limits)
         require_count("max_new_tokens", request.max_new_tokens)
         ids, _ = lay_out([request.prompt], device=self.device)
         room = self.max_seq_len - request.max_new_tokens
@@ -181,6 +198,30 @@ class ContinuousDecoder:
         self.waiting.append(_Text(self.submitted, request, ids))
         self.submitted += 1
         return self.submitted - 1
+
+    @property
+    def accepts_limits(self) -> bool:
+        """Whether requests can have their own tolerance and maximum number of iterations."""
+        return self.batch.search.limits is not None
+
+    def cancel(self, number: int) -> bool:
+        """End a text early, and free its slot; return False if it has ended before."""
+        for text in self.waiting:
+            if text.number == number:
+                self.waiting.remove(text)
+                return True
+        active = [text for text in self.texts if text is not None and text.number == number]
+        active += [text for chosen in self._chosen for text in chosen.texts.values() if text.number == number]
+        for text in active:
+            if text.ended:
+                return False
+            text.ended = True  # tokens that are being copied are dropped
+            if text in self.texts:
+                slot = self.texts.index(text)
+                self.texts[slot] = None
+                self.batch.leave(slot)
+            return True
+        return False
 
     def run(self) -> Iterator[NewToken]:
         """Yield tokens as they are generated, until all submitted texts have ended."""
@@ -232,32 +273,34 @@ class ContinuousDecoder:
         if not busy:
             return 0
         size = next(size for size in self.buckets if size >= len(busy))
-        rows = self._filled_up(busy, size)
+        rows = _filled_up(self.texts, busy, size)
         if rows != self._rows:
             self.batch.point("step", rows)
             self._rows = rows
         return size
 
-    def _filled_up(self, slots: Sequence[int], size: int) -> list[int]:
-        """Return these slots padded to ``size`` with others, idle ones first, in ascending order."""
-        others = sorted((text is not None, n) for n, text in enumerate(self.texts) if n not in slots)
-        return sorted([*slots, *(slot for _, slot in others[: size - len(slots)])])
-
     # ------------------------------------------------------------------------------------ tokens
 
     def _admit(self) -> None:
-        """Solve queued prompts in free slots, those of one length together; choose their first tokens."""
+        """Solve queued prompts in free slots, those that are alike together; choose their first tokens."""
         while self.waiting:  # repeated if a text ends with its first token
             free = [slot for slot, text in enumerate(self.texts) if text is None]
             entering = [(slot, self.waiting.popleft()) for slot in free[: len(self.waiting)]]
             if not entering:
                 return
-            for group in _of_one_length(entering):
+            for group in _alike(entering):
                 for slot, text in group:
                     self.texts[slot] = text
                 slots = [slot for slot, _ in group]
                 ids = torch.cat([text.ids for _, text in group])
-                solution = self.batch.encode(slots, ids, window_length=self.window_length)
+                request = group[0][1].request
+                solution = self.batch.encode(
+                    slots,
+                    ids,
+                    window_length=self.window_length,
+                    tolerance=request.tolerance,
+                    max_iterations=request.max_iterations,
+                )
                 if self.on_prompts is not None:
                     self.on_prompts([text.number for _, text in group], solution)
                 self._choose(slots)
@@ -267,7 +310,7 @@ class ContinuousDecoder:
         if not slots:
             return
         size = next(size for size in self.buckets if size >= len(slots))
-        rows = self._filled_up(slots, size)
+        rows = _filled_up(self.texts, slots, size)
         texts = {rows.index(slot): text for slot in slots if (text := self.texts[slot]) is not None}
         for place, text in texts.items():
             text.begun = self.calls
@@ -288,22 +331,8 @@ class ContinuousDecoder:
     def _collected(self, *, before: int | None = None) -> list[NewToken]:
         """Return the tokens chosen before this call, or all; end texts at stop tokens."""
         made: list[NewToken] = []
-        searched = self.batch.search.solver is not None
         while self._chosen and (before is None or self._chosen[0].call < before):
-            chosen = self._chosen.popleft()
-            tokens, iterations, residual, converged = chosen.report.read()
-            for place, text in chosen.texts.items():
-                if text.ended:
-                    continue
-                token = int(tokens[place])
-                text.made += 1
-                text.ended = text.made == text.request.max_new_tokens or token in text.request.stop_token_ids
-                how = (int(iterations[place]), residual[place], bool(converged[place])) if searched else ()
-                made.append(NewToken(text.number, token, text.ended, chosen.logits[place], *how))
-                slot = chosen.rows[place]
-                if text.ended and self.texts[slot] is text:  # the slot continued until its token was known
-                    self.texts[slot] = None
-                    self.batch.leave(slot)
+            made += _read_chosen(self, self._chosen.popleft())
         return made
 
 
@@ -333,12 +362,57 @@ class _Chosen:
     report: AsyncHostCopy
 
 
-def _of_one_length(entering: Sequence[tuple[int, _Text]]) -> Iterator[list[tuple[int, _Text]]]:
-    """Yield groups of texts whose prompts have the same length, with at most TOGETHER tokens."""
-    by_length: dict[int, list[tuple[int, _Text]]] = defaultdict(list)
+def _check_limits(request: Request, stopping: Stopping | None, *, accepted: bool) -> None:
+    """Check the limits of a request's searches.
+
+    Raises:
+        ValueError: they are not accepted, or invalid.
+
+    """
+    limits = {"tolerance": request.tolerance, "max_iterations": request.max_iterations}
+    given = {name: value for name, value in limits.items() if value is not None}
+    if not given:
+        return
+    if not accepted or stopping is None:
+        named = " and ".join(f"{name} {value}" for name, value in given.items())
+        raise ValueError(
+            f"the request has {named}, and this decoder searches all texts by one rule; omit them, or create "
+            "the decoder with limits_per_request=True, for an implicit model that searches to a tolerance"
+        )
+    SearchOptions(tolerance=request.tolerance, max_iterations=request.max_iterations).stopping(stopping)
+
+
+def _filled_up(texts: Sequence[_Text | None], slots: Sequence[int], size: int) -> list[int]:
+    """Return slots padded to ``size`` with others, idle ones first, in ascending order."""
+    others = sorted((text is not None, n) for n, text in enumerate(texts) if n not in slots)
+    return sorted([*slots, *(slot for _, slot in others[: size - len(slots)])])
+
+
+def _read_chosen(decoder: ContinuousDecoder, chosen: _Chosen) -> Iterator[NewToken]:
+    """Yield the chosen tokens of texts that have not ended; end texts at stop tokens."""
+    searched = decoder.batch.search.solver is not None
+    tokens, iterations, residual, converged = chosen.report.read()
+    for place, text in chosen.texts.items():
+        if text.ended:
+            continue
+        token = int(tokens[place])
+        text.made += 1
+        text.ended = text.made == text.request.max_new_tokens or token in text.request.stop_token_ids
+        how = (int(iterations[place]), residual[place], bool(converged[place])) if searched else ()
+        yield NewToken(text.number, token, text.ended, chosen.logits[place], *how)
+        slot = chosen.rows[place]
+        if text.ended and decoder.texts[slot] is text:  # the slot continued until its token was known
+            decoder.texts[slot] = None
+            decoder.batch.leave(slot)
+
+
+def _alike(entering: Sequence[tuple[int, _Text]]) -> Iterator[list[tuple[int, _Text]]]:
+    """Yield groups of texts with prompts of one length and the same limits, with at most TOGETHER tokens."""
+    alike: dict[tuple[int, float | None, int | None], list[tuple[int, _Text]]] = defaultdict(list)
     for slot, text in entering:
-        by_length[text.ids.shape[1]].append((slot, text))
-    for length, group in by_length.items():
+        key = (text.ids.shape[1], text.request.tolerance, text.request.max_iterations)
+        alike[key].append((slot, text))
+    for (length, *_), group in alike.items():
         count = max(1, TOGETHER // length)
         yield from (group[first : first + count] for first in range(0, len(group), count))
 

@@ -16,7 +16,7 @@ from implicit_blocks.mixers.attention.mixer import Attention
 from implicit_blocks.mixers.attention.state import AttentionSlots
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
 from implicit_blocks.mixers.mamba2.state import Mamba2Slots
-from implicit_blocks.models.backbone import Block
+from implicit_blocks.models.stack import Block
 
 if TYPE_CHECKING:
     from implicit_blocks.ops.kernels.decoding import Branch
@@ -49,6 +49,7 @@ class FusedLayer:
     """A residual block on the stream and the branch that is not added yet."""
 
     def __init__(self, block: Block, mixer: FusedMamba2 | FusedAttention, gate_up: Tensor | None) -> None:
+        assert block.mixer_norm is not None  # the layer is plain
         self.norm, self.mixer = block.mixer_norm, mixer
         self.mlp = None if block.mlp is None else _SwiGLU(block.mlp, gate_up)
         self.mlp_norm = block.mlp_norm

@@ -22,8 +22,8 @@ from implicit_blocks.mixers.attention.mixer import Attention
 from implicit_blocks.mixers.attention.state import AttentionSlots
 from implicit_blocks.mixers.mamba2.mixer import Mamba2
 from implicit_blocks.mixers.mamba2.state import Mamba2Slots
-from implicit_blocks.models.backbone import Block
 from implicit_blocks.models.language_model import LanguageModel
+from implicit_blocks.models.stack import Block
 from implicit_blocks.ops.accelerated import available
 from implicit_blocks.ops.backends import note
 from implicit_blocks.ops.rotary import rotation_tables
@@ -32,6 +32,7 @@ from implicit_blocks.weights.cache import WeightCache
 
 if TYPE_CHECKING:
     from implicit_blocks.decoding.slots.batch import SlotBatch
+    from implicit_blocks.decoding.slots.ends import SlotEnds
 
 _LOG = logging.getLogger(__name__)
 
@@ -52,18 +53,21 @@ def _obstacle(model: LanguageModel, states: Sequence[SlotStates]) -> str | None:
     """Return the reason why fused kernels are not supported, or None."""
     if not available("triton"):
         return "Triton is not installed"
-    if model.spec.mixer != model.spec.mixer.portable():
+    mixers = [layer.mixer for layer in model.spec.core.layers]
+    if any(mixer != mixer.portable() for mixer in mixers):
         return "an explicitly named backend disables fusion"
     if model.stream_dtype != torch.float32:
         return f"the residual stream is {model.stream_dtype}"
     for block, state in zip(model.backbone.blocks(), states, strict=True):
         mlp_fits = block.mlp is None or (type(block.mlp) is SwiGLU and _plain_linears(block.mlp))
-        if type(block) is not Block or not mlp_fits:
+        if type(block) is not Block or not block.plain or not mlp_fits:
             return f"its layers are not plain: {type(block).__name__} with {type(block.mlp).__name__}"
         mixer = block.mixer
         if type(mixer) is Mamba2 and type(state) is Mamba2Slots:
             sizes = [mixer.spec.head_dim, mixer.spec.d_state]
         elif type(mixer) is Attention and type(state) is AttentionSlots:
+            if not mixer.is_plain:
+                return "an option of attention (a bias, qk_norm, clip_qkv or value_embeddings) is not fused"
             sizes = [mixer.head_dim]
         else:
             return f"{type(mixer).__name__} has no fused kernels"
@@ -85,7 +89,9 @@ class FusedMap:
     def __init__(
         self, model: LanguageModel, states: Sequence[SlotStates], weights: WeightCache, *, max_seq_len: int
     ) -> None:
-        self.norm = model.backbone.norm
+        self.norm, self.weights = model.backbone.norm, weights
+        injection = model.injection
+        self.injection = None if injection is None or injection.direct else injection
         self.layers: list[FusedLayer] = []
         tables: dict[Any, tuple[Tensor, Tensor]] = {}
         mlps = [block.mlp for block in model.backbone.blocks()]
@@ -106,17 +112,17 @@ class FusedMap:
         self.entries = _side_by_side([state for state in states if isinstance(state, Mamba2Slots)])
 
     def bind(
-        self, rows_R: Tensor, u_SU: Tensor | None, lengths_R: Tensor, committing_R: Tensor
+        self, rows_R: Tensor, ends: SlotEnds, lengths_R: Tensor, committing_R: Tensor
     ) -> Callable[[Tensor], Tensor]:
         """Return the map of these slots, (R, D) → (R, D); the first call commits where ``committing_R`` is.
 
         Further calls, as some solvers make, read the new states of committed rows, which no longer search.
         """
-        steps = self._steps(rows_R, u_SU, lengths_R, committing_R)
+        steps = self._steps(rows_R, ends.u_SU, lengths_R, committing_R)
 
         def call(z_RD: Tensor) -> Tensor:
             step = next(steps)
-            value = self(z_RD, step)
+            value = self(z_RD, step, ends)
             self._move_on(step)
             return value
 
@@ -136,7 +142,8 @@ class FusedMap:
         assert isinstance(solver, Picard)
         assert stopping is not None
         z_RD, lengths, committing = take_up(search.z, batch.lengths_S, batch.busy_S, search.done, rows_R)
-        fz_RD = self(z_RD, FusedStep(rows_R, batch.u_SU, lengths, committing))
+        ends = batch.ends
+        fz_RD = self(z_RD, FusedStep(rows_R, ends.u_SU, lengths, committing), ends)
         entries, taps = self.entries or (None, 1)
         take_in(
             fz_RD,
@@ -145,7 +152,7 @@ class FusedMap:
             batch.busy_S,
             z_SD=search.z,
             best_SD=search.best,
-            hidden_SD=batch.hidden_SD,
+            hidden_SD=ends.core_SC,
             residual_S=search.residual,
             scale_S=search.scale,
             iterations_S=search.iterations,
@@ -159,12 +166,14 @@ class FusedMap:
             max_iterations=stopping.max_iterations,
             relative=stopping.norm == "relative",
         )
+        if not ends.plain:
+            ends.pending_S[rows_R] |= committing
 
     @staticmethod
     def searches(search: SlotSearch) -> bool:
         """Whether ``step`` supports this search."""
         plain = type(search.solver) is Picard and not search.solver.undamped_first
-        return plain and search.averages is None
+        return plain and search.averages is None and search.exit is None and search.limits is None
 
     @staticmethod
     def _steps(rows: Tensor, u: Tensor | None, lengths: Tensor, committing: Tensor) -> Iterator[FusedStep]:
@@ -172,13 +181,24 @@ class FusedMap:
         while True:
             yield FusedStep(rows, u, lengths + committing, torch.zeros_like(committing))
 
-    def __call__(self, z_RD: Tensor, step: FusedStep) -> Tensor:
+    def __call__(self, z_RD: Tensor, step: FusedStep, ends: SlotEnds) -> Tensor:
         """Return ``f(z)``."""
+        if self.injection is None:
+            return self._core(z_RD, step)
+        e_RE = None if ends.e_SE is None else ends.e_SE[step.rows_R]
+        with self.weights.activate():
+            entered = self.injection.enter(z_RD, e_RE)
+            return self.injection.leave(self._core(entered, step), z_RD, entered, e_RE)
+
+    def _core(self, z_RD: Tensor, step: FusedStep) -> Tensor:
+        """Return the core's output."""
         from implicit_blocks.ops.kernels.decoding import add_norm
 
         branch = None
         for layer in self.layers:
             z_RD, branch = layer(z_RD, branch, step)
+        if self.norm is None:
+            return add_norm(z_RD, branch, torch.ones_like(z_RD[0]), eps=1.0, dtype=z_RD.dtype)[0]
         return add_norm(z_RD, branch, self.norm.weight, eps=self.norm.eps, dtype=z_RD.dtype)[1]
 
 

@@ -7,16 +7,18 @@ Shape legend: S slots, R of them in a step, D model width.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from implicit_blocks.exits.exit import Exit, begin, effective, measured
 from implicit_blocks.interfaces import Map, Solver
 from implicit_blocks.ops.residual import SMALLEST_SCALE, initial_scale
 from implicit_blocks.search.averaging import MovingAverage
-from implicit_blocks.search.status import Status, StatusRule
+from implicit_blocks.search.status import Status, StatusRule, tolerance_of
 from implicit_blocks.specs import Stopping
 
 
@@ -32,6 +34,12 @@ class SlotSearch:
         slots: S.
         width: D.
         moving_average: α of an average over the iterates, or None.
+        exit: the exit criterion whose measures decide, whose predictions are functions of single points;
+            None: the residual.
+        limits_per_slot: whether ``set_limits`` can change tolerance and iterations of single slots.
+
+    Raises:
+        ValueError: the exit criterion does not fit the stopping rule.
 
     """
 
@@ -45,8 +53,12 @@ class SlotSearch:
         device: torch.device,
         dtype: torch.dtype,
         moving_average: float | None = None,
+        exit: Exit | None = None,
+        limits_per_slot: bool = False,
     ) -> None:
-        self.solver, self.stopping = solver, stopping
+        self.solver, self.stopping, self.exit = solver, stopping, exit
+        if exit is not None and stopping is not None:
+            self.exit = effective(exit, stopping)
         self.z = torch.zeros(slots, width, device=device, dtype=dtype)
         self.best = torch.zeros_like(self.z)
         precision = torch.promote_types(dtype, torch.float32)
@@ -54,13 +66,30 @@ class SlotSearch:
         self.scale, scale_limit = initial_scale(self.z, (slots,))
         self.rule: StatusRule | None = None
         if stopping is not None:
-            self.rule = StatusRule(stopping.tolerance, stopping.norm == "relative", scale_limit)
+            tolerance = tolerance_of(stopping, self.exit)
+            self.rule = StatusRule(tolerance, stopping.norm == "relative", scale_limit)
         self.iterations = torch.zeros(slots, device=device, dtype=torch.int64)
+        self.limits: tuple[Tensor, Tensor] | None = None
+        """Each slot's tolerance and maximum number of iterations, (S,); None: the stopping rule's in all."""
+        if limits_per_slot and stopping is not None and self.exit is None:
+            tolerance_S = torch.full_like(self.residual, stopping.tolerance)
+            self.limits = tolerance_S, torch.full_like(self.iterations, stopping.max_iterations)
         self.converged = torch.zeros(slots, device=device, dtype=torch.bool)
         self.done = torch.zeros_like(self.converged)
         self.state: Any = () if solver is None else pytree.tree_map(torch.clone, solver.init(self.z))
+        # What the criterion has measured; without one, the residuals are the measures.
+        self.measure = self.residual if self.exit is None else torch.zeros_like(self.residual)
+        self.exit_state: Any = ()
+        if self.exit is not None:
+            self.exit_state = pytree.tree_map(torch.clone, begin(self.exit, self.z))
         self.averaging = None if moving_average is None else MovingAverage(moving_average)
         self.averages = None if moving_average is None else (self.z.clone(), self.z.clone())
+
+    def set_limits(self, slot: int, tolerance: float, max_iterations: int) -> None:
+        """Set the tolerance and the maximum number of iterations of a slot's next searches."""
+        assert self.limits is not None
+        self.limits[0][slot] = tolerance
+        self.limits[1][slot] = max_iterations
 
     def begin(self, slots_R: Tensor, start_RD: Tensor, where_R: Tensor | None = None) -> None:
         """Begin a token in each of these slots, or in those of them where ``where_R`` (R,) bool is True."""
@@ -69,12 +98,15 @@ class SlotSearch:
         self._put(self.z, slots_R, start, where)
         self._put(self.best, slots_R, start, where)
         self._put(self.residual, slots_R, torch.inf, where)
+        if self.exit is not None:
+            self._put(self.measure, slots_R, torch.inf, where)
+            self._put_state(self.exit_state, slots_R, self.exit.init(start), where)
         self._put(self.scale, slots_R, SMALLEST_SCALE, where)
         self._put(self.iterations, slots_R, 0, where)
         self._put(self.converged, slots_R, False, where)
         self._put(self.done, slots_R, self.solver is None, where)
         if self.solver is not None:
-            self._put_state(slots_R, self.solver.init(start), where)
+            self._put_state(self.state, slots_R, self.solver.init(start), where)
 
     def take(self, rows_R: Tensor, fz_RD: Tensor, active_R: Tensor, f: Map) -> None:
         """Update these slots by the map's values at their ``z``.
@@ -85,29 +117,51 @@ class SlotSearch:
         assert self.solver is not None
         assert self.stopping is not None
         assert self.rule is not None
+        rule = self.rule
+        max_iterations: int | Tensor = self.stopping.max_iterations
+        if self.limits is not None:
+            tolerance, max_iterations = (limit[rows_R, None] for limit in self.limits)
+            rule = replace(rule, tolerance=tolerance)
         z, active = self.z[rows_R], active_R[:, None]
         point, value = self._average(rows_R, z, fz_RD)
-        residual, status = self.rule.residuals(self._status(rows_R, active), point, value)
+        residual, status = rule.residuals(self._status(rows_R, active), point, value)
         self.scale[rows_R] = status.scale.squeeze(1)
-        status, improved, _ = self.rule.update(status, residual)
+        measure = self._measure(rows_R, point, value, residual)
+        status, improved, _ = rule.update(status, residual, measure=measure)
         best = torch.where(improved, value, self.best[rows_R])
-        goes_on = active & status.active & (status.iterations < self.stopping.max_iterations)
+        goes_on = active & status.active & (status.iterations < max_iterations)
         ended = active & ~goes_on
         state = pytree.tree_map(lambda leaf: leaf[rows_R], self.state)
         further, proposed = self.solver.update(z, fz_RD, state, f)
         # torch.where, never arithmetic with the mask: a NaN in what is discarded must not spread
         self.z[rows_R] = torch.where(goes_on, further, torch.where(ended, best, z))
         self.best[rows_R] = best
-        self.residual[rows_R] = status.lowest_residual.squeeze(1)
+        self.residual[rows_R] = status.token_residual.squeeze(1)
+        if measure is not None:
+            self.measure[rows_R] = status.lowest_residual.squeeze(1)
         self.iterations[rows_R] = status.iterations.squeeze(1)
-        self.converged[rows_R] |= (ended & (status.lowest_residual <= self.rule.tolerance)).squeeze(1)
+        self.converged[rows_R] |= (ended & (status.lowest_residual <= rule.tolerance)).squeeze(1)
         self.done[rows_R] |= ended.squeeze(1)
-        self._put_state(rows_R, proposed, goes_on.squeeze(1))
+        self._put_state(self.state, rows_R, proposed, goes_on.squeeze(1))
 
     def _status(self, rows_R: Tensor, active: Tensor) -> Status:
         """Return the status of slots as a search's; an inactive slot keeps its lowest residual."""
-        lowest, iterations = self.residual[rows_R, None], self.iterations[rows_R, None]
-        return Status(lowest, lowest, lowest, iterations, active, self.scale[rows_R, None])
+        lowest, iterations = self.measure[rows_R, None], self.iterations[rows_R, None]
+        residual = lowest if self.exit is None else self.residual[rows_R, None]
+        return Status(lowest, lowest, residual, iterations, active, self.scale[rows_R, None])
+
+    def _measure(self, rows: Tensor, point: Tensor, value: Tensor, residual: Tensor) -> Tensor | None:
+        """Return the measures of slots, and update their criterion's state; None without a criterion.
+
+        The state of a slot that does not search is set again when its next token begins.
+        """
+        if self.exit is None:
+            return None
+        before = pytree.tree_map(lambda leaf: leaf[rows], self.exit_state)
+        measure, after = measured(self.exit, point, value, residual, before)
+        for whole, part in zip(pytree.tree_leaves(self.exit_state), pytree.tree_leaves(after), strict=True):
+            whole[rows] = part
+        return measure
 
     def _average(self, rows: Tensor, z: Tensor, fz: Tensor) -> tuple[Tensor, Tensor]:
         if self.averages is None or self.averaging is None:
@@ -129,6 +183,6 @@ class SlotSearch:
         else:
             whole[rows_R] = torch.where(where, values, old)
 
-    def _put_state(self, rows_R: Tensor, values: Any, where_R: Tensor) -> None:
-        for whole, part in zip(pytree.tree_leaves(self.state), pytree.tree_leaves(values), strict=True):
+    def _put_state(self, state: Any, rows_R: Tensor, values: Any, where_R: Tensor) -> None:
+        for whole, part in zip(pytree.tree_leaves(state), pytree.tree_leaves(values), strict=True):
             self._put(whole, rows_R, part, where_R)

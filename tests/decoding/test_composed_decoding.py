@@ -1,0 +1,108 @@
+"""Decoding of models with prelude and coda: slots, windows and one pass give the same tokens.
+
+The maps contract, because committed states are those of fixed points: short of convergence one pass over a
+text differs from its windows.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+from implicit_blocks.decoding import ContinuousDecoder, Request
+
+ATTENTION = {
+    "mixer": {"kind": "attention", "n_heads": 4, "n_kv_heads": 2},
+    "mlp": {"kind": "swiglu", "d_ff": 48},
+}
+MAMBA2 = {"mixer": {"kind": "mamba2", "d_state": 8, "head_dim": 8, "chunk_size": 8}}
+SANDWICH = {"prelude": {"n_layers": 1}, "coda": {"n_layers": 1}}
+CASES = {
+    "residual": {"injection": {"kind": "residual", "gate_init": 0.3}, **SANDWICH},
+    "attractor": {"injection": {"kind": "attractor"}, **SANDWICH},
+    "diagonal": {"injection": {"kind": "diagonal"}, "prelude_norm": True, **SANDWICH},
+    "projection": {"prelude": {"n_layers": 2}, "core_residual": True, "weight_norm": True},
+    "coda only": {
+        "injection": {"kind": "residual", "gate_init": 0.3},
+        "coda": {"n_layers": 1},
+        "norm_before_coda": True,
+    },
+    "narrow core": {
+        "injection": {"kind": "diagonal"},
+        "core_d_model": 16,
+        "core_projection": True,
+        **SANDWICH,
+    },
+    "fixed loops": {
+        "injection": {"kind": "residual"},
+        "at_evaluation": {"exit": {"kind": "fixed", "loops": 3}},
+        **SANDWICH,
+    },
+    "one loop": {
+        "injection": {"kind": "residual"},
+        "at_evaluation": {"exit": {"kind": "fixed", "loops": 1}},
+        **SANDWICH,
+    },
+    "explicit": {"kind": "explicit_lm", **SANDWICH},
+    "scaled": {
+        "injection": {"kind": "attractor"},
+        "embedding_scale": 3.0,
+        "logit_scale": 2.0,
+        "logit_softcap": 5.0,
+        "residual_scaling": {"kind": "bounded_gate", "maximum": 0.75, "init": 0.5},
+        **SANDWICH,
+    },
+}
+PROMPTS = [[1, 2, 3, 4, 5], [7], [9, 8, 7, 6], [3, 3, 1]]
+
+
+def built(case, layers, *, device="cpu"):
+    fields = {"kind": "implicit_lm", "vocab_size": 23, "d_model": 32, "n_layers": 1, **layers, **CASES[case]}
+    if fields["kind"] == "implicit_lm":
+        fields.setdefault("weight_norm", False)
+        fields.setdefault(
+            "at_evaluation",
+            {"stopping": {"tolerance": 1e-5, "max_iterations": 200}, "solver": {"kind": "picard"}},
+        )
+    torch.manual_seed(0)
+    spec_class = ib.ExplicitLMSpec if fields["kind"] == "explicit_lm" else ib.ImplicitLMSpec
+    model = ib.build(spec_class(**fields)).eval().to(device)
+    with torch.no_grad():
+        model.embedding.weight.mul_(20)
+        if model.spec.weight_norm:  # let the map contract
+            for block in model.backbone.blocks():
+                block.mixer.in_proj.parametrizations.weight.original0.mul_(0.15)
+    return model
+
+
+def alone(model, prompt, count):
+    """Choose tokens by one pass over the whole text for each token."""
+    text = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids = torch.tensor([text], device=model.embedding.weight.device)
+            text.append(int(model(ids).logits[0, -1, : model.spec.vocab_size].argmax()))
+    return text[len(prompt) :]
+
+
+@pytest.mark.parametrize("layers", [ATTENTION, MAMBA2], ids=["attention", "mamba2"])
+@pytest.mark.parametrize("case", CASES)
+def test_slots_generate_the_tokens_of_single_passes(case, layers):
+    model = built(case, layers)
+    expected = {number: alone(model, prompt, 5) for number, prompt in enumerate(PROMPTS)}
+    decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=10)
+    for prompt in PROMPTS:
+        decoder.submit(Request(prompt=prompt, max_new_tokens=5))
+    found = {}
+    for new in decoder.run():
+        found.setdefault(new.request, []).append(new.token)
+    assert list(found.values()) == list(expected.values())
+
+
+@pytest.mark.parametrize("layers", [ATTENTION, MAMBA2], ids=["attention", "mamba2"])
+@pytest.mark.parametrize("case", CASES)
+def test_batches_generate_the_tokens_of_single_passes(case, layers):
+    model = built(case, layers)
+    found = ib.generate(model, PROMPTS, max_new_tokens=5).tokens.tolist()
+    assert found == [alone(model, prompt, 5) for prompt in PROMPTS]

@@ -1,0 +1,76 @@
+"""Requests of a continuous decoder with their own tolerance and iterations, and their cancellation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import implicit_blocks as ib
+from implicit_blocks.decoding import ContinuousDecoder, Request
+
+LIMITS = [{}, {"tolerance": 0.1}, {"max_iterations": 2}, {"tolerance": 0.3, "max_iterations": 5}]
+
+
+def test_each_request_is_searched_by_its_own_limits(family, tiny_model, prompts):
+    model = tiny_model(family, tolerance=1e-3)
+    decoder = ContinuousDecoder(model, max_batch_size=3, max_seq_len=24, limits_per_request=True)
+    for prompt, limits in zip(prompts, LIMITS, strict=True):
+        decoder.submit(Request(prompt=prompt, max_new_tokens=6, **limits))
+    made = [[] for _ in prompts]
+    for new in decoder.run():
+        made[new.request].append(new)
+    for tokens, prompt, limits in zip(made, prompts, LIMITS, strict=True):
+        alone = ib.generate(model, [prompt], max_new_tokens=6, **limits)
+        assert [new.token for new in tokens] == alone.tokens[0].tolist()
+        assert [new.iterations for new in tokens] == alone.iterations[0].tolist()
+        assert [new.converged for new in tokens] == alone.converged[0].tolist()
+
+
+@pytest.mark.parametrize("limits", LIMITS[1:3], ids=["tolerance", "iterations"])
+def test_limits_are_refused_where_all_requests_share_one_rule(explicit_model, tiny_model, limits):
+    request = Request(prompt=[1, 2], max_new_tokens=2, **limits)
+    shared = ContinuousDecoder(tiny_model("mamba2"), max_batch_size=1, max_seq_len=24)
+    explicit = ContinuousDecoder(
+        explicit_model("mamba2"), max_batch_size=1, max_seq_len=24, limits_per_request=True
+    )
+    for decoder in (shared, explicit):
+        with pytest.raises(ValueError, match="limits_per_request"):
+            decoder.submit(request)
+
+
+def test_an_invalid_limit_is_refused(tiny_model):
+    decoder = ContinuousDecoder(
+        tiny_model("mamba2"), max_batch_size=1, max_seq_len=24, limits_per_request=True
+    )
+    with pytest.raises(ValueError, match="max_iterations"):
+        decoder.submit(Request(prompt=[1], max_new_tokens=2, max_iterations=0))
+    assert not decoder.busy
+
+
+@pytest.mark.parametrize("after", [0, 1, 7], ids=["queued", "first token", "later"])
+def test_a_cancelled_request_frees_its_slot_and_leaves_the_others_as_they_are(tiny_model, prompts, after):
+    model = tiny_model("mamba2", tolerance=1e-3)
+    decoder = ContinuousDecoder(model, max_batch_size=2, max_seq_len=40)
+    numbers = [decoder.submit(Request(prompt=prompt, max_new_tokens=12)) for prompt in prompts]
+    made = {number: [] for number in numbers}
+    for _ in range(after):
+        for new in decoder.step():
+            made[new.request].append(new.token)
+    assert decoder.cancel(numbers[1])
+    assert not decoder.cancel(numbers[1])
+    before = len(made[numbers[1]])
+    for new in decoder.run():
+        made[new.request].append(new.token)
+    assert len(made[numbers[1]]) == before
+    for number in (0, 2, 3):
+        alone = ib.generate(model, [prompts[number]], max_new_tokens=12)
+        assert made[number] == alone.tokens[0].tolist()
+    assert not decoder.busy
+    assert not bool(decoder.batch.busy_S.any())
+    assert not decoder.cancel(numbers[0])
+
+
+def test_cancelling_an_unknown_request_changes_nothing(tiny_model):
+    decoder = ContinuousDecoder(tiny_model("mamba2"), max_batch_size=1, max_seq_len=24)
+    assert not decoder.cancel(3)
+    assert torch.equal(decoder.batch.lengths_S, torch.zeros(1, dtype=torch.int64))
