@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from transformers.cache_utils import Cache
 
-from implicit_blocks.models.backbone import Backbone
 from implicit_blocks.models.sequence_state import SequenceState
+from implicit_blocks.models.stack import Block
 
 
 class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are Any where its types are unknown
@@ -31,12 +31,12 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
         super().__init__(layers=[])
         self.max_seq_len = max_seq_len
         self.state: SequenceState | None = None
-        self._backbone: Backbone | None = None
+        self._blocks: list[Block] | None = None
 
     def __repr__(self) -> str:
         return f"ImplicitCache(length={self.get_seq_length()}, max_seq_len={self.max_seq_len})"
 
-    def commit(self, state: SequenceState, backbone: Backbone) -> None:
+    def commit(self, state: SequenceState, blocks: list[Block]) -> None:
         """Store the state after a window.
 
         Raises:
@@ -48,7 +48,7 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
                 f"the cache was created for {self.max_seq_len} tokens and {state.length} are committed; "
                 "increase max_seq_len or omit it"
             )
-        self.state, self._backbone = state, backbone
+        self.state, self._blocks = state, blocks
 
     # ------------------------------------------------------------------------------------ lengths
 
@@ -90,16 +90,16 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
     @property
     def is_croppable(self) -> bool:
         """Whether committed tokens can be removed; a recurrent state cannot be truncated."""
-        return self._backbone is not None and self._backbone.truncates
+        return self._blocks is not None and all(block.mixer.truncates for block in self._blocks)
 
     # ------------------------------------------------------------------------------------ rows
 
     def select_rows(self, rows: Tensor) -> None:
         """Select rows by index, (R,) int64; indices may repeat."""
         if self.state is not None:
-            assert self._backbone is not None
+            assert self._blocks is not None
             device = self.state.next_position.device
-            self.state = self.state.select_rows(rows.to(device), self._backbone)
+            self.state = self.state.select_rows(rows.to(device), self._blocks)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select the rows of the surviving beams, (B,) int64."""
@@ -138,8 +138,8 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
                 f"the cache holds {held}: cannot remove {-tokens_to_remove} tokens; copy the cache "
                 "(copy.deepcopy) before committing them"
             )
-        assert self._backbone is not None
-        self.state = self.state.truncate(-tokens_to_remove, self._backbone)
+        assert self._blocks is not None
+        self.state = self.state.truncate(-tokens_to_remove, self._blocks)
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Reject keys and values of any shape: layers write nothing while a fixed point is iterated.
@@ -154,7 +154,7 @@ class ImplicitCache(Cache):  # type: ignore[misc]  # transformers' classes are A
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ImplicitCache:
         clone = ImplicitCache(self.max_seq_len)
-        clone._backbone = self._backbone  # belongs to the model, so it is not copied
+        clone._blocks = self._blocks  # they belong to the model, so they are not copied
         if self.state is not None:
             layers = pytree.tree_map(
                 lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, self.state.layers

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 
 from implicit_blocks import registry
 from implicit_blocks.hf.remote_code import auto_map
+from implicit_blocks.models.stack_specs import LayerSpec
 from implicit_blocks.specs import (
     AttentionSpec,
     ImplicitLMSpec,
@@ -32,12 +33,34 @@ _FOLLOWING = (
 )
 
 
+_FULL, _LINEAR = "full_attention", "linear_attention"
+"""Types of layers that transformers knows; all mixers but Mamba2 count as the first."""
+
+
+def portable(spec: LanguageModelSpec) -> LanguageModelSpec:
+    """Return a copy in which the backend fields of every mixer, of all stacks, have their defaults."""
+
+    def changed(part: Any) -> Any:
+        if part is None:
+            return None
+        layers = None if part.layers is None else tuple(map(_portable_layer, part.layers))
+        mixer = None if part.mixer is None else part.mixer.portable()
+        return part.model_copy(update={"mixer": mixer, "layers": layers})
+
+    ends = {"prelude": changed(spec.prelude), "coda": changed(spec.coda)}
+    whole: LanguageModelSpec = changed(spec).model_copy(update=ends)
+    return whole
+
+
+def _portable_layer(layer: LayerSpec) -> LayerSpec:
+    return layer if layer.mixer is None else layer.model_copy(update={"mixer": layer.mixer.portable()})
+
+
 class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' classes are Any to the checker
     """Shared part of both families; see ``from_spec``."""
 
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache_params", "solution"]
     class_stem: ClassVar[str]
-    layer_type: ClassVar[str]
     cache_name: ClassVar[str]
     """The argument by which transformers passes the family its cache."""
 
@@ -118,8 +141,12 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
         return {
             "vocab_size": spec.padded_vocab_size,  # transformers means the width of the logits
             "hidden_size": spec.d_model,
-            "num_hidden_layers": spec.n_layers,
-            "layer_types": [self.layer_type] * spec.n_layers,
+            "num_hidden_layers": spec.total_layers,  # of prelude, core and coda; each layer of the core once
+            "layer_types": [
+                _LINEAR if isinstance(layer.mixer, Mamba2Spec) else _FULL
+                for stack in spec.stacks.values()
+                for layer in stack.layers
+            ],
             "tie_word_embeddings": spec.tie_embeddings,
             "initializer_range": spec.embedding_std,
             **self._of_layers(spec),
@@ -134,8 +161,7 @@ class _ImplicitConfig(PreTrainedConfig):  # type: ignore[misc]  # transformers' 
         spec = self.model_spec
         # Read from the spec, because fields may have been set since: every saved folder stays loadable.
         saved |= {**self._following(spec), "max_position_embeddings": self.max_position_embeddings}
-        portable = spec.model_copy(update={"mixer": spec.mixer.portable()})
-        return saved | {"spec": portable.model_dump(mode="json")}
+        return saved | {"spec": portable(spec).model_dump(mode="json")}
 
     def _checked(self, fields: Mapping[str, Any] | ModelSpec | None) -> LanguageModelSpec:
         if isinstance(fields, Mapping):
@@ -179,7 +205,6 @@ class ImplicitLlamaConfig(_ImplicitConfig):
 
     model_type = "implicit_blocks_llama"
     class_stem: ClassVar[str] = "ImplicitLlama"
-    layer_type: ClassVar[str] = "full_attention"
     cache_name: ClassVar[str] = "past_key_values"
 
     def _default_spec(self) -> LanguageModelSpec:
@@ -202,7 +227,7 @@ class ImplicitLlamaConfig(_ImplicitConfig):
         return {
             "num_attention_heads": heads,
             "num_key_value_heads": getattr(spec.mixer, "n_kv_heads", None) or heads,
-            "head_dim": getattr(spec.mixer, "head_dim", None) or spec.d_model // heads,
+            "head_dim": getattr(spec.mixer, "head_dim", None) or spec.core_width // heads,
             "intermediate_size": getattr(spec.mlp, "d_ff", None),
         }
 
@@ -215,7 +240,6 @@ class ImplicitMamba2Config(_ImplicitConfig):
 
     model_type = "implicit_blocks_mamba2"
     class_stem: ClassVar[str] = "ImplicitMamba2"
-    layer_type: ClassVar[str] = "linear_attention"
     cache_name: ClassVar[str] = "cache_params"
 
     def _default_spec(self) -> LanguageModelSpec:
@@ -239,7 +263,7 @@ class ImplicitMamba2Config(_ImplicitConfig):
             "state_size": mixer.d_state,
             "expand": mixer.expand,
             "head_dim": mixer.head_dim,
-            "num_heads": mixer.expand * spec.d_model // mixer.head_dim,
+            "num_heads": mixer.expand * spec.core_width // mixer.head_dim,
             "n_groups": mixer.n_groups,
             "conv_kernel": mixer.d_conv,
         }

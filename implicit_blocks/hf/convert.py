@@ -23,10 +23,12 @@ from implicit_blocks.hf.folders import (
     fold_weight_norm,
     read_pretrained,
     special_tokens,
+    write_original,
     write_published,
     write_transformers,
 )
 from implicit_blocks.hf.tokenizer import check_tokenizer_fits, load_tokenizer, token_fields
+from implicit_blocks.models.retrofit import parse_core, retrofit
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec, load_spec
 
@@ -37,8 +39,9 @@ def convert(
     source: Path,
     destination: Path,
     *,
-    to: Literal["transformers", "published"] = "transformers",
+    to: Literal["transformers", "published", "original"] = "transformers",
     implicit: bool = False,
+    core: str | None = None,
     fold: bool = False,
     max_shard_size: str = "5GB",
 ) -> None:
@@ -48,11 +51,13 @@ def convert(
     requires.
 
     Args:
-        source: a folder of the published implementation, of this library, or of a Llama or Mamba2 model of
-            transformers.
+        source: a folder of a published implementation (of this library's models, of Attractor, Parcae, Huginn
+            or Ouro), of this library, or of a Llama, Qwen2, Qwen3, Mistral or Mamba2 model of transformers.
         destination: a new or empty folder.
-        to: the format: transformers or the published implementation.
+        to: the format: this library's classes for transformers, the published implementation that the model
+            is of, or the class of transformers that computes an explicit model's function.
         implicit: initialize an implicit model from an explicit one.
+        core: ``FIRST:STOP``: iterate these layers of an explicit model (``implicit_blocks.models.retrofit``).
         fold: fold weight norm into the weights.
         max_shard_size: maximum size of a weights file, such as ``500MB``.
 
@@ -61,9 +66,17 @@ def convert(
 
     """
     size = _bytes(max_shard_size)
+    if implicit and core is not None:
+        raise ValueError("--implicit iterates all layers and --core some of them; give one of the two")
     pretrained = read_pretrained(source, as_start=implicit)
+    for remark in pretrained.remarks:
+        print(f"note: {remark}", file=sys.stderr)
     if fold:
         pretrained = fold_weight_norm(pretrained)
+    if core is not None:
+        first, stop = parse_core(core)
+        spec, state = retrofit(pretrained.spec, pretrained.state, first, stop)
+        pretrained = PretrainedFolder(spec, state, pretrained.fields)
     if to == "published":
         with whole_folder(destination) as folder:
             write_published(pretrained, folder, max_shard_bytes=size)
@@ -73,8 +86,9 @@ def convert(
     if loaded is not None:
         known = {name: value for name, value in pretrained.fields.items() if value is not None}
         pretrained = replace(pretrained, fields=token_fields(loaded) | known)
+    write = write_original if to == "original" else write_transformers
     with whole_folder(destination) as folder:
-        write_transformers(pretrained, folder, max_shard_size=max_shard_size)
+        write(pretrained, folder, max_shard_size=max_shard_size)
         copy_tokenizer(source, folder)
         if loaded is not None:
             loaded.save_pretrained(folder)

@@ -18,6 +18,9 @@ from implicit_blocks.checkpoints.folder import check_tensors, read_config, read_
 from implicit_blocks.checkpoints.weights import empty_state
 from implicit_blocks.hf import pretrained as ordinary
 from implicit_blocks.hf import published
+from implicit_blocks.hf.architectures import ARCHITECTURES, find
+from implicit_blocks.hf.architectures.files import is_published, read_folder, write_folder
+from implicit_blocks.hf.pretrained_export import export_config
 from implicit_blocks.models.language_model import LanguageModel
 from implicit_blocks.registry import build
 from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
@@ -50,24 +53,28 @@ class PretrainedFolder:
     """A model: its spec, its state dict with the library's names, and further configuration.
 
     ``fields`` are fields of transformers configurations that a spec does not have (special tokens, maximum
-    length); ``published`` is the published configuration that the model was read with.
+    length); ``published`` is the published configuration that the model was read with; ``remarks`` say what
+    of it the spec cannot express, and which tensors are not read.
     """
 
     spec: LMSpec
     state: dict[str, Tensor]
     fields: dict[str, Any] = field(default_factory=dict)
     published: dict[str, Any] | None = None
+    remarks: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------------------------ reading
 
 
 def read_pretrained(folder: Path, *, as_start: bool = False) -> PretrainedFolder:
-    """Read a folder of the published implementation, of this library, or of transformers (Llama, Mamba2).
+    """Read a folder of a published implementation, of this library, or of transformers.
+
+    Of transformers, the types of ``pretrained.MODEL_TYPES`` are read, as explicit models.
 
     Args:
         folder: contains ``config.json`` and weights.
-        as_start: initialize an implicit model from an explicit one (``ordinary.as_start``).
+        as_start: initialize an implicit model from an explicit one (``pretrained.as_start``).
 
     Raises:
         ValueError: the folder is not a pretrained folder, the model type is unknown, files cannot be read,
@@ -77,9 +84,14 @@ def read_pretrained(folder: Path, *, as_start: bool = False) -> PretrainedFolder
     config = read_config(folder)
     model_type = config.get("model_type")
     known = (*published.MODEL_TYPES, *ordinary.MODEL_TYPES, *OURS)
-    if model_type not in known:
-        raise ValueError(f"{folder / CONFIG}: unknown model_type {model_type!r}; known: {', '.join(known)}")
-    if model_type in published.MODEL_TYPES:
+    if model_type not in known and find(config) is not None:
+        found = _of_architecture(folder, config)
+    elif model_type not in known:
+        raise ValueError(
+            f"{folder / CONFIG}: unknown model_type {model_type!r}; known: {', '.join(known)}, and the "
+            f"configurations of {', '.join(ARCHITECTURES)}"
+        )
+    elif model_type in published.MODEL_TYPES:
         found = _of_published(folder, config)
     elif model_type in OURS:
         found = _of_ours(folder, config)
@@ -104,6 +116,11 @@ def _of_published(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
     check_tensors(tensors, expected, what=str(folder))
     state = published.import_tensors(tensors, tied=spec.tie_embeddings)
     return PretrainedFolder(spec, state, special_tokens(spec), config)
+
+
+def _of_architecture(folder: Path, config: dict[str, Any]) -> PretrainedFolder:
+    read = _spec_from(folder, lambda config: read_folder(folder, config), config)
+    return PretrainedFolder(read.spec, read.state, read.extra, read.config, read.remarks)
 
 
 def _spec_from(folder: Path, read: Callable[[Mapping[str, Any]], T], config: Mapping[str, Any]) -> T:
@@ -254,6 +271,29 @@ def write_transformers(pretrained: PretrainedFolder, folder: Path, *, max_shard_
     hf_model(pretrained).save_pretrained(folder, max_shard_size=max_shard_size)
 
 
+def write_original(pretrained: PretrainedFolder, folder: Path, *, max_shard_size: str = "5GB") -> None:
+    """Write an explicit model as a folder of transformers' own class, such as ``LlamaForCausalLM``.
+
+    Raises:
+        ValueError: no class of transformers can express the spec.
+
+    """
+    config = export_config(pretrained.spec) | pretrained.fields
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    assert isinstance(pretrained.spec, ExplicitLMSpec)
+    tensors = ordinary.export_tensors(pretrained.state, pretrained.spec)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(config.pop("model_type"), **config))
+    if pretrained.spec.tie_embeddings:
+        embedding = next(name for name in tensors if "embed" in name)
+        tensors[_HEAD] = tensors[embedding]
+    model.load_state_dict(tensors, assign=True)
+    model.tie_weights()
+    model.config.dtype = next(iter(tensors.values())).dtype
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+
 def write_published(pretrained: PretrainedFolder, folder: Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Write a folder that the published implementation reads.
 
@@ -261,6 +301,10 @@ def write_published(pretrained: PretrainedFolder, folder: Path, *, max_shard_byt
         ValueError: the published implementation cannot express the spec.
 
     """
+    if is_published(pretrained.published, pretrained.spec):
+        original = pretrained.published
+        write_folder(folder, pretrained.spec, pretrained.state, original, max_shard_bytes=max_shard_bytes)
+        return
     config = published.export_config(pretrained.spec, pretrained.published)
     (folder / CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     tensors = published.export_tensors(pretrained.state, pretrained.spec)
@@ -287,4 +331,4 @@ def fold_weight_norm(pretrained: PretrainedFolder) -> PretrainedFolder:
             layer = name.removesuffix(f"{stem}0")
             state[f"{layer}.weight"] = WeightNorm.compute(g, pretrained.state[f"{layer}{stem}1"])
     spec = pretrained.spec.model_copy(update={"weight_norm": False})
-    return PretrainedFolder(spec, state, pretrained.fields, pretrained.published)
+    return PretrainedFolder(spec, state, pretrained.fields, pretrained.published, pretrained.remarks)

@@ -73,7 +73,7 @@ class ImplicitGenerationMixin(GenerationMixin):  # type: ignore[misc]  # transfo
     @property
     def _is_stateful(self) -> bool:
         """Whether tokens cannot be removed; transformers then rejects assisted generation."""
-        return not self.model.lm.backbone.truncates
+        return not self.model.lm.truncates
 
     def _prepare_cache_for_generation(
         self,

@@ -15,7 +15,9 @@ from implicit_blocks.hf.cache import ImplicitCache
 from implicit_blocks.models.sequence_state import SequenceState
 from implicit_blocks.search.options import SearchOptions
 
-_KNOBS = (*SearchOptions.names(), "window_length")
+_OF_THE_LIBRARY = frozenset({"start", "exit"})
+"""Options of a search that the transformers classes do not offer."""
+_KNOBS = (*(name for name in SearchOptions.names() if name not in _OF_THE_LIBRARY), "window_length")
 _WITHOUT_EFFECT = frozenset(
     {
         "num_items_in_batch",  # used by the loss
@@ -30,14 +32,14 @@ _WITHOUT_EFFECT = frozenset(
         "seq_idx",
     }
 )
-_UNAVAILABLE = ("output_attentions", "output_hidden_states")
+_UNAVAILABLE = ("output_attentions",)
 
 
 def check_options(model: str, options: Mapping[str, Any]) -> None:
     """Reject unknown arguments, and outputs that the models do not have.
 
     Raises:
-        ValueError: attention weights or hidden states are requested.
+        ValueError: attention weights are requested.
         TypeError: an argument is unknown.
 
     """
@@ -45,6 +47,11 @@ def check_options(model: str, options: Mapping[str, Any]) -> None:
         if name in _UNAVAILABLE:
             if value:
                 raise ValueError(f"{model} cannot output {name.removeprefix('output_')}; omit {name}")
+        elif name in _OF_THE_LIBRARY:
+            raise TypeError(
+                f"{model}.forward has no argument {name!r}; call the library's model, "
+                "implicit_blocks.hf.to_library(model), which has it"
+            )
         elif name not in _WITHOUT_EFFECT:
             raise TypeError(f"{model}.forward has no argument {name!r}; {did_you_mean(name, _KNOBS)}")
 

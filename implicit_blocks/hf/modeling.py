@@ -9,6 +9,7 @@ Shape legend: B batch, L tokens of this call, T tokens so far, D model width, V 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,9 +20,11 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_outputs import ModelOutput
 
+from implicit_blocks.decoding.prompts import needed_ids
 from implicit_blocks.hf.cache import ImplicitCache
 from implicit_blocks.hf.configuration import ImplicitLlamaConfig, ImplicitMamba2Config
 from implicit_blocks.hf.generation import ImplicitGenerationMixin
+from implicit_blocks.hf.hidden_states import chosen_iterates, hidden_states
 from implicit_blocks.hf.inputs import check_options, documents_of, mask_of_these, one_cache
 from implicit_blocks.hf.remote_code import write_shim
 from implicit_blocks.layers import Linear, at_least_float32
@@ -33,22 +36,30 @@ from implicit_blocks.solution import Solution
 
 @dataclass
 class ImplicitModelOutput(ModelOutput):  # type: ignore[misc]  # transformers' classes are Any to the checker
-    """``last_hidden_state`` (B, L, D), the input of a head; the family's cache; the search's ``solution``."""
+    """``last_hidden_state`` (B, L, D), the input of a head; the family's cache; the search's ``solution``.
+
+    ``hidden_states``, if requested: the embedded tokens, iterates of the core, and ``last_hidden_state``.
+    """
 
     last_hidden_state: Tensor | None = None
     past_key_values: ImplicitCache | None = None
     cache_params: ImplicitCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
     solution: Solution | None = None
 
 
 @dataclass
 class ImplicitCausalLMOutput(ModelOutput):  # type: ignore[misc]  # the same
-    """``loss`` if labels are given, ``logits`` (B, L or fewer, V), the cache, the search's ``solution``."""
+    """``loss`` if labels are given, ``logits`` (B, L or fewer, V), the cache, the search's ``solution``.
+
+    ``hidden_states``: as in ``ImplicitModelOutput``.
+    """
 
     loss: Tensor | None = None
     logits: Tensor | None = None
     past_key_values: ImplicitCache | None = None
     cache_params: ImplicitCache | None = None
+    hidden_states: tuple[Tensor, ...] | None = None
     solution: Solution | None = None
 
 
@@ -63,6 +74,8 @@ class _ImplicitPreTrained(PreTrainedModel):  # type: ignore[misc]  # the same
         r"dt_bias$",
         r"mixer\.D$",
         r"norm\.weight$",
+        r"gamma$",  # residual scalings
+        r"injection\.gate$",
         r"weight\.original0$",  # weight norm's gains
     )
     _supports_sdpa = True  # attention is torch's own operator; no other implementation can be chosen
@@ -143,6 +156,9 @@ class _ImplicitModel(_ImplicitPreTrained):
         damping: float | None = None,
         warm_start: bool = False,
         moving_average: float | None = None,
+        loops: int | None = None,
+        trajectory: Sequence[int] | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         **options: Any,
     ) -> ImplicitModelOutput | tuple[Any, ...]:
@@ -166,9 +182,17 @@ class _ImplicitModel(_ImplicitPreTrained):
         state = None if cache is None else cache.state
         if state is None and cache is not None and cache.max_seq_len is not None:
             state = self.lm.initial_state(len(x_BLD), max_seq_len=cache.max_seq_len)
-        mask = mask_of_these(attention_mask, x_BLD, past=0 if state is None else state.length)
+        past = 0 if state is None else state.length
+        mask = mask_of_these(attention_mask, x_BLD, past=past)
+        if output_hidden_states is None:
+            output_hidden_states = bool(self.config.output_hidden_states)
+        chosen: tuple[int, ...] = ()
+        if output_hidden_states:
+            commits = bool(use_cache or past)
+            chosen = chosen_iterates(self.lm, loops=loops, trajectory=trajectory, commits=commits)
         encoded = self.lm.encode(
             x_BLD,
+            ids_BL=None if input_ids is None else needed_ids(self.lm, input_ids),
             attention_mask=mask,
             documents=documents_of(position_ids, mask, x_BLD, state),
             state=state,
@@ -180,13 +204,17 @@ class _ImplicitModel(_ImplicitPreTrained):
                 damping=damping,
                 warm_start=warm_start,
                 moving_average=moving_average,
+                loops=loops,
+                trajectory=chosen,
             ),
         )
         found = ImplicitModelOutput(encoded.hidden_BLD, solution=encoded.solution)
+        if output_hidden_states:
+            found["hidden_states"] = hidden_states(self.lm, x_BLD, encoded, chosen, loops)
         if use_cache:
             assert encoded.state is not None
             assert cache is not None
-            cache.commit(encoded.state, self.lm.backbone)
+            cache.commit(encoded.state, self.lm.state_blocks())
             found[name] = cache
         return found.to_tuple() if return_dict is False else found
 
@@ -253,6 +281,9 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
         damping: float | None = None,
         warm_start: bool = False,
         moving_average: float | None = None,
+        loops: int | None = None,
+        trajectory: Sequence[int] | None = None,
+        output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         **options: Any,
     ) -> ImplicitCausalLMOutput | tuple[Any, ...]:
@@ -280,6 +311,11 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
             damping: share of f(z) in a step of the solver.
             warm_start: start the search of each token at the solution of the last token before its window.
             moving_average: α of an average over the iterates, for noisy maps (``SearchOptions``).
+            loops: take this many loops of the core instead of searching.
+            trajectory: the iterates in ``hidden_states``, by their number of loops, from 1. By default all
+                of a fixed number of loops, and none of a search, whose number differs by token.
+            output_hidden_states: return ``hidden_states``: the embedded tokens, the iterates of the core,
+                which have its width, and the input of the head.
             return_dict: False returns a tuple.
             options: further arguments of transformers; ``num_items_in_batch`` is the number of tokens that
                 the loss is averaged over.
@@ -306,6 +342,9 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
             damping=damping,
             warm_start=warm_start,
             moving_average=moving_average,
+            loops=loops,
+            trajectory=trajectory,
+            output_hidden_states=output_hidden_states,
             **options,
         )
         hidden = found.last_hidden_state
@@ -313,13 +352,18 @@ class _ImplicitForCausalLM(ImplicitGenerationMixin, _ImplicitPreTrained):
             hidden = hidden[:, logits_to_keep]
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
-        logits = at_least_float32(self.lm_head(hidden))
+        logits = self.model.lm.scale_logits(at_least_float32(self.lm_head(hidden)))
         loss = None
         if labels is not None:
             kept = {"num_items_in_batch": options.get("num_items_in_batch")}
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kept)
         output = ImplicitCausalLMOutput(
-            loss, logits, found.past_key_values, found.cache_params, solution=found.solution
+            loss,
+            logits,
+            found.past_key_values,
+            found.cache_params,
+            found.hidden_states,
+            solution=found.solution,
         )
         return output.to_tuple() if return_dict is False else output
 

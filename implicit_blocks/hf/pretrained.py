@@ -1,126 +1,205 @@
-"""transformers' ``LlamaForCausalLM`` and ``Mamba2ForCausalLM`` as explicit models and as initializations.
+"""Language models of transformers as explicit models, and as initializations of implicit ones.
 
-The explicit twin computes the same logits. ``as_start`` converts it to an implicit model whose first iterate
-equals the explicit model's output: it has the same weights, starts at the embedding, and its injection is
-zero.
+Llama, Qwen2, Qwen3, Mistral and Mamba2 are read. The explicit model computes the same logits. ``as_start``
+converts it to an implicit model whose first iterate equals the explicit model's output: it has the same
+weights, starts at the embedding, and its injection is zero. ``implicit_blocks.hf.retrofit`` iterates only the
+middle layers.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from implicit_blocks.specs import (
-    AttentionSpec,
-    ExplicitLMSpec,
-    ImplicitLMSpec,
-    Mamba2Spec,
-    RopeScaling,
-    SwiGLUSpec,
-)
+from implicit_blocks.hf.config_fields import ConfigFields
+from implicit_blocks.hf.pretrained_tensors import export_tensors, import_tensors
+from implicit_blocks.specs import ExplicitLMSpec, ImplicitLMSpec
 
-MODEL_TYPES = ("llama", "mamba2")
+__all__ = ["MODEL_TYPES", "as_start", "export_tensors", "import_spec", "import_tensors"]
+
+MODEL_TYPES = ("llama", "mamba2", "mistral", "qwen2", "qwen3")
+
+# The defaults of transformers for fields that are missing; they differ between the model types.
+_KV_HEADS = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+_LENGTHS = {"mistral": 131_072, "qwen2": 32_768, "qwen3": 32_768}
+_SCALINGS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 
 
 def import_spec(config: Mapping[str, Any]) -> ExplicitLMSpec:
-    """Return the spec of a transformers ``config.json`` of model type ``llama`` or ``mamba2``.
+    """Return the spec of a transformers ``config.json`` of one of the ``MODEL_TYPES``.
 
     Missing fields have the defaults of transformers.
 
     Raises:
-        ValueError: another model type, missing required fields, or values that no spec can express.
+        ValueError: another model type; or, all listed, missing required fields, values that no spec can
+            express, and unknown fields.
 
     """
     model_type = config.get("model_type")
     if model_type not in MODEL_TYPES:
-        raise ValueError(f"unknown model_type {model_type!r}; known: {', '.join(MODEL_TYPES)}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act is {config['hidden_act']!r}; only 'silu' is supported")
-    try:
-        return _llama(config) if model_type == "llama" else _mamba2(config)
-    except KeyError as error:
-        raise ValueError(f"the configuration of this {model_type} model has no {error.args[0]!r}") from None
+        raise ValueError(
+            f"unknown model_type {model_type!r}; known: {', '.join(MODEL_TYPES)}. "
+            "Choose a model of one of these types"
+        )
+    fields = ConfigFields(config)
+    fields.expect("hidden_act", "silu", "swish", default="silu")
+    spec = _mamba2(fields) if model_type == "mamba2" else _transformer(fields, model_type)
+    fields.check(model_type)
+    return ExplicitLMSpec(**spec)
 
 
-def _llama(config: Mapping[str, Any]) -> ExplicitLMSpec:
-    heads, width = config["num_attention_heads"], config["hidden_size"]
-    rope = _rope_parameters(config)
-    head_dim = config.get("head_dim")
-    return ExplicitLMSpec(
-        vocab_size=config["vocab_size"],
-        d_model=width,
-        n_layers=config["num_hidden_layers"],
-        norm_eps=config.get("rms_norm_eps", 1e-6),
-        tie_embeddings=config.get("tie_word_embeddings", False),
-        embedding_std=config.get("initializer_range", 0.02),
-        mixer=AttentionSpec(
-            n_heads=heads,
-            n_kv_heads=config.get("num_key_value_heads"),
-            head_dim=None if head_dim is None or head_dim * heads == width else head_dim,
-            bias=config.get("attention_bias", False),
-            rope_theta=rope.pop("rope_theta", 10_000.0),
-            rope_scaling=_rope_scaling(rope),
-        ),
-        mlp=SwiGLUSpec(d_ff=config["intermediate_size"], bias=config.get("mlp_bias", False)),
-    )
+def _common(fields: ConfigFields) -> dict[str, Any]:
+    """Return the spec's fields that every model type has."""
+    return {
+        "vocab_size": fields.require("vocab_size"),
+        "d_model": fields.require("hidden_size"),
+        "n_layers": fields.require("num_hidden_layers"),
+        "tie_embeddings": fields.get("tie_word_embeddings", False),
+    }
 
 
-def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return base and scaling as one mapping, from the field names of transformers 5 or earlier."""
-    parameters = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    if "rope_theta" in config:
-        parameters.setdefault("rope_theta", config["rope_theta"])
-    parameters["rope_type"] = parameters.pop("type", parameters.get("rope_type", "default"))
-    if parameters.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError("partial_rotary_factor must be 1; partially rotated heads are not supported")
-    return parameters
+def _transformer(fields: ConfigFields, model_type: str) -> dict[str, Any]:
+    """Return the spec's fields of Llama, Mistral, Qwen2 or Qwen3."""
+    heads, width = fields.require("num_attention_heads"), fields.require("hidden_size")
+    head_dim = fields.get("head_dim", 128 if model_type == "qwen3" else None)
+    if None not in (head_dim, heads, width) and head_dim * heads == width:
+        head_dim = None
+    eps = fields.get("rms_norm_eps", 1e-6)
+    bias, mlp_bias = _biases(fields, model_type)
+    fields.expect("attention_dropout", 0, default=0, remedy="set it to 0; it concerns training only")
+    fields.expect("use_mrope", False, default=False)
+    fields.expect("rope_interleaved", False, default=False)
+    _check_window(fields, model_type)
+    mixer = {
+        "kind": "attention",
+        "n_heads": heads,
+        "n_kv_heads": fields.get("num_key_value_heads", _KV_HEADS.get(model_type)),
+        "head_dim": head_dim,
+        "bias": bias,
+        **_rope(fields),
+        **({"qk_norm": "weighted", "qk_norm_eps": eps} if model_type == "qwen3" else {}),
+    }
+    mlp = {"kind": "swiglu", "d_ff": fields.require("intermediate_size"), "bias": mlp_bias}
+    std = fields.get("initializer_range", 0.02)
+    return _common(fields) | {"norm_eps": eps, "embedding_std": std, "mixer": mixer, "mlp": mlp}
 
 
-def _rope_scaling(parameters: dict[str, Any]) -> RopeScaling | None:
-    kind = parameters["rope_type"]
-    if kind == "default":
-        return None
-    if kind not in ("linear", "llama3"):
+def _biases(fields: ConfigFields, model_type: str) -> tuple[bool | str, bool]:
+    """Return the biases of attention and of the MLP."""
+    if model_type == "qwen2":
+        fields.get("attention_bias", None)  # the class has biases of q, k and v, whatever this field is
+        bias: bool | str = "qkv"
+    elif model_type == "mistral":
+        fields.expect("attention_bias", False, default=False)
+        bias = False
+    else:
+        bias = bool(fields.get("attention_bias", False))
+    if model_type == "llama":
+        return bias, bool(fields.get("mlp_bias", False))
+    fields.expect("mlp_bias", False, default=False)
+    return bias, False
+
+
+def _rope(fields: ConfigFields) -> dict[str, Any]:
+    """Return base and scaling of the rotary wavelengths; transformers 5 has other field names than 4."""
+    newer, older = fields.get("rope_parameters", None), fields.get("rope_scaling", None)
+    place = "rope_parameters" if newer else "rope_scaling"
+    given = {name: value for name, value in (newer or older or {}).items() if value is not None}
+    theta = given.pop("rope_theta", fields.get("rope_theta", None) or 10_000.0)
+    oldest = given.pop("type", "default")
+    kind = given.pop("rope_type", oldest)
+    rotated = given.pop("partial_rotary_factor", fields.get("partial_rotary_factor", None) or 1)
+    if rotated != 1:
+        fields.complain(f"partial_rotary_factor is {rotated!r}; only 1 (whole heads) is supported")
+    if kind not in _SCALINGS:
         reason = " (with dynamic scaling a token depends on later tokens)" if kind == "dynamic" else ""
-        raise ValueError(f"rope_type is {kind!r}{reason}; supported: default, linear, llama3")
-    known = {name: value for name, value in parameters.items() if name in RopeScaling.model_fields}
-    return RopeScaling(**known)
+        fields.complain(f"{place}.rope_type is {kind!r}{reason}; supported: {', '.join(_SCALINGS)}")
+        return {}
+    names = _SCALINGS[kind]
+    if kind != "llama3":  # transformers writes the length beside any scaling
+        given.pop("original_max_position_embeddings", None)
+    for name in sorted(given.keys() - set(names)):
+        fields.complain(f"{place}.{name} is {given[name]!r}, unknown to rope_type {kind!r}; remove it")
+    for name in sorted(set(names) - given.keys()):
+        fields.complain(f"{place} has no {name!r}, which rope_type {kind!r} requires")
+    return {"rope_theta": theta, "rope_scaling": {"rope_type": kind, **given} if names else None}
 
 
-def _mamba2(config: Mapping[str, Any]) -> ExplicitLMSpec:
-    low, high = config.get("time_step_limit", (0.0, float("inf")))
+def _check_window(fields: ConfigFields, model_type: str) -> None:
+    """Complain about attention to a window of fewer tokens than the model's context."""
+    length = fields.get("max_position_embeddings", _LENGTHS.get(model_type, 2048))
+    types = fields.get("layer_types", None)
+    others = sorted({str(kind) for kind in types or ()} - {"full_attention", "sliding_attention"})
+    if others:
+        fields.complain(
+            f"layer_types has {', '.join(others)}; supported are full_attention, and sliding_attention whose "
+            "window is not smaller than the context"
+        )
+    if model_type == "llama":  # has no window
+        fields.expect("sliding_window", default=None)
+        return
+    window, slides = fields.get("sliding_window", 4096), True
+    if model_type != "mistral":
+        used, first = fields.get("use_sliding_window", False), fields.get("max_window_layers", 28)
+        n_layers = fields.require("num_hidden_layers") or 0
+        slides = used and (first < n_layers if types is None else "sliding_attention" in types)
+    if slides and window is not None and window < length:
+        fields.complain(
+            f"sliding_window is {window}, smaller than max_position_embeddings {length}, and attention to a "
+            f"window is not supported; for texts of up to {window} tokens, which the window does not change, "
+            f"set max_position_embeddings to {window}"
+        )
+
+
+def _mamba2(fields: ConfigFields) -> dict[str, Any]:
+    """Return the spec's fields of Mamba2."""
+    low, high = fields.get("time_step_limit", (0.0, float("inf")))
     if isinstance(high, Mapping):  # the form in which transformers writes infinity to JSON
         high = high.get("__float__", high)
     if float(low) != 0 or float(high) != float("inf"):
-        raise ValueError(f"time_step_limit is {[low, high]}; only (0, inf) is supported")
-    if config["hidden_size"] * config.get("expand", 2) != config["num_heads"] * config["head_dim"]:
-        raise ValueError("hidden_size · expand must equal num_heads · head_dim")
-    eps, groups = config.get("layer_norm_epsilon", 1e-5), config.get("n_groups", 8)
-    return ExplicitLMSpec(
-        vocab_size=config["vocab_size"],
-        d_model=config["hidden_size"],
-        n_layers=config["num_hidden_layers"],
-        norm_eps=eps,
-        tie_embeddings=config.get("tie_word_embeddings", False),
-        embedding_std=config.get("initializer_range", 0.1),
-        mixer=Mamba2Spec(
-            d_state=config.get("state_size", 128),
-            expand=config.get("expand", 2),
-            head_dim=config["head_dim"],
-            n_groups=groups,
-            norm_groups=None if groups == 1 or _norms_by_group() else 1,
-            d_conv=config.get("conv_kernel", 4),
-            bias=config.get("use_bias", False),
-            conv_bias=config.get("use_conv_bias", True),
-            norm_eps=eps,
-            dt_min=config.get("time_step_min", 1e-3),
-            dt_max=config.get("time_step_max", 1e-1),
-        ),
-    )
+        fields.complain(f"time_step_limit is {[low, high]}; only (0, inf) is supported")
+    width, heads, head_dim = (fields.require(name) for name in ("hidden_size", "num_heads", "head_dim"))
+    expand = fields.get("expand", 2)
+    if None not in (width, heads, head_dim) and width * expand != heads * head_dim:
+        fields.complain(
+            "hidden_size · expand must equal num_heads · head_dim, "
+            f"got {width} · {expand} and {heads} · {head_dim}; correct one of them"
+        )
+    eps, groups = fields.get("layer_norm_epsilon", 1e-5), fields.get("n_groups", 8)
+    fields.expect("rms_norm", True, default=True)
+    fields.expect("norm_before_gate", False, default=False)
+    # Of initialization, of speed, and of the residual stream's type, which is always float32 here.
+    for name in (
+        "time_step_rank",
+        "time_step_floor",
+        "chunk_size",
+        "rescale_prenorm_residual",
+        "residual_in_fp32",
+    ):
+        fields.get(name, None)
+    mixer = {
+        "kind": "mamba2",
+        "d_state": fields.get("state_size", 128),
+        "expand": expand,
+        "head_dim": head_dim,
+        "n_groups": groups,
+        "norm_groups": None if groups == 1 or _norms_by_group() else 1,
+        "d_conv": fields.get("conv_kernel", 4),
+        "bias": fields.get("use_bias", False),
+        "conv_bias": fields.get("use_conv_bias", True),
+        "norm_eps": eps,
+        "dt_min": fields.get("time_step_min", 1e-3),
+        "dt_max": fields.get("time_step_max", 1e-1),
+    }
+    std = fields.get("initializer_range", 0.1)
+    return _common(fields) | {"norm_eps": eps, "embedding_std": std, "mixer": mixer}
 
 
 def _norms_by_group() -> bool:
@@ -137,64 +216,6 @@ def _norms_by_group() -> bool:
     return "group_size" in MambaRMSNormGated.__init__.__code__.co_varnames
 
 
-# ------------------------------------------------------------------------------------ tensors
-
-_LLAMA = [
-    (r"model\.embed_tokens\.", "embedding."),
-    (r"lm_head\.", "head."),
-    (r"model\.norm\.", "backbone.norm."),
-    (r"model\.layers\.(\d+)\.input_layernorm\.", r"backbone.layers.\1.mixer_norm."),
-    (r"model\.layers\.(\d+)\.post_attention_layernorm\.", r"backbone.layers.\1.mlp_norm."),
-    (r"model\.layers\.(\d+)\.self_attn\.o_proj\.", r"backbone.layers.\1.mixer.out_proj."),
-    (r"model\.layers\.(\d+)\.self_attn\.([qkv])_proj\.", r"backbone.layers.\1.mixer.\2_proj."),
-    (r"model\.layers\.(\d+)\.mlp\.(gate|up)_proj\.", r"backbone.layers.\1.mlp.\2_proj."),
-    (r"model\.layers\.(\d+)\.mlp\.down_proj\.", r"backbone.layers.\1.mlp.out_proj."),
-]
-_MAMBA2 = [
-    (r"backbone\.embeddings?\.", "embedding."),
-    (r"lm_head\.", "head."),
-    (r"backbone\.norm_f\.", "backbone.norm."),
-    (r"backbone\.layers\.(\d+)\.norm\.", r"backbone.layers.\1.mixer_norm."),
-    (r"backbone\.layers\.(\d+)\.mixer\.conv1d\.", r"backbone.layers.\1.mixer.conv."),
-    (r"backbone\.layers\.(\d+)\.mixer\.", r"backbone.layers.\1.mixer."),
-]
-_BUFFER = re.compile(r"rotary_emb\.inv_freq$")  # in older files; not a parameter
-
-
-def import_tensors(given: Mapping[str, Tensor], spec: ExplicitLMSpec) -> dict[str, Tensor]:
-    """Rename and fuse the parameters of a ``LlamaForCausalLM`` or ``Mamba2ForCausalLM``.
-
-    Unknown names are unchanged, and q, k and v stay separate if one of them is missing, so that the caller's
-    check can list them.
-    """
-    table = _MAMBA2 if isinstance(spec.mixer, Mamba2Spec) else _LLAMA
-    renamed: dict[str, Tensor] = {}
-    for name, tensor in given.items():
-        if _BUFFER.search(name):
-            continue
-        for pattern, ours in table:
-            new, changed = re.subn("^" + pattern, ours, name)
-            if changed:
-                name = new
-                break
-        if ".mixer.conv." in name and tensor.ndim == 3:
-            tensor = tensor.squeeze(1)
-        renamed[name] = tensor
-    if spec.tie_embeddings:
-        renamed.pop("head.weight", None)
-    for name in [name for name in renamed if ".mixer.q_proj." in name]:
-        parts = [name.replace(".q_proj.", f".{part}_proj.") for part in "qkv"]
-        if all(part in renamed for part in parts) and _stack(renamed[part] for part in parts):
-            renamed[name.replace(".q_proj.", ".in_proj.")] = torch.cat([renamed.pop(part) for part in parts])
-    return renamed
-
-
-def _stack(tensors: Iterable[Tensor]) -> bool:
-    """Return whether tensors can be concatenated along their first dimension."""
-    shapes = [tensor.shape for tensor in tensors]
-    return all(len(shape) > 0 and shape[1:] == shapes[0][1:] for shape in shapes)
-
-
 def as_start(
     spec: ExplicitLMSpec, state: Mapping[str, Tensor], *, weight_norm: bool = True
 ) -> tuple[ImplicitLMSpec, dict[str, Tensor]]:
@@ -206,7 +227,7 @@ def as_start(
 
     Args:
         spec: spec of the explicit model.
-        state: state dict of the explicit model.
+        state: state dict of the explicit model, with tensors of that model's shapes.
         weight_norm: whether the implicit model uses weight norm.
 
     """

@@ -220,13 +220,15 @@ def export_config(
     if isinstance(spec, ImplicitLMSpec):
         backbone |= {"init_gain": 0.5, "pretrain_iter": 4, "pretrain_steps": 0}
         backbone |= {} if spec.weight_norm else {"do_weight_norm": False}
-        backbone |= {} if spec.z_init == "zeros" else {"init_z_mode": "input"}
+        backbone |= {} if spec.start.kind == "zeros" else {"init_z_mode": "input"}
         config["deq_params"] = _deq_params(spec)
     try:
         again: Any = import_spec(config)
     except ValueError as error:
         raise ValueError(f"the published implementation cannot express this spec: {error}") from None
     ours, theirs = spec.model_dump(), again.model_dump()
+    if isinstance(spec, ImplicitLMSpec):
+        ours["z_init"], theirs["z_init"] = spec.start.model_dump(), again.start.model_dump()
     lost = [name for name, value in ours.items() if name not in _BESIDE and theirs[name] != value]
     if isinstance(spec, ImplicitLMSpec) and (
         again.evaluation_stopping != spec.evaluation_stopping

@@ -1,4 +1,4 @@
-"""Llama and Mamba2 of transformers: equal logits, and initialization of an implicit model."""
+"""Language models of transformers: equal logits, and initialization of an implicit model."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ from transformers import (  # noqa: E402  # after the skip
     LlamaForCausalLM,
     Mamba2Config,
     Mamba2ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 LLAMA = {
@@ -57,6 +61,8 @@ MODELS = {
         LlamaConfig,
         LLAMA | {"rope_parameters": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 3.0}},
     ),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config, LLAMA | {"num_key_value_heads": 2}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, LLAMA | {"num_key_value_heads": 2, "head_dim": 12}),
     "mamba2-one-group": (Mamba2ForCausalLM, Mamba2Config, MAMBA2 | {"n_groups": 1, "use_conv_bias": False}),
     "mamba2-groups-biases": (
         Mamba2ForCausalLM,
@@ -103,7 +109,7 @@ def test_the_explicit_twin_and_the_start_have_equal_logits(name, tmp_path):
     assert main(["convert", str(tmp_path / "theirs"), str(tmp_path / "start"), "--implicit"]) == 0
     start = AutoModelForCausalLM.from_pretrained(tmp_path / "start")
     spec = start.config.model_spec
-    assert (spec.kind, spec.z_init, spec.weight_norm) == ("implicit_lm", "embedding", True)
+    assert (spec.kind, spec.start.kind, spec.weight_norm) == ("implicit_lm", "embedding", True)
     torch.testing.assert_close(first_iterate(to_library(start), ids), expected, atol=1e-4, rtol=0)
 
 
