@@ -24,7 +24,8 @@ def changes(old: BaseRunSpec, new: BaseRunSpec) -> list[Change]:
     """List the differences, in the order of the spec's fields.
 
     Named elements of lists, such as phases, are compared by name. For components of different kinds, the
-    kind comes first, followed by every field that only one of the kinds has.
+    kind comes first, followed by every field that only one of the kinds has, unless its value is null. A
+    section that only one spec has, such as a prelude, is listed by its fields in the same way.
     """
     return _compare(old.model_dump(mode="json"), new.model_dump(mode="json"), ())
 
@@ -35,6 +36,7 @@ _MISSING = object()
 def _compare(old: Any, new: Any, path: tuple[str, ...]) -> list[Change]:
     old, new = _named(old), _named(new)
     if isinstance(old, Mapping) or isinstance(new, Mapping):
+        # A section that is absent or null in one spec.
         left = old if isinstance(old, Mapping) else {}
         right = new if isinstance(new, Mapping) else {}
         found = []
@@ -44,6 +46,8 @@ def _compare(old: Any, new: Any, path: tuple[str, ...]) -> list[Change]:
         for key in sorted(keys, key=lambda key: key != "kind"):  # the sort is stable
             found += _compare(left.get(key, _MISSING), right.get(key, _MISSING), (*path, str(key)))
         return found
+    if (old is None and new is _MISSING) or (old is _MISSING and new is None):
+        return []
     same = old == new or repr(old) == repr(new)  # NaN != NaN
     return [] if same else [Change(path, _shown(old), _shown(new))]
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TextIO
 
+from implicit_blocks.describing.equations import loops_of
 from implicit_blocks.describing.tree import Node, model_tree
 from implicit_blocks.specs import BaseRunSpec, ImplicitLMSpec, ModelSpec, Stopping
 
@@ -19,7 +20,8 @@ class Span(NamedTuple):
 
 Line = tuple[Span, ...]
 _TIMES = "×"  # noqa: RUF001  # the multiplication sign is intended
-_ASCII = str.maketrans("├└│─↻←≤‖·θ—…" + _TIMES, "|`|-@=<|.t-.x")
+_OTHERS = "Δγα–"  # noqa: RUF001  # these letters and the dash of a range are intended
+_ASCII = str.maketrans("├└│─↻←≤‖·θ—…²" + _TIMES + _OTHERS, "|`|-@=<|.t-.2xDga-")
 
 
 def show(lines: Iterable[Line], *, stream: TextIO | None = None) -> None:
@@ -133,32 +135,56 @@ def _line(row: _Row, widths: Sequence[int]) -> Line:
 
 
 def _searches(run: BaseRunSpec) -> list[Line]:
-    phases = phases_of(run)
+    phases = [(title, model) for title, model in phases_of(run) if isinstance(model, ImplicitLMSpec)]
     cells = [["search", "solver", "until", "gradient"]]
-    for title, model in phases:
-        assert isinstance(model, ImplicitLMSpec)
-        gradient = component(model.gradient)
-        searched = not model.gradient.differentiates_solver  # unrolling takes its own steps
-        until = _until(model.stopping) if searched else "the gradient's steps are taken"
-        cells.append([title, component(model.solver), until, gradient])
-    seen = {
-        (m.at_evaluation.solver, m.evaluation_stopping) for _, m in phases if isinstance(m, ImplicitLMSpec)
-    }
+    cells += [_training(title, model) for title, model in phases]
+    seen = {repr(_evaluation(model)) for _, model in phases}
     for (title, model), one in zip(reversed(phases), [True] + [False] * len(phases), strict=False):
-        assert isinstance(model, ImplicitLMSpec)
         if one or len(seen) > 1:
             where = "evaluation" if one else f"evaluation in {title.partition(':')[0]}"
-            solver = component(model.at_evaluation.solver)
-            cells.append([where, solver, _until(model.evaluation_stopping), "—"])
+            cells.append([where, *_evaluation(model), "—"])
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     styles = ("bold cyan", "yellow", "", "magenta")
-    return [
+    lines: list[Line] = [
         tuple(
             Span(cell.ljust(width + 2), "bold" if number == 0 else style)
             for cell, width, style in zip(row, widths, styles, strict=True)
         )
         for number, row in enumerate(cells)
     ]
+    return [*lines, *_objectives(phases, widths[0] + 2)]
+
+
+def _training(title: str, model: ImplicitLMSpec) -> list[str]:
+    """Return the row of a phase: its solver, what ends the search or the loop, its gradient."""
+    gradient, solver = component(model.gradient), component(model.solver)
+    if model.gradient.differentiates_solver:  # unrolling takes its own steps
+        return [title, solver, "the gradient's steps are taken", gradient]
+    if (loops := loops_of(model)) is None:
+        return [title, solver, _until(model.stopping), gradient]
+    if model.depth.maximum_loops() != model.depth.expected_loops():
+        loops += f" ({component(model.depth)})"
+    return [title, solver if model.gradient.searches else "—", loops, gradient]
+
+
+def _evaluation(model: ImplicitLMSpec) -> list[str]:
+    """Return the solver of evaluation, and when a token leaves the search."""
+    at_evaluation, stopping = model.at_evaluation, model.evaluation_stopping
+    if at_evaluation.fixed_loops is not None:
+        return ["—", f"{at_evaluation.fixed_loops} loops"]
+    until = _until(stopping)
+    if at_evaluation.exit.kind != "residual":
+        until = f"{component(at_evaluation.exit)}, or {stopping.max_iterations} iterations, by token"
+    return [component(at_evaluation.solver), until]
+
+
+def _objectives(phases: Sequence[tuple[str, ImplicitLMSpec]], width: int) -> list[Line]:
+    """Return a line for the objective and the state policy each, where they are not the default."""
+    last = phases[-1][1]
+    parts = [] if last.objective.kind == "last" else [("objective", component(last.objective))]
+    if last.state_policy != "converged":
+        parts.append(("state", "one per loop" if last.state_policy == "per_loop" else last.state_policy))
+    return [(Span(name.ljust(width), "bold cyan"), Span(value)) for name, value in parts]
 
 
 def phases_of(run: BaseRunSpec) -> list[tuple[str, ModelSpec]]:

@@ -27,6 +27,9 @@ def built_shapes(spec: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.filterwarnings(
+    "ignore::implicit_blocks.solvers.attractor_anderson.NonCausalSolverWarning"
+)  # attractor_*_published
 @pytest.mark.parametrize("name", [name for name in zoo_names() if not name.endswith("_transformers")])
 def test_shapes_and_totals_equal_the_built_models(name: str) -> None:
     spec = load_spec(name).model
@@ -238,7 +241,7 @@ def test_unnamed_elements_are_compared_by_position() -> None:
     ("arguments", "message"),
     [
         (["describe", "llama_130"], "no spec 'llama_130' in the zoo; did you mean 'llama_130m'?"),
-        (["describe", "llama_130m", "model.layers=3"], "unknown key 'layers'"),
+        (["describe", "llama_130m", "model.layer=3"], "unknown key 'layer'"),
         (["diff", "llama_130m", "nothing.yaml"], "'nothing.yaml' does not exist"),
         (["diff", "llama_130m", "llama_130m", "model.mixer.n_heads=5"], "d_model 768 is not divisible by"),
     ],

@@ -5,15 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from implicit_blocks.describing.equations import loops_of
+from implicit_blocks.gradients import LastLoopsSpec
 from implicit_blocks.models.counting import count_parameters
-from implicit_blocks.specs import ImplicitLMSpec, load_spec
+from implicit_blocks.specs import ImplicitLMSpec, LanguageModelSpec, load_spec
 
 HEAD = """# The zoo
 
 This page lists the specs that can be used by name. `python -m trainer --spec NAME` trains a spec,
 `implicit_blocks.load_spec("NAME")` loads it, `python -m implicit_blocks describe NAME` shows it as a tree.
-Override any field with `path.to.key=value`. The search of a phase is written as maximum iterations + gradient
-steps.
+Override any field with `path.to.key=value`. Layers are those of the core, with prelude and coda as
+prelude + core + coda. The search of a phase is written as maximum iterations + gradient steps, a fixed or
+random number of loops by its mean and the number of differentiated loops.
 
 | spec | layers \u00d7 width | parameters | search, by phase | data | purpose |
 | --- | --- | --- | --- | --- | --- |
@@ -38,17 +41,26 @@ def _row(path: Path) -> str:
     model = spec.model
     counts = count_parameters(model)
     total = model.parameter_total() if counts is None else counts.total
-    size = "" if counts is None else f"{model.n_layers} \u00d7 {model.d_model}"
+    size = "" if counts is None else f"{_layers(model)} \u00d7 {model.d_model}"
     parameters = "not known" if total is None else f"{total:,}".replace(",", "\u202f")
     cells = [f"`{path.stem}`", size, parameters, _phases(spec), _data(spec.data), purpose(path)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _layers(model: LanguageModelSpec) -> str:
+    """Return the layers of the core, with prelude and coda as "prelude + core + coda"."""
+    stacks = model.stacks
+    if len(stacks) == 1:
+        return str(model.n_layers)
+    numbers = (len(stacks[name].layers) if name in stacks else 0 for name in ("prelude", "core", "coda"))
+    return f"({' + '.join(map(str, numbers))})"
 
 
 def _phases(spec: Any) -> str:
     if not isinstance(spec.model, ImplicitLMSpec):
         return "none"
     return ", then ".join(
-        f"{phase.name} {_search(phase.model)} to step {phase.last_step:,}".replace(",", "\u202f")
+        f"{phase.name} {_search(phase.model)} to step " + f"{phase.last_step:,}".replace(",", "\u202f")
         for phase in spec.phase_specs()
     )
 
@@ -57,6 +69,12 @@ def _search(model: ImplicitLMSpec) -> str:
     """Return "iterations + steps"; for a gradient that wraps another one, the steps of the inner one."""
     gradient: Any = model.gradient
     added = ""
+    loops = None if gradient.differentiates_solver else loops_of(model)
+    if isinstance(gradient, LastLoopsSpec):
+        last = "all" if gradient.loops is None else f"the last {gradient.loops}"
+        return f"{loops}, {last} with gradients"
+    if loops is not None:
+        return f"{loops}, {gradient.kind}"
     while getattr(gradient, "steps", None) is None and hasattr(gradient, "gradient"):
         added += f" with {gradient.kind}"
         gradient = gradient.gradient

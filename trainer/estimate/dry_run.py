@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from implicit_blocks.describing.equations import loops_of
+from implicit_blocks.gradients import LastLoopsSpec
 from implicit_blocks.models.counting import (
     count_flops,
     count_parameters,
     training_flops_per_token,
 )
 from implicit_blocks.specs import ImplicitLMSpec, ModelSpec
-from trainer.estimate.memory import GPU_BYTES, estimate_memory, resolve_layout
+from trainer.estimate.memory import GPU_BYTES, decoding_state, estimate_memory, resolve_layout
 from trainer.reporting.display import duration, magnitude
 from trainer.run.init_from import find_start
+from trainer.run.length import resolve_epochs
 from trainer.specs.run import Phase, RunSpec
 
 
@@ -29,6 +32,7 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
             positive number or lacks a phase.
 
     """
+    epochs, spec = spec.training.epochs, resolve_epochs(spec)
     training, phases = spec.training, spec.phase_specs()
     sequences, vocab_size = spec.total_sequences, getattr(spec.model, "vocab_size", None)
     tokens = spec.total_tokens
@@ -42,11 +46,11 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
         *_section(
             "training",
             [
-                f"{spec.total_steps:,} steps of {_batch(phases[0])}, {magnitude(tokens)} tokens in total"
-                if one_batch
-                else f"{spec.total_steps:,} steps of batches by phase, {magnitude(tokens)} tokens in total",
-                (_micro_batches(phases[0], ranks) + ", " if one_batch else "")
-                + f"{training.precision}, {training.optimizer.kind}, {training.schedule.kind}",
+                f"{spec.total_steps:,} steps of {_batch(phases[0]) if one_batch else 'batches by phase'}, "
+                f"{magnitude(tokens)} tokens in total{'' if epochs is None else f' ({epochs:g} epochs)'}",
+                *([_micro_batches(phases[0], ranks)] if one_batch else []),
+                f"{training.precision}, {getattr(training.optimizer, 'path', training.optimizer.kind)}, "
+                f"{training.schedule.kind}{_average(spec)}",
             ],
         ),
         *_section("start", _start(spec)),
@@ -67,7 +71,9 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
             seconds += taken
         lines += _section(f"phase {phase.name}", described)
         total = None if total is None or flops is None else total + flops
-    whole = ["unknown" if total is None else f"at most {_scaled(total)}FLOP"]
+    bounds = [_bound(phase.model) for phase in phases]
+    bound = next((one for one in ("at most ", "on average ") if one in bounds), "")
+    whole = ["unknown" if total is None else f"{bound}{_scaled(total)}FLOP"]
     if rates:
         whole.append(f"{duration(seconds)} for {magnitude(tokens)} tokens")
     lines += _section("whole run", whole)
@@ -76,6 +82,7 @@ def dry_run_report(spec: RunSpec, *, name: str, ranks: int = 1, rate: str | None
         evaluated += f"; p {', '.join(f'{p:g}' for p in spec.evaluation.identity_probabilities)}"
     evaluation = [f"{evaluated}; {spec.evaluation.sequences} sequences each", *_evaluation_search(spec)]
     lines += _section("evaluation", evaluation)
+    lines += _section("decoding", _decoding(spec))
     return "\n".join(lines)
 
 
@@ -88,11 +95,17 @@ def _parameters(model: ModelSpec) -> list[str]:
     if counts is None:
         number = model.parameter_total()
         return ["unknown: not declared by the model's spec" if number is None else f"{number:,}"]
+    looped = counts.prelude != 0 or counts.coda != 0
     named = (
         ("embedding", counts.embedding),
         ("head", counts.head),
-        ("layers", counts.backbone),
+        ("prelude", counts.prelude),
+        ("core" if looped else "layers", counts.backbone),
+        ("projection", counts.projection),
+        ("coda", counts.coda),
         ("injection", counts.injection),
+        ("start", counts.start),
+        ("exit gate", counts.exit_gate),
         ("weight norm's gains", counts.gains),
     )
     parts = [f"{label} {'unknown' if n is None else magnitude(n)}" for label, n in named if n != 0]
@@ -110,7 +123,22 @@ def _batch(phase: Phase) -> str:
 
 
 def _micro_batches(phase: Phase, ranks: int) -> str:
-    return f"micro-batches of {min(phase.training.sequences_at_once, phase.training.share(ranks))}"
+    """Return the size of a forward pass, and how many of them accumulate the gradient of a step."""
+    share, length = phase.training.share(ranks), phase.data.seq_len
+    size = min(phase.training.sequences_at_once, share)
+    count, last = -(-share // size), share % size
+    text = f"micro-batches of {size:,} x {length:,} = {size * length:,} tokens, "
+    text += "1 per step" if count == 1 else f"gradients accumulated over {count:,} per step"
+    text += f" (the last of {last:,} sequences)" if last else ""
+    return text if ranks == 1 else f"{text} on each of {ranks} ranks"
+
+
+def _average(spec: RunSpec) -> str:
+    ema = spec.training.ema
+    if ema is None:
+        return ""
+    start = f" after {spec.ema_start:,} steps" if spec.ema_start else ""
+    return f", average of the weights (decay {ema.decay:g}){start}"
 
 
 def _start(spec: RunSpec) -> list[str]:
@@ -173,14 +201,19 @@ def _phase(spec: RunSpec, phase: Phase, ranks: int) -> tuple[list[str], float | 
     if flops is None or forward is None or forward.layers is None:
         lines.append("FLOP per token: unknown, a component does not declare its cost")
         return lines, None
+    bound = _bound(phase.model)
+    cost = f"{bound}{_scaled(flops)}FLOP per token"
     least = training_flops_per_token(phase.model, length=length, iterations=1)
-    whole = flops * _sequences(phase) * length
-    if least is None or least == flops:
-        cost = f"{_scaled(flops)}FLOP per token"
+    if bound == "at most " and least is not None:
+        cost = f"{_scaled(least)}FLOP per token with one iteration, {bound}{_scaled(flops)}FLOP"
+    each = f"{_scaled(forward.layers)}FLOP per pass through the "
+    if not (forward.prelude or forward.coda):
+        lines.append(f"{cost} ({each}layers)")
     else:
-        cost = f"{_scaled(least)}FLOP per token with one iteration, at most {_scaled(flops)}FLOP"
-    lines.append(f"{cost} ({_scaled(forward.layers)}FLOP per pass through the layers)")
-    lines.append(f"{'' if least == flops else 'at most '}{_scaled(whole)}FLOP in total")
+        once = (forward.prelude or 0.0) + (forward.coda or 0.0)
+        lines.append(f"{cost} ({each}core, {_scaled(once)}FLOP through prelude and coda)")
+    whole = flops * _sequences(phase) * length
+    lines.append(f"{bound}{_scaled(whole)}FLOP in total")
     memory = estimate_memory(spec, phase, ranks=ranks)
     if memory is not None:
         parts = ", ".join(f"{name} {_bytes(size)}" for name, size in memory.parts().items())
@@ -191,11 +224,26 @@ def _phase(spec: RunSpec, phase: Phase, ranks: int) -> tuple[list[str], float | 
     return lines, whole
 
 
+def _bound(model: ModelSpec) -> str:
+    """Return whether a cost is the largest one, the mean, or (empty) exact."""
+    if not isinstance(model, ImplicitLMSpec):
+        return ""
+    if (mean := model.depth.expected_loops()) is not None:
+        return "" if mean == model.depth.maximum_loops() else "on average "
+    return "at most " if model.gradient.searches else ""
+
+
 def _search(model: ModelSpec) -> str:
     """Return a description of the search, with the paper's (s+k) where it applies."""
     if not isinstance(model, ImplicitLMSpec):
         return "one pass through the layers"
     gradient, stopping = model.gradient, model.stopping
+    loops = loops_of(model)
+    if isinstance(gradient, LastLoopsSpec):
+        last = "all loops" if gradient.loops is None else f"the last {gradient.loops}"
+        return f"core: {loops}, gradient of {last}"
+    if loops is not None:
+        return f"core: {loops} with {model.solver.kind}, {gradient.kind} gradient"
     steps = getattr(
         getattr(gradient, "gradient", gradient), "steps", None
     )  # a penalty wraps another gradient
@@ -213,13 +261,28 @@ def _evaluation_search(spec: RunSpec) -> list[str]:
     model = spec.final_model
     if not isinstance(model, ImplicitLMSpec):
         return []
-    solver, stopping = model.at_evaluation.solver, model.evaluation_stopping
+    solver, stopping, leaves = model.at_evaluation.solver, model.evaluation_stopping, model.at_evaluation.exit
+    if (fixed := model.at_evaluation.fixed_loops) is not None:
+        return [f"{fixed} loops of the core: model.at_evaluation.exit"]
     damping = getattr(solver, "damping", 1.0)
     damped = "" if damping == 1 else f", damping {damping:g}"
+    until = f"to a residual of {stopping.tolerance:g} ({stopping.norm})"
+    if leaves.kind != "residual":
+        until = f"until exit criterion {leaves.kind}"
     return [
-        f"{solver.kind}{damped}, to a residual of {stopping.tolerance:g} ({stopping.norm}), "
-        f"at most {stopping.max_iterations} iterations: model.at_evaluation"
+        f"{solver.kind}{damped}, {until}, at most {stopping.max_iterations} iterations: model.at_evaluation"
     ]
+
+
+def _decoding(spec: RunSpec) -> list[str]:
+    """Return the memory of a sequence's state in decoding; empty if a mixer does not declare it."""
+    model, tokens = spec.final_model, spec.data.seq_len
+    size = decoding_state(model, tokens=tokens)
+    if size is None:
+        return []
+    loops = model.state_loops if isinstance(model, ImplicitLMSpec) else 1
+    kept = "" if loops == 1 else f", one state of the core for each of {loops} loops"
+    return [f"state of a sequence after {tokens:,} tokens {_bytes(size)} (float32{kept})"]
 
 
 def _scaled(value: float) -> str:
